@@ -1,0 +1,196 @@
+//! Tensor types: an element type and a shape that may name run-time sizes; and the formats weights are computed in.
+
+use std::fmt;
+use std::str::FromStr;
+
+use anyhow::bail;
+use serde::{Deserialize, Serialize};
+
+/// The type of one element, as a checkpoint stores it or an activation holds it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub enum DType {
+    /// IEEE 754 binary32.
+    F32,
+    /// IEEE 754 binary16.
+    F16,
+    /// The upper half of binary32.
+    Bf16,
+    /// Signed 32-bit integer: token and expert ids.
+    I32,
+}
+
+/// How a weight matrix is held while it is computed with.
+///
+/// A block format stores 32 neighbouring elements of one row with one f16 scale.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub enum Format {
+    /// 32-bit floats, for reference results.
+    F32,
+    /// 16-bit floats.
+    F16,
+    /// Bfloat16.
+    Bf16,
+    /// Signed 8-bit integers in blocks: 34 bytes for 32 elements.
+    Q8,
+    /// Signed 4-bit integers in blocks: 18 bytes for 32 elements.
+    Q4,
+}
+
+/// One axis of a shape.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum Dim {
+    /// A size known when the plan is made.
+    Fixed(u32),
+    /// Tokens fed in this run, over all its sequences.
+    Tokens,
+    /// Tokens of this run whose logits are wanted: usually the last of each sequence.
+    Rows,
+}
+
+/// What `Dim::Tokens` and `Dim::Rows` stand for in one run, or at most in any.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Extent {
+    /// Size of `Dim::Tokens`.
+    pub tokens: u32,
+    /// Size of `Dim::Rows`.
+    pub rows: u32,
+}
+
+/// An element type and a shape.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct TensorType {
+    /// Type of every element.
+    pub dtype: DType,
+    /// Outermost axis first.
+    pub shape: Vec<Dim>,
+}
+
+impl Format {
+    /// All formats, widest first.
+    pub const ALL: [Format; 5] = [Format::F32, Format::F16, Format::Bf16, Format::Q8, Format::Q4];
+
+    /// Elements that share one scale; 1 where there is none.
+    pub fn block(self) -> u32 {
+        match self {
+            Format::F32 | Format::F16 | Format::Bf16 => 1,
+            Format::Q8 | Format::Q4 => 32,
+        }
+    }
+
+    /// Bytes of a matrix of `rows` × `columns`, each row padded to whole blocks.
+    pub fn bytes(self, rows: u64, columns: u64) -> u64 {
+        let blocks = columns.div_ceil(u64::from(self.block()));
+        let block_bytes = match self {
+            Format::F32 => 4,
+            Format::F16 | Format::Bf16 => 2,
+            // One f16 scale, then 32 elements.
+            Format::Q8 => 2 + 32,
+            Format::Q4 => 2 + 16,
+        };
+        rows * blocks * block_bytes
+    }
+}
+
+impl From<DType> for Format {
+    /// The format that keeps every bit of what a checkpoint stores.
+    fn from(dtype: DType) -> Self {
+        match dtype {
+            DType::F32 | DType::I32 => Format::F32,
+            DType::F16 => Format::F16,
+            DType::Bf16 => Format::Bf16,
+        }
+    }
+}
+
+impl FromStr for Format {
+    type Err = anyhow::Error;
+    fn from_str(text: &str) -> anyhow::Result<Self> {
+        Ok(match text {
+            "f32" => Format::F32,
+            "f16" => Format::F16,
+            "bf16" => Format::Bf16,
+            "q8" => Format::Q8,
+            "q4" => Format::Q4,
+            _ => bail!("unknown format {text:?}: f32, f16, bf16, q8 and q4 exist"),
+        })
+    }
+}
+
+impl DType {
+    /// Bytes of one element.
+    pub fn bytes(self) -> u64 {
+        match self {
+            DType::F32 | DType::I32 => 4,
+            DType::F16 | DType::Bf16 => 2,
+        }
+    }
+}
+
+impl Dim {
+    /// The size of this axis in a run of `extent`.
+    pub fn size(self, extent: Extent) -> u32 {
+        match self {
+            Dim::Fixed(size) => size,
+            Dim::Tokens => extent.tokens,
+            Dim::Rows => extent.rows,
+        }
+    }
+}
+
+impl TensorType {
+    /// Floats of `[tokens, features]`, the shape of nearly every activation.
+    pub fn activation(features: u32) -> Self {
+        Self { dtype: DType::F32, shape: vec![Dim::Tokens, Dim::Fixed(features)] }
+    }
+
+    /// Size of the last axis; 1 for a scalar.
+    pub fn features(&self, extent: Extent) -> u32 {
+        self.shape.last().map_or(1, |dim| dim.size(extent))
+    }
+
+    /// Bytes in a run of `extent`.
+    pub fn bytes(&self, extent: Extent) -> u64 {
+        let elements: u64 = self.shape.iter().map(|dim| u64::from(dim.size(extent))).product();
+        elements * self.dtype.bytes()
+    }
+}
+
+impl fmt::Display for DType {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            DType::F32 => "f32",
+            DType::F16 => "f16",
+            DType::Bf16 => "bf16",
+            DType::I32 => "i32",
+        })
+    }
+}
+
+impl fmt::Display for Format {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Format::F32 => "f32",
+            Format::F16 => "f16",
+            Format::Bf16 => "bf16",
+            Format::Q8 => "q8",
+            Format::Q4 => "q4",
+        })
+    }
+}
+
+impl fmt::Display for Dim {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Dim::Fixed(size) => write!(f, "{size}"),
+            Dim::Tokens => f.write_str("tokens"),
+            Dim::Rows => f.write_str("rows"),
+        }
+    }
+}
+
+impl fmt::Display for TensorType {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let dims: Vec<String> = self.shape.iter().map(Dim::to_string).collect();
+        write!(f, "{}[{}]", self.dtype, dims.join(", "))
+    }
+}
