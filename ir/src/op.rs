@@ -252,7 +252,7 @@ impl Op {
     /// Every weight the operation reads, in a fixed order.
     pub fn weights(&self) -> Vec<WeightId> {
         let mut weights = Vec::new();
-        self.clone().map_weights(|weight| {
+        let _ = self.clone().map_weights(|weight| {
             weights.push(weight);
             weight
         });

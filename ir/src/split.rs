@@ -39,7 +39,7 @@ pub fn local(op: &Op, placed: &Placed, member: usize) -> Result<Local> {
             let (start, size) = columns(output, member)?;
             let head_dim = attention.head_dim;
             ensure!(
-                start % head_dim == 0 && size % head_dim == 0,
+                start.is_multiple_of(head_dim) && size.is_multiple_of(head_dim),
                 "attention is cut inside a head"
             );
             attention.heads = size / head_dim;

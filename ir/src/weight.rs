@@ -86,7 +86,7 @@ impl Source {
         );
         let inner: u32 = strides[1..].iter().map(|stride| stride.size).product();
         ensure!(
-            slice.start % inner == 0 && slice.size % inner == 0,
+            slice.start.is_multiple_of(inner) && slice.size.is_multiple_of(inner),
             "elements {}..+{} cut an axis interleaved in runs of {inner}",
             slice.start,
             slice.size
