@@ -1,0 +1,3 @@
+//! The executor: runs a plan on the devices it names.
+
+pub mod team;
