@@ -1,3 +1,5 @@
 //! The executor: runs a plan on the devices it names.
 
+pub mod kernels;
+pub mod memory;
 pub mod team;

@@ -1,4 +1,23 @@
-//! The data that the programs of this workspace exchange: graphs, plans, machines and traces.
+//! The data that the programs of this workspace exchange: graphs, machines, plans and traces.
+//!
+//! - It does no I/O, and knows no hardware and no tensor library.
+//! - What a value of these types means never depends on who made it.
 
+#![warn(missing_docs)]
+
+pub mod dag;
+mod fingerprint;
+pub mod graph;
 pub mod id;
+pub mod layout;
+pub mod machine;
+pub mod model;
+pub mod op;
+pub mod plan;
+pub mod split;
 pub mod tensor;
+pub mod text;
+pub mod trace;
+pub mod weight;
+
+pub use fingerprint::fingerprint;

@@ -1,0 +1,159 @@
+//! The machine as data: its devices, what lies between them and how fast they are.
+
+use serde::{Deserialize, Serialize};
+
+use crate::id::{DeviceId, Table};
+use crate::tensor::Format;
+
+/// Everything the compiler knows of the hardware: `machine.ron`.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Machine {
+    /// What identifies the host, for refusing a plan made for another.
+    pub host: Host,
+    /// GPUs and NUMA nodes, as equals.
+    pub devices: Table<DeviceId, Device>,
+    /// One-way paths; a pair of devices without one cannot exchange tensors.
+    pub links: Vec<Link>,
+}
+
+/// Facts of a host that do not change between two boots.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Host {
+    /// Processor model name.
+    pub cpu: String,
+    /// Logical processors.
+    pub cpus: u32,
+    /// NUMA nodes.
+    pub nodes: u32,
+    /// Names of the GPUs by ordinal.
+    pub gpus: Vec<String>,
+}
+
+/// One GPU, or some cores of one NUMA node with some of its memory.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Device {
+    /// Unique name: `gpu0`, `numa1`.
+    pub name: String,
+    /// What it is.
+    pub kind: DeviceKind,
+    /// Memory that plans may fill.
+    pub memory_bytes: u64,
+    /// How fast it is.
+    pub rates: Rates,
+}
+
+/// What a device is.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum DeviceKind {
+    /// A GPU, by the driver's ordinal.
+    Gpu {
+        /// The driver's number for it.
+        ordinal: u32,
+    },
+    /// Cores of one NUMA node.
+    Numa {
+        /// The operating system's number of the node.
+        node: u32,
+        /// Logical processors to run on, one a core.
+        cpus: Vec<u32>,
+    },
+}
+
+/// Speeds of one device.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Rates {
+    /// Whether a calibration measured them.
+    pub source: RateSource,
+    /// Memory read by a streaming kernel.
+    pub read_bytes_per_sec: f64,
+    /// Fixed cost of one step: launch, wake-up and barrier.
+    pub step_nanos: f64,
+    /// Linears, one curve for each format. A missing format is not computed on this device.
+    pub linear: Vec<LinearRate>,
+    /// Attention arithmetic when many tokens are fed.
+    pub attention_flops_per_sec: f64,
+    /// KV cache read when one token a sequence is fed.
+    pub cache_bytes_per_sec: f64,
+}
+
+/// Where rates come from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum RateSource {
+    /// From data sheets: forecasts are guesses.
+    Nominal,
+    /// Measured on this machine with the executor's kernels.
+    Calibrated,
+}
+
+/// Speed of linears with weights of one format.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct LinearRate {
+    /// The weights' format.
+    pub format: Format,
+    /// Points in order of rising tokens, at least one.
+    pub points: Vec<RatePoint>,
+}
+
+/// Weights worked through per second when `tokens` rows are multiplied at once.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct RatePoint {
+    /// Rows of the activation.
+    pub tokens: u32,
+    /// Elements of the weight matrix per second.
+    pub weights_per_sec: f64,
+}
+
+/// A one-way path between two devices.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Link {
+    /// Sender.
+    pub from: DeviceId,
+    /// Receiver.
+    pub to: DeviceId,
+    /// Sustained rate.
+    pub bytes_per_sec: f64,
+    /// Time of an empty transfer.
+    pub latency_nanos: f64,
+}
+
+impl Machine {
+    /// The device of that name.
+    pub fn device(&self, name: &str) -> Option<DeviceId> {
+        self.devices.iter().find(|(_, device)| device.name == name).map(|(id, _)| id)
+    }
+
+    /// The path from one device to another.
+    pub fn link(&self, from: DeviceId, to: DeviceId) -> Option<&Link> {
+        self.links.iter().find(|link| link.from == from && link.to == to)
+    }
+}
+
+impl LinearRate {
+    /// Elements per second at `tokens` rows: between points on a straight line of logarithms; beyond the last
+    /// point the time grows with the rows, so the rate falls with them.
+    pub fn weights_per_sec(&self, tokens: u32) -> f64 {
+        let (first, last) = (self.points[0], self.points[self.points.len() - 1]);
+        if tokens <= first.tokens {
+            return first.weights_per_sec;
+        }
+        if tokens >= last.tokens {
+            return last.weights_per_sec * f64::from(last.tokens) / f64::from(tokens);
+        }
+        let after = self
+            .points
+            .iter()
+            .position(|point| point.tokens > tokens)
+            .expect("tokens lie before the last point");
+        let (low, high) = (self.points[after - 1], self.points[after]);
+        let log = |tokens: u32| f64::from(tokens).ln();
+        let along = (log(tokens) - log(low.tokens)) / (log(high.tokens) - log(low.tokens));
+        (low.weights_per_sec.ln() * (1.0 - along) + high.weights_per_sec.ln() * along).exp()
+    }
+}
+
+impl Rates {
+    /// The curve of a format, where the device computes it.
+    pub fn linear(&self, format: Format) -> Option<&LinearRate> {
+        self.linear.iter().find(|rate| rate.format == format)
+    }
+}

@@ -1,0 +1,305 @@
+//! The operations a model is made of: what is computed, never where.
+//!
+//! The set is closed and matched in full everywhere. The same type serves three levels: in a layer graph
+//! ids name rows of the model's tables; in a plan they name rows of the plan's, and counts are those of one device.
+
+use serde::{Deserialize, Serialize};
+
+use crate::id::{CacheId, RopeId, WeightId};
+
+/// One operation. Every activation is `[tokens, features]` unless said otherwise.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub enum Op {
+    /// No input. Rows of `table` for the batch's token ids, times `scale`.
+    Embed {
+        /// `[vocabulary, features]`.
+        table: WeightId,
+        /// Factor on every element; 1 for most families.
+        scale: f32,
+    },
+    /// `x` plus the rows of a learned position table for the batch's positions.
+    AddPosition {
+        /// `[positions + offset, features]`.
+        table: WeightId,
+        /// Added to each position; OPT has 2.
+        offset: u32,
+    },
+    /// `norm(x)`, or `norm(x) + residual` for two inputs.
+    Norm(Norm),
+    /// `x` (and a residual as second input) through one or more matrices.
+    Linear(Linear),
+    /// `q, k, v` to the weighted values, after appending `k` and `v` to the cache.
+    Attention(Attention),
+    /// `activation(x)`.
+    Activate(Activation),
+    /// `gate, up` to `activation(gate) * up`.
+    Gate(Activation),
+    /// `a + b`.
+    Add,
+    /// `gate: [tokens, 1]`, `x` to `sigmoid(gate) * x`.
+    SigmoidGate,
+    /// Router logits `[tokens, experts]` to expert ids `i32[tokens, used]` and their weights `[tokens, used]`.
+    Route {
+        /// Experts chosen for a token.
+        used: u32,
+        /// Whether the chosen weights are divided by their sum.
+        renormalise: bool,
+    },
+    /// `x`, ids, weights to the weighted sum of the chosen experts' gated MLPs.
+    Experts(Experts),
+    /// The batch's wanted rows of `x`: `[rows, features]`.
+    SelectRows,
+    /// `cap * tanh(x / cap)`.
+    SoftCap {
+        /// Bound of the result.
+        cap: f32,
+    },
+}
+
+/// A normalisation over the last axis (in attention: over each head).
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Norm {
+    /// What is divided out.
+    pub kind: NormKind,
+    /// Elementwise factor, `[features]`.
+    pub scale: Option<WeightId>,
+    /// Elementwise term, `[features]`.
+    pub bias: Option<WeightId>,
+    /// Added to the variance.
+    pub epsilon: f32,
+    /// Added to every scale; 1 in the Gemma families.
+    pub scale_offset: f32,
+}
+
+/// Kinds of normalisation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum NormKind {
+    /// Divides by the root mean square.
+    Rms,
+    /// Subtracts the mean, divides by the standard deviation.
+    Layer,
+}
+
+/// Matrices that share an input, with what is done in front and behind in the same pass.
+///
+/// Output `i` is `then(norm(x) · weights[i]ᵀ + biases[i]) + residual`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Linear {
+    /// Applied to `x` first.
+    pub norm: Option<Norm>,
+    /// Each `[outputs, inputs]`.
+    pub weights: Vec<WeightId>,
+    /// One for each weight, `[outputs]`.
+    pub biases: Vec<Option<WeightId>>,
+    /// Applied to the products.
+    pub then: Then,
+    /// Whether a second input is added to the only output.
+    pub residual: bool,
+}
+
+/// What follows the products of a linear.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Then {
+    /// One output for each weight.
+    Nothing,
+    /// One output for each weight, activated.
+    Activate(Activation),
+    /// Two weights, gate and up, and the one output `activation(gate) * up`.
+    Gate(Activation),
+}
+
+/// Elementwise nonlinearities, with the names of `transformers`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Activation {
+    /// `max(x, 0)`.
+    Relu,
+    /// `x · sigmoid(x)`.
+    Silu,
+    /// `x · Φ(x)` with the error function.
+    Gelu,
+    /// The tanh approximation of GELU (`gelu_new`, `gelu_pytorch_tanh`).
+    GeluTanh,
+}
+
+/// Causal attention of grouped heads over a paged cache.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Attention {
+    /// Where this layer's keys and values are kept.
+    pub cache: CacheId,
+    /// Query heads.
+    pub heads: u32,
+    /// Key and value heads.
+    pub kv_heads: u32,
+    /// Features of one head.
+    pub head_dim: u32,
+    /// Query heads that share one key and value head in the whole model.
+    pub group: u32,
+    /// Query head `h` reads key head `(first_head + h) / group`. Not 0 only where a split cuts a group.
+    pub first_head: u32,
+    /// Factor on the scores.
+    pub scale: f32,
+    /// Token `i` sees tokens `j` with `i - j < window`; all earlier ones where `None`.
+    pub window: Option<u32>,
+    /// Scores become `cap * tanh(score / cap)`.
+    pub soft_cap: Option<f32>,
+    /// Normalises each query head, before the rotation.
+    pub q_norm: Option<Norm>,
+    /// Normalises each key head, before the rotation.
+    pub k_norm: Option<Norm>,
+    /// Rotates queries and keys.
+    pub rope: Option<RopeId>,
+}
+
+/// A mixture's gated MLPs, one matrix stack for each of the three linears.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Experts {
+    /// `[experts, intermediate, features]`.
+    pub gate: WeightId,
+    /// `[experts, intermediate, features]`.
+    pub up: WeightId,
+    /// `[experts, features, intermediate]`.
+    pub down: WeightId,
+    /// Applied to the gate.
+    pub activation: Activation,
+}
+
+/// Rotary position embedding (Su et al. 2021), with the frequencies worked out when the model is lowered.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Rope {
+    /// Which elements of a head turn together.
+    pub pairing: Pairing,
+    /// Leading elements of each head that are rotated.
+    pub dims: u32,
+    /// Factor on cosine and sine (YaRN's and LongRoPE's attention factor).
+    pub magnitude: f32,
+    /// Radians per position for each pair.
+    pub frequencies: Frequencies,
+}
+
+/// Which elements of a head form a pair.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Pairing {
+    /// `i` with `i + dims / 2`.
+    Halves,
+    /// `2 i` with `2 i + 1`.
+    Neighbours,
+}
+
+/// Rotation frequencies, `dims / 2` of them.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub enum Frequencies {
+    /// The same for every sequence.
+    Fixed(Vec<f32>),
+    /// NTK scaling that follows the length `l` of the sequence beyond `original_tokens`:
+    /// base becomes `base · (factor · l / original_tokens − (factor − 1))^(dims / (dims − 2))`.
+    Dynamic {
+        /// Rotary base before scaling.
+        base: f64,
+        /// Scaling factor.
+        factor: f64,
+        /// Length up to which nothing is scaled.
+        original_tokens: u32,
+    },
+    /// LongRoPE: one set up to `original_tokens`, another beyond.
+    Switched {
+        /// For sequences of at most `original_tokens`.
+        short: Vec<f32>,
+        /// For longer ones.
+        long: Vec<f32>,
+        /// Where the switch is.
+        original_tokens: u32,
+    },
+}
+
+impl Frequencies {
+    /// The frequencies for a sequence that is `length` tokens long at the end of this run.
+    pub fn at(&self, dims: u32, length: u32) -> Vec<f32> {
+        match self {
+            Frequencies::Fixed(frequencies) => frequencies.clone(),
+            Frequencies::Dynamic { base, factor, original_tokens } => {
+                let (length, original) =
+                    (f64::from(length.max(*original_tokens)), f64::from(*original_tokens));
+                let growth = factor * length / original - (factor - 1.0);
+                let dims_f64 = f64::from(dims);
+                unscaled_frequencies(base * growth.powf(dims_f64 / (dims_f64 - 2.0)), dims)
+            }
+            Frequencies::Switched { short, long, original_tokens } => {
+                if length > *original_tokens {
+                    long.clone()
+                } else {
+                    short.clone()
+                }
+            }
+        }
+    }
+
+    /// Whether they depend on the length of the sequence.
+    pub fn follow_length(&self) -> bool {
+        match self {
+            Frequencies::Fixed(_) => false,
+            Frequencies::Dynamic { .. } | Frequencies::Switched { .. } => true,
+        }
+    }
+}
+
+/// `base^(−2 i / dims)` for each pair `i`, rounded as `transformers` rounds: powers in 32 bits.
+pub fn unscaled_frequencies(base: f64, dims: u32) -> Vec<f32> {
+    let base = base as f32;
+    (0..dims / 2).map(|i| 1.0 / base.powf((2 * i) as f32 / dims as f32)).collect()
+}
+
+impl Op {
+    /// Every weight the operation reads, in a fixed order.
+    pub fn weights(&self) -> Vec<WeightId> {
+        let mut weights = Vec::new();
+        let _ = self.clone().map_weights(|weight| {
+            weights.push(weight);
+            weight
+        });
+        weights
+    }
+
+    /// The same operation on other weights: each id is replaced by `rename` of it, in the order of `weights`.
+    #[must_use]
+    pub fn map_weights(mut self, mut rename: impl FnMut(WeightId) -> WeightId) -> Self {
+        match &mut self {
+            Op::Embed { table, .. } | Op::AddPosition { table, .. } => *table = rename(*table),
+            Op::Norm(norm) => norm.rename(&mut rename),
+            Op::Linear(linear) => {
+                linear.norm.iter_mut().for_each(|norm| norm.rename(&mut rename));
+                linear.weights.iter_mut().for_each(|weight| *weight = rename(*weight));
+                linear.biases.iter_mut().flatten().for_each(|bias| *bias = rename(*bias));
+            }
+            Op::Attention(attention) => {
+                attention.q_norm.iter_mut().for_each(|norm| norm.rename(&mut rename));
+                attention.k_norm.iter_mut().for_each(|norm| norm.rename(&mut rename));
+            }
+            Op::Experts(Experts { gate, up, down, .. }) => {
+                for weight in [gate, up, down] {
+                    *weight = rename(*weight);
+                }
+            }
+            Op::Activate(_)
+            | Op::Gate(_)
+            | Op::Add
+            | Op::SigmoidGate
+            | Op::Route { .. }
+            | Op::SelectRows
+            | Op::SoftCap { .. } => (),
+        }
+        self
+    }
+
+    /// The cache the operation reads and appends to.
+    pub fn cache(&self) -> Option<CacheId> {
+        if let Op::Attention(attention) = self { Some(attention.cache) } else { None }
+    }
+}
+
+impl Norm {
+    fn rename(&mut self, rename: &mut impl FnMut(WeightId) -> WeightId) {
+        for weight in self.scale.iter_mut().chain(self.bias.iter_mut()) {
+            *weight = rename(*weight);
+        }
+    }
+}

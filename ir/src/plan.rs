@@ -1,0 +1,293 @@
+//! The compiler's product and the executor's whole input: `plan.ron`.
+
+use std::path::PathBuf;
+
+use anyhow::{Context as _, Result, ensure};
+use serde::{Deserialize, Serialize};
+
+use crate::graph::Cause;
+use crate::id::{
+    BufferId, CacheId, CauseId, CollectiveId, DeviceId, FileId, RopeId, StepId, Table, WeightId,
+};
+use crate::layout::Move;
+use crate::machine::Machine;
+use crate::model::CheckpointFile;
+use crate::op::{Op, Rope};
+use crate::tensor::{DType, Extent, Format, TensorType};
+use crate::weight::Source;
+
+/// Raised whenever a field changes meaning; other plans are refused.
+pub const VERSION: u32 = 1;
+
+/// A model placed on a machine, with a proven schedule for each phase.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Plan {
+    /// [`VERSION`] of the compiler that wrote it.
+    pub version: u32,
+    /// What is run.
+    pub model: ModelInfo,
+    /// The machine it was made for.
+    pub machine: Machine,
+    /// Files that weights are read from.
+    pub files: Table<FileId, CheckpointFile>,
+    /// Weights, each on one device.
+    pub weights: Table<WeightId, Weight>,
+    /// Paged KV caches, each on one device.
+    pub caches: Table<CacheId, Cache>,
+    /// Rotary embeddings.
+    pub ropes: Table<RopeId, Rope>,
+    /// Schedules over the same weights and caches, prefill first, then decode by rising batch size.
+    pub programs: Vec<Program>,
+    /// Causes of placements and moves.
+    pub causes: Table<CauseId, Cause>,
+    /// What the compiler expects.
+    pub forecast: Forecast,
+}
+
+/// What a plan runs, and its limits.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ModelInfo {
+    /// Name for people.
+    pub name: String,
+    /// The `architectures` value of its configuration.
+    pub architecture: String,
+    /// Folder with tokenizer and configuration; absolute, or relative to the folder of the plan.
+    pub folder: PathBuf,
+    /// Features of the logits.
+    pub vocabulary: u32,
+    /// The most tokens of one sequence, prompt and answer.
+    pub context: u32,
+    /// The most sequences at once.
+    pub max_sequences: u32,
+    /// Tokens of one cache block.
+    pub block_tokens: u32,
+    /// Blocks of every cache. Block ids are shared by all caches.
+    pub blocks: u32,
+}
+
+/// One weight, or a slice of one, as one device holds it.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Weight {
+    /// The checkpoint's name for it.
+    pub name: String,
+    /// Where it is held.
+    pub device: DeviceId,
+    /// How it is held: vectors as `F32`, matrices in the compute format.
+    pub format: Format,
+    /// One axis for a scale or bias, two for a matrix `[outputs, inputs]`, three for a stack of matrices.
+    pub shape: Vec<u32>,
+    /// One source for the whole weight; or, for a stack, one for each row of its first axis.
+    pub sources: Vec<Source>,
+}
+
+/// Keys and values of one layer on one device.
+///
+/// Keys and values are one region each, `[blocks, kv_heads, block_tokens, head_dim]`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Cache {
+    /// The layer it belongs to.
+    pub name: String,
+    /// Where it is held.
+    pub device: DeviceId,
+    /// Type of its elements.
+    pub dtype: DType,
+    /// Key and value heads on this device.
+    pub kv_heads: u32,
+    /// Features of one head.
+    pub head_dim: u32,
+}
+
+/// A static schedule, run from start to end for each batch of tokens.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Program {
+    /// `prefill`, `decode1`, `decode8`.
+    pub name: String,
+    /// What kind of batch it is for.
+    pub phase: Phase,
+    /// The most tokens and wanted rows of one run.
+    pub max: Extent,
+    /// The most sequences of one run.
+    pub max_sequences: u32,
+    /// Tensors that steps exchange.
+    pub buffers: Table<BufferId, Buffer>,
+    /// All steps. Ids say nothing about order; lanes do.
+    pub steps: Table<StepId, Step>,
+    /// One for each device queue; each runs its steps in order.
+    pub lanes: Vec<Lane>,
+    /// Where the logits are at the end. No step frees it.
+    pub output: BufferId,
+}
+
+/// Kinds of batches.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Phase {
+    /// Any number of tokens of each sequence.
+    Prefill,
+    /// One token of each sequence.
+    Decode,
+}
+
+/// One tensor on one device, from the step that writes it to the step that frees it.
+///
+/// It has no address: the executor's backends own memory and decide that.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Buffer {
+    /// Where it is.
+    pub device: DeviceId,
+    /// What this device holds of the value: a slice where the value is split.
+    pub ty: TensorType,
+}
+
+/// One queue of one device: a thread that runs steps in order.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Lane {
+    /// The device.
+    pub device: DeviceId,
+    /// Which of its queues.
+    pub queue: Queue,
+    /// Steps in the order they run.
+    pub steps: Vec<StepId>,
+}
+
+/// Queues of a device. NUMA nodes do their copies in the compute queue: their cores do both.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub enum Queue {
+    /// Computes.
+    Compute,
+    /// Copies beside it.
+    Copy,
+}
+
+/// One action of the schedule.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Step {
+    /// The layer it belongs to.
+    pub name: String,
+    /// What is done.
+    pub action: Action,
+    /// Buffers read, in the order the action expects.
+    pub reads: Vec<BufferId>,
+    /// Buffers written.
+    pub writes: Vec<BufferId>,
+    /// Buffers that end with this step.
+    pub frees: Vec<BufferId>,
+    /// Steps of other lanes that must end first; lane order is implied.
+    pub waits: Vec<StepId>,
+    /// Predicted time in a run of `max` extent (decode: with half of the context cached).
+    pub estimate_nanos: u64,
+    /// Why it is here.
+    pub cause: CauseId,
+}
+
+/// What a step does.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub enum Action {
+    /// Computes on buffers of its own device.
+    Run(Op),
+    /// One device's part of a movement: it reads buffers of the members, in their order, and writes its own.
+    Move {
+        /// The movement.
+        movement: Move,
+        /// Same for all steps of one collective; `None` for a transfer or a local slice.
+        collective: Option<CollectiveId>,
+        /// This device's slice, `(start, size)` along the movement's axis, where it makes one.
+        slice: Option<(u32, u32)>,
+    },
+}
+
+/// Predictions: all times at the programs' largest extents.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Forecast {
+    /// Bytes on each device.
+    pub devices: Table<DeviceId, DeviceForecast>,
+    /// Time of each program.
+    pub programs: Vec<ProgramForecast>,
+    /// Every placement that was priced, best first.
+    pub candidates: Vec<Candidate>,
+}
+
+/// Bytes on one device.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DeviceForecast {
+    /// Weights in their compute formats.
+    pub weight_bytes: u64,
+    /// KV caches.
+    pub cache_bytes: u64,
+    /// Most bytes of buffers at one time, over all programs.
+    pub buffer_bytes: u64,
+    /// What the device has.
+    pub capacity_bytes: u64,
+}
+
+/// Time of one program.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct ProgramForecast {
+    /// The program.
+    pub program: String,
+    /// Start to end of one run.
+    pub nanos: u64,
+    /// Time the busiest lane works: what bounds throughput when runs overlap.
+    pub busiest_lane_nanos: u64,
+}
+
+/// A placement that was priced.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Candidate {
+    /// What it is, for people: `all on gpu0`, `pipeline numa0 → numa1`.
+    pub name: String,
+    /// One prefill of the largest extent; `None` where it does not fit.
+    pub prefill_nanos: Option<u64>,
+    /// One decode step of one sequence.
+    pub decode_nanos: Option<u64>,
+    /// What it lacks: device and bytes.
+    pub missing: Option<(DeviceId, u64)>,
+}
+
+impl Plan {
+    /// Reads a plan. Fails on text that is not a plan of this version; soundness is for [`crate::check`].
+    pub fn from_ron(text: &str) -> Result<Self> {
+        /// The only field that every version has.
+        #[derive(Deserialize)]
+        struct Head {
+            version: u32,
+        }
+        let options = ron::Options::default().with_recursion_limit(64);
+        let head: Head = options.from_str(text).context("not a plan")?;
+        ensure!(
+            head.version == VERSION,
+            "the plan has version {}, this build reads version {VERSION}: compile it again",
+            head.version
+        );
+        options.from_str(text).context("not a plan")
+    }
+
+    /// Writes a plan; the same plan gives the same bytes.
+    pub fn to_ron(&self) -> Result<String> {
+        let style = ron::ser::PrettyConfig::new()
+            .depth_limit(4)
+            .struct_names(false)
+            .indentor("  ")
+            .new_line("\n");
+        Ok(ron::ser::to_string_pretty(self, style)? + "\n")
+    }
+}
+
+impl Weight {
+    /// Bytes it takes on its device.
+    pub fn bytes(&self) -> u64 {
+        let columns = u64::from(*self.shape.last().unwrap_or(&1));
+        let rows = self.shape.iter().rev().skip(1).map(|&size| u64::from(size)).product();
+        self.format.bytes(rows, columns)
+    }
+}
+
+impl Cache {
+    /// Bytes of `blocks` blocks of keys and values.
+    pub fn bytes(&self, blocks: u32, block_tokens: u32) -> u64 {
+        2 * self.dtype.bytes()
+            * u64::from(self.kv_heads)
+            * u64::from(self.head_dim)
+            * u64::from(blocks)
+            * u64::from(block_tokens)
+    }
+}

@@ -1,0 +1,79 @@
+//! What happened: `trace.ron`, joined with a plan by step.
+
+use anyhow::{Context as _, Result, ensure};
+use serde::{Deserialize, Serialize};
+
+use crate::id::StepId;
+
+/// Raised whenever a field changes meaning.
+pub const VERSION: u32 = 1;
+
+/// Measured times of the runs of one plan. All times are nanoseconds since the trace began.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Trace {
+    /// [`VERSION`] of the executor that wrote it.
+    pub version: u32,
+    /// [`crate::fingerprint`] of the plan file that was run.
+    pub plan: u64,
+    /// Runs in the order they were started.
+    pub runs: Vec<TracedRun>,
+    /// Finished steps, in no particular order.
+    pub spans: Vec<Span>,
+}
+
+/// One run of one program.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TracedRun {
+    /// Index into the plan's programs.
+    pub program: u32,
+    /// Tokens fed.
+    pub tokens: u32,
+    /// Sequences fed.
+    pub sequences: u32,
+    /// Tokens already cached, over all sequences.
+    pub past: u32,
+    /// When it was started.
+    pub start: u64,
+    /// When its logits were there.
+    pub end: u64,
+}
+
+/// One finished step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Span {
+    /// Index into `runs`.
+    pub run: u32,
+    /// Step of that run's program.
+    pub step: StepId,
+    /// Index into that program's lanes.
+    pub lane: u32,
+    /// When the lane came to the step; from here to `start` it waited.
+    pub ready: u64,
+    /// When work began.
+    pub start: u64,
+    /// When it ended.
+    pub end: u64,
+}
+
+impl Trace {
+    /// Reads a trace of this version.
+    pub fn from_ron(text: &str) -> Result<Self> {
+        let trace: Self = ron::from_str(text).context("not a trace")?;
+        ensure!(
+            trace.version == VERSION,
+            "the trace has version {}, this build reads version {VERSION}: record it again",
+            trace.version
+        );
+        Ok(trace)
+    }
+
+    /// Writes a trace, one span a line.
+    pub fn to_ron(&self) -> Result<String> {
+        let style = ron::ser::PrettyConfig::new()
+            .depth_limit(2)
+            .struct_names(false)
+            .indentor("  ")
+            .new_line("\n");
+        Ok(ron::ser::to_string_pretty(self, style)? + "\n")
+    }
+}
