@@ -11,8 +11,7 @@ use std::ptr::{self, NonNull};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use anyhow::{Context as _, ensure};
-use burn::tensor::{AllocationProperty, Bytes};
-use burn_backend::{AccessError, AccessPolicy, AllocationController};
+use burn_std::{AccessError, AccessPolicy, AllocationController, AllocationProperty, Bytes};
 use bytemuck::Pod;
 
 /// Size of a huge page on x86-64 and of a block mapping on aarch64 with 4 KiB pages.
@@ -55,7 +54,11 @@ impl Region {
     pub fn new(bytes: usize) -> anyhow::Result<Self> {
         if bytes == 0 {
             // A null mapping marks what must not be unmapped.
-            return Ok(Self { start: NonNull::<u64>::dangling().cast(), bytes, mapping: (ptr::null_mut(), 0) });
+            return Ok(Self {
+                start: NonNull::<u64>::dangling().cast(),
+                bytes,
+                mapping: (ptr::null_mut(), 0),
+            });
         }
         let is_huge = bytes >= HUGE_PAGE_BYTES;
         let mapped = if is_huge { bytes.checked_add(HUGE_PAGE_BYTES) } else { Some(bytes) }
@@ -342,7 +345,10 @@ mod tests {
         for bytes in (1..1 << 22).step_by(997) {
             let class = size_class(bytes);
             assert!(class >= bytes && class.is_multiple_of(SMALLEST_BYTES));
-            assert!(class - bytes < SMALLEST_BYTES || class - bytes <= bytes / 4, "{bytes} {class}");
+            assert!(
+                class - bytes < SMALLEST_BYTES || class - bytes <= bytes / 4,
+                "{bytes} {class}"
+            );
         }
     }
 

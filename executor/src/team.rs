@@ -23,6 +23,8 @@ use hwlocality::bitmap::BitmapIndex;
 use hwlocality::cpu::binding::CpuBindingFlags;
 use hwlocality::cpu::cpuset::CpuSet;
 
+use crate::memory::Arena;
+
 /// How long a worker spins for the next run: longer than the gap between two steps of a lane
 /// (below 10 µs), shorter than a scheduler's slice.
 const SPIN: Duration = Duration::from_micros(50);
@@ -39,6 +41,7 @@ const PAUSES: u32 = 64;
 pub struct Team {
     shared: Arc<Shared>,
     workers: Vec<Worker>,
+    arena: Arena,
 }
 
 /// Contiguous chunks of `0..count`, claimed by whoever is free.
@@ -114,7 +117,7 @@ impl Team {
             panic: Mutex::new(None),
         });
         bind(&topology, cpus[0])?;
-        let mut team = Self { shared, workers: Vec::new() };
+        let mut team = Self { shared, workers: Vec::new(), arena: Arena::default() };
         for (member, &cpu) in cpus.iter().enumerate().skip(1) {
             let (report, bound) = mpsc::channel();
             let (shared, topology) = (Arc::clone(&team.shared), Arc::clone(&topology));
@@ -139,6 +142,11 @@ impl Team {
     /// Threads of the team, the caller's included.
     pub fn members(&self) -> usize {
         self.shared.seats.len() + 1
+    }
+
+    /// Memory for what lives as long as a step or a few, recycled so that steps do not fault pages in.
+    pub fn arena(&self) -> &Arena {
+        &self.arena
     }
 
     /// Runs `work(member)` once on every member and returns when all are done.
