@@ -15,4 +15,7 @@ mod bell;
 mod ops;
 mod moves;
 pub mod trace;
+
+pub mod kernels;
+pub mod memory;
 pub mod team;
