@@ -2,6 +2,10 @@
 //!
 //! It makes no choice about placement: where it would have to choose, the plan lacks a field.
 
+pub mod generation;
+pub mod sample;
+pub mod text;
+
 pub mod engine;
 pub mod load;
 mod checkpoint;

@@ -87,6 +87,11 @@ impl PlanFile {
         let name = path.display();
         let text = fs::read_to_string(path).with_context(|| format!("reading plan {name}"))?;
         let plan = Plan::from_ron(&text).with_context(|| format!("reading plan {name}"))?;
+        let findings = ir::check::check(&plan);
+        if !findings.is_empty() {
+            let list: Vec<String> = findings.iter().map(ToString::to_string).collect();
+            bail!("{name} is unsound, compile it again: {}", list.join("; "));
+        }
         let folder = path.parent().map(Path::to_path_buf).unwrap_or_default();
         Ok(Self { plan, folder, fingerprint: ir::fingerprint(text.as_bytes()) })
     }
