@@ -81,7 +81,12 @@ impl Batch {
     }
 
     /// Whether a program takes it.
-    pub(crate) fn check(&self, program: &Program, vocabulary: u32, block_tokens: u32) -> Result<()> {
+    pub(crate) fn check(
+        &self,
+        program: &Program,
+        vocabulary: u32,
+        block_tokens: u32,
+    ) -> Result<()> {
         let (extent, name) = (self.extent(), &program.name);
         ensure!(extent.tokens > 0 && extent.rows > 0, "a run of {name} is fed no tokens");
         ensure!(

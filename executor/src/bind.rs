@@ -4,10 +4,12 @@
 //! - What is bound belongs to that thread alone; other devices see only the buffers of a run.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use anyhow::{Context as _, Result, bail, ensure};
 use burn::tensor::{Device as BurnDevice, Tensor, TensorData};
 use half::{bf16, f16};
+use hwlocality::Topology;
 use ir::id::{CacheId, DeviceId, Table, WeightId};
 use ir::machine::DeviceKind;
 use ir::plan::{Plan, Weight};
@@ -15,9 +17,9 @@ use ir::tensor::Format;
 use ir::weight::{Slice, Source};
 
 use crate::checkpoint::Checkpoint;
-use crate::load::{CpuBackend, Options};
+use crate::load::{CpuBackend, Kernels, Options};
 use crate::ops::plain;
-use crate::team::Team;
+use crate::team::{self, Team};
 
 /// One device, ready to compute.
 pub(crate) struct Device {
@@ -25,6 +27,8 @@ pub(crate) struct Device {
     /// Where Burn makes tensors for it.
     pub(crate) burn: BurnDevice,
     pub(crate) team: Team,
+    /// Threads on the same processors for Burn's own operations, where they are used.
+    pub(crate) pool: Option<Arc<rayon::ThreadPool>>,
     /// One matrix each, or one for each expert of a stack; vectors are `[1, features]`.
     plain_weights: Table<WeightId, Vec<Tensor<2>>>,
     /// `None` while one is being written.
@@ -33,16 +37,16 @@ pub(crate) struct Device {
 
 impl Device {
     /// Binds the calling thread and its team to the device, reads its weights and makes its caches.
-    /// `progress` is told the bytes of every weight that is there.
+    /// `progress` is told the bytes of every weight that is there, and says whether to go on.
     ///
     /// # Errors
-    /// When the device is not one of this host, or a weight cannot be read.
+    /// When the device is not one of this host, a weight cannot be read, or `progress` says no.
     pub(crate) fn bind(
         plan: &Plan,
         id: DeviceId,
         checkpoint: &Checkpoint,
         options: &Options,
-        progress: impl Fn(u64),
+        progress: impl Fn(u64) -> bool,
     ) -> Result<Self> {
         let spec = &plan.machine.devices[id];
         let name = spec.name.clone();
@@ -55,13 +59,17 @@ impl Device {
             CpuBackend::Flex => BurnDevice::flex(),
             CpuBackend::NdArray => ndarray(),
         };
+        let pool = match options.kernels() {
+            Kernels::Own => None,
+            Kernels::Plain => Some(Arc::new(pool(cpus)?)),
+        };
         let mut plain_weights = Table::default();
         for weight in plan.weights.rows() {
             let mut held = Vec::new();
             if weight.device == id {
                 held = read(weight, checkpoint, &burn)
                     .with_context(|| format!("reading {} for {name}", weight.name))?;
-                progress(weight.bytes());
+                ensure!(progress(weight.bytes()), "another device could not be loaded");
             }
             plain_weights.push(held);
         }
@@ -76,7 +84,7 @@ impl Device {
             );
             plain_caches.insert(cache_id, Some(cache));
         }
-        Ok(Self { name, burn, team, plain_weights, plain_caches })
+        Ok(Self { name, burn, team, pool, plain_weights, plain_caches })
     }
 
     /// A matrix `[outputs, inputs]`, or a vector `[1, features]`.
@@ -94,6 +102,19 @@ impl Device {
             _ => bail!("{weight} is not on {}", self.name),
         }
     }
+}
+
+/// One thread a processor.
+fn pool(cpus: &[u32]) -> Result<rayon::ThreadPool> {
+    let bound = cpus.to_vec();
+    let topology = Topology::new().context("reading the machine's topology")?;
+    let pool = rayon::ThreadPoolBuilder::new()
+        .num_threads(cpus.len())
+        // The team has bound threads to these processors before, so this cannot fail; a thread that
+        // is bound to none computes the same.
+        .start_handler(move |thread| drop(team::bind(&topology, bound[thread])))
+        .build()?;
+    Ok(pool)
 }
 
 #[expect(deprecated, reason = "burn-ndarray stays selectable for comparison")]
@@ -118,7 +139,8 @@ pub(crate) fn matrices(weight: &Weight) -> Result<Vec<Source>> {
 
 fn read(weight: &Weight, checkpoint: &Checkpoint, device: &BurnDevice) -> Result<Vec<Tensor<2>>> {
     let columns = weight.shape.last().copied().unwrap_or(1) as usize;
-    let rows = if weight.shape.len() < 2 { 1 } else { weight.shape[weight.shape.len() - 2] } as usize;
+    let rows =
+        if weight.shape.len() < 2 { 1 } else { weight.shape[weight.shape.len() - 2] } as usize;
     let matrices = matrices(weight)?;
     ensure!(!matrices.is_empty(), "it has no source");
     matrices

@@ -51,11 +51,14 @@ impl Inbox {
         self.bell.ring();
     }
 
+    /// Whether no more runs will come.
+    pub(crate) fn is_closed(&self) -> bool {
+        self.is_closed.load(Ordering::SeqCst)
+    }
+
     /// The next run; `None` once closed and empty.
     fn next(&self) -> Option<Arc<Run>> {
-        self.bell.wait_until(|| {
-            self.waiting.load(Ordering::SeqCst) > 0 || self.is_closed.load(Ordering::SeqCst)
-        });
+        self.bell.wait_until(|| self.waiting.load(Ordering::SeqCst) > 0 || self.is_closed());
         let run = self.runs.lock().unwrap_or_else(PoisonError::into_inner).pop_front()?;
         self.waiting.fetch_sub(1, Ordering::SeqCst);
         Some(run)
@@ -91,8 +94,7 @@ impl Lane {
             }
             let start = now();
             // After a panic the run is over; a cache it was writing is marked as gone.
-            let outcome =
-                catch_unwind(AssertUnwindSafe(|| self.perform(run, program, id, step)));
+            let outcome = catch_unwind(AssertUnwindSafe(|| self.perform(run, program, id, step)));
             let failure = match outcome {
                 Ok(Ok(())) => None,
                 Ok(Err(error)) => Some(format!("{error:#}")),

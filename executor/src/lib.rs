@@ -6,18 +6,18 @@ pub mod generation;
 pub mod sample;
 pub mod text;
 
-pub mod engine;
-pub mod load;
-mod checkpoint;
-mod bind;
-pub mod executor;
 pub mod batch;
-pub mod run;
-mod lane;
-mod slots;
 mod bell;
-mod ops;
+mod bind;
+mod checkpoint;
+pub mod engine;
+pub mod executor;
+mod lane;
+pub mod load;
 mod moves;
+mod ops;
+pub mod run;
+mod slots;
 pub mod trace;
 
 pub mod kernels;

@@ -78,6 +78,16 @@ pub struct PlanFile {
     pub fingerprint: u64,
 }
 
+impl Options {
+    /// The form of the operations: kernels of ours know the tensors of `burn-flex` only.
+    pub(crate) fn kernels(&self) -> Kernels {
+        match self.backend {
+            CpuBackend::Flex => self.kernels,
+            CpuBackend::NdArray => Kernels::Plain,
+        }
+    }
+}
+
 impl PlanFile {
     /// Reads a plan and proves it sound.
     ///
@@ -184,7 +194,9 @@ impl Starter {
         let tell = |event| drop(self.events.send(event));
         let bound = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
             Device::bind(&self.plan, self.device, &self.checkpoint, &self.options, |bytes| {
+                // The inbox is closed when another lane has failed to load.
                 tell(Event::Loaded(bytes));
+                !self.inbox.is_closed()
             })
         }));
         let device = match bound {

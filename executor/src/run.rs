@@ -73,9 +73,8 @@ impl Run {
     /// Waits for steps of other lanes; false when the run has been aborted.
     pub(crate) fn wait_for(&self, steps: &[StepId]) -> bool {
         for step in steps {
-            self.bell.wait_until(|| {
-                self.done[step.index()].load(Ordering::SeqCst) || self.is_aborted()
-            });
+            self.bell
+                .wait_until(|| self.done[step.index()].load(Ordering::SeqCst) || self.is_aborted());
         }
         !self.is_aborted()
     }

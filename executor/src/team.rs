@@ -326,7 +326,7 @@ impl Shared {
 }
 
 /// Binds the calling thread to one logical CPU.
-fn bind(topology: &Topology, cpu: u32) -> anyhow::Result<()> {
+pub(crate) fn bind(topology: &Topology, cpu: u32) -> anyhow::Result<()> {
     let index = BitmapIndex::try_from(cpu as usize)
         .ok()
         .filter(|&index| topology.cpuset().is_set(index))

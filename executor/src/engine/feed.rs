@@ -55,8 +55,7 @@ impl Engine {
             if tokens_left == 0 || rows_left == 0 || batch.parts().len() == most_sequences {
                 break;
             }
-            let sequence =
-                self.sequences.get_mut(&ids[*next]).context("the sequence is closed")?;
+            let sequence = self.sequences.get_mut(&ids[*next]).context("the sequence is closed")?;
             let (past, length) = (sequence.cached, sequence.tokens.len());
             let room = if wants_all { tokens_left.min(rows_left) } else { tokens_left };
             let end = length.min(past + room as usize);
@@ -101,7 +100,9 @@ impl Engine {
     fn reserve(&mut self, ids: &[SequenceId]) -> Result<()> {
         for (index, id) in ids.iter().enumerate() {
             ensure!(!ids[..index].contains(id), "a sequence is fed twice at once");
-            let Some(sequence) = self.sequences.get_mut(id) else { bail!("the sequence is closed") };
+            let Some(sequence) = self.sequences.get_mut(id) else {
+                bail!("the sequence is closed")
+            };
             ensure!(sequence.cached < sequence.tokens.len(), "a sequence is fed no tokens");
             self.blocks.reserve(&mut sequence.blocks, sequence.tokens.len())?;
         }

@@ -13,9 +13,9 @@ use std::collections::BTreeMap;
 use anyhow::{Context as _, Result, ensure};
 use ir::plan::Plan;
 
+use self::blocks::Blocks;
 pub use self::generate::Timings;
 pub use self::measure::Perplexity;
-use self::blocks::Blocks;
 use crate::executor::Executor;
 use crate::run::Logits;
 

@@ -24,5 +24,8 @@ pub(crate) fn run(
     scope: Scope<'_>,
     inputs: &[Value],
 ) -> Result<Vec<Value>> {
-    plain::run(op, device, scope, inputs)
+    match device.pool.clone() {
+        Some(pool) => pool.install(|| plain::run(op, device, scope, inputs)),
+        None => plain::run(op, device, scope, inputs),
+    }
 }

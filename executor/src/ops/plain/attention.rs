@@ -73,17 +73,18 @@ pub(super) fn attention(
             let rows = ids(&cache.rows(part, kv_head, new), &device.burn);
             let key = prepared(head(&k, kv_head), &attention.k_norm)?;
             // The cache must be the only owner of its tensors here, or they would be copied.
-            cache.keys =
-                cache.keys.select_assign(0, rows.clone(), key, IndexingUpdateOp::Assign);
+            cache.keys = cache.keys.select_assign(0, rows.clone(), key, IndexingUpdateOp::Assign);
             cache.values =
                 cache.values.select_assign(0, rows, head(&v, kv_head), IndexingUpdateOp::Assign);
         }
         let mut heads = Vec::new();
         let hidden = hidden(part, attention.window, &device.burn);
         for query_head in 0..attention.heads as usize {
-            let kv_head =
-                (attention.first_head as usize + query_head) / attention.group as usize;
-            ensure!(kv_head < attention.kv_heads as usize, "query head {query_head} has no key head");
+            let kv_head = (attention.first_head as usize + query_head) / attention.group as usize;
+            ensure!(
+                kv_head < attention.kv_heads as usize,
+                "query head {query_head} has no key head"
+            );
             let all = ids(&cache.rows(part, kv_head, 0..part.past + part.tokens), &device.burn);
             let query = prepared(head(&q, query_head), &attention.q_norm)?;
             let keys = cache.keys.clone().select(0, all.clone());
@@ -107,8 +108,7 @@ fn hidden(part: &Part, window: Option<u32>, device: &BurnDevice) -> Tensor<2, Bo
     let length = part.past + part.tokens;
     let mask: Vec<bool> = (part.past..length)
         .flat_map(|i| {
-            (0..length)
-                .map(move |j| j > i || window.is_some_and(|window| i - j >= window as usize))
+            (0..length).map(move |j| j > i || window.is_some_and(|window| i - j >= window as usize))
         })
         .collect();
     Tensor::from_data(TensorData::new(mask, [part.tokens, length]), device)

@@ -63,8 +63,7 @@ pub(super) fn experts(
         let x = x.clone().select(0, rows.clone());
         let inner =
             activate(experts.activation, x.clone().matmul(matrix(gate)?)) * x.matmul(matrix(up)?);
-        let factors =
-            Tensor::<2>::from_data(TensorData::new(factors, [count, 1]), &device.burn);
+        let factors = Tensor::<2>::from_data(TensorData::new(factors, [count, 1]), &device.burn);
         let output = inner.matmul(matrix(down)?) * factors;
         sum = sum.select_assign(0, rows, output, IndexingUpdateOp::Add);
     }
