@@ -279,3 +279,6 @@ fn stop_strings(config: &Map<String, Value>) -> Result<Vec<String>> {
         Some(_) => bail!("stop_strings is neither text nor a list"),
     }
 }
+
+#[cfg(test)]
+mod tests;

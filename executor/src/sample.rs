@@ -315,3 +315,6 @@ fn highest(logits: &[f32]) -> Result<Candidate> {
 fn kth_weight(candidates: &mut [Candidate], k: usize) -> f32 {
     candidates.select_nth_unstable_by(k - 1, Candidate::order).1.weight
 }
+
+#[cfg(test)]
+mod tests;

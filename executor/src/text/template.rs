@@ -179,3 +179,6 @@ fn without_generation_blocks(source: &str) -> String {
     text.push_str(rest);
     text
 }
+
+#[cfg(test)]
+mod tests;
