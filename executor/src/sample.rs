@@ -166,7 +166,7 @@ impl Sampler {
             return Ok(highest.id);
         }
         self.keep_top_k(logits);
-        let total = self.to_weights(highest.weight);
+        let total = self.weigh(highest.weight);
         let total = self.keep_top_p(total);
         let total = self.keep_min_p(total);
         Ok(self.draw(total))
@@ -205,7 +205,7 @@ impl Sampler {
 
     /// Turns the logits of the candidates into probabilities relative to the highest, and
     /// returns their sum.
-    fn to_weights(&mut self, highest: f32) -> f64 {
+    fn weigh(&mut self, highest: f32) -> f64 {
         let temperature = self.options.temperature;
         let mut total = 0.0;
         for candidate in &mut self.candidates {
@@ -295,13 +295,13 @@ fn highest(logits: &[f32]) -> Result<Candidate> {
     let (chunks, rest) = logits.as_chunks::<16>();
     for chunk in chunks {
         for (lane, &logit) in lanes.iter_mut().zip(chunk) {
-            is_bad |= !(logit < f32::INFINITY);
+            is_bad |= !is_usable(logit);
             *lane = if logit > *lane { logit } else { *lane };
         }
     }
-    is_bad |= rest.iter().any(|&logit| !(logit < f32::INFINITY));
+    is_bad |= rest.iter().any(|&logit| !is_usable(logit));
     if is_bad {
-        let id = logits.iter().position(|&logit| !(logit < f32::INFINITY)).unwrap_or_default();
+        let id = logits.iter().position(|&logit| !is_usable(logit)).unwrap_or_default();
         bail!("the logit of token {id} is {}", logits[id]);
     }
     let weight = lanes.iter().chain(rest).copied().fold(f32::NEG_INFINITY, f32::max);
@@ -309,6 +309,11 @@ fn highest(logits: &[f32]) -> Result<Candidate> {
         Some((_, id)) if weight > f32::NEG_INFINITY => Ok(Candidate { id, weight }),
         _ => bail!("no token has a finite logit among {}", logits.len()),
     }
+}
+
+/// Whether a logit is below infinity; one that is not a number is not.
+fn is_usable(logit: f32) -> bool {
+    logit < f32::INFINITY
 }
 
 /// The k-th highest weight.

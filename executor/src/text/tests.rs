@@ -118,11 +118,9 @@ fn vocab_and_merges_make_the_same_tokenizer() {
         .as_array()
         .unwrap()
         .iter()
-        .map(|merge| match merge {
-            Value::Array(pair) => {
-                format!("{} {}", pair[0].as_str().unwrap(), pair[1].as_str().unwrap())
-            }
-            merge => merge.as_str().unwrap().to_owned(),
+        .map(|merge| match merge.as_array() {
+            Some(pair) => format!("{} {}", pair[0].as_str().unwrap(), pair[1].as_str().unwrap()),
+            None => merge.as_str().unwrap().to_owned(),
         })
         .collect();
     write("merges.txt", format!("#version: 0.2\n{}\n", merges.join("\n")));

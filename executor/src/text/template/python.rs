@@ -61,10 +61,12 @@ fn representation(value: &Value) -> String {
                 .collect();
             format!("{{{}}}", entries.join(", "))
         }
-        ValueKind::Undefined | ValueKind::String | ValueKind::Bytes | ValueKind::Plain => {
-            value.to_string()
-        }
-        _ => value.to_string(),
+        ValueKind::Undefined
+        | ValueKind::String
+        | ValueKind::Bytes
+        | ValueKind::Plain
+        | ValueKind::Invalid
+        | _ => value.to_string(),
     }
 }
 
@@ -200,7 +202,12 @@ impl JsonWriter<'_> {
                 }
                 self.close(keys.is_empty(), depth, '}');
             }
-            kind => {
+            kind @ (ValueKind::Undefined
+            | ValueKind::String
+            | ValueKind::Bytes
+            | ValueKind::Plain
+            | ValueKind::Invalid
+            | _) => {
                 let message = format!("{kind} is not JSON serializable");
                 return Err(Error::new(ErrorKind::InvalidOperation, message));
             }
