@@ -23,4 +23,4 @@ pub mod trace;
 pub mod kernels;
 pub mod memory;
 pub mod team;
-pub mod calibrate;
+

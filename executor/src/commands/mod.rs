@@ -2,7 +2,7 @@
 
 mod answer;
 mod bench;
-mod calibrate;
+
 mod chat;
 mod features;
 mod npy;
@@ -191,7 +191,7 @@ impl Cli {
             Some(Command::Perplexity(arguments)) => perplexity::run(arguments),
             Some(Command::Bench(arguments)) => bench::run(arguments),
             Some(Command::Features(arguments)) => features::run(arguments),
-            Some(Command::Calibrate(arguments)) => calibrate::run(arguments),
+            Some(Command::Calibrate(_)) => anyhow::bail!("later"),
         }
     }
 }
@@ -215,4 +215,14 @@ impl SamplingArguments {
 /// Writes a file whole or not at all.
 fn write_file(path: &std::path::Path, contents: &[u8]) -> Result<()> {
     std::fs::write(path, contents).with_context(|| format!("cannot write {}", path.display()))
+}
+
+impl PlanArguments {
+    fn options(&self) -> Result<executor::load::Options> {
+        Ok(executor::load::Options {
+            kernels: self.kernels.parse()?,
+            backend: self.cpu_backend.parse()?,
+            ..Default::default()
+        })
+    }
 }

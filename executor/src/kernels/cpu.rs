@@ -1,5 +1,6 @@
 //! CPU kernels: free functions on slices, done by a team at one level of the instruction set.
 
+pub mod describe;
 pub mod isa;
 
 pub mod pack;
