@@ -1,0 +1,100 @@
+//! One device's part of a placed computation: its operation, weights and tensors.
+
+use anyhow::{Context as _, Result};
+use ir::dag::Node;
+use ir::graph::{Placed, PlacedGraph};
+use ir::id::{DeviceId, WeightId};
+use ir::layout::{Layout, Share};
+use ir::op::Op;
+use ir::split;
+use ir::tensor::{Dim, Format, TensorType};
+use ir::weight::Slice;
+
+use crate::task::Task;
+
+/// What one device does of a node.
+#[derive(Clone, Debug)]
+pub struct Part {
+    /// Who does it.
+    pub device: DeviceId,
+    /// The operation with this device's counts; weights and caches are still named as in the model.
+    pub op: Op,
+    /// What is held for each of `op.weights()`.
+    pub weights: Vec<WeightKey>,
+    /// Which of the node's inputs are read.
+    pub reads: Vec<usize>,
+}
+
+/// What a device holds of a weight: equal keys are held once.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct WeightKey {
+    /// The model's weight.
+    pub weight: WeightId,
+    /// Where it is held.
+    pub device: DeviceId,
+    /// How it is held.
+    pub format: Format,
+    /// The part of it that is held; `None` is all of it.
+    pub slice: Option<Slice>,
+}
+
+/// The parts of all devices that take part in a computation.
+pub fn parts(task: &Task<'_>, node: &Node<Placed>, op: &Op) -> Result<Vec<Part>> {
+    let devices = &node.work.layouts[0].devices;
+    (0..devices.len()).map(|member| part(task, node, op, member)).collect()
+}
+
+fn part(task: &Task<'_>, node: &Node<Placed>, op: &Op, member: usize) -> Result<Part> {
+    let device = node.work.layouts[0].devices[member];
+    let local = split::local(op, &node.work, member)
+        .with_context(|| format!("sharing {} between devices", node.name))?;
+    let weights = local
+        .op
+        .weights()
+        .into_iter()
+        .zip(&local.slices)
+        .map(|(weight, &slice)| {
+            let format = task.target.format(task.model, weight, device, task.sensitive[weight]);
+            WeightKey { weight, device, format, slice }
+        })
+        .collect();
+    let inputs = node.inputs.len();
+    let reads = if local.reads_residual { inputs } else { inputs - 1 };
+    Ok(Part { device, op: local.op, weights, reads: (0..reads).collect() })
+}
+
+impl WeightKey {
+    /// Sizes of what is held.
+    pub fn shape(&self, task: &Task<'_>) -> Vec<u32> {
+        let mut shape = task.model.weights[self.weight].shape.clone();
+        if let Some(slice) = self.slice {
+            shape[usize::from(slice.axis)] = slice.size;
+        }
+        shape
+    }
+
+    /// Bytes of what is held.
+    pub fn bytes(&self, task: &Task<'_>) -> u64 {
+        let shape = self.shape(task);
+        let columns = u64::from(*shape.last().unwrap_or(&1));
+        let rows = shape.iter().rev().skip(1).map(|&size| u64::from(size)).product();
+        self.format.bytes(rows, columns)
+    }
+}
+
+/// What a member of a layout holds of a value.
+pub fn local_type(ty: &TensorType, layout: &Layout, member: usize) -> TensorType {
+    let mut ty = ty.clone();
+    if let Share::Split { axis, parts } = &layout.share {
+        ty.shape[usize::from(*axis)] = Dim::Fixed(parts[member]);
+    }
+    ty
+}
+
+/// The computations of a placed graph.
+pub fn computations(graph: &PlacedGraph) -> impl Iterator<Item = (&Node<Placed>, &Op)> {
+    graph.nodes().filter_map(|(_, node)| match &node.work.work {
+        ir::graph::Work::Compute(op) => Some((node, op)),
+        ir::graph::Work::Move(_) => None,
+    })
+}
