@@ -1,3 +1,17 @@
 //! CPU kernels: free functions on slices, done by a team at one level of the instruction set.
 
 pub mod isa;
+
+mod lanes;
+mod math;
+
+pub mod activation;
+pub mod attention;
+pub mod cache;
+pub mod norm;
+pub mod rope;
+pub mod router;
+pub mod rows;
+
+#[cfg(test)]
+mod testing;
