@@ -23,4 +23,7 @@ pub mod trace;
 pub mod kernels;
 pub mod memory;
 pub mod team;
+<<<<<<< HEAD
 
+=======
+>>>>>>> executor

@@ -5,6 +5,7 @@ pub mod isa;
 
 pub mod pack;
 mod quantize;
+mod unpack;
 
 mod encode;
 mod epilogue;
@@ -12,3 +13,17 @@ mod tile;
 
 pub mod experts;
 pub mod linear;
+
+mod lanes;
+mod math;
+
+pub mod activation;
+pub mod attention;
+pub mod cache;
+pub mod norm;
+pub mod rope;
+pub mod router;
+pub mod rows;
+
+#[cfg(test)]
+mod testing;

@@ -10,16 +10,18 @@ use crate::id::Id;
 pub(super) struct Line<'a> {
     text: &'a str,
     read: usize,
+    /// Where the last thing that was asked for starts: what an error is about.
+    asked: usize,
 }
 
 impl<'a> Line<'a> {
     pub(super) fn new(text: &'a str) -> Self {
-        Self { text, read: 0 }
+        Self { text, read: 0, asked: 0 }
     }
 
-    /// The column of the next character, from 1.
+    /// The column, from 1, of what was asked for last.
     pub(super) fn column(&self) -> usize {
-        self.text[..self.read].chars().count() + 1
+        self.text[..self.asked].chars().count() + 1
     }
 
     fn ahead(&self) -> &'a str {
@@ -32,6 +34,7 @@ impl<'a> Line<'a> {
 
     /// Reads `what` if it is next.
     pub(super) fn eat(&mut self, what: &str) -> bool {
+        self.asked = self.read;
         let is_next = self.is_next(what);
         if is_next {
             self.read += what.len();
@@ -52,22 +55,16 @@ impl<'a> Line<'a> {
 
     /// A number as Rust prints it.
     pub(super) fn number<T: FromStr>(&mut self) -> Result<T> {
-        let start = self.read;
+        let ahead = self.ahead();
         let text = self.take(|c| c.is_ascii_alphanumeric() || "+-.".contains(c));
-        text.parse().ok().with_context(|| {
-            self.read = start;
-            format!("expected a number before {:?}", self.ahead())
-        })
+        text.parse().ok().with_context(|| format!("expected a number before {ahead:?}"))
     }
 
     /// A whole number without a sign.
     pub(super) fn count<T: FromStr>(&mut self) -> Result<T> {
-        let start = self.read;
+        let ahead = self.ahead();
         let text = self.take(|c| c.is_ascii_digit());
-        text.parse().ok().with_context(|| {
-            self.read = start;
-            format!("expected a whole number before {:?}", self.ahead())
-        })
+        text.parse().ok().with_context(|| format!("expected a whole number before {ahead:?}"))
     }
 
     /// The number behind a prefix.
@@ -119,6 +116,7 @@ impl<'a> Line<'a> {
     }
 
     fn take(&mut self, is_part: impl Fn(char) -> bool) -> &'a str {
+        self.asked = self.read;
         let ahead = self.ahead();
         let size = ahead.find(|c| !is_part(c)).unwrap_or(ahead.len());
         self.read += size;

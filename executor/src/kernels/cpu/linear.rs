@@ -243,4 +243,4 @@ fn check(linear: &Linear<'_>, outs: &[&mut [f32]]) -> anyhow::Result<()> {
 }
 
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;

@@ -7,7 +7,7 @@ use crate::kernels::cpu::pack::pack;
 use crate::kernels::cpu::quantize::{self, BLOCK};
 
 /// Runs `test` with a team of `members` on a thread of its own, which the team binds.
-fn with_team(members: usize, test: impl FnOnce(&Team) + Send) {
+pub(in super::super) fn with_team(members: usize, test: impl FnOnce(&Team) + Send) {
     std::thread::scope(|scope| {
         let run = scope.spawn(|| {
             let topology = hwlocality::Topology::new().unwrap();
@@ -23,7 +23,7 @@ fn with_team(members: usize, test: impl FnOnce(&Team) + Send) {
 }
 
 /// Numbers between -1 and 1 that look random.
-fn numbers(seed: u32, count: usize) -> Vec<f32> {
+pub(in super::super) fn numbers(seed: u32, count: usize) -> Vec<f32> {
     let mut state = seed.wrapping_mul(2_654_435_761).wrapping_add(12_345);
     (0..count)
         .map(|_| {
@@ -33,7 +33,7 @@ fn numbers(seed: u32, count: usize) -> Vec<f32> {
         .collect()
 }
 
-fn packed(
+pub(in super::super) fn packed(
     team: &Team,
     format: Format,
     rows: usize,

@@ -1,0 +1,125 @@
+//! What tests of whole runs share: golden checkpoints, machines of this host, plans on disk.
+
+use std::path::{Path, PathBuf};
+
+use compiler::Options;
+use compiler::options::Request;
+use executor::engine::Engine;
+use executor::load::{self, PlanFile};
+use ir::id::Id as _;
+use ir::machine::{
+    Device, DeviceKind, Host, Link, LinearRate, Machine, RatePoint, RateSource, Rates,
+};
+use ir::plan::Plan;
+use ir::tensor::{DType, Format};
+
+/// Ways to place a model on the devices of this host.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Shape {
+    /// One device does everything.
+    One,
+    /// Two stages, one after the other.
+    Pipeline,
+    /// Two devices share every layer, one doing three times as much as the other.
+    Shared,
+}
+
+impl Shape {
+    pub(crate) const ALL: [Shape; 3] = [Shape::One, Shape::Pipeline, Shape::Shared];
+
+    fn request(self) -> Request {
+        let names = ["numa0", "numa1"].map(str::to_owned);
+        match self {
+            Shape::One => Request::Pipeline(vec![names[0].clone()]),
+            Shape::Pipeline => Request::Pipeline(names.to_vec()),
+            Shape::Shared => {
+                let [first, second] = names;
+                Request::TensorParallel(vec![(first, Some(3.0)), (second, Some(1.0))])
+            }
+        }
+    }
+}
+
+/// The folder of a golden checkpoint.
+pub(crate) fn golden(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("golden").join(name)
+}
+
+/// Every golden checkpoint in the tree.
+pub(crate) fn goldens() -> Vec<String> {
+    let folder = golden("");
+    let mut names: Vec<String> = std::fs::read_dir(folder)
+        .unwrap()
+        .map(|entry| entry.unwrap().path())
+        .filter(|path| path.join("golden.json").exists())
+        .map(|path| path.file_name().unwrap().to_string_lossy().into_owned())
+        .collect();
+    names.sort();
+    assert!(!names.is_empty(), "golden checkpoints are in the tree");
+    names
+}
+
+/// Two devices on the processors of this host, or on one that they share.
+pub(crate) fn machine() -> Machine {
+    let cpus = std::thread::available_parallelism().map_or(1, |count| count.get() as u32);
+    let linear = Format::ALL
+        .map(|format| LinearRate {
+            format,
+            points: vec![RatePoint { tokens: 1, weights_per_sec: 1e9 }],
+        })
+        .to_vec();
+    let device = |number: u32| Device {
+        name: format!("numa{number}"),
+        kind: DeviceKind::Numa { node: 0, cpus: vec![number % cpus] },
+        memory_bytes: 1 << 30,
+        rates: Rates {
+            source: RateSource::Nominal,
+            read_bytes_per_sec: 1e10,
+            step_nanos: 1e3,
+            linear: linear.clone(),
+            attention_flops_per_sec: 1e10,
+            cache_bytes_per_sec: 1e10,
+        },
+    };
+    let ids = [0, 1].map(ir::id::DeviceId::from_index);
+    let link = |from: usize, to: usize| Link {
+        from: ids[from],
+        to: ids[to],
+        bytes_per_sec: 1e10,
+        latency_nanos: 1e3,
+    };
+    Machine {
+        host: Host::default(),
+        devices: [device(0), device(1)].into_iter().collect(),
+        links: vec![link(0, 1), link(1, 0)],
+    }
+}
+
+/// A plan of a golden checkpoint that computes in f32.
+pub(crate) fn compile(name: &str, shape: Shape, change: impl FnOnce(&mut Options)) -> Plan {
+    let model = models::lower(&golden(name)).unwrap();
+    let mut options = Options {
+        formats: vec!["f32".parse().unwrap()],
+        kv_type: Some(DType::F32),
+        max_sequences: 4,
+        request: shape.request(),
+        ..Options::default()
+    };
+    change(&mut options);
+    compiler::compile(&model, &machine(), &options, &mut |_, _| ()).unwrap()
+}
+
+/// Writes a plan where it can be opened from.
+pub(crate) fn written(plan: &Plan) -> (tempfile::TempDir, PlanFile) {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("plan.ron");
+    std::fs::write(&path, plan.to_ron().unwrap()).unwrap();
+    let file = PlanFile::open(&path).unwrap();
+    (folder, file)
+}
+
+/// An engine that runs a plan.
+pub(crate) fn engine(plan: &Plan, options: &load::Options) -> Engine {
+    let (_folder, file) = written(plan);
+    Engine::new(load::load(file, options, |_, _| ()).unwrap())
+}
