@@ -23,7 +23,5 @@ pub mod trace;
 pub mod kernels;
 pub mod memory;
 pub mod team;
-<<<<<<< HEAD
 
-=======
->>>>>>> executor
+pub mod calibrate;

@@ -2,6 +2,7 @@
 
 mod answer;
 mod bench;
+mod calibrate;
 
 mod chat;
 mod features;
@@ -191,7 +192,7 @@ impl Cli {
             Some(Command::Perplexity(arguments)) => perplexity::run(arguments),
             Some(Command::Bench(arguments)) => bench::run(arguments),
             Some(Command::Features(arguments)) => features::run(arguments),
-            Some(Command::Calibrate(_)) => anyhow::bail!("later"),
+            Some(Command::Calibrate(arguments)) => calibrate::run(arguments),
         }
     }
 }
