@@ -21,6 +21,8 @@ mod schedule;
 mod forecast;
 mod emit;
 
+pub mod explain;
+
 use anyhow::{Context as _, Result};
 use ir::machine::Machine;
 use ir::model::Model;

@@ -21,7 +21,6 @@ use crate::emit::emit;
 use crate::insert_moves::insert_moves;
 use crate::options::{Options, Request};
 use crate::place::candidates::{Arrangement, Prices};
-use crate::place::group::Group;
 use crate::place::lay_out::lay_out;
 use crate::place::prices::{Pins, Times, missing, priced_batches};
 use crate::place::units::Units;

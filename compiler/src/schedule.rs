@@ -24,7 +24,7 @@ use crate::target::Batch;
 use crate::task::Task;
 
 /// The program of a placed graph for one kind of batch; causes are added to the plan's.
-pub fn schedule(
+pub(crate) fn schedule(
     task: &Task<'_>,
     graph: &PlacedGraph,
     bound: &Bound,
@@ -55,9 +55,9 @@ pub fn schedule(
 
 /// The causes of a plan, each once.
 #[derive(Debug, Default)]
-pub struct Causes {
+pub(crate) struct Causes {
     /// The plan's table.
-    pub table: Table<CauseId, Cause>,
+    pub(crate) table: Table<CauseId, Cause>,
 }
 
 impl Causes {

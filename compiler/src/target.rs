@@ -1,6 +1,6 @@
 //! What a compilation aims at: options resolved against a model and a machine.
 
-use anyhow::{Context as _, Result, bail, ensure};
+use anyhow::{Context as _, Result, ensure};
 use ir::id::{DeviceId, Id as _, Table, WeightId};
 use ir::machine::{DeviceKind, Link, Machine};
 use ir::model::Model;
@@ -62,6 +62,7 @@ impl Target {
         );
         ensure!(options.max_sequences > 0, "max-sequences is 0");
         ensure!(options.prefill_tokens > 0, "prefill-tokens is 0");
+        check_machine(machine)?;
         let machine = reduced(machine, options)?;
         let stored = stored_type(model);
         let formats: Table<DeviceId, Option<Format>> = machine
@@ -176,6 +177,47 @@ fn device(machine: &Machine, name: &str) -> Result<DeviceId> {
     })
 }
 
+/// A machine file is written by hand at times.
+fn check_machine(machine: &Machine) -> Result<()> {
+    let positive = |rate: f64| rate.is_finite() && rate > 0.0;
+    for (id, device) in machine.devices.iter() {
+        let (name, rates) = (&device.name, &device.rates);
+        ensure!(machine.device(name) == Some(id), "the machine has two devices named {name}");
+        if let DeviceKind::Numa { cpus, .. } = &device.kind {
+            ensure!(!cpus.is_empty(), "the machine gives {name} no processor");
+        }
+        ensure!(
+            positive(rates.read_bytes_per_sec)
+                && positive(rates.attention_flops_per_sec)
+                && positive(rates.cache_bytes_per_sec)
+                && rates.step_nanos.is_finite()
+                && rates.step_nanos >= 0.0,
+            "the machine gives {name} a rate that is not positive"
+        );
+        for rate in &rates.linear {
+            let points = &rate.points;
+            ensure!(
+                !points.is_empty()
+                    && points.iter().all(|p| p.tokens > 0 && positive(p.weights_per_sec))
+                    && points.is_sorted_by(|a, b| a.tokens < b.tokens),
+                "the machine's {} rates of {name} are no curve of rising tokens and positive rates",
+                rate.format
+            );
+        }
+    }
+    for link in &machine.links {
+        ensure!(
+            link.from.index() < machine.devices.len() && link.to.index() < machine.devices.len(),
+            "the machine has a link between devices it lacks"
+        );
+        ensure!(
+            positive(link.bytes_per_sec) && link.latency_nanos.is_finite() && link.latency_nanos >= 0.0,
+            "the machine has a link whose rate is not positive"
+        );
+    }
+    Ok(())
+}
+
 /// The machine less what the options take away.
 fn reduced(machine: &Machine, options: &Options) -> Result<Machine> {
     let without: Vec<DeviceId> =
@@ -191,17 +233,10 @@ fn reduced(machine: &Machine, options: &Options) -> Result<Machine> {
         if let (DeviceKind::Gpu { .. }, Some(limit)) = (&device.kind, options.gpu_memory_bytes) {
             device.memory_bytes = device.memory_bytes.min(limit);
         }
-        if device.rates.linear.iter().any(|rate| rate.points.is_empty()) {
-            bail!("the machine gives no rate point for a format of {}", device.name);
-        }
         renamed.push(Some(reduced.devices.push(device)));
     }
     ensure!(!reduced.devices.is_empty(), "no device is left to run on");
     for link in &machine.links {
-        ensure!(
-            link.from.index() < machine.devices.len() && link.to.index() < machine.devices.len(),
-            "the machine has a link between devices it lacks"
-        );
         if let (Some(from), Some(to)) = (renamed[link.from], renamed[link.to]) {
             reduced.links.push(Link { from, to, ..link.clone() });
         }

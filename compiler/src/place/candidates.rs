@@ -21,15 +21,15 @@ const MOST_DEVICES_FOR_PAIRS: usize = 4;
 
 /// Groups of devices, each with a range of units.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Arrangement {
+pub(crate) struct Arrangement {
     /// In the order they run.
-    pub stages: Vec<(Group, Range<usize>)>,
+    pub(crate) stages: Vec<(Group, Range<usize>)>,
     /// Whether the user fixed the shares of groups.
-    pub has_fixed_shares: bool,
+    pub(crate) has_fixed_shares: bool,
 }
 
 /// Prices of groups, each worked out once.
-pub struct Prices<'a> {
+pub(crate) struct Prices<'a> {
     task: &'a Task<'a>,
     units: &'a Units,
     pins: &'a Pins,
@@ -40,7 +40,7 @@ pub struct Prices<'a> {
 
 impl<'a> Prices<'a> {
     /// Prices for caches of `blocks` blocks.
-    pub fn new(task: &'a Task<'a>, units: &'a Units, pins: &'a Pins, blocks: u32) -> Self {
+    pub(crate) fn new(task: &'a Task<'a>, units: &'a Units, pins: &'a Pins, blocks: u32) -> Self {
         let mut free: Table<DeviceId, u64> =
             task.target.machine.devices.rows().iter().map(|device| device.memory_bytes).collect();
         let mut seen = Vec::new();
@@ -60,7 +60,7 @@ impl<'a> Prices<'a> {
     }
 
     /// Everything worth pricing when nothing is asked for.
-    pub fn simple(&mut self) -> Result<Vec<Arrangement>> {
+    pub(crate) fn simple(&mut self) -> Result<Vec<Arrangement>> {
         let devices: Vec<DeviceId> = self.task.target.machine.devices.ids().collect();
         let mut singles = Vec::new();
         let mut arrangements = Vec::new();
@@ -88,7 +88,7 @@ impl<'a> Prices<'a> {
     }
 
     /// Stages on these devices, all of them, as even in time as memory allows.
-    pub fn requested_pipeline(&mut self, devices: &[DeviceId]) -> Result<Arrangement> {
+    pub(crate) fn requested_pipeline(&mut self, devices: &[DeviceId]) -> Result<Arrangement> {
         ensure!(
             devices.len() <= self.units.len(),
             "a pipeline of {} stages needs as many layers; the model can be cut into {}",
@@ -112,7 +112,7 @@ impl<'a> Prices<'a> {
     }
 
     /// All layers shared by these devices, in these proportions or by their speed.
-    pub fn requested_group(
+    pub(crate) fn requested_group(
         &mut self,
         devices: &[DeviceId],
         shares: Option<Vec<f64>>,
@@ -291,7 +291,7 @@ impl<'a> Prices<'a> {
 }
 
 /// Nanoseconds to hand an activation of the model's width from one device to another.
-pub fn handover_of(task: &Task<'_>, from: DeviceId, to: DeviceId) -> Option<Times> {
+pub(crate) fn handover_of(task: &Task<'_>, from: DeviceId, to: DeviceId) -> Option<Times> {
     let (_, first) = task.model.layers.nodes().next()?;
     let ty = &task.model.layers.value(first.outputs[0]).ty;
     handover(&task.target.machine, task.target, ty, from, to)
@@ -299,7 +299,7 @@ pub fn handover_of(task: &Task<'_>, from: DeviceId, to: DeviceId) -> Option<Time
 
 impl Arrangement {
     /// The group of every node: its stage's, or that of its pin.
-    pub fn groups(&self, units: &Units, pins: &Pins) -> (Vec<Group>, Table<NodeId, usize>) {
+    pub(crate) fn groups(&self, units: &Units, pins: &Pins) -> (Vec<Group>, Table<NodeId, usize>) {
         let mut groups: Vec<Group> = self.stages.iter().map(|(group, _)| group.clone()).collect();
         let mut group_of = Table::default();
         for (id, pin) in pins.iter() {
@@ -321,7 +321,7 @@ impl Arrangement {
     }
 
     /// What it is, for people.
-    pub fn name(&self, task: &Task<'_>) -> String {
+    pub(crate) fn name(&self, task: &Task<'_>) -> String {
         let group = |group: &Group| {
             let names: Vec<&str> =
                 group.devices.iter().map(|&device| task.target.name(device)).collect();
@@ -338,7 +338,7 @@ impl Arrangement {
     }
 
     /// Takes work from members of shared groups that lack memory, in proportion. False where nothing changes.
-    pub fn shift_shares(&mut self, plan: &Plan) -> bool {
+    pub(crate) fn shift_shares(&mut self, plan: &Plan) -> bool {
         /// Parts are whole heads and blocks, so a share aims a little below the limit.
         const MARGIN: f64 = 0.97;
         if self.has_fixed_shares {
