@@ -18,7 +18,11 @@ pub(crate) struct Clocks {
 
 impl Clocks {
     /// Works out clocks and the fewest waits from the lane of each step and the earlier steps it depends on.
-    pub(crate) fn new(lanes: usize, lane: &Table<StepId, usize>, after: &Table<StepId, Vec<StepId>>) -> Self {
+    pub(crate) fn new(
+        lanes: usize,
+        lane: &Table<StepId, usize>,
+        after: &Table<StepId, Vec<StepId>>,
+    ) -> Self {
         let mut clocks = Self {
             over: Table::default(),
             lane: lane.clone(),

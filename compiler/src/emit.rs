@@ -137,7 +137,6 @@ fn relative(path: &Path, folder: &Path) -> PathBuf {
     if relative.as_os_str().is_empty() { PathBuf::from(".") } else { relative }
 }
 
-
 #[cfg(test)]
 mod tests {
     use super::*;

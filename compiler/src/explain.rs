@@ -85,8 +85,7 @@ fn why(row: &Row, machine: &Machine) -> String {
 
 fn runner_up(cause: &Cause, machine: &Machine) -> String {
     let Some(runner_up) = &cause.runner_up else { return "-".into() };
-    let names: Vec<&str> =
-        runner_up.devices.iter().map(|&device| name(machine, device)).collect();
+    let names: Vec<&str> = runner_up.devices.iter().map(|&device| name(machine, device)).collect();
     let sign = if runner_up.gap_nanos < 0 { '-' } else { '+' };
     format!("{} {sign}{}", names.join("+"), nanos(runner_up.gap_nanos.unsigned_abs()))
 }

@@ -3,11 +3,9 @@
 use ir::id::{Id as _, StepId, Table};
 use ir::plan::Program;
 
-/// When each step of one run ends, alone on the machine.
+/// How long one run takes, alone on the machine.
 #[derive(Clone, Debug)]
 pub(crate) struct Times {
-    /// Nanoseconds from the start of the run to the end of each step.
-    pub(crate) ends: Table<StepId, u64>,
     /// Nanoseconds from start to end.
     pub(crate) nanos: u64,
     /// Work of the lane that works longest.
@@ -37,6 +35,5 @@ pub(crate) fn simulate(program: &Program) -> Times {
     Times {
         nanos: ends.rows().iter().copied().max().unwrap_or(0),
         busiest_lane_nanos: busy.into_iter().max().unwrap_or(0),
-        ends,
     }
 }

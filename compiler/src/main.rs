@@ -186,7 +186,12 @@ impl Compile {
             formats: formats.context("in --format")?,
             objective: self.objective.parse().context("in --objective")?,
             request,
-            pins: self.pin.iter().map(|pin| pin.parse()).collect::<Result<_>>().context("in --pin")?,
+            pins: self
+                .pin
+                .iter()
+                .map(|pin| pin.parse())
+                .collect::<Result<_>>()
+                .context("in --pin")?,
             without: self.without.clone(),
             gpu_memory_bytes: size("in --gpu-memory", &self.gpu_memory)?,
             plan_folder: Some(folder_of(&self.output)?),

@@ -58,8 +58,8 @@ fn part(task: &Task<'_>, node: &Node<Placed>, op: &Op, member: usize) -> Result<
             WeightKey { weight, device, format, slice }
         })
         .collect();
-    let inputs = node.inputs.len();
-    let reads = if local.reads_residual { inputs } else { inputs - 1 };
+    let has_residual = matches!(op, Op::Linear(linear) if linear.residual);
+    let reads = node.inputs.len() - usize::from(has_residual && !local.reads_residual);
     Ok(Part { device, op: local.op, weights, reads: (0..reads).collect() })
 }
 

@@ -106,7 +106,11 @@ impl Draft<'_> {
                 .map(|(&value, layout)| self.new_buffer(graph, value, layout, member))
                 .collect();
             let operands = Operands {
-                weights: part.weights.iter().map(|key| (key.format, key.shape(self.task))).collect(),
+                weights: part
+                    .weights
+                    .iter()
+                    .map(|key| (key.format, key.shape(self.task)))
+                    .collect(),
                 reads: reads.iter().map(|&buffer| self.buffers[buffer].ty.clone()).collect(),
                 writes: writes.iter().map(|&buffer| self.buffers[buffer].ty.clone()).collect(),
             };
@@ -197,8 +201,7 @@ impl Draft<'_> {
         member: usize,
         cause: CauseId,
     ) -> Result<()> {
-        let writes =
-            vec![self.new_buffer(graph, node.outputs[0], &node.work.layouts[0], member)];
+        let writes = vec![self.new_buffer(graph, node.outputs[0], &node.work.layouts[0], member)];
         let bytes = |buffer: BufferId| self.buffers[buffer].ty.bytes(self.batch.extent);
         let incoming: Vec<(DeviceId, u64)> =
             reads.iter().map(|&buffer| (self.buffers[buffer].device, bytes(buffer))).collect();
@@ -329,7 +332,10 @@ impl Draft<'_> {
 
     fn buffer(&self, value: ValueId, device: DeviceId) -> BufferId {
         self.find_buffer(value, device).unwrap_or_else(|| {
-            panic!("insert_moves left {value} where {} cannot read it", self.task.target.name(device))
+            panic!(
+                "insert_moves left {value} where {} cannot read it",
+                self.task.target.name(device)
+            )
         })
     }
 }

@@ -1,6 +1,6 @@
 //! A model on its way to a target, with the facts about it that several stages ask for.
 
-use ir::id::{Id as _, Table, WeightId};
+use ir::id::{Table, WeightId};
 use ir::model::Model;
 use ir::op::Op;
 
@@ -49,10 +49,5 @@ impl<'a> Task<'a> {
     /// The number of the transformer block that a node's name gives: its first component that is a number.
     pub(crate) fn block(name: &str) -> Option<u32> {
         name.split('.').find_map(|component| component.parse().ok())
-    }
-
-    /// Whether the id names a weight of the model.
-    pub(crate) fn has(&self, weight: WeightId) -> bool {
-        weight.index() < self.model.weights.len()
     }
 }

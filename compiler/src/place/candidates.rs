@@ -47,8 +47,7 @@ impl<'a> Prices<'a> {
         for (id, node) in task.model.layers.nodes() {
             let Some((device, _)) = pins[id] else { continue };
             for weight in node.work.weights() {
-                let format =
-                    task.target.format(task.model, weight, device, task.sensitive[weight]);
+                let format = task.target.format(task.model, weight, device, task.sensitive[weight]);
                 let key = crate::part::WeightKey { weight, device, format, slice: None };
                 if !seen.contains(&key) {
                     free[device] = free[device].saturating_sub(key.bytes(task));
@@ -95,10 +94,8 @@ impl<'a> Prices<'a> {
             devices.len(),
             self.units.len()
         );
-        let priced: Vec<Priced> = devices
-            .iter()
-            .map(|&device| self.price(&Group::one(device)))
-            .collect::<Result<_>>()?;
+        let priced: Vec<Priced> =
+            devices.iter().map(|&device| self.price(&Group::one(device))).collect::<Result<_>>()?;
         let sequence: Vec<&Priced> = priced.iter().collect();
         for pair in devices.windows(2) {
             let names = (self.task.target.name(pair[0]), self.task.target.name(pair[1]));
@@ -179,11 +176,7 @@ impl<'a> Prices<'a> {
     }
 
     /// Sequences of groups that pipelines are cut along.
-    fn sequences<'p>(
-        &self,
-        singles: &'p [Priced],
-        groups: &'p [Priced],
-    ) -> Vec<Vec<&'p Priced>> {
+    fn sequences<'p>(&self, singles: &'p [Priced], groups: &'p [Priced]) -> Vec<Vec<&'p Priced>> {
         let mut fastest: Vec<&Priced> = singles.iter().collect();
         fastest.sort_by(|a, b| self.speed(b).total_cmp(&self.speed(a)));
         let mut sequences = Vec::new();
@@ -241,21 +234,10 @@ impl<'a> Prices<'a> {
         }
     }
 
-    fn pipeline(
-        &self,
-        sequence: &[&Priced],
-        goal: Goal,
-        uses_all: bool,
-    ) -> Option<Arrangement> {
+    fn pipeline(&self, sequence: &[&Priced], goal: Goal, uses_all: bool) -> Option<Arrangement> {
         let handover = |from, to| self.handover(from, to);
-        let stages = cut(
-            self.task.target,
-            sequence,
-            handover,
-            |device| self.free[device],
-            goal,
-            uses_all,
-        )?;
+        let stages =
+            cut(self.task.target, sequence, handover, |device| self.free[device], goal, uses_all)?;
         let stages = stages
             .into_iter()
             .map(|(group, range)| (sequence[group].group.clone(), range))

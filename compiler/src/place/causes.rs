@@ -61,7 +61,8 @@ fn taken_bytes(
     for ((group, range), priced) in arrangement.stages.iter().zip(chosen) {
         for (member, &device) in group.devices.iter().enumerate() {
             taken[device] += priced.buffers[member];
-            taken[device] += priced.bytes[range.clone()].iter().map(|unit| unit[member]).sum::<u64>();
+            taken[device] +=
+                priced.bytes[range.clone()].iter().map(|unit| unit[member]).sum::<u64>();
         }
     }
     taken

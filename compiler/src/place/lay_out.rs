@@ -91,11 +91,9 @@ fn place_node(
                     (all(&whole, inputs), all(&whole, outputs))
                 }
             }
-            Op::Norm(_)
-            | Op::Add
-            | Op::SigmoidGate
-            | Op::Route { .. }
-            | Op::SelectRows => (all(&whole, inputs), all(&whole, outputs)),
+            Op::Norm(_) | Op::Add | Op::SigmoidGate | Op::Route { .. } | Op::SelectRows => {
+                (all(&whole, inputs), all(&whole, outputs))
+            }
         }
     };
     let is_bound = !node.work.weights().is_empty() || node.work.cache().is_some();
@@ -210,4 +208,3 @@ fn cut_logits(
         }
     }
 }
-

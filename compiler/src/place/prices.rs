@@ -82,12 +82,8 @@ pub(crate) fn price_group(
     let group_of = task.model.layers.nodes().map(|_| 0).collect();
     let graph = arrange(task, std::slice::from_ref(group), &group_of)?;
     let plan = emit(task, &graph, &priced_batches(task.target), |_| blocks)?;
-    let unit_of: HashMap<&str, usize> = task
-        .model
-        .layers
-        .nodes()
-        .map(|(id, node)| (node.name.as_str(), units.of[id]))
-        .collect();
+    let unit_of: HashMap<&str, usize> =
+        task.model.layers.nodes().map(|(id, node)| (node.name.as_str(), units.of[id])).collect();
     let times = |program: &Program| -> Vec<u64> {
         // Members work in step, so a unit takes as long as its busiest member.
         let mut busy = vec![task.per_device(0u64); units.len()];
@@ -194,4 +190,3 @@ pub(crate) fn handover(
     };
     Some(Times { prefill: nanos(&batches[0]), decode: nanos(&batches[batches.len() - 1]) })
 }
-
