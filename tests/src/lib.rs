@@ -1,1 +1,4 @@
+//! What the integration tests share: machines and models made for them.
 
+pub mod machines;
+pub mod toys;
