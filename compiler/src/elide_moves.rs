@@ -154,4 +154,3 @@ fn rebuild(
     }
     Ok(made)
 }
-

@@ -15,7 +15,7 @@ use crate::task::Task;
 ///
 /// The runner-up of a unit is the single device that it would move to at the least cost, handovers included,
 /// with everything else where it is; the gap is one decode step's.
-pub fn explain(
+pub(crate) fn explain(
     task: &Task<'_>,
     options: &Options,
     units: &Units,
@@ -61,7 +61,8 @@ fn taken_bytes(
     for ((group, range), priced) in arrangement.stages.iter().zip(chosen) {
         for (member, &device) in group.devices.iter().enumerate() {
             taken[device] += priced.buffers[member];
-            taken[device] += priced.bytes[range.clone()].iter().map(|unit| unit[member]).sum::<u64>();
+            taken[device] +=
+                priced.bytes[range.clone()].iter().map(|unit| unit[member]).sum::<u64>();
         }
     }
     taken

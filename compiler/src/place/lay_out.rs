@@ -7,7 +7,7 @@
 use anyhow::{Context as _, Result};
 use ir::dag::Node;
 use ir::graph::{Cause, Placed, Reason, Work};
-use ir::id::{DeviceId, NodeId, Table, ValueId};
+use ir::id::{NodeId, Table, ValueId};
 use ir::layout::{Layout, Share};
 use ir::model::Model;
 use ir::op::{Linear, Op, Then};
@@ -15,7 +15,7 @@ use ir::op::{Linear, Op, Then};
 use crate::place::group::Group;
 
 /// Places every node on its group. Fails when heads cannot be divided between the devices of a group.
-pub fn lay_out(
+pub(crate) fn lay_out(
     model: &Model,
     groups: &[Group],
     group_of: &Table<NodeId, usize>,
@@ -91,11 +91,9 @@ fn place_node(
                     (all(&whole, inputs), all(&whole, outputs))
                 }
             }
-            Op::Norm(_)
-            | Op::Add
-            | Op::SigmoidGate
-            | Op::Route { .. }
-            | Op::SelectRows => (all(&whole, inputs), all(&whole, outputs)),
+            Op::Norm(_) | Op::Add | Op::SigmoidGate | Op::Route { .. } | Op::SelectRows => {
+                (all(&whole, inputs), all(&whole, outputs))
+            }
         }
     };
     let is_bound = !node.work.weights().is_empty() || node.work.cache().is_some();
@@ -210,4 +208,3 @@ fn cut_logits(
         }
     }
 }
-
