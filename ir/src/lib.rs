@@ -15,6 +15,7 @@ pub mod machine;
 pub mod model;
 pub mod op;
 pub mod plan;
+mod read;
 pub mod split;
 pub mod tensor;
 pub mod text;

@@ -192,7 +192,12 @@ mod tests {
     #[test]
     fn a_sound_header_gives_positions_in_the_file() {
         let entries = read(&file(TWO, 32)).unwrap();
-        let b = Entry { dtype: "BF16".into(), shape: vec![4], offset: 8 + TWO.len() as u64 + 24, bytes: 8 };
+        let b = Entry {
+            dtype: "BF16".into(),
+            shape: vec![4],
+            offset: 8 + TWO.len() as u64 + 24,
+            bytes: 8,
+        };
         assert_eq!(entries["b"], b);
         assert_eq!(entries.len(), 2);
     }

@@ -1,5 +1,8 @@
-//! What the integration tests share: checkpoints without data, and the reference for what a graph means.
+//! What the integration tests share: machines, models and checkpoints without data made for them, and the
+//! reference that defines what a graph means.
 
 pub mod made_up;
 
 pub mod interpreter;
+pub mod machines;
+pub mod toys;

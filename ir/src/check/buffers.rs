@@ -1,5 +1,7 @@
 //! Every buffer is written once, then read, then freed once.
 
+use std::collections::BTreeSet;
+
 use crate::check::order::Order;
 use crate::check::{Scope, Violation};
 use crate::id::{BufferId, Id as _, StepId, Table};
@@ -29,19 +31,18 @@ pub(super) fn check(scope: Scope<'_>, order: &Order, found: &mut Vec<Violation>)
             Life { .. } => (),
         }
     }
+    let mut pairs = Pairs { scope, order, races: BTreeSet::new(), found };
     for (id, step) in program.steps.iter() {
-        let mut reads = step.reads.clone();
-        reads.sort_unstable();
-        reads.dedup();
-        for buffer in reads.into_iter().filter(|&buffer| lives.get(buffer).is_some()) {
-            let Life { writer, freer } = lives[buffer];
+        let reads: BTreeSet<BufferId> = step.reads.iter().copied().collect();
+        for buffer in reads {
+            let Some(&Life { writer, freer }) = lives.get(buffer) else { continue };
             if let Some(writer) = writer {
                 let early = Violation::ReadBeforeWrite { step: scope.name(id), buffer };
-                ordered(scope, order, (writer, id), buffer, early, found);
+                pairs.check(writer, id, buffer, early);
             }
             if let Some(freer) = freer.filter(|&freer| freer != id) {
                 let late = Violation::AfterFree { step: scope.name(id), buffer };
-                ordered(scope, order, (id, freer), buffer, late, found);
+                pairs.check(id, freer, buffer, late);
             }
         }
     }
@@ -51,28 +52,33 @@ pub(super) fn check(scope: Scope<'_>, order: &Order, found: &mut Vec<Violation>)
             && writer != freer
         {
             let late = Violation::AfterFree { step: scope.name(writer), buffer };
-            ordered(scope, order, (writer, freer), buffer, late, found);
+            pairs.check(writer, freer, buffer, late);
         }
     }
 }
 
-/// Reports `reversed` where the second of a pair of steps comes first or is the first, a race where neither does.
-fn ordered(
-    scope: Scope<'_>,
-    order: &Order,
-    (first, second): (StepId, StepId),
-    buffer: BufferId,
-    reversed: Violation,
-    found: &mut Vec<Violation>,
-) {
-    if order.before(first, second) {
-        return;
+/// Pairs of steps of which the first must end before the second starts.
+struct Pairs<'a> {
+    scope: Scope<'a>,
+    order: &'a Order,
+    /// Races that are reported: a step that reads a buffer and frees it is in two pairs with the writer.
+    races: BTreeSet<(StepId, StepId, BufferId)>,
+    found: &'a mut Vec<Violation>,
+}
+
+impl Pairs<'_> {
+    /// Reports `reversed` where the second comes first or is the first, a race where neither does.
+    fn check(&mut self, first: StepId, second: StepId, buffer: BufferId, reversed: Violation) {
+        if self.order.before(first, second) {
+            return;
+        }
+        if first == second || self.order.before(second, first) {
+            self.found.push(reversed);
+        } else if self.races.insert((first, second, buffer)) {
+            let (first, second) = (self.scope.name(first), self.scope.name(second));
+            self.found.push(Violation::Race { first, second, buffer });
+        }
     }
-    found.push(if first == second || order.before(second, first) {
-        reversed
-    } else {
-        Violation::Race { first: scope.name(first), second: scope.name(second), buffer }
-    });
 }
 
 fn lives(scope: Scope<'_>, order: &Order, found: &mut Vec<Violation>) -> Table<BufferId, Life> {
