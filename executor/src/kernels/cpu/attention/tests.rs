@@ -137,8 +137,8 @@ impl Case {
         2.0 / (self.head_dim as f32).sqrt()
     }
 
-    /// Runs all steps and returns the outputs and the references of them.
-    fn run(&self, team: &Team, isa: Isa) -> (Vec<f32>, Vec<f64>) {
+    /// Runs all steps and returns the outputs, and the references of them if wanted.
+    fn run(&self, team: &Team, isa: Isa, is_expected: bool) -> (Vec<f32>, Vec<f64>) {
         let mut random = Random(0x1234_5678_9abc_def1 ^ self.head_dim as u64);
         let dims = self.rope.map_or(0, |(_, dims)| dims);
         let mut model = Model {
@@ -209,6 +209,9 @@ impl Case {
                     }
                 }
                 for token in sequence.first_token..sequence.first_token + sequence.tokens {
+                    if !is_expected {
+                        break;
+                    }
                     let q = &q[token * rows[0]..(token + 1) * rows[0]];
                     references.extend(self.expected(&model, *i, q, positions[token] as usize));
                 }
@@ -259,20 +262,21 @@ const ELEMENTS: [Element; 4] = [Element::F32, Element::F16, Element::Bf16, Eleme
 
 /// Compares at every level, for every element type, alone and in a team of three.
 fn check(case: Case) {
-    for members in [1, 3] {
-        with_team(members, |team| {
-            for isa in Isa::available() {
-                for element in ELEMENTS {
-                    let case = Case { element, ..case.clone() };
-                    let (actual, expected) = case.run(team, isa);
-                    let error = distance(&actual, &expected);
+    for element in ELEMENTS {
+        let case = Case { element, ..case.clone() };
+        let mut expected = None;
+        for members in [1, 3] {
+            with_team(members, |team| {
+                for isa in Isa::available() {
+                    let (actual, reference) = case.run(team, isa, expected.is_none());
+                    let error = distance(&actual, expected.get_or_insert(reference));
                     assert!(
                         error <= tolerance(element),
                         "{isa}, {element:?}, {members} members: off by {error}"
                     );
                 }
-            }
-        });
+            });
+        }
     }
 }
 
@@ -329,7 +333,7 @@ fn every_run_gives_the_same_bits() {
     with_team(3, |team| {
         for element in ELEMENTS {
             let case = Case { element, ..case.clone() };
-            let [first, second] = [(); 2].map(|()| case.run(team, Isa::detect()).0);
+            let [first, second] = [(); 2].map(|()| case.run(team, Isa::detect(), false).0);
             let bits = |values: &[f32]| values.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
             assert_eq!(bits(&first), bits(&second), "{element:?}");
         }
