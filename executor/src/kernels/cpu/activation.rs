@@ -147,17 +147,6 @@ impl Kernel for SigmoidGateRow<'_> {
     }
 }
 
-/// One of the activations.
-#[inline(always)]
-pub(crate) fn activate_lanes<L: Lanes>(activation: Activation, x: L) -> L {
-    match activation {
-        Activation::Relu => relu(x),
-        Activation::Silu => silu(x),
-        Activation::Gelu => gelu(x),
-        Activation::GeluTanh => gelu_tanh(x),
-    }
-}
-
 #[inline(always)]
 fn relu<L: Lanes>(x: L) -> L {
     L::splat(0.0).max(x)

@@ -223,7 +223,7 @@ unsafe fn multiply_tiles<L: Lanes, P: Packing, const R: usize, const N: usize>(
             *sums = [P::start::<L>(*queries.add(r * stride + bias)); N];
         }
         for step in 0..rows.head_dim / P::PER_UNIT {
-            if step & ahead == first / 4 & ahead {
+            if step & ahead == (first / 4) & ahead {
                 for n in 0..N {
                     L::prefetch(span.next_keys[tile + n].wrapping_add(step * unit_bytes));
                 }
@@ -390,7 +390,7 @@ unsafe fn gather_vectors<L: Lanes, P: Packing, const R: usize, const N: usize>(
             let first_unit = tile * tile_units;
             for unit in 0..tile_units.min(last_unit - first_unit) {
                 let row = unit * rows.head_dim * lane_bytes;
-                if unit & ahead == at.0 / 4 & ahead {
+                if unit & ahead == (at.0 / 4) & ahead {
                     for n in 0..N {
                         L::prefetch(next_values.wrapping_add(row + n * LANES * lane_bytes));
                     }

@@ -122,13 +122,11 @@ impl Case {
                 .collect();
             let largest = scores.iter().fold(f64::NEG_INFINITY, |a, &b| a.max(b));
             let total: f64 = scores.iter().map(|score| (score - largest).exp()).sum();
-            for dim in 0..self.head_dim {
-                let weighted = scores
-                    .iter()
-                    .zip(first..)
-                    .map(|(score, j)| (score - largest).exp() / total * values[row(j)][dim]);
-                out.push(weighted.sum());
-            }
+            out.extend((0..self.head_dim).map(|dim| {
+                let weight = |score: &f64| (score - largest).exp() / total;
+                let seen = scores.iter().zip(first..);
+                seen.map(|(score, j)| weight(score) * values[row(j)][dim]).sum::<f64>()
+            }));
         }
         out
     }
@@ -196,11 +194,13 @@ impl Case {
                 rope_table(team, &positions, &model.frequencies, MAGNITUDE, &mut table);
             }
             for (i, sequence) in &sequences {
-                for token in sequence.first_token..sequence.first_token + sequence.tokens {
+                for (token, &position) in
+                    positions.iter().enumerate().skip(sequence.first_token).take(sequence.tokens)
+                {
+                    let position = position as usize;
                     for kv_head in 0..self.kv_heads {
                         let start = token * rows[1] + kv_head * self.head_dim;
                         let range = start..start + self.head_dim;
-                        let position = positions[token] as usize;
                         let key =
                             self.prepared(&k[range.clone()], &model.k_scale, &model, position);
                         let value: Vec<f64> = v[range].iter().map(|&x| f64::from(x)).collect();
@@ -208,12 +208,10 @@ impl Case {
                         model.values[*i].extend(self.stored(&value));
                     }
                 }
-                for token in sequence.first_token..sequence.first_token + sequence.tokens {
-                    if !is_expected {
-                        break;
-                    }
-                    let q = &q[token * rows[0]..(token + 1) * rows[0]];
-                    references.extend(self.expected(&model, *i, q, positions[token] as usize));
+                let queries = q.chunks_exact(rows[0]).zip(&positions);
+                let queries = queries.skip(sequence.first_token).take(sequence.tokens);
+                for (q, &position) in queries.filter(|_| is_expected) {
+                    references.extend(self.expected(&model, *i, q, position as usize));
                 }
             }
             let head_norm = |scale| Norm {
