@@ -5,11 +5,22 @@ pub mod isa;
 mod lanes;
 mod math;
 
+pub mod pack;
+mod quantize;
+
+mod encode;
+mod epilogue;
+mod tile;
+
+pub mod experts;
+pub mod linear;
+
 pub mod activation;
-pub mod attention;
 pub mod cache;
 pub mod norm;
 pub mod rope;
+
+pub mod attention;
 pub mod router;
 pub mod rows;
 

@@ -4,6 +4,7 @@
 
 use std::fmt;
 use std::str::FromStr;
+use std::sync::OnceLock;
 
 use anyhow::bail;
 
@@ -31,7 +32,18 @@ impl Isa {
     ///
     /// Where there is AMX this also asks the system to let the process use it.
     pub fn detect() -> Self {
-        detect()
+        // A fact about the machine, and asking for it is too slow for every kernel.
+        static HIGHEST: OnceLock<Isa> = OnceLock::new();
+        *HIGHEST.get_or_init(detect)
+    }
+
+    /// This level, which kernels may then rely on.
+    ///
+    /// # Panics
+    /// When this processor does not have it.
+    pub(super) fn checked(self) -> Self {
+        assert!(self <= Self::detect(), "this processor does not have {self}");
+        self
     }
 
     /// The levels of this processor, lowest first.
