@@ -10,8 +10,9 @@ use anyhow::{Context as _, Result, bail, ensure};
 use half::{bf16, f16};
 use ir::id::{FileId, Table};
 use ir::model::CheckpointFile;
+use ir::plan::Weight;
 use ir::tensor::DType;
-use ir::weight::{Source, Stride};
+use ir::weight::{Slice, Source, Stride};
 use memmap2::{Mmap, UncheckedAdvice};
 
 /// Every file of a checkpoint, mapped.
@@ -43,17 +44,6 @@ impl Checkpoint {
         Ok(())
     }
 
-    /// The stored bytes of one row of a view of two axes, where its elements are neighbours.
-    pub(crate) fn row_bytes(&self, source: &Source, row: usize) -> Result<Option<&[u8]>> {
-        let view = View::of(source)?;
-        if view.column_stride() != Some(1) {
-            return Ok(None);
-        }
-        let size = source.dtype.bytes() as usize;
-        let start = view.row_offset(row) * size;
-        Ok(self.contents(source)?.get(start..start + view.columns * size))
-    }
-
     /// Gives the pages of a view back: a weight is read once.
     pub(crate) fn forget(&self, source: &Source) {
         let (start, end) = source.span();
@@ -69,12 +59,30 @@ impl Checkpoint {
         }
     }
 
-    /// The file from the view's first byte on, the view's last byte within.
-    fn contents(&self, source: &Source) -> Result<&[u8]> {
+    /// The bytes of the file from the view's first to its last.
+    ///
+    /// # Errors
+    /// When they lie beyond the end of the file.
+    pub(crate) fn contents(&self, source: &Source) -> Result<&[u8]> {
         let map = self.maps.get(source.file).context("a weight names a file that is not there")?;
         let (start, end) = source.span();
         map.get(start as usize..end as usize).context("a weight lies beyond the end of its file")
     }
+}
+
+/// The matrices of a weight as views of the checkpoint: one, or one for each expert of a stack.
+pub(crate) fn matrices(weight: &Weight) -> Result<Vec<Source>> {
+    if weight.shape.len() < 3 || weight.sources.len() > 1 {
+        return Ok(weight.sources.clone());
+    }
+    let source = weight.sources.first().context("it has no source")?;
+    (0..weight.shape[0])
+        .map(|start| {
+            let mut matrix = source.sliced(Slice { axis: 0, start, size: 1 })?;
+            matrix.axes.remove(0);
+            Ok(matrix)
+        })
+        .collect()
 }
 
 fn map(file: &CheckpointFile, folder: &Path) -> Result<Mmap> {

@@ -121,8 +121,8 @@ impl Lane {
             step.reads.iter().map(|&buffer| run.slots.read(buffer)).collect::<Result<Vec<_>>>()?;
         match &step.action {
             Action::Run(op) => {
-                let scope = Scope { plan: &self.plan, batch: &run.batch };
-                let outputs = ops::run(op, &mut self.device, scope, &inputs)?;
+                let scope = Scope { plan: &self.plan, batch: &run.batch, run: run.number };
+                let outputs = ops::run(op, &mut self.device, scope, inputs)?;
                 anyhow::ensure!(
                     outputs.len() == step.writes.len(),
                     "{op} makes {} values, {id} of {} writes {}",
@@ -135,7 +135,7 @@ impl Lane {
                 }
             }
             Action::Move { movement, slice, .. } => {
-                let value = moves::run(movement, *slice, &self.device, &inputs)?;
+                let value = moves::run(movement, *slice, &self.device, inputs)?;
                 for &buffer in &step.writes {
                     run.slots.write(buffer, value.clone());
                 }

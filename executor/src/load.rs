@@ -13,6 +13,7 @@ use ir::plan::{Plan, Queue};
 use crate::bind::Device;
 use crate::checkpoint::Checkpoint;
 use crate::executor::{Executor, LaneThread};
+use crate::kernels::cpu::isa::Isa;
 use crate::lane::{Inbox, Lane, queues};
 use crate::run::panic_message;
 use crate::trace::Recorder;
@@ -24,6 +25,8 @@ pub struct Options {
     pub kernels: Kernels,
     /// Which of Burn's CPU backends holds the tensors of CPU devices.
     pub backend: CpuBackend,
+    /// Which instructions kernels may use; the best there are where `None`.
+    pub isa: Option<Isa>,
     /// Whether spans are recorded.
     pub trace: bool,
     /// A failure to provoke, for tests.
@@ -76,16 +79,6 @@ pub struct PlanFile {
     pub folder: PathBuf,
     /// Fingerprint of the file's text.
     pub fingerprint: u64,
-}
-
-impl Options {
-    /// The form of the operations: kernels of ours know the tensors of `burn-flex` only.
-    pub(crate) fn kernels(&self) -> Kernels {
-        match self.backend {
-            CpuBackend::Flex => self.kernels,
-            CpuBackend::NdArray => Kernels::Plain,
-        }
-    }
 }
 
 impl PlanFile {

@@ -112,7 +112,7 @@ impl Attention<'_> {
         let width = self.heads * shape.head_dim;
         let kv_width = shape.kv_heads * shape.head_dim;
         assert!(
-            self.heads > 0 && self.group > 0 && self.first_head < self.group,
+            self.heads > 0 && self.group > 0,
             "heads in groups"
         );
         let last_kv_head = (self.first_head + self.heads - 1) / self.group;
@@ -144,7 +144,7 @@ impl Attention<'_> {
     /// Local query heads that read `kv_head`.
     fn heads_of(&self, kv_head: usize) -> Range<usize> {
         let first = (kv_head * self.group).saturating_sub(self.first_head);
-        first..((kv_head + 1) * self.group - self.first_head).min(self.heads)
+        first..((kv_head + 1) * self.group).saturating_sub(self.first_head).min(self.heads)
     }
 }
 

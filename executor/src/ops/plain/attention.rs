@@ -1,6 +1,6 @@
 //! Causal attention over a paged cache, one sequence and one head at a time.
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Result, ensure};
 use burn::tensor::{Bool, Device as BurnDevice, IndexingUpdateOp, Tensor, TensorData, activation};
 use ir::op::{Attention, Pairing, Rope};
 
@@ -8,11 +8,11 @@ use super::norm::norm;
 use super::rows::ids;
 use super::soft_cap;
 use crate::batch::Part;
-use crate::bind::Device;
+use super::State;
 use crate::ops::Scope;
 
 /// Keys and values of one layer, each `[blocks · kv_heads · block_tokens, head_dim]`.
-pub(crate) struct Cache {
+pub(super) struct Cache {
     keys: Tensor<2>,
     values: Tensor<2>,
     kv_heads: usize,
@@ -20,7 +20,7 @@ pub(crate) struct Cache {
 }
 
 impl Cache {
-    pub(crate) fn new(
+    pub(super) fn new(
         blocks: usize,
         kv_heads: usize,
         block_tokens: usize,
@@ -48,29 +48,29 @@ impl Cache {
 pub(super) fn attention(
     attention: &Attention,
     [q, k, v]: [Tensor<2>; 3],
-    device: &mut Device,
+    state: &mut State,
     scope: Scope<'_>,
 ) -> Result<Tensor<2>> {
     let head_dim = attention.head_dim as usize;
     let rope = attention.rope.map(|rope| &scope.plan.ropes[rope]);
-    let mut cache = device.take_plain_cache(attention.cache)?;
+    let mut cache = state.take_cache(attention.cache)?;
     let mut sequences = Vec::new();
     for part in scope.batch.parts() {
         let tokens = part.first_token..part.first_token + part.tokens;
         let head = |x: &Tensor<2>, head: usize| {
             x.clone().slice([tokens.clone(), head * head_dim..(head + 1) * head_dim])
         };
-        let turn = rope.map(|rope| Turn::of(rope, part, &device.burn));
+        let turn = rope.map(|rope| Turn::of(rope, part, &state.burn));
         let prepared = |x: Tensor<2>, weights: &Option<ir::op::Norm>| -> Result<Tensor<2>> {
             let x = match weights {
-                Some(weights) => norm(weights, x, device)?,
+                Some(weights) => norm(weights, x, state)?,
                 None => x,
             };
             Ok(turn.as_ref().map_or(x.clone(), |turn| turn.apply(x)))
         };
         for kv_head in 0..attention.kv_heads as usize {
             let new = part.past..part.past + part.tokens;
-            let rows = ids(&cache.rows(part, kv_head, new), &device.burn);
+            let rows = ids(&cache.rows(part, kv_head, new), &state.burn);
             let key = prepared(head(&k, kv_head), &attention.k_norm)?;
             // The cache must be the only owner of its tensors here, or they would be copied.
             cache.keys = cache.keys.select_assign(0, rows.clone(), key, IndexingUpdateOp::Assign);
@@ -78,14 +78,14 @@ pub(super) fn attention(
                 cache.values.select_assign(0, rows, head(&v, kv_head), IndexingUpdateOp::Assign);
         }
         let mut heads = Vec::new();
-        let hidden = hidden(part, attention.window, &device.burn);
+        let hidden = hidden(part, attention.window, &state.burn);
         for query_head in 0..attention.heads as usize {
             let kv_head = (attention.first_head as usize + query_head) / attention.group as usize;
             ensure!(
                 kv_head < attention.kv_heads as usize,
                 "query head {query_head} has no key head"
             );
-            let all = ids(&cache.rows(part, kv_head, 0..part.past + part.tokens), &device.burn);
+            let all = ids(&cache.rows(part, kv_head, 0..part.past + part.tokens), &state.burn);
             let query = prepared(head(&q, query_head), &attention.q_norm)?;
             let keys = cache.keys.clone().select(0, all.clone());
             let mut scores = query.matmul(keys.transpose()) * attention.scale;
@@ -98,7 +98,7 @@ pub(super) fn attention(
         }
         sequences.push(Tensor::cat(heads, 1));
     }
-    device.put_plain_cache(attention.cache, cache);
+    state.put_cache(attention.cache, cache);
     ensure!(!sequences.is_empty(), "a batch holds no sequence");
     Ok(Tensor::cat(sequences, 0))
 }
@@ -177,18 +177,5 @@ impl Turn {
             return turned;
         }
         Tensor::cat(vec![turned, x.slice([0..tokens, self.dims..head_dim])], 1)
-    }
-}
-
-impl Device {
-    /// A cache, taken out so that its tensors have one owner while they are written.
-    fn take_plain_cache(&mut self, cache: ir::id::CacheId) -> Result<Cache> {
-        self.plain_caches.get_mut(&cache).and_then(Option::take).with_context(|| {
-            format!("{cache} is not on {}, or an earlier failure has left it unusable", self.name)
-        })
-    }
-
-    fn put_plain_cache(&mut self, id: ir::id::CacheId, cache: Cache) {
-        self.plain_caches.insert(id, Some(cache));
     }
 }

@@ -6,7 +6,7 @@ use ir::op::Experts;
 
 use super::activate;
 use super::rows::ids;
-use crate::bind::Device;
+use super::State;
 
 /// Ids `[tokens, used]` and weights `[tokens, used]` of the experts with the largest logits `[tokens, experts]`;
 /// the lower id wins a tie.
@@ -36,10 +36,10 @@ pub(super) fn experts(
     x: Tensor<2>,
     chosen: Tensor<2, Int>,
     weights: Tensor<2>,
-    device: &Device,
+    state: &State,
 ) -> Result<Tensor<2>> {
     let [gate, up, down] =
-        [experts.gate, experts.up, experts.down].map(|stack| device.plain_stack(stack));
+        [experts.gate, experts.up, experts.down].map(|stack| state.stack(stack));
     let (gate, up, down) = (gate?, up?, down?);
     let [_, used] = chosen.dims();
     let chosen = chosen.into_data().convert::<i32>();
@@ -59,11 +59,11 @@ pub(super) fn experts(
             Ok(stack.get(expert).context("a stack lacks an expert")?.clone().transpose())
         };
         let count = rows.len();
-        let rows = ids(&rows, &device.burn);
+        let rows = ids(&rows, &state.burn);
         let x = x.clone().select(0, rows.clone());
         let inner =
             activate(experts.activation, x.clone().matmul(matrix(gate)?)) * x.matmul(matrix(up)?);
-        let factors = Tensor::<2>::from_data(TensorData::new(factors, [count, 1]), &device.burn);
+        let factors = Tensor::<2>::from_data(TensorData::new(factors, [count, 1]), &state.burn);
         let output = inner.matmul(matrix(down)?) * factors;
         sum = sum.select_assign(0, rows, output, IndexingUpdateOp::Add);
     }

@@ -5,24 +5,24 @@ use burn::tensor::Tensor;
 use ir::op::{Linear, Then};
 
 use super::{activate, norm};
-use crate::bind::Device;
+use super::State;
 
 /// The outputs of a linear of `x: [tokens, inputs]`.
 pub(super) fn linear(
     linear: &Linear,
     x: Tensor<2>,
     residual: Option<Tensor<2>>,
-    device: &Device,
+    state: &State,
 ) -> Result<Vec<Tensor<2>>> {
     let x = match &linear.norm {
-        Some(norm) => norm::norm(norm, x, device)?,
+        Some(norm) => norm::norm(norm, x, state)?,
         None => x,
     };
     let mut products = Vec::new();
     for (&weight, &bias) in linear.weights.iter().zip(&linear.biases) {
-        let product = x.clone().matmul(device.plain(weight)?.transpose());
+        let product = x.clone().matmul(state.tensor(weight)?.transpose());
         products.push(match bias {
-            Some(bias) => product + device.plain(bias)?,
+            Some(bias) => product + state.tensor(bias)?,
             None => product,
         });
     }

@@ -8,20 +8,22 @@ mod experts;
 mod linear;
 mod norm;
 mod rows;
+mod state;
 
 use anyhow::{Result, bail};
 use burn::tensor::{Tensor, activation};
 use ir::op::{Activation, Op};
 
-pub(crate) use self::attention::Cache;
-use crate::bind::Device;
+use self::attention::Cache;
+pub(crate) use self::state::State;
+
 use crate::ops::Scope;
 use crate::slots::Value;
 
 /// Computes one operation; its outputs in order.
 pub(crate) fn run(
     op: &Op,
-    device: &mut Device,
+    state: &mut State,
     scope: Scope<'_>,
     inputs: &[Value],
 ) -> Result<Vec<Value>> {
@@ -30,21 +32,21 @@ pub(crate) fn run(
         value.float().cloned()
     };
     let output = match op {
-        Op::Embed { table, scale } => rows::embed(device, *table, *scale, scope.batch)?,
+        Op::Embed { table, scale } => rows::embed(state, *table, *scale, scope.batch)?,
         Op::AddPosition { table, offset } => {
-            rows::add_position(device, *table, *offset, x(0)?, scope.batch)?
+            rows::add_position(state, *table, *offset, x(0)?, scope.batch)?
         }
         Op::Norm(norm) => {
-            let normed = norm::norm(norm, x(0)?, device)?;
+            let normed = norm::norm(norm, x(0)?, state)?;
             if inputs.len() > 1 { normed + x(1)? } else { normed }
         }
         Op::Linear(linear) => {
             let residual = if linear.residual { Some(x(1)?) } else { None };
-            let outputs = linear::linear(linear, x(0)?, residual, device)?;
+            let outputs = linear::linear(linear, x(0)?, residual, state)?;
             return Ok(outputs.into_iter().map(Value::Float).collect());
         }
         Op::Attention(attention) => {
-            attention::attention(attention, [x(0)?, x(1)?, x(2)?], device, scope)?
+            attention::attention(attention, [x(0)?, x(1)?, x(2)?], state, scope)?
         }
         Op::Activate(kind) => activate(*kind, x(0)?),
         Op::Gate(kind) => activate(*kind, x(0)?) * x(1)?,
@@ -56,7 +58,7 @@ pub(crate) fn run(
         }
         Op::Experts(experts) => {
             let Some(ids) = inputs.get(1) else { bail!("the chosen experts are missing") };
-            experts::experts(experts, x(0)?, ids.int()?.clone(), x(2)?, device)?
+            experts::experts(experts, x(0)?, ids.int()?.clone(), x(2)?, state)?
         }
         Op::SelectRows => rows::select_rows(x(0)?, scope.batch),
         Op::SoftCap { cap } => soft_cap(x(0)?, *cap),

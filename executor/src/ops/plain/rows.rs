@@ -5,27 +5,27 @@ use burn::tensor::{DType, Device as BurnDevice, Int, Tensor, TensorData};
 use ir::id::WeightId;
 
 use crate::batch::Batch;
-use crate::bind::Device;
+use super::State;
 
 pub(super) fn embed(
-    device: &Device,
+    state: &State,
     table: WeightId,
     scale: f32,
     batch: &Batch,
 ) -> Result<Tensor<2>> {
-    let rows = device.plain(table)?.select(0, ids(batch.tokens(), &device.burn));
+    let rows = state.tensor(table)?.select(0, ids(batch.tokens(), &state.burn));
     Ok(if scale == 1.0 { rows } else { rows * scale })
 }
 
 pub(super) fn add_position(
-    device: &Device,
+    state: &State,
     table: WeightId,
     offset: u32,
     x: Tensor<2>,
     batch: &Batch,
 ) -> Result<Tensor<2>> {
     let positions: Vec<u32> = batch.positions().iter().map(|position| position + offset).collect();
-    Ok(x + device.plain(table)?.select(0, ids(&positions, &device.burn)))
+    Ok(x + state.tensor(table)?.select(0, ids(&positions, &state.burn)))
 }
 
 pub(super) fn select_rows(x: Tensor<2>, batch: &Batch) -> Tensor<2> {
