@@ -1,1 +1,3 @@
-
+pub mod generation;
+pub mod sample;
+pub mod text;

@@ -1,0 +1,117 @@
+//! Peak bytes.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use ir::check::memory;
+use ir::id::{BufferId, DeviceId};
+use ir::plan::{Buffer, Program};
+use ir::tensor::TensorType;
+use proptest::collection::vec;
+use proptest::{prop_assert, proptest};
+
+use crate::finds;
+use crate::plans::{d, one_device, pipeline, s, tensor_parallel};
+
+/// Bytes of buffers at a time, of eight tokens of `features` each.
+fn rows(features: u64) -> u64 {
+    8 * features * 4
+}
+
+#[test]
+fn a_device_holds_no_more_than_it_has() {
+    finds(
+        one_device(),
+        |plan| plan.machine.devices[d(0)].memory_bytes = 5000,
+        &["numa0 would hold 7648 bytes and has 5000"],
+    );
+}
+
+#[test]
+fn the_peak_of_one_lane_is_exact() {
+    // The residual, the normed input, q, k and v.
+    assert_eq!(memory(&one_device())[d(0)].buffer_bytes, rows(8 + 8 + 8 + 4 + 4));
+}
+
+#[test]
+fn a_buffer_counts_until_the_reader_of_another_device_is_done() {
+    let mut plan = pipeline();
+    // What the first device has sent may be there while it works on: here one step more.
+    let before = memory(&plan)[d(0)].buffer_bytes;
+    assert_eq!(before, rows(8 + 8 + 8 + 4 + 4));
+    for program in &mut plan.programs {
+        let buffer = program.buffers.push(Buffer { device: d(0), ty: TensorType::activation(100) });
+        let mut step = program.steps[s(0)].clone();
+        step.writes = vec![buffer];
+        step.frees = vec![buffer];
+        let step = program.steps.push(step);
+        program.lanes[0].steps.push(step);
+    }
+    assert_eq!(memory(&plan)[d(0)].buffer_bytes, rows(8 + 100));
+}
+
+proptest! {
+    #[test]
+    fn no_interleaving_of_lanes_holds_more_than_the_bound(choices in vec(0usize..64, 64)) {
+        for plan in [one_device(), pipeline(), tensor_parallel()] {
+            let bound = memory(&plan);
+            let held = held_by_one_run(&plan.programs[0], &choices);
+            for (device, bytes) in held {
+                prop_assert!(bytes <= bound[device].buffer_bytes, "{device} holds {bytes}");
+            }
+        }
+    }
+}
+
+/// The most bytes each device holds when `choices` say which of the lanes that can go on does.
+fn held_by_one_run(program: &Program, choices: &[usize]) -> BTreeMap<DeviceId, u64> {
+    let mut done = BTreeSet::new();
+    let mut next = vec![0; program.lanes.len()];
+    let (mut now, mut most) = (BTreeMap::new(), BTreeMap::new());
+    let size = |buffer: BufferId| {
+        let buffer = &program.buffers[buffer];
+        (buffer.device, buffer.ty.bytes(program.max))
+    };
+    for choice in choices.iter().cycle().take(program.steps.len()) {
+        let ready: Vec<usize> = (0..next.len())
+            .filter(|&lane| {
+                let step = program.lanes[lane].steps.get(next[lane]);
+                step.is_some_and(|&step| {
+                    program.steps[step].waits.iter().all(|wait| done.contains(wait))
+                })
+            })
+            .collect();
+        let lane = ready[choice % ready.len()];
+        let id = program.lanes[lane].steps[next[lane]];
+        next[lane] += 1;
+        done.insert(id);
+        for (device, bytes) in program.steps[id].writes.iter().map(|&buffer| size(buffer)) {
+            let now = now.entry(device).or_insert(0u64);
+            *now += bytes;
+            let most = most.entry(device).or_insert(0);
+            *most = (*most).max(*now);
+        }
+        for (device, bytes) in program.steps[id].frees.iter().map(|&buffer| size(buffer)) {
+            *now.entry(device).or_default() -= bytes;
+        }
+    }
+    assert_eq!(done.len(), program.steps.len(), "the run comes to its end");
+    most
+}
+
+#[test]
+fn sizes_beyond_counting_are_refused() {
+    finds(
+        one_device(),
+        |plan| {
+            plan.programs[0].max.tokens = u32::MAX;
+            plan.model.blocks = u32::MAX;
+            plan.caches.rows_mut()[0].kv_heads = u32::MAX;
+            plan.caches.rows_mut()[0].head_dim = u32::MAX;
+        },
+        &[
+            "s5 (attention) of prefill: c0 holds 4294967295 heads of 4294967295 features, not 1 of 4",
+            "s5 (attention) of decode: c0 holds 4294967295 heads of 4294967295 features, not 1 of 4",
+            "numa0 would hold 18446744073709551615 bytes and has 1048576",
+        ],
+    );
+}

@@ -1,0 +1,119 @@
+//! Lanes and the order they enforce.
+
+use std::time::{Duration, Instant};
+
+use ir::check::check;
+use ir::id::{Id as _, StepId};
+use ir::machine::DeviceKind;
+use ir::plan::{Lane, Queue, Step};
+
+use crate::plans::{d, one_device, pipeline, s, tensor_parallel};
+use crate::{finds, finds_in_prefill, finds_in_step, named};
+
+#[test]
+fn a_cycle_of_waits_is_a_deadlock() {
+    finds_in_step(
+        pipeline(),
+        "embed",
+        |step| step.waits.push(s(13)),
+        &["s13 (head) of prefill waits for itself"],
+    );
+}
+
+/// No wait forms a cycle here; but no member leaves a collective before all have come.
+#[test]
+fn a_member_that_waits_for_what_follows_its_collective_is_a_deadlock() {
+    let plan = tensor_parallel();
+    let follows = named(&plan.programs[0], "select");
+    finds_in_prefill(
+        plan,
+        |program| {
+            let last = *program.lanes[1].steps.last().expect("the lane has steps");
+            program.steps[last].waits.push(follows);
+        },
+        &["s18 (select) of prefill waits for itself"],
+    );
+}
+
+#[test]
+fn a_step_in_no_lane_is_found() {
+    finds_in_prefill(
+        one_device(),
+        |program| {
+            program.lanes[0].steps.pop();
+        },
+        &["s12 (head) of prefill is in no lane"],
+    );
+}
+
+#[test]
+fn a_step_in_two_lanes_is_found() {
+    finds_in_prefill(
+        pipeline(),
+        |program| program.lanes[0].steps.push(s(8)),
+        &["s8 (transfer) of prefill is in lanes 2 times"],
+    );
+}
+
+#[test]
+fn a_queue_has_one_lane() {
+    finds_in_prefill(
+        one_device(),
+        |program| {
+            let steps = program.lanes[0].steps.split_off(6);
+            program.steps[s(6)].waits.push(s(5));
+            program.lanes.push(Lane { device: d(0), queue: Queue::Compute, steps });
+        },
+        &["lane 1 of prefill is a queue that has a lane already"],
+    );
+}
+
+#[test]
+fn more_lanes_than_are_checked_are_refused() {
+    finds(
+        one_device(),
+        |plan| {
+            for ordinal in 0..128 {
+                let mut gpu = plan.machine.devices[d(0)].clone();
+                gpu.name = format!("gpu{ordinal}");
+                gpu.kind = DeviceKind::Gpu { ordinal };
+                let device = plan.machine.devices.push(gpu);
+                for queue in [Queue::Compute, Queue::Copy] {
+                    plan.programs[0].lanes.push(Lane { device, queue, steps: vec![] });
+                }
+            }
+        },
+        &["program prefill has 257 lanes, more than are checked"],
+    );
+}
+
+/// The loader checks each plan it reads: time must not grow with the square of the steps.
+#[test]
+fn a_hundred_thousand_steps_are_checked_in_seconds() {
+    let mut plan = pipeline();
+    let program = &mut plan.programs[0];
+    let add = program.steps[named(program, "add")].clone();
+    let mut last = program.output;
+    for index in 0..100_000 {
+        let lane = index % 2;
+        let next = program.buffers.push(program.buffers[last].clone());
+        let before = StepId::from_index(program.steps.len() - 1);
+        let waits = vec![before];
+        let step = Step {
+            reads: vec![last; 2],
+            writes: vec![next],
+            frees: vec![last],
+            waits,
+            ..add.clone()
+        };
+        let step = program.steps.push(step);
+        program.lanes[lane].steps.push(step);
+        last = next;
+    }
+    program.output = last;
+    let start = Instant::now();
+    let found = check(&plan);
+    assert!(start.elapsed() < Duration::from_secs(5), "{:?}", start.elapsed());
+    // Every other step computes on a device that its buffers are not on.
+    assert_eq!(found.len(), 150_000);
+}

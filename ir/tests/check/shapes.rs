@@ -1,0 +1,374 @@
+//! Types of computations.
+
+use ir::id::WeightId;
+use ir::op::{Activation, Attention, Linear, Norm, NormKind, Op, Then};
+use ir::plan::Action;
+use ir::tensor::{DType, Dim};
+
+use crate::plans::{b, c, one_device, w};
+use crate::{finds, finds_in_op, finds_in_prefill, finds_in_step};
+
+/// Gives a step another operation, and expects that what it reads and writes does not suit it.
+#[track_caller]
+fn misfit(step: &str, op: Op, expected: &[&str]) {
+    finds_in_op(one_device(), step, |old| *old = op, expected);
+}
+
+/// Changes the first linear.
+#[track_caller]
+fn linear(change: impl FnOnce(&mut Linear), expected: &[&str]) {
+    finds_in_op(
+        one_device(),
+        "q",
+        |op| {
+            let Op::Linear(linear) = op else { panic!("{op} is no linear") };
+            change(linear);
+        },
+        expected,
+    );
+}
+
+#[track_caller]
+fn attention(change: impl FnOnce(&mut Attention), expected: &[&str]) {
+    finds_in_op(
+        one_device(),
+        "attention",
+        |op| {
+            let Op::Attention(attention) = op else { panic!("{op} is no attention") };
+            change(attention);
+        },
+        expected,
+    );
+}
+
+fn norm(scale: Option<WeightId>, epsilon: f32) -> Norm {
+    Norm { kind: NormKind::Layer, scale, bias: scale, epsilon, scale_offset: 0.0 }
+}
+
+#[test]
+fn an_embedding_has_a_row_for_every_token_id() {
+    finds(
+        one_device(),
+        |plan| {
+            plan.weights[w(0)].shape[0] = 31;
+            plan.weights[w(0)].sources[0].axes[0][0].size = 31;
+        },
+        &[
+            "s0 (embed) of prefill: w0 has 31 rows for a vocabulary of 32",
+            "s0 (embed) of decode: w0 has 31 rows for a vocabulary of 32",
+        ],
+    );
+    misfit(
+        "embed",
+        Op::Embed { table: w(3), scale: 1.0 },
+        &["s0 (embed) of prefill: w3 has 4 rows for a vocabulary of 32"],
+    );
+    misfit(
+        "embed",
+        Op::Embed { table: w(1), scale: 1.0 },
+        &["s0 (embed) of prefill: w1 has shape [8] where a matrix is used"],
+    );
+    misfit(
+        "embed",
+        Op::Embed { table: w(0), scale: f32::NAN },
+        &["s0 (embed) of prefill: the scale is NaN"],
+    );
+    misfit(
+        "norm",
+        Op::Embed { table: w(0), scale: 1.0 },
+        &["s1 (norm) of prefill: 1 reads and 1 writes instead of 0 and 1"],
+    );
+}
+
+#[test]
+fn a_position_table_has_a_row_for_every_position() {
+    misfit(
+        "norm",
+        Op::AddPosition { table: w(0), offset: 2 },
+        &["s1 (norm) of prefill: w0 has 32 rows for 66 positions"],
+    );
+    finds(
+        one_device(),
+        |plan| {
+            let op = Op::AddPosition { table: w(0), offset: u32::MAX };
+            plan.programs[0].steps.rows_mut()[1].action = Action::Run(op);
+        },
+        &["s1 (norm) of prefill: w0 has 32 rows for 4294967359 positions"],
+    );
+}
+
+#[test]
+fn a_norm_keeps_the_type() {
+    misfit(
+        "norm",
+        Op::Norm(norm(Some(w(2)), 1e-5)),
+        &["s1 (norm) of prefill: w2 has shape [8, 8] instead of [8]"],
+    );
+    misfit(
+        "norm",
+        Op::Norm(norm(None, -1.0)),
+        &["s1 (norm) of prefill: a norm with epsilon -1 and offset 0"],
+    );
+    misfit(
+        "k",
+        Op::Norm(norm(None, 1e-5)),
+        &["s3 (k) of prefill: f32[tokens, 8] and f32[tokens, 4] where types must be the same"],
+    );
+}
+
+#[test]
+fn a_linear_has_weights_for_its_input_and_outputs() {
+    linear(
+        |linear| linear.weights[0] = w(9),
+        &["s2 (q) of prefill: w9 has shape [4, 8, 16] where a matrix is used"],
+    );
+    linear(
+        |linear| linear.weights[0] = w(3),
+        &["s2 (q) of prefill: f32[tokens, 8] instead of [tokens, 4]"],
+    );
+    linear(|linear| linear.weights.clear(), &["s2 (q) of prefill: a linear without a weight"]);
+    linear(|linear| linear.biases.clear(), &["s2 (q) of prefill: 0 biases for 1 weights"]);
+    linear(
+        |linear| linear.biases[0] = Some(w(2)),
+        &["s2 (q) of prefill: w2 has shape [8, 8] instead of [8]"],
+    );
+    linear(
+        |linear| linear.norm = Some(norm(Some(w(2)), 1e-5)),
+        &["s2 (q) of prefill: w2 has shape [8, 8] instead of [8]"],
+    );
+    linear(|linear| linear.residual = true, &["s2 (q) of prefill: 1 reads instead of 2"]);
+    linear(
+        |linear| linear.then = Then::Gate(Activation::Silu),
+        &["s2 (q) of prefill: a gate of linears that make [8] features"],
+    );
+    finds_in_op(
+        one_device(),
+        "o",
+        |op| *op = op.clone().map_weights(|_| w(3)),
+        &["s6 (o) of prefill: f32[tokens, 8] instead of [tokens, 4]"],
+    );
+}
+
+#[test]
+fn a_residual_is_for_one_output() {
+    finds_in_step(
+        one_device(),
+        "q",
+        |step| {
+            step.reads.push(b(0));
+            if let Action::Run(Op::Linear(linear)) = &mut step.action {
+                linear.residual = true;
+                linear.weights.push(w(3));
+                linear.biases.push(None);
+            }
+        },
+        &["s2 (q) of prefill: 1 writes instead of 2"],
+    );
+}
+
+#[test]
+fn attention_fits_its_inputs_and_its_cache() {
+    attention(
+        |attention| attention.heads = 1,
+        &["s5 (attention) of prefill: f32[tokens, 8] instead of [tokens, 4]"],
+    );
+    attention(
+        |attention| attention.heads = 0,
+        &["s5 (attention) of prefill: 0 heads over 1 of 4 features in groups of 2"],
+    );
+    attention(
+        |attention| attention.group = 0,
+        &["s5 (attention) of prefill: 2 heads over 1 of 4 features in groups of 0"],
+    );
+    attention(
+        |attention| attention.head_dim = u32::MAX,
+        &["s5 (attention) of prefill: 2 heads of 4294967295 features"],
+    );
+    attention(
+        |attention| attention.q_norm = Some(norm(Some(w(1)), 1e-5)),
+        &["s5 (attention) of prefill: w1 has shape [8] instead of [4]"],
+    );
+    attention(
+        |attention| attention.scale = f32::INFINITY,
+        &["s5 (attention) of prefill: the scale is inf"],
+    );
+    attention(
+        |attention| attention.window = Some(0),
+        &["s5 (attention) of prefill: the window is empty"],
+    );
+    attention(
+        |attention| attention.soft_cap = Some(0.0),
+        &["s5 (attention) of prefill: the cap is 0"],
+    );
+    finds(
+        one_device(),
+        |plan| plan.caches[c(0)].head_dim = 8,
+        &[
+            "s5 (attention) of prefill: c0 holds 1 heads of 8 features, not 1 of 4",
+            "s5 (attention) of decode: c0 holds 1 heads of 8 features, not 1 of 4",
+        ],
+    );
+}
+
+#[test]
+fn every_query_head_has_a_key_head() {
+    attention(
+        |attention| attention.group = 1,
+        &["s5 (attention) of prefill: 2 heads from head 0 in groups of 1 reach 2 of 1 key heads"],
+    );
+    attention(
+        |attention| attention.first_head = 1,
+        &["s5 (attention) of prefill: 2 heads from head 1 in groups of 2 reach 2 of 1 key heads"],
+    );
+    attention(
+        |attention| attention.first_head = u32::MAX,
+        &[
+            "s5 (attention) of prefill: 2 heads from head 4294967295 in groups of 2 reach 2147483649 of 1 key heads",
+        ],
+    );
+}
+
+#[test]
+fn elementwise_work_keeps_the_type() {
+    misfit(
+        "k",
+        Op::Activate(Activation::Silu),
+        &["s3 (k) of prefill: f32[tokens, 8] and f32[tokens, 4] where types must be the same"],
+    );
+    misfit(
+        "add",
+        Op::Activate(Activation::Silu),
+        &["s7 (add) of prefill: 2 reads and 1 writes instead of 1 and 1"],
+    );
+    misfit("norm", Op::Add, &["s1 (norm) of prefill: 1 reads and 1 writes instead of 2 and 1"]);
+    misfit("norm", Op::SoftCap { cap: 0.0 }, &["s1 (norm) of prefill: the cap is 0"]);
+    misfit("add", Op::SigmoidGate, &["s7 (add) of prefill: f32[tokens, 8] instead of [tokens, 1]"]);
+}
+
+#[test]
+fn a_router_chooses_among_its_experts() {
+    let route = |used| Op::Route { used, renormalise: false };
+    misfit("route", route(0), &["s9 (route) of prefill: 0 of 4 experts are used"]);
+    misfit("route", route(5), &["s9 (route) of prefill: 5 of 4 experts are used"]);
+    misfit("route", route(1), &["s9 (route) of prefill: i32[tokens, 2] instead of i32[tokens, 1]"]);
+    finds_in_prefill(
+        one_device(),
+        |program| program.buffers[b(9)].ty.dtype = DType::F32,
+        &[
+            "s9 (route) of prefill: f32[tokens, 2] instead of i32[tokens, 2]",
+            "s10 (experts) of prefill: f32[tokens, 2] instead of i32[tokens, 2]",
+        ],
+    );
+}
+
+#[test]
+fn experts_are_alike_and_enough() {
+    finds(
+        one_device(),
+        |plan| {
+            plan.weights[w(8)].shape[1] = 8;
+            plan.weights[w(8)].sources[0].axes[1][0].size = 8;
+        },
+        &[
+            "s10 (experts) of prefill: experts of shapes [4, 16, 8], [4, 8, 8] and [4, 8, 16] for 8 features",
+            "s10 (experts) of decode: experts of shapes [4, 16, 8], [4, 8, 8] and [4, 8, 16] for 8 features",
+        ],
+    );
+    finds_in_op(
+        one_device(),
+        "experts",
+        |op| *op = op.clone().map_weights(|_| w(1)),
+        &["s10 (experts) of prefill: w1 has shape [8]"],
+    );
+    finds_in_step(
+        one_device(),
+        "experts",
+        |step| step.reads[1] = b(8),
+        &[
+            "s10 (experts) of prefill: f32[tokens, 4] instead of i32[tokens, 4]",
+            "s10 (experts) of prefill: its expert ids come from no router",
+            "s10 (experts) of prefill touches b8 after its end",
+        ],
+    );
+}
+
+#[test]
+fn expert_ids_come_from_a_router_over_as_many_experts() {
+    finds(
+        one_device(),
+        |plan| {
+            for weight in [w(7), w(8), w(9)] {
+                plan.weights[weight].shape[0] = 3;
+                plan.weights[weight].sources[0].axes[0][0].size = 3;
+            }
+        },
+        &[
+            "s10 (experts) of prefill: a router over 4 experts feeds 3",
+            "s10 (experts) of decode: a router over 4 experts feeds 3",
+        ],
+    );
+    finds_in_step(
+        one_device(),
+        "route",
+        |step| step.action = Action::Run(Op::Add),
+        &[
+            "s9 (route) of prefill: 1 reads and 2 writes instead of 2 and 1",
+            "s10 (experts) of prefill: its expert ids come from no router",
+        ],
+    );
+}
+
+#[test]
+fn rows_are_selected_from_tokens() {
+    misfit("norm", Op::SelectRows, &["s1 (norm) of prefill: f32[tokens, 8] instead of [rows, 8]"]);
+    misfit("head", Op::SelectRows, &["s12 (head) of prefill: rows are selected from f32[rows, 8]"]);
+}
+
+#[test]
+fn the_output_is_the_logits() {
+    finds(
+        one_device(),
+        |plan| plan.model.vocabulary = 31,
+        &[
+            "program prefill: it returns f32[rows, 32] instead of f32[rows, 31]",
+            "program decode: it returns f32[rows, 32] instead of f32[rows, 31]",
+        ],
+    );
+    finds_in_prefill(
+        one_device(),
+        |program| program.output = b(12),
+        &[
+            "program prefill: it returns f32[rows, 8] instead of f32[rows, 32]",
+            "s12 (head) of prefill frees the output",
+            "no step of prefill frees b13",
+        ],
+    );
+}
+
+#[test]
+fn activations_are_rows_of_features() {
+    finds_in_prefill(
+        one_device(),
+        |program| program.buffers[b(5)].ty.shape[0] = Dim::Fixed(8),
+        &[
+            "s5 (attention) of prefill: f32[8, 8] where rows of features are expected",
+            "s6 (o) of prefill: f32[8, 8] where rows of features are expected",
+        ],
+    );
+    finds_in_prefill(
+        one_device(),
+        |program| program.buffers[b(5)].ty.shape.clear(),
+        &[
+            "s5 (attention) of prefill: f32[] where rows of features are expected",
+            "s6 (o) of prefill: f32[] where rows of features are expected",
+        ],
+    );
+    finds_in_prefill(
+        one_device(),
+        |program| program.buffers[b(5)].ty.shape[1] = Dim::Fixed(0),
+        &[
+            "s5 (attention) of prefill: f32[tokens, 0] where rows of features are expected",
+            "s6 (o) of prefill: f32[tokens, 0] where rows of features are expected",
+        ],
+    );
+}
