@@ -320,7 +320,10 @@ mod tests {
         let list = vec!["0"; 1000].join(",");
         let config = config(&format!(r#"{{"short_factor": [{list}]}}"#));
         let error = config.positives("short_factor").unwrap_err().to_string();
-        assert!(error.ends_with("…, not a list of numbers above 0") && error.len() < 150, "{error}");
+        assert!(
+            error.ends_with("…, not a list of numbers above 0") && error.len() < 150,
+            "{error}"
+        );
     }
 
     #[test]

@@ -192,7 +192,12 @@ mod tests {
     #[test]
     fn a_sound_header_gives_positions_in_the_file() {
         let entries = read(&file(TWO, 32)).unwrap();
-        let b = Entry { dtype: "BF16".into(), shape: vec![4], offset: 8 + TWO.len() as u64 + 24, bytes: 8 };
+        let b = Entry {
+            dtype: "BF16".into(),
+            shape: vec![4],
+            offset: 8 + TWO.len() as u64 + 24,
+            bytes: 8,
+        };
         assert_eq!(entries["b"], b);
         assert_eq!(entries.len(), 2);
     }
@@ -254,7 +259,7 @@ mod tests {
     }
 
     proptest! {
-        #![proptest_config(ProptestConfig::with_cases(20_000))]
+        #![proptest_config(ProptestConfig::with_cases(50_000))]
 
         /// Whatever single bytes say, the answer is tensors inside the file or an error of one line.
         #[test]
@@ -273,7 +278,10 @@ mod tests {
                 Ok(entries) => for entry in entries.values() {
                     prop_assert!(entry.offset + entry.bytes <= contents.len() as u64);
                 },
-                Err(error) => prop_assert!(!format!("{error:#}").contains('\n')),
+                Err(error) => {
+                    let line = format!("{error:#}");
+                    prop_assert!(!line.contains('\n'));
+                }
             }
         }
 
