@@ -9,6 +9,7 @@ use ir::plan::{Plan, Program};
 use ir::tensor::DType;
 use proptest::prelude::*;
 use proptest::sample::{Index, select};
+use proptest::strategy::ValueTree as _;
 use tests::machines::{gpu, linked, numa};
 use tests::toys::{FeedForward, Habits, Toy};
 
