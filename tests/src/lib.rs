@@ -1,5 +1,7 @@
-//! What the integration tests share: machines and models made for them, and the reference that defines what a
-//! graph means.
+//! What the integration tests share: machines, models and checkpoints without data made for them, and the
+//! reference that defines what a graph means.
+
+pub mod made_up;
 
 pub mod interpreter;
 pub mod machines;

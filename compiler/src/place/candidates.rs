@@ -319,7 +319,9 @@ impl Arrangement {
         }
     }
 
-    /// Takes work from members of shared groups that lack memory, in proportion. False where nothing changes.
+    /// Gives the work that members of shared groups lack memory for to the members that have some left.
+    ///
+    /// False where nothing can change.
     pub(crate) fn shift_shares(&mut self, plan: &Plan) -> bool {
         /// Parts are whole heads and blocks, so a share aims a little below the limit.
         const MARGIN: f64 = 0.97;
@@ -328,15 +330,37 @@ impl Arrangement {
         }
         let mut changed = false;
         for (group, _) in self.stages.iter_mut().filter(|(group, _)| group.devices.len() > 1) {
-            for (device, share) in group.devices.iter().zip(&mut group.shares) {
-                let bytes = &plan.forecast.devices[*device];
-                let held = (bytes.weight_bytes + bytes.cache_bytes) as f64;
-                let room = bytes.capacity_bytes.saturating_sub(bytes.buffer_bytes) as f64;
-                if held > room && room > 0.0 {
-                    *share *= room / held * MARGIN;
-                    changed = true;
-                }
+            let sum: f64 = group.shares.iter().sum();
+            // How much of its own share each member has room for.
+            let room: Vec<f64> = group
+                .devices
+                .iter()
+                .map(|&device| {
+                    let bytes = &plan.forecast.devices[device];
+                    let held = (bytes.weight_bytes + bytes.cache_bytes).max(1) as f64;
+                    let room = bytes.capacity_bytes.saturating_sub(bytes.buffer_bytes);
+                    room as f64 / held
+                })
+                .collect();
+            let lacking: Vec<bool> = room.iter().map(|&room| room < 1.0).collect();
+            let shares = || group.shares.iter().zip(room.iter().zip(&lacking));
+            let kept: f64 = shares()
+                .filter(|(_, (_, lacks))| **lacks)
+                .map(|(share, (room, _))| share / sum * room * MARGIN)
+                .sum();
+            let others: f64 =
+                shares().filter(|(_, (_, lacks))| !**lacks).map(|(share, _)| share / sum).sum();
+            if kept == 0.0 || others == 0.0 {
+                continue;
             }
+            let shifted = shares()
+                .map(|(share, (room, lacks))| match lacks {
+                    true => share / sum * room * MARGIN,
+                    false => share / sum * (1.0 - kept) / others,
+                })
+                .collect();
+            group.shares = shifted;
+            changed = true;
         }
         changed
     }
