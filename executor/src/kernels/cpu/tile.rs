@@ -20,6 +20,7 @@ use ir::tensor::Format;
 use super::encode::Encoding;
 use super::isa::Isa;
 use super::pack::PANEL;
+use super::quantize::{OFFSET_4, OFFSET_8};
 
 /// Steps after which kernels of floats start a new sum: the error of a sum grows with its length, and
 /// adding up sums of this length costs below 1 % of the products.
@@ -73,7 +74,8 @@ impl Kernel {
             Format::Bf16 if isa == Isa::Amx && tokens > 12 => (Encoding::Tiles, MOST_ROWS),
             Format::Bf16 if isa >= Isa::Avx512Bf16Vnni => (Encoding::Pairs, float_rows),
             Format::Bf16 => (Encoding::Rounded, float_rows),
-            Format::Q8 | Format::Q4 => (Encoding::Blocks, block_rows),
+            Format::Q8 => (Encoding::Blocks { offset: OFFSET_8 }, block_rows),
+            Format::Q4 => (Encoding::Blocks { offset: OFFSET_4 }, block_rows),
         };
         Self { isa, format, encoding, rows }
     }
@@ -91,7 +93,7 @@ impl Kernel {
             match (self.isa, self.encoding) {
                 (Isa::Portable, _) => {}
                 (_, Encoding::Tiles) => return amx::tiles(operands, tile),
-                (Isa::Avx2, _) | (Isa::Avx512, Encoding::Blocks) => {
+                (Isa::Avx2, _) | (Isa::Avx512, Encoding::Blocks { .. }) => {
                     return avx2::multiply(self.format, operands, tile);
                 }
                 (Isa::Avx512 | Isa::Avx512Bf16Vnni | Isa::Amx, _) => {

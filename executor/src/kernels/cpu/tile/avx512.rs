@@ -190,12 +190,7 @@ unsafe fn blocks<const R: usize, const V: usize, const BITS: usize>(
             unsafe {
                 let mut sums = [[_mm512_setzero_si512(); V]; R];
                 for row in 0..R {
-                    let negated = _mm512_set1_epi32(x.add((GROUPS + 1) * R + row).read());
-                    let start = if BITS == 8 {
-                        _mm512_slli_epi32::<7>(negated)
-                    } else {
-                        _mm512_slli_epi32::<3>(negated)
-                    };
+                    let start = _mm512_set1_epi32(x.add((GROUPS + 1) * R + row).read());
                     sums[row] = [start; V];
                 }
                 let first = if BITS == 8 { half * GROUPS } else { 0 };

@@ -5,7 +5,7 @@ use ir::tensor::Format;
 
 use super::{Operands, SUM_STEPS, Tile};
 use crate::kernels::cpu::pack::{PANEL, VECTOR};
-use crate::kernels::cpu::quantize::{BLOCK, OFFSET_4, OFFSET_8};
+use crate::kernels::cpu::quantize::BLOCK;
 
 /// # Safety
 /// That of [`super::Kernel::multiply`].
@@ -71,10 +71,10 @@ unsafe fn blocks(operands: Operands, tile: &mut Tile, bits: usize) {
                 let codes = step.add(lanes * 4);
                 let x = strip.add(block * rows * (BLOCK / 4 + 2));
                 let x_scale = f32::from_bits(x.add(BLOCK / 4 * rows + row).read());
-                let negated_sum = x.add((BLOCK / 4 + 1) * rows + row).read().cast_signed();
+                let start = x.add((BLOCK / 4 + 1) * rows + row).read().cast_signed();
                 for lane in 0..lanes {
                     let scale = step.cast::<f16>().add(half * lanes + lane).read().to_f32();
-                    let mut sum = negated_sum * if bits == 8 { OFFSET_8 } else { OFFSET_4 };
+                    let mut sum = start;
                     for group in 0..BLOCK / 4 {
                         let at = if bits == 8 { half * BLOCK / 4 + group } else { group };
                         let word = codes.cast::<[u8; 4]>().add(at * lanes + lane).read();
