@@ -14,21 +14,21 @@ use crate::task::Task;
 
 /// Everything that devices hold from load to exit.
 #[derive(Clone, Debug)]
-pub struct Bound {
+pub(crate) struct Bound {
     /// The plan's weights.
-    pub weights: Table<WeightId, WeightKey>,
+    pub(crate) weights: Table<WeightId, WeightKey>,
     /// The plan's caches.
-    pub caches: Table<CacheId, Cache>,
+    pub(crate) caches: Table<CacheId, Cache>,
     /// Bytes of weights on each device.
-    pub weight_bytes: Table<DeviceId, u64>,
+    pub(crate) weight_bytes: Table<DeviceId, u64>,
     /// Bytes of one block of all caches on each device.
-    pub block_bytes: Table<DeviceId, u64>,
+    pub(crate) block_bytes: Table<DeviceId, u64>,
     weight_ids: HashMap<WeightKey, WeightId>,
     cache_ids: HashMap<(CacheId, DeviceId), CacheId>,
 }
 
 /// Collects what a graph's computations hold.
-pub fn bind(task: &Task<'_>, graph: &PlacedGraph) -> Result<Bound> {
+pub(crate) fn bind(task: &Task<'_>, graph: &PlacedGraph) -> Result<Bound> {
     let mut bound = Bound {
         weights: Table::default(),
         caches: Table::default(),
@@ -59,7 +59,7 @@ pub fn bind(task: &Task<'_>, graph: &PlacedGraph) -> Result<Bound> {
 
 impl Bound {
     /// The operation of a part on the plan's weights and caches.
-    pub fn op(&self, part: &Part) -> Op {
+    pub(crate) fn op(&self, part: &Part) -> Op {
         let mut keys = part.weights.iter();
         let mut op = part.op.clone().map_weights(|_| {
             let key = keys.next().expect("a part has a key for each of its weights");

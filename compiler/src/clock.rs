@@ -1,24 +1,28 @@
 //! Which step is certainly over when another begins: vector clocks over lanes.
 
-use ir::id::{Id as _, StepId, Table};
+use ir::id::{StepId, Table};
 
 /// The order that lanes and waits give to steps.
 ///
 /// Steps are numbered so that each comes after everything it depends on.
 #[derive(Clone, Debug)]
-pub struct Clocks {
+pub(crate) struct Clocks {
     /// For each step and lane, how many steps of that lane are over when the step is.
     over: Table<StepId, Vec<u32>>,
     lane: Table<StepId, usize>,
     /// Position of each step in its lane.
     position: Table<StepId, u32>,
     /// For each step the waits that lane order and its other waits do not imply.
-    pub waits: Table<StepId, Vec<StepId>>,
+    pub(crate) waits: Table<StepId, Vec<StepId>>,
 }
 
 impl Clocks {
     /// Works out clocks and the fewest waits from the lane of each step and the earlier steps it depends on.
-    pub fn new(lanes: usize, lane: &Table<StepId, usize>, after: &Table<StepId, Vec<StepId>>) -> Self {
+    pub(crate) fn new(
+        lanes: usize,
+        lane: &Table<StepId, usize>,
+        after: &Table<StepId, Vec<StepId>>,
+    ) -> Self {
         let mut clocks = Self {
             over: Table::default(),
             lane: lane.clone(),
@@ -53,25 +57,27 @@ impl Clocks {
     }
 
     /// Whether `first` is over before `then` begins, or is the same step.
-    pub fn is_before(&self, first: StepId, then: StepId) -> bool {
+    pub(crate) fn is_before(&self, first: StepId, then: StepId) -> bool {
         self.over[then][self.lane[first]] > self.position[first]
     }
 
     /// The earliest of a lane's steps that begins after all of `steps`. `lane` is in lane order.
-    pub fn first_after(&self, steps: &[StepId], lane: &[StepId]) -> Option<StepId> {
+    pub(crate) fn first_after(&self, steps: &[StepId], lane: &[StepId]) -> Option<StepId> {
         let is_after = |&step: &StepId| steps.iter().all(|&first| self.is_before(first, step));
         let at = lane.partition_point(|step| !is_after(step));
         lane.get(at).copied()
     }
 
     /// The lane's index of a step.
-    pub fn lane(&self, step: StepId) -> usize {
+    pub(crate) fn lane(&self, step: StepId) -> usize {
         self.lane[step]
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use ir::id::Id as _;
+
     use super::*;
 
     fn step(index: usize) -> StepId {

@@ -10,17 +10,17 @@ use crate::target::{Batch, Target};
 
 /// What one device computes with, as a price needs it.
 #[derive(Clone, Debug)]
-pub struct Operands {
+pub(crate) struct Operands {
     /// Format and shape of each of the operation's weights, in their order.
-    pub weights: Vec<(Format, Vec<u32>)>,
+    pub(crate) weights: Vec<(Format, Vec<u32>)>,
     /// Tensors read.
-    pub reads: Vec<TensorType>,
+    pub(crate) reads: Vec<TensorType>,
     /// Tensors written.
-    pub writes: Vec<TensorType>,
+    pub(crate) writes: Vec<TensorType>,
 }
 
 /// Nanoseconds of one computation on a device. Fails when the device does not compute a weight's format.
-pub fn run_nanos(
+pub(crate) fn run_nanos(
     target: &Target,
     device: DeviceId,
     op: &Op,
@@ -43,7 +43,13 @@ pub fn run_nanos(
         Op::Linear(_) => matrices(rows_of(&operands.reads[0], batch.extent))? + activations,
         Op::Attention(attention) => {
             let cache = target.kv_types[device].bytes();
-            attention_nanos(attention, cache, batch, rates.attention_flops_per_sec, rates.cache_bytes_per_sec)
+            attention_nanos(
+                attention,
+                cache,
+                batch,
+                rates.attention_flops_per_sec,
+                rates.cache_bytes_per_sec,
+            )
         }
         Op::Experts(experts) => {
             experts_nanos(target, device, experts, operands, batch)? + activations
@@ -67,7 +73,7 @@ pub fn run_nanos(
 ///
 /// `incoming` are the bytes read from each device, its own included; `written` is what it holds afterwards.
 /// Fails when no link leads from a device that is read.
-pub fn move_nanos(
+pub(crate) fn move_nanos(
     target: &Target,
     device: DeviceId,
     movement: &Move,
@@ -88,9 +94,10 @@ pub fn move_nanos(
         // The link writes what it brings.
         Move::Transfer { .. } | Move::Broadcast { .. } => 0,
         // Every term is read once more to be added or placed.
-        Move::AllReduce | Move::AllGather { .. } | Move::ReduceScatter { .. } | Move::Slice { .. } => {
-            incoming.iter().map(|(_, bytes)| bytes).sum::<u64>() + written
-        }
+        Move::AllReduce
+        | Move::AllGather { .. }
+        | Move::ReduceScatter { .. }
+        | Move::Slice { .. } => incoming.iter().map(|(_, bytes)| bytes).sum::<u64>() + written,
     };
     Ok(rates.step_nanos + latency + crossing + seconds(local as f64, rates.read_bytes_per_sec))
 }

@@ -92,7 +92,7 @@ pub fn scatter_sums(graph: PlacedGraph) -> Result<PlacedGraph> {
             needs: sum.work.needs.clone(),
             ..node.work.clone()
         };
-        Rebuilt::Replace(work, vec![sum.inputs[0]])
+        Rebuilt::Replace(Box::new(work), vec![sum.inputs[0]])
     })
 }
 
@@ -124,7 +124,7 @@ enum Rebuilt {
     /// Its only output is this value of the new graph.
     Use(ValueId),
     /// Other work on other inputs, which are values of the new graph.
-    Replace(Placed, Vec<ValueId>),
+    Replace(Box<Placed>, Vec<ValueId>),
 }
 
 /// Copies a graph; `decide` sees each node with its inputs in the new graph, and the new graph.
@@ -138,7 +138,7 @@ fn rebuild(
         let inputs: Vec<ValueId> = node.inputs.iter().map(|&value| renamed[value]).collect();
         let (work, inputs) = match decide(node, &inputs, &made) {
             Rebuilt::Keep => (node.work.clone(), inputs),
-            Rebuilt::Replace(work, inputs) => (work, inputs),
+            Rebuilt::Replace(work, inputs) => (*work, inputs),
             Rebuilt::Use(value) => {
                 renamed.push(value);
                 continue;
@@ -154,4 +154,3 @@ fn rebuild(
     }
     Ok(made)
 }
-

@@ -4,7 +4,6 @@ use std::path::{Component, Path, PathBuf};
 
 use anyhow::{Context as _, Result};
 use ir::graph::PlacedGraph;
-use ir::id::Table;
 use ir::model::CheckpointFile;
 use ir::plan::{Candidate, Forecast, ModelInfo, Plan, ProgramForecast, VERSION, Weight};
 use ir::weight::{Slice, Source};
@@ -19,7 +18,7 @@ use crate::task::Task;
 /// The plan of a placed graph with programs for `batches`, and `blocks` cache blocks.
 ///
 /// Weights carry no sources yet: a plan that is only priced needs none.
-pub fn emit(
+pub(crate) fn emit(
     task: &Task<'_>,
     graph: &PlacedGraph,
     batches: &[Batch],
@@ -83,7 +82,7 @@ pub fn emit(
 }
 
 /// Adds what only a plan that is kept needs: where its weights are read from, and what else was priced.
-pub fn complete(
+pub(crate) fn complete(
     task: &Task<'_>,
     graph: &PlacedGraph,
     mut plan: Plan,
@@ -137,7 +136,6 @@ fn relative(path: &Path, folder: &Path) -> PathBuf {
     let relative: PathBuf = up.chain(to[shared..].iter().copied()).collect();
     if relative.as_os_str().is_empty() { PathBuf::from(".") } else { relative }
 }
-
 
 #[cfg(test)]
 mod tests {

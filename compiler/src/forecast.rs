@@ -3,19 +3,17 @@
 use ir::id::{Id as _, StepId, Table};
 use ir::plan::Program;
 
-/// When each step of one run ends, alone on the machine.
+/// How long one run takes, alone on the machine.
 #[derive(Clone, Debug)]
-pub struct Times {
-    /// Nanoseconds from the start of the run to the end of each step.
-    pub ends: Table<StepId, u64>,
+pub(crate) struct Times {
     /// Nanoseconds from start to end.
-    pub nanos: u64,
+    pub(crate) nanos: u64,
     /// Work of the lane that works longest.
-    pub busiest_lane_nanos: u64,
+    pub(crate) busiest_lane_nanos: u64,
 }
 
 /// Runs a program in thought: a step begins when its lane is free and what it waits for is over.
-pub fn simulate(program: &Program) -> Times {
+pub(crate) fn simulate(program: &Program) -> Times {
     let mut ends: Table<StepId, u64> = program.steps.ids().map(|_| 0).collect();
     let mut lane_of: Table<StepId, usize> = program.steps.ids().map(|_| 0).collect();
     for (lane, steps) in program.lanes.iter().enumerate() {
@@ -37,6 +35,5 @@ pub fn simulate(program: &Program) -> Times {
     Times {
         nanos: ends.rows().iter().copied().max().unwrap_or(0),
         busiest_lane_nanos: busy.into_iter().max().unwrap_or(0),
-        ends,
     }
 }

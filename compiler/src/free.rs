@@ -9,7 +9,7 @@ use crate::clock::Clocks;
 ///
 /// A user of the buffer that comes after all others frees it; else the first step of its device that does;
 /// else its last user, made to wait for the others.
-pub fn place_frees(
+pub(crate) fn place_frees(
     clocks: &Clocks,
     uses: &Table<BufferId, Vec<StepId>>,
     owner_lane: impl Fn(BufferId) -> usize,

@@ -82,38 +82,28 @@ pub fn merge_linears(graph: LayerGraph) -> Result<LayerGraph> {
 /// A norm read only by one linear is computed in front of it.
 pub fn fold_norms(graph: LayerGraph) -> Result<LayerGraph> {
     let uses = Uses::of(&graph);
-    let folded = |value: ValueId| -> Option<&Node<Op>> {
-        let node = graph.node(graph.value(value).producer);
-        (matches!(node.work, Op::Norm(_)) && node.inputs.len() == 1 && uses.count(value) == 1)
-            .then_some(node)
+    // For each norm the linear that it can be computed in front of.
+    let reader = |norm: &Node<Op>| -> Option<&Node<Op>> {
+        let reader = graph.node(uses.sole_reader(&norm.outputs)?);
+        let is_foldable = matches!(norm.work, Op::Norm(_)) && norm.inputs.len() == 1;
+        (is_foldable && is_normable(reader, norm.outputs[0])).then_some(reader)
     };
     let mut rewrite = Rewrite::new(&graph);
     for (_, node) in graph.nodes() {
-        match &node.work {
-            Op::Norm(_) if folded(node.outputs[0]).is_some() => {
-                let reader = graph.node(uses.readers[node.outputs[0]][0]);
-                if is_normable(reader, node.outputs[0]) {
-                    continue;
-                }
-                rewrite.copy(node)?;
-            }
-            Op::Linear(linear) if is_normable(node, node.inputs[0]) => {
-                match folded(node.inputs[0]) {
-                    Some(norm) => {
-                        let Op::Norm(in_front) = &norm.work else {
-                            unreachable!("only norms are folded")
-                        };
-                        let linear = Linear { norm: Some(in_front.clone()), ..linear.clone() };
-                        let mut inputs = node.inputs.clone();
-                        inputs[0] = norm.inputs[0];
-                        let op = Op::Linear(linear);
-                        rewrite.push(node.name.clone(), op, &inputs, &node.outputs)?;
-                    }
-                    None => rewrite.copy(node)?,
-                }
-            }
-            _ => rewrite.copy(node)?,
+        if reader(node).is_some() {
+            continue;
         }
+        let in_front = node.inputs.first().map(|&value| graph.node(graph.value(value).producer));
+        let folded = in_front.filter(|norm| reader(norm).is_some());
+        let (Op::Linear(linear), Some(Node { work: Op::Norm(norm), inputs, .. })) =
+            (&node.work, folded)
+        else {
+            rewrite.copy(node)?;
+            continue;
+        };
+        let op = Op::Linear(Linear { norm: Some(norm.clone()), ..linear.clone() });
+        let inputs = [&inputs[..], &node.inputs[1..]].concat();
+        rewrite.push(node.name.clone(), op, &inputs, &node.outputs)?;
     }
     Ok(rewrite.finish())
 }
@@ -128,14 +118,14 @@ pub fn fold_gates(graph: LayerGraph) -> Result<LayerGraph> {
             return None;
         };
         let reader = graph.node(uses.sole_reader(&node.outputs)?);
-        match reader.work {
-            Op::Gate(activation) if reader.inputs == node.outputs => {
-                Some((reader, Then::Gate(activation)))
-            }
-            Op::Activate(activation) if reader.inputs == node.outputs => {
-                Some((reader, Then::Activate(activation)))
-            }
-            _ => None,
+        if reader.inputs != node.outputs {
+            None
+        } else if let Op::Gate(activation) = reader.work {
+            Some((reader, Then::Gate(activation)))
+        } else if let Op::Activate(activation) = reader.work {
+            Some((reader, Then::Activate(activation)))
+        } else {
+            None
         }
     };
     let mut rewrite = Rewrite::new(&graph);
@@ -220,17 +210,12 @@ fn is_normable(node: &Node<Op>, value: ValueId) -> bool {
 
 /// The linear of a node with one weight and nothing in front or behind.
 fn plain_linear(node: &Node<Op>) -> Option<&Linear> {
-    match &node.work {
-        Op::Linear(linear)
-            if linear.norm.is_none()
-                && linear.weights.len() == 1
-                && linear.then == Then::Nothing
-                && !linear.residual =>
-        {
-            Some(linear)
-        }
-        _ => None,
-    }
+    let Op::Linear(linear) = &node.work else { return None };
+    let is_plain = linear.norm.is_none()
+        && linear.weights.len() == 1
+        && linear.then == Then::Nothing
+        && !linear.residual;
+    is_plain.then_some(linear)
 }
 
 fn plain(node: &Node<Op>) -> Linear {

@@ -4,22 +4,24 @@
 //! - The same inputs give the same plan, byte for byte.
 
 pub mod options;
-pub mod target;
+mod target;
 mod task;
 
-pub mod fuse;
-pub mod place;
-pub mod insert_moves;
 pub mod elide_moves;
+pub mod fuse;
+pub mod insert_moves;
+mod place;
 
-mod part;
 mod bind;
-pub mod cost;
 mod clock;
-mod free;
-mod schedule;
-mod forecast;
+mod cost;
 mod emit;
+mod forecast;
+mod free;
+mod part;
+mod schedule;
+
+pub mod explain;
 
 use anyhow::{Context as _, Result};
 use ir::machine::Machine;

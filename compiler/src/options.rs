@@ -111,8 +111,7 @@ impl FromStr for Objective {
 impl FromStr for Pin {
     type Err = anyhow::Error;
     fn from_str(text: &str) -> Result<Self> {
-        let (pattern, device) =
-            text.rsplit_once('=').context("a pin is written PATTERN=DEVICE")?;
+        let (pattern, device) = text.rsplit_once('=').context("a pin is written PATTERN=DEVICE")?;
         let pattern = Regex::new(pattern).with_context(|| format!("in the pin {text:?}"))?;
         Ok(Self { pattern, device: device.to_owned() })
     }

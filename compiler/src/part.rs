@@ -14,32 +14,32 @@ use crate::task::Task;
 
 /// What one device does of a node.
 #[derive(Clone, Debug)]
-pub struct Part {
+pub(crate) struct Part {
     /// Who does it.
-    pub device: DeviceId,
+    pub(crate) device: DeviceId,
     /// The operation with this device's counts; weights and caches are still named as in the model.
-    pub op: Op,
+    pub(crate) op: Op,
     /// What is held for each of `op.weights()`.
-    pub weights: Vec<WeightKey>,
+    pub(crate) weights: Vec<WeightKey>,
     /// Which of the node's inputs are read.
-    pub reads: Vec<usize>,
+    pub(crate) reads: Vec<usize>,
 }
 
 /// What a device holds of a weight: equal keys are held once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct WeightKey {
+pub(crate) struct WeightKey {
     /// The model's weight.
-    pub weight: WeightId,
+    pub(crate) weight: WeightId,
     /// Where it is held.
-    pub device: DeviceId,
+    pub(crate) device: DeviceId,
     /// How it is held.
-    pub format: Format,
+    pub(crate) format: Format,
     /// The part of it that is held; `None` is all of it.
-    pub slice: Option<Slice>,
+    pub(crate) slice: Option<Slice>,
 }
 
 /// The parts of all devices that take part in a computation.
-pub fn parts(task: &Task<'_>, node: &Node<Placed>, op: &Op) -> Result<Vec<Part>> {
+pub(crate) fn parts(task: &Task<'_>, node: &Node<Placed>, op: &Op) -> Result<Vec<Part>> {
     let devices = &node.work.layouts[0].devices;
     (0..devices.len()).map(|member| part(task, node, op, member)).collect()
 }
@@ -58,14 +58,14 @@ fn part(task: &Task<'_>, node: &Node<Placed>, op: &Op, member: usize) -> Result<
             WeightKey { weight, device, format, slice }
         })
         .collect();
-    let inputs = node.inputs.len();
-    let reads = if local.reads_residual { inputs } else { inputs - 1 };
+    let has_residual = matches!(op, Op::Linear(linear) if linear.residual);
+    let reads = node.inputs.len() - usize::from(has_residual && !local.reads_residual);
     Ok(Part { device, op: local.op, weights, reads: (0..reads).collect() })
 }
 
 impl WeightKey {
     /// Sizes of what is held.
-    pub fn shape(&self, task: &Task<'_>) -> Vec<u32> {
+    pub(crate) fn shape(&self, task: &Task<'_>) -> Vec<u32> {
         let mut shape = task.model.weights[self.weight].shape.clone();
         if let Some(slice) = self.slice {
             shape[usize::from(slice.axis)] = slice.size;
@@ -74,7 +74,7 @@ impl WeightKey {
     }
 
     /// Bytes of what is held.
-    pub fn bytes(&self, task: &Task<'_>) -> u64 {
+    pub(crate) fn bytes(&self, task: &Task<'_>) -> u64 {
         let shape = self.shape(task);
         let columns = u64::from(*shape.last().unwrap_or(&1));
         let rows = shape.iter().rev().skip(1).map(|&size| u64::from(size)).product();
@@ -83,7 +83,7 @@ impl WeightKey {
 }
 
 /// What a member of a layout holds of a value.
-pub fn local_type(ty: &TensorType, layout: &Layout, member: usize) -> TensorType {
+pub(crate) fn local_type(ty: &TensorType, layout: &Layout, member: usize) -> TensorType {
     let mut ty = ty.clone();
     if let Share::Split { axis, parts } = &layout.share {
         ty.shape[usize::from(*axis)] = Dim::Fixed(parts[member]);
@@ -92,7 +92,7 @@ pub fn local_type(ty: &TensorType, layout: &Layout, member: usize) -> TensorType
 }
 
 /// The computations of a placed graph.
-pub fn computations(graph: &PlacedGraph) -> impl Iterator<Item = (&Node<Placed>, &Op)> {
+pub(crate) fn computations(graph: &PlacedGraph) -> impl Iterator<Item = (&Node<Placed>, &Op)> {
     graph.nodes().filter_map(|(_, node)| match &node.work.work {
         ir::graph::Work::Compute(op) => Some((node, op)),
         ir::graph::Work::Move(_) => None,

@@ -21,7 +21,6 @@ use crate::emit::emit;
 use crate::insert_moves::insert_moves;
 use crate::options::{Options, Request};
 use crate::place::candidates::{Arrangement, Prices};
-use crate::place::group::Group;
 use crate::place::lay_out::lay_out;
 use crate::place::prices::{Pins, Times, missing, priced_batches};
 use crate::place::units::Units;
@@ -31,19 +30,18 @@ use crate::{PLACED_PASSES, run_all};
 
 /// A decided placement.
 #[derive(Clone, Debug)]
-pub struct Placement {
+pub(crate) struct Placement {
     /// Layouts and cause of every node of the layer graph.
-    pub nodes: Table<NodeId, Placed>,
+    pub(crate) nodes: Table<NodeId, Placed>,
     /// Blocks of every cache.
-    pub blocks: u32,
+    pub(crate) blocks: u32,
     /// Everything that was priced, best first.
-    pub candidates: Vec<Candidate>,
+    pub(crate) candidates: Vec<Candidate>,
 }
 
 /// An arrangement with its exact price.
 struct Offer {
     arrangement: Arrangement,
-    times: Times,
     /// The lowest is best.
     score: u64,
     candidate: Candidate,
@@ -53,7 +51,7 @@ struct Offer {
 ///
 /// Fails when a request names what does not exist or cannot be, and when nothing fits: then the error names the
 /// device that lacks least and what it lacks.
-pub fn place(task: &Task<'_>, options: &Options) -> Result<Placement> {
+pub(crate) fn place(task: &Task<'_>, options: &Options) -> Result<Placement> {
     let units = Units::new(task.model);
     let pins = pins(task, options)?;
     let per_sequence = task.target.blocks_per_sequence();
@@ -143,10 +141,9 @@ fn offer(
         let (prefill, decode) = (&forecast[0], &forecast[forecast.len() - 1]);
         let times = match task.target.objective {
             crate::Objective::Latency => Times { prefill: prefill.nanos, decode: decode.nanos },
-            crate::Objective::Throughput => Times {
-                prefill: prefill.busiest_lane_nanos,
-                decode: decode.busiest_lane_nanos,
-            },
+            crate::Objective::Throughput => {
+                Times { prefill: prefill.busiest_lane_nanos, decode: decode.busiest_lane_nanos }
+            }
         };
         let fits = missing.is_none();
         let candidate = Candidate {
@@ -155,7 +152,7 @@ fn offer(
             decode_nanos: fits.then_some(forecast[1].nanos),
             missing,
         };
-        return Ok(Offer { arrangement, times, score: times.score(task.target), candidate });
+        return Ok(Offer { arrangement, score: times.score(task.target), candidate });
     }
 }
 

@@ -24,7 +24,7 @@ use crate::target::Batch;
 use crate::task::Task;
 
 /// The program of a placed graph for one kind of batch; causes are added to the plan's.
-pub fn schedule(
+pub(crate) fn schedule(
     task: &Task<'_>,
     graph: &PlacedGraph,
     bound: &Bound,
@@ -55,9 +55,9 @@ pub fn schedule(
 
 /// The causes of a plan, each once.
 #[derive(Debug, Default)]
-pub struct Causes {
+pub(crate) struct Causes {
     /// The plan's table.
-    pub table: Table<CauseId, Cause>,
+    pub(crate) table: Table<CauseId, Cause>,
 }
 
 impl Causes {
@@ -106,7 +106,11 @@ impl Draft<'_> {
                 .map(|(&value, layout)| self.new_buffer(graph, value, layout, member))
                 .collect();
             let operands = Operands {
-                weights: part.weights.iter().map(|key| (key.format, key.shape(self.task))).collect(),
+                weights: part
+                    .weights
+                    .iter()
+                    .map(|key| (key.format, key.shape(self.task)))
+                    .collect(),
                 reads: reads.iter().map(|&buffer| self.buffers[buffer].ty.clone()).collect(),
                 writes: writes.iter().map(|&buffer| self.buffers[buffer].ty.clone()).collect(),
             };
@@ -197,8 +201,7 @@ impl Draft<'_> {
         member: usize,
         cause: CauseId,
     ) -> Result<()> {
-        let writes =
-            vec![self.new_buffer(graph, node.outputs[0], &node.work.layouts[0], member)];
+        let writes = vec![self.new_buffer(graph, node.outputs[0], &node.work.layouts[0], member)];
         let bytes = |buffer: BufferId| self.buffers[buffer].ty.bytes(self.batch.extent);
         let incoming: Vec<(DeviceId, u64)> =
             reads.iter().map(|&buffer| (self.buffers[buffer].device, bytes(buffer))).collect();
@@ -329,7 +332,10 @@ impl Draft<'_> {
 
     fn buffer(&self, value: ValueId, device: DeviceId) -> BufferId {
         self.find_buffer(value, device).unwrap_or_else(|| {
-            panic!("insert_moves left {value} where {} cannot read it", self.task.target.name(device))
+            panic!(
+                "insert_moves left {value} where {} cannot read it",
+                self.task.target.name(device)
+            )
         })
     }
 }

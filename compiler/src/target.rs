@@ -1,6 +1,6 @@
 //! What a compilation aims at: options resolved against a model and a machine.
 
-use anyhow::{Context as _, Result, bail, ensure};
+use anyhow::{Context as _, Result, ensure};
 use ir::id::{DeviceId, Id as _, Table, WeightId};
 use ir::machine::{DeviceKind, Link, Machine};
 use ir::model::Model;
@@ -10,49 +10,49 @@ use ir::tensor::{DType, Extent, Format};
 use crate::options::{DEFAULT_CONTEXT, Objective, Options};
 
 /// Tokens of one cache block: 32 rows of a head are contiguous, and a sequence wastes 16 tokens on average.
-pub const BLOCK_TOKENS: u32 = 32;
+pub(crate) const BLOCK_TOKENS: u32 = 32;
 /// Rows of logits in one prefill: enough for perplexity in chunks, small beside the weights of a vocabulary.
 const PREFILL_ROWS: u32 = 64;
 
 /// Everything about a compilation but the placement itself.
 #[derive(Clone, Debug)]
-pub struct Target {
+pub(crate) struct Target {
     /// The devices that may be used, with the memory that may be filled.
-    pub machine: Machine,
+    pub(crate) machine: Machine,
     /// The most tokens of one sequence.
-    pub context: u32,
+    pub(crate) context: u32,
     /// Sequences at once.
-    pub max_sequences: u32,
+    pub(crate) max_sequences: u32,
     /// The most tokens of one prefill run.
-    pub prefill_tokens: u32,
+    pub(crate) prefill_tokens: u32,
     /// Format of matrices on each device; `None` is as stored.
-    pub formats: Table<DeviceId, Option<Format>>,
+    pub(crate) formats: Table<DeviceId, Option<Format>>,
     /// Element type of the caches on each device.
-    pub kv_types: Table<DeviceId, DType>,
+    pub(crate) kv_types: Table<DeviceId, DType>,
     /// What is minimised.
-    pub objective: Objective,
+    pub(crate) objective: Objective,
 }
 
 /// The batch that a program is compiled and priced for.
 #[derive(Clone, Debug)]
-pub struct Batch {
+pub(crate) struct Batch {
     /// Name of the program.
-    pub program: String,
+    pub(crate) program: String,
     /// Kind of batch.
-    pub phase: Phase,
+    pub(crate) phase: Phase,
     /// The most tokens and rows.
-    pub extent: Extent,
+    pub(crate) extent: Extent,
     /// The most sequences.
-    pub max_sequences: u32,
+    pub(crate) max_sequences: u32,
     /// Sequences that a price assumes.
-    pub sequences: u32,
+    pub(crate) sequences: u32,
     /// Tokens cached of each of them.
-    pub past: u32,
+    pub(crate) past: u32,
 }
 
 impl Target {
     /// Fails on names that the machine lacks and limits that the model exceeds.
-    pub fn new(model: &Model, machine: &Machine, options: &Options) -> Result<Self> {
+    pub(crate) fn new(model: &Model, machine: &Machine, options: &Options) -> Result<Self> {
         let context = options.context.unwrap_or(model.context.min(DEFAULT_CONTEXT));
         ensure!(context > 0, "a context of 0 tokens holds nothing");
         ensure!(
@@ -62,6 +62,7 @@ impl Target {
         );
         ensure!(options.max_sequences > 0, "max-sequences is 0");
         ensure!(options.prefill_tokens > 0, "prefill-tokens is 0");
+        check_machine(machine)?;
         let machine = reduced(machine, options)?;
         let stored = stored_type(model);
         let formats: Table<DeviceId, Option<Format>> = machine
@@ -96,7 +97,7 @@ impl Target {
     ///
     /// Vectors are 32-bit. `is_sensitive` weights decide which weights are read at all (routers) or scale a
     /// whole branch; block formats leave them as stored.
-    pub fn format(
+    pub(crate) fn format(
         &self,
         model: &Model,
         weight: WeightId,
@@ -116,12 +117,12 @@ impl Target {
     }
 
     /// Cache blocks of one sequence of the full context.
-    pub fn blocks_per_sequence(&self) -> u32 {
+    pub(crate) fn blocks_per_sequence(&self) -> u32 {
         self.context.div_ceil(BLOCK_TOKENS)
     }
 
     /// The batch of prefill programs.
-    pub fn prefill(&self) -> Batch {
+    pub(crate) fn prefill(&self) -> Batch {
         let tokens = self.prefill_tokens;
         Batch {
             program: "prefill".into(),
@@ -134,7 +135,7 @@ impl Target {
     }
 
     /// The batch of a decode program, with half of the context cached.
-    pub fn decode(&self, sequences: u32) -> Batch {
+    pub(crate) fn decode(&self, sequences: u32) -> Batch {
         Batch {
             program: format!("decode{sequences}"),
             phase: Phase::Decode,
@@ -146,7 +147,7 @@ impl Target {
     }
 
     /// Batches of all programs: prefill, then decode for powers of four, up to the most sequences.
-    pub fn batches(&self) -> Vec<Batch> {
+    pub(crate) fn batches(&self) -> Vec<Batch> {
         let mut batches = vec![self.prefill()];
         let mut sequences = 1;
         while sequences < self.max_sequences {
@@ -158,12 +159,12 @@ impl Target {
     }
 
     /// The device of that name; an error lists those that exist.
-    pub fn device(&self, name: &str) -> Result<DeviceId> {
+    pub(crate) fn device(&self, name: &str) -> Result<DeviceId> {
         device(&self.machine, name)
     }
 
     /// The device's name.
-    pub fn name(&self, device: DeviceId) -> &str {
+    pub(crate) fn name(&self, device: DeviceId) -> &str {
         &self.machine.devices[device].name
     }
 }
@@ -174,6 +175,49 @@ fn device(machine: &Machine, name: &str) -> Result<DeviceId> {
             machine.devices.rows().iter().map(|device| device.name.as_str()).collect();
         format!("unknown device {name:?}: the machine has {}", names.join(", "))
     })
+}
+
+/// A machine file is written by hand at times.
+fn check_machine(machine: &Machine) -> Result<()> {
+    let positive = |rate: f64| rate.is_finite() && rate > 0.0;
+    for (id, device) in machine.devices.iter() {
+        let (name, rates) = (&device.name, &device.rates);
+        ensure!(machine.device(name) == Some(id), "the machine has two devices named {name}");
+        if let DeviceKind::Numa { cpus, .. } = &device.kind {
+            ensure!(!cpus.is_empty(), "the machine gives {name} no processor");
+        }
+        ensure!(
+            positive(rates.read_bytes_per_sec)
+                && positive(rates.attention_flops_per_sec)
+                && positive(rates.cache_bytes_per_sec)
+                && rates.step_nanos.is_finite()
+                && rates.step_nanos >= 0.0,
+            "the machine gives {name} a rate that is not positive"
+        );
+        for rate in &rates.linear {
+            let points = &rate.points;
+            ensure!(
+                !points.is_empty()
+                    && points.iter().all(|p| p.tokens > 0 && positive(p.weights_per_sec))
+                    && points.is_sorted_by(|a, b| a.tokens < b.tokens),
+                "the machine's {} rates of {name} are no curve of rising tokens and positive rates",
+                rate.format
+            );
+        }
+    }
+    for link in &machine.links {
+        ensure!(
+            link.from.index() < machine.devices.len() && link.to.index() < machine.devices.len(),
+            "the machine has a link between devices it lacks"
+        );
+        ensure!(
+            positive(link.bytes_per_sec)
+                && link.latency_nanos.is_finite()
+                && link.latency_nanos >= 0.0,
+            "the machine has a link whose rate is not positive"
+        );
+    }
+    Ok(())
 }
 
 /// The machine less what the options take away.
@@ -191,17 +235,10 @@ fn reduced(machine: &Machine, options: &Options) -> Result<Machine> {
         if let (DeviceKind::Gpu { .. }, Some(limit)) = (&device.kind, options.gpu_memory_bytes) {
             device.memory_bytes = device.memory_bytes.min(limit);
         }
-        if device.rates.linear.iter().any(|rate| rate.points.is_empty()) {
-            bail!("the machine gives no rate point for a format of {}", device.name);
-        }
         renamed.push(Some(reduced.devices.push(device)));
     }
     ensure!(!reduced.devices.is_empty(), "no device is left to run on");
     for link in &machine.links {
-        ensure!(
-            link.from.index() < machine.devices.len() && link.to.index() < machine.devices.len(),
-            "the machine has a link between devices it lacks"
-        );
         if let (Some(from), Some(to)) = (renamed[link.from], renamed[link.to]) {
             reduced.links.push(Link { from, to, ..link.clone() });
         }
@@ -213,7 +250,9 @@ fn reduced(machine: &Machine, options: &Options) -> Result<Machine> {
 fn stored_type(model: &Model) -> DType {
     let elements = |dtype: DType| -> u64 {
         let weights = model.weights.rows().iter().filter(|weight| weight.stored == dtype);
-        weights.map(|weight| weight.shape.iter().map(|&size| u64::from(size)).product::<u64>()).sum()
+        weights
+            .map(|weight| weight.shape.iter().map(|&size| u64::from(size)).product::<u64>())
+            .sum()
     };
     [DType::F32, DType::F16, DType::Bf16]
         .into_iter()

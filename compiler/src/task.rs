@@ -1,6 +1,6 @@
 //! A model on its way to a target, with the facts about it that several stages ask for.
 
-use ir::id::{Id as _, Table, WeightId};
+use ir::id::{Table, WeightId};
 use ir::model::Model;
 use ir::op::Op;
 
@@ -8,18 +8,18 @@ use crate::target::Target;
 
 /// One compilation.
 #[derive(Clone, Debug)]
-pub struct Task<'a> {
+pub(crate) struct Task<'a> {
     /// The model, with its layers fused.
-    pub model: &'a Model,
+    pub(crate) model: &'a Model,
     /// What is aimed at.
-    pub target: &'a Target,
+    pub(crate) target: &'a Target,
     /// Weights that a block format would harm out of proportion to the bytes it saves.
-    pub sensitive: Table<WeightId, bool>,
+    pub(crate) sensitive: Table<WeightId, bool>,
 }
 
 impl<'a> Task<'a> {
     /// Reads the facts from the graph.
-    pub fn new(model: &'a Model, target: &'a Target) -> Self {
+    pub(crate) fn new(model: &'a Model, target: &'a Target) -> Self {
         let mut sensitive: Table<WeightId, bool> =
             model.weights.rows().iter().map(|weight| weight.shape.first() == Some(&1)).collect();
         for (_, node) in model.layers.nodes() {
@@ -37,22 +37,17 @@ impl<'a> Task<'a> {
     }
 
     /// How many devices the target has.
-    pub fn devices(&self) -> usize {
+    pub(crate) fn devices(&self) -> usize {
         self.target.machine.devices.len()
     }
 
     /// One row for each device.
-    pub fn per_device<T: Clone>(&self, row: T) -> Table<ir::id::DeviceId, T> {
+    pub(crate) fn per_device<T: Clone>(&self, row: T) -> Table<ir::id::DeviceId, T> {
         vec![row; self.devices()].into_iter().collect()
     }
 
     /// The number of the transformer block that a node's name gives: its first component that is a number.
-    pub fn block(name: &str) -> Option<u32> {
+    pub(crate) fn block(name: &str) -> Option<u32> {
         name.split('.').find_map(|component| component.parse().ok())
-    }
-
-    /// Whether the id names a weight of the model.
-    pub fn has(&self, weight: WeightId) -> bool {
-        weight.index() < self.model.weights.len()
     }
 }

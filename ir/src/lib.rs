@@ -22,4 +22,4 @@ pub mod text;
 pub mod trace;
 pub mod weight;
 
-pub use fingerprint::fingerprint;
+pub use fingerprint::{fingerprint, is_sampled};

@@ -21,15 +21,15 @@ const MOST_DEVICES_FOR_PAIRS: usize = 4;
 
 /// Groups of devices, each with a range of units.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Arrangement {
+pub(crate) struct Arrangement {
     /// In the order they run.
-    pub stages: Vec<(Group, Range<usize>)>,
+    pub(crate) stages: Vec<(Group, Range<usize>)>,
     /// Whether the user fixed the shares of groups.
-    pub has_fixed_shares: bool,
+    pub(crate) has_fixed_shares: bool,
 }
 
 /// Prices of groups, each worked out once.
-pub struct Prices<'a> {
+pub(crate) struct Prices<'a> {
     task: &'a Task<'a>,
     units: &'a Units,
     pins: &'a Pins,
@@ -40,15 +40,14 @@ pub struct Prices<'a> {
 
 impl<'a> Prices<'a> {
     /// Prices for caches of `blocks` blocks.
-    pub fn new(task: &'a Task<'a>, units: &'a Units, pins: &'a Pins, blocks: u32) -> Self {
+    pub(crate) fn new(task: &'a Task<'a>, units: &'a Units, pins: &'a Pins, blocks: u32) -> Self {
         let mut free: Table<DeviceId, u64> =
             task.target.machine.devices.rows().iter().map(|device| device.memory_bytes).collect();
         let mut seen = Vec::new();
         for (id, node) in task.model.layers.nodes() {
             let Some((device, _)) = pins[id] else { continue };
             for weight in node.work.weights() {
-                let format =
-                    task.target.format(task.model, weight, device, task.sensitive[weight]);
+                let format = task.target.format(task.model, weight, device, task.sensitive[weight]);
                 let key = crate::part::WeightKey { weight, device, format, slice: None };
                 if !seen.contains(&key) {
                     free[device] = free[device].saturating_sub(key.bytes(task));
@@ -60,7 +59,7 @@ impl<'a> Prices<'a> {
     }
 
     /// Everything worth pricing when nothing is asked for.
-    pub fn simple(&mut self) -> Result<Vec<Arrangement>> {
+    pub(crate) fn simple(&mut self) -> Result<Vec<Arrangement>> {
         let devices: Vec<DeviceId> = self.task.target.machine.devices.ids().collect();
         let mut singles = Vec::new();
         let mut arrangements = Vec::new();
@@ -88,17 +87,15 @@ impl<'a> Prices<'a> {
     }
 
     /// Stages on these devices, all of them, as even in time as memory allows.
-    pub fn requested_pipeline(&mut self, devices: &[DeviceId]) -> Result<Arrangement> {
+    pub(crate) fn requested_pipeline(&mut self, devices: &[DeviceId]) -> Result<Arrangement> {
         ensure!(
             devices.len() <= self.units.len(),
             "a pipeline of {} stages needs as many layers; the model can be cut into {}",
             devices.len(),
             self.units.len()
         );
-        let priced: Vec<Priced> = devices
-            .iter()
-            .map(|&device| self.price(&Group::one(device)))
-            .collect::<Result<_>>()?;
+        let priced: Vec<Priced> =
+            devices.iter().map(|&device| self.price(&Group::one(device))).collect::<Result<_>>()?;
         let sequence: Vec<&Priced> = priced.iter().collect();
         for pair in devices.windows(2) {
             let names = (self.task.target.name(pair[0]), self.task.target.name(pair[1]));
@@ -112,7 +109,7 @@ impl<'a> Prices<'a> {
     }
 
     /// All layers shared by these devices, in these proportions or by their speed.
-    pub fn requested_group(
+    pub(crate) fn requested_group(
         &mut self,
         devices: &[DeviceId],
         shares: Option<Vec<f64>>,
@@ -179,11 +176,7 @@ impl<'a> Prices<'a> {
     }
 
     /// Sequences of groups that pipelines are cut along.
-    fn sequences<'p>(
-        &self,
-        singles: &'p [Priced],
-        groups: &'p [Priced],
-    ) -> Vec<Vec<&'p Priced>> {
+    fn sequences<'p>(&self, singles: &'p [Priced], groups: &'p [Priced]) -> Vec<Vec<&'p Priced>> {
         let mut fastest: Vec<&Priced> = singles.iter().collect();
         fastest.sort_by(|a, b| self.speed(b).total_cmp(&self.speed(a)));
         let mut sequences = Vec::new();
@@ -241,21 +234,10 @@ impl<'a> Prices<'a> {
         }
     }
 
-    fn pipeline(
-        &self,
-        sequence: &[&Priced],
-        goal: Goal,
-        uses_all: bool,
-    ) -> Option<Arrangement> {
+    fn pipeline(&self, sequence: &[&Priced], goal: Goal, uses_all: bool) -> Option<Arrangement> {
         let handover = |from, to| self.handover(from, to);
-        let stages = cut(
-            self.task.target,
-            sequence,
-            handover,
-            |device| self.free[device],
-            goal,
-            uses_all,
-        )?;
+        let stages =
+            cut(self.task.target, sequence, handover, |device| self.free[device], goal, uses_all)?;
         let stages = stages
             .into_iter()
             .map(|(group, range)| (sequence[group].group.clone(), range))
@@ -291,7 +273,7 @@ impl<'a> Prices<'a> {
 }
 
 /// Nanoseconds to hand an activation of the model's width from one device to another.
-pub fn handover_of(task: &Task<'_>, from: DeviceId, to: DeviceId) -> Option<Times> {
+pub(crate) fn handover_of(task: &Task<'_>, from: DeviceId, to: DeviceId) -> Option<Times> {
     let (_, first) = task.model.layers.nodes().next()?;
     let ty = &task.model.layers.value(first.outputs[0]).ty;
     handover(&task.target.machine, task.target, ty, from, to)
@@ -299,7 +281,7 @@ pub fn handover_of(task: &Task<'_>, from: DeviceId, to: DeviceId) -> Option<Time
 
 impl Arrangement {
     /// The group of every node: its stage's, or that of its pin.
-    pub fn groups(&self, units: &Units, pins: &Pins) -> (Vec<Group>, Table<NodeId, usize>) {
+    pub(crate) fn groups(&self, units: &Units, pins: &Pins) -> (Vec<Group>, Table<NodeId, usize>) {
         let mut groups: Vec<Group> = self.stages.iter().map(|(group, _)| group.clone()).collect();
         let mut group_of = Table::default();
         for (id, pin) in pins.iter() {
@@ -321,7 +303,7 @@ impl Arrangement {
     }
 
     /// What it is, for people.
-    pub fn name(&self, task: &Task<'_>) -> String {
+    pub(crate) fn name(&self, task: &Task<'_>) -> String {
         let group = |group: &Group| {
             let names: Vec<&str> =
                 group.devices.iter().map(|&device| task.target.name(device)).collect();
@@ -337,8 +319,10 @@ impl Arrangement {
         }
     }
 
-    /// Takes work from members of shared groups that lack memory, in proportion. False where nothing changes.
-    pub fn shift_shares(&mut self, plan: &Plan) -> bool {
+    /// Gives the work that members of shared groups lack memory for to the members that have some left.
+    ///
+    /// False where nothing can change.
+    pub(crate) fn shift_shares(&mut self, plan: &Plan) -> bool {
         /// Parts are whole heads and blocks, so a share aims a little below the limit.
         const MARGIN: f64 = 0.97;
         if self.has_fixed_shares {
@@ -346,15 +330,37 @@ impl Arrangement {
         }
         let mut changed = false;
         for (group, _) in self.stages.iter_mut().filter(|(group, _)| group.devices.len() > 1) {
-            for (device, share) in group.devices.iter().zip(&mut group.shares) {
-                let bytes = &plan.forecast.devices[*device];
-                let held = (bytes.weight_bytes + bytes.cache_bytes) as f64;
-                let room = bytes.capacity_bytes.saturating_sub(bytes.buffer_bytes) as f64;
-                if held > room && room > 0.0 {
-                    *share *= room / held * MARGIN;
-                    changed = true;
-                }
+            let sum: f64 = group.shares.iter().sum();
+            // How much of its own share each member has room for.
+            let room: Vec<f64> = group
+                .devices
+                .iter()
+                .map(|&device| {
+                    let bytes = &plan.forecast.devices[device];
+                    let held = (bytes.weight_bytes + bytes.cache_bytes).max(1) as f64;
+                    let room = bytes.capacity_bytes.saturating_sub(bytes.buffer_bytes);
+                    room as f64 / held
+                })
+                .collect();
+            let lacking: Vec<bool> = room.iter().map(|&room| room < 1.0).collect();
+            let shares = || group.shares.iter().zip(room.iter().zip(&lacking));
+            let kept: f64 = shares()
+                .filter(|(_, (_, lacks))| **lacks)
+                .map(|(share, (room, _))| share / sum * room * MARGIN)
+                .sum();
+            let others: f64 =
+                shares().filter(|(_, (_, lacks))| !**lacks).map(|(share, _)| share / sum).sum();
+            if kept == 0.0 || others == 0.0 {
+                continue;
             }
+            let shifted = shares()
+                .map(|(share, (room, lacks))| match lacks {
+                    true => share / sum * room * MARGIN,
+                    false => share / sum * (1.0 - kept) / others,
+                })
+                .collect();
+            group.shares = shifted;
+            changed = true;
         }
         changed
     }

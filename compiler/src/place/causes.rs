@@ -1,8 +1,10 @@
 //! Why each node is where it is, and where it would be next.
 
+use std::collections::BTreeSet;
+
 use anyhow::Result;
 use ir::graph::{Cause, Placed, Reason, RunnerUp};
-use ir::id::{NodeId, Table};
+use ir::id::{DeviceId, NodeId, Table};
 
 use crate::options::{Options, Request};
 use crate::place::candidates::{Arrangement, handover_of};
@@ -15,7 +17,7 @@ use crate::task::Task;
 ///
 /// The runner-up of a unit is the single device that it would move to at the least cost, handovers included,
 /// with everything else where it is; the gap is one decode step's.
-pub fn explain(
+pub(crate) fn explain(
     task: &Task<'_>,
     options: &Options,
     units: &Units,
@@ -37,7 +39,15 @@ pub fn explain(
     let taken = taken_bytes(task, arrangement, &chosen);
     let mut causes = Vec::new();
     for unit in 0..units.len() {
-        causes.push(unit_cause(task, options, arrangement, &chosen, &others, &taken, unit));
+        let on: BTreeSet<DeviceId> = nodes
+            .iter()
+            .filter(|(id, _)| units.of[*id] == unit)
+            .flat_map(|(_, placed)| placed.layouts[0].devices.iter().copied())
+            .collect();
+        // Where the unit is alone already is no other place.
+        let elsewhere: Vec<&Priced> =
+            others.iter().filter(|other| !on.iter().eq(&other.group.devices)).collect();
+        causes.push(unit_cause(task, options, arrangement, &chosen, &elsewhere, &taken, unit));
     }
     for (id, placed) in (0..nodes.len()).map(ir::id::Id::from_index).zip(nodes.rows_mut()) {
         if placed.cause.reason == Reason::FollowsInput {
@@ -56,12 +66,13 @@ fn taken_bytes(
     task: &Task<'_>,
     arrangement: &Arrangement,
     chosen: &[Priced],
-) -> Table<ir::id::DeviceId, u64> {
+) -> Table<DeviceId, u64> {
     let mut taken = task.per_device(0);
     for ((group, range), priced) in arrangement.stages.iter().zip(chosen) {
         for (member, &device) in group.devices.iter().enumerate() {
             taken[device] += priced.buffers[member];
-            taken[device] += priced.bytes[range.clone()].iter().map(|unit| unit[member]).sum::<u64>();
+            taken[device] +=
+                priced.bytes[range.clone()].iter().map(|unit| unit[member]).sum::<u64>();
         }
     }
     taken
@@ -72,8 +83,8 @@ fn unit_cause(
     options: &Options,
     arrangement: &Arrangement,
     chosen: &[Priced],
-    others: &[Priced],
-    taken: &Table<ir::id::DeviceId, u64>,
+    others: &[&Priced],
+    taken: &Table<DeviceId, u64>,
     unit: usize,
 ) -> Cause {
     let stage = |unit: usize| {
@@ -97,8 +108,7 @@ fn unit_cause(
     let here = chosen[own].times[unit].decode as i64 + handovers(leader(own)).unwrap_or(0);
     let mut options_elsewhere: Vec<(i64, &Priced)> = others
         .iter()
-        .filter(|other| other.group.devices != arrangement.stages[own].0.devices)
-        .filter_map(|other| {
+        .filter_map(|&other| {
             let there = other.times[unit].decode as i64 + handovers(other.group.devices[0])?;
             Some((there - here, other))
         })

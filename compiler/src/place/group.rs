@@ -4,26 +4,26 @@ use ir::id::DeviceId;
 
 /// Distinct devices with the share of the work that each should get.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Group {
+pub(crate) struct Group {
     /// The first one leads: it does what cannot be shared.
-    pub devices: Vec<DeviceId>,
+    pub(crate) devices: Vec<DeviceId>,
     /// Positive, in any scale.
-    pub shares: Vec<f64>,
+    pub(crate) shares: Vec<f64>,
 }
 
 /// Granularities of a divided axis, best first: whole blocks of the block formats, then whole vector registers.
-pub const FEATURE_GRAINS: [u32; 4] = [32, 16, 8, 1];
+pub(crate) const FEATURE_GRAINS: [u32; 4] = [32, 16, 8, 1];
 
 impl Group {
     /// One device.
-    pub fn one(device: DeviceId) -> Self {
+    pub(crate) fn one(device: DeviceId) -> Self {
         Self { devices: vec![device], shares: vec![1.0] }
     }
 
     /// Divides `total` in whole multiples of `grain`, at least one for each device, in proportion to the shares.
     ///
     /// `None` when `total` is no multiple of `grain` or has too few of them.
-    pub fn parts(&self, total: u32, grain: u32) -> Option<Vec<u32>> {
+    pub(crate) fn parts(&self, total: u32, grain: u32) -> Option<Vec<u32>> {
         let devices = self.devices.len();
         let grains = total / grain;
         if !total.is_multiple_of(grain) || (grains as usize) < devices {
@@ -55,7 +55,7 @@ impl Group {
     }
 
     /// Divides features in the coarsest grain that they allow.
-    pub fn feature_parts(&self, total: u32) -> Option<Vec<u32>> {
+    pub(crate) fn feature_parts(&self, total: u32) -> Option<Vec<u32>> {
         FEATURE_GRAINS.into_iter().find_map(|grain| self.parts(total, grain))
     }
 }

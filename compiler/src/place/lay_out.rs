@@ -7,15 +7,15 @@
 use anyhow::{Context as _, Result};
 use ir::dag::Node;
 use ir::graph::{Cause, Placed, Reason, Work};
-use ir::id::{DeviceId, NodeId, Table, ValueId};
+use ir::id::{NodeId, Table, ValueId};
 use ir::layout::{Layout, Share};
 use ir::model::Model;
-use ir::op::{Linear, Op, Then};
+use ir::op::{Attention, Linear, Op, Then};
 
 use crate::place::group::Group;
 
 /// Places every node on its group. Fails when heads cannot be divided between the devices of a group.
-pub fn lay_out(
+pub(crate) fn lay_out(
     model: &Model,
     groups: &[Group],
     group_of: &Table<NodeId, usize>,
@@ -91,11 +91,9 @@ fn place_node(
                     (all(&whole, inputs), all(&whole, outputs))
                 }
             }
-            Op::Norm(_)
-            | Op::Add
-            | Op::SigmoidGate
-            | Op::Route { .. }
-            | Op::SelectRows => (all(&whole, inputs), all(&whole, outputs)),
+            Op::Norm(_) | Op::Add | Op::SigmoidGate | Op::Route { .. } | Op::SelectRows => {
+                (all(&whole, inputs), all(&whole, outputs))
+            }
         }
     };
     let is_bound = !node.work.weights().is_empty() || node.work.cache().is_some();
@@ -136,47 +134,48 @@ fn cuts(model: &Model, groups: &[Group], group_of: &Table<NodeId, usize>) -> Res
         if group.devices.len() == 1 {
             continue;
         }
-        match &node.work {
-            Op::Attention(attention) => {
-                let head_dim = attention.head_dim;
-                let scaled = |parts: Vec<u32>, factor: u32| -> Vec<u32> {
-                    parts.into_iter().map(|part| part * factor).collect()
-                };
-                let [q, k, v] = [node.inputs[0], node.inputs[1], node.inputs[2]];
-                let heads = if let Some(parts) = group.parts(attention.kv_heads, 1) {
-                    cuts[k] = Some(scaled(parts.clone(), head_dim));
-                    cuts[v] = Some(scaled(parts.clone(), head_dim));
-                    scaled(parts, attention.group)
-                } else {
-                    group.parts(attention.heads, 1).with_context(|| {
-                        format!(
-                            "{} attention heads are too few for {} devices",
-                            attention.heads,
-                            group.devices.len()
-                        )
-                    })?
-                };
-                cuts[q] = Some(scaled(heads.clone(), head_dim));
-                cuts[node.outputs[0]] = Some(scaled(heads, head_dim));
-            }
-            Op::Linear(linear) if linear.then != Then::Nothing && !linear.residual => {
+        if let Op::Attention(attention) = &node.work {
+            cut_heads(node, attention, group, &mut cuts)?;
+        } else if let Op::Linear(linear) = &node.work {
+            if linear.then != Then::Nothing && !linear.residual {
                 cuts[node.outputs[0]] = group.feature_parts(features(node.outputs[0]));
             }
-            Op::Gate(_) | Op::Activate(_)
-                if node.inputs.iter().all(|&value| made_by_linear(value, group_of[id])) =>
-            {
-                let parts = group.feature_parts(features(node.outputs[0]));
-                for &value in node.inputs.iter().chain(&node.outputs) {
-                    cuts[value] = parts.clone();
-                }
+        } else if matches!(node.work, Op::Gate(_) | Op::Activate(_))
+            && node.inputs.iter().all(|&value| made_by_linear(value, group_of[id]))
+        {
+            let parts = group.feature_parts(features(node.outputs[0]));
+            for &value in node.inputs.iter().chain(&node.outputs) {
+                cuts[value] = parts.clone();
             }
-            _ => (),
         }
     }
     for &logits in graph.outputs() {
         cut_logits(model, groups, group_of, &mut cuts, logits);
     }
     Ok(cuts)
+}
+
+/// Cuts queries by heads, keys and values by the heads that these read.
+fn cut_heads(node: &Node<Op>, attention: &Attention, group: &Group, cuts: &mut Cuts) -> Result<()> {
+    let scaled = |parts: Vec<u32>, factor: u32| -> Vec<u32> {
+        parts.into_iter().map(|part| part * factor).collect()
+    };
+    let head_dim = attention.head_dim;
+    let heads = if let Some(parts) = group.parts(attention.kv_heads, 1) {
+        for &value in &node.inputs[1..] {
+            cuts[value] = Some(scaled(parts.clone(), head_dim));
+        }
+        scaled(parts, attention.group)
+    } else {
+        group.parts(attention.heads, 1).with_context(|| {
+            let devices = group.devices.len();
+            format!("{} attention heads are too few for {devices} devices", attention.heads)
+        })?
+    };
+    let features = scaled(heads, head_dim);
+    cuts[node.inputs[0]] = Some(features.clone());
+    cuts[node.outputs[0]] = Some(features);
+    Ok(())
 }
 
 /// Cuts the vocabulary: the last linear's rows and what follows it elementwise.
@@ -210,4 +209,3 @@ fn cut_logits(
         }
     }
 }
-

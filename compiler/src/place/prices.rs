@@ -25,11 +25,11 @@ const ANSWER_TOKENS: u64 = 128;
 
 /// Times of the programs that a placement is judged by.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Times {
+pub(crate) struct Times {
     /// One prefill of the largest extent.
-    pub prefill: u64,
+    pub(crate) prefill: u64,
     /// One decode step: of one sequence for latency, of the most sequences for throughput.
-    pub decode: u64,
+    pub(crate) decode: u64,
 }
 
 impl Times {
@@ -37,7 +37,7 @@ impl Times {
     ///
     /// Latency: the time of a full prompt and an answer of 128 tokens, `prefill + 128 · decode`.
     /// Throughput: the busiest lane's work for one such request, `prefill + 128 · decode / sequences`.
-    pub fn score(self, target: &Target) -> u64 {
+    pub(crate) fn score(self, target: &Target) -> u64 {
         let sequences = match target.objective {
             Objective::Latency => 1,
             Objective::Throughput => u64::from(target.max_sequences),
@@ -47,7 +47,7 @@ impl Times {
 }
 
 /// The batches that placements are priced with.
-pub fn priced_batches(target: &Target) -> Vec<Batch> {
+pub(crate) fn priced_batches(target: &Target) -> Vec<Batch> {
     let mut batches = vec![target.prefill(), target.decode(1)];
     if target.objective == Objective::Throughput && target.max_sequences > 1 {
         batches.push(target.decode(target.max_sequences));
@@ -57,22 +57,22 @@ pub fn priced_batches(target: &Target) -> Vec<Batch> {
 
 /// Units priced on one group.
 #[derive(Clone, Debug)]
-pub struct Priced {
+pub(crate) struct Priced {
     /// The devices.
-    pub group: Group,
+    pub(crate) group: Group,
     /// Times of each unit.
-    pub times: Vec<Times>,
+    pub(crate) times: Vec<Times>,
     /// For each unit the bytes on each member: weights and caches.
-    pub bytes: Vec<Vec<u64>>,
+    pub(crate) bytes: Vec<Vec<u64>>,
     /// The most bytes of buffers on each member.
-    pub buffers: Vec<u64>,
+    pub(crate) buffers: Vec<u64>,
 }
 
 /// Where nodes run, and whether the user said so.
-pub type Pins = Table<NodeId, Option<(DeviceId, String)>>;
+pub(crate) type Pins = Table<NodeId, Option<(DeviceId, String)>>;
 
 /// Prices all units on one group, each with its neighbours on the same group.
-pub fn price_group(
+pub(crate) fn price_group(
     task: &Task<'_>,
     units: &Units,
     pins: &Pins,
@@ -82,12 +82,8 @@ pub fn price_group(
     let group_of = task.model.layers.nodes().map(|_| 0).collect();
     let graph = arrange(task, std::slice::from_ref(group), &group_of)?;
     let plan = emit(task, &graph, &priced_batches(task.target), |_| blocks)?;
-    let unit_of: HashMap<&str, usize> = task
-        .model
-        .layers
-        .nodes()
-        .map(|(id, node)| (node.name.as_str(), units.of[id]))
-        .collect();
+    let unit_of: HashMap<&str, usize> =
+        task.model.layers.nodes().map(|(id, node)| (node.name.as_str(), units.of[id])).collect();
     let times = |program: &Program| -> Vec<u64> {
         // Members work in step, so a unit takes as long as its busiest member.
         let mut busy = vec![task.per_device(0u64); units.len()];
@@ -118,7 +114,7 @@ pub fn price_group(
 }
 
 /// The placed graph of nodes on groups, with its moves.
-pub fn arrange(
+pub(crate) fn arrange(
     task: &Task<'_>,
     groups: &[Group],
     group_of: &Table<NodeId, usize>,
@@ -164,7 +160,7 @@ fn unit_bytes(
 }
 
 /// Bytes that a plan lacks on the device that lacks most.
-pub fn missing(plan: &Plan) -> Option<(DeviceId, u64)> {
+pub(crate) fn missing(plan: &Plan) -> Option<(DeviceId, u64)> {
     let lacking = plan.forecast.devices.iter().filter_map(|(device, bytes)| {
         let needed = bytes.weight_bytes + bytes.cache_bytes + bytes.buffer_bytes;
         needed.checked_sub(bytes.capacity_bytes).filter(|&bytes| bytes > 0).map(|b| (device, b))
@@ -175,7 +171,7 @@ pub fn missing(plan: &Plan) -> Option<(DeviceId, u64)> {
 /// Nanoseconds to hand the activations of one unit to the next, for prefill and decode.
 ///
 /// `None` where no link leads from one device to the other.
-pub fn handover(
+pub(crate) fn handover(
     machine: &Machine,
     target: &Target,
     value: &TensorType,
@@ -194,4 +190,3 @@ pub fn handover(
     };
     Some(Times { prefill: nanos(&batches[0]), decode: nanos(&batches[batches.len() - 1]) })
 }
-

@@ -9,7 +9,7 @@ use crate::target::Target;
 
 /// What a pipeline minimises.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Goal {
+pub(crate) enum Goal {
     /// The sum over stages and handovers: a run passes them one after the other.
     Sum,
     /// The slowest stage: runs overlap.
@@ -17,12 +17,12 @@ pub enum Goal {
 }
 
 /// Ranges of units, each with the index of its group in the sequence.
-pub type Stages = Vec<(usize, Range<usize>)>;
+pub(crate) type Stages = Vec<(usize, Range<usize>)>;
 
 /// The best stages of `sequence`, in its order, within the `free` bytes of devices.
 ///
 /// Groups may be left out unless `uses_all`. `None` when nothing fits.
-pub fn cut(
+pub(crate) fn cut(
     target: &Target,
     sequence: &[&Priced],
     handover: impl Fn(DeviceId, DeviceId) -> Option<Times>,

@@ -7,16 +7,16 @@ use crate::task::Task;
 
 /// The units of a model, in the order they run.
 #[derive(Clone, Debug)]
-pub struct Units {
+pub(crate) struct Units {
     /// Names for people.
-    pub names: Vec<String>,
+    pub(crate) names: Vec<String>,
     /// The unit of each node. Never falls along the order of nodes that read each other.
-    pub of: Table<NodeId, usize>,
+    pub(crate) of: Table<NodeId, usize>,
 }
 
 impl Units {
     /// Reads the blocks from the names of nodes.
-    pub fn new(model: &Model) -> Self {
+    pub(crate) fn new(model: &Model) -> Self {
         let graph = &model.layers;
         let mut names: Vec<String> = Vec::new();
         let mut of: Table<NodeId, usize> = Table::default();
@@ -48,7 +48,7 @@ impl Units {
     }
 
     /// Number of units.
-    pub fn len(&self) -> usize {
+    pub(crate) fn len(&self) -> usize {
         self.names.len()
     }
 }
