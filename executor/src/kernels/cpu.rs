@@ -2,6 +2,9 @@
 
 pub mod isa;
 
+mod lanes;
+mod math;
+
 pub mod pack;
 mod quantize;
 mod unpack;
@@ -13,14 +16,12 @@ mod tile;
 pub mod experts;
 pub mod linear;
 
-mod lanes;
-mod math;
-
 pub mod activation;
-pub mod attention;
 pub mod cache;
 pub mod norm;
 pub mod rope;
+
+pub mod attention;
 pub mod router;
 pub mod rows;
 

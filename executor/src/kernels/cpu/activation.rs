@@ -147,17 +147,6 @@ impl Kernel for SigmoidGateRow<'_> {
     }
 }
 
-/// One of the activations.
-#[inline(always)]
-pub(crate) fn activate_lanes<L: Lanes>(activation: Activation, x: L) -> L {
-    match activation {
-        Activation::Relu => relu(x),
-        Activation::Silu => silu(x),
-        Activation::Gelu => gelu(x),
-        Activation::GeluTanh => gelu_tanh(x),
-    }
-}
-
 #[inline(always)]
 fn relu<L: Lanes>(x: L) -> L {
     L::splat(0.0).max(x)
@@ -180,4 +169,98 @@ fn gelu_tanh<L: Lanes>(x: L) -> L {
     // √(2 / π)
     let bent = tanh(cubic.mul(L::splat(0.797_884_6)));
     x.mul(L::splat(0.5)).mul(bent.add(L::splat(1.0)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::testing::{Random, distance, erf_in_64_bits, with_team};
+    use super::*;
+
+    const ACTIVATIONS: [Activation; 4] =
+        [Activation::Relu, Activation::Silu, Activation::Gelu, Activation::GeluTanh];
+
+    fn activated(activation: Activation, x: f64) -> f64 {
+        match activation {
+            Activation::Relu => x.max(0.0),
+            Activation::Silu => x / (1.0 + (-x).exp()),
+            Activation::Gelu => 0.5 * x * (1.0 + erf_in_64_bits(x / 2.0_f64.sqrt())),
+            Activation::GeluTanh => {
+                let bent = (2.0 / std::f64::consts::PI).sqrt() * (x + 0.044715 * x.powi(3));
+                0.5 * x * (1.0 + bent.tanh())
+            }
+        }
+    }
+
+    /// Runs `kernel` at every level on few and many elements against `reference` of each pair.
+    fn check(
+        kernel: impl Fn(&Team, Isa, &[f32], &[f32], &mut [f32]) + Sync,
+        reference: impl Fn(f64, f64) -> f64 + Sync,
+    ) {
+        with_team(2, |team| {
+            for count in [1, 16, 37, 50_000, 50_001] {
+                let mut random = Random(5);
+                let mut a: Vec<f32> = random.floats(count).iter().map(|x| x * 9.0).collect();
+                // Errors are measured against the largest result, which must not be next to nothing.
+                a[0] = 4.0;
+                let b = random.floats(count);
+                let pairs = a.iter().zip(&b);
+                let expected: Vec<f64> =
+                    pairs.map(|(&a, &b)| reference(f64::from(a), f64::from(b))).collect();
+                for isa in Isa::available() {
+                    let mut out = vec![f32::NAN; count];
+                    kernel(team, isa, &a, &b, &mut out);
+                    let error = distance(&out, &expected);
+                    assert!(error < 3e-7, "{isa}, {count} elements: off by {error}");
+                }
+            }
+        });
+    }
+
+    #[test]
+    fn activations_and_gates_match_the_reference() {
+        for kind in ACTIVATIONS {
+            check(
+                |team, isa, x, _, out| activate(team, isa, kind, x, out),
+                |x, _| activated(kind, x),
+            );
+            check(
+                |team, isa, x, up, out| gate(team, isa, kind, x, up, out),
+                |x, up| activated(kind, x) * up,
+            );
+        }
+    }
+
+    #[test]
+    fn sums_factors_and_bounds_match_the_reference() {
+        check(add, |a, b| a + b);
+        check(|team, isa, x, _, out| scale(team, isa, 0.3, x, out), |x, _| f64::from(0.3_f32) * x);
+        check(
+            |team, isa, x, _, out| soft_cap(team, isa, 5.0, x, out),
+            |x, _| 5.0 * (x / 5.0).tanh(),
+        );
+    }
+
+    #[test]
+    fn each_row_has_its_own_sigmoid_gate() {
+        let mut random = Random(9);
+        for (tokens, features) in [(1, 7), (3, 48), (40, 1000)] {
+            let (gates, x) = (random.floats(tokens), random.floats(tokens * features));
+            let expected: Vec<f64> = x
+                .iter()
+                .enumerate()
+                .map(|(i, &x)| {
+                    activated(Activation::Silu, f64::from(gates[i / features]))
+                        / f64::from(gates[i / features])
+                        * f64::from(x)
+                })
+                .collect();
+            with_team(2, |team| {
+                for isa in Isa::available() {
+                    let mut out = vec![f32::NAN; x.len()];
+                    sigmoid_gate(team, isa, &gates, features, &x, &mut out);
+                    assert!(distance(&out, &expected) < 3e-7, "{isa}");
+                }
+            });
+        }
+    }
 }

@@ -257,7 +257,7 @@ impl Work<'_> {
         let scores = Scores { scale: attention.scale, soft_cap: attention.soft_cap };
         for first in piece.keys.clone().step_by(SPAN_TOKENS) {
             let end = piece.keys.end.min(first + SPAN_TOKENS);
-            let span = self.span(sequence, job.kv_head, first..end);
+            let span = self.span(sequence, job.kv_head, first..end, piece.keys.end);
             // SAFETY: the span is of this cache, whose elements are those of `P`.
             unsafe { span::attend::<L, P>(rows, &span, scores) };
         }
@@ -311,15 +311,17 @@ impl Work<'_> {
         }
     }
 
-    /// Where the keys and values of tokens `tokens` lie; they begin at a tile.
+    /// Where the keys and values of `tokens` lie, which begin at a tile, and those of the tokens after, up to `end`.
     #[inline(always)]
-    fn span(&self, sequence: &Sequence, kv_head: usize, tokens: Range<usize>) -> Span {
+    fn span(&self, sequence: &Sequence, kv_head: usize, tokens: Range<usize>, end: usize) -> Span {
         let shape = self.cache.shape();
         let mut span = Span {
             first: tokens.start,
             tiles: tokens.len().div_ceil(TILE_TOKENS),
             keys: [ptr::null(); SPAN_TILES],
             values: [ptr::null(); SPAN_TILES],
+            next_keys: [ptr::null(); SPAN_TILES],
+            next_values: [ptr::null(); SPAN_TILES],
             key_scales: [ptr::null(); SPAN_TILES],
             value_scales: [ptr::null(); SPAN_TILES],
         };
@@ -330,6 +332,15 @@ impl Work<'_> {
             unsafe {
                 span.keys[tile] = keys.add(offset);
                 span.values[tile] = values.add(offset);
+                let next = token + SPAN_TOKENS;
+                if next < end {
+                    let offset = shape.tile_offset(sequence.blocks, kv_head, next);
+                    span.next_keys[tile] = keys.add(offset);
+                    span.next_values[tile] = values.add(offset);
+                } else {
+                    span.next_keys[tile] = span.keys[tile];
+                    span.next_values[tile] = span.values[tile];
+                }
                 if shape.element == Element::Int8 {
                     let offset = shape.scale_offset(sequence.blocks, kv_head, token);
                     span.key_scales[tile] = keys.add(offset).cast();

@@ -116,3 +116,67 @@ fn sum_of_squares<L: Lanes>(x: &[f32], mean: f32) -> f32 {
     let rest: f32 = rest.iter().map(|x| (x - mean) * (x - mean)).sum();
     sums[0].add(sums[1]).add(sums[2].add(sums[3])).sum() + rest
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::testing::{Random, distance, with_team};
+    use super::*;
+
+    fn expected(norm: &Norm, x: &[f32]) -> Vec<f64> {
+        let x: Vec<f64> = x.iter().map(|&x| f64::from(x)).collect();
+        let count = x.len() as f64;
+        let mean = match norm.kind {
+            NormKind::Rms => 0.0,
+            NormKind::Layer => x.iter().sum::<f64>() / count,
+        };
+        let variance = x.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / count;
+        let root = (variance + f64::from(norm.epsilon)).sqrt();
+        let weight =
+            |weights: Option<&[f32]>, i: usize, other| weights.map_or(other, |w| w[i].into());
+        let offset = f64::from(norm.scale_offset);
+        let normal = x.iter().enumerate().map(|(i, x)| {
+            let scale = norm.scale.map_or(1.0, |_| weight(norm.scale, i, 0.0) + offset);
+            (x - mean) / root * scale + weight(norm.bias, i, 0.0)
+        });
+        normal.collect()
+    }
+
+    fn check(kind: NormKind, tokens: usize, groups: usize, features: usize) {
+        let mut random = Random(77);
+        let (scale, bias) = (random.floats(features), random.floats(features));
+        let x: Vec<f32> =
+            random.floats(tokens * groups * features).iter().map(|x| x * 3.0 + 5.0).collect();
+        let residual = random.floats(x.len());
+        for (scale, bias, residual, scale_offset) in [
+            (None, None, None, 0.0),
+            (Some(&scale[..]), None, Some(&residual[..]), 1.0),
+            (Some(&scale[..]), Some(&bias[..]), None, 0.0),
+        ] {
+            let wanted = Norm { kind, scale, bias, epsilon: 1e-5, scale_offset };
+            let mut reference = Vec::new();
+            x.chunks_exact(features).for_each(|row| reference.extend(expected(&wanted, row)));
+            for (value, residual) in reference.iter_mut().zip(residual.unwrap_or(&[])) {
+                *value += f64::from(*residual);
+            }
+            with_team(2, |team| {
+                for isa in Isa::available() {
+                    let mut out = vec![f32::NAN; x.len()];
+                    norm(team, isa, &wanted, features, &x, residual, &mut out);
+                    let error = distance(&out, &reference);
+                    assert!(error < 2e-6, "{isa}, {kind:?}, {features} features: off by {error}");
+                }
+            });
+        }
+    }
+
+    #[test]
+    fn rows_of_any_length_match_the_reference() {
+        for kind in [NormKind::Rms, NormKind::Layer] {
+            for (tokens, groups, features) in
+                [(1, 1, 1), (3, 1, 15), (2, 4, 16), (5, 3, 33), (70, 1, 576), (9, 2, 2048)]
+            {
+                check(kind, tokens, groups, features);
+            }
+        }
+    }
+}

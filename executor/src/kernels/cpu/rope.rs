@@ -69,3 +69,24 @@ pub(super) fn rotate<L: Lanes>(rope: &RopeView, token: usize, head: &mut [f32]) 
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::testing::with_team;
+    use super::*;
+
+    #[test]
+    fn tables_hold_cosines_then_sines_of_every_position() {
+        let frequencies: Vec<f32> = (0..33).map(|i| 1e4_f32.powf(-i as f32 / 33.0)).collect();
+        let positions: Vec<u32> = (0..600).map(|i| i * 211 % 100_000).collect();
+        let mut table = vec![f32::NAN; positions.len() * 66];
+        with_team(2, |team| rope_table(team, &positions, &frequencies, 1.5, &mut table));
+        for (row, &position) in table.chunks_exact(66).zip(&positions) {
+            for (i, frequency) in frequencies.iter().enumerate() {
+                let (sin, cos) = f64::from(position as f32 * frequency).sin_cos();
+                assert!((f64::from(row[i]) - 1.5 * cos).abs() < 3e-7);
+                assert!((f64::from(row[33 + i]) - 1.5 * sin).abs() < 3e-7);
+            }
+        }
+    }
+}

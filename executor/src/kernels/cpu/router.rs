@@ -51,3 +51,43 @@ fn choose(logits: &[f32], ids: &mut [i32]) {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::testing::{Random, distance};
+    use super::*;
+
+    /// Sorts all experts by falling weight.
+    fn expected(logits: &[f32], used: usize, renormalise: bool) -> (Vec<i32>, Vec<f64>) {
+        let total: f64 = logits.iter().map(|&logit| f64::from(logit).exp()).sum();
+        let mut order: Vec<usize> = (0..logits.len()).collect();
+        order.sort_by(|&a, &b| logits[b].total_cmp(&logits[a]));
+        order.truncate(used);
+        let weight = |&id: &usize| f64::from(logits[id]).exp() / total;
+        let sum: f64 = if renormalise { order.iter().map(weight).sum() } else { 1.0 };
+        let weights = order.iter().map(|id| weight(id) / sum).collect();
+        (order.iter().map(|&id| id as i32).collect(), weights)
+    }
+
+    #[test]
+    fn the_largest_logits_are_chosen_with_their_softmax_weights() {
+        let mut random = Random(31);
+        for (experts, used) in [(1, 1), (8, 2), (60, 4), (128, 8), (5, 5)] {
+            let tokens = 17;
+            // Few distinct logits, so that there are ties.
+            let logits: Vec<f32> =
+                (0..tokens * experts).map(|_| (random.next() % 11) as f32 / 2.0 - 3.0).collect();
+            for renormalise in [false, true] {
+                let (mut ids, mut weights) =
+                    (vec![-1; tokens * used], vec![f32::NAN; tokens * used]);
+                route(&logits, experts, used, renormalise, &mut ids, &mut weights);
+                for (token, logits) in logits.chunks_exact(experts).enumerate() {
+                    let (best, shares) = expected(logits, used, renormalise);
+                    let range = token * used..(token + 1) * used;
+                    assert_eq!(ids[range.clone()], best);
+                    assert!(distance(&weights[range], &shares) < 1e-6);
+                }
+            }
+        }
+    }
+}

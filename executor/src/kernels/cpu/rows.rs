@@ -163,3 +163,62 @@ impl Kernel for GatherRow<'_> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::testing::{Random, with_team};
+    use super::*;
+
+    /// Looks rows up and adds positions, for one way of storing the table.
+    fn check(
+        features: usize,
+        tokens: usize,
+        store: impl Fn(&[f32], &mut dyn FnMut(Lookup)) + Sync,
+    ) {
+        let mut random = Random(3);
+        // Multiples of 1/4 below 32 are the same in all formats.
+        let table: Vec<f32> =
+            (0..40 * features).map(|_| (random.next() % 128) as f32 / 4.0).collect();
+        let ids: Vec<u32> = (0..tokens).map(|_| (random.next() % 38) as u32).collect();
+        let row = |id: u32| &table[id as usize * features..][..features];
+        with_team(2, |team| {
+            for isa in Isa::available() {
+                store(&table, &mut |lookup| {
+                    let mut out = vec![f32::NAN; tokens * features];
+                    embed(team, isa, lookup, &ids, 0.5, &mut out);
+                    for (out, &id) in out.chunks_exact(features).zip(&ids) {
+                        assert!(out.iter().zip(row(id)).all(|(out, x)| *out == x * 0.5), "{isa}");
+                    }
+                    add_positions(team, isa, lookup, &ids, 2, &mut out);
+                    for (out, &id) in out.chunks_exact(features).zip(&ids) {
+                        let sums = row(id).iter().zip(row(id + 2)).map(|(x, y)| x * 0.5 + y);
+                        assert!(sums.zip(out).all(|(sum, out)| sum == *out), "{isa}");
+                    }
+                });
+            }
+        });
+    }
+
+    #[test]
+    fn rows_of_all_formats_are_looked_up() {
+        for (features, tokens) in [(1, 1), (16, 3), (23, 5), (600, 64)] {
+            check(features, tokens, |table, run| run(Lookup::F32(table)));
+            check(features, tokens, |table, run| {
+                let table: Vec<f16> = table.iter().map(|&x| f16::from_f32(x)).collect();
+                run(Lookup::F16(&table));
+            });
+            check(features, tokens, |table, run| {
+                let table: Vec<bf16> = table.iter().map(|&x| bf16::from_f32(x)).collect();
+                run(Lookup::Bf16(&table));
+            });
+        }
+    }
+
+    #[test]
+    fn selected_rows_come_in_the_order_asked_for() {
+        let x: Vec<f32> = (0..12).map(|i| i as f32).collect();
+        let mut out = [0.0; 6];
+        select_rows(3, &x, &[3, 0], &mut out);
+        assert_eq!(out, [9.0, 10.0, 11.0, 0.0, 1.0, 2.0]);
+    }
+}

@@ -29,6 +29,9 @@ pub(super) struct Span {
     pub(super) tiles: usize,
     pub(super) keys: [*const u8; SPAN_TILES],
     pub(super) values: [*const u8; SPAN_TILES],
+    /// Where those of the span after it lie: they are asked for while this one is computed.
+    pub(super) next_keys: [*const u8; SPAN_TILES],
+    pub(super) next_values: [*const u8; SPAN_TILES],
     /// For bytes only.
     pub(super) key_scales: [*const f32; SPAN_TILES],
     pub(super) value_scales: [*const f32; SPAN_TILES],
@@ -83,6 +86,14 @@ impl<P: Packing> Rows<P> {
         self.totals.resize(rows * LANES, 0.0);
         self.sums.clear();
         self.sums.resize(rows * self.width, 0.0);
+    }
+
+    /// Which share of the next span each four rows ask for: those units whose number agrees with theirs in these
+    /// bits. Asking for all at once would leave memory idle while the other rows compute.
+    #[inline(always)]
+    fn ahead_mask(&self) -> usize {
+        let blocks = (self.factors.len() / 4).clamp(1, 8);
+        (1 << blocks.ilog2()) - 1
     }
 
     /// Operands of one query.
@@ -203,6 +214,7 @@ unsafe fn multiply_tiles<L: Lanes, P: Packing, const R: usize, const N: usize>(
 ) {
     let unit_bytes = LANES * P::PER_UNIT * P::ELEMENT.bytes();
     let (stride, bias) = (rows.stride(), rows.width / P::PER_UNIT);
+    let ahead = rows.ahead_mask();
     // SAFETY: the rows and tiles exist, so all that is read here does.
     unsafe {
         let queries = rows.queries.as_ptr().add(first * stride);
@@ -211,6 +223,11 @@ unsafe fn multiply_tiles<L: Lanes, P: Packing, const R: usize, const N: usize>(
             *sums = [P::start::<L>(*queries.add(r * stride + bias)); N];
         }
         for step in 0..rows.head_dim / P::PER_UNIT {
+            if step & ahead == (first / 4) & ahead {
+                for n in 0..N {
+                    L::prefetch(span.next_keys[tile + n].wrapping_add(step * unit_bytes));
+                }
+            }
             let mut units = [P::load::<L>(span.keys[tile].add(step * unit_bytes)); N];
             for (n, unit) in units.iter_mut().enumerate().skip(1) {
                 *unit = P::load::<L>(span.keys[tile + n].add(step * unit_bytes));
@@ -363,14 +380,22 @@ unsafe fn gather_vectors<L: Lanes, P: Packing, const R: usize, const N: usize>(
     let tile_units = TILE_TOKENS / P::PER_UNIT;
     let lane_bytes = P::PER_UNIT * P::ELEMENT.bytes();
     let (first_tile, last_unit) = range;
+    let ahead = rows.ahead_mask();
     let mut sums = [[P::start::<L>(P::ZERO); N]; R];
     // SAFETY: rows, vectors and tiles exist, so all that is read and written here does.
     unsafe {
         for tile in first_tile..last_unit.div_ceil(tile_units) {
             let values = span.values[tile].add(at.1 * LANES * lane_bytes);
+            let next_values = span.next_values[tile].wrapping_add(at.1 * LANES * lane_bytes);
             let first_unit = tile * tile_units;
             for unit in 0..tile_units.min(last_unit - first_unit) {
-                let values = values.add(unit * rows.head_dim * lane_bytes);
+                let row = unit * rows.head_dim * lane_bytes;
+                if unit & ahead == (at.0 / 4) & ahead {
+                    for n in 0..N {
+                        L::prefetch(next_values.wrapping_add(row + n * LANES * lane_bytes));
+                    }
+                }
+                let values = values.add(row);
                 let mut units = [P::load::<L>(values); N];
                 for (n, unit) in units.iter_mut().enumerate().skip(1) {
                     *unit = P::load::<L>(values.add(n * LANES * lane_bytes));
