@@ -59,9 +59,7 @@ impl Device {
                 Form::Plain(plain::State::new(plan, id, BurnDevice::flex(), cpus)?)
             }
             // Kernels of ours know the tensors of flex only.
-            (CpuBackend::NdArray, _) => {
-                Form::Plain(plain::State::new(plan, id, ndarray(), cpus)?)
-            }
+            (CpuBackend::NdArray, _) => Form::Plain(plain::State::new(plan, id, ndarray(), cpus)?),
         };
         for weight in plan.weights.rows() {
             let is_here = weight.device == id;

@@ -105,10 +105,11 @@ impl Lane {
                 run.abort(Failure { step, device: self.device.name.clone(), cause });
                 return;
             }
+            let end = now();
             run.finish(id);
             if recorder.is_some() {
                 let (run, lane) = (run.number, lane as u32);
-                spans.push(Span { run, step: id, lane, ready, start, end: now() });
+                spans.push(Span { run, step: id, lane, ready, start, end });
             }
         }
     }

@@ -115,6 +115,10 @@ pub fn load(
     options: &Options,
     mut progress: impl FnMut(u64, u64),
 ) -> Result<Executor> {
+    let differences = probe::mismatch(&file.plan.machine)?;
+    if !differences.is_empty() {
+        bail!("the plan is for another machine, compile it here: {}", differences.join("; "));
+    }
     let checkpoint = Arc::new(Checkpoint::open(&file.plan.files, &file.folder)?);
     let plan = Arc::new(file.plan);
     let recorder = options.trace.then(|| Arc::new(Recorder::new(file.fingerprint)));

@@ -49,7 +49,8 @@ fn check(name: &str, engine: &mut Engine) -> f32 {
         engine
             .generate(&[id], &AtomicBool::new(false), |_, logits| {
                 if tokens.is_empty() {
-                    let top = ids(&prompt["top_ids"]).into_iter().zip(floats(&prompt["top_logits"]));
+                    let top =
+                        ids(&prompt["top_ids"]).into_iter().zip(floats(&prompt["top_logits"]));
                     let first = (0..).zip(floats(&prompt["logits_first8"]));
                     for (token, golden) in top.chain(first) {
                         worst = worst.max((logits[token as usize] - golden as f32).abs());
@@ -61,7 +62,8 @@ fn check(name: &str, engine: &mut Engine) -> f32 {
             .unwrap();
         engine.close(id);
         let margins = floats(&prompt["margins"]);
-        let mut certain = margins.iter().position(|&margin| margin < MARGIN).unwrap_or(margins.len());
+        let mut certain =
+            margins.iter().position(|&margin| margin < MARGIN).unwrap_or(margins.len());
         // Beyond this token a cached run of transformers differs from the uncached one.
         if let Some(differs) = prompt["cached_first_diff"].as_u64() {
             certain = certain.min(differs as usize);

@@ -6,12 +6,9 @@ use compiler::Options;
 use compiler::options::Request;
 use executor::engine::Engine;
 use executor::load::{self, PlanFile};
-use ir::id::Id as _;
-use ir::machine::{
-    Device, DeviceKind, Host, Link, LinearRate, Machine, RatePoint, RateSource, Rates,
-};
+use ir::machine::Machine;
 use ir::plan::Plan;
-use ir::tensor::{DType, Format};
+use ir::tensor::DType;
 
 /// Ways to place a model on the devices of this host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -59,40 +56,9 @@ pub(crate) fn goldens() -> Vec<String> {
     names
 }
 
-/// Two devices on the processors of this host, or on one that they share.
+/// This host in two devices of each NUMA node; on a single processor they share it.
 pub(crate) fn machine() -> Machine {
-    let cpus = std::thread::available_parallelism().map_or(1, |count| count.get() as u32);
-    let linear = Format::ALL
-        .map(|format| LinearRate {
-            format,
-            points: vec![RatePoint { tokens: 1, weights_per_sec: 1e9 }],
-        })
-        .to_vec();
-    let device = |number: u32| Device {
-        name: format!("numa{number}"),
-        kind: DeviceKind::Numa { node: 0, cpus: vec![number % cpus] },
-        memory_bytes: 1 << 30,
-        rates: Rates {
-            source: RateSource::Nominal,
-            read_bytes_per_sec: 1e10,
-            step_nanos: 1e3,
-            linear: linear.clone(),
-            attention_flops_per_sec: 1e10,
-            cache_bytes_per_sec: 1e10,
-        },
-    };
-    let ids = [0, 1].map(ir::id::DeviceId::from_index);
-    let link = |from: usize, to: usize| Link {
-        from: ids[from],
-        to: ids[to],
-        bytes_per_sec: 1e10,
-        latency_nanos: 1e3,
-    };
-    Machine {
-        host: Host::default(),
-        devices: [device(0), device(1)].into_iter().collect(),
-        links: vec![link(0, 1), link(1, 0)],
-    }
+    probe::machine(Some(2)).unwrap()
 }
 
 /// A plan of a golden checkpoint that computes in f32.

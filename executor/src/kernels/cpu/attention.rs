@@ -111,10 +111,7 @@ impl Attention<'_> {
     fn check(&self, shape: &super::cache::CacheShape, out: usize) {
         let width = self.heads * shape.head_dim;
         let kv_width = shape.kv_heads * shape.head_dim;
-        assert!(
-            self.heads > 0 && self.group > 0,
-            "heads in groups"
-        );
+        assert!(self.heads > 0 && self.group > 0, "heads in groups");
         let last_kv_head = (self.first_head + self.heads - 1) / self.group;
         assert!(last_kv_head < shape.kv_heads, "every query head has a key head");
         assert!(

@@ -23,8 +23,7 @@ pub(super) fn attention(
     let mut cache = caches.view(op.cache)?;
     let shape = *cache.shape();
     let tokens = scope.batch.tokens().len();
-    let (width, kv_width) =
-        (op.heads as usize * shape.head_dim, shape.kv_heads * shape.head_dim);
+    let (width, kv_width) = (op.heads as usize * shape.head_dim, shape.kv_heads * shape.head_dim);
     ensure!(
         [q, k, v].iter().all(|x| x.rows() == tokens)
             && [q.columns(), k.columns(), v.columns()] == [width, kv_width, kv_width],

@@ -74,12 +74,8 @@ pub(super) fn experts(
     let [gate, up, down] = [op.gate, op.up, op.down].map(|stack| state.weights.stack(stack));
     let (gate, up, down) = (gate?, up?, down?);
     ensure!(gate.len() == up.len() && up.len() == down.len(), "stacks hold as many experts");
-    let experts: Vec<Expert<'_>> = gate
-        .iter()
-        .zip(up)
-        .zip(down)
-        .map(|((gate, up), down)| Expert { gate, up, down })
-        .collect();
+    let experts: Vec<Expert<'_>> =
+        gate.iter().zip(up).zip(down).map(|((gate, up), down)| Expert { gate, up, down }).collect();
     let call = Experts {
         x: x.floats()?,
         tokens: x.rows(),

@@ -4,11 +4,11 @@ use anyhow::{Result, ensure};
 use burn::tensor::{Bool, Device as BurnDevice, IndexingUpdateOp, Tensor, TensorData, activation};
 use ir::op::{Attention, Pairing, Rope};
 
+use super::State;
 use super::norm::norm;
 use super::rows::ids;
 use super::soft_cap;
 use crate::batch::Part;
-use super::State;
 use crate::ops::Scope;
 
 /// Keys and values of one layer, each `[blocks · kv_heads · block_tokens, head_dim]`.

@@ -4,9 +4,9 @@ use anyhow::{Context as _, Result, ensure};
 use burn::tensor::{IndexingUpdateOp, Int, Tensor, TensorData, activation};
 use ir::op::Experts;
 
+use super::State;
 use super::activate;
 use super::rows::ids;
-use super::State;
 
 /// Ids `[tokens, used]` and weights `[tokens, used]` of the experts with the largest logits `[tokens, experts]`;
 /// the lower id wins a tie.
@@ -38,8 +38,7 @@ pub(super) fn experts(
     weights: Tensor<2>,
     state: &State,
 ) -> Result<Tensor<2>> {
-    let [gate, up, down] =
-        [experts.gate, experts.up, experts.down].map(|stack| state.stack(stack));
+    let [gate, up, down] = [experts.gate, experts.up, experts.down].map(|stack| state.stack(stack));
     let (gate, up, down) = (gate?, up?, down?);
     let [_, used] = chosen.dims();
     let chosen = chosen.into_data().convert::<i32>();

@@ -4,8 +4,8 @@ use anyhow::{Result, ensure};
 use burn::tensor::Tensor;
 use ir::op::{Linear, Then};
 
-use super::{activate, norm};
 use super::State;
+use super::{activate, norm};
 
 /// The outputs of a linear of `x: [tokens, inputs]`.
 pub(super) fn linear(

@@ -4,8 +4,8 @@ use anyhow::Result;
 use burn::tensor::{DType, Device as BurnDevice, Int, Tensor, TensorData};
 use ir::id::WeightId;
 
-use crate::batch::Batch;
 use super::State;
+use crate::batch::Batch;
 
 pub(super) fn embed(
     state: &State,
