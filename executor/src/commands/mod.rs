@@ -12,7 +12,7 @@ mod session;
 
 use std::path::PathBuf;
 
-use anyhow::{Context as _, Result};
+use anyhow::{Context as _, Result, bail};
 use clap::{Args, Parser, Subcommand};
 
 use executor::generation::GenerationOverrides;
@@ -24,13 +24,14 @@ use executor::generation::GenerationOverrides;
     version,
     about,
     args_conflicts_with_subcommands = true,
+    subcommand_negates_reqs = true,
     arg_required_else_help = true
 )]
 pub(crate) struct Cli {
     #[command(subcommand)]
     command: Option<Command>,
     #[command(flatten)]
-    answer: AnswerArguments,
+    answer: Option<AnswerArguments>,
 }
 
 #[derive(Subcommand)]
@@ -187,12 +188,13 @@ struct CalibrateArguments {
 impl Cli {
     /// Does what was asked for.
     pub(crate) fn run(self) -> Result<()> {
-        match self.command {
-            None => answer::run(self.answer),
-            Some(Command::Perplexity(arguments)) => perplexity::run(arguments),
-            Some(Command::Bench(arguments)) => bench::run(arguments),
-            Some(Command::Features(arguments)) => features::run(arguments),
-            Some(Command::Calibrate(arguments)) => calibrate::run(arguments),
+        match (self.command, self.answer) {
+            (Some(Command::Perplexity(arguments)), _) => perplexity::run(arguments),
+            (Some(Command::Bench(arguments)), _) => bench::run(arguments),
+            (Some(Command::Features(arguments)), _) => features::run(arguments),
+            (Some(Command::Calibrate(arguments)), _) => calibrate::run(arguments),
+            (None, Some(arguments)) => answer::run(arguments),
+            (None, None) => bail!("no plan is named; see hybrid-exec --help"),
         }
     }
 }
