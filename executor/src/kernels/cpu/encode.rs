@@ -75,14 +75,14 @@ const ROUNDER: f32 = 12_582_912.0;
 pub(super) const SEGMENT: usize = 16 * CHUNK;
 
 impl Encoding {
-    /// Columns with their padding.
+    /// Columns with their padding: at least that of the formats that the encoding is for.
     pub(super) fn padded(self, columns: usize) -> usize {
         match self {
             Encoding::Float => columns,
-            Encoding::Rounded | Encoding::Pairs | Encoding::Tiles => {
-                columns.next_multiple_of(TILE_DEPTH)
+            // Tiles also meet panels unpacked from blocks, which are padded as blocks are.
+            Encoding::Rounded | Encoding::Pairs | Encoding::Tiles | Encoding::Blocks { .. } => {
+                columns.next_multiple_of(BLOCK_PAIR)
             }
-            Encoding::Blocks { .. } => columns.next_multiple_of(BLOCK_PAIR),
         }
     }
 
