@@ -13,7 +13,6 @@
 //! Every row takes the same bytes, so strip `s` starts at its first row times [`Encoding::row_bytes`].
 
 #![expect(unsafe_code, reason = "members write disjoint parts of one buffer")]
-
 use ir::op::NormKind;
 
 use super::isa::Isa;
@@ -119,13 +118,17 @@ impl Rows<'_> {
     ) {
         // SAFETY: the caller's; and the level is one of this processor's.
         unsafe {
-            #[cfg(target_arch = "x86_64")]
-            if self.isa >= Isa::Avx512 {
-                return encode_avx512(self, strip, start, count, encoded);
-            } else if self.isa == Isa::Avx2 {
-                return encode_avx2(self, strip, start, count, encoded);
+            match self.isa {
+                #[cfg(target_arch = "x86_64")]
+                Isa::Avx512 | Isa::Avx512Bf16Vnni | Isa::Amx => {
+                    encode_avx512(self, strip, start, count, encoded);
+                }
+                #[cfg(target_arch = "x86_64")]
+                Isa::Avx2 => encode_avx2(self, strip, start, count, encoded),
+                #[cfg(not(target_arch = "x86_64"))]
+                Isa::Avx2 | Isa::Avx512 | Isa::Avx512Bf16Vnni | Isa::Amx => self.isa.is_missing(),
+                Isa::Portable => encode::<false>(self, strip, start, count, encoded),
             }
-            encode::<false>(self, strip, start, count, encoded);
         }
     }
 }

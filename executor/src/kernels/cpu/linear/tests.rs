@@ -59,7 +59,9 @@ fn held(format: Format, columns: usize, values: &[f32]) -> Vec<f64> {
         whole[..values.len()].copy_from_slice(values);
         let (block, offset) = match format {
             Format::Q8 => (quantize::quantize_8(&whole), quantize::OFFSET_8),
-            _ => (quantize::quantize_4(&whole), quantize::OFFSET_4),
+            Format::F32 | Format::F16 | Format::Bf16 | Format::Q4 => {
+                (quantize::quantize_4(&whole), quantize::OFFSET_4)
+            }
         };
         let back = move |&code: &u8| block.scale.to_f64() * f64::from(i32::from(code) - offset);
         block.codes[..values.len()].iter().map(back).collect::<Vec<f64>>()
