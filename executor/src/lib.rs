@@ -3,3 +3,7 @@
 pub mod kernels;
 pub mod memory;
 pub mod team;
+
+pub mod generation;
+pub mod sample;
+pub mod text;

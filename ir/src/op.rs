@@ -294,6 +294,11 @@ impl Op {
     pub fn cache(&self) -> Option<CacheId> {
         if let Op::Attention(attention) = self { Some(attention.cache) } else { None }
     }
+
+    /// The rotary embedding the operation applies.
+    pub fn rope(&self) -> Option<RopeId> {
+        if let Op::Attention(attention) = self { attention.rope } else { None }
+    }
 }
 
 impl Norm {

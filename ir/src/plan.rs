@@ -273,21 +273,20 @@ impl Plan {
 }
 
 impl Weight {
-    /// Bytes it takes on its device.
+    /// Bytes it takes on its device; at most `u64::MAX`.
     pub fn bytes(&self) -> u64 {
         let columns = u64::from(*self.shape.last().unwrap_or(&1));
-        let rows = self.shape.iter().rev().skip(1).map(|&size| u64::from(size)).product();
-        self.format.bytes(rows, columns)
+        let rows = self.shape.iter().rev().skip(1).map(|&size| u64::from(size));
+        self.format.bytes(rows.fold(1, u64::saturating_mul), columns)
     }
 }
 
 impl Cache {
-    /// Bytes of `blocks` blocks of keys and values.
+    /// Bytes of `blocks` blocks of keys and values; at most `u64::MAX`.
     pub fn bytes(&self, blocks: u32, block_tokens: u32) -> u64 {
-        2 * self.dtype.bytes()
-            * u64::from(self.kv_heads)
-            * u64::from(self.head_dim)
-            * u64::from(blocks)
-            * u64::from(block_tokens)
+        [self.kv_heads, self.head_dim, blocks, block_tokens]
+            .into_iter()
+            .map(u64::from)
+            .fold(2 * self.dtype.bytes(), u64::saturating_mul)
     }
 }

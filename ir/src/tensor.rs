@@ -77,7 +77,7 @@ impl Format {
         }
     }
 
-    /// Bytes of a matrix of `rows` × `columns`, each row padded to whole blocks.
+    /// Bytes of a matrix of `rows` × `columns`, each row padded to whole blocks; at most `u64::MAX`.
     pub fn bytes(self, rows: u64, columns: u64) -> u64 {
         let blocks = columns.div_ceil(u64::from(self.block()));
         let block_bytes = match self {
@@ -87,7 +87,7 @@ impl Format {
             Format::Q8 => 2 + 32,
             Format::Q4 => 2 + 16,
         };
-        rows * blocks * block_bytes
+        rows.saturating_mul(blocks).saturating_mul(block_bytes)
     }
 }
 
@@ -148,10 +148,10 @@ impl TensorType {
         self.shape.last().map_or(1, |dim| dim.size(extent))
     }
 
-    /// Bytes in a run of `extent`.
+    /// Bytes in a run of `extent`; at most `u64::MAX`.
     pub fn bytes(&self, extent: Extent) -> u64 {
-        let elements: u64 = self.shape.iter().map(|dim| u64::from(dim.size(extent))).product();
-        elements * self.dtype.bytes()
+        let sizes = self.shape.iter().map(|dim| u64::from(dim.size(extent)));
+        sizes.fold(self.dtype.bytes(), u64::saturating_mul)
     }
 }
 

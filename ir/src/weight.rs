@@ -57,9 +57,11 @@ impl Source {
         Self { file, dtype, offset, axes }
     }
 
-    /// Sizes of the axes.
+    /// Sizes of the axes, each at most `u32::MAX`.
     pub fn shape(&self) -> Vec<u32> {
-        self.axes.iter().map(|axis| axis.iter().map(|stride| stride.size).product()).collect()
+        let size =
+            |axis: &Vec<Stride>| axis.iter().map(|stride| stride.size).fold(1, u32::saturating_mul);
+        self.axes.iter().map(size).collect()
     }
 
     /// The view with its axes exchanged; for matrices stored `[inputs, outputs]`.

@@ -1,0 +1,284 @@
+//! How an answer is generated and when it ends: the checkpoint's defaults, what the user asks
+//! for instead, and the state of one answer.
+
+use std::path::Path;
+
+use anyhow::{Context as _, Result, bail};
+use serde_json::{Map, Value};
+
+use crate::sample::{Sampler, SamplingOptions};
+use crate::text::tokenizer::read_object;
+use crate::text::{TextStream, Tokenizer};
+
+/// How answers are generated.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct GenerationOptions {
+    pub sampling: SamplingOptions,
+    /// Any of these tokens ends the answer.
+    pub end_ids: Vec<u32>,
+    /// Any of these texts ends the answer.
+    pub stop_strings: Vec<String>,
+    /// The most tokens of an answer; none if only the context limits it.
+    pub max_tokens: Option<usize>,
+}
+
+/// What a user asks for instead of the checkpoint's defaults.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct GenerationOverrides {
+    pub temperature: Option<f32>,
+    pub top_k: Option<usize>,
+    pub top_p: Option<f32>,
+    pub min_p: Option<f32>,
+    pub repetition_penalty: Option<f32>,
+    pub seed: Option<u64>,
+    pub stop_strings: Vec<String>,
+    pub max_tokens: Option<usize>,
+    /// Whether answers go on past the tokens that would end them.
+    pub ignores_end: bool,
+}
+
+impl GenerationOptions {
+    /// The defaults of a checkpoint, from `generation_config.json` and `config.json` in its
+    /// folder; greedy without an end where they say nothing.
+    ///
+    /// As in transformers, answers are greedy unless `do_sample` is true, and the ends come from
+    /// `generation_config.json`, else `config.json`, else the tokenizer's `eos_token`.
+    ///
+    /// # Errors
+    ///
+    /// When a file is malformed, or a value of the wrong kind or out of its range.
+    pub fn load(folder: &Path, tokenizer: Option<&Tokenizer>) -> Result<Self> {
+        let path = folder.join("generation_config.json");
+        let generation = read_object(&path)?;
+        let config_path = folder.join("config.json");
+        let config = read_object(&config_path)?;
+        let mut options = Self::from_config(&generation)
+            .with_context(|| format!("cannot use {}", path.display()))?;
+        if options.end_ids.is_empty() {
+            options.end_ids = end_ids(&config)
+                .with_context(|| format!("cannot use {}", config_path.display()))?;
+        }
+        if options.end_ids.is_empty()
+            && let Some(tokenizer) = tokenizer
+        {
+            let end = tokenizer.special_token("eos_token");
+            options.end_ids.extend(end.and_then(|token| tokenizer.token_id(token)));
+        }
+        Ok(options)
+    }
+
+    /// The defaults in the fields of `generation_config.json`.
+    pub fn from_config(config: &Map<String, Value>) -> Result<Self> {
+        let is_sampled = match given(config, "do_sample") {
+            None => false,
+            Some(value) => value.as_bool().context("do_sample is neither true nor false")?,
+        };
+        let default = SamplingOptions::default();
+        let sampling = SamplingOptions {
+            temperature: match float(config, "temperature")? {
+                _ if !is_sampled => 0.0,
+                None => 1.0,
+                Some(temperature) => temperature,
+            },
+            top_k: count(config, "top_k")?.unwrap_or(default.top_k),
+            top_p: float(config, "top_p")?.unwrap_or(default.top_p),
+            min_p: float(config, "min_p")?.unwrap_or(default.min_p),
+            repetition_penalty: float(config, "repetition_penalty")?
+                .unwrap_or(default.repetition_penalty),
+            seed: default.seed,
+        };
+        sampling.check()?;
+        Ok(Self {
+            sampling,
+            end_ids: end_ids(config)?,
+            stop_strings: stop_strings(config)?,
+            max_tokens: count(config, "max_new_tokens")?,
+        })
+    }
+
+    /// These options with what the user asks for instead.
+    ///
+    /// A temperature above 0 turns sampling on, 0 turns it off; without one, the checkpoint's
+    /// choice between sampling and greedy stays.
+    ///
+    /// # Errors
+    ///
+    /// Naming the first value that is out of its range.
+    pub fn overridden(mut self, overrides: &GenerationOverrides) -> Result<Self> {
+        let sampling = &mut self.sampling;
+        let replace = |value: &mut f32, given: Option<f32>| *value = given.unwrap_or(*value);
+        replace(&mut sampling.temperature, overrides.temperature);
+        replace(&mut sampling.top_p, overrides.top_p);
+        replace(&mut sampling.min_p, overrides.min_p);
+        replace(&mut sampling.repetition_penalty, overrides.repetition_penalty);
+        sampling.top_k = overrides.top_k.unwrap_or(sampling.top_k);
+        sampling.seed = overrides.seed.unwrap_or(sampling.seed);
+        sampling.check()?;
+        self.stop_strings.extend(overrides.stop_strings.iter().cloned());
+        self.max_tokens = overrides.max_tokens.or(self.max_tokens);
+        if overrides.ignores_end {
+            self.end_ids.clear();
+        }
+        Ok(self)
+    }
+}
+
+/// Why an answer ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FinishReason {
+    /// A token or text that ends answers.
+    Stop,
+    /// The most tokens that were allowed.
+    Length,
+}
+
+impl FinishReason {
+    /// As the OpenAI interface spells it.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Stop => "stop",
+            Self::Length => "length",
+        }
+    }
+}
+
+/// One token of an answer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Step {
+    pub id: u32,
+    /// The text that became certain with this token; empty without a tokenizer.
+    pub text: String,
+    pub finish: Option<FinishReason>,
+}
+
+/// An answer while it grows.
+#[derive(Clone, Debug)]
+pub struct Generation {
+    sampler: Sampler,
+    end_ids: Vec<u32>,
+    max_tokens: usize,
+    stream: TextStream,
+    ids: Vec<u32>,
+    text: String,
+}
+
+impl Generation {
+    /// An answer to a prompt; `room_tokens` is what the context leaves for it.
+    #[must_use]
+    pub fn new(options: &GenerationOptions, prompt: &[u32], room_tokens: usize) -> Self {
+        let mut sampler = Sampler::new(&options.sampling);
+        sampler.observe(prompt);
+        Self {
+            sampler,
+            end_ids: options.end_ids.clone(),
+            max_tokens: options.max_tokens.unwrap_or(room_tokens).min(room_tokens),
+            stream: TextStream::new(&options.stop_strings, true),
+            ids: Vec::new(),
+            text: String::new(),
+        }
+    }
+
+    /// Chooses the next token from the logits of all ids. Without a tokenizer there is no text,
+    /// and stop strings are not looked for.
+    ///
+    /// # Errors
+    ///
+    /// When the logits are not numbers, or the tokens no text.
+    pub fn step(&mut self, logits: &[f32], tokenizer: Option<&Tokenizer>) -> Result<Step> {
+        let id = self.sampler.sample(logits)?;
+        self.accept(id, tokenizer)
+    }
+
+    /// Takes a token that was chosen elsewhere.
+    pub fn accept(&mut self, id: u32, tokenizer: Option<&Tokenizer>) -> Result<Step> {
+        self.ids.push(id);
+        let mut text = match tokenizer {
+            Some(tokenizer) => self.stream.push(tokenizer, id)?,
+            None => String::new(),
+        };
+        let finish = if self.end_ids.contains(&id) || self.stream.stopped().is_some() {
+            Some(FinishReason::Stop)
+        } else if self.ids.len() >= self.max_tokens {
+            Some(FinishReason::Length)
+        } else {
+            None
+        };
+        if let (Some(_), Some(tokenizer)) = (finish, tokenizer) {
+            text.push_str(&self.stream.finish(tokenizer)?);
+        }
+        self.text.push_str(&text);
+        // What waited for a next token may hold the end of a stop string.
+        let finish = match finish {
+            Some(_) if self.stream.stopped().is_some() => Some(FinishReason::Stop),
+            finish => finish,
+        };
+        Ok(Step { id, text, finish })
+    }
+
+    /// The most tokens this answer may have; with 0 there is nothing to step.
+    #[must_use]
+    pub fn max_tokens(&self) -> usize {
+        self.max_tokens
+    }
+
+    /// The tokens so far, with the one that ended the answer.
+    #[must_use]
+    pub fn ids(&self) -> &[u32] {
+        &self.ids
+    }
+
+    /// The text so far, without what ended the answer.
+    #[must_use]
+    pub fn text(&self) -> &str {
+        &self.text
+    }
+}
+
+/// A field that is there and not null.
+fn given<'a>(config: &'a Map<String, Value>, name: &str) -> Option<&'a Value> {
+    config.get(name).filter(|value| !value.is_null())
+}
+
+fn float(config: &Map<String, Value>, name: &str) -> Result<Option<f32>> {
+    given(config, name)
+        .map(|value| value.as_f64().map(|float| float as f32))
+        .map(|float| float.with_context(|| format!("{name} is not a number")))
+        .transpose()
+}
+
+fn count(config: &Map<String, Value>, name: &str) -> Result<Option<usize>> {
+    given(config, name)
+        .map(|value| value.as_u64().and_then(|count| usize::try_from(count).ok()))
+        .map(|count| count.with_context(|| format!("{name} is not a count")))
+        .transpose()
+}
+
+/// The tokens that end an answer: one or several, by id.
+fn end_ids(config: &Map<String, Value>) -> Result<Vec<u32>> {
+    let id = |value: &Value| {
+        value
+            .as_u64()
+            .and_then(|id| u32::try_from(id).ok())
+            .with_context(|| format!("eos_token_id holds {value}, which is no token id"))
+    };
+    match given(config, "eos_token_id") {
+        None => Ok(Vec::new()),
+        Some(Value::Array(ids)) => ids.iter().map(id).collect(),
+        Some(value) => Ok(vec![id(value)?]),
+    }
+}
+
+fn stop_strings(config: &Map<String, Value>) -> Result<Vec<String>> {
+    let text =
+        |value: &Value| value.as_str().map(str::to_owned).context("stop_strings holds no text");
+    match given(config, "stop_strings") {
+        None => Ok(Vec::new()),
+        Some(Value::Array(strings)) => strings.iter().map(text).collect(),
+        Some(value @ Value::String(_)) => Ok(vec![text(value)?]),
+        Some(_) => bail!("stop_strings is neither text nor a list"),
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,156 @@
+//! Defaults, overrides and ends of answers.
+
+use std::fs;
+
+use serde_json::json;
+
+use super::*;
+
+fn from_config(config: Value) -> Result<GenerationOptions> {
+    GenerationOptions::from_config(config.as_object().unwrap())
+}
+
+fn tokenizer() -> Tokenizer {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/tokenizers");
+    Tokenizer::load(&root.join("qwen2")).unwrap()
+}
+
+/// Logits that are highest at one id.
+fn logits(id: u32) -> Vec<f32> {
+    let mut logits = vec![0.0; 768];
+    logits[id as usize] = 1.0;
+    logits
+}
+
+#[test]
+fn a_checkpoint_that_does_not_sample_is_greedy() {
+    let options =
+        from_config(json!({ "temperature": 0.6, "top_p": 0.9, "eos_token_id": 3 })).unwrap();
+    assert_eq!(options.sampling.temperature, 0.0);
+    assert_eq!(options.end_ids, [3]);
+    // A temperature turns sampling on, with the checkpoint's other values.
+    let warm = GenerationOverrides { temperature: Some(0.8), ..GenerationOverrides::default() };
+    let warm = options.overridden(&warm).unwrap();
+    assert_eq!((warm.sampling.temperature, warm.sampling.top_p), (0.8, 0.9));
+}
+
+#[test]
+fn a_checkpoint_that_samples_does_so_as_it_says() {
+    let config = json!({
+        "do_sample": true, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.1,
+        "repetition_penalty": 1.1, "eos_token_id": [1, 2], "max_new_tokens": 9, "stop_strings": "x",
+    });
+    let options = from_config(config).unwrap();
+    let sampling = SamplingOptions {
+        temperature: 0.6,
+        top_k: 20,
+        top_p: 0.95,
+        min_p: 0.1,
+        repetition_penalty: 1.1,
+        seed: 0,
+    };
+    assert_eq!(options.sampling, sampling);
+    assert_eq!((options.end_ids.as_slice(), options.max_tokens), ([1, 2].as_slice(), Some(9)));
+    assert_eq!(options.stop_strings, ["x"]);
+    assert_eq!(from_config(json!({ "do_sample": true })).unwrap().sampling.temperature, 1.0);
+
+    let overrides = GenerationOverrides {
+        temperature: Some(0.0),
+        stop_strings: vec!["y".to_owned()],
+        seed: Some(5),
+        ignores_end: true,
+        ..GenerationOverrides::default()
+    };
+    let changed = options.overridden(&overrides).unwrap();
+    assert_eq!((changed.sampling.temperature, changed.sampling.seed), (0.0, 5));
+    assert_eq!(changed.stop_strings, ["x", "y"]);
+    assert!(changed.end_ids.is_empty());
+    assert_eq!(changed.max_tokens, Some(9));
+}
+
+#[test]
+fn values_of_the_wrong_kind_are_named() {
+    let check = |config: Value, expected: &str| {
+        assert_eq!(from_config(config).unwrap_err().to_string(), expected);
+    };
+    check(json!({ "top_k": -1 }), "top_k is not a count");
+    check(json!({ "top_p": "0.9" }), "top_p is not a number");
+    check(json!({ "eos_token_id": [1, "2"] }), "eos_token_id holds \"2\", which is no token id");
+    check(json!({ "do_sample": 1 }), "do_sample is neither true nor false");
+    check(json!({ "top_p": 1.5 }), "top-p is 1.5, but must be above 0 and at most 1");
+}
+
+#[test]
+fn the_ends_come_from_the_first_file_that_has_some() {
+    let folder = tempfile::tempdir().unwrap();
+    let write =
+        |name: &str, value: Value| fs::write(folder.path().join(name), value.to_string()).unwrap();
+    let tokenizer = tokenizer();
+    let ends = || GenerationOptions::load(folder.path(), Some(&tokenizer)).unwrap().end_ids;
+    assert_eq!(ends(), [767], "the tokenizer's <|im_end|>");
+    write("config.json", json!({ "eos_token_id": 7 }));
+    assert_eq!(ends(), [7]);
+    write("generation_config.json", json!({ "eos_token_id": [5, 6] }));
+    assert_eq!(ends(), [5, 6]);
+    write("generation_config.json", json!({ "eos_token_id": null }));
+    assert_eq!(ends(), [7]);
+    write("generation_config.json", json!({ "top_p": [] }));
+    let error = format!("{:#}", GenerationOptions::load(folder.path(), None).unwrap_err());
+    assert!(error.ends_with("generation_config.json: top_p is not a number"), "{error}");
+}
+
+#[test]
+fn an_answer_ends_at_an_end_token() {
+    let tokenizer = tokenizer();
+    let options = GenerationOptions { end_ids: vec![767], ..GenerationOptions::default() };
+    let mut generation = Generation::new(&options, &[1], 10);
+    let hello = tokenizer.encode("Hello", false).unwrap();
+    for &id in &hello {
+        assert_eq!(generation.step(&logits(id), Some(&tokenizer)).unwrap().finish, None);
+    }
+    let last = generation.step(&logits(767), Some(&tokenizer)).unwrap();
+    assert_eq!(last.finish, Some(FinishReason::Stop));
+    assert_eq!(generation.text(), "Hello");
+    assert_eq!(generation.ids(), [hello.as_slice(), &[767]].concat());
+}
+
+#[test]
+fn an_answer_ends_at_a_stop_string() {
+    let tokenizer = tokenizer();
+    let options =
+        GenerationOptions { stop_strings: vec!["wor".to_owned()], ..GenerationOptions::default() };
+    let mut generation = Generation::new(&options, &[], 100);
+    let mut shown = String::new();
+    for id in tokenizer.encode("Hello, world!", false).unwrap() {
+        let step = generation.step(&logits(id), Some(&tokenizer)).unwrap();
+        shown.push_str(&step.text);
+        if step.finish.is_some() {
+            assert_eq!(step.finish, Some(FinishReason::Stop));
+            break;
+        }
+    }
+    assert_eq!((shown.as_str(), generation.text()), ("Hello, ", "Hello, "));
+}
+
+#[test]
+fn an_answer_ends_where_it_or_the_context_is_full() {
+    let limits = |max_tokens: Option<usize>, room: usize| {
+        let options = GenerationOptions { max_tokens, ..GenerationOptions::default() };
+        let mut generation = Generation::new(&options, &[], room);
+        (1..).find(|_| generation.step(&logits(3), None).unwrap().finish.is_some()).unwrap()
+    };
+    assert_eq!(limits(Some(3), 10), 3);
+    assert_eq!(limits(Some(30), 10), 10);
+    assert_eq!(limits(None, 5), 5);
+    assert_eq!(FinishReason::Length.name(), "length");
+}
+
+#[test]
+fn what_waited_for_a_character_is_shown_at_the_end() {
+    let tokenizer = tokenizer();
+    let options = GenerationOptions { max_tokens: Some(1), ..GenerationOptions::default() };
+    let mut generation = Generation::new(&options, &[], 10);
+    let half = tokenizer.encode("日", false).unwrap()[0];
+    let step = generation.step(&logits(half), Some(&tokenizer)).unwrap();
+    assert_eq!((step.text.as_str(), step.finish), ("\u{FFFD}", Some(FinishReason::Length)));
+}

@@ -1,0 +1,280 @@
+//! Tokens and text against what transformers makes of the golden checkpoints.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use proptest::prelude::*;
+use serde_json::{Value, json};
+
+use super::*;
+
+fn golden_folders() -> Vec<PathBuf> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/golden");
+    let mut folders: Vec<PathBuf> = fs::read_dir(root)
+        .unwrap()
+        .map(|entry| entry.unwrap().path())
+        .filter(|path| path.join("golden.json").is_file())
+        .collect();
+    folders.sort();
+    assert!(folders.len() >= 12, "golden checkpoints are missing: {folders:?}");
+    folders
+}
+
+fn golden(folder: &Path) -> Value {
+    serde_json::from_str(&fs::read_to_string(folder.join("golden.json")).unwrap()).unwrap()
+}
+
+fn ids(value: &Value) -> Vec<u32> {
+    value.as_array().unwrap().iter().map(|id| id.as_u64().unwrap() as u32).collect()
+}
+
+fn tokenizer(name: &str) -> Tokenizer {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/tokenizers");
+    Tokenizer::load(&root.join(name)).unwrap()
+}
+
+/// The pieces that a stream hands out, with what it hands out at the end.
+fn streamed(tokenizer: &Tokenizer, stops: &[&str], ids: &[u32]) -> Vec<String> {
+    let stops: Vec<String> = stops.iter().map(|&stop| stop.to_owned()).collect();
+    let mut stream = TextStream::new(&stops, true);
+    let mut pieces: Vec<String> =
+        ids.iter().map(|&id| stream.push(tokenizer, id).unwrap()).collect();
+    pieces.push(stream.finish(tokenizer).unwrap());
+    pieces
+}
+
+#[test]
+fn tokenizers_agree_with_transformers() {
+    for folder in golden_folders() {
+        let tokenizer = Tokenizer::load(&folder).unwrap();
+        for vector in golden(&folder)["tokenizer"].as_array().unwrap() {
+            let text = vector["text"].as_str().unwrap();
+            let context = format!("{}: {text:?}", folder.display());
+            let with_special = ids(&vector["ids"]);
+            assert_eq!(tokenizer.encode(text, true).unwrap(), with_special, "{context}");
+            let without = tokenizer.encode(text, false).unwrap();
+            assert_eq!(without, ids(&vector["ids_no_special"]), "{context}");
+            let decoded = tokenizer.decode(&with_special, true).unwrap();
+            assert_eq!(decoded, vector["decoded"].as_str().unwrap(), "{context}");
+            let kept = tokenizer.decode(&with_special, false).unwrap();
+            assert_eq!(kept, vector["decoded_keep_special"].as_str().unwrap(), "{context}");
+            assert_eq!(streamed(&tokenizer, &[], &with_special).concat(), decoded, "{context}");
+        }
+    }
+}
+
+#[test]
+fn conversations_agree_with_transformers() {
+    let mut count = 0;
+    for folder in golden_folders() {
+        let tokenizer = Tokenizer::load(&folder).unwrap();
+        let golden = golden(&folder);
+        assert_eq!(tokenizer.has_chat_template(), !golden["chat"].is_null());
+        for vector in golden["chat"].as_array().into_iter().flatten() {
+            let request = ChatRequest {
+                messages: vector["messages"].as_array().unwrap().clone(),
+                add_generation_prompt: vector["add_generation_prompt"].as_bool().unwrap(),
+                ..ChatRequest::default()
+            };
+            let rendered = tokenizer.render_chat(&request).unwrap();
+            assert_eq!(rendered, vector["rendered"].as_str().unwrap(), "{}", folder.display());
+            assert_eq!(tokenizer.encode_chat(&request).unwrap(), ids(&vector["ids"]));
+            count += 1;
+        }
+    }
+    assert!(count >= 20, "only {count} conversations");
+}
+
+#[test]
+fn a_missing_tokenizer_is_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let error = format!("{:#}", Tokenizer::load(folder.path()).unwrap_err());
+    assert!(error.starts_with("no tokenizer.json in "), "{error}");
+
+    fs::write(folder.path().join("tokenizer.json"), "{").unwrap();
+    let error = format!("{:#}", Tokenizer::load(folder.path()).unwrap_err());
+    assert!(error.contains("tokenizer.json: EOF while parsing"), "{error}");
+
+    fs::write(folder.path().join("tokenizer_config.json"), "[]").unwrap();
+    let error = format!("{:#}", Tokenizer::load(folder.path()).unwrap_err());
+    assert!(error.ends_with("tokenizer_config.json does not hold a JSON object"), "{error}");
+}
+
+#[test]
+fn a_conversation_without_a_template_is_an_error() {
+    let error = tokenizer("gpt2").render_chat(&ChatRequest::default()).unwrap_err();
+    assert!(format!("{error:#}").contains("no chat template"), "{error:#}");
+}
+
+#[test]
+fn vocab_and_merges_make_the_same_tokenizer() {
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/tokenizers/opt");
+    let whole: Value =
+        serde_json::from_str(&fs::read_to_string(source.join("tokenizer.json")).unwrap()).unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let write = |name: &str, text: String| fs::write(folder.path().join(name), text).unwrap();
+    write("vocab.json", whole["model"]["vocab"].to_string());
+    let merges: Vec<String> = whole["model"]["merges"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|merge| match merge.as_array() {
+            Some(pair) => format!("{} {}", pair[0].as_str().unwrap(), pair[1].as_str().unwrap()),
+            None => merge.as_str().unwrap().to_owned(),
+        })
+        .collect();
+    write("merges.txt", format!("#version: 0.2\n{}\n", merges.join("\n")));
+    fs::copy(source.join("tokenizer_config.json"), folder.path().join("tokenizer_config.json"))
+        .unwrap();
+
+    let (whole, parts) = (tokenizer("opt"), Tokenizer::load(folder.path()).unwrap());
+    for text in ["", "Hello, world!", " two  spaces", "before </s> after", "日本語 é"] {
+        let ids = whole.encode(text, true).unwrap();
+        assert_eq!(parts.encode(text, true).unwrap(), ids, "{text:?}");
+        assert_eq!(parts.decode(&ids, true).unwrap(), whole.decode(&ids, true).unwrap());
+    }
+}
+
+#[test]
+fn tokens_of_the_configuration_are_added() {
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/tokenizers/gpt2");
+    let folder = tempfile::tempdir().unwrap();
+    fs::copy(source.join("tokenizer.json"), folder.path().join("tokenizer.json")).unwrap();
+    let config = json!({
+        "eos_token": { "content": "<|endoftext|>" },
+        "pad_token": "<|pad|>",
+        "added_tokens_decoder": {
+            "10": { "content": "<|b|>", "special": false },
+            "9": { "content": "<|a|>", "special": true },
+        },
+    });
+    fs::write(folder.path().join("tokenizer_config.json"), config.to_string()).unwrap();
+    let tokenizer = Tokenizer::load(folder.path()).unwrap();
+    assert_eq!(tokenizer.special_token("eos_token"), Some("<|endoftext|>"));
+    let ids = tokenizer.encode("<|a|><|b|><|pad|>", true).unwrap();
+    assert_eq!(ids, [768, 769, 770]);
+    assert_eq!(tokenizer.decode(&ids, true).unwrap(), "<|b|>");
+}
+
+#[test]
+fn half_a_character_is_never_shown() {
+    for name in ["gpt2", "llama2", "gemma"] {
+        let tokenizer = tokenizer(name);
+        let ids = tokenizer.encode("x 日本 🙂 y", false).unwrap();
+        let pieces = streamed(&tokenizer, &[], &ids);
+        assert!(ids.len() > 12, "{name} has these characters as tokens");
+        assert!(pieces.iter().all(|piece| !piece.contains('\u{FFFD}')), "{name}: {pieces:?}");
+        assert_eq!(pieces.concat(), "x 日本 🙂 y");
+        // The answer is shown as it grows, not at its end.
+        assert!(pieces.iter().filter(|piece| !piece.is_empty()).count() >= 4, "{pieces:?}");
+    }
+}
+
+#[test]
+fn malformed_bytes_show_as_in_a_whole_decode() {
+    let tokenizer = tokenizer("llama2");
+    let byte = |byte: u8| tokenizer.token_id(&format!("<0x{byte:02X}>")).unwrap();
+    // A whole character before the malformed byte falls with it: the run is one.
+    let ids = [byte(0xE6), byte(0x97), byte(0xA5), byte(0xFF), byte(b'a')];
+    assert_eq!(tokenizer.decode(&ids, true).unwrap(), "\u{FFFD}".repeat(5));
+    assert_eq!(streamed(&tokenizer, &[], &ids).concat(), "\u{FFFD}".repeat(5));
+}
+
+#[test]
+fn a_space_after_a_silent_token_stays() {
+    let tokenizer = tokenizer("llama2");
+    let ids =
+        [tokenizer.encode("a", false).unwrap(), vec![2], tokenizer.encode("b", false).unwrap()]
+            .concat();
+    let whole = tokenizer.decode(&ids, true).unwrap();
+    assert_eq!(whole, "a b");
+    assert_eq!(streamed(&tokenizer, &[], &ids).concat(), whole);
+}
+
+#[test]
+fn a_stop_string_ends_the_text_and_is_not_shown() {
+    let tokenizer = tokenizer("qwen2");
+    let check = |stops: &[&str], text: &str, expected: &str| {
+        let ids = tokenizer.encode(text, false).unwrap();
+        assert_eq!(streamed(&tokenizer, stops, &ids).concat(), expected, "{stops:?} in {text:?}");
+    };
+    check(&["\nUser:"], "One.\nTwo.\nUser: three", "One.\nTwo.");
+    check(&["\nUser:"], "One.\nUse it.\nUs", "One.\nUse it.\nUs");
+    check(&["zz", ""], "pizza", "pi");
+    check(&["pizza"], "pizza", "");
+    // The one that is complete first wins, then the longest.
+    check(&["bcde", "cd"], "abcdef", "ab");
+    check(&["cd", "bcd"], "abcdef", "a");
+    check(&["日本"], "a日木日本b", "a日木");
+}
+
+#[test]
+fn spaces_are_cleaned_up_where_the_configuration_asks() {
+    let folder = tempfile::tempdir().unwrap();
+    let words = ["[UNK]", "it", "'", "s", "do", "n't", "go", ",", "he", "said", "."];
+    let vocabulary: serde_json::Map<String, Value> =
+        words.iter().enumerate().map(|(id, word)| ((*word).to_owned(), id.into())).collect();
+    let whole = json!({
+        "version": "1.0",
+        "added_tokens": [],
+        "pre_tokenizer": { "type": "WhitespaceSplit" },
+        "model": { "type": "WordLevel", "vocab": vocabulary, "unk_token": "[UNK]" },
+    });
+    fs::write(folder.path().join("tokenizer.json"), whole.to_string()).unwrap();
+    let load = |cleans_up: bool| {
+        let config = json!({ "clean_up_tokenization_spaces": cleans_up });
+        fs::write(folder.path().join("tokenizer_config.json"), config.to_string()).unwrap();
+        Tokenizer::load(folder.path()).unwrap()
+    };
+    let text = "it 's do n't go , he said .";
+    let ids: Vec<u32> = vec![1, 2, 3, 4, 5, 6, 7, 8, 9, 10];
+    let plain = load(false);
+    assert_eq!(plain.encode(text, true).unwrap(), [1, 0, 4, 5, 6, 7, 8, 9, 10]);
+    assert_eq!(plain.decode(&ids, true).unwrap(), "it ' s do n't go , he said .");
+    let cleaned = load(true);
+    assert_eq!(cleaned.decode(&ids, true).unwrap(), "it's don't go, he said.");
+}
+
+proptest! {
+    #[test]
+    fn a_stream_gives_the_text_of_a_whole_decode(
+        name in prop::sample::select(vec!["gemma", "gpt2", "llama2", "llama3", "opt", "qwen2"]),
+        ids in prop::collection::vec(0_u32..780, 0..60),
+    ) {
+        let tokenizer = tokenizer(name);
+        let whole = tokenizer.decode(&ids, true).unwrap();
+        prop_assert_eq!(streamed(&tokenizer, &[], &ids).concat(), whole);
+    }
+
+    #[test]
+    fn stop_strings_do_not_depend_on_where_text_is_cut(
+        text in "[ab日]{0,24}",
+        stops in prop::collection::vec("[ab日]{0,4}", 0..4),
+        cuts in prop::collection::vec(0_usize..25, 0..6),
+    ) {
+        let characters: Vec<char> = text.chars().collect();
+        let mut cuts: Vec<usize> = cuts.into_iter().map(|cut| cut.min(characters.len())).collect();
+        cuts.extend([0, characters.len()]);
+        cuts.sort_unstable();
+        let mut stream = stream::StopStrings::new(&stops);
+        let mut shown = String::new();
+        for part in cuts.windows(2) {
+            if stream.matched().is_none() {
+                shown.push_str(&stream.push(&characters[part[0]..part[1]].iter().collect::<String>()));
+            }
+        }
+        shown.push_str(&stream.finish());
+
+        // By definition: character by character, until the text ends with a stop string.
+        let mut expected = String::new();
+        for character in characters {
+            expected.push(character);
+            let stop = stops.iter().filter(|stop| !stop.is_empty() && expected.ends_with(*stop));
+            if let Some(longest) = stop.max_by_key(|stop| stop.len()) {
+                expected.truncate(expected.len() - longest.len());
+                break;
+            }
+        }
+        prop_assert_eq!(shown, expected);
+    }
+}

@@ -1,0 +1,70 @@
+//! An independent reader of plans: trusts nothing the compiler believed.
+//!
+//! A plan is sound when
+//!
+//! - every id names a row, and the model's limits, programs, weights, caches and ropes make sense by themselves;
+//! - every step is in exactly one lane, and lane order, waits and collectives have no cycle, so no run can deadlock;
+//! - a step computes only on buffers, weights and caches of its own lane's device, and moves only along links;
+//! - every buffer is written once, then read, then freed once, in an order that lanes and waits enforce;
+//! - a collective is one alike step on each of its members;
+//! - reads and writes have the types that the action expects;
+//! - no device ever holds more bytes than it has.
+//!
+//! It survives anything that can be deserialised, in time that grows with the size of the plan alone.
+//! Where a program's order is broken, what depends on the order is not looked at.
+
+use crate::plan::{Plan, Program};
+
+mod buffers;
+mod collectives;
+mod experts;
+mod ids;
+mod limits;
+mod memory;
+mod order;
+mod places;
+mod shapes;
+mod violation;
+mod weights;
+
+pub use memory::memory;
+pub use violation::{StepName, Violation};
+
+use order::Order;
+
+/// Every way in which `plan` is unsound; empty when it may run.
+pub fn check(plan: &Plan) -> Vec<Violation> {
+    let mut found = Vec::new();
+    ids::check_tables(plan, &mut found);
+    limits::check(plan, &mut found);
+    weights::check(plan, &mut found);
+    for program in &plan.programs {
+        found.extend(check_program(plan, program));
+    }
+    memory::check(plan, &mut found);
+    found
+}
+
+/// Every way in which one program of `plan` is unsound, all but its peak bytes.
+pub fn check_program(plan: &Plan, program: &Program) -> Vec<Violation> {
+    let scope = Scope { plan, program };
+    let mut found = Vec::new();
+    ids::check_program(scope, &mut found);
+    let homes = order::homes(program);
+    order::check_lanes(scope, &homes, &mut found);
+    places::check(scope, &homes, &mut found);
+    shapes::check(scope, &mut found);
+    collectives::check(scope, &homes, &mut found);
+    if let Some(order) = Order::of(program) {
+        experts::check(scope, &order, &mut found);
+        buffers::check(scope, &order, &mut found);
+    }
+    found
+}
+
+/// The program under examination, with the tables its ids name.
+#[derive(Clone, Copy)]
+struct Scope<'a> {
+    plan: &'a Plan,
+    program: &'a Program,
+}

@@ -1,0 +1,133 @@
+//! A collective is one alike step on each member, issued by all in one order.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use crate::check::order::{Home, MAX_LANES};
+use crate::check::{Scope, Violation};
+use crate::id::{CollectiveId, DeviceId, StepId, Table};
+use crate::layout::Move;
+use crate::plan::Action;
+
+/// The steps of one collective that are in lanes.
+type Members = Vec<(StepId, Home)>;
+
+pub(super) fn check(
+    scope: Scope<'_>,
+    homes: &Table<StepId, Option<Home>>,
+    found: &mut Vec<Violation>,
+) {
+    let mut collectives: BTreeMap<CollectiveId, Members> = BTreeMap::new();
+    for (id, step) in scope.program.steps.iter() {
+        if let Action::Move { collective: Some(collective), .. } = step.action
+            && let Some(home) = homes[id]
+        {
+            collectives.entry(collective).or_default().push((id, home));
+        }
+    }
+    for (&collective, members) in &collectives {
+        if let Some(problem) = members_problem(scope, members) {
+            let program = scope.program.name.clone();
+            found.push(Violation::Collective { program, collective, problem: problem.into() });
+        }
+    }
+    if scope.program.lanes.len() <= MAX_LANES {
+        check_order(scope, &collectives, found);
+    }
+}
+
+fn members_problem(scope: Scope<'_>, members: &Members) -> Option<&'static str> {
+    let program = scope.program;
+    let (first, _) = members[0];
+    let step = &program.steps[first];
+    let Action::Move { movement, .. } = &step.action else { return None };
+    let devices: Vec<DeviceId> =
+        members.iter().map(|(_, home)| program.lanes[home.lane].device).collect();
+    let distinct: BTreeSet<DeviceId> = devices.iter().copied().collect();
+    if distinct.len() != devices.len() {
+        return Some("a device takes part twice");
+    }
+    let alike = members.iter().all(|&(id, _)| {
+        let other = &program.steps[id];
+        let same = matches!(&other.action, Action::Move { movement: m, .. } if m == movement);
+        same && other.reads == step.reads
+    });
+    if !alike {
+        return Some("its steps differ in what they do or read");
+    }
+    match movement {
+        // Those that hold the value already take no part.
+        Move::Broadcast { .. } => return None,
+        Move::AllReduce | Move::AllGather { .. } | Move::ReduceScatter { .. } => (),
+        // A matter of shapes: neither is a collective.
+        Move::Transfer { .. } | Move::Slice { .. } => return None,
+    }
+    let holders: Vec<DeviceId> = step
+        .reads
+        .iter()
+        .filter_map(|&buffer| program.buffers.get(buffer))
+        .map(|buffer| buffer.device)
+        .collect();
+    if holders.len() != devices.len() || !holders.iter().all(|device| distinct.contains(device)) {
+        return Some("the devices that hold its terms are not those that take part");
+    }
+    if matches!(movement, Move::ReduceScatter { .. }) {
+        return scatter_problem(scope, members, &holders);
+    }
+    None
+}
+
+/// The slices of a scattered sum follow each other in the order of the terms.
+fn scatter_problem(
+    scope: Scope<'_>,
+    members: &Members,
+    holders: &[DeviceId],
+) -> Option<&'static str> {
+    let program = scope.program;
+    let slices: BTreeMap<DeviceId, (u32, u32)> = members
+        .iter()
+        .filter_map(|&(id, home)| match program.steps[id].action {
+            Action::Move { slice: Some(slice), .. } => {
+                Some((program.lanes[home.lane].device, slice))
+            }
+            Action::Move { slice: None, .. } | Action::Run(_) => None,
+        })
+        .collect();
+    let mut end = 0;
+    for holder in holders {
+        let &(start, size) = slices.get(holder)?;
+        if u64::from(start) != end {
+            return Some("its slices do not follow each other");
+        }
+        end += u64::from(size);
+    }
+    None
+}
+
+fn check_order(
+    scope: Scope<'_>,
+    collectives: &BTreeMap<CollectiveId, Members>,
+    found: &mut Vec<Violation>,
+) {
+    let program = scope.program;
+    for (index, lane) in program.lanes.iter().enumerate() {
+        // For each later lane the last place of a collective that both have issued so far.
+        let mut reached: BTreeMap<usize, (usize, CollectiveId)> = BTreeMap::new();
+        for step in &lane.steps {
+            let Some(Action::Move { collective: Some(second), .. }) =
+                program.steps.get(*step).map(|step| &step.action)
+            else {
+                continue;
+            };
+            let Some(members) = collectives.get(second) else { continue };
+            for &(_, home) in members.iter().filter(|(_, home)| home.lane > index) {
+                let last = reached.entry(home.lane).or_insert((home.position, *second));
+                if last.0 > home.position {
+                    let (program, first, second) = (program.name.clone(), last.1, *second);
+                    found.push(Violation::CollectiveOrder { program, first, second });
+                } else {
+                    *last = (home.position, *second);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,145 @@
+//! The most bytes each device holds at one time, in one run of any program.
+//!
+//! Buffers are counted at a program's largest extent. The bound holds for every interleaving of lanes: time is
+//! measured by the progress of one lane of the device, and a buffer counts from the first moment at which its
+//! writer can have started to the last at which the step that frees it can be unfinished. Where a device's own
+//! lane writes and frees all its buffers the bound is exact.
+
+use crate::check::Violation;
+use crate::check::order::{Home, Order};
+use crate::id::{BufferId, DeviceId, Id as _, StepId, Table};
+use crate::plan::{DeviceForecast, Lane, Plan, Program};
+
+/// Bytes each device holds: weights, caches, and the most buffers at one time over all programs.
+///
+/// Where a program's order is broken, all its buffers count at once.
+pub fn memory(plan: &Plan) -> Table<DeviceId, DeviceForecast> {
+    let mut devices: Table<DeviceId, DeviceForecast> = plan
+        .machine
+        .devices
+        .iter()
+        .map(|(_, device)| DeviceForecast {
+            capacity_bytes: device.memory_bytes,
+            ..DeviceForecast::default()
+        })
+        .collect();
+    for (_, weight) in plan.weights.iter() {
+        if let Some(device) = devices.rows_mut().get_mut(weight.device.index()) {
+            device.weight_bytes = device.weight_bytes.saturating_add(weight.bytes());
+        }
+    }
+    for (_, cache) in plan.caches.iter() {
+        if let Some(device) = devices.rows_mut().get_mut(cache.device.index()) {
+            let bytes = cache.bytes(plan.model.blocks, plan.model.block_tokens);
+            device.cache_bytes = device.cache_bytes.saturating_add(bytes);
+        }
+    }
+    for program in &plan.programs {
+        for (device, bytes) in buffer_peaks(plan, program).iter() {
+            devices[device].buffer_bytes = devices[device].buffer_bytes.max(*bytes);
+        }
+    }
+    devices
+}
+
+pub(super) fn check(plan: &Plan, found: &mut Vec<Violation>) {
+    for (id, bytes) in memory(plan).iter() {
+        let DeviceForecast { weight_bytes, cache_bytes, buffer_bytes, capacity_bytes } = *bytes;
+        let needed_bytes = weight_bytes.saturating_add(cache_bytes).saturating_add(buffer_bytes);
+        if needed_bytes > capacity_bytes {
+            let device = plan.machine.devices[id].name.clone();
+            found.push(Violation::Memory { device, needed_bytes, capacity_bytes });
+        }
+    }
+}
+
+/// A buffer's size and the steps between which it is held.
+struct Held {
+    bytes: u64,
+    writer: Option<StepId>,
+    freer: Option<StepId>,
+}
+
+fn buffer_peaks(plan: &Plan, program: &Program) -> Table<DeviceId, u64> {
+    let mut held: Table<BufferId, Held> = program
+        .buffers
+        .iter()
+        .map(|(_, buffer)| Held { bytes: buffer.ty.bytes(program.max), writer: None, freer: None })
+        .collect();
+    for (id, step) in program.steps.iter() {
+        for &buffer in &step.writes {
+            if let Some(held) = held.rows_mut().get_mut(buffer.index()) {
+                held.writer = held.writer.or(Some(id));
+            }
+        }
+        for &buffer in &step.frees {
+            if let Some(held) = held.rows_mut().get_mut(buffer.index()) {
+                held.freer = held.freer.or(Some(id));
+            }
+        }
+    }
+    let mut on: Table<DeviceId, Vec<&Held>> =
+        plan.machine.devices.ids().map(|_| Vec::new()).collect();
+    for (id, buffer) in program.buffers.iter() {
+        if let Some(on) = on.rows_mut().get_mut(buffer.device.index()) {
+            on.push(&held[id]);
+        }
+    }
+    let order = Order::of(program);
+    on.iter()
+        .map(|(device, held)| {
+            let all = held.iter().map(|held| held.bytes).fold(0, u64::saturating_add);
+            let Some(order) = &order else { return all };
+            let lanes = program.lanes.iter().enumerate();
+            // Each lane of the device gives a bound; the lowest holds.
+            lanes
+                .filter(|(_, lane)| lane.device == device && !lane.steps.is_empty())
+                .map(|(lane, Lane { steps, .. })| Clock { lane, steps, order }.peak(held))
+                .fold(all, u64::min)
+        })
+        .collect()
+}
+
+/// Time as one lane tells it: moment `2 i` is before its step `i` starts, `2 i + 1` while the step runs.
+struct Clock<'a> {
+    lane: usize,
+    steps: &'a [StepId],
+    order: &'a Order,
+}
+
+impl Clock<'_> {
+    fn peak(&self, held: &[&Held]) -> u64 {
+        let moments = 2 * self.steps.len() + 1;
+        let mut starts = vec![0u128; moments];
+        let mut ends = vec![0u128; moments];
+        for held in held {
+            let Some(writer) = held.writer else { continue };
+            let first = self.first_moment(writer);
+            let last = held.freer.map_or(moments - 1, |freer| self.last_moment(freer));
+            starts[first] += u128::from(held.bytes);
+            ends[last.max(first)] += u128::from(held.bytes);
+        }
+        let (mut now, mut peak) = (0, 0);
+        for (start, end) in starts.into_iter().zip(ends) {
+            now += start;
+            peak = now.max(peak);
+            now -= end;
+        }
+        u64::try_from(peak).unwrap_or(u64::MAX)
+    }
+
+    /// The first moment at which `step` can have started.
+    fn first_moment(&self, step: StepId) -> usize {
+        let Home { lane, position } = self.order.home(step);
+        if lane == self.lane { 2 * position + 1 } else { 2 * self.order.reached(step, self.lane) }
+    }
+
+    /// The last moment at which `step` can be unfinished.
+    fn last_moment(&self, step: StepId) -> usize {
+        let Home { lane, position } = self.order.home(step);
+        if lane == self.lane {
+            return 2 * position + 1;
+        }
+        2 * self.steps.partition_point(|&later| !self.order.before(step, later))
+    }
+}

@@ -1,0 +1,312 @@
+//! Reads, writes and weights of a step have the types that its action expects.
+
+use anyhow::{Result, bail, ensure};
+
+use crate::check::{Scope, Violation};
+use crate::id::WeightId;
+use crate::op::{Attention, Experts, Linear, Norm, Op, Then};
+use crate::plan::{Action, Plan, Step};
+use crate::tensor::{DType, Dim, TensorType};
+
+mod moves;
+
+pub(super) fn check(scope: Scope<'_>, found: &mut Vec<Violation>) {
+    let Scope { plan, program } = scope;
+    for (id, step) in program.steps.iter() {
+        if let Err(error) = step_types(scope, step) {
+            found.push(Violation::Shape { step: scope.name(id), problem: error.to_string() });
+        }
+    }
+    if let Some(output) = program.buffers.get(program.output) {
+        let logits = TensorType {
+            dtype: DType::F32,
+            shape: vec![Dim::Rows, Dim::Fixed(plan.model.vocabulary)],
+        };
+        if output.ty != logits {
+            let problem = format!("it returns {} instead of {logits}", output.ty);
+            found.push(Violation::Output { program: program.name.clone(), problem });
+        }
+    }
+}
+
+fn step_types(scope: Scope<'_>, step: &Step) -> Result<()> {
+    let buffer = |&id| scope.program.buffers.get(id).map(|buffer| &buffer.ty);
+    let reads: Option<Vec<&TensorType>> = step.reads.iter().map(buffer).collect();
+    let writes: Option<Vec<&TensorType>> = step.writes.iter().map(buffer).collect();
+    // Ids that name nothing are reported elsewhere.
+    let (Some(reads), Some(writes)) = (reads, writes) else { return Ok(()) };
+    match &step.action {
+        Action::Run(op) => {
+            let plan = scope.plan;
+            let named = op.weights().into_iter().all(|weight| plan.weights.get(weight).is_some())
+                && op.cache().is_none_or(|cache| plan.caches.get(cache).is_some())
+                && op.rope().is_none_or(|rope| plan.ropes.get(rope).is_some());
+            if named { (Run { plan, reads: &reads, writes: &writes }).check(op) } else { Ok(()) }
+        }
+        Action::Move { movement, collective, slice } => {
+            moves::check(movement, collective.is_some(), *slice, &reads, &writes)
+        }
+    }
+}
+
+/// A computation whose ids all name rows.
+struct Run<'a> {
+    plan: &'a Plan,
+    reads: &'a [&'a TensorType],
+    writes: &'a [&'a TensorType],
+}
+
+impl Run<'_> {
+    fn check(&self, op: &Op) -> Result<()> {
+        match op {
+            Op::Embed { table, scale } => {
+                let ([], [y]) = self.types()?;
+                ensure!(scale.is_finite(), "the scale is {scale}");
+                let (rows, features) = self.matrix(*table)?;
+                ensure!(
+                    rows >= self.plan.model.vocabulary,
+                    "{table} has {rows} rows for a vocabulary of {}",
+                    self.plan.model.vocabulary
+                );
+                floats(y, Dim::Tokens, features)
+            }
+            Op::AddPosition { table, offset } => {
+                let ([x], [y]) = self.types()?;
+                let (rows, features) = self.matrix(*table)?;
+                let last = u64::from(self.plan.model.context) + u64::from(*offset);
+                ensure!(u64::from(rows) >= last, "{table} has {rows} rows for {last} positions");
+                floats(x, Dim::Tokens, features)?;
+                same(x, y)
+            }
+            Op::Norm(norm) => {
+                let features = if self.reads.len() == 2 {
+                    let ([x, residual], [y]) = self.types()?;
+                    same(x, residual)?;
+                    same(x, y)?;
+                    rows_of(x)?.1
+                } else {
+                    let ([x], [y]) = self.types()?;
+                    same(x, y)?;
+                    rows_of(x)?.1
+                };
+                self.norm(norm, features)
+            }
+            Op::Linear(linear) => self.linear(linear),
+            Op::Attention(attention) => self.attention(attention),
+            Op::Activate(_) => self.elementwise::<1>(),
+            Op::SoftCap { cap } => {
+                ensure!(cap.is_finite() && *cap > 0.0, "the cap is {cap}");
+                self.elementwise::<1>()
+            }
+            Op::Gate(_) | Op::Add => self.elementwise::<2>(),
+            Op::SigmoidGate => {
+                let ([gate, x], [y]) = self.types()?;
+                let (rows, _) = rows_of(x)?;
+                floats(gate, rows, 1)?;
+                same(x, y)
+            }
+            Op::Route { used, renormalise: _ } => {
+                let ([logits], [ids, weights]) = self.types()?;
+                let (rows, experts) = rows_of(logits)?;
+                ensure!((1..=experts).contains(used), "{used} of {experts} experts are used");
+                whole_numbers(ids, rows, *used)?;
+                floats(weights, rows, *used)
+            }
+            Op::Experts(experts) => self.experts(experts),
+            Op::SelectRows => {
+                let ([x], [y]) = self.types()?;
+                let (rows, features) = rows_of(x)?;
+                ensure!(rows == Dim::Tokens, "rows are selected from {x}");
+                floats(y, Dim::Rows, features)
+            }
+        }
+    }
+
+    fn linear(&self, linear: &Linear) -> Result<()> {
+        let Linear { norm, weights, biases, then, residual } = linear;
+        ensure!(!weights.is_empty(), "a linear without a weight");
+        ensure!(
+            biases.len() == weights.len(),
+            "{} biases for {} weights",
+            biases.len(),
+            weights.len()
+        );
+        let expected = 1 + usize::from(*residual);
+        ensure!(self.reads.len() == expected, "{} reads instead of {expected}", self.reads.len());
+        let (rows, inputs) = rows_of(self.reads[0])?;
+        if let Some(norm) = norm {
+            self.norm(norm, inputs)?;
+        }
+        let mut outputs = Vec::new();
+        for (&weight, bias) in weights.iter().zip(biases) {
+            let (made, taken) = self.matrix(weight)?;
+            ensure!(taken == inputs, "{weight} takes {taken} features and is given {inputs}");
+            if let Some(bias) = bias {
+                self.vector(*bias, made)?;
+            }
+            outputs.push(made);
+        }
+        if let Then::Gate(_) = then {
+            ensure!(
+                outputs.len() == 2 && outputs[0] == outputs[1],
+                "a gate of linears that make {outputs:?} features"
+            );
+            outputs.pop();
+        }
+        ensure!(
+            self.writes.len() == outputs.len(),
+            "{} writes instead of {}",
+            self.writes.len(),
+            outputs.len()
+        );
+        for (write, &features) in self.writes.iter().zip(&outputs) {
+            floats(write, rows, features)?;
+        }
+        if *residual {
+            ensure!(outputs.len() == 1, "a residual for {} outputs", outputs.len());
+            same(self.reads[1], self.writes[0])?;
+        }
+        Ok(())
+    }
+
+    fn attention(&self, attention: &Attention) -> Result<()> {
+        let ([q, k, v], [y]) = self.types()?;
+        let Attention { heads, kv_heads, head_dim, group, first_head, .. } = *attention;
+        ensure!(
+            heads > 0 && kv_heads > 0 && head_dim > 0 && group > 0,
+            "{heads} heads over {kv_heads} of {head_dim} features in groups of {group}"
+        );
+        let reached = (u64::from(first_head) + u64::from(heads)).div_ceil(u64::from(group));
+        ensure!(
+            reached <= u64::from(kv_heads),
+            "{heads} heads from head {first_head} in groups of {group} reach {reached} of {kv_heads} key heads"
+        );
+        for (ty, heads) in [(q, heads), (k, kv_heads), (v, kv_heads), (y, heads)] {
+            let Some(features) = heads.checked_mul(head_dim) else {
+                bail!("{heads} heads of {head_dim} features")
+            };
+            floats(ty, Dim::Tokens, features)?;
+        }
+        let cache = &self.plan.caches[attention.cache];
+        ensure!(
+            (cache.kv_heads, cache.head_dim) == (kv_heads, head_dim),
+            "{} holds {} heads of {} features, not {kv_heads} of {head_dim}",
+            attention.cache,
+            cache.kv_heads,
+            cache.head_dim
+        );
+        for norm in attention.q_norm.iter().chain(&attention.k_norm) {
+            self.norm(norm, head_dim)?;
+        }
+        if let Some(rope) = attention.rope {
+            let dims = self.plan.ropes[rope].dims;
+            ensure!(dims <= head_dim, "{rope} turns {dims} of {head_dim} features");
+        }
+        ensure!(attention.scale.is_finite(), "the scale is {}", attention.scale);
+        ensure!(attention.window != Some(0), "the window is empty");
+        if let Some(cap) = attention.soft_cap {
+            ensure!(cap.is_finite() && cap > 0.0, "the cap is {cap}");
+        }
+        Ok(())
+    }
+
+    fn experts(&self, op: &Experts) -> Result<()> {
+        let ([x, ids, weights], [y]) = self.types()?;
+        let (rows, features) = rows_of(x)?;
+        let (_, used) = rows_of_any(ids)?;
+        whole_numbers(ids, rows, used)?;
+        floats(weights, rows, used)?;
+        same(x, y)?;
+        let [gate, up, down] =
+            [op.gate, op.up, op.down].map(|weight| self.plan.weights[weight].shape.as_slice());
+        let &[experts, inner, taken] = gate else { bail!("{} has shape {gate:?}", op.gate) };
+        ensure!(
+            taken == features && up == gate && down == [experts, features, inner],
+            "experts of shapes {gate:?}, {up:?} and {down:?} for {features} features"
+        );
+        ensure!(used <= experts, "{used} of {experts} experts are used");
+        Ok(())
+    }
+
+    fn elementwise<const READS: usize>(&self) -> Result<()> {
+        let (reads, [y]) = self.types::<READS, 1>()?;
+        rows_of(y)?;
+        reads.into_iter().try_for_each(|read| same(read, y))
+    }
+
+    fn norm(&self, norm: &Norm, features: u32) -> Result<()> {
+        let Norm { kind: _, scale, bias, epsilon, scale_offset } = norm;
+        ensure!(
+            epsilon.is_finite() && *epsilon >= 0.0 && scale_offset.is_finite(),
+            "a norm with epsilon {epsilon} and offset {scale_offset}"
+        );
+        scale.iter().chain(bias).try_for_each(|&weight| self.vector(weight, features))
+    }
+
+    fn vector(&self, weight: WeightId, size: u32) -> Result<()> {
+        let shape = &self.plan.weights[weight].shape;
+        ensure!(*shape == [size], "{weight} has shape {shape:?} instead of [{size}]");
+        Ok(())
+    }
+
+    fn matrix(&self, weight: WeightId) -> Result<(u32, u32)> {
+        match *self.plan.weights[weight].shape {
+            [outputs, inputs] => Ok((outputs, inputs)),
+            ref shape => bail!("{weight} has shape {shape:?} where a matrix is used"),
+        }
+    }
+
+    /// The types, where there are as many as the operation has.
+    fn types<const READS: usize, const WRITES: usize>(
+        &self,
+    ) -> Result<([&TensorType; READS], [&TensorType; WRITES])> {
+        types(self.reads, self.writes)
+    }
+}
+
+fn types<'a, const READS: usize, const WRITES: usize>(
+    reads: &[&'a TensorType],
+    writes: &[&'a TensorType],
+) -> Result<([&'a TensorType; READS], [&'a TensorType; WRITES])> {
+    match (reads.try_into(), writes.try_into()) {
+        (Ok(reads), Ok(writes)) => Ok((reads, writes)),
+        _ => bail!(
+            "{} reads and {} writes instead of {READS} and {WRITES}",
+            reads.len(),
+            writes.len()
+        ),
+    }
+}
+
+/// Rows and features of an activation.
+fn rows_of(ty: &TensorType) -> Result<(Dim, u32)> {
+    ensure!(ty.dtype != DType::I32, "{ty} where floats are expected");
+    rows_of_any(ty)
+}
+
+fn rows_of_any(ty: &TensorType) -> Result<(Dim, u32)> {
+    match *ty.shape {
+        [rows @ (Dim::Tokens | Dim::Rows), Dim::Fixed(features)] if features > 0 => {
+            Ok((rows, features))
+        }
+        _ => bail!("{ty} where rows of features are expected"),
+    }
+}
+
+fn floats(ty: &TensorType, rows: Dim, features: u32) -> Result<()> {
+    ensure!(rows_of(ty)? == (rows, features), "{ty} instead of [{rows}, {features}]");
+    Ok(())
+}
+
+fn whole_numbers(ty: &TensorType, rows: Dim, features: u32) -> Result<()> {
+    ensure!(
+        ty.dtype == DType::I32 && rows_of_any(ty)? == (rows, features),
+        "{ty} instead of i32[{rows}, {features}]"
+    );
+    Ok(())
+}
+
+fn same(one: &TensorType, other: &TensorType) -> Result<()> {
+    ensure!(one == other, "{one} and {other} where types must be the same");
+    Ok(())
+}

@@ -1,0 +1,104 @@
+//! Weights, caches and rotary embeddings by themselves.
+
+use crate::check::Violation;
+use crate::op::{Frequencies, Rope};
+use crate::plan::{Cache, Plan, Weight};
+use crate::tensor::{DType, Format};
+use crate::weight::Source;
+
+pub(super) fn check(plan: &Plan, found: &mut Vec<Violation>) {
+    for (id, weight) in plan.weights.iter() {
+        for problem in weight_problems(plan, weight) {
+            found.push(Violation::Weight { weight: id, name: weight.name.clone(), problem });
+        }
+    }
+    for (id, cache) in plan.caches.iter() {
+        let Cache { name, dtype, kv_heads, head_dim, device: _ } = cache;
+        if *dtype == DType::I32 || *kv_heads == 0 || *head_dim == 0 {
+            let problem = format!("{kv_heads} heads of {head_dim} features in {dtype}");
+            found.push(Violation::Cache { cache: id, name: name.clone(), problem });
+        }
+    }
+    for (id, rope) in plan.ropes.iter() {
+        if let Some(problem) = rope_problem(rope) {
+            found.push(Violation::Rope { rope: id, problem });
+        }
+    }
+}
+
+fn weight_problems(plan: &Plan, weight: &Weight) -> Vec<String> {
+    let mut problems = Vec::new();
+    let shape = &weight.shape;
+    if !(1..=3).contains(&shape.len()) || shape.contains(&0) {
+        problems.push(format!("a weight of shape {shape:?}"));
+    }
+    if shape.len() == 1 && weight.format != Format::F32 {
+        problems.push(format!("a vector is held as {} instead of f32", weight.format));
+    }
+    match weight.sources.as_slice() {
+        [] => problems.push("it has no source".into()),
+        [source] if source.axes.len() == shape.len() => {
+            problems.extend(source_problems(plan, source, shape));
+        }
+        sources => {
+            let rows = shape.first().map_or(0, |&rows| rows as usize);
+            if sources.len() != rows {
+                problems.push(format!("{} sources for {rows} rows", sources.len()));
+            }
+            for source in sources {
+                problems.extend(source_problems(plan, source, shape.get(1..).unwrap_or(&[])));
+            }
+        }
+    }
+    problems
+}
+
+fn source_problems(plan: &Plan, source: &Source, shape: &[u32]) -> Vec<String> {
+    let mut problems = Vec::new();
+    if source.axes.iter().any(|axis| !(1..=2).contains(&axis.len())) {
+        problems.push("an axis of a source has one or two strides".into());
+    }
+    // Sizes are compared, not counted: a product of strides may exceed what an axis can be.
+    let sizes: Vec<u64> = source
+        .axes
+        .iter()
+        .map(|axis| axis.iter().map(|s| u64::from(s.size)).fold(1, u64::saturating_mul))
+        .collect();
+    if !sizes.iter().copied().eq(shape.iter().map(|&size| u64::from(size))) {
+        problems.push(format!("a source of shape {sizes:?} where {shape:?} is held"));
+    }
+    if let Some(file) = plan.files.get(source.file) {
+        let (start, end) = source.span();
+        if end > file.bytes {
+            problems.push(format!(
+                "bytes {start}..{end} of {}, which has {}",
+                file.path.display(),
+                file.bytes
+            ));
+        }
+    }
+    problems
+}
+
+fn rope_problem(rope: &Rope) -> Option<String> {
+    let dims = rope.dims;
+    if dims == 0 || !dims.is_multiple_of(2) {
+        return Some(format!("it turns {dims} elements in pairs"));
+    }
+    let pairs = dims as usize / 2;
+    let sets = match &rope.frequencies {
+        Frequencies::Fixed(frequencies) => vec![frequencies],
+        Frequencies::Switched { short, long, original_tokens: _ } => vec![short, long],
+        Frequencies::Dynamic { base, factor, original_tokens } => {
+            // Growth divides by both.
+            if dims == 2 || *original_tokens == 0 || !base.is_finite() || !factor.is_finite() {
+                return Some(format!(
+                    "base {base} cannot grow by {factor} beyond {original_tokens} tokens"
+                ));
+            }
+            vec![]
+        }
+    };
+    let wrong = sets.into_iter().find(|set| set.len() != pairs)?;
+    Some(format!("{} frequencies for {pairs} pairs", wrong.len()))
+}

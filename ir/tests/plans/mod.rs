@@ -1,0 +1,392 @@
+//! Sound plans made by hand, for changing until they are not.
+
+use ir::graph::{Cause, Reason};
+use ir::id::{BufferId, CacheId, DeviceId, Id as _, StepId, Table, WeightId};
+use ir::layout::Move;
+use ir::machine::{Device, DeviceKind, Host, Link, Machine, RateSource, Rates};
+use ir::model::CheckpointFile;
+use ir::op::{
+    Activation, Attention, Experts, Frequencies, Linear, Norm, NormKind, Op, Pairing, Rope, Then,
+};
+use ir::plan::{
+    Action, Buffer, Cache, Forecast, Lane, ModelInfo, Phase, Plan, Program, Queue, Step, VERSION,
+    Weight,
+};
+use ir::tensor::{DType, Dim, Extent, Format, TensorType};
+use ir::weight::Source;
+
+const FEATURES: u32 = 8;
+const HEAD_DIM: u32 = 4;
+const VOCABULARY: u32 = 32;
+
+pub(crate) fn d(index: usize) -> DeviceId {
+    DeviceId::from_index(index)
+}
+pub(crate) fn w(index: usize) -> WeightId {
+    WeightId::from_index(index)
+}
+pub(crate) fn b(index: usize) -> BufferId {
+    BufferId::from_index(index)
+}
+pub(crate) fn s(index: usize) -> StepId {
+    StepId::from_index(index)
+}
+pub(crate) fn c(index: usize) -> CacheId {
+    CacheId::from_index(index)
+}
+
+/// Attention and a mixture of experts on one NUMA device.
+pub(crate) fn one_device() -> Plan {
+    let mut made = Builder::new(1);
+    let x = made.embed(0);
+    let x = made.attention_block(0, x);
+    let x = made.mixture_block(0, x);
+    made.head(0, x)
+}
+
+/// Attention on one device, the mixture and the head on the next.
+pub(crate) fn pipeline() -> Plan {
+    let mut made = Builder::new(2);
+    let x = made.embed(0);
+    let x = made.attention_block(0, x);
+    let x = made.transfer(0, 1, x);
+    let x = made.mixture_block(1, x);
+    made.head(1, x)
+}
+
+/// One key head on each of two devices, and a sum of what they make.
+pub(crate) fn tensor_parallel() -> Plan {
+    let mut made = Builder::new(2);
+    let x = made.embed(0);
+    let copy = made.collective("x", Move::Broadcast { from: d(0) }, &[1], &[x], FEATURES)[0];
+    let terms: Vec<BufferId> =
+        [(0, x), (1, copy)].into_iter().map(|(device, x)| made.half(device, x)).collect();
+    let sums = made.collective("o", Move::AllReduce, &[0, 1], &terms, FEATURES);
+    let scatter = Move::ReduceScatter { axis: 1 };
+    let parts = made.collective("scatter", scatter, &[0, 1], &sums, FEATURES / 2);
+    let gather = Move::AllGather { axis: 1 };
+    let wholes = made.collective("gather", gather, &[0, 1], &parts, FEATURES);
+    made.head(0, wholes[0])
+}
+
+struct Builder {
+    plan: Plan,
+    program: Program,
+    collectives: usize,
+}
+
+impl Builder {
+    fn new(devices: usize) -> Self {
+        let rates = Rates {
+            source: RateSource::Nominal,
+            read_bytes_per_sec: 1e10,
+            step_nanos: 1e3,
+            linear: vec![],
+            attention_flops_per_sec: 1e10,
+            cache_bytes_per_sec: 1e10,
+        };
+        let device = |index: usize| Device {
+            name: format!("numa{index}"),
+            kind: DeviceKind::Numa { node: 0, cpus: vec![index as u32] },
+            memory_bytes: 1 << 20,
+            rates: rates.clone(),
+        };
+        let pairs = (0..devices).flat_map(|from| (0..devices).map(move |to| (from, to)));
+        let links = pairs
+            .filter(|(from, to)| from != to)
+            .map(|(from, to)| Link {
+                from: d(from),
+                to: d(to),
+                bytes_per_sec: 1e10,
+                latency_nanos: 1e3,
+            })
+            .collect();
+        let machine =
+            Machine { host: Host::default(), devices: (0..devices).map(device).collect(), links };
+        let cause = Cause { reason: Reason::Fastest, runner_up: None };
+        let file = CheckpointFile { path: "model".into(), bytes: 1 << 20, fingerprint: 0 };
+        let rope = Rope {
+            pairing: Pairing::Halves,
+            dims: HEAD_DIM,
+            magnitude: 1.0,
+            frequencies: Frequencies::Fixed(vec![1.0, 0.5]),
+        };
+        let model = ModelInfo {
+            name: "toy".into(),
+            architecture: "Toy".into(),
+            folder: "toy".into(),
+            vocabulary: VOCABULARY,
+            context: 64,
+            max_sequences: 1,
+            block_tokens: 16,
+            blocks: 4,
+        };
+        let lane = |index| Lane { device: d(index), queue: Queue::Compute, steps: Vec::new() };
+        Self {
+            plan: Plan {
+                version: VERSION,
+                model,
+                machine,
+                files: Table::from_iter([file]),
+                weights: Table::default(),
+                caches: Table::default(),
+                ropes: Table::from_iter([rope]),
+                programs: vec![],
+                causes: Table::from_iter([cause]),
+                forecast: Forecast::default(),
+            },
+            program: Program {
+                name: "prefill".into(),
+                phase: Phase::Prefill,
+                max: Extent { tokens: 8, rows: 2 },
+                max_sequences: 1,
+                buffers: Table::default(),
+                steps: Table::default(),
+                lanes: (0..devices).map(lane).collect(),
+                output: b(0),
+            },
+            collectives: 0,
+        }
+    }
+
+    fn weight(&mut self, device: usize, shape: &[u32]) -> WeightId {
+        let format = if shape.len() == 1 { Format::F32 } else { Format::Bf16 };
+        let file = ir::id::FileId::from_index(0);
+        self.plan.weights.push(Weight {
+            name: format!("weight{}", self.plan.weights.len()),
+            device: d(device),
+            format,
+            shape: shape.to_vec(),
+            sources: vec![Source::contiguous(file, DType::Bf16, 16, shape)],
+        })
+    }
+
+    /// Adds a step to a lane; it waits for those that write what it reads in other lanes.
+    fn step(
+        &mut self,
+        lane: usize,
+        name: &str,
+        action: Action,
+        reads: &[BufferId],
+        writes: &[TensorType],
+    ) -> Vec<BufferId> {
+        let program = &mut self.program;
+        let waits = program
+            .steps
+            .iter()
+            .filter(|(_, step)| step.writes.iter().any(|buffer| reads.contains(buffer)))
+            .map(|(id, _)| id)
+            .filter(|id| !program.lanes[lane].steps.contains(id))
+            .collect();
+        let writes: Vec<BufferId> = writes
+            .iter()
+            .map(|ty| program.buffers.push(Buffer { device: d(lane), ty: ty.clone() }))
+            .collect();
+        let id = program.steps.push(Step {
+            name: name.into(),
+            action,
+            reads: reads.to_vec(),
+            writes: writes.clone(),
+            frees: vec![],
+            waits,
+            estimate_nanos: 1000,
+            cause: ir::id::CauseId::from_index(0),
+        });
+        program.lanes[lane].steps.push(id);
+        writes
+    }
+
+    fn run(
+        &mut self,
+        lane: usize,
+        name: &str,
+        op: Op,
+        reads: &[BufferId],
+        features: u32,
+    ) -> BufferId {
+        let writes = [TensorType::activation(features)];
+        self.step(lane, name, Action::Run(op), reads, &writes)[0]
+    }
+
+    fn linear(
+        &mut self,
+        lane: usize,
+        name: &str,
+        x: BufferId,
+        inputs: u32,
+        outputs: u32,
+    ) -> BufferId {
+        let weights = vec![self.weight(lane, &[outputs, inputs])];
+        let op = Op::Linear(Linear {
+            norm: None,
+            weights,
+            biases: vec![None],
+            then: Then::Nothing,
+            residual: false,
+        });
+        self.run(lane, name, op, &[x], outputs)
+    }
+
+    fn embed(&mut self, lane: usize) -> BufferId {
+        let table = self.weight(lane, &[VOCABULARY, FEATURES]);
+        self.run(lane, "embed", Op::Embed { table, scale: 1.0 }, &[], FEATURES)
+    }
+
+    fn attention(&mut self, lane: usize, x: BufferId, heads: u32, kv_heads: u32) -> BufferId {
+        let cache = self.plan.caches.push(Cache {
+            name: "layers.0".into(),
+            device: d(lane),
+            dtype: DType::F32,
+            kv_heads,
+            head_dim: HEAD_DIM,
+        });
+        let [q, k, v] = [("q", heads), ("k", kv_heads), ("v", kv_heads)]
+            .map(|(name, heads)| self.linear(lane, name, x, FEATURES, heads * HEAD_DIM));
+        let op = Op::Attention(Attention {
+            cache,
+            heads,
+            kv_heads,
+            head_dim: HEAD_DIM,
+            group: 2,
+            first_head: 0,
+            scale: 0.5,
+            window: None,
+            soft_cap: None,
+            q_norm: None,
+            k_norm: None,
+            rope: Some(ir::id::RopeId::from_index(0)),
+        });
+        self.run(lane, "attention", op, &[q, k, v], heads * HEAD_DIM)
+    }
+
+    fn attention_block(&mut self, lane: usize, x: BufferId) -> BufferId {
+        let norm = Norm {
+            kind: NormKind::Rms,
+            scale: Some(self.weight(lane, &[FEATURES])),
+            bias: None,
+            epsilon: 1e-5,
+            scale_offset: 0.0,
+        };
+        let normed = self.run(lane, "norm", Op::Norm(norm), &[x], FEATURES);
+        let values = self.attention(lane, normed, 2, 1);
+        let made = self.linear(lane, "o", values, 2 * HEAD_DIM, FEATURES);
+        self.run(lane, "add", Op::Add, &[x, made], FEATURES)
+    }
+
+    /// One of two devices' share of attention: a term of the sum.
+    fn half(&mut self, lane: usize, x: BufferId) -> BufferId {
+        let values = self.attention(lane, x, 2, 1);
+        self.linear(lane, "o", values, 2 * HEAD_DIM, FEATURES)
+    }
+
+    fn mixture_block(&mut self, lane: usize, x: BufferId) -> BufferId {
+        let logits = self.linear(lane, "router", x, FEATURES, 4);
+        let ids = TensorType { dtype: DType::I32, ..TensorType::activation(2) };
+        let route = Action::Run(Op::Route { used: 2, renormalise: true });
+        let chosen = self.step(lane, "route", route, &[logits], &[ids, TensorType::activation(2)]);
+        let op = Op::Experts(Experts {
+            gate: self.weight(lane, &[4, 16, FEATURES]),
+            up: self.weight(lane, &[4, 16, FEATURES]),
+            down: self.weight(lane, &[4, FEATURES, 16]),
+            activation: Activation::Silu,
+        });
+        self.run(lane, "experts", op, &[x, chosen[0], chosen[1]], FEATURES)
+    }
+
+    fn transfer(&mut self, from: usize, to: usize, x: BufferId) -> BufferId {
+        let movement = Move::Transfer { from: d(from), to: d(to) };
+        let action = Action::Move { movement, collective: None, slice: None };
+        let ty = self.program.buffers[x].ty.clone();
+        self.step(to, "transfer", action, &[x], &[ty])[0]
+    }
+
+    fn collective(
+        &mut self,
+        name: &str,
+        movement: Move,
+        members: &[usize],
+        reads: &[BufferId],
+        features: u32,
+    ) -> Vec<BufferId> {
+        let collective = Some(ir::id::CollectiveId::from_index(self.collectives));
+        self.collectives += 1;
+        let scatters = matches!(movement, Move::ReduceScatter { .. });
+        members
+            .iter()
+            .map(|&member| {
+                let slice = scatters.then_some((member as u32 * features, features));
+                let action = Action::Move { movement: movement.clone(), collective, slice };
+                self.step(member, name, action, reads, &[TensorType::activation(features)])[0]
+            })
+            .collect()
+    }
+
+    fn head(mut self, lane: usize, x: BufferId) -> Plan {
+        let rows = |features| TensorType {
+            dtype: DType::F32,
+            shape: vec![Dim::Rows, Dim::Fixed(features)],
+        };
+        let select = Action::Run(Op::SelectRows);
+        let x = self.step(lane, "select", select, &[x], &[rows(FEATURES)])[0];
+        let linear = Linear {
+            norm: None,
+            weights: vec![self.weight(lane, &[VOCABULARY, FEATURES])],
+            biases: vec![None],
+            then: Then::Nothing,
+            residual: false,
+        };
+        let action = Action::Run(Op::Linear(linear));
+        self.program.output = self.step(lane, "head", action, &[x], &[rows(VOCABULARY)])[0];
+        self.free();
+        let decode = Program {
+            name: "decode".into(),
+            phase: Phase::Decode,
+            max: Extent { tokens: 1, rows: 1 },
+            ..self.program.clone()
+        };
+        self.plan.programs = vec![self.program, decode];
+        self.plan
+    }
+
+    /// Ends each buffer at its only reader, or at a later step that waits for all its readers.
+    fn free(&mut self) {
+        let program = &mut self.program;
+        for buffer in program.buffers.ids().filter(|&buffer| buffer != program.output) {
+            let users: Vec<StepId> = program
+                .steps
+                .iter()
+                .filter(|(_, step)| step.reads.contains(&buffer) || step.writes.contains(&buffer))
+                .map(|(id, _)| id)
+                .collect();
+            let last = users[users.len() - 1];
+            let lane = |step: StepId| {
+                program
+                    .lanes
+                    .iter()
+                    .position(|lane| lane.steps.contains(&step))
+                    .expect("every step is in a lane")
+            };
+            let elsewhere: Vec<StepId> =
+                users[1..].iter().copied().filter(|&user| lane(user) != lane(last)).collect();
+            if elsewhere.is_empty() {
+                program.steps[last].frees.push(buffer);
+                continue;
+            }
+            let home = program.buffers[buffer].device;
+            let later = |step: &StepId| *step > last;
+            let owner = program
+                .lanes
+                .iter()
+                .find(|lane| lane.device == home)
+                .expect("every device has a lane");
+            let at = owner.steps.iter().copied().find(later);
+            let at = at
+                .or_else(|| program.steps.ids().find(later))
+                .expect("the head reads one buffer of its own device");
+            program.steps[at].frees.push(buffer);
+            program.steps[at].waits.extend(users);
+            program.steps[at].waits.sort_unstable();
+            program.steps[at].waits.dedup();
+        }
+    }
+}

@@ -1,0 +1,167 @@
+//! The files of a checkpoint and where each tensor lies in them.
+//!
+//! - Tensors are known by name, shape, element type and byte range; their data is not read.
+//! - Files are numbered in the order of their names, so the same checkpoint always reads the same.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::File;
+use std::path::{Component, Path, PathBuf};
+
+use anyhow::{Context as _, Result, anyhow, bail, ensure};
+use ir::id::{FileId, Table};
+use ir::model::CheckpointFile;
+use memmap2::Mmap;
+
+use crate::header::{self, Object};
+
+/// The tensors of one checkpoint, over one file or several.
+#[derive(Debug)]
+pub struct Checkpoint {
+    folder: PathBuf,
+    /// The safetensors file, or the index that names several.
+    entrance: PathBuf,
+    files: Table<FileId, CheckpointFile>,
+    tensors: BTreeMap<String, StoredTensor>,
+}
+
+/// One tensor of a checkpoint.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StoredTensor {
+    /// The file it is in.
+    pub file: FileId,
+    /// What that file's header says of it.
+    pub entry: header::Entry,
+}
+
+impl Checkpoint {
+    /// Reads the headers of the checkpoint at `path`: a safetensors file, an index, or a folder with either.
+    ///
+    /// # Errors
+    ///
+    /// When a file is missing or unreadable, when a header is malformed, or when index and shards disagree.
+    pub fn open(path: &Path) -> Result<Self> {
+        // Symbolic links stay as they are: a hub cache links readable names to files named by their hash.
+        let path =
+            std::path::absolute(path).with_context(|| format!("reading {}", path.display()))?;
+        let kind =
+            std::fs::metadata(&path).with_context(|| format!("reading {}", path.display()))?;
+        let entrance = if kind.is_dir() { entrance(&path)? } else { path };
+        let folder = entrance.parent().unwrap_or(Path::new("/")).to_path_buf();
+        let mut checkpoint =
+            Self { folder, entrance, files: Table::default(), tensors: BTreeMap::new() };
+        if checkpoint.entrance.extension().is_some_and(|extension| extension == "json") {
+            checkpoint.read_index()?;
+        } else {
+            let file = checkpoint.entrance.clone();
+            let (id, entries) = checkpoint.read_file(file)?;
+            checkpoint.tensors = entries
+                .into_iter()
+                .map(|(name, entry)| (name, StoredTensor { file: id, entry }))
+                .collect();
+        }
+        Ok(checkpoint)
+    }
+
+    /// The folder with configuration and tokenizer.
+    pub fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    /// The files that tensors lie in.
+    pub fn files(&self) -> &Table<FileId, CheckpointFile> {
+        &self.files
+    }
+
+    /// The tensor of that name.
+    pub fn get(&self, name: &str) -> Option<&StoredTensor> {
+        self.tensors.get(name)
+    }
+
+    /// The tensor of that name; an error that says where it was sought when there is none.
+    pub fn tensor(&self, name: &str) -> Result<&StoredTensor> {
+        self.get(name).ok_or_else(|| {
+            let count = self.files.len();
+            let entrance = self.entrance.display();
+            if count == 1 {
+                anyhow!("{entrance}: tensor {name:?} is missing")
+            } else {
+                anyhow!("{entrance}: tensor {name:?} is missing from its {count} files")
+            }
+        })
+    }
+
+    /// Whether two tensors hold the same bytes, as far as [`ir::fingerprint`] tells.
+    pub fn same_contents(&self, left: &StoredTensor, right: &StoredTensor) -> Result<bool> {
+        let print = |tensor: &StoredTensor| -> Result<u64> {
+            let contents = map(&self.files[tensor.file].path)?;
+            // The header was read from a file of the same size, but the file may have shrunk since.
+            let (from, to) = (tensor.entry.offset, tensor.entry.offset + tensor.entry.bytes);
+            let bytes = contents.get(from as usize..to as usize);
+            Ok(ir::fingerprint(bytes.context("the checkpoint changed while it was read")?))
+        };
+        Ok(left.entry.dtype == right.entry.dtype
+            && left.entry.shape == right.entry.shape
+            && print(left)? == print(right)?)
+    }
+
+    fn read_index(&mut self) -> Result<()> {
+        let index = self.entrance.display().to_string();
+        let text = std::fs::read(&self.entrance).with_context(|| format!("reading {index}"))?;
+        #[derive(serde::Deserialize)]
+        struct Index {
+            weight_map: Object<String>,
+        }
+        let map = match serde_json::from_slice::<Index>(&text) {
+            Ok(parsed) => parsed.weight_map.0,
+            Err(error) => bail!("{index}: malformed index: {error}"),
+        };
+        ensure!(!map.is_empty(), "{index}: the index names no tensor");
+        let mut shards = BTreeMap::new();
+        for shard in map.values().collect::<BTreeSet<_>>() {
+            let inside =
+                Path::new(shard).components().all(|part| matches!(part, Component::Normal(_)));
+            ensure!(inside && !shard.is_empty(), "{index}: {shard:?} is not a file of this folder");
+            let path = self.folder.join(shard);
+            let read = self.read_file(path).with_context(|| format!("a shard of {index}"))?;
+            shards.insert(shard.clone(), read);
+        }
+        for (name, shard) in map {
+            let (file, entries) = &shards[&shard];
+            let entry = entries.get(&name).with_context(|| {
+                format!("{index}: tensor {name:?} is said to be in {shard}, which lacks it")
+            })?;
+            self.tensors.insert(name, StoredTensor { file: *file, entry: entry.clone() });
+        }
+        Ok(())
+    }
+
+    fn read_file(&mut self, path: PathBuf) -> Result<(FileId, BTreeMap<String, header::Entry>)> {
+        let contents = map(&path)?;
+        let entries = header::read(&contents).with_context(|| path.display().to_string())?;
+        let bytes = contents.len() as u64;
+        let fingerprint = ir::fingerprint(&contents);
+        Ok((self.files.push(CheckpointFile { path, bytes, fingerprint }), entries))
+    }
+}
+
+/// The file of a folder to begin with.
+fn entrance(folder: &Path) -> Result<PathBuf> {
+    for name in ["model.safetensors", "model.safetensors.index.json"] {
+        let path = folder.join(name);
+        if path.exists() {
+            return Ok(path);
+        }
+    }
+    bail!("{}: holds neither model.safetensors nor model.safetensors.index.json", folder.display())
+}
+
+fn map(path: &Path) -> Result<Mmap> {
+    let reading = || format!("reading {}", path.display());
+    let file = File::open(path).with_context(reading)?;
+    ensure!(file.metadata().with_context(reading)?.is_file(), "{}: not a file", path.display());
+    #[expect(unsafe_code, reason = "a checkpoint can exceed memory, so it is mapped and not read")]
+    // SAFETY: the map is read-only and private to this module. Another process that shortens the file
+    // meanwhile ends this one with SIGBUS, which no reader of mapped files can rule out.
+    let contents = unsafe { Mmap::map(&file) };
+    contents.with_context(reading)
+}

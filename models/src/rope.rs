@@ -1,0 +1,281 @@
+//! Rotary embeddings as `modeling_rope_utils` of transformers computes them, worked out while lowering.
+//!
+//! Frequencies are computed in 32 bits in the order transformers uses, so that long contexts turn by the
+//! same angles; what it computes as Python floats is computed in 64 bits here.
+
+use std::f64::consts::PI;
+
+use anyhow::{Result, ensure};
+use ir::op::{Frequencies, Pairing, Rope};
+
+use crate::config::Config;
+
+/// What a family says of its rotary embedding.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct RopeDefaults {
+    /// Rotary base where the configuration gives none.
+    pub(crate) theta: f64,
+    /// Share of each head that is rotated where the configuration gives none; `None` in the families that
+    /// always rotate all of it.
+    pub(crate) partial: Option<f64>,
+}
+
+/// A head, and how much of it is rotated.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct RotatedHead {
+    /// Elements of the head.
+    pub(crate) features: u32,
+    /// Share of them that is rotated.
+    pub(crate) partial: f64,
+}
+
+/// No model comes near; a corrupt configuration must not exhaust memory.
+const MAX_HEAD_FEATURES: u32 = 1 << 16;
+
+/// The rotary embedding of the layers of one kind.
+///
+/// `kind` selects a nested dictionary of `rope_parameters`, where there is one for each kind of layer;
+/// `context` is the longest sequence in tokens.
+pub(crate) fn rope(
+    config: &Config,
+    kind: &str,
+    head_dim: u32,
+    context: u32,
+    defaults: RopeDefaults,
+) -> Result<Rope> {
+    let parameters = parameters(config, kind)?;
+    let theta = match parameters.optional_positive("rope_theta")? {
+        Some(theta) => theta,
+        None => match config.optional_positive("rope_theta")? {
+            Some(theta) => theta,
+            None => config.positive("rotary_emb_base", defaults.theta)?,
+        },
+    };
+    let partial = match defaults.partial {
+        None => 1.0,
+        Some(default) => match parameters.optional_positive("partial_rotary_factor")? {
+            Some(partial) => partial,
+            None => match config.optional_positive("partial_rotary_factor")? {
+                Some(partial) => partial,
+                None => config.positive("rotary_pct", default)?,
+            },
+        },
+    };
+    let head = RotatedHead { features: head_dim, partial };
+    with_base(config, &parameters, head, context, theta)
+}
+
+/// The dictionary with the scaling: `rope_scaling` of transformers 4, `rope_parameters` of 5.
+fn parameters(config: &Config, kind: &str) -> Result<Config> {
+    for name in ["rope_scaling", "rope_parameters"] {
+        if let Some(parameters) = config.section(name)? {
+            // Where there is a dictionary for each kind of layer, it is the one for this kind.
+            return Ok(parameters.section(kind)?.unwrap_or(parameters));
+        }
+    }
+    Ok(config.empty_section("rope_parameters"))
+}
+
+/// The rotary embedding of a known base, scaled as `parameters` says.
+pub(crate) fn with_base(
+    config: &Config,
+    parameters: &Config,
+    RotatedHead { features: head_dim, partial }: RotatedHead,
+    context: u32,
+    theta: f64,
+) -> Result<Rope> {
+    ensure!(
+        head_dim <= MAX_HEAD_FEATURES,
+        config
+            .error(format_args!("heads of {head_dim} features are more than {MAX_HEAD_FEATURES}"))
+    );
+    let rotated = (f64::from(head_dim) * partial) as u32;
+    ensure!(
+        rotated > 0 && partial <= 1.0 && (rotated < head_dim || head_dim.is_multiple_of(2)),
+        config.error(format_args!(
+            "{rotated} elements of heads of {head_dim} cannot be rotated in pairs"
+        ))
+    );
+    // An odd number is rounded up to pairs, as transformers does, but stays what exponents are divided by.
+    let dims = rotated.next_multiple_of(2);
+    let kind = match parameters.text("rope_type")? {
+        Some(kind) => kind,
+        None => parameters.text("type")?.unwrap_or("default"),
+    };
+    let powers = powers(theta, rotated);
+    let (frequencies, magnitude) = match kind {
+        "default" => (Frequencies::Fixed(inverse(&powers)), 1.0),
+        "linear" => {
+            let factor = needed(parameters, "factor")? as f32;
+            let scaled = inverse(&powers).into_iter().map(|frequency| frequency / factor).collect();
+            (Frequencies::Fixed(scaled), 1.0)
+        }
+        "dynamic" => {
+            ensure!(
+                rotated > 2 && rotated == dims,
+                config.error(format_args!("dynamic scaling cannot rotate {rotated} elements"))
+            );
+            let factor = needed(parameters, "factor")?;
+            let original_tokens = context;
+            (Frequencies::Dynamic { base: theta, factor, original_tokens }, 1.0)
+        }
+        "llama3" => (Frequencies::Fixed(llama3(config, parameters, context, &powers)?), 1.0),
+        "yarn" => yarn(config, parameters, context, theta, &powers)?,
+        "longrope" => longrope(config, parameters, context, &powers)?,
+        _ => {
+            let name = if parameters.has("rope_type") { "rope_type" } else { "type" };
+            let known = "one of default, linear, dynamic, llama3, yarn and longrope";
+            return Err(parameters.unexpected(name, known));
+        }
+    };
+    let finite = match &frequencies {
+        Frequencies::Fixed(fixed) => fixed.iter().all(|frequency| frequency.is_finite()),
+        Frequencies::Switched { short, long, .. } => {
+            short.iter().chain(long).all(|frequency| frequency.is_finite())
+        }
+        Frequencies::Dynamic { .. } => true,
+    };
+    ensure!(
+        finite && magnitude.is_finite(),
+        config.error("the rotary parameters give frequencies that are not finite")
+    );
+    Ok(Rope { pairing: Pairing::Halves, dims, magnitude: magnitude as f32, frequencies })
+}
+
+/// The most tokens that positions were stretched for, where scaling follows the length at run time.
+pub(crate) fn stretched_context(rope: &Rope, context: u32) -> u32 {
+    match &rope.frequencies {
+        Frequencies::Dynamic { factor, .. } => (f64::from(context) * factor.max(1.0)) as u32,
+        Frequencies::Fixed(_) | Frequencies::Switched { .. } => context,
+    }
+}
+
+/// `theta^(2 i / rotated)` for each pair, in 32 bits.
+fn powers(theta: f64, rotated: u32) -> Vec<f32> {
+    let theta = theta as f32;
+    (0..rotated).step_by(2).map(|i| theta.powf(i as f32 / rotated as f32)).collect()
+}
+
+fn inverse(powers: &[f32]) -> Vec<f32> {
+    powers.iter().map(|power| 1.0 / power).collect()
+}
+
+fn needed(parameters: &Config, name: &str) -> Result<f64> {
+    parameters.optional_positive(name)?.ok_or_else(|| parameters.missing(name))
+}
+
+/// Tokens of the pre-training context: beside the dictionary (Phi3), in it, or never stretched.
+fn original_tokens(config: &Config, parameters: &Config, context: u32) -> Result<u32> {
+    let name = "original_max_position_embeddings";
+    match config.optional_size(name)? {
+        Some(tokens) => Ok(tokens),
+        None => parameters.size(name, context),
+    }
+}
+
+fn llama3(config: &Config, parameters: &Config, context: u32, powers: &[f32]) -> Result<Vec<f32>> {
+    let factor = needed(parameters, "factor")? as f32;
+    let low = needed(parameters, "low_freq_factor")?;
+    let high = needed(parameters, "high_freq_factor")?;
+    let original = f64::from(original_tokens(config, parameters, context)?);
+    let (low_wavelength, high_wavelength) = ((original / low) as f32, (original / high) as f32);
+    let scaled = inverse(powers).into_iter().map(|frequency| {
+        let wavelength = (2.0 * PI) as f32 / frequency;
+        if wavelength > low_wavelength {
+            frequency / factor
+        } else if wavelength < high_wavelength {
+            frequency
+        } else {
+            let smooth = (original as f32 / wavelength - low as f32) / (high - low) as f32;
+            (1.0 - smooth) * frequency / factor + smooth * frequency
+        }
+    });
+    Ok(scaled.collect())
+}
+
+fn yarn(
+    config: &Config,
+    parameters: &Config,
+    context: u32,
+    theta: f64,
+    powers: &[f32],
+) -> Result<(Frequencies, f64)> {
+    let original = f64::from(original_tokens(config, parameters, context)?);
+    let factor = match parameters.optional_positive("factor")? {
+        Some(factor) => factor,
+        None => f64::from(context) / original,
+    };
+    let magnitude_at =
+        |scale: f64| if factor <= 1.0 { 1.0 } else { 0.1 * scale * factor.ln() + 1.0 };
+    let magnitude = match parameters.optional_number("attention_factor")? {
+        Some(magnitude) => magnitude,
+        None => {
+            let mscale = parameters.number("mscale", 0.0)?;
+            let mscale_all_dim = parameters.number("mscale_all_dim", 0.0)?;
+            if mscale != 0.0 && mscale_all_dim != 0.0 {
+                magnitude_at(mscale) / magnitude_at(mscale_all_dim)
+            } else {
+                magnitude_at(1.0)
+            }
+        }
+    };
+    // Zero means the default here, as Python's `or` has it.
+    let rotations = |name: &str, default: f64| -> Result<f64> {
+        Ok(Some(parameters.number(name, default)?).filter(|&turns| turns != 0.0).unwrap_or(default))
+    };
+    let (fast, slow) = (rotations("beta_fast", 32.0)?, rotations("beta_slow", 1.0)?);
+    let dims = 2.0 * powers.len() as f64;
+    let dimension_of =
+        |turns: f64| dims * (original / (turns * 2.0 * PI)).ln() / (2.0 * theta.ln());
+    let (mut low, mut high) = (dimension_of(fast), dimension_of(slow));
+    if parameters.flag("truncate", true)? {
+        (low, high) = (low.floor(), high.ceil());
+    }
+    (low, high) = (low.max(0.0), high.min(dims - 1.0));
+    if low == high {
+        high += 0.001;
+    }
+    let scaled = powers.iter().enumerate().map(|(i, &power)| {
+        let ramp = ((i as f32 - low as f32) / (high - low) as f32).clamp(0.0, 1.0);
+        let kept = 1.0 - ramp;
+        1.0 / (factor as f32 * power) * (1.0 - kept) + 1.0 / power * kept
+    });
+    Ok((Frequencies::Fixed(scaled.collect()), magnitude))
+}
+
+fn longrope(
+    config: &Config,
+    parameters: &Config,
+    context: u32,
+    powers: &[f32],
+) -> Result<(Frequencies, f64)> {
+    let original_tokens = original_tokens(config, parameters, context)?;
+    let original = f64::from(original_tokens);
+    let factor = match parameters.optional_positive("factor")? {
+        Some(factor) => factor,
+        None => f64::from(context) / original,
+    };
+    let magnitude = match parameters.optional_number("attention_factor")? {
+        Some(magnitude) => magnitude,
+        None if factor <= 1.0 => 1.0,
+        None => (1.0 + factor.ln() / original.ln()).sqrt(),
+    };
+    let scaled = |name: &str| -> Result<Vec<f32>> {
+        let factors = parameters.positives(name)?;
+        ensure!(
+            factors.len() == powers.len(),
+            parameters.error(format_args!(
+                "{name} has {} factors for {} pairs",
+                factors.len(),
+                powers.len()
+            ))
+        );
+        Ok(powers
+            .iter()
+            .zip(factors)
+            .map(|(power, factor)| 1.0 / (factor as f32 * power))
+            .collect())
+    };
+    let (short, long) = (scaled("short_factor")?, scaled("long_factor")?);
+    Ok((Frequencies::Switched { short, long, original_tokens }, magnitude))
+}
