@@ -13,7 +13,6 @@
 //! Every row takes the same bytes, so strip `s` starts at its first row times [`Encoding::row_bytes`].
 
 #![expect(unsafe_code, reason = "members write disjoint parts of one buffer")]
-
 use ir::op::NormKind;
 
 use super::isa::Isa;
@@ -75,14 +74,14 @@ const ROUNDER: f32 = 12_582_912.0;
 pub(super) const SEGMENT: usize = 16 * CHUNK;
 
 impl Encoding {
-    /// Columns with their padding.
+    /// Columns with their padding: at least that of the formats that the encoding is for.
     pub(super) fn padded(self, columns: usize) -> usize {
         match self {
             Encoding::Float => columns,
-            Encoding::Rounded | Encoding::Pairs | Encoding::Tiles => {
-                columns.next_multiple_of(TILE_DEPTH)
+            // Tiles also meet panels unpacked from blocks, which are padded as blocks are.
+            Encoding::Rounded | Encoding::Pairs | Encoding::Tiles | Encoding::Blocks { .. } => {
+                columns.next_multiple_of(BLOCK_PAIR)
             }
-            Encoding::Blocks { .. } => columns.next_multiple_of(BLOCK_PAIR),
         }
     }
 
@@ -119,13 +118,17 @@ impl Rows<'_> {
     ) {
         // SAFETY: the caller's; and the level is one of this processor's.
         unsafe {
-            #[cfg(target_arch = "x86_64")]
-            if self.isa >= Isa::Avx512 {
-                return encode_avx512(self, strip, start, count, encoded);
-            } else if self.isa == Isa::Avx2 {
-                return encode_avx2(self, strip, start, count, encoded);
+            match self.isa {
+                #[cfg(target_arch = "x86_64")]
+                Isa::Avx512 | Isa::Avx512Bf16Vnni | Isa::Amx => {
+                    encode_avx512(self, strip, start, count, encoded);
+                }
+                #[cfg(target_arch = "x86_64")]
+                Isa::Avx2 => encode_avx2(self, strip, start, count, encoded),
+                #[cfg(not(target_arch = "x86_64"))]
+                Isa::Avx2 | Isa::Avx512 | Isa::Avx512Bf16Vnni | Isa::Amx => self.isa.is_missing(),
+                Isa::Portable => encode::<false>(self, strip, start, count, encoded),
             }
-            encode::<false>(self, strip, start, count, encoded);
         }
     }
 }

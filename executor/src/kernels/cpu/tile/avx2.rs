@@ -2,6 +2,11 @@
 //!
 //! A strip of 4 rows has eight sums in registers. The two vectors of a panel take turns.
 
+#![expect(
+    clippy::needless_range_loop,
+    reason = "loops of fixed length over several arrays at once become registers"
+)]
+
 use std::arch::x86_64::*;
 
 use ir::tensor::Format;

@@ -4,6 +4,11 @@
 //! used twelve times and each row's element twice, so the multipliers are the limit. Blocks need an integer and
 //! a float sum each, which leaves room for 6 rows.
 
+#![expect(
+    clippy::needless_range_loop,
+    reason = "loops of fixed length over several arrays at once become registers"
+)]
+
 use std::arch::x86_64::*;
 
 use ir::tensor::Format;
