@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use anyhow::Result;
-use ir::id::{DeviceId, StepId};
+use ir::id::{DeviceId, StepId, Table};
 use ir::plan::{Action, Plan, Program, Queue, Step};
 use ir::trace::Span;
 
@@ -33,6 +33,8 @@ pub(crate) struct Lane {
     pub(crate) device: Device,
     /// For each program the index of this queue's lane in it.
     pub(crate) lanes: Vec<Option<usize>>,
+    /// For each program and step whether a step waits for it.
+    pub(crate) awaited: Vec<Table<StepId, bool>>,
     pub(crate) inbox: Arc<Inbox>,
     pub(crate) recorder: Option<Arc<Recorder>>,
     pub(crate) fault: Option<Fault>,
@@ -106,7 +108,9 @@ impl Lane {
                 return;
             }
             let end = now();
-            run.finish(id);
+            if self.awaited[run.program][id] {
+                run.finish(id);
+            }
             if recorder.is_some() {
                 let (run, lane) = (run.number, lane as u32);
                 spans.push(Span { run, step: id, lane, ready, start, end });
@@ -159,6 +163,15 @@ impl Fault {
             FaultKind::Panic => panic!("a panic was injected"),
         }
     }
+}
+
+/// For each step of a program whether a step of another lane waits for it.
+pub(crate) fn awaited(program: &Program) -> Table<StepId, bool> {
+    let mut awaited: Table<StepId, bool> = program.steps.ids().map(|_| false).collect();
+    for &wait in program.steps.rows().iter().flat_map(|step| &step.waits) {
+        awaited[wait] = true;
+    }
+    awaited
 }
 
 /// The queues that work in any program, in the order of devices.

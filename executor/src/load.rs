@@ -14,7 +14,7 @@ use crate::bind::Device;
 use crate::checkpoint::Checkpoint;
 use crate::executor::{Executor, LaneThread};
 use crate::kernels::cpu::isa::Isa;
-use crate::lane::{Inbox, Lane, queues};
+use crate::lane::{Inbox, Lane, awaited, queues};
 use crate::run::panic_message;
 use crate::trace::Recorder;
 
@@ -211,6 +211,7 @@ impl Starter {
         };
         let lane = Lane {
             lanes: self.plan.programs.iter().map(of_program).collect(),
+            awaited: self.plan.programs.iter().map(awaited).collect(),
             plan: self.plan,
             device,
             inbox: self.inbox,

@@ -28,7 +28,10 @@ pub(crate) struct Run {
     lanes_left: AtomicUsize,
     is_aborted: AtomicBool,
     failure: Mutex<Option<Failure>>,
-    bell: Bell,
+    /// Where lanes wait for steps of others.
+    steps_bell: Bell,
+    /// Where the caller waits for the end: kept apart, for a waker pays for every sleeper.
+    end_bell: Bell,
 }
 
 /// Why a run ended early.
@@ -66,30 +69,31 @@ impl Run {
             lanes_left: AtomicUsize::new(schedule.lanes.len()),
             is_aborted: AtomicBool::new(false),
             failure: Mutex::new(None),
-            bell: Bell::default(),
+            steps_bell: Bell::default(),
+            end_bell: Bell::default(),
         }
     }
 
     /// Waits for steps of other lanes; false when the run has been aborted.
     pub(crate) fn wait_for(&self, steps: &[StepId]) -> bool {
         for step in steps {
-            self.bell
+            self.steps_bell
                 .wait_until(|| self.done[step.index()].load(Ordering::SeqCst) || self.is_aborted());
         }
         !self.is_aborted()
     }
 
-    /// Tells other lanes that a step has ended.
+    /// Tells other lanes that a step which some of them wait for has ended.
     pub(crate) fn finish(&self, step: StepId) {
         self.done[step.index()].store(true, Ordering::SeqCst);
-        self.bell.ring();
+        self.steps_bell.ring();
     }
 
     /// Ends the run early; the first failure is the one told.
     pub(crate) fn abort(&self, failure: Failure) {
         self.failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(failure);
         self.is_aborted.store(true, Ordering::SeqCst);
-        self.bell.ring();
+        self.steps_bell.ring();
     }
 
     pub(crate) fn is_aborted(&self) -> bool {
@@ -99,7 +103,7 @@ impl Run {
     /// A lane has done with the run.
     pub(crate) fn leave(&self) {
         self.lanes_left.fetch_sub(1, Ordering::SeqCst);
-        self.bell.ring();
+        self.end_bell.ring();
     }
 }
 
@@ -110,7 +114,7 @@ impl RunHandle {
     /// The first failure of any lane: the step, the device and the cause.
     pub fn wait(self) -> Result<Logits> {
         let run = &self.run;
-        run.bell.wait_until(|| run.lanes_left.load(Ordering::SeqCst) == 0);
+        run.end_bell.wait_until(|| run.lanes_left.load(Ordering::SeqCst) == 0);
         if let Some(recorder) = &self.recorder {
             recorder.end_run(run.number);
         }
