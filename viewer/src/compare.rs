@@ -42,7 +42,7 @@ pub fn compare(before: &Scene, after: &Scene, program: usize) -> Comparison {
             comparison.programs.push(only(&row.name, "only in the first"));
             continue;
         };
-        let (a, b) = (before.summary(number), after.summary(other));
+        let (a, b) = (&before.summaries[number], &after.summaries[other]);
         comparison.programs.push(times(format!("{} predicted", row.name), a.predicted_nanos, b.predicted_nanos));
         if let (Some(a), Some(b)) = (a.measured_nanos, b.measured_nanos) {
             comparison.programs.push(times(format!("{} measured", row.name), a, b));

@@ -60,7 +60,7 @@ fn strip(ui: &mut Ui, colors: &Scene, scene: &Scene, title: &str, program: &str,
         return;
     };
     let program = &scene.programs[number];
-    let summary = scene.summary(number);
+    let summary = &scene.summaries[number];
     let measured = summary.measured_nanos.map(|nanos| format!(", measured {}", quantity::nanos(nanos as f64)));
     ui.horizontal(|ui| {
         ui.strong(title);

@@ -1,11 +1,11 @@
 //! Everything that is known of what is selected.
 
-use egui::{RichText, Ui};
+use egui::{Rect, RichText, Sense, Ui, vec2};
 
 use crate::quantity;
 use crate::scene::{Block, LaneKind, Program, Scene, Step};
 use crate::theme;
-use crate::timeline_panel::idle_text;
+use crate::timeline_panel::{idle_text, text_within};
 use crate::view::{Area, Selection, View};
 
 /// Draws the panel.
@@ -45,14 +45,27 @@ fn row(ui: &mut Ui, name: &str, value: impl Into<String>) {
     });
 }
 
+/// A name, a bar and a value.
+fn share_row(ui: &mut Ui, name: &str, share: f64, value: &str) {
+    let (rect, _) = ui.allocate_exact_size(vec2(ui.available_width(), 18.0), Sense::hover());
+    let bar = Rect::from_min_max(rect.min + vec2(84.0, 3.0), rect.max - vec2(104.0, 3.0));
+    let filled = Rect::from_min_size(bar.min, vec2(bar.width() * share.clamp(0.0, 1.0) as f32, bar.height()));
+    ui.painter().rect_filled(bar, 2.0, ui.visuals().extreme_bg_color);
+    ui.painter().rect_filled(filled, 2.0, ui.visuals().selection.bg_fill);
+    let text = ui.visuals().text_color();
+    text_within(ui, ui.painter(), rect.left_center(), 80.0, name, text);
+    let value = format!("{value} ({})", quantity::share(share));
+    text_within(ui, ui.painter(), rect.right_center() - vec2(98.0, 0.0), 98.0, &value, text);
+}
+
 fn show_plan(ui: &mut Ui, scene: &Scene, view: &View) {
     ui.heading(&scene.title);
     ui.label(&scene.subtitle);
     ui.add_space(6.0);
     for finding in &scene.findings {
-        ui.colored_label(theme::alarm(ui), format!("⚠ {finding}"));
+        ui.colored_label(theme::alarm(ui), format!("! {finding}"));
     }
-    let summary = scene.summary(view.program);
+    let Some(summary) = scene.summaries.get(view.program) else { return };
     if let Some(program) = view.program(scene) {
         ui.strong(format!("Where the time of {} goes", program.name));
         let whole = summary.critical_end.max(1) as f64;
@@ -66,7 +79,7 @@ fn show_plan(ui: &mut Ui, scene: &Scene, view: &View) {
         let worked: u64 = summary.critical_nanos.iter().fold(0, |sum, &nanos| sum.saturating_add(nanos));
         shares.push(("between steps".to_owned(), summary.critical_end.saturating_sub(worked)));
         for (name, nanos) in shares {
-            row(ui, &name, format!("{} ({})", quantity::nanos(nanos as f64), quantity::share(nanos as f64 / whole)));
+            share_row(ui, &name, nanos as f64 / whole, &quantity::nanos(nanos as f64));
         }
         ui.add_space(6.0);
     }
@@ -194,7 +207,7 @@ fn show_device(ui: &mut Ui, scene: &Scene, view: &mut View, program: &Program, n
     row(ui, "buffers", quantity::bytes(device.buffer_bytes));
     row(ui, "free", quantity::bytes(device.free_bytes()));
     ui.add_space(4.0);
-    let timing = view.timing(scene).clone();
+    let timing = view.timing(scene);
     let whole = timing.nanos().max(1) as f64;
     for (queue, ((lane, _), busy)) in program.queues.iter().zip(&timing.busy).enumerate() {
         if !matches!(scene.lanes[*lane].kind, LaneKind::Queue(device, _) if device == number) {

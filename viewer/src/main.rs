@@ -83,6 +83,7 @@ fn run(arguments: Arguments) -> Result<()> {
     };
     let theme = if arguments.light { egui::Theme::Light } else { egui::Theme::Dark };
     let create: eframe::AppCreator<'_> = Box::new(move |created| {
+        viewer::theme::install(&created.egui_ctx);
         created.egui_ctx.set_theme(theme);
         Ok(Box::new(viewer))
     });

@@ -9,6 +9,7 @@ use egui::{ColorImage, Context, FullOutput, Memory, RawInput, Rect, Ui, Vec2};
 
 use crate::raster::{self, Textures};
 use crate::svg;
+use crate::theme;
 
 /// Frames until sizes have settled: scroll areas and windows learn theirs one frame late.
 const FRAMES: usize = 4;
@@ -45,6 +46,7 @@ fn frames(
     mut draw: impl FnMut(&mut Ui),
 ) -> (Context, FullOutput, Textures) {
     let context = Context::default();
+    theme::install(&context);
     if let Some(memory) = memory {
         context.memory_mut(|place| *place = memory);
     }

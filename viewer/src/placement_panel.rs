@@ -11,7 +11,7 @@ use crate::timeline_panel::text_within;
 use crate::view::{Selection, View, Wish};
 
 const HEADER_HEIGHT: f32 = 84.0;
-const CARD_HEIGHT: f32 = 56.0;
+const CARD_HEIGHT: f32 = 70.0;
 const GAP: f32 = 24.0;
 const STEP_HEIGHT: f32 = 17.0;
 
@@ -86,7 +86,7 @@ fn row_nanos(program: &Program, row: &Row) -> u64 {
 }
 
 fn draw_header(ui: &mut Ui, scene: &Scene, view: &mut View, rect: Rect, width: f32) {
-    let summary = scene.summary(view.program);
+    let Some(summary) = scene.summaries.get(view.program) else { return };
     for (number, device) in scene.devices.iter().enumerate() {
         let cell = Rect::from_min_size(rect.min + vec2(width * number as f32, 0.0), vec2(width, rect.height()));
         let cell = cell.shrink2(vec2(5.0, 2.0));
@@ -210,7 +210,10 @@ fn draw_row(ui: &mut Ui, scene: &Scene, view: &mut View, program: &Program, row:
     let galley = ui.fonts_mut(|fonts| fonts.layout_job(job));
     painter.galley(pos2(left, rect.top() + 4.0), galley, theme::strong(ui));
     text_within(ui, &painter, pos2(left, rect.top() + 29.0), room, &numbers(program, row, average), ui.visuals().text_color());
-    text_within(ui, &painter, pos2(left, rect.top() + 45.0), room, &because(block), theme::weak(ui));
+    let mut job = egui::text::LayoutJob::simple(because(block), FontId::proportional(11.0), theme::weak(ui), room);
+    job.wrap.max_rows = 2;
+    let galley = ui.fonts_mut(|fonts| fonts.layout_job(job));
+    painter.galley(pos2(left, rect.top() + 38.0), galley, theme::weak(ui));
     if !row.is_group && view.opened.contains(&row.first) {
         draw_steps(ui, view, program, block, rect, body, width);
     }
@@ -253,8 +256,9 @@ fn mean_error(program: &Program, row: &Row) -> Option<f64> {
 
 fn because(block: &Block) -> String {
     match &block.runner_up {
-        Some(other) => format!("here because {}; next best {other}", block.cause),
-        None => format!("here because {}", block.cause),
+        Some(other) if block.limit.is_some() => format!("Why here: {}; better: {other}", block.cause),
+        Some(other) => format!("Why here: {}; next best: {other}", block.cause),
+        None => format!("Why here: {}", block.cause),
     }
 }
 

@@ -43,6 +43,8 @@ pub struct Scene {
     pub candidates: Vec<Candidate>,
     /// What is wrong with plan or trace.
     pub findings: Vec<String>,
+    /// What is to be said of each program.
+    pub summaries: Vec<Summary>,
     /// End of the last span or run of the trace.
     pub trace_end: u64,
 }
@@ -172,6 +174,7 @@ impl Scene {
         if let Some(trace) = trace {
             scene.join(trace);
         }
+        scene.summaries = (0..scene.programs.len()).map(|number| scene.summarise(number)).collect();
         scene
     }
 

@@ -37,7 +37,8 @@ pub fn show(ui: &mut Ui, scene: &Scene, view: &mut View) {
     let mut open = true;
     egui::Window::new("Search").anchor(egui::Align2::CENTER_TOP, [0.0, 60.0]).collapsible(false).resizable(false).open(&mut open).show(ui.ctx(), |ui| {
         let hint = "layer, operation or device; Enter takes the first";
-        let edit = ui.add(egui::TextEdit::singleline(&mut text).desired_width(420.0).hint_text(hint));
+        let edit = egui::TextEdit::singleline(&mut text).desired_width(420.0).hint_text(hint);
+        let edit = ui.add(edit).accessible_name("what to find");
         let entered = edit.lost_focus() && ui.input(|input| input.key_pressed(Key::Enter));
         edit.request_focus();
         for (number, (title, selection)) in find(scene, view, &text, 12).into_iter().enumerate() {

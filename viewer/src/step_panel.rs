@@ -34,8 +34,10 @@ pub fn show(ui: &mut Ui, scene: &Scene, view: &mut View) {
     };
     let rows = sorted(scene, program, view);
     ui.horizontal(|ui| {
-        ui.label("Filter");
-        ui.add(egui::TextEdit::singleline(&mut view.filter).desired_width(220.0).hint_text("layer, operation or device"));
+        let label = ui.label("Filter");
+        let edit = egui::TextEdit::singleline(&mut view.filter);
+        let edit = edit.desired_width(220.0).hint_text("layer, operation or device");
+        ui.add(edit).labelled_by(label.id);
         ui.weak(format!("{} of {} steps · {}", rows.len(), program.steps.len(), sum_text(program, &rows)));
     });
     header(ui, view);
@@ -91,7 +93,7 @@ fn header(ui: &mut Ui, view: &mut View) {
             view.sort = if view.sort.0 == column { (column, !view.sort.1) } else { (column, falls) };
         }
         let arrow = match view.sort {
-            (sorted, falls) if sorted == column => if falls { " ⬇" } else { " ⬆" },
+            (sorted, falls) if sorted == column => if falls { " ▼" } else { " ▲" },
             _ => "",
         };
         let color = if response.hovered() { theme::strong(ui) } else { theme::weak(ui) };

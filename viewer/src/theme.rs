@@ -1,8 +1,26 @@
 //! Colors that mean something, for dark and light.
 
-use egui::{Color32, Ui, lerp};
+use egui::{Color32, Context, FontDefinitions, FontFamily, TextStyle, Theme, Ui, lerp};
 
 use crate::scene::{IdleCause, Kind, Scene, Step};
+
+/// Text that is easy to read, and a glyph for every character that this program writes.
+pub fn install(context: &Context) {
+    let mut fonts = FontDefinitions::default();
+    // The proportional font has no arrows; the monospaced one does.
+    if let Some(names) = fonts.families.get_mut(&FontFamily::Proportional) {
+        names.push("Hack".to_owned());
+    }
+    context.set_fonts(fonts);
+    for (theme, text) in [(Theme::Dark, 205), (Theme::Light, 40)] {
+        context.style_mut_of(theme, |style| {
+            style.visuals.widgets.noninteractive.fg_stroke.color = Color32::from_gray(text);
+            if let Some(font) = style.text_styles.get_mut(&TextStyle::Small) {
+                font.size = 11.5;
+            }
+        });
+    }
+}
 
 /// What the color of a block or span says.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

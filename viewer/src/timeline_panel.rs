@@ -51,7 +51,7 @@ pub fn show(ui: &mut Ui, scene: &Scene, view: &mut View) {
     let (_, axis) = ui.allocate_space(vec2(whole.width(), AXIS_HEIGHT));
     let (_, runs) = ui.allocate_space(vec2(whole.width(), RUNS_HEIGHT));
     let room = (whole.bottom() - runs.bottom() - 22.0).max(60.0);
-    let lane_height = (room / scene.lanes.len() as f32).clamp(22.0, 46.0);
+    let lane_height = (room / scene.lanes.len() as f32).clamp(24.0, 64.0);
     let height = lane_height * scene.lanes.len() as f32;
     let (from, to) = visible(scene, view);
     let scrolled = egui::ScrollArea::vertical().max_height(room).show(ui, |ui| {
@@ -173,7 +173,7 @@ fn run_color(number: usize) -> Color32 {
 
 fn draw_lanes(ui: &Ui, scene: &Scene, view: &mut View, frame: &Frame) {
     let clip = ui.clip_rect();
-    let timing = view.timing(scene).clone();
+    let timing = view.timing(scene);
     let selected = view.selected(scene);
     let any_selected = selected.contains(&true);
     let Some(program) = view.program(scene) else { return };
@@ -327,7 +327,7 @@ fn draw_bars(
                 let line = Rect::from_min_max(pos2(left, rect.bottom() - 2.5), pos2(right, rect.bottom()));
                 mesh.add_colored_rect(line, theme::alarm(ui));
             }
-            if right - left > 36.0 || selected {
+            if right - left > 22.0 || selected {
                 labels.push((place, *bar, selected, color));
             }
             at += 1;
@@ -355,13 +355,26 @@ fn draw_bars(
         if selected {
             painter.rect_stroke(place, 0.0, Stroke::new(2.0, theme::strong(ui)), StrokeKind::Inside);
         }
-        if rect.height() >= 11.0 && place.width() > 36.0 {
+        if rect.height() >= 11.0 && place.width() > 22.0 {
             let step = &scene.programs[bar.program as usize].steps[bar.step as usize];
             let text = Color32::from_gray(if luma(color) > 120.0 { 10 } else { 240 });
             let left = place.left().max(frame.bars.left());
-            text_within(ui, painter, pos2(left + 3.0, place.center().y), place.right() - left - 4.0, &step.name, text);
+            let room = place.right() - left - 5.0;
+            if let Some(name) = fitting_name(ui, &step.name, room) {
+                text_within(ui, painter, pos2(left + 3.0, place.center().y), room + 1.0, name, text);
+            }
         }
     }
+}
+
+/// The longest end of a dotted name that fits: a cut one would be read as another.
+fn fitting_name<'a>(ui: &Ui, name: &'a str, room: f32) -> Option<&'a str> {
+    let starts = std::iter::once(0).chain(name.match_indices('.').map(|(at, _)| at + 1));
+    let mut ends = starts.map(|start| &name[start..]);
+    ends.find(|end| {
+        let galley = ui.painter().layout_no_wrap((*end).to_owned(), FontId::proportional(11.0), Color32::WHITE);
+        galley.size().x <= room
+    })
 }
 
 fn luma(color: Color32) -> f32 {

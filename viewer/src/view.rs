@@ -1,6 +1,7 @@
 //! What the user looks at: everything about the window that is not in the scene.
 
 use std::collections::BTreeSet;
+use std::sync::Arc;
 
 use egui::Pos2;
 
@@ -157,7 +158,7 @@ pub struct View {
     pub scroll_to_selection: bool,
     /// What was asked for in this frame, and where.
     pub wish: Option<(Wish, Pos2)>,
-    timing: Option<(usize, Option<usize>, Timing)>,
+    timing: Option<(usize, Option<usize>, Arc<Timing>)>,
 }
 
 impl View {
@@ -228,17 +229,17 @@ impl View {
     }
 
     /// The run shown as it was measured, or the program as it is predicted.
-    pub fn timing(&mut self, scene: &Scene) -> &Timing {
+    pub fn timing(&mut self, scene: &Scene) -> Arc<Timing> {
         let key = (self.program, self.run);
         let known = matches!(&self.timing, Some((program, run, _)) if (*program, *run) == key);
         if !known {
             let measured = self.run.and_then(|run| scene.run_timing(run));
             let predicted = || scene.programs.get(self.program).map(|p| p.predicted.clone());
             let timing = measured.or_else(predicted).unwrap_or_default();
-            self.timing = Some((self.program, self.run, timing));
+            self.timing = Some((self.program, self.run, Arc::new(timing)));
         }
         let (_, _, timing) = self.timing.as_ref().expect("it was filled above");
-        timing
+        Arc::clone(timing)
     }
 
     /// For each step of the program whether it belongs to the selection.

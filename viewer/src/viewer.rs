@@ -203,7 +203,7 @@ impl Viewer {
         if let Some(first) = findings.first() {
             let more = findings.len() - 1;
             let more = if more > 0 { format!(" (and {more} more, listed on the right)") } else { String::new() };
-            ui.colored_label(theme::alarm(ui), format!("⚠ {first}{more}"));
+            ui.colored_label(theme::alarm(ui), format!("! {first}{more}"));
         }
     }
 
@@ -239,16 +239,16 @@ impl Viewer {
                     self.view.show_program(scene, number);
                 }
             }
-        });
+        }).response.accessible_name("program");
         if let Some(run) = self.view.run {
             let runs: Vec<usize> = scene.runs_of(self.view.program).collect();
             let at = runs.iter().position(|&other| other == run);
-            if ui.button("◀").on_hover_text("run before ([)").clicked() {
+            if ui.button("<").on_hover_text("run before ([)").clicked() {
                 keys::run_along(scene, &mut self.view, false);
             }
             let of = at.map(|at| format!("run {run} ({} of {})", at + 1, runs.len()));
             ui.label(of.unwrap_or_default());
-            if ui.button("▶").on_hover_text("run after (])").clicked() {
+            if ui.button(">").on_hover_text("run after (])").clicked() {
                 keys::run_along(scene, &mut self.view, true);
             }
         }
@@ -256,7 +256,7 @@ impl Viewer {
             for coloring in Coloring::ALL {
                 ui.selectable_value(&mut self.view.coloring, coloring, coloring.name());
             }
-        });
+        }).response.accessible_name("color");
         if ui.button("Search").on_hover_text("Ctrl+P").clicked() {
             self.view.search = Some(String::new());
         }
@@ -358,8 +358,8 @@ impl Viewer {
                 Answer::Plan(answer) => {
                     for (number, row) in document.scene.programs.iter().enumerate() {
                         let Some(other) = answer.scene.programs.iter().position(|other| other.name == row.name) else { continue };
-                        let before = document.scene.summary(number).predicted_nanos as f64;
-                        let after = answer.scene.summary(other).predicted_nanos as f64;
+                        let before = document.scene.summaries[number].predicted_nanos as f64;
+                        let after = answer.scene.summaries[other].predicted_nanos as f64;
                         let text = format!("{}: {} → {} ({})", row.name, quantity::nanos(before), quantity::nanos(after), quantity::change(after / before.max(1.0) - 1.0));
                         let color = if after > before { theme::alarm(ui) } else { theme::good(ui) };
                         ui.label(RichText::new(text).color(color).strong());

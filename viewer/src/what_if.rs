@@ -67,9 +67,8 @@ impl Question {
                 let command = shell_line(compiler, &arguments);
                 let (sender, receiver) = channel();
                 let compiler = compiler.to_owned();
-                let line = command.clone();
                 thread::spawn(move || {
-                    let answer = run(&compiler, &arguments, &folder).with_context(|| line);
+                    let answer = run(&compiler, &arguments, &folder);
                     // The window may have been closed meanwhile: then nobody waits.
                     let _ = sender.send(answer);
                     wake();
@@ -88,7 +87,7 @@ impl Question {
         let Answer::Awaited(receiver) = &self.answer else { return false };
         self.answer = match receiver.try_recv() {
             Ok(Ok(document)) => Answer::Plan(Box::new(document)),
-            Ok(Err(error)) => Answer::Refused(error.root_cause().to_string()),
+            Ok(Err(error)) => Answer::Refused(format!("{error:#}")),
             Err(TryRecvError::Empty) => return false,
             Err(TryRecvError::Disconnected) => Answer::Refused("the compiler was lost".to_owned()),
         };
@@ -141,8 +140,8 @@ fn pins(scene: &Scene, program: usize, wish: &Wish) -> Vec<String> {
             }
             [] => return pins,
         };
-        // A later pin wins only where no earlier one matches the same nodes, so the newest goes first.
-        pins.insert(0, format!("{pattern}={}", scene.device_name(*device)));
+        // Of the pins that match a node the last one holds.
+        pins.push(format!("{pattern}={}", scene.device_name(*device)));
     }
     pins
 }
@@ -184,6 +183,13 @@ fn prepare(document: &Document, wish: &Wish, pins: &[String], folder: &Path) -> 
         "--max-sequences".to_owned(),
         plan.model.max_sequences.to_string(),
     ];
+    if let Some(prefill) = plan.programs.first() {
+        arguments.extend(["--prefill-tokens".to_owned(), prefill.max.tokens.to_string()]);
+    }
+    if let Some(cache) = plan.caches.rows().first() {
+        arguments.extend(["--kv-type".to_owned(), cache.dtype.to_string()]);
+    }
+    arguments.extend(request(document).into_iter().flatten());
     for (device, format) in formats(plan) {
         arguments.extend(["--format".to_owned(), format!("{device}={format}")]);
     }
@@ -194,6 +200,27 @@ fn prepare(document: &Document, wish: &Wish, pins: &[String], folder: &Path) -> 
         arguments.extend(["--without".to_owned(), document.scene.device_name(*device)]);
     }
     Ok(arguments)
+}
+
+/// The stages or the split that the plan was asked to have.
+fn request(document: &Document) -> Option<[String; 2]> {
+    let asked = |cause: &ir::graph::Cause| cause.reason == ir::graph::Reason::Requested;
+    document.plan.causes.rows().iter().find(|cause| asked(cause))?;
+    let scene = &document.scene;
+    let blocks = || scene.programs.iter().flat_map(|program| &program.blocks);
+    let names = |devices: &[usize]| {
+        devices.iter().map(|&device| scene.device_name(device)).collect::<Vec<_>>().join(",")
+    };
+    if let Some(shared) = blocks().map(|block| &block.devices).find(|devices| devices.len() > 1) {
+        return Some(["--tensor-parallel".to_owned(), names(shared)]);
+    }
+    let mut stages = Vec::new();
+    for &device in blocks().flat_map(|block| &block.devices) {
+        if !stages.contains(&device) {
+            stages.push(device);
+        }
+    }
+    Some(["--pipeline".to_owned(), names(&stages)])
 }
 
 fn path_text(path: &Path) -> Result<String> {

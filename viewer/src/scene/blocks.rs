@@ -160,21 +160,16 @@ fn block(program: &Program, name: &str, steps: Vec<usize>) -> Block {
     }
 }
 
-/// The device that had no room for the block, and the time that was lost by it: each cause counted once.
+/// The device that had no room for the block, and the time that was lost by it.
+///
+/// The compiler prices a block as a whole and writes the price on each of its steps.
 fn limit(program: &Program, steps: &[usize]) -> Option<(usize, u64)> {
-    let mut seen = Vec::new();
-    let mut lost = 0_u64;
-    let mut device = None;
-    for step in steps.iter().map(|&step| &program.steps[step]) {
-        let Some((limited, _)) = step.limit else { continue };
-        device = Some(limited);
-        if !seen.contains(&step.cause_number) {
-            seen.push(step.cause_number);
-            let gap = step.gap_nanos.unwrap_or(0).min(0).unsigned_abs();
-            lost = lost.saturating_add(gap);
-        }
-    }
-    device.map(|device| (device, lost))
+    let rows = steps.iter().map(|&step| &program.steps[step]);
+    let limited = rows.filter_map(|step| {
+        let lost = step.gap_nanos.unwrap_or(0).min(0).unsigned_abs();
+        step.limit.map(|(device, _)| (device, lost))
+    });
+    limited.max_by_key(|&(_, lost)| lost)
 }
 
 /// Everything that makes two blocks alike: work, shapes, formats, places and reasons, but no names or transfers.

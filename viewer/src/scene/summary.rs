@@ -52,8 +52,8 @@ impl Summary {
 }
 
 impl Scene {
-    /// What is to be said of a program.
-    pub fn summary(&self, program: usize) -> Summary {
+    /// What is to be said of a program. Worked out once: see `Scene::summaries`.
+    pub(super) fn summarise(&self, program: usize) -> Summary {
         let Some(row) = self.programs.get(program) else { return Summary::default() };
         let typical = self.typical_run(program);
         let timing = typical.and_then(|run| self.run_timing(run));
@@ -103,8 +103,8 @@ impl Scene {
     /// The facts of a program as sentences: prediction, bottleneck, then limits.
     pub fn headline(&self, program: usize) -> Vec<String> {
         let Some(row) = self.programs.get(program) else { return Vec::new() };
-        let summary = self.summary(program);
-        let mut lines = vec![prediction_line(&row.name, &summary, row.max_tokens)];
+        let Some(summary) = self.summaries.get(program) else { return Vec::new() };
+        let mut lines = vec![prediction_line(&row.name, summary, row.max_tokens)];
         if let Some(device) = summary.bottleneck {
             let nanos = summary.critical_nanos[device];
             lines.push(format!(
@@ -128,7 +128,7 @@ impl Scene {
         let blocks = self.blocks_text(program, &limit.blocks);
         let twice = if missing <= capacity {
             format!(
-                "With twice its memory they would fit, saving about {} a run",
+                "With twice its memory they would fit, saving about {} a decode step",
                 quantity::nanos(limit.lost_nanos as f64)
             )
         } else {
@@ -221,8 +221,8 @@ pub(super) fn reason_text(plan: &Plan, reason: &Reason) -> String {
 pub(super) fn runner_up_text(plan: &Plan, other: &RunnerUp) -> String {
     let names: Vec<String> = other.devices.iter().map(|&device| name(plan, device)).collect();
     let gap = quantity::nanos(other.gap_nanos.unsigned_abs() as f64);
-    let than = if other.gap_nanos < 0 { "faster, but a limit forbids it" } else { "slower" };
-    format!("{}: {gap} a run {than}", names.join(" + "))
+    let than = if other.gap_nanos < 0 { "faster" } else { "slower" };
+    format!("{}, {gap} a decode step {than}", names.join(" + "))
 }
 
 fn name(plan: &Plan, device: ir::id::DeviceId) -> String {

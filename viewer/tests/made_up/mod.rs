@@ -1,6 +1,12 @@
 //! Plans and traces made up from a few numbers: sound, always the same, of any size.
 
-#![allow(dead_code, clippy::allow_attributes, reason = "each test crate uses a part of it")]
+#![allow(
+    dead_code,
+    unreachable_pub,
+    clippy::allow_attributes,
+    clippy::unwrap_used,
+    reason = "each test crate uses a part of it"
+)]
 
 use ir::graph::{Cause, Reason, RunnerUp};
 use ir::id::{
