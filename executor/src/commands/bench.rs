@@ -29,7 +29,7 @@ struct Test {
 pub(super) fn run(arguments: BenchArguments) -> Result<()> {
     ensure!(arguments.repetitions > 0, "-r 0 measures nothing");
     let traced = arguments.trace.is_some() || arguments.perfetto.is_some();
-    let mut session = Session::open(&arguments.plan, &GenerationOverrides::default(), traced)?;
+    let mut session = Session::open(&arguments.plan, &arguments.run, &GenerationOverrides::default(), traced)?;
     let engine = &mut session.engine;
     let mut tests = Vec::new();
     if arguments.prompt_tokens > 0 {
