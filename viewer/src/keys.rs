@@ -53,7 +53,7 @@ pub fn take(ui: &Ui, viewer: &mut Viewer) {
     let (scene, view) = (&document.scene, &mut viewer.view);
     for (panel, key) in Panel::ALL.into_iter().zip([Key::Num1, Key::Num2, Key::Num3, Key::Num4, Key::Num5]) {
         if pressed(key) {
-            view.panel = panel;
+            view.show_panel(panel);
         }
     }
     if pressed(Key::F) {

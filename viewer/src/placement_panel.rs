@@ -166,6 +166,10 @@ fn card_rect(block: &Block, row: &Row, body: Rect, width: f32) -> Rect {
 fn draw_row(ui: &mut Ui, scene: &Scene, view: &mut View, program: &Program, row: &Row, body: Rect, width: f32, largest: u64) {
     let block = &program.blocks[row.first];
     let rect = card_rect(block, row, body, width);
+    if view.scroll_to_selection && is_selected(view, program, row) {
+        ui.scroll_to_rect(rect, None);
+        view.scroll_to_selection = false;
+    }
     if !ui.is_rect_visible(rect) {
         return;
     }
@@ -199,7 +203,15 @@ fn draw_row(ui: &mut Ui, scene: &Scene, view: &mut View, program: &Program, row:
         // A second sheet behind says that there are several.
         ui.painter().rect(rect.translate(vec2(3.0, 3.0)), 5.0, theme::tint(ui, color, 0.2), Stroke::new(1.0, color), StrokeKind::Inside);
     }
-    ui.painter().rect(rect, 5.0, theme::tint(ui, color, 0.36), stroke, StrokeKind::Inside);
+    ui.painter().rect_filled(rect, 5.0, theme::tint(ui, color, 0.36));
+    if view.coloring == Coloring::Device && block.devices.len() > 1 {
+        for &device in &block.devices {
+            let column = body.left() + width * device as f32;
+            let part = Rect::from_x_y_ranges(column..=column + width, rect.y_range()).intersect(rect);
+            ui.painter().rect_filled(part, 0.0, theme::tint(ui, theme::device(scene, device), 0.36));
+        }
+    }
+    ui.painter().rect_stroke(rect, 5.0, stroke, StrokeKind::Inside);
     let painter = ui.painter().with_clip_rect(rect.intersect(ui.clip_rect()));
     let folded = row.is_group || !view.opened.contains(&row.first);
     triangle(&painter, fold.center(), folded, theme::strong(ui));
@@ -391,7 +403,8 @@ fn draw_edges(ui: &Ui, program: &Program, rows: &[Row], body: Rect, width: f32) 
     let column = |device: usize| body.left() + width * (device as f32 + 0.5);
     for ((from, to, sender, receiver), (bytes, count)) in sums {
         let (start, end) = if from == to {
-            let y = body.top() + rows[from].top + rows[from].height + 5.0;
+            let lower = if sender < receiver { 7.0 } else { 18.0 };
+            let y = body.top() + rows[from].top + rows[from].height + lower;
             (pos2(column(sender), y), pos2(column(receiver), y))
         } else {
             let (upper, lower) = (&rows[from], &rows[to]);

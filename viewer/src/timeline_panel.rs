@@ -64,7 +64,7 @@ pub fn show(ui: &mut Ui, scene: &Scene, view: &mut View) {
         frame
     });
     let frame = scrolled.inner;
-    draw_axis(ui, &frame, axis);
+    draw_axis(ui, scene, &frame, axis);
     draw_runs(ui, scene, view, &frame, runs);
     legend(ui, scene);
 }
@@ -89,7 +89,7 @@ fn visible(scene: &Scene, view: &mut View) -> (f64, f64) {
     time
 }
 
-fn draw_axis(ui: &Ui, frame: &Frame, rect: Rect) {
+fn draw_axis(ui: &Ui, scene: &Scene, frame: &Frame, rect: Rect) {
     let painter = ui.painter();
     let width = frame.to - frame.from;
     // A tick about every 110 points, at 1, 2 or 5 times a power of ten.
@@ -98,11 +98,17 @@ fn draw_axis(ui: &Ui, frame: &Frame, rect: Rect) {
     let step = [1.0, 2.0, 5.0, 10.0].map(|times| times * power);
     let step = step.into_iter().find(|&step| step >= rough).unwrap_or(rough).max(1.0);
     let line = Stroke::new(1.0, ui.visuals().widgets.noninteractive.bg_stroke.color);
-    let mut time = (frame.from / step).ceil() * step;
-    while time <= frame.to {
+    let first = (frame.from / step).ceil();
+    // Counted, because adding to large times may leave them as they are.
+    for tick in 0..100 {
+        let time = (first + f64::from(tick)) * step;
+        if time > frame.to {
+            break;
+        }
         let x = frame.x(time);
         painter.vline(x, rect.top() + 12.0..=rect.bottom(), line);
-        let text = quantity::nanos(time);
+        // Not the −0 that rounding leaves.
+        let text = quantity::nanos(time + 0.0);
         painter.text(
             pos2(x + 3.0, rect.top()),
             Align2::LEFT_TOP,
@@ -110,12 +116,11 @@ fn draw_axis(ui: &Ui, frame: &Frame, rect: Rect) {
             FontId::proportional(11.0),
             theme::weak(ui),
         );
-        time += step;
     }
     painter.text(
         rect.left_top(),
         Align2::LEFT_TOP,
-        "Lanes · predicted over measured",
+        if scene.runs.is_empty() { "Lanes · predicted" } else { "Lanes · predicted over measured" },
         FontId::proportional(12.0),
         theme::weak(ui),
     );
@@ -185,9 +190,10 @@ fn draw_lanes(ui: &Ui, scene: &Scene, view: &mut View, frame: &Frame) {
         }
         draw_lane_name(ui, scene, view, number, row, &timing);
         let painter = ui.painter().with_clip_rect(row.intersect(clip));
-        let above = Rect::from_min_max(row.min + vec2(0.0, 2.0), pos2(row.right(), row.top() + row.height() * 0.40));
-        let below = Rect::from_min_max(pos2(row.left(), above.bottom() + 1.0), row.max - vec2(0.0, 2.0));
         let measured = !scene.runs.is_empty();
+        let share = if measured { 0.40 } else { 0.90 };
+        let above = Rect::from_min_max(row.min + vec2(0.0, 2.0), pos2(row.right(), row.top() + row.height() * share));
+        let below = Rect::from_min_max(pos2(row.left(), above.bottom() + 1.0), row.max - vec2(0.0, 2.0));
         draw_idle(ui, frame, number, if measured { below } else { above }, &timing, program);
         let look = |bar: &Bar| -> (Color32, bool, bool) {
             let Some(step) = scene.programs.get(bar.program as usize).and_then(|p| p.steps.get(bar.step as usize)) else {
@@ -462,7 +468,7 @@ fn bar_at(scene: &Scene, view: &View, frame: &Frame, at: Pos2, lane: usize) -> O
         let bar = *bars.rows().get(first)?;
         (bar.start as f64 + offset as f64 <= time + slack).then_some(bar)
     };
-    if at.y < row.top() + row.height() * 0.42 {
+    if scene.runs.is_empty() || at.y < row.top() + row.height() * 0.42 {
         predicted_bars(scene, view, frame, lane).into_iter().find_map(|(offset, bars, run)| {
             let bar = found(bars, offset)?;
             Some(Bar { run: run.map_or(u32::MAX, |run| run as u32), ..bar })

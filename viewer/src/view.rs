@@ -154,7 +154,7 @@ pub struct View {
     pub search: Option<String>,
     /// Whether the help is open.
     pub help: bool,
-    /// Whether the table should bring the selection into sight.
+    /// Whether the panel should bring the selection into sight.
     pub scroll_to_selection: bool,
     /// What was asked for in this frame, and where.
     pub wish: Option<(Wish, Pos2)>,
@@ -205,6 +205,12 @@ impl View {
         self.selection = Selection::Nothing;
         self.timing = None;
         self.area = None;
+    }
+
+    /// Turns to another panel, with the selection in sight.
+    pub fn show_panel(&mut self, panel: Panel) {
+        self.panel = panel;
+        self.scroll_to_selection = true;
     }
 
     /// Turns to another program and a typical run of it.

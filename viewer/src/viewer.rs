@@ -220,7 +220,7 @@ impl Viewer {
             ui.separator();
             for panel in Panel::ALL {
                 if ui.selectable_label(self.view.panel == panel, panel.name()).clicked() {
-                    self.view.panel = panel;
+                    self.view.show_panel(panel);
                 }
             }
             ui.separator();

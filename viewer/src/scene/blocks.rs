@@ -133,7 +133,8 @@ fn block(program: &Program, name: &str, steps: Vec<usize>) -> Block {
     devices.dedup();
     // What says most of the place: a limit, then the largest weights.
     let decisive = computed()
-        .max_by_key(|step| (step.limit.is_some(), step.weight_bytes, step.predicted_nanos));
+        .max_by_key(|step| (step.limit.is_some(), step.weight_bytes, step.predicted_nanos))
+        .or_else(|| rows().next());
     let mut collectives: BTreeMap<(String, u64), usize> = BTreeMap::new();
     for step in rows().filter(|step| step.kind == Kind::Collective) {
         *collectives.entry((step.verb.clone(), step.moved_bytes)).or_default() += 1;
