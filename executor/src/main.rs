@@ -16,7 +16,7 @@ fn main() -> ExitCode {
     match commands::Cli::parse().run() {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("hybrid-exec: {error:#}");
+            eprintln!("error: {error:#}");
             ExitCode::FAILURE
         }
     }
