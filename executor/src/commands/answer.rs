@@ -11,13 +11,14 @@ use executor::generation::FinishReason;
 use executor::text::{ChatRequest, message};
 
 use super::session::{Answer, INTERRUPTED, Session, interrupt_flag};
-use super::{AnswerArguments, chat};
+use super::{AnswerArguments, chat, check_writable};
 
 pub(super) fn run(arguments: AnswerArguments) -> Result<()> {
     let is_asked = arguments.prompt.is_some() || arguments.prompt_ids.is_some();
     let is_dialogue = !is_asked && !arguments.json && std::io::stdin().is_terminal();
     let traced = arguments.trace.is_some() || arguments.perfetto.is_some();
     let plan = arguments.plan.as_deref().context("no plan is named")?;
+    check_writable(arguments.trace.iter().chain(&arguments.perfetto))?;
     let overrides = arguments.sampling.overrides();
     let mut session = Session::open(plan, &arguments.run, &overrides, traced)?;
     let abort = interrupt_flag()?;
@@ -59,9 +60,12 @@ pub(super) fn print(text: &str) -> Result<()> {
 /// `12 prompt tokens, 31.2 ms to the first token, 40 tokens at 52.1 tok/s`.
 pub(super) fn summary(timings: &Timings) -> String {
     let first = timings.prompt.as_secs_f64() * 1e3;
-    let prompt = format!("{} prompt tokens, {first:.1} ms to the first token", timings.prompt_tokens);
+    let prompt =
+        format!("{} prompt tokens, {first:.1} ms to the first token", timings.prompt_tokens);
     match rate(timings.decoded_tokens, timings.decode.as_secs_f64()) {
-        Some(rate) => format!("{prompt}, then {} tokens at {rate:.1} tok/s", timings.decoded_tokens),
+        Some(rate) => {
+            format!("{prompt}, then {} tokens at {rate:.1} tok/s", timings.decoded_tokens)
+        }
         None => prompt,
     }
 }
@@ -85,7 +89,11 @@ fn prompt_ids(session: &Session, arguments: &AnswerArguments) -> Result<Vec<u32>
     }
     let system = arguments.system.iter().map(|system| message("system", system));
     let messages = system.chain([message("user", &text)]).collect();
-    tokenizer.encode_chat(&ChatRequest { messages, add_generation_prompt: true, ..Default::default() })
+    tokenizer.encode_chat(&ChatRequest {
+        messages,
+        add_generation_prompt: true,
+        ..Default::default()
+    })
 }
 
 fn to_json(session: &Session, prompt: &[u32], answer: &Answer) -> Value {

@@ -12,7 +12,7 @@ use executor::generation::GenerationOverrides;
 
 use super::answer::print;
 use super::session::Session;
-use super::BenchArguments;
+use super::{BenchArguments, check_writable};
 
 /// What is measured in each round.
 struct Test {
@@ -28,8 +28,10 @@ struct Test {
 
 pub(super) fn run(arguments: BenchArguments) -> Result<()> {
     ensure!(arguments.repetitions > 0, "-r 0 measures nothing");
+    check_writable(arguments.trace.iter().chain(&arguments.perfetto))?;
     let traced = arguments.trace.is_some() || arguments.perfetto.is_some();
-    let mut session = Session::open(&arguments.plan, &arguments.run, &GenerationOverrides::default(), traced)?;
+    let mut session =
+        Session::open(&arguments.plan, &arguments.run, &GenerationOverrides::default(), traced)?;
     let engine = &mut session.engine;
     let mut tests = Vec::new();
     if arguments.prompt_tokens > 0 {
@@ -97,7 +99,8 @@ fn forecast_decode(plan: &Plan, sequences: usize) -> Option<f64> {
 }
 
 fn to_markdown(model: &str, tests: &[Test]) -> String {
-    let mut text = String::from("| model | test | tok/s | forecast |\n| --- | --- | ---: | ---: |\n");
+    let mut text =
+        String::from("| model | test | tok/s | forecast |\n| --- | --- | ---: | ---: |\n");
     for test in tests {
         let forecast = test.forecast.map_or("–".into(), |rate| format!("{rate:.1}"));
         let (mean, deviation) = test.mean_and_deviation();

@@ -10,7 +10,7 @@ mod npy;
 mod perplexity;
 mod session;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result};
 use clap::{Args, Parser, Subcommand};
@@ -220,9 +220,13 @@ impl SamplingArguments {
     }
 }
 
-/// Writes a file whole or not at all.
-fn write_file(path: &std::path::Path, contents: &[u8]) -> Result<()> {
+fn write_file(path: &Path, contents: &[u8]) -> Result<()> {
     std::fs::write(path, contents).with_context(|| format!("cannot write {}", path.display()))
+}
+
+/// Fails now rather than after a long run when an output cannot be written; leaves empty files.
+fn check_writable<'a>(paths: impl IntoIterator<Item = &'a PathBuf>) -> Result<()> {
+    paths.into_iter().try_for_each(|path| write_file(path, b""))
 }
 
 impl RunArguments {
