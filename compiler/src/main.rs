@@ -254,7 +254,8 @@ fn write(path: &Path, text: &str) -> Result<()> {
     if fs::metadata(path).is_ok_and(|kind| !kind.is_file() && !kind.is_dir()) {
         return fs::write(path, text).with_context(context);
     }
-    let mut name = path.file_name().with_context(context)?.to_owned();
+    let name = path.file_name().filter(|_| !path.is_dir());
+    let mut name = name.with_context(|| format!("{}: it is a folder", context()))?.to_owned();
     name.push(format!(".{}", std::process::id()));
     let temporary = path.with_file_name(name);
     let written = fs::write(&temporary, text).and_then(|()| fs::rename(&temporary, path));

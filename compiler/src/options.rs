@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::str::FromStr;
 
-use anyhow::{Context as _, Result, bail, ensure};
+use anyhow::{Context as _, Result, anyhow, bail, ensure};
 use ir::tensor::{DType, Format};
 use regex::Regex;
 
@@ -112,7 +112,12 @@ impl FromStr for Pin {
     type Err = anyhow::Error;
     fn from_str(text: &str) -> Result<Self> {
         let (pattern, device) = text.rsplit_once('=').context("a pin is written PATTERN=DEVICE")?;
-        let pattern = Regex::new(pattern).with_context(|| format!("in the pin {text:?}"))?;
+        let pattern = Regex::new(pattern).map_err(|error| {
+            // The last line of a regex error says what is wrong; those before draw the place.
+            let error = error.to_string();
+            let cause = error.lines().last().unwrap_or_default().trim_start_matches("error: ");
+            anyhow!("the pattern {pattern:?} is no regular expression: {cause}")
+        })?;
         Ok(Self { pattern, device: device.to_owned() })
     }
 }

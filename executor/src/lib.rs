@@ -23,3 +23,5 @@ pub mod trace;
 pub mod kernels;
 pub mod memory;
 pub mod team;
+
+pub mod calibrate;

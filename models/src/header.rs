@@ -259,7 +259,7 @@ mod tests {
     }
 
     proptest! {
-        #![proptest_config(ProptestConfig::with_cases(20_000))]
+        #![proptest_config(ProptestConfig::with_cases(50_000))]
 
         /// Whatever single bytes say, the answer is tensors inside the file or an error of one line.
         #[test]
@@ -278,7 +278,10 @@ mod tests {
                 Ok(entries) => for entry in entries.values() {
                     prop_assert!(entry.offset + entry.bytes <= contents.len() as u64);
                 },
-                Err(error) => prop_assert!(!format!("{error:#}").contains('\n')),
+                Err(error) => {
+                    let line = format!("{error:#}");
+                    prop_assert!(!line.contains('\n'));
+                }
             }
         }
 

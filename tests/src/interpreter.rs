@@ -39,10 +39,12 @@ pub struct Interpreter {
 }
 
 /// What operations read besides their inputs.
-struct Batch<'a> {
-    ids: &'a [u32],
+#[derive(Clone, Copy, Debug)]
+pub struct Batch<'a> {
+    /// Token ids of the one sequence.
+    pub ids: &'a [u32],
     /// Positions whose logits are wanted.
-    rows: &'a [usize],
+    pub rows: &'a [usize],
 }
 
 impl Matrix {
@@ -150,7 +152,8 @@ impl Interpreter {
         values[output.index()].take().context("the output is not computed")
     }
 
-    fn run(&self, op: &Op, inputs: &[&Matrix], batch: &Batch<'_>) -> Result<Vec<Matrix>> {
+    /// What one operation makes of its inputs.
+    pub fn run(&self, op: &Op, inputs: &[&Matrix], batch: &Batch<'_>) -> Result<Vec<Matrix>> {
         Ok(match (op, inputs) {
             (Op::Embed { table, scale }, []) => {
                 let table = self.weight(*table);

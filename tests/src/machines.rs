@@ -1,4 +1,4 @@
-//! Machines by name, with round rates and little memory, so that toy models overflow it as large ones do.
+//! Machines by name, small and slow, so that toy models overflow and occupy them as large ones do real machines.
 
 use ir::id::{DeviceId, Id as _};
 use ir::machine::{
@@ -6,10 +6,12 @@ use ir::machine::{
 };
 use ir::tensor::Format;
 
+/// Rates are those of real hardware over this: a toy has about a ten-thousandth of a small model's weights.
+const SLOWER: f64 = 1e4;
 /// What an unlimited device has.
 const AMPLE_BYTES: u64 = 1 << 30;
-/// About half of [`crate::toys::Toy::llama`] with its caches and buffers.
-const TIGHT_BYTES: u64 = 200 << 10;
+/// Two thirds of [`crate::toys::Toy::llama`] with its caches and buffers.
+const TIGHT_BYTES: u64 = 512 << 10;
 
 /// The machine of that name, as test files spell it.
 pub fn named(name: &str) -> Option<Machine> {
@@ -47,23 +49,23 @@ pub fn two_numa() -> Machine {
     linked(vec![numa(0, AMPLE_BYTES), numa(1, AMPLE_BYTES)])
 }
 
-/// A GPU: 3 TB/s, 5 µs a launch.
+/// A GPU: 3 TB/s and 300 TFLOP/s over [`SLOWER`], 5 µs a launch.
 pub fn gpu(ordinal: u32, memory_bytes: u64) -> Device {
     Device {
         name: format!("gpu{ordinal}"),
         kind: DeviceKind::Gpu { ordinal },
         memory_bytes,
-        rates: rates(3e12, 5e3, 3e14),
+        rates: rates(3e12 / SLOWER, 5e3, 3e14 / SLOWER),
     }
 }
 
-/// Eight cores of a NUMA node: 100 GB/s, 1 µs a step.
+/// Eight cores of a NUMA node: 100 GB/s and 2 TFLOP/s over [`SLOWER`], 1 µs a step.
 pub fn numa(node: u32, memory_bytes: u64) -> Device {
     Device {
         name: format!("numa{node}"),
         kind: DeviceKind::Numa { node, cpus: (8 * node..8 * (node + 1)).collect() },
         memory_bytes,
-        rates: rates(1e11, 1e3, 2e12),
+        rates: rates(1e11 / SLOWER, 1e3, 2e12 / SLOWER),
     }
 }
 
@@ -83,6 +85,7 @@ pub fn linked(devices: Vec<Device>) -> Machine {
             links.push(Link { from, to, bytes_per_sec, latency_nanos });
         }
     }
+    links.iter_mut().for_each(|link| link.bytes_per_sec /= SLOWER);
     Machine { host: Host::default(), devices: devices.into_iter().collect(), links }
 }
 

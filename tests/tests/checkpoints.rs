@@ -1,5 +1,7 @@
 //! Checkpoints are read quickly, or refused with one line that names file and cause.
 
+#![expect(clippy::unwrap_used, reason = "helpers of tests may panic as tests do")]
+
 use std::fs;
 use std::path::Path;
 use std::time::{Duration, Instant};

@@ -1,5 +1,7 @@
 //! Every golden checkpoint, lowered and interpreted, gives the logits that transformers gave.
 
+#![expect(clippy::unwrap_used, reason = "helpers of tests may panic as tests do")]
+
 use std::fs;
 use std::path::{Path, PathBuf};
 

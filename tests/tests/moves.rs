@@ -71,10 +71,9 @@ fn ordered_choices() -> Vec<Vec<DeviceId>> {
     let mut choices: Vec<Vec<DeviceId>> = vec![vec![]];
     let mut from = 0;
     while from < choices.len() {
-        for &device in all.iter().filter(|device| !choices[from].contains(device)) {
-            let longer = [choices[from].as_slice(), &[device]].concat();
-            choices.push(longer);
-        }
+        let shorter = choices[from].clone();
+        let more = all.iter().filter(|device| !shorter.contains(device));
+        choices.extend(more.map(|&device| [shorter.as_slice(), &[device]].concat()));
         from += 1;
     }
     choices.remove(0);

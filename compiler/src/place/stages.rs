@@ -35,6 +35,15 @@ pub(crate) fn cut(
         Goal::Sum => before + stage,
         Goal::Busiest => before.max(stage),
     };
+    // What handing over from the leader of one group to that of a later one costs; `None` without a link.
+    let between: Vec<Vec<Option<u64>>> = sequence
+        .iter()
+        .map(|from| {
+            let from = from.group.devices[0];
+            let to = sequence.iter().map(|to| to.group.devices[0]);
+            to.map(|to| handover(from, to).map(|times| times.score(target))).collect()
+        })
+        .collect();
     // Prefix sums over units, per group.
     let costs: Vec<Vec<u64>> = sequence
         .iter()
@@ -59,7 +68,6 @@ pub(crate) fn cut(
     type Best = Option<(u64, u128, usize, Option<usize>)>;
     let mut best: Vec<Vec<Best>> = vec![vec![None; units + 1]; sequence.len()];
     for group in 0..sequence.len() {
-        let leader = sequence[group].group.devices[0];
         for end in 1..=units {
             let mut found: Best = None;
             for start in (0..end).rev() {
@@ -83,9 +91,8 @@ pub(crate) fn cut(
                 let earliest = if uses_all { group.saturating_sub(1) } else { 0 };
                 for before in earliest..group {
                     let Some((cost, squares, _, _)) = best[before][start] else { continue };
-                    let sender = sequence[before].group.devices[0];
-                    let Some(handover) = handover(sender, leader) else { continue };
-                    let stage = work + handover.score(target);
+                    let Some(handover) = between[before][group] else { continue };
+                    let stage = work + handover;
                     offer(join(cost, stage), squares + square(stage), Some(before));
                 }
             }

@@ -1,9 +1,7 @@
 //! CPU kernels: free functions on slices, done by a team at one level of the instruction set.
 
+pub mod describe;
 pub mod isa;
-
-mod lanes;
-mod math;
 
 pub mod pack;
 mod quantize;
@@ -16,12 +14,14 @@ mod tile;
 pub mod experts;
 pub mod linear;
 
+mod lanes;
+mod math;
+
 pub mod activation;
+pub mod attention;
 pub mod cache;
 pub mod norm;
 pub mod rope;
-
-pub mod attention;
 pub mod router;
 pub mod rows;
 

@@ -38,13 +38,17 @@ impl Target<'_> {
     ) {
         // SAFETY: the caller's; the level is one of this processor's.
         unsafe {
-            #[cfg(target_arch = "x86_64")]
-            if isa >= Isa::Avx512 {
-                return write_avx512(self, tile, other, rows, first_row, first_column);
-            } else if isa == Isa::Avx2 {
-                return write_avx2(self, tile, other, rows, first_row, first_column);
+            match isa {
+                #[cfg(target_arch = "x86_64")]
+                Isa::Avx512 | Isa::Avx512Bf16Vnni | Isa::Amx => {
+                    write_avx512(self, tile, other, rows, first_row, first_column);
+                }
+                #[cfg(target_arch = "x86_64")]
+                Isa::Avx2 => write_avx2(self, tile, other, rows, first_row, first_column),
+                #[cfg(not(target_arch = "x86_64"))]
+                Isa::Avx2 | Isa::Avx512 | Isa::Avx512Bf16Vnni | Isa::Amx => isa.is_missing(),
+                Isa::Portable => write(self, tile, other, rows, first_row, first_column),
             }
-            write(self, tile, other, rows, first_row, first_column);
         }
     }
 }
@@ -131,7 +135,7 @@ fn activate(activation: Activation, values: &mut [f32; PANEL]) {
         }
         Activation::GeluTanh => each(values, |x| {
             // tanh(y) = 1 - 2 / (1 + e^2y), so that 0.5 (1 + tanh(y)) is a sigmoid of 2y.
-            const SQRT_8_OVER_PI: f32 = 1.595_769_1;
+            const SQRT_8_OVER_PI: f32 = 1.595_769;
             x / (1.0 + exp(-SQRT_8_OVER_PI * (x + 0.044_715 * x * x * x)))
         }),
     }

@@ -11,9 +11,9 @@ use ir::op::{Activation, Then};
 use super::encode::{self, Encoding, Rows, Strip};
 use super::epilogue::Target;
 use super::isa::Isa;
-use super::linear::{encode_pieces, finish};
+use super::linear::{Product, Workplace, encode_pieces};
 use super::pack::{PANEL, PackedMatrix, Shared};
-use super::tile::{Kernel, MOST_ROWS};
+use super::tile::Kernel;
 use crate::team::{Chunks, Team};
 
 /// One expert: `down(activation(gate(x)) * up(x))`.
@@ -52,15 +52,21 @@ struct Slots {
     tokens: Vec<u32>,
     /// The slot of each choice of each token, `[tokens, used]`; `None` where the expert is not here.
     of_choice: Vec<Option<u32>>,
-    /// For each expert with slots: its index, its first slot and their number.
-    groups: Vec<(usize, usize, usize)>,
+    groups: Vec<Group>,
 }
 
-/// A strip of one expert's slots.
-#[derive(Clone, Copy)]
-struct Piece {
+/// An expert with slots.
+struct Group {
     expert: usize,
-    strip: Strip,
+    first: usize,
+    count: usize,
+}
+
+/// The slots cut in strips, group after group.
+struct Strips {
+    all: Vec<Strip>,
+    /// Where each group's strips end.
+    ends: Vec<usize>,
 }
 
 /// Writes the weighted sum of each token's experts, `[tokens, features]`, added in the order of the choices.
@@ -72,7 +78,7 @@ struct Piece {
 pub fn experts(team: &Team, isa: Isa, inputs: &Experts<'_>, out: &mut [f32]) -> anyhow::Result<()> {
     let [features, intermediate] = check(inputs, out)?;
     let slots = group(inputs);
-    let Some(&(any, ..)) = slots.groups.first() else {
+    let Some(any) = slots.groups.first().map(|group| &inputs.experts[group.expert]) else {
         out.fill(0.0);
         return Ok(());
     };
@@ -80,10 +86,12 @@ pub fn experts(team: &Team, isa: Isa, inputs: &Experts<'_>, out: &mut [f32]) -> 
     // One kernel for all experts, whatever their shares: the mean number of rows decides.
     let mean_rows = count.div_ceil(slots.groups.len());
     let isa = isa.checked();
-    let up_kernel = Kernel::choose(isa, inputs.experts[any].gate.format(), mean_rows);
-    let down_kernel = Kernel::choose(isa, inputs.experts[any].down.format(), mean_rows);
-    let up_pieces = pieces(&slots, up_kernel.rows);
-    let down_pieces = pieces(&slots, down_kernel.rows);
+    let up_kernel = Kernel::choose(isa, any.gate.format(), mean_rows);
+    let down_kernel = Kernel::choose(isa, any.down.format(), mean_rows);
+    let up_strips = cut(&slots, up_kernel.rows);
+    let down_strips = cut(&slots, down_kernel.rows);
+    let room_bytes =
+        up_kernel.unpacked_bytes(features).max(down_kernel.unpacked_bytes(intermediate));
 
     let take = |bytes: usize| team.arena().take(bytes).context("computing with experts");
     let buffers = [
@@ -91,8 +99,10 @@ pub fn experts(team: &Team, isa: Isa, inputs: &Experts<'_>, out: &mut [f32]) -> 
         take(count * intermediate * size_of::<f32>())?,
         take(count * down_kernel.encoding.row_bytes(intermediate))?,
         take(count * features * size_of::<f32>())?,
+        take(2 * team.members() * room_bytes)?,
     ];
-    let [encoded, inner, encoded_inner, outer] = buffers.each_ref().map(|b| Shared(b.as_ptr()));
+    let [encoded, inner, encoded_inner, outer, rooms] =
+        buffers.each_ref().map(|buffer| Shared(buffer.as_ptr()));
     let target = |out: Shared<u8>, columns: usize, then: Then| Target {
         out: Shared(out.pointer().cast()),
         columns,
@@ -102,37 +112,27 @@ pub fn experts(team: &Team, isa: Isa, inputs: &Experts<'_>, out: &mut [f32]) -> 
     };
     let inner_target = target(inner, intermediate, Then::Gate(inputs.activation));
     let outer_target = target(outer, features, Then::Nothing);
-    let up_encoder = Encoder::new(team, up_kernel.encoding, features, &up_pieces);
-    let down_encoder = Encoder::new(team, down_kernel.encoding, intermediate, &down_pieces);
-    let up_chunks = Chunks::new(slots.groups.len() * intermediate.div_ceil(PANEL), 1);
-    let down_chunks = Chunks::new(slots.groups.len() * features.div_ceil(PANEL), 1);
+    let up_encoder = Encoder::new(team, up_kernel.encoding, features, &up_strips.all);
+    let down_encoder = Encoder::new(team, down_kernel.encoding, intermediate, &down_strips.all);
+    let (up_panels, down_panels) = (intermediate.div_ceil(PANEL), features.div_ceil(PANEL));
+    let up_chunks = Chunks::new(slots.groups.len() * up_panels, 1);
+    let down_chunks = Chunks::new(slots.groups.len() * down_panels, 1);
     let sums = Chunks::new(inputs.tokens, inputs.tokens.div_ceil(4 * team.members()));
     let sum_to = Shared(out.as_mut_ptr());
     let barrier = team.barrier();
-    team.run(|_| {
-        let mut tiles = [[[0.0; PANEL]; MOST_ROWS]; 2];
+    team.run(|member| {
+        let mut workplace = Workplace::new(member, rooms, room_bytes);
         up_encoder.encode(isa, inputs.x, Some(&slots.tokens), encoded);
         barrier.wait();
         while let Some(range) = up_chunks.claim() {
             for task in range {
-                let panels = intermediate.div_ceil(PANEL);
-                let (group, panel) = (slots.groups[task / panels], task % panels);
-                let expert = &inputs.experts[group.0];
-                for piece in up_pieces.iter().filter(|piece| piece.expert == group.0) {
-                    // SAFETY: the input was encoded before the barrier; each expert's panel is claimed once.
-                    unsafe {
-                        let weights = [expert.gate, expert.up];
-                        finish(
-                            up_kernel,
-                            &weights,
-                            panel,
-                            piece.strip,
-                            encoded,
-                            &inner_target,
-                            &mut tiles,
-                        );
-                    }
-                }
+                let (group, panel) = (task / up_panels, task % up_panels);
+                let expert = &inputs.experts[slots.groups[group].expert];
+                let weights = [expert.gate, expert.up];
+                let (kernel, target) = (up_kernel, &inner_target);
+                let product = Product { kernel, weights: &weights, panel, encoded, target };
+                // SAFETY: the input was encoded before the barrier; each expert's panel is claimed once.
+                unsafe { product.finish(up_strips.of(group), &mut workplace) };
             }
         }
         barrier.wait();
@@ -142,24 +142,12 @@ pub fn experts(team: &Team, isa: Isa, inputs: &Experts<'_>, out: &mut [f32]) -> 
         barrier.wait();
         while let Some(range) = down_chunks.claim() {
             for task in range {
-                let panels = features.div_ceil(PANEL);
-                let (group, panel) = (slots.groups[task / panels], task % panels);
-                let expert = &inputs.experts[group.0];
-                for piece in down_pieces.iter().filter(|piece| piece.expert == group.0) {
-                    // SAFETY: as above.
-                    unsafe {
-                        let weights = [expert.down];
-                        finish(
-                            down_kernel,
-                            &weights,
-                            panel,
-                            piece.strip,
-                            encoded_inner,
-                            &outer_target,
-                            &mut tiles,
-                        );
-                    }
-                }
+                let (group, panel) = (task / down_panels, task % down_panels);
+                let weights = [inputs.experts[slots.groups[group].expert].down];
+                let (kernel, target, encoded) = (down_kernel, &outer_target, encoded_inner);
+                let product = Product { kernel, weights: &weights, panel, encoded, target };
+                // SAFETY: as above.
+                unsafe { product.finish(down_strips.of(group), &mut workplace) };
             }
         }
         barrier.wait();
@@ -182,22 +170,22 @@ pub fn experts(team: &Team, isa: Isa, inputs: &Experts<'_>, out: &mut [f32]) -> 
 struct Encoder<'a> {
     encoding: Encoding,
     columns: usize,
-    pieces: &'a [Piece],
+    strips: &'a [Strip],
     parts: usize,
     segment: usize,
     chunks: Chunks,
 }
 
 impl<'a> Encoder<'a> {
-    fn new(team: &Team, encoding: Encoding, columns: usize, pieces: &'a [Piece]) -> Self {
-        let (parts, segment) = encode_pieces(columns, pieces.len(), team.members());
+    fn new(team: &Team, encoding: Encoding, columns: usize, strips: &'a [Strip]) -> Self {
+        let (parts, segment) = encode_pieces(columns, strips.len(), team.members());
         Self {
             encoding,
             columns,
-            pieces,
+            strips,
             parts,
             segment,
-            chunks: Chunks::new(pieces.len() * parts, 1),
+            chunks: Chunks::new(strips.len() * parts, 1),
         }
     }
 
@@ -207,7 +195,7 @@ impl<'a> Encoder<'a> {
             Rows { isa, encoding: self.encoding, x, columns: self.columns, norm: None, sources };
         while let Some(range) = self.chunks.claim() {
             for task in range {
-                let strip = self.pieces[task / self.parts].strip;
+                let strip = self.strips[task / self.parts];
                 // SAFETY: the buffer has room for all slots; every piece is claimed once.
                 unsafe {
                     rows.encode(strip, task % self.parts * self.segment, self.segment, encoded);
@@ -232,7 +220,7 @@ fn group(inputs: &Experts<'_>) -> Slots {
     for (expert, &count) in counts.iter().enumerate() {
         free.push(next);
         if count > 0 {
-            groups.push((expert, next, count));
+            groups.push(Group { expert, first: next, count });
         }
         next += count;
     }
@@ -253,11 +241,20 @@ fn group(inputs: &Experts<'_>) -> Slots {
     Slots { tokens, of_choice, groups }
 }
 
-fn pieces(slots: &Slots, most: usize) -> Vec<Piece> {
-    let of_group = |&(expert, first, count): &(usize, usize, usize)| {
-        encode::strips(first, count, most).map(move |strip| Piece { expert, strip })
-    };
-    slots.groups.iter().flat_map(of_group).collect()
+fn cut(slots: &Slots, most: usize) -> Strips {
+    let mut strips = Strips { all: Vec::new(), ends: Vec::with_capacity(slots.groups.len()) };
+    for group in &slots.groups {
+        strips.all.extend(encode::strips(group.first, group.count, most));
+        strips.ends.push(strips.all.len());
+    }
+    strips
+}
+
+impl Strips {
+    fn of(&self, group: usize) -> &[Strip] {
+        let start = if group == 0 { 0 } else { self.ends[group - 1] };
+        &self.all[start..self.ends[group]]
+    }
 }
 
 fn add_up(inputs: &Experts<'_>, slots: &Slots, outer: &[f32], token: usize, out: &mut [f32]) {

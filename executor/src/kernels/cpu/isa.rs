@@ -42,8 +42,15 @@ impl Isa {
     /// # Panics
     /// When this processor does not have it.
     pub(super) fn checked(self) -> Self {
-        assert!(self <= Self::detect(), "this processor does not have {self}");
+        if self > Self::detect() {
+            self.is_missing();
+        }
         self
+    }
+
+    /// Ends what relies on a level that is not there.
+    pub(super) fn is_missing(self) -> ! {
+        panic!("this processor does not have {self}")
     }
 
     /// The levels of this processor, lowest first.

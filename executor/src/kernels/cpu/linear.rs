@@ -52,14 +52,25 @@ pub fn linear(
     outs: &mut [&mut [f32]],
 ) -> anyhow::Result<()> {
     check(linear, outs)?;
-    let Some(&first) = linear.weights.first() else { return Ok(()) };
-    if linear.tokens == 0 {
-        return Ok(());
+    match linear.weights.first() {
+        Some(first) if linear.tokens > 0 => {
+            let kernel = Kernel::choose(isa.checked(), first.format(), linear.tokens);
+            linear_by(team, kernel, linear, outs)
+        }
+        _ => Ok(()),
     }
-    let columns = first.columns();
-    let kernel = Kernel::choose(isa.checked(), first.format(), linear.tokens);
+}
+
+/// A linear whose sizes fit, by one kernel.
+fn linear_by(
+    team: &Team,
+    kernel: Kernel,
+    linear: &Linear<'_>,
+    outs: &mut [&mut [f32]],
+) -> anyhow::Result<()> {
+    let columns = linear.weights[0].columns();
     let rows = Rows {
-        isa,
+        isa: kernel.isa,
         encoding: kernel.encoding,
         x: linear.x,
         columns,
@@ -72,6 +83,9 @@ pub fn linear(
         .take(linear.tokens * kernel.encoding.row_bytes(columns))
         .context("encoding the input of a linear")?;
     let encoded_at = Shared(encoded.as_ptr());
+    let room_bytes = kernel.unpacked_bytes(columns);
+    let rooms = team.arena().take(2 * team.members() * room_bytes).context("unpacking weights")?;
+    let room = Shared(rooms.as_ptr());
 
     let targets: Vec<Target<'_>> = outs
         .iter_mut()
@@ -90,7 +104,7 @@ pub fn linear(
     let groups = strip_groups(panels, strips.len(), team.members());
     let multiplying = Chunks::new(panels * groups, 1);
     let barrier = team.barrier();
-    team.run(|_| {
+    team.run(|member| {
         while let Some(range) = encoding.claim() {
             for piece in range {
                 let strip = strips[piece / pieces];
@@ -99,7 +113,7 @@ pub fn linear(
             }
         }
         barrier.wait();
-        let mut tiles = [[[0.0; PANEL]; MOST_ROWS]; 2];
+        let mut workplace = Workplace::new(member, room, room_bytes);
         while let Some(range) = multiplying.claim() {
             for task in range {
                 let (mut panel, group) = (task / groups, task % groups);
@@ -108,58 +122,88 @@ pub fn linear(
                     panel -= linear.weights[matrix].panels();
                     matrix += 1;
                 }
-                let weights = &linear.weights[matrix..];
                 let cut = |group: usize| group * strips.len() / groups;
-                for &strip in &strips[cut(group)..cut(group + 1)] {
-                    // SAFETY: the input was encoded before the barrier, and every panel's columns are
-                    // claimed once for every strip.
-                    unsafe {
-                        finish(
-                            kernel,
-                            weights,
-                            panel,
-                            strip,
-                            encoded_at,
-                            &targets[matrix],
-                            &mut tiles,
-                        );
-                    }
-                }
+                let product = Product {
+                    kernel,
+                    weights: &linear.weights[matrix..],
+                    panel,
+                    encoded: encoded_at,
+                    target: &targets[matrix],
+                };
+                // SAFETY: the input was encoded before the barrier, and every panel's columns are claimed
+                // once for every strip.
+                unsafe { product.finish(&strips[cut(group)..cut(group + 1)], &mut workplace) };
             }
         }
     });
     Ok(())
 }
 
-/// Multiplies one strip with one panel of `weights[0]` (and of `weights[1]`, for a gate) and writes the result.
-///
-/// # Safety
-/// The strip is encoded, and no one else touches these rows and columns of the target.
-pub(super) unsafe fn finish(
-    kernel: Kernel,
-    weights: &[&PackedMatrix],
-    panel: usize,
-    strip: Strip,
-    encoded: Shared<u8>,
-    target: &Target<'_>,
-    [tile, other]: &mut [Tile; 2],
-) {
-    let columns = weights[0].columns();
-    let operands = |weight: &PackedMatrix| Operands {
-        panel: weight.panel(panel),
-        vectors: weight.vectors(panel),
-        strip: encoded.pointer().wrapping_add(strip.first * kernel.encoding.row_bytes(columns)),
-        rows: strip.rows,
-        columns: padded(kernel.format, columns),
-    };
-    // SAFETY: the caller's, and `linear` and `experts` check the level and the shapes.
-    unsafe {
-        kernel.multiply(operands(weights[0]), tile);
-        match target.then {
-            Then::Nothing | Then::Activate(_) => {}
-            Then::Gate(_) => kernel.multiply(operands(weights[1]), other),
+/// The product of some strips with one panel of `weights[0]` (and of `weights[1]`, for a gate).
+pub(super) struct Product<'a> {
+    pub(super) kernel: Kernel,
+    pub(super) weights: &'a [&'a PackedMatrix],
+    pub(super) panel: usize,
+    pub(super) encoded: Shared<u8>,
+    pub(super) target: &'a Target<'a>,
+}
+
+/// What one member works with: tiles, and room for unpacked panels.
+pub(super) struct Workplace {
+    tiles: [Tile; 2],
+    rooms: [*mut u8; 2],
+}
+
+impl Workplace {
+    /// The workplace of `member` in a buffer of `2 * bytes` for each member.
+    pub(super) fn new(member: usize, rooms: Shared<u8>, bytes: usize) -> Self {
+        let room = |i: usize| rooms.pointer().wrapping_add((2 * member + i) * bytes);
+        Self { tiles: [[[0.0; PANEL]; MOST_ROWS]; 2], rooms: [room(0), room(1)] }
+    }
+}
+
+impl Product<'_> {
+    /// Multiplies and writes the result.
+    ///
+    /// # Safety
+    /// The strips are encoded, no one else touches these rows and columns of the target, and the
+    /// workplace has room for this kernel's unpacked panels.
+    pub(super) unsafe fn finish(&self, strips: &[Strip], workplace: &mut Workplace) {
+        let Self { kernel, weights, panel, encoded, target } = self;
+        let columns = weights[0].columns();
+        let row_bytes = kernel.encoding.row_bytes(columns);
+        let operands = |weight: &PackedMatrix, room: *mut u8| {
+            let (start, vectors) = (weight.panel(*panel), weight.vectors(*panel));
+            Operands {
+                // SAFETY: the caller's.
+                panel: unsafe { kernel.unpack(start, vectors, columns, room) },
+                vectors,
+                strip: encoded.pointer(),
+                rows: 0,
+                columns: padded(kernel.format, columns),
+            }
+        };
+        let [tile, other] = &mut workplace.tiles;
+        let first = operands(weights[0], workplace.rooms[0]);
+        let second = match target.then {
+            Then::Nothing | Then::Activate(_) => None,
+            Then::Gate(_) => Some(operands(weights[1], workplace.rooms[1])),
+        };
+        for strip in strips {
+            let of_strip = |operands: Operands| Operands {
+                strip: encoded.pointer().wrapping_add(strip.first * row_bytes),
+                rows: strip.rows,
+                ..operands
+            };
+            // SAFETY: the caller's, and `linear` and `experts` check the level and the shapes.
+            unsafe {
+                kernel.multiply(of_strip(first), tile);
+                if let Some(second) = second {
+                    kernel.multiply(of_strip(second), other);
+                }
+                target.write(kernel.isa, tile, other, strip.rows, (strip.first, panel * PANEL));
+            }
         }
-        target.write(kernel.isa, tile, other, strip.rows, (strip.first, panel * PANEL));
     }
 }
 

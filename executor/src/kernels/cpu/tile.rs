@@ -14,12 +14,15 @@ mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
 mod portable;
+#[cfg(target_arch = "x86_64")]
+mod unpack;
 
 use ir::tensor::Format;
 
 use super::encode::Encoding;
 use super::isa::Isa;
-use super::pack::PANEL;
+use super::pack::{PANEL, padded};
+use super::quantize::{OFFSET_4, OFFSET_8};
 
 /// Steps after which kernels of floats start a new sum: the error of a sum grows with its length, and
 /// adding up sums of this length costs below 1 % of the products.
@@ -39,6 +42,8 @@ pub(super) struct Kernel {
     pub(super) encoding: Encoding,
     /// Most rows of a strip.
     pub(super) rows: usize,
+    /// Whether panels are unpacked to bf16 first, see [`Kernel::unpack`].
+    pub(super) unpacks: bool,
 }
 
 /// Where a kernel reads.
@@ -73,16 +78,49 @@ impl Kernel {
             Format::Bf16 if isa == Isa::Amx && tokens > 12 => (Encoding::Tiles, MOST_ROWS),
             Format::Bf16 if isa >= Isa::Avx512Bf16Vnni => (Encoding::Pairs, float_rows),
             Format::Bf16 => (Encoding::Rounded, float_rows),
-            Format::Q8 | Format::Q4 => (Encoding::Blocks, block_rows),
+            // By the counts of instructions, unpacking a panel costs what vectors need for some 20 rows.
+            Format::Q8 | Format::Q4 if isa == Isa::Amx && tokens > 24 => {
+                (Encoding::Tiles, MOST_ROWS)
+            }
+            Format::Q8 => (Encoding::Blocks { offset: OFFSET_8 }, block_rows),
+            Format::Q4 => (Encoding::Blocks { offset: OFFSET_4 }, block_rows),
         };
-        Self { isa, format, encoding, rows }
+        let unpacks = encoding == Encoding::Tiles && format != Format::Bf16;
+        Self { isa, format, encoding, rows, unpacks }
+    }
+
+    /// Bytes of an unpacked panel; none if this kernel takes panels as they are.
+    pub(super) fn unpacked_bytes(self, columns: usize) -> usize {
+        if self.unpacks { padded(self.format, columns) * PANEL * 2 } else { 0 }
+    }
+
+    /// The panel that this kernel reads: `panel`, or what becomes of it in `room`.
+    ///
+    /// # Safety
+    /// The panel is packed in this kernel's format, and the room has [`Kernel::unpacked_bytes`].
+    pub(super) unsafe fn unpack(
+        self,
+        panel: *const u8,
+        vectors: usize,
+        columns: usize,
+        room: *mut u8,
+    ) -> *const u8 {
+        #[cfg(target_arch = "x86_64")]
+        if self.unpacks {
+            let columns = padded(self.format, columns);
+            // SAFETY: the caller's; a level with tiles has AVX-512 and its bf16.
+            unsafe { unpack::unpack(self.format, panel, vectors, columns, room) };
+            return room;
+        }
+        let _ = (vectors, columns, room);
+        panel
     }
 
     /// Multiplies one strip with one panel.
     ///
     /// # Safety
-    /// The operands are readable, encoded and packed for this kernel's encoding and format, and the
-    /// processor has the level.
+    /// The operands are readable, encoded for this kernel's encoding and packed in its format or unpacked, and
+    /// the processor has the level.
     pub(super) unsafe fn multiply(self, operands: Operands, tile: &mut Tile) {
         debug_assert!(operands.rows <= self.rows && operands.vectors <= 2);
         // SAFETY: the caller's.
@@ -90,8 +128,11 @@ impl Kernel {
             #[cfg(target_arch = "x86_64")]
             match (self.isa, self.encoding) {
                 (Isa::Portable, _) => {}
+                (_, Encoding::Pairs) => {
+                    return avx512::multiply(Format::Bf16, self.encoding, operands, tile);
+                }
                 (_, Encoding::Tiles) => return amx::tiles(operands, tile),
-                (Isa::Avx2, _) | (Isa::Avx512, Encoding::Blocks) => {
+                (Isa::Avx2, _) | (Isa::Avx512, Encoding::Blocks { .. }) => {
                     return avx2::multiply(self.format, operands, tile);
                 }
                 (Isa::Avx512 | Isa::Avx512Bf16Vnni | Isa::Amx, _) => {

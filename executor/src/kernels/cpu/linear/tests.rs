@@ -3,6 +3,7 @@ use ir::op::{Activation, NormKind};
 use ir::tensor::Format;
 
 use super::*;
+use crate::kernels::cpu::encode::Encoding;
 use crate::kernels::cpu::pack::pack;
 use crate::kernels::cpu::quantize::{self, BLOCK};
 
@@ -58,7 +59,9 @@ fn held(format: Format, columns: usize, values: &[f32]) -> Vec<f64> {
         whole[..values.len()].copy_from_slice(values);
         let (block, offset) = match format {
             Format::Q8 => (quantize::quantize_8(&whole), quantize::OFFSET_8),
-            _ => (quantize::quantize_4(&whole), quantize::OFFSET_4),
+            Format::F32 | Format::F16 | Format::Bf16 | Format::Q4 => {
+                (quantize::quantize_4(&whole), quantize::OFFSET_4)
+            }
         };
         let back = move |&code: &u8| block.scale.to_f64() * f64::from(i32::from(code) - offset);
         block.codes[..values.len()].iter().map(back).collect::<Vec<f64>>()
@@ -119,7 +122,12 @@ fn multiplies_right(team: &Team, isa: Isa, format: Format, [tokens, rows, column
     linear(team, isa, &layer, &mut [&mut out]).unwrap();
     // Sums of at most 256 terms and then of such sums: their rounding stays below a few units.
     let tolerance = 1e-6;
-    let wanted = products(&heard(format, columns, &x), &held(format, columns, &w), columns);
+    let (mut heard_as, mut weights) = (format, held(format, columns, &w));
+    if Kernel::choose(isa, format, tokens).unpacks {
+        heard_as = Format::Bf16;
+        weights.iter_mut().for_each(|value| *value = bf16::from_f32(*value as f32).to_f64());
+    }
+    let wanted = products(&heard(heard_as, columns, &x), &weights, columns);
     for (i, (&found, (wanted, magnitude))) in out.iter().zip(wanted).enumerate() {
         assert!(
             (f64::from(found) - wanted).abs() <= tolerance * magnitude + 1e-7,
@@ -143,6 +151,49 @@ fn every_level_and_format_multiplies_right() {
                     multiplies_right(team, isa, format, [7, 33, columns]);
                     multiplies_right(team, isa, format, [20, 16, columns]);
                 }
+            }
+        }
+    });
+}
+
+/// Blocks unpacked to bf16 for tiles, here multiplied by the vectors that every such machine has too.
+#[test]
+#[cfg(target_arch = "x86_64")]
+fn unpacked_blocks_multiply_right() {
+    if Isa::detect() < Isa::Avx512Bf16Vnni {
+        return;
+    }
+    let (tokens, rows, columns) = (17, 49, 200);
+    let x = numbers(1, tokens * columns);
+    let w = numbers(2, rows * columns);
+    with_team(2, |team| {
+        for format in [Format::Q8, Format::Q4] {
+            let kernel = Kernel {
+                isa: Isa::Avx512Bf16Vnni,
+                format,
+                encoding: Encoding::Pairs,
+                rows: 12,
+                unpacks: true,
+            };
+            let matrix = packed(team, format, rows, columns, &w);
+            let mut out = vec![f32::NAN; tokens * rows];
+            let layer = Linear {
+                x: &x,
+                tokens,
+                norm: None,
+                weights: &[&matrix],
+                biases: &[],
+                then: Then::Nothing,
+                residual: None,
+            };
+            linear_by(team, kernel, &layer, &mut [&mut out]).unwrap();
+            let w: Vec<f64> = held(format, columns, &w)
+                .into_iter()
+                .map(|value| bf16::from_f32(value as f32).to_f64())
+                .collect();
+            let wanted = products(&heard(Format::Bf16, columns, &x), &w, columns);
+            for (&found, (wanted, magnitude)) in out.iter().zip(wanted) {
+                assert!((f64::from(found) - wanted).abs() <= 1e-6 * magnitude, "{found} {wanted}");
             }
         }
     });

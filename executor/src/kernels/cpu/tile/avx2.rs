@@ -2,13 +2,18 @@
 //!
 //! A strip of 4 rows has eight sums in registers. The two vectors of a panel take turns.
 
+#![expect(
+    clippy::needless_range_loop,
+    reason = "loops of fixed length over several arrays at once become registers"
+)]
+
 use std::arch::x86_64::*;
 
 use ir::tensor::Format;
 
 use super::{Operands, SUM_STEPS, Tile};
 use crate::kernels::cpu::pack::{BLOCK_PAIR, VECTOR};
-use crate::kernels::cpu::quantize::{BLOCK, OFFSET_4, OFFSET_8};
+use crate::kernels::cpu::quantize::BLOCK;
 
 const F32: u8 = 0;
 const F16: u8 = 1;
@@ -99,7 +104,6 @@ unsafe fn blocks<const R: usize, const BITS: usize>(operands: Operands, tile: &m
     let vectors = operands.vectors;
     let code_bytes = if BITS == 8 { 2 * GROUPS } else { GROUPS } * vectors * 64;
     let (bytes, nibbles) = (_mm256_set1_epi16(255), _mm256_set1_epi8(15));
-    let offset = _mm256_set1_epi32(if BITS == 8 { OFFSET_8 } else { OFFSET_4 });
     for vector in 0..vectors {
         let (mut w, mut x) = (operands.panel, operands.strip.cast::<i32>());
         let mut totals = [[_mm256_setzero_ps(); 2]; R];
@@ -109,8 +113,8 @@ unsafe fn blocks<const R: usize, const BITS: usize>(operands: Operands, tile: &m
                 unsafe {
                     let mut sums = [[_mm256_setzero_si256(); 2]; R];
                     for row in 0..R {
-                        let negated = _mm256_set1_epi32(x.add((GROUPS + 1) * R + row).read());
-                        sums[row] = [_mm256_mullo_epi32(negated, offset); 2];
+                        let start = _mm256_set1_epi32(x.add((GROUPS + 1) * R + row).read());
+                        sums[row] = [start; 2];
                     }
                     let first = if BITS == 8 { half * GROUPS } else { 0 };
                     let codes = w.add(vectors * 64 + (first * vectors + vector) * 64);

@@ -4,6 +4,11 @@
 //! used twelve times and each row's element twice, so the multipliers are the limit. Blocks need an integer and
 //! a float sum each, which leaves room for 6 rows.
 
+#![expect(
+    clippy::needless_range_loop,
+    reason = "loops of fixed length over several arrays at once become registers"
+)]
+
 use std::arch::x86_64::*;
 
 use ir::tensor::Format;
@@ -190,12 +195,7 @@ unsafe fn blocks<const R: usize, const V: usize, const BITS: usize>(
             unsafe {
                 let mut sums = [[_mm512_setzero_si512(); V]; R];
                 for row in 0..R {
-                    let negated = _mm512_set1_epi32(x.add((GROUPS + 1) * R + row).read());
-                    let start = if BITS == 8 {
-                        _mm512_slli_epi32::<7>(negated)
-                    } else {
-                        _mm512_slli_epi32::<3>(negated)
-                    };
+                    let start = _mm512_set1_epi32(x.add((GROUPS + 1) * R + row).read());
                     sums[row] = [start; V];
                 }
                 let first = if BITS == 8 { half * GROUPS } else { 0 };

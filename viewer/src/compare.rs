@@ -1,0 +1,182 @@
+//! Two plans or two traces side by side: what differs, listed and coloured.
+
+use std::collections::BTreeMap;
+
+use crate::quantity;
+use crate::scene::{Block, Scene};
+
+/// One line of a comparison.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Difference {
+    /// What it is about: a program, a device, layers.
+    pub subject: String,
+    /// How it is in the first.
+    pub before: String,
+    /// How it is in the second.
+    pub after: String,
+    /// The relative change of a time or of bytes; negative is less.
+    pub change: Option<f64>,
+    /// Index of the first block it is about, in the second scene.
+    pub block: Option<usize>,
+}
+
+/// Everything that differs between two scenes.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Comparison {
+    /// Times of programs.
+    pub programs: Vec<Difference>,
+    /// Bytes of devices, where they differ.
+    pub devices: Vec<Difference>,
+    /// Layers that run elsewhere, in another format, or took another time.
+    pub blocks: Vec<Difference>,
+}
+
+/// Less than this is noise in a measured time.
+const NOISE: f64 = 0.05;
+
+/// Compares `program` of the first scene with the program of that name in the second.
+pub fn compare(before: &Scene, after: &Scene, program: usize) -> Comparison {
+    let mut comparison = Comparison::default();
+    for (number, row) in before.programs.iter().enumerate() {
+        let Some(other) = after.programs.iter().position(|other| other.name == row.name) else {
+            comparison.programs.push(only(&row.name, "only in the first"));
+            continue;
+        };
+        let (a, b) = (&before.summaries[number], &after.summaries[other]);
+        comparison.programs.push(times(format!("{} predicted", row.name), a.predicted_nanos, b.predicted_nanos));
+        if let (Some(a), Some(b)) = (a.measured_nanos, b.measured_nanos) {
+            comparison.programs.push(times(format!("{} measured", row.name), a, b));
+        }
+    }
+    compare_devices(before, after, &mut comparison);
+    let name = before.programs.get(program).map(|program| program.name.as_str());
+    let other = after.programs.iter().position(|other| Some(other.name.as_str()) == name);
+    if let (Some(_), Some(other)) = (name, other) {
+        compare_blocks((before, program), (after, other), &mut comparison);
+    }
+    comparison
+}
+
+fn compare_devices(before: &Scene, after: &Scene, comparison: &mut Comparison) {
+    let mut names: Vec<&str> = before.devices.iter().chain(&after.devices).map(|d| d.name.as_str()).collect();
+    names.sort_unstable();
+    names.dedup();
+    for name in names {
+        let find = |scene: &Scene| scene.devices.iter().position(|device| device.name == name);
+        match (find(before), find(after)) {
+            (Some(a), Some(b)) => {
+                let (a, b) = (&before.devices[a], &after.devices[b]);
+                if a.used_bytes() != b.used_bytes() || a.capacity_bytes != b.capacity_bytes {
+                    let text = |device: &crate::scene::Device| format!("{} of {}", quantity::bytes(device.used_bytes()), quantity::bytes(device.capacity_bytes));
+                    comparison.devices.push(Difference {
+                        subject: name.to_owned(),
+                        before: text(a),
+                        after: text(b),
+                        change: None,
+                        block: None,
+                    });
+                }
+            }
+            (Some(_), None) => comparison.devices.push(only(name, "only in the first")),
+            (None, _) => comparison.devices.push(only(name, "only in the second")),
+        }
+    }
+}
+
+fn compare_blocks((before, p): (&Scene, usize), (after, q): (&Scene, usize), comparison: &mut Comparison) {
+    let (first, second) = (&before.programs[p], &after.programs[q]);
+    let by_name: BTreeMap<&str, usize> =
+        second.blocks.iter().enumerate().map(|(number, block)| (block.name.as_str(), number)).collect();
+    let mut changed: Vec<(usize, usize)> = Vec::new();
+    for (number, block) in first.blocks.iter().enumerate() {
+        match by_name.get(block.name.as_str()) {
+            Some(&other) if differs(before, block, after, &second.blocks[other]) => changed.push((number, other)),
+            Some(_) => (),
+            None => comparison.blocks.push(only(&block.title(), "only in the first")),
+        }
+    }
+    let known: Vec<&str> = first.blocks.iter().map(|block| block.name.as_str()).collect();
+    for block in second.blocks.iter().filter(|block| !known.contains(&block.name.as_str())) {
+        comparison.blocks.push(only(&block.title(), "only in the second"));
+    }
+    // Neighbours that changed alike are one line.
+    let place = |scene: &Scene, block: &Block, program: usize| place_text(scene, program, block);
+    let mut at = 0;
+    while at < changed.len() {
+        let (a, b) = changed[at];
+        let key = (place(before, &first.blocks[a], p), place(after, &second.blocks[b], q));
+        let mut end = at + 1;
+        while end < changed.len()
+            && changed[end].0 == changed[end - 1].0 + 1
+            && (place(before, &first.blocks[changed[end].0], p), place(after, &second.blocks[changed[end].1], q)) == key
+        {
+            end += 1;
+        }
+        let rows = &changed[at..end];
+        let subjects: Vec<usize> = rows.iter().map(|&(a, _)| a).collect();
+        let sum = |blocks: &mut dyn Iterator<Item = u64>| blocks.fold(0, u64::saturating_add);
+        let measured = rows.iter().all(|&(a, b)| first.blocks[a].measured_nanos.is_some() && second.blocks[b].measured_nanos.is_some());
+        let nanos = |block: &Block| if measured { block.measured_nanos.unwrap_or(0) } else { block.predicted_nanos };
+        let before_nanos = sum(&mut rows.iter().map(|&(a, _)| nanos(&first.blocks[a])));
+        let after_nanos = sum(&mut rows.iter().map(|&(_, b)| nanos(&second.blocks[b])));
+        let verb = if measured { "measured" } else { "predicted" };
+        comparison.blocks.push(Difference {
+            subject: before.blocks_text(p, &subjects),
+            before: format!("{}, {verb} {}", key.0, quantity::nanos(before_nanos as f64)),
+            after: format!("{}, {verb} {}", key.1, quantity::nanos(after_nanos as f64)),
+            change: relative(before_nanos, after_nanos),
+            block: Some(b),
+        });
+        at = end;
+    }
+}
+
+/// `gpu0 in bf16`.
+fn place_text(scene: &Scene, program: usize, block: &Block) -> String {
+    let names: Vec<String> = block.devices.iter().map(|&device| scene.device_name(device)).collect();
+    let formats = block.steps.iter().filter_map(|&step| {
+        let step = &scene.programs[program].steps[step];
+        step.format.filter(|_| step.weight_bytes > 0)
+    });
+    let mut formats: Vec<_> = formats.collect();
+    formats.sort_unstable();
+    formats.dedup();
+    let formats: Vec<String> = formats.iter().map(ToString::to_string).collect();
+    if formats.is_empty() { names.join(" + ") } else { format!("{} in {}", names.join(" + "), formats.join(", ")) }
+}
+
+fn differs(before: &Scene, a: &Block, after: &Scene, b: &Block) -> bool {
+    let names = |scene: &Scene, block: &Block| -> Vec<String> {
+        block.devices.iter().map(|&device| scene.device_name(device)).collect()
+    };
+    let noisy = |a: u64, b: u64| relative(a, b).is_some_and(|change| change.abs() > NOISE);
+    names(before, a) != names(after, b)
+        || a.weight_bytes != b.weight_bytes
+        || noisy(a.predicted_nanos, b.predicted_nanos)
+        || matches!((a.measured_nanos, b.measured_nanos), (Some(a), Some(b)) if noisy(a, b))
+}
+
+fn times(subject: String, before: u64, after: u64) -> Difference {
+    Difference {
+        subject,
+        before: quantity::nanos(before as f64),
+        after: quantity::nanos(after as f64),
+        change: relative(before, after),
+        block: None,
+    }
+}
+
+fn relative(before: u64, after: u64) -> Option<f64> {
+    (before > 0).then(|| after as f64 / before as f64 - 1.0)
+}
+
+fn only(subject: &str, what: &str) -> Difference {
+    let (before, after) = if what.ends_with("first") { (what, "–") } else { ("–", what) };
+    Difference {
+        subject: subject.to_owned(),
+        before: before.to_owned(),
+        after: after.to_owned(),
+        change: None,
+        block: None,
+    }
+}

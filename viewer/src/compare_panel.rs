@@ -1,0 +1,135 @@
+//! Draws a comparison: layer strips side by side, then what differs as tables.
+
+use egui::{Align2, FontId, Rect, RichText, Sense, Stroke, StrokeKind, Ui, pos2, vec2};
+
+use crate::compare::{Comparison, Difference};
+use crate::quantity;
+use crate::scene::Scene;
+use crate::theme;
+use crate::view::{Selection, View};
+
+/// The other scene, with what people call the two.
+pub struct Other<'a> {
+    /// The second scene.
+    pub scene: &'a Scene,
+    /// What the first is called.
+    pub first_title: &'a str,
+    /// What the second is called.
+    pub second_title: &'a str,
+    /// What differs.
+    pub comparison: &'a Comparison,
+}
+
+/// Draws the panel. Without another scene it says how to get one.
+pub fn show(ui: &mut Ui, scene: &Scene, other: Option<Other<'_>>, view: &mut View) {
+    let Some(other) = other else {
+        ui.add_space(20.0);
+        ui.vertical_centered(|ui| {
+            ui.heading("Nothing to compare with yet");
+            ui.label("File → Compare with… opens a second plan or trace; a what-if question opens its answer here.");
+        });
+        return;
+    };
+    egui::ScrollArea::vertical().auto_shrink(false).show(ui, |ui| {
+        let program = view.program(scene).map(|program| program.name.clone()).unwrap_or_default();
+        ui.horizontal(|ui| {
+            ui.strong(format!("Where the layers of {program} run"));
+            for (number, device) in scene.devices.iter().enumerate() {
+                let (rect, _) = ui.allocate_exact_size(vec2(12.0, 12.0), Sense::hover());
+                ui.painter().rect_filled(rect, 2.0, theme::device(scene, number));
+                ui.small(&device.name);
+            }
+        });
+        strip(ui, scene, scene, other.first_title, &program, view);
+        strip(ui, scene, other.scene, other.second_title, &program, view);
+        ui.add_space(8.0);
+        let titles = (other.first_title, other.second_title);
+        table(ui, "Time of a run", titles, &other.comparison.programs, view);
+        table(ui, "Memory", titles, &other.comparison.devices, view);
+        table(ui, "Layers that differ", titles, &other.comparison.blocks, view);
+        if other.comparison.blocks.is_empty() {
+            ui.label("No layer runs elsewhere or takes noticeably longer or shorter.");
+        }
+    });
+}
+
+/// All blocks of a program as cells in the colors of their devices; width is predicted time.
+fn strip(ui: &mut Ui, colors: &Scene, scene: &Scene, title: &str, program: &str, view: &mut View) {
+    let Some(number) = scene.programs.iter().position(|other| other.name == program) else {
+        ui.label(format!("{title}: no program {program}"));
+        return;
+    };
+    let program = &scene.programs[number];
+    let summary = &scene.summaries[number];
+    let measured = summary.measured_nanos.map(|nanos| format!(", measured {}", quantity::nanos(nanos as f64)));
+    ui.horizontal(|ui| {
+        ui.strong(title);
+        ui.label(format!("predicted {}{}", quantity::nanos(summary.predicted_nanos as f64), measured.unwrap_or_default()));
+    });
+    let (rect, response) = ui.allocate_exact_size(vec2(ui.available_width() - 8.0, 34.0), Sense::click());
+    let count = program.blocks.len().max(1) as f32;
+    let clicked = response.interact_pointer_pos().filter(|_| response.clicked());
+    for (number, block) in program.blocks.iter().enumerate() {
+        let left = rect.left() + rect.width() * number as f32 / count;
+        let right = rect.left() + rect.width() * (number + 1) as f32 / count;
+        let cell = Rect::from_min_max(pos2(left, rect.top()), pos2(right - 1.0, rect.bottom()));
+        let parts = block.devices.len().max(1) as f32;
+        for (part, &device) in block.devices.iter().enumerate() {
+            let name = scene.device_name(device);
+            let known = colors.devices.iter().position(|device| device.name == name);
+            let color = known.map_or(egui::Color32::GRAY, |device| theme::device(colors, device));
+            let top = cell.top() + cell.height() * part as f32 / parts;
+            let height = cell.height() / parts;
+            ui.painter().rect_filled(Rect::from_min_size(pos2(cell.left(), top), vec2(cell.width(), height)), 1.0, color);
+        }
+        if cell.width() > 18.0 {
+            let text = block.number.map_or_else(|| block.name.chars().take(3).collect(), |number| number.to_string());
+            ui.painter().text(cell.center(), Align2::CENTER_CENTER, text, FontId::proportional(11.0), egui::Color32::BLACK);
+        }
+        if matches!(view.selection, Selection::Blocks(first, last) if (first..=last).contains(&number)) {
+            ui.painter().rect_stroke(cell, 1.0, Stroke::new(2.0, theme::strong(ui)), StrokeKind::Inside);
+        }
+        if clicked.is_some_and(|at| cell.contains(at)) {
+            view.selection = Selection::Blocks(number, number);
+        }
+    }
+    ui.add_space(4.0);
+}
+
+fn table(ui: &mut Ui, title: &str, (first, second): (&str, &str), rows: &[Difference], view: &mut View) {
+    if rows.is_empty() {
+        return;
+    }
+    ui.add_space(6.0);
+    ui.strong(title);
+    egui::Grid::new(title).num_columns(4).striped(true).spacing([24.0, 4.0]).show(ui, |ui| {
+        for text in ["", first, second, "change"] {
+            ui.label(RichText::new(text).small().color(theme::weak(ui)));
+        }
+        ui.end_row();
+        for row in rows {
+            if let Some(block) = row.block {
+                if ui.link(&row.subject).clicked() {
+                    view.selection = Selection::Blocks(block, block);
+                }
+            } else {
+                ui.label(&row.subject);
+            }
+            ui.label(&row.before);
+            ui.label(&row.after);
+            let Some(change) = row.change else {
+                ui.label("");
+                ui.end_row();
+                continue;
+            };
+            // Less time is better; changes of a thousandth are none.
+            let color = match change {
+                change if change < -0.001 => theme::good(ui),
+                change if change > 0.001 => theme::alarm(ui),
+                _ => ui.visuals().text_color(),
+            };
+            ui.colored_label(color, quantity::change(change));
+            ui.end_row();
+        }
+    });
+}

@@ -1,0 +1,256 @@
+//! Everything that is known of what is selected.
+
+use egui::{Rect, RichText, Sense, Ui, vec2};
+
+use crate::quantity;
+use crate::scene::{Block, LaneKind, Program, Scene, Step};
+use crate::theme;
+use crate::timeline_panel::{idle_text, text_within};
+use crate::view::{Area, Selection, View};
+
+/// Draws the panel.
+pub fn show(ui: &mut Ui, scene: &Scene, view: &mut View) {
+    egui::ScrollArea::vertical().auto_shrink(false).show(ui, |ui| {
+        if let (Some(area), Some(program)) = (view.area, view.program(scene)) {
+            show_area(ui, scene, program, area);
+            ui.separator();
+        }
+        let Some(program) = view.program(scene) else { return };
+        match view.selection {
+            Selection::Nothing => show_plan(ui, scene, view),
+            Selection::Step(step, run) => {
+                if let Some(row) = program.steps.get(step) {
+                    show_step(ui, scene, view, program, row, run);
+                }
+            }
+            Selection::Blocks(first, last) => {
+                if let Some(blocks) = program.blocks.get(first..=last) {
+                    show_blocks(ui, scene, view, blocks, first, last);
+                }
+            }
+            Selection::Device(device) => show_device(ui, scene, view, program, device),
+        }
+    });
+}
+
+fn row(ui: &mut Ui, name: &str, value: impl Into<String>) {
+    let value = value.into();
+    if value.is_empty() {
+        return;
+    }
+    ui.horizontal_wrapped(|ui| {
+        ui.spacing_mut().item_spacing.x = 4.0;
+        ui.label(RichText::new(name).color(theme::weak(ui)).small());
+        ui.label(value);
+    });
+}
+
+/// A name, a bar and a value.
+fn share_row(ui: &mut Ui, name: &str, share: f64, value: &str) {
+    let (rect, _) = ui.allocate_exact_size(vec2(ui.available_width(), 18.0), Sense::hover());
+    let bar = Rect::from_min_max(rect.min + vec2(84.0, 3.0), rect.max - vec2(104.0, 3.0));
+    let filled = Rect::from_min_size(bar.min, vec2(bar.width() * share.clamp(0.0, 1.0) as f32, bar.height()));
+    ui.painter().rect_filled(bar, 2.0, ui.visuals().extreme_bg_color);
+    ui.painter().rect_filled(filled, 2.0, ui.visuals().selection.bg_fill);
+    let text = ui.visuals().text_color();
+    text_within(ui, ui.painter(), rect.left_center(), 80.0, name, text);
+    let value = format!("{value} ({})", quantity::share(share));
+    text_within(ui, ui.painter(), rect.right_center() - vec2(98.0, 0.0), 98.0, &value, text);
+}
+
+fn show_plan(ui: &mut Ui, scene: &Scene, view: &View) {
+    ui.heading(&scene.title);
+    ui.label(&scene.subtitle);
+    ui.add_space(6.0);
+    for finding in &scene.findings {
+        ui.colored_label(theme::alarm(ui), format!("! {finding}"));
+    }
+    let Some(summary) = scene.summaries.get(view.program) else { return };
+    if let Some(program) = view.program(scene) {
+        ui.strong(format!("Where the time of {} goes", program.name));
+        let whole = summary.critical_end.max(1) as f64;
+        let mut shares: Vec<(String, u64)> = scene
+            .devices
+            .iter()
+            .zip(&summary.critical_nanos)
+            .map(|(device, &nanos)| (device.name.clone(), nanos))
+            .collect();
+        shares.push(("movement".to_owned(), summary.critical_nanos.last().copied().unwrap_or(0)));
+        let worked: u64 = summary.critical_nanos.iter().fold(0, |sum, &nanos| sum.saturating_add(nanos));
+        shares.push(("between steps".to_owned(), summary.critical_end.saturating_sub(worked)));
+        for (name, nanos) in shares {
+            share_row(ui, &name, nanos as f64 / whole, &quantity::nanos(nanos as f64));
+        }
+        ui.add_space(6.0);
+    }
+    if !scene.candidates.is_empty() {
+        ui.strong("Placements that were priced");
+        for candidate in scene.candidates.iter().take(12) {
+            let nanos = |nanos: Option<u64>| nanos.map_or_else(|| "–".to_owned(), |nanos| quantity::nanos(nanos as f64));
+            let text = match &candidate.missing {
+                Some(missing) => format!("does not fit: {missing}"),
+                None => format!("decode {}, prefill {}", nanos(candidate.decode_nanos), nanos(candidate.prefill_nanos)),
+            };
+            row(ui, &candidate.name, text);
+        }
+        ui.add_space(6.0);
+    }
+    if scene.devices.iter().any(|device| !device.is_calibrated) {
+        let names: Vec<&str> = scene.devices.iter().filter(|device| !device.is_calibrated).map(|device| device.name.as_str()).collect();
+        ui.label(format!("Rates of {} are nominal, not measured: predictions are guesses.", names.join(", ")));
+    }
+    ui.weak("Click a card, a span or a row to see what it is and why it is there.");
+}
+
+fn show_step(ui: &mut Ui, scene: &Scene, view: &mut View, program: &Program, step: &Step, run: Option<usize>) {
+    ui.heading(&step.name);
+    ui.label(RichText::new(&step.action).monospace().small());
+    ui.add_space(4.0);
+    row(ui, "on", scene.device_name(step.device));
+    if let Some(LaneKind::Link(from, to)) = &step.path {
+        row(ui, "path", format!("{} → {}", scene.device_name(*from), scene.device_name(*to)));
+    }
+    row(ui, "because", step.cause.clone());
+    row(ui, "next best", step.runner_up.clone().unwrap_or_default());
+    ui.add_space(4.0);
+    row(ui, "predicted", quantity::nanos(step.predicted_nanos as f64));
+    if let Some(measured) = step.measured {
+        row(
+            ui,
+            "measured",
+            format!(
+                "{} (median of {}; {} to {})",
+                quantity::nanos(measured.median_nanos as f64),
+                measured.count,
+                quantity::nanos(measured.least_nanos as f64),
+                quantity::nanos(measured.most_nanos as f64)
+            ),
+        );
+        row(ui, "error", step.error().map(quantity::change).unwrap_or_default());
+    }
+    if let Some(run) = run
+        && let Some(times) = scene.runs.get(run).and_then(|run| run.times.get(step.number).copied().flatten())
+    {
+        row(ui, &format!("in run {run}"), quantity::nanos((times.end - times.start) as f64));
+        row(ui, "waited", quantity::nanos(times.start.saturating_sub(times.ready) as f64));
+    }
+    ui.add_space(4.0);
+    row(ui, "reads", step.reads.join("\n"));
+    row(ui, "writes", step.writes.join("\n"));
+    row(ui, "weights", step.weights.join("\n"));
+    for (name, bytes) in [("weight bytes", step.weight_bytes), ("cache bytes", step.cache_bytes), ("buffer bytes", step.buffer_bytes), ("moved bytes", step.moved_bytes)] {
+        if bytes > 0 {
+            row(ui, name, quantity::bytes(bytes));
+        }
+    }
+    if step.flops > 0.0 {
+        row(ui, "arithmetic", quantity::flops(step.flops));
+        let nanos = step.measured.map_or(step.predicted_nanos, |measured| measured.median_nanos);
+        if nanos > 0 {
+            row(ui, "speed", format!("{}/s", quantity::flops(step.flops / nanos as f64 * 1e9)));
+        }
+    }
+    if step.weight_bytes > 0 {
+        let nanos = step.measured.map_or(step.predicted_nanos, |measured| measured.median_nanos);
+        let per_second = step.weight_bytes as f64 / nanos.max(1) as f64 * 1e9;
+        row(ui, "weights read", format!("{}/s", quantity::bytes(per_second as u64)));
+    }
+    if !step.waits.is_empty() {
+        ui.add_space(4.0);
+        ui.label(RichText::new("waits for").color(theme::weak(ui)).small());
+        for &wait in &step.waits {
+            let other = &program.steps[wait];
+            if ui.link(format!("s{wait} {} on {}", other.name, scene.device_name(other.device))).clicked() {
+                view.selection = Selection::Step(wait, view.run);
+                view.keep_in_sight(scene, wait);
+            }
+        }
+    }
+}
+
+fn show_blocks(ui: &mut Ui, scene: &Scene, view: &View, blocks: &[Block], first: usize, last: usize) {
+    let numbers: Vec<usize> = (first..=last).collect();
+    ui.heading(scene.blocks_text(view.program, &numbers));
+    let block = &blocks[0];
+    let names: Vec<String> = block.devices.iter().map(|&device| scene.device_name(device)).collect();
+    row(ui, "on", names.join(" + "));
+    row(ui, "because", block.cause.clone());
+    row(ui, "next best", block.runner_up.clone().unwrap_or_default());
+    ui.add_space(4.0);
+    let predicted: u64 = blocks.iter().map(|block| block.predicted_nanos).fold(0, u64::saturating_add);
+    row(ui, "predicted", quantity::nanos(predicted as f64));
+    let measured: Option<u64> = blocks.iter().map(|block| block.measured_nanos).sum();
+    if let Some(measured) = measured {
+        row(ui, "measured", quantity::nanos(measured as f64));
+        if predicted > 0 {
+            row(ui, "error", quantity::change(measured as f64 / predicted as f64 - 1.0));
+        }
+    }
+    let sum = |bytes: fn(&Block) -> u64| blocks.iter().map(bytes).fold(0, u64::saturating_add);
+    row(ui, "weights", quantity::bytes(sum(|block| block.weight_bytes)));
+    row(ui, "KV cache", quantity::bytes(sum(|block| block.cache_bytes)));
+    for (verb, bytes, count) in &block.collectives {
+        row(ui, "each layer", format!("{count} × {verb} of {}", quantity::bytes(*bytes)));
+    }
+    ui.add_space(6.0);
+    ui.weak("Drag the card to another column, or use its context menu, to ask what that would cost.");
+}
+
+fn show_device(ui: &mut Ui, scene: &Scene, view: &mut View, program: &Program, number: usize) {
+    let Some(device) = scene.devices.get(number) else { return };
+    ui.heading(&device.name);
+    row(ui, "is a", if device.is_gpu { "GPU" } else { "NUMA node" });
+    row(ui, "rates", if device.is_calibrated { "measured" } else { "nominal: predictions are guesses" });
+    row(ui, "capacity", quantity::bytes(device.capacity_bytes));
+    row(ui, "weights", quantity::bytes(device.weight_bytes));
+    row(ui, "KV cache", quantity::bytes(device.cache_bytes));
+    row(ui, "buffers", quantity::bytes(device.buffer_bytes));
+    row(ui, "free", quantity::bytes(device.free_bytes()));
+    ui.add_space(4.0);
+    let timing = view.timing(scene);
+    let whole = timing.nanos().max(1) as f64;
+    for (queue, ((lane, _), busy)) in program.queues.iter().zip(&timing.busy).enumerate() {
+        if !matches!(scene.lanes[*lane].kind, LaneKind::Queue(device, _) if device == number) {
+            continue;
+        }
+        row(ui, &scene.lanes[*lane].name, format!("busy {}", quantity::share(*busy as f64 / whole)));
+        let mut waits: Vec<_> = timing.idle.iter().filter(|idle| idle.queue == queue).collect();
+        waits.sort_by_key(|idle| std::cmp::Reverse(idle.end - idle.start));
+        for idle in waits.into_iter().take(5) {
+            let nanos = quantity::nanos((idle.end - idle.start) as f64);
+            row(ui, &nanos, idle_text(program, idle.cause));
+        }
+    }
+}
+
+/// Sums over the part of the measured spans, or of the predicted ones, inside the area.
+fn show_area(ui: &mut Ui, scene: &Scene, program: &Program, area: Area) {
+    ui.heading("Selected time");
+    row(ui, "from", format!("{} to {}", quantity::nanos(area.start), quantity::nanos(area.end)));
+    row(ui, "length", quantity::nanos(area.end - area.start));
+    let measured = !scene.runs.is_empty();
+    row(ui, "sums of", if measured { "measured spans" } else { "predicted spans" });
+    for lane in area.first_lane..=area.last_lane {
+        let Some(row_of) = scene.lanes.get(lane) else { continue };
+        let bars = if measured { Some(&row_of.measured) } else { program.bars.get(lane) };
+        let Some(bars) = bars else { continue };
+        let (count, nanos) = sum_within(bars, area);
+        if count > 0 {
+            let share = nanos / (area.end - area.start).max(1.0);
+            row(ui, &row_of.name, format!("{count} spans, {} ({})", quantity::nanos(nanos), quantity::share(share)));
+        }
+    }
+}
+
+/// Number of spans that touch the area, and their time inside it.
+pub fn sum_within(bars: &crate::scene::Bars, area: Area) -> (usize, f64) {
+    let first = bars.first_after(0, area.start.max(0.0) as u64);
+    let mut sum = (0, 0.0);
+    for bar in bars.rows()[first..].iter().take_while(|bar| (bar.start as f64) < area.end) {
+        let inside = (bar.end as f64).min(area.end) - (bar.start as f64).max(area.start);
+        if inside > 0.0 {
+            sum = (sum.0 + 1, sum.1 + inside);
+        }
+    }
+    sum
+}

@@ -1,0 +1,99 @@
+//! A plan and a trace read from files, with all that is wrong with them.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::SystemTime;
+
+use anyhow::{Context as _, Result};
+use ir::plan::Plan;
+use ir::trace::Trace;
+
+use crate::scene::Scene;
+
+/// More findings than this are counted, not listed: a broken plan can have one for each step.
+const MOST_FINDINGS: usize = 200;
+
+/// What is open.
+#[derive(Debug)]
+pub struct Document {
+    /// The plan's file.
+    pub plan_path: PathBuf,
+    /// The trace's file.
+    pub trace_path: Option<PathBuf>,
+    /// The plan as it was read.
+    pub plan: Plan,
+    /// The trace as it was read.
+    pub trace: Option<Trace>,
+    /// Both joined.
+    pub scene: Scene,
+    modified: Vec<Option<SystemTime>>,
+}
+
+impl Document {
+    /// Reads the files. Fails where one cannot be read or is no plan or trace of this version; an unsound plan,
+    /// or a trace of another plan, opens with findings.
+    pub fn open(plan_path: &Path, trace_path: Option<&Path>) -> Result<Self> {
+        let bytes = read(plan_path)?;
+        let text = std::str::from_utf8(&bytes).with_context(|| format!("reading {}", plan_path.display()))?;
+        let plan = Plan::from_ron(text).with_context(|| format!("reading {}", plan_path.display()))?;
+        let trace = trace_path.map(|path| read_trace(path)).transpose()?;
+        let scene = scene(&plan, trace.as_ref(), ir::fingerprint(&bytes));
+        Ok(Document {
+            plan_path: plan_path.to_owned(),
+            trace_path: trace_path.map(Path::to_owned),
+            modified: modified(plan_path, trace_path),
+            plan,
+            trace,
+            scene,
+        })
+    }
+
+    /// Whether a file is another than the one that was read.
+    pub fn has_changed(&self) -> bool {
+        modified(&self.plan_path, self.trace_path.as_deref()) != self.modified
+    }
+
+    /// For window titles: `plan.ron + trace.ron`.
+    pub fn title(&self) -> String {
+        let name = |path: &Path| path.file_name().map(|name| name.to_string_lossy().into_owned());
+        let trace = self.trace_path.as_deref().and_then(name);
+        let plan = name(&self.plan_path).unwrap_or_default();
+        trace.map_or_else(|| plan.clone(), |trace| format!("{plan} + {trace}"))
+    }
+}
+
+/// The scene of a plan whose file has the fingerprint, with all findings.
+pub fn scene(plan: &Plan, trace: Option<&Trace>, fingerprint: u64) -> Scene {
+    let violations = ir::check::check(plan);
+    let mut findings: Vec<String> =
+        violations.iter().take(MOST_FINDINGS).map(|violation| format!("the plan is unsound: {violation}")).collect();
+    if violations.len() > MOST_FINDINGS {
+        findings.push(format!("and {} more", violations.len() - MOST_FINDINGS));
+    }
+    if trace.is_some_and(|trace| trace.plan != fingerprint) {
+        findings.insert(0, "the trace was recorded with another plan, or the plan has changed since".to_owned());
+    }
+    Scene::new(plan, trace, findings)
+}
+
+/// Whether a file holds a trace rather than a plan, by its first lines.
+pub fn is_trace(path: &Path) -> bool {
+    let head = fs::read(path).map(|bytes| bytes[..bytes.len().min(4096)].to_vec()).unwrap_or_default();
+    let head = String::from_utf8_lossy(&head);
+    !head.contains("model:") && head.contains("runs:")
+}
+
+fn read(path: &Path) -> Result<Vec<u8>> {
+    fs::read(path).with_context(|| format!("reading {}", path.display()))
+}
+
+fn read_trace(path: &Path) -> Result<Trace> {
+    let bytes = read(path)?;
+    let text = std::str::from_utf8(&bytes).with_context(|| format!("reading {}", path.display()))?;
+    Trace::from_ron(text).with_context(|| format!("reading {}", path.display()))
+}
+
+fn modified(plan: &Path, trace: Option<&Path>) -> Vec<Option<SystemTime>> {
+    let time = |path: &Path| fs::metadata(path).and_then(|data| data.modified()).ok();
+    std::iter::once(plan).chain(trace).map(time).collect()
+}

@@ -1,0 +1,139 @@
+//! Bytes on each device over a run, against what the device has.
+
+use egui::{Align2, Color32, FontId, Mesh, Rect, Sense, Stroke, StrokeKind, Ui, pos2, vec2};
+
+use crate::quantity;
+use crate::scene::{Curve, Device, Scene};
+use crate::theme;
+use crate::view::{Selection, View};
+
+const WEIGHTS: Color32 = Color32::from_rgb(86, 160, 220);
+const CACHE: Color32 = Color32::from_rgb(0, 158, 115);
+const ACTIVATIONS: Color32 = Color32::from_rgb(204, 121, 167);
+const STAGING: Color32 = Color32::from_rgb(230, 159, 0);
+
+/// Draws the panel.
+pub fn show(ui: &mut Ui, scene: &Scene, view: &mut View) {
+    let measured = view.run.and_then(|run| scene.run_memory(run));
+    let planned = view.program(scene).map(|program| program.memory.clone());
+    let what = match view.run {
+        Some(run) if measured.is_some() => format!("run {run}"),
+        _ => "the predicted run".to_owned(),
+    };
+    let curves = measured.or(planned).unwrap_or_default();
+    ui.horizontal(|ui| {
+        ui.label(format!("Left: all bytes of each device. Right: its buffers over {what}, enlarged."));
+        for (color, name) in [(WEIGHTS, "weights"), (CACHE, "KV cache"), (ACTIVATIONS, "activations"), (STAGING, "staging")] {
+            let (rect, _) = ui.allocate_exact_size(vec2(12.0, 12.0), Sense::hover());
+            ui.painter().rect_filled(rect, 2.0, color);
+            ui.small(name);
+        }
+    });
+    let height = (ui.available_height() / scene.devices.len().max(1) as f32).clamp(74.0, 190.0);
+    egui::ScrollArea::vertical().auto_shrink(false).show(ui, |ui| {
+        for (number, device) in scene.devices.iter().enumerate() {
+            let size = vec2(ui.available_width(), height - 4.0);
+            let (rect, response) = ui.allocate_exact_size(size, Sense::click());
+            if response.clicked() {
+                view.selection = Selection::Device(number);
+            }
+            if !ui.is_rect_visible(rect) {
+                continue;
+            }
+            let half = rect.left() + rect.width() * 0.42;
+            let left = Rect::from_min_max(rect.min, pos2(half - 8.0, rect.bottom()));
+            let right = Rect::from_min_max(pos2(half, rect.top()), rect.max);
+            draw_whole(ui, scene, number, device, left);
+            if let Some(curve) = curves.get(number) {
+                draw_curve(ui, curve, right);
+                if let Some(at) = response.hover_pos().filter(|at| right.contains(*at)) {
+                    explain(ui, curve, right, at, &response);
+                }
+            }
+            if view.selection == Selection::Device(number) {
+                ui.painter().rect_stroke(rect, 3.0, Stroke::new(2.0, theme::strong(ui)), StrokeKind::Inside);
+            }
+        }
+    });
+}
+
+/// One bar of all bytes, with what each part takes in words.
+fn draw_whole(ui: &Ui, scene: &Scene, number: usize, device: &Device, rect: Rect) {
+    let painter = ui.painter().with_clip_rect(rect.intersect(ui.clip_rect()));
+    let full = device.used_bytes() as f64 / device.capacity_bytes.max(1) as f64;
+    let over = full > 1.0;
+    let title = format!("{} · {} of {} ({})", device.name, quantity::bytes(device.used_bytes()), quantity::bytes(device.capacity_bytes), quantity::share(full));
+    let color = if over { theme::alarm(ui) } else { theme::strong(ui) };
+    painter.text(rect.min + vec2(4.0, 4.0), Align2::LEFT_TOP, title, FontId::proportional(14.0), color);
+    let bar = Rect::from_min_size(rect.min + vec2(4.0, 26.0), vec2(rect.width() - 12.0, 20.0));
+    painter.rect_filled(bar, 2.0, ui.visuals().extreme_bg_color);
+    let scale = f64::from(bar.width()) / device.capacity_bytes.max(device.used_bytes()).max(1) as f64;
+    let mut left = bar.left();
+    for (bytes, color) in [(device.weight_bytes, WEIGHTS), (device.cache_bytes, CACHE), (device.buffer_bytes, ACTIVATIONS)] {
+        let right = left + (bytes as f64 * scale) as f32;
+        painter.rect_filled(Rect::from_x_y_ranges(left..=right, bar.y_range()), 0.0, color);
+        left = right;
+    }
+    let end = bar.left() + (device.capacity_bytes as f64 * scale) as f32;
+    painter.vline(end.min(bar.right()), bar.expand2(vec2(0.0, 4.0)).y_range(), Stroke::new(2.0, if over { theme::alarm(ui) } else { theme::strong(ui) }));
+    painter.rect_stroke(bar, 2.0, Stroke::new(1.0, theme::device(scene, number)), StrokeKind::Inside);
+    let parts = format!(
+        "weights {} · KV cache {} · buffers up to {} · free {}",
+        quantity::bytes(device.weight_bytes),
+        quantity::bytes(device.cache_bytes),
+        quantity::bytes(device.buffer_bytes),
+        quantity::bytes(device.free_bytes())
+    );
+    crate::timeline_panel::text_within(ui, &painter, pos2(bar.left(), bar.bottom() + 11.0), bar.width(), &parts, theme::weak(ui));
+}
+
+/// Buffers over time: staging below, activations above it.
+fn draw_curve(ui: &Ui, curve: &Curve, rect: Rect) {
+    let painter = ui.painter().with_clip_rect(rect.intersect(ui.clip_rect()));
+    let plot = Rect::from_min_max(rect.min + vec2(0.0, 16.0), rect.max - vec2(4.0, 14.0));
+    painter.rect_filled(plot, 0.0, ui.visuals().extreme_bg_color);
+    let peak = curve.peak().max(1) as f64;
+    let nanos = curve.end.saturating_sub(curve.start).max(1) as f64;
+    let x = |time: u64| plot.left() + ((time.saturating_sub(curve.start)) as f64 / nanos * f64::from(plot.width())) as f32;
+    let y = |bytes: u64| plot.bottom() - (bytes as f64 / peak * f64::from(plot.height())) as f32;
+    let mut mesh = Mesh::default();
+    let mut last_x = f32::MIN;
+    for (number, level) in curve.levels.iter().enumerate() {
+        let end = curve.levels.get(number + 1).map_or(curve.end, |next| next.time);
+        let (left, right) = (x(level.time), x(end).min(plot.right()));
+        // Steps below half a point hide each other.
+        if right - last_x < 0.5 && number + 1 < curve.levels.len() {
+            continue;
+        }
+        last_x = right;
+        let staging = y(level.staging_bytes);
+        let top = y(level.staging_bytes.saturating_add(level.activation_bytes));
+        mesh.add_colored_rect(Rect::from_min_max(pos2(left, staging), pos2(right, plot.bottom())), STAGING);
+        mesh.add_colored_rect(Rect::from_min_max(pos2(left, top), pos2(right, staging)), ACTIVATIONS);
+    }
+    painter.add(mesh);
+    painter.rect_stroke(plot, 0.0, Stroke::new(1.0, theme::weak(ui)), StrokeKind::Inside);
+    let text = format!("buffers: peak {}", quantity::bytes(curve.peak()));
+    painter.text(rect.min, Align2::LEFT_TOP, text, FontId::proportional(11.5), theme::weak(ui));
+    for (part, align) in [(0.0, Align2::LEFT_BOTTOM), (0.5, Align2::CENTER_BOTTOM), (1.0, Align2::RIGHT_BOTTOM)] {
+        let at = pos2(plot.left() + plot.width() * part, rect.bottom());
+        painter.text(at, align, quantity::nanos(nanos * f64::from(part)), FontId::proportional(10.5), theme::weak(ui));
+    }
+}
+
+fn explain(ui: &Ui, curve: &Curve, rect: Rect, at: egui::Pos2, response: &egui::Response) {
+    let part = f64::from((at.x - rect.left()) / (rect.width() - 4.0));
+    let time = curve.start + (part.clamp(0.0, 1.0) * (curve.end - curve.start) as f64) as u64;
+    let number = curve.levels.partition_point(|level| level.time <= time).saturating_sub(1);
+    let Some(level) = curve.levels.get(number) else { return };
+    ui.painter().vline(at.x, rect.y_range(), Stroke::new(0.5, theme::weak(ui)));
+    let text = format!(
+        "at {}: activations {}, staging {}",
+        quantity::nanos((time - curve.start) as f64),
+        quantity::bytes(level.activation_bytes),
+        quantity::bytes(level.staging_bytes)
+    );
+    response.clone().on_hover_ui_at_pointer(|ui| {
+        ui.label(text);
+    });
+}

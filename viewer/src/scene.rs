@@ -1,0 +1,396 @@
+//! A plan and a trace of it, joined by step into plain data: all that the panels draw.
+//!
+//! - Pure: the same plan and trace give the same scene, and nothing here knows a window.
+//! - Total: every index of a plan or trace may be wrong; what cannot be joined is left out and named in `findings`.
+//! - Times are nanoseconds: predicted ones since the start of their program, measured ones since the start of the trace.
+
+mod bars;
+mod blocks;
+mod memory;
+mod schedule;
+mod steps;
+mod summary;
+mod text;
+mod timing;
+
+use ir::id::Id as _;
+use ir::plan::{Phase, Plan, Queue};
+use ir::trace::Trace;
+
+pub use bars::{Bar, Bars};
+pub use blocks::{Block, Edge, Group};
+pub use memory::{Curve, Level};
+pub use steps::{Kind, Measured, Step};
+pub use summary::{Limit, Summary};
+pub use timing::{Idle, IdleCause, Times, Timing};
+
+/// Everything there is to draw.
+#[derive(Clone, Debug, Default)]
+pub struct Scene {
+    /// The model's name.
+    pub title: String,
+    /// Its architecture, context and sequences, in words.
+    pub subtitle: String,
+    /// In the plan's order.
+    pub devices: Vec<Device>,
+    /// Queues in order of devices, then links, then groups of devices that take part in collectives.
+    pub lanes: Vec<Lane>,
+    /// In the plan's order.
+    pub programs: Vec<Program>,
+    /// In the trace's order; empty without a trace.
+    pub runs: Vec<Run>,
+    /// Placements that were priced, best first.
+    pub candidates: Vec<Candidate>,
+    /// What is wrong with plan or trace.
+    pub findings: Vec<String>,
+    /// What is to be said of each program.
+    pub summaries: Vec<Summary>,
+    /// End of the last span or run of the trace.
+    pub trace_end: u64,
+}
+
+/// A device and the bytes that the plan gives it.
+#[derive(Clone, Debug, Default)]
+pub struct Device {
+    /// `gpu0`, `numa1`.
+    pub name: String,
+    /// Whether it is a GPU.
+    pub is_gpu: bool,
+    /// Whether its rates were measured.
+    pub is_calibrated: bool,
+    /// What plans may fill.
+    pub capacity_bytes: u64,
+    /// Weights in their compute formats.
+    pub weight_bytes: u64,
+    /// KV caches.
+    pub cache_bytes: u64,
+    /// The most bytes of buffers at one time, as forecast.
+    pub buffer_bytes: u64,
+}
+
+/// One row of the timeline.
+#[derive(Clone, Debug)]
+pub struct Lane {
+    /// `gpu0 compute`, `numa0 → gpu0`, `gpu0 + gpu1`.
+    pub name: String,
+    /// What it is a row of.
+    pub kind: LaneKind,
+    /// Measured spans of all runs.
+    pub measured: Bars,
+}
+
+/// What a row of the timeline shows.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum LaneKind {
+    /// One queue of a device.
+    Queue(usize, Queue),
+    /// What crosses from one device to another.
+    Link(usize, usize),
+    /// Collectives of these devices.
+    Members(Vec<usize>),
+}
+
+/// One program of the plan.
+#[derive(Clone, Debug)]
+pub struct Program {
+    /// `prefill`, `decode1`.
+    pub name: String,
+    /// Whether one token a sequence is fed.
+    pub is_decode: bool,
+    /// The most tokens of one run.
+    pub max_tokens: u32,
+    /// The compiler's forecast of one run.
+    pub forecast_nanos: Option<u64>,
+    /// By number.
+    pub steps: Vec<Step>,
+    /// For each lane of the plan's program: the row of `Scene::lanes`, and its steps in order.
+    pub queues: Vec<(usize, Vec<usize>)>,
+    /// Layers in the order they start.
+    pub blocks: Vec<Block>,
+    /// Neighbouring blocks that are alike, folded.
+    pub groups: Vec<Group>,
+    /// What passes between blocks on different devices.
+    pub edges: Vec<Edge>,
+    /// When each step is expected to run.
+    pub predicted: Timing,
+    /// The same for each row of `Scene::lanes`.
+    pub bars: Vec<Bars>,
+    /// How memory is expected to fill, for each device.
+    pub memory: Vec<Curve>,
+    buffers: Vec<memory::Lifetime>,
+}
+
+/// One measured run.
+#[derive(Clone, Debug)]
+pub struct Run {
+    /// Index of its program.
+    pub program: usize,
+    /// Tokens fed.
+    pub tokens: u32,
+    /// Sequences fed.
+    pub sequences: u32,
+    /// Tokens cached before.
+    pub past: u32,
+    /// When it was started.
+    pub start: u64,
+    /// When its logits were there.
+    pub end: u64,
+    /// When each step of the program ran.
+    pub times: Vec<Option<Times>>,
+}
+
+/// A placement that was priced.
+#[derive(Clone, Debug)]
+pub struct Candidate {
+    /// For people.
+    pub name: String,
+    /// One prefill of the largest extent; `None` where it does not fit.
+    pub prefill_nanos: Option<u64>,
+    /// One decode step of one sequence.
+    pub decode_nanos: Option<u64>,
+    /// What it lacks, in words.
+    pub missing: Option<String>,
+}
+
+impl Scene {
+    /// Joins a plan, whatever its `findings`, with a trace of it.
+    pub fn new(plan: &Plan, trace: Option<&Trace>, findings: Vec<String>) -> Self {
+        let mut scene = Scene {
+            title: plan.model.name.clone(),
+            subtitle: format!(
+                "{}, {} tokens of context, {} sequence{}",
+                plan.model.architecture,
+                plan.model.context,
+                plan.model.max_sequences,
+                if plan.model.max_sequences == 1 { "" } else { "s" }
+            ),
+            devices: devices(plan),
+            findings,
+            ..Scene::default()
+        };
+        scene.candidates = plan.forecast.candidates.iter().map(|c| candidate(plan, c)).collect();
+        scene.programs = plan.programs.iter().map(|program| program_scene(plan, program)).collect();
+        scene.lay_lanes(plan);
+        if let Some(trace) = trace {
+            scene.join(trace);
+        }
+        scene.summaries = (0..scene.programs.len()).map(|number| scene.summarise(number)).collect();
+        scene
+    }
+
+    /// The program most people ask about: decode for the fewest sequences, else the first.
+    pub fn main_program(&self) -> usize {
+        self.programs.iter().position(|program| program.is_decode).unwrap_or(0)
+    }
+
+    /// Runs of a program, in order.
+    pub fn runs_of(&self, program: usize) -> impl Iterator<Item = usize> + '_ {
+        self.runs
+            .iter()
+            .enumerate()
+            .filter(move |(_, run)| run.program == program)
+            .map(|(index, _)| index)
+    }
+
+    /// The run of a program that took the median time, among those at full size if there are any.
+    pub fn typical_run(&self, program: usize) -> Option<usize> {
+        let all: Vec<usize> = self.runs_of(program).collect();
+        let most = all.iter().map(|&run| self.runs[run].tokens).max()?;
+        let mut largest: Vec<usize> =
+            all.into_iter().filter(|&run| self.runs[run].tokens == most).collect();
+        largest.sort_by_key(|&run| self.runs[run].end.saturating_sub(self.runs[run].start));
+        largest.get(largest.len() / 2).copied()
+    }
+
+    /// Critical path, idle times and shares of a measured run.
+    pub fn run_timing(&self, run: usize) -> Option<Timing> {
+        let run = self.runs.get(run)?;
+        let program = self.programs.get(run.program)?;
+        Some(Timing::of(program, run.times.clone(), run.start, run.end))
+    }
+
+    /// How memory filled in a measured run, for each device.
+    pub fn run_memory(&self, run: usize) -> Option<Vec<Curve>> {
+        let run = self.runs.get(run)?;
+        let program = self.programs.get(run.program)?;
+        Some(memory::curves(&program.buffers, &run.times, self.devices.len(), run.start, run.end))
+    }
+
+    /// Rows of the timeline, and in them the predicted and measured bars.
+    fn lay_lanes(&mut self, plan: &Plan) {
+        let mut kinds: Vec<LaneKind> = Vec::new();
+        for (program, steps) in plan.programs.iter().zip(&self.programs) {
+            kinds.extend(
+                program.lanes.iter().map(|lane| LaneKind::Queue(lane.device.index(), lane.queue)),
+            );
+            kinds.extend(steps.steps.iter().filter_map(|step| step.path.clone()));
+        }
+        kinds.sort();
+        kinds.dedup();
+        self.lanes = kinds
+            .iter()
+            .map(|kind| Lane {
+                name: self.lane_name(kind),
+                kind: kind.clone(),
+                measured: Bars::default(),
+            })
+            .collect();
+        for (number, (program, planned)) in self.programs.iter_mut().zip(&plan.programs).enumerate()
+        {
+            for ((row, _), lane) in program.queues.iter_mut().zip(&planned.lanes) {
+                let kind = LaneKind::Queue(lane.device.index(), lane.queue);
+                *row = kinds.binary_search(&kind).expect("every queue was listed above");
+            }
+            for step in &mut program.steps {
+                step.path_lane = step.path.as_ref().and_then(|kind| kinds.binary_search(kind).ok());
+            }
+            program.bars = bars::predicted(program, number, kinds.len());
+        }
+    }
+
+    fn lane_name(&self, kind: &LaneKind) -> String {
+        match kind {
+            LaneKind::Queue(device, Queue::Compute) => {
+                format!("{} compute", self.device_name(*device))
+            }
+            LaneKind::Queue(device, Queue::Copy) => format!("{} copy", self.device_name(*device)),
+            LaneKind::Link(from, to) => {
+                format!("{} → {}", self.device_name(*from), self.device_name(*to))
+            }
+            LaneKind::Members(devices) => {
+                let names: Vec<String> =
+                    devices.iter().map(|&device| self.device_name(device)).collect();
+                if names.len() > 3 {
+                    format!("{} … {} ({})", names[0], names[names.len() - 1], names.len())
+                } else {
+                    names.join(" + ")
+                }
+            }
+        }
+    }
+
+    /// The device's name; its id where the plan has no such device.
+    pub fn device_name(&self, device: usize) -> String {
+        self.devices.get(device).map_or_else(|| format!("d{device}?"), |device| device.name.clone())
+    }
+
+    fn join(&mut self, trace: &Trace) {
+        let mut strays = 0_usize;
+        for run in &trace.runs {
+            let program = run.program as usize;
+            let steps = self.programs.get(program).map_or(0, |program| program.steps.len());
+            if self.programs.get(program).is_none() {
+                strays += 1;
+            }
+            self.runs.push(Run {
+                program,
+                tokens: run.tokens,
+                sequences: run.sequences,
+                past: run.past,
+                start: run.start,
+                end: run.end.max(run.start),
+                times: vec![None; steps],
+            });
+            self.trace_end = self.trace_end.max(run.end);
+        }
+        for span in &trace.spans {
+            let place = self
+                .runs
+                .get_mut(span.run as usize)
+                .and_then(|run| run.times.get_mut(span.step.index()));
+            let start = span.start.max(span.ready);
+            let times = Times { ready: span.ready, start, end: span.end.max(start) };
+            match place {
+                Some(place @ None) => *place = Some(times),
+                _ => strays += 1,
+            }
+            self.trace_end = self.trace_end.max(times.end);
+        }
+        if strays > 0 {
+            self.findings.push(format!(
+                "the trace names {strays} steps or programs that the plan lacks or that ran twice in a run"
+            ));
+        }
+        bars::measured(self);
+        steps::measure(self);
+    }
+}
+
+fn devices(plan: &Plan) -> Vec<Device> {
+    let mut devices: Vec<Device> = plan
+        .machine
+        .devices
+        .iter()
+        .map(|(id, device)| Device {
+            name: device.name.clone(),
+            is_gpu: matches!(device.kind, ir::machine::DeviceKind::Gpu { .. }),
+            is_calibrated: device.rates.source == ir::machine::RateSource::Calibrated,
+            capacity_bytes: device.memory_bytes,
+            buffer_bytes: plan.forecast.devices.get(id).map_or(0, |device| device.buffer_bytes),
+            ..Device::default()
+        })
+        .collect();
+    for weight in plan.weights.rows() {
+        if let Some(device) = devices.get_mut(weight.device.index()) {
+            device.weight_bytes = device.weight_bytes.saturating_add(steps::weight_bytes(weight));
+        }
+    }
+    for cache in plan.caches.rows() {
+        if let Some(device) = devices.get_mut(cache.device.index()) {
+            device.cache_bytes =
+                device.cache_bytes.saturating_add(steps::cache_bytes(cache, &plan.model));
+        }
+    }
+    devices
+}
+
+fn candidate(plan: &Plan, candidate: &ir::plan::Candidate) -> Candidate {
+    Candidate {
+        name: candidate.name.clone(),
+        prefill_nanos: candidate.prefill_nanos,
+        decode_nanos: candidate.decode_nanos,
+        missing: candidate.missing.map(|(device, bytes)| {
+            let device = plan.machine.devices.get(device);
+            let device = device.map_or("a device", |device| &device.name);
+            format!("{device} lacks {}", crate::quantity::bytes(bytes))
+        }),
+    }
+}
+
+fn program_scene(plan: &Plan, program: &ir::plan::Program) -> Program {
+    let queues: Vec<(usize, Vec<usize>)> = program
+        .lanes
+        .iter()
+        .map(|lane| {
+            let known = lane.steps.iter().map(|step| step.index());
+            (0, known.filter(|&step| step < program.steps.len()).collect())
+        })
+        .collect();
+    let mut scene = Program {
+        name: program.name.clone(),
+        is_decode: program.phase == Phase::Decode,
+        max_tokens: program.max.tokens,
+        forecast_nanos: plan
+            .forecast
+            .programs
+            .iter()
+            .find(|forecast| forecast.program == program.name)
+            .map(|forecast| forecast.nanos),
+        steps: steps::rows(plan, program),
+        queues,
+        blocks: Vec::new(),
+        groups: Vec::new(),
+        edges: Vec::new(),
+        predicted: Timing::default(),
+        bars: Vec::new(),
+        memory: Vec::new(),
+        buffers: memory::lifetimes(program),
+    };
+    let times = schedule::times(&scene.steps, &scene.queues);
+    let end = times.iter().flatten().map(|times| times.end).max().unwrap_or(0);
+    scene.memory =
+        memory::curves(&scene.buffers, &times, plan.machine.devices.len(), 0, end);
+    scene.predicted = Timing::of(&scene, times, 0, end);
+    blocks::fill(&mut scene, program);
+    scene
+}

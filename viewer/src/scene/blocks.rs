@@ -1,0 +1,256 @@
+//! Steps gathered into the blocks of the model, alike neighbours folded, and what passes between them.
+
+use std::collections::BTreeMap;
+
+use ir::id::Id as _;
+
+use super::{Kind, Program};
+
+/// One transformer block, or what stands before or behind them.
+#[derive(Clone, Debug, Default)]
+pub struct Block {
+    /// `layers.12`, `embed_tokens`.
+    pub name: String,
+    /// The number in the name.
+    pub number: Option<u32>,
+    /// Its steps, by number.
+    pub steps: Vec<usize>,
+    /// Devices that compute it, in order.
+    pub devices: Vec<usize>,
+    /// Sum of the estimates of its steps.
+    pub predicted_nanos: u64,
+    /// Sum of the medians of its steps.
+    pub measured_nanos: Option<u64>,
+    /// Bytes of its weights.
+    pub weight_bytes: u64,
+    /// Bytes of its caches.
+    pub cache_bytes: u64,
+    /// Why it is where it is: the cause that decided, in words.
+    pub cause: String,
+    /// The best other place.
+    pub runner_up: Option<String>,
+    /// The device whose memory kept it away, and what it would have saved there.
+    pub limit: Option<(usize, u64)>,
+    /// Collectives inside, each counted once: operation, bytes and number of them.
+    pub collectives: Vec<(String, u64, usize)>,
+    /// Equal for blocks that are alike.
+    signature: String,
+}
+
+/// Blocks `first..=last`, alike in everything but their number.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Group {
+    /// Index of the first.
+    pub first: usize,
+    /// Index of the last.
+    pub last: usize,
+}
+
+/// Bytes that pass from one block to another, or within one, between two devices.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Edge {
+    /// The step that moves them.
+    pub step: usize,
+    /// Block that made them.
+    pub from_block: usize,
+    /// Block that needs them.
+    pub to_block: usize,
+    /// Sender.
+    pub from: usize,
+    /// Receiver.
+    pub to: usize,
+    /// At the largest extent.
+    pub bytes: u64,
+}
+
+impl Block {
+    /// How much longer it took than predicted, relative to the prediction.
+    pub fn error(&self) -> Option<f64> {
+        let measured = self.measured_nanos? as f64;
+        (self.predicted_nanos > 0).then(|| measured / self.predicted_nanos as f64 - 1.0)
+    }
+
+    /// `layer 12`, `embed_tokens`.
+    pub fn title(&self) -> String {
+        self.number.map_or_else(|| self.name.clone(), |number| format!("layer {number}"))
+    }
+
+    /// A pattern that matches the names of its steps and of no others.
+    pub fn pattern(&self) -> String {
+        let escaped = self.name.replace('.', r"\.");
+        format!(r"^{escaped}(\.|$)")
+    }
+}
+
+/// The part of a step's name up to its first number, or its first word.
+pub(super) fn block_name(name: &str) -> (&str, Option<u32>) {
+    let mut end = 0;
+    for component in name.split('.') {
+        end += component.len();
+        if let Ok(number) = component.parse() {
+            return (&name[..end], Some(number));
+        }
+        end += 1;
+    }
+    (name.split('.').next().unwrap_or(name), None)
+}
+
+/// Fills blocks, groups and edges of a program whose steps and predicted times are known.
+pub(super) fn fill(program: &mut Program, planned: &ir::plan::Program) {
+    let mut found: BTreeMap<&str, Vec<usize>> = BTreeMap::new();
+    for step in &program.steps {
+        found.entry(block_name(&step.name).0).or_default().push(step.number);
+    }
+    let times = &program.predicted.times;
+    let starts = |steps: &[usize]| {
+        // A block is where its computation is: a move into it may run long before.
+        let computed = steps.iter().filter(|&&step| !program.steps[step].kind.is_move());
+        let start = computed.filter_map(|&step| times[step]).map(|times| times.start).min();
+        (start.is_none(), start, steps[0])
+    };
+    let mut order: Vec<(&str, Vec<usize>)> = found.into_iter().collect();
+    order.sort_by_key(|(_, steps)| starts(steps));
+    let blocks: Vec<Block> =
+        order.into_iter().map(|(name, steps)| block(program, name, steps)).collect();
+    for (number, block) in blocks.iter().enumerate() {
+        for &step in &block.steps {
+            program.steps[step].block = number;
+        }
+    }
+    program.blocks = blocks;
+    program.groups = groups(&program.blocks);
+    program.edges = edges(program, planned);
+}
+
+fn block(program: &Program, name: &str, steps: Vec<usize>) -> Block {
+    let rows = || steps.iter().map(|&step| &program.steps[step]);
+    let computed = || rows().filter(|step| !step.kind.is_move());
+    let mut devices: Vec<usize> = computed().map(|step| step.device).collect();
+    if devices.is_empty() {
+        devices = rows().map(|step| step.device).collect();
+    }
+    devices.sort_unstable();
+    devices.dedup();
+    // What says most of the place: a limit, then the largest weights.
+    let decisive = computed()
+        .max_by_key(|step| (step.limit.is_some(), step.weight_bytes, step.predicted_nanos));
+    let mut collectives: BTreeMap<(String, u64), usize> = BTreeMap::new();
+    for step in rows().filter(|step| step.kind == Kind::Collective) {
+        *collectives.entry((step.verb.clone(), step.moved_bytes)).or_default() += 1;
+    }
+    let members = devices.len().max(1);
+    let collectives = collectives
+        .into_iter()
+        .map(|((verb, bytes), steps)| (verb, bytes, steps.div_ceil(members)))
+        .collect();
+    Block {
+        name: name.to_owned(),
+        number: block_name(name).1,
+        predicted_nanos: rows().map(|step| step.predicted_nanos).fold(0, u64::saturating_add),
+        measured_nanos: None,
+        weight_bytes: rows().map(|step| step.weight_bytes).fold(0, u64::saturating_add),
+        cache_bytes: rows().map(|step| step.cache_bytes).fold(0, u64::saturating_add),
+        cause: decisive.map(|step| step.cause.clone()).unwrap_or_default(),
+        runner_up: decisive.and_then(|step| step.runner_up.clone()),
+        limit: limit(program, &steps),
+        collectives,
+        signature: signature(program, &steps),
+        devices,
+        steps,
+    }
+}
+
+/// The device that had no room for the block, and the time that was lost by it.
+///
+/// The compiler prices a block as a whole and writes the price on each of its steps.
+fn limit(program: &Program, steps: &[usize]) -> Option<(usize, u64)> {
+    let rows = steps.iter().map(|&step| &program.steps[step]);
+    let limited = rows.filter_map(|step| {
+        let lost = step.gap_nanos.unwrap_or(0).min(0).unsigned_abs();
+        step.limit.map(|(device, _)| (device, lost))
+    });
+    limited.max_by_key(|&(_, lost)| lost)
+}
+
+/// Everything that makes two blocks alike: work, shapes, formats, places and reasons, but no names or transfers.
+fn signature(program: &Program, steps: &[usize]) -> String {
+    let mut signature = String::new();
+    for step in steps.iter().map(|&step| &program.steps[step]) {
+        if step.kind != Kind::Transfer {
+            let format = step.format.map(|format| format.to_string()).unwrap_or_default();
+            signature += &format!(
+                "{} {} {} {} {} {:?};",
+                step.verb,
+                step.device,
+                format,
+                step.weight_bytes,
+                step.cache_bytes,
+                step.limit.map(|(device, _)| device),
+            );
+        }
+    }
+    signature
+}
+
+fn groups(blocks: &[Block]) -> Vec<Group> {
+    let mut groups: Vec<Group> = Vec::new();
+    for (number, block) in blocks.iter().enumerate() {
+        match groups.last_mut() {
+            Some(group)
+                if block.number.is_some()
+                    && blocks[group.last].number.and_then(|last| last.checked_add(1))
+                        == block.number
+                    && blocks[group.last].signature == block.signature =>
+            {
+                group.last = number;
+            }
+            _ => groups.push(Group { first: number, last: number }),
+        }
+    }
+    groups
+}
+
+fn edges(program: &Program, planned: &ir::plan::Program) -> Vec<Edge> {
+    let mut writer = vec![None; planned.buffers.len()];
+    let mut reader = vec![None; planned.buffers.len()];
+    for (id, step) in planned.steps.iter() {
+        for buffer in &step.writes {
+            if let Some(place) = writer.get_mut(buffer.index()) {
+                *place = Some(id.index());
+            }
+        }
+        for buffer in &step.reads {
+            if let Some(place @ None) = reader.get_mut(buffer.index()) {
+                *place = Some(id.index());
+            }
+        }
+    }
+    let mut edges = Vec::new();
+    for (id, step) in planned.steps.iter() {
+        let row = &program.steps[id.index()];
+        let Some(super::LaneKind::Link(from, to)) = row.path else { continue };
+        let block = |buffers: &[ir::id::BufferId], by: &[Option<usize>]| {
+            let step = buffers.first().and_then(|buffer| *by.get(buffer.index())?);
+            step.map_or(row.block, |step| program.steps[step].block)
+        };
+        edges.push(Edge {
+            step: id.index(),
+            from_block: block(&step.reads, &writer),
+            to_block: block(&step.writes, &reader),
+            from,
+            to,
+            bytes: row.moved_bytes,
+        });
+    }
+    edges
+}
+
+/// Adds up what was measured.
+pub(super) fn measure(program: &mut Program) {
+    for block in &mut program.blocks {
+        let medians = block.steps.iter().filter_map(|&step| program.steps[step].measured);
+        block.measured_nanos = medians
+            .map(|measured| measured.median_nanos)
+            .fold(None, |sum: Option<u64>, nanos| Some(sum.unwrap_or(0).saturating_add(nanos)));
+    }
+}

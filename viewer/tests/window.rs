@@ -1,0 +1,322 @@
+//! The window under test: clicks, keys and drags, and what they lead to.
+
+mod made_up;
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use egui::{Event, Key, Modifiers, MouseWheelUnit, PointerButton, Pos2, Vec2, vec2};
+use egui_kittest::Harness;
+use egui_kittest::kittest::Queryable as _;
+use made_up::{Style, Wish};
+use tempfile::TempDir;
+use viewer::Viewer;
+use viewer::document::Document;
+use viewer::view::{Panel, Selection};
+use viewer::what_if::Answer;
+
+/// A window on a plan of 12 layers on a GPU and two NUMA nodes, with a trace of it.
+struct Window {
+    folder: TempDir,
+    harness: Harness<'static, Viewer>,
+}
+
+impl Window {
+    fn open() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let (plan, trace) = write(folder.path(), "plan", Wish::new(12, 1, 2, Style::Pipeline));
+        let document = Document::open(&plan, Some(&trace)).unwrap();
+        Self::on(folder, Viewer::new(Some(document), "no-such-compiler".into()))
+    }
+
+    fn on(folder: TempDir, viewer: Viewer) -> Self {
+        let mut harness = Harness::builder()
+            .with_size(vec2(1600.0, 1000.0))
+            .with_context_setup(viewer::theme::install)
+            .build_ui_state(|ui, viewer: &mut Viewer| viewer.ui(ui), viewer);
+        harness.run_steps(3);
+        Window { folder, harness }
+    }
+
+    fn viewer(&self) -> &Viewer {
+        self.harness.state()
+    }
+
+    fn click(&mut self, label: &str) {
+        self.harness.get_by_label(label).click();
+        self.harness.run_steps(2);
+    }
+
+    fn press(&mut self, modifiers: Modifiers, key: Key) {
+        self.harness.key_press_modifiers(modifiers, key);
+        self.harness.run_steps(2);
+    }
+
+    fn shows(&self, text: &str) -> bool {
+        self.harness.query_all_by_label_contains(text).next().is_some()
+    }
+
+    fn center(&self, label: &str) -> Pos2 {
+        self.harness.get_by_label(label).rect().center()
+    }
+
+    fn drag(&mut self, from: Pos2, to: Pos2, modifiers: Modifiers) {
+        self.harness.event(Event::ModifiersChanged(modifiers));
+        let button = |pos, pressed| Event::PointerButton {
+            pos,
+            button: PointerButton::Primary,
+            pressed,
+            modifiers,
+        };
+        for events in [
+            vec![Event::PointerMoved(from)],
+            vec![button(from, true)],
+            vec![Event::PointerMoved(from.lerp(to, 0.5))],
+            vec![Event::PointerMoved(to)],
+            vec![button(to, false)],
+        ] {
+            events.into_iter().for_each(|event| self.harness.event(event));
+            self.harness.step();
+        }
+        self.harness.event(Event::ModifiersChanged(Modifiers::NONE));
+        self.harness.run_steps(2);
+    }
+
+    /// A compiler that does what the shell script says.
+    fn compiler(&mut self, script: &str) {
+        let path = self.folder.path().join("hybridc");
+        fs::write(&path, format!("#!/bin/sh\n{script}\n")).unwrap();
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+        self.harness.state_mut().compiler = path;
+    }
+
+    fn await_answer(&mut self) {
+        for _ in 0..200 {
+            self.harness.run_steps(1);
+            let awaited = matches!(&self.viewer().question, Some(q) if matches!(q.answer, Answer::Awaited(_)));
+            if self.viewer().question.is_some() && !awaited {
+                self.harness.run_steps(2);
+                return;
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        panic!("the compiler did not answer in 4 s");
+    }
+}
+
+fn write(folder: &Path, name: &str, wish: Wish) -> (PathBuf, PathBuf) {
+    let plan = made_up::plan(wish);
+    let text = plan.to_ron().unwrap();
+    let trace = made_up::trace(&plan, ir::fingerprint(text.as_bytes()), 300);
+    let paths = (folder.join(format!("{name}.ron")), folder.join(format!("{name}-trace.ron")));
+    fs::write(&paths.0, text).unwrap();
+    fs::write(&paths.1, trace.to_ron().unwrap()).unwrap();
+    paths
+}
+
+fn width(viewer: &Viewer) -> f64 {
+    let (from, to) = viewer.view.time.expect("the timeline has been drawn");
+    to - from
+}
+
+#[test]
+fn the_first_look_names_prediction_bottleneck_and_limit() {
+    let window = Window::open();
+    assert!(window.shows("decode1: predicted"));
+    assert!(window.shows("Bottleneck: numa"));
+    assert!(window.shows("gpu0 is full: layers 4–11"));
+}
+
+#[test]
+fn a_card_a_row_and_a_step_key_select_the_same_step_everywhere() {
+    let mut window = Window::open();
+    window.click("layers 4–7, alike");
+    assert_eq!(window.viewer().view.selection, Selection::Blocks(5, 8));
+    assert!(window.shows("gpu0 has no room for it"), "details say why");
+    window.press(Modifiers::NONE, Key::Num4);
+    assert_eq!(window.viewer().view.panel, Panel::Steps);
+    let row = window.harness.get_by_label_contains("layers.4.self_attn.o_proj");
+    row.click();
+    window.harness.run_steps(2);
+    let Selection::Step(step, run) = window.viewer().view.selection else { panic!("no step") };
+    assert_eq!(run, window.viewer().view.run);
+    window.press(Modifiers::NONE, Key::Period);
+    assert_eq!(window.viewer().view.selection, Selection::Step(step + 1, run));
+    window.press(Modifiers::NONE, Key::Comma);
+    assert_eq!(window.viewer().view.selection, Selection::Step(step, run));
+    window.press(Modifiers::NONE, Key::Escape);
+    assert_eq!(window.viewer().view.selection, Selection::Nothing);
+}
+
+#[test]
+fn search_finds_a_layer_and_unfolds_it() {
+    let mut window = Window::open();
+    assert!(window.harness.query_by_label("layer 9").is_none(), "it is folded at first");
+    window.press(Modifiers::COMMAND, Key::P);
+    window.harness.event(Event::Text("layer 9".into()));
+    window.harness.run_steps(2);
+    window.press(Modifiers::NONE, Key::Enter);
+    window.harness.run_steps(2);
+    let viewer = window.viewer();
+    let Selection::Blocks(block, _) = viewer.view.selection else { panic!("no block") };
+    let scene = &viewer.document.as_ref().unwrap().scene;
+    assert_eq!(scene.programs[viewer.view.program].blocks[block].name, "layers.9");
+    assert!(window.shows("layer 9"));
+}
+
+#[test]
+fn keys_wheel_and_drag_zoom_and_pan_and_f_fits() {
+    let mut window = Window::open();
+    let whole = window.viewer().view.time.unwrap();
+    window.press(Modifiers::NONE, Key::W);
+    assert!(width(window.viewer()) < whole.1 - whole.0);
+    let zoomed = width(window.viewer());
+    let at = Pos2::new(700.0, 800.0);
+    window.harness.hover_at(at);
+    window.harness.step();
+    window.harness.event(Event::MouseWheel {
+        unit: MouseWheelUnit::Point,
+        delta: Vec2::new(0.0, 200.0),
+        phase: egui::TouchPhase::Move,
+        modifiers: Modifiers::NONE,
+        source: egui::MouseWheelSource::Unknown,
+    });
+    window.harness.run_steps(6);
+    assert!(width(window.viewer()) < zoomed);
+    let before = window.viewer().view.time.unwrap();
+    window.drag(at, at + vec2(-200.0, 0.0), Modifiers::NONE);
+    let after = window.viewer().view.time.unwrap();
+    assert!(after.0 > before.0 && ((after.1 - after.0) - (before.1 - before.0)).abs() < 1.0);
+    window.press(Modifiers::NONE, Key::F);
+    let fitted = window.viewer().view.time.unwrap();
+    assert!((fitted.0 - whole.0).abs() < 2.0 && (fitted.1 - whole.1).abs() < 2.0);
+    window.press(Modifiers::NONE, Key::F);
+    assert!(width(window.viewer()) > 2.0 * (whole.1 - whole.0), "again: the whole trace");
+}
+
+#[test]
+fn a_shift_drag_adds_up_an_area() {
+    let mut window = Window::open();
+    window.drag(Pos2::new(400.0, 760.0), Pos2::new(900.0, 900.0), Modifiers::SHIFT);
+    assert!(window.viewer().view.area.is_some());
+    assert!(window.shows("Selected time"));
+    window.press(Modifiers::NONE, Key::Escape);
+    assert!(window.viewer().view.area.is_none());
+}
+
+#[test]
+fn two_plans_are_compared_layer_by_layer() {
+    let mut window = Window::open();
+    let larger = Wish { gpu_layers: 8, ..Wish::new(12, 1, 2, Style::Pipeline) };
+    let (other, _) = write(window.folder.path(), "larger", larger);
+    window.harness.state_mut().compare_with(&other);
+    window.harness.run_steps(3);
+    assert!(window.shows("Layers that differ"));
+    assert!(window.shows("gpu0 in bf16"));
+}
+
+#[test]
+fn two_traces_of_one_plan_are_compared() {
+    let mut window = Window::open();
+    let trace = window.folder.path().join("plan-trace.ron");
+    window.harness.state_mut().compare_with(&trace);
+    window.harness.run_steps(3);
+    assert!(window.shows("decode1 measured"));
+    assert!(window.shows("No layer runs elsewhere"));
+}
+
+#[test]
+fn a_drag_to_another_device_is_priced_by_the_compiler() {
+    let mut window = Window::open();
+    let larger = Wish { gpu_layers: 8, ..Wish::new(12, 1, 2, Style::Pipeline) };
+    let (other, _) = write(window.folder.path(), "answer", larger);
+    // Keeps the arguments, and gives the prepared plan for an answer.
+    let script = format!(
+        "echo \"$@\" > {folder}/arguments\nwhile [ \"$1\" != -o ]; do shift; done\ncp {answer} \"$2\"",
+        folder = window.folder.path().display(),
+        answer = other.display()
+    );
+    window.compiler(&script);
+    let (from, to) = (window.center("layers 4–7, alike"), window.center("device gpu0"));
+    window.drag(from, Pos2::new(to.x, from.y), Modifiers::NONE);
+    window.await_answer();
+    assert!(window.shows("What if: layers 4–7 on gpu0"));
+    let arguments = fs::read_to_string(window.folder.path().join("arguments")).unwrap();
+    assert!(arguments.contains(r"--pin ^layers\.(4|5|6|7)(\.|$)=gpu0"), "{arguments}");
+    assert!(window.shows("hybridc compile"), "the command is shown");
+    let pins = window.folder.path().join("pins");
+    window.viewer().question.as_ref().unwrap().save_pins(&pins).unwrap();
+    assert_eq!(fs::read_to_string(pins).unwrap(), "--pin '^layers\\.(4|5|6|7)(\\.|$)=gpu0'\n");
+    window.click("Look at this plan");
+    assert!(window.harness.query_by_label("layers 0–7, alike").is_some());
+}
+
+#[test]
+fn a_drag_that_the_compiler_refuses_says_why_where_it_ended() {
+    let mut window = Window::open();
+    window.compiler("echo 'error: gpu0 lacks 3.1 GiB for layers.4' >&2\nexit 1");
+    let (from, to) = (window.center("layers 4–7, alike"), window.center("device gpu0"));
+    let end = Pos2::new(to.x, from.y);
+    window.drag(from, end, Modifiers::NONE);
+    window.await_answer();
+    assert!(window.shows("gpu0 lacks 3.1 GiB for layers.4"));
+    assert_eq!(window.viewer().question.as_ref().unwrap().at, end);
+    let before = window.viewer().document.as_ref().unwrap().plan_path.clone();
+    window.press(Modifiers::NONE, Key::Escape);
+    assert!(window.viewer().question.is_none());
+    assert_eq!(window.viewer().document.as_ref().unwrap().plan_path, before);
+}
+
+#[test]
+fn a_missing_compiler_is_named() {
+    let mut window = Window::open();
+    let (from, to) = (window.center("layers 4–7, alike"), window.center("device numa1"));
+    window.drag(from, Pos2::new(to.x, from.y), Modifiers::NONE);
+    window.await_answer();
+    let answer = &window.viewer().question.as_ref().unwrap().answer;
+    assert!(matches!(answer, Answer::Refused(error) if error.contains("no-such-compiler")), "{answer:?}");
+}
+
+#[test]
+fn an_unsound_plan_and_a_trace_of_another_open_with_findings() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut plan = made_up::plan(Wish::new(3, 1, 1, Style::Pipeline));
+    let trace = made_up::trace(&plan, 1, 50);
+    plan.programs[1].steps.rows_mut()[3].waits.clear();
+    plan.programs[1].lanes[0].steps.pop();
+    let paths = (folder.path().join("p.ron"), folder.path().join("t.ron"));
+    fs::write(&paths.0, plan.to_ron().unwrap()).unwrap();
+    fs::write(&paths.1, trace.to_ron().unwrap()).unwrap();
+    let document = Document::open(&paths.0, Some(&paths.1)).unwrap();
+    let window = Window::on(folder, Viewer::new(Some(document), "hybridc".into()));
+    assert!(window.shows("the trace was recorded with another plan"));
+    assert!(window.shows("the plan is unsound"));
+}
+
+#[test]
+fn a_file_that_changes_is_read_again() {
+    let mut window = Window::open();
+    assert!(!window.shows("layers 0–7, alike"));
+    std::thread::sleep(Duration::from_millis(20));
+    write(window.folder.path(), "plan", Wish { gpu_layers: 8, ..Wish::new(12, 1, 2, Style::Pipeline) });
+    // The harness's clock goes forward with each step.
+    window.harness.run_steps(12);
+    assert!(window.harness.query_by_label("layers 0–7, alike").is_some());
+}
+
+#[test]
+fn an_empty_window_tells_how_to_open_a_plan() {
+    let window = Window::on(tempfile::tempdir().unwrap(), Viewer::new(None, "hybridc".into()));
+    assert!(window.shows("Open a plan"));
+}
+
+#[test]
+fn the_question_mark_lists_the_keys() {
+    let mut window = Window::open();
+    window.press(Modifiers::NONE, Key::Questionmark);
+    assert!(window.shows("zoom in and out"));
+    window.press(Modifiers::NONE, Key::Escape);
+    assert!(!window.shows("zoom in and out"));
+}
