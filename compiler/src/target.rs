@@ -95,8 +95,8 @@ impl Target {
 
     /// How a weight is held on a device.
     ///
-    /// Vectors are 32-bit. `is_sensitive` weights decide which weights are read at all (routers) or scale a
-    /// whole branch; block formats leave them as stored.
+    /// Vectors are 32-bit, and so are `is_sensitive` weights: they decide which weights are read at all (routers)
+    /// or scale a whole branch, and are less than a thousandth of their layer.
     pub(crate) fn format(
         &self,
         model: &Model,
@@ -106,12 +106,11 @@ impl Target {
     ) -> Format {
         let weight = &model.weights[weight];
         let stored = Format::from(weight.stored);
-        if weight.shape.len() < 2 {
+        if weight.shape.len() < 2 || is_sensitive {
             return Format::F32;
         }
         match self.formats[device] {
             None => stored,
-            Some(Format::Q8 | Format::Q4) if is_sensitive => stored,
             Some(format) => format,
         }
     }

@@ -35,6 +35,7 @@ impl Checkpoint {
         let view = View::of(source)?;
         ensure!(rows.end <= view.rows && out.len() == rows.len() * view.columns, "rows {rows:?}");
         let map = self.contents(source)?;
+        self.fault_in(source, &view, &rows);
         match source.dtype {
             DType::F32 => view.read(map, rows, out, |bytes: [u8; 4]| f32::from_le_bytes(bytes)),
             DType::F16 => view.read(map, rows, out, |bytes| f16::from_le_bytes(bytes).to_f32()),
@@ -42,6 +43,22 @@ impl Checkpoint {
             DType::I32 => bail!("a weight is stored as integers"),
         }
         Ok(())
+    }
+
+    /// Maps the pages of neighbouring rows in one call instead of one fault each.
+    fn fault_in(&self, source: &Source, view: &View<'_>, rows: &Range<usize>) {
+        if rows.is_empty() || view.column_stride() != Some(1) || view.row_axis.len() > 1 {
+            return;
+        }
+        let size = source.dtype.bytes() as usize;
+        let start = source.offset as usize + view.row_offset(rows.start) * size;
+        let end = source.offset as usize
+            + (view.row_offset(rows.end - 1) + view.columns) * size;
+        #[cfg(target_os = "linux")]
+        if let Some(map) = self.maps.get(source.file) {
+            // An older system refuses, and then pages are mapped as they are touched.
+            drop(map.advise_range(memmap2::Advice::PopulateRead, start, end - start));
+        }
     }
 
     /// Gives the pages of a view back: a weight is read once.

@@ -8,6 +8,7 @@ use std::sync::atomic::AtomicBool;
 use common::{Shape, compile, engine, golden, goldens};
 use executor::engine::Engine;
 use executor::load::{CpuBackend, Kernels, Options};
+use ir::tensor::DType;
 use serde_json::Value;
 
 /// What the issue of this project promises of f32.
@@ -49,12 +50,7 @@ fn check(name: &str, engine: &mut Engine) -> f32 {
         engine
             .generate(&[id], &AtomicBool::new(false), |_, logits| {
                 if tokens.is_empty() {
-                    let top =
-                        ids(&prompt["top_ids"]).into_iter().zip(floats(&prompt["top_logits"]));
-                    let first = (0..).zip(floats(&prompt["logits_first8"]));
-                    for (token, golden) in top.chain(first) {
-                        worst = worst.max((logits[token as usize] - golden as f32).abs());
-                    }
+                    worst = worst.max(deviation(prompt, logits));
                 }
                 tokens.push(argmax(logits));
                 Ok((tokens.len() < golden_tokens.len()).then(|| tokens[tokens.len() - 1]))
@@ -74,6 +70,15 @@ fn check(name: &str, engine: &mut Engine) -> f32 {
     let golden = expected["nll"]["mean"].as_f64().unwrap();
     assert!((nll - golden).abs() < NLL, "{name}: nll {nll}, golden {golden}");
     worst
+}
+
+/// The largest distance of a logit after `prompt` from its golden value.
+fn deviation(prompt: &Value, logits: &[f32]) -> f32 {
+    let top = ids(&prompt["top_ids"]).into_iter().zip(floats(&prompt["top_logits"]));
+    let first = (0..).zip(floats(&prompt["logits_first8"]));
+    top.chain(first)
+        .map(|(token, golden)| (logits[token as usize] - golden as f32).abs())
+        .fold(0.0, f32::max)
 }
 
 fn check_all(shape: Shape, options: &Options) {
@@ -114,4 +119,26 @@ fn plain_operations_give_the_golden_tokens() {
 #[test]
 fn the_ndarray_backend_gives_the_golden_tokens() {
     check_all(Shape::One, &Options { backend: CpuBackend::NdArray, ..Options::default() });
+}
+
+#[test]
+fn bf16_deviates_little_more_than_that_of_torch() {
+    for shape in Shape::ALL {
+        for name in goldens() {
+            let plan = compile(&name, shape, |options| {
+                options.formats = vec!["bf16".parse().unwrap()];
+                options.kv_type = Some(DType::Bf16);
+            });
+            let mut engine = engine(&plan, &Options::default());
+            for prompt in expected(&name)["prompts"].as_array().unwrap() {
+                let id = engine.open();
+                engine.append(id, &ids(&prompt["ids"])).unwrap();
+                let off = deviation(prompt, &engine.advance(&[id]).unwrap()[0]);
+                engine.close(id);
+                let torch = prompt["torch_bf16"]["max_abs_logit_diff"].as_f64().unwrap() as f32;
+                let at = &prompt["name"];
+                assert!(off <= 2.0 * torch, "{name} {at} {shape:?}: {off}, torch {torch}");
+            }
+        }
+    }
 }
