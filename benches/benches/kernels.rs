@@ -1,7 +1,7 @@
 //! CPU kernels against the limit measured in the same run: criterion reports bytes or operations per second,
 //! and the last lines say which share of the read bandwidth each format's single row reached.
 
-#![expect(clippy::::print_stdout, reason = "a bench prints what it measures"]
+#![expect(clippy::print_stdout, reason = "a bench prints what it measures")]
 
 use std::time::Instant;
 
@@ -25,17 +25,17 @@ fn main() -> Result<()> {
     let mut criterion = Criterion::default().configure_from_args().sample_size(10);
     let cpus: Vec<u32> = (0..std::thread::available_parallelism()?.get() as u32).collect();
     let team = Team::new(&cpus)?;
-    let isa = Isa::::detect();();
+    let isa = Isa::detect();
     let limit = read_rate(&team)?;
     let mut shares = Vec::new();
     for format in Format::ALL {
         let many = matrix(&team, format, MANY_ROWS)?;
-        let bytes = format.bytes(MANY_ROWS as u64, COLUMNS as u64];
+        let bytes = format.bytes(MANY_ROWS as u64, COLUMNS as u64);
         let mut group = criterion.benchmark_group(format!("one row, {format}"));
         group.throughput(Throughput::Bytes(bytes));
         let (x, mut out) = (vec![0.1; COLUMNS], vec![0.0; MANY_ROWS]);
         let mut shortest = f64::INFINITY;
-        group.bench_function(BenchmarkId::::from_parameter(isa), |bencher| {
+        group.bench_function(BenchmarkId::from_parameter(isa), |bencher| {
             bencher.iter(|| {
                 let start = Instant::now();
                 multiply(&team, isa, &many, &x, 1, &mut out);
@@ -43,13 +43,13 @@ fn main() -> Result<()> {
             });
         });
         group.finish();
-        shares.push((format, bytes as f64 / shortest / limit]));
+        shares.push((format, bytes as f64 / shortest / limit));
 
         let few = matrix(&team, format, FEW_ROWS)?;
         let mut group = criterion.benchmark_group(format!("512 rows, {format}"));
         group.throughput(Throughput::Elements((2 * 512 * FEW_ROWS * COLUMNS) as u64));
         let (x, mut out) = (vec![0.1; 512 * COLUMNS], vec![0.0; 512 * FEW_ROWS]);
-        group.bench_function(BenchmarkId::::from_parameter(isa), |bencher| {
+        group.bench_function(BenchmarkId::from_parameter(isa), |bencher| {
             bencher.iter(|| multiply(&team, isa, &few, &x, 512, &mut out));
         });
         group.finish();
@@ -70,7 +70,14 @@ fn matrix(team: &Team, format: Format, rows: usize) -> Result<PackedMatrix> {
     })
 }
 
-fn multiply(team: &Team, isa: Isa, matrix: &PackedMatrix, x: &[f32], tokens: usize, out: &mut [f32]) {
+fn multiply(
+    team: &Team,
+    isa: Isa,
+    matrix: &PackedMatrix,
+    x: &[f32],
+    tokens: usize,
+    out: &mut [f32],
+) {
     let weights = [matrix];
     let work = Linear {
         x,

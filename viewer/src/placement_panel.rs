@@ -81,7 +81,10 @@ fn rows(program: &Program, view: &View) -> Vec<Row> {
 }
 
 fn row_nanos(program: &Program, row: &Row) -> u64 {
-    program.blocks[row.first..=row.last].iter().map(|block| block.predicted_nanos).sum()
+    program.blocks[row.first..=row.last]
+        .iter()
+        .map(|block| block.predicted_nanos)
+        .fold(0, u64::saturating_add)
 }
 
 fn draw_header(ui: &mut Ui, scene: &Scene, view: &mut View, rect: Rect, width: f32) {
@@ -354,11 +357,8 @@ fn numbers(program: &Program, row: &Row, error: Option<f64>) -> String {
     let bytes = blocks.iter().map(|block| block.weight_bytes).fold(0, u64::saturating_add);
     let mut text = quantity::nanos(row_nanos(program, row) as f64);
     if blocks.len() > 1 {
-        text = format!(
-            "{} × {} = {text}",
-            blocks.len(),
-            quantity::nanos(blocks[0].predicted_nanos as f64)
-        );
+        let mean = row_nanos(program, row) as f64 / blocks.len() as f64;
+        text = format!("{} × {} = {text}", blocks.len(), quantity::nanos(mean));
     }
     if let Some(error) = error {
         text += &format!(", measured {}", quantity::change(error));

@@ -16,7 +16,7 @@ use crate::recent::Recent;
 use crate::scene::Scene;
 use crate::theme::{self, Coloring};
 use crate::view::{Panel, View, Wish};
-use crate::what_if::{Answer, Question};
+use crate::what_if::{Answer, Objective, Question};
 use crate::{
     compare_panel, details_panel, help, keys, memory_panel, perfetto, placement_panel, search,
     step_panel, timeline_panel,
@@ -39,6 +39,8 @@ pub struct Viewer {
     pub message: Option<String>,
     /// The list of recent files.
     pub recent: Recent,
+    /// What the answers to what-if questions minimise.
+    pub objective: Objective,
     /// The program that answers what-if questions.
     pub compiler: PathBuf,
     comparison: Option<(usize, Comparison)>,
@@ -52,9 +54,11 @@ impl Viewer {
     pub fn new(document: Option<Document>, compiler: PathBuf) -> Self {
         let view =
             document.as_ref().map_or_else(|| View::new(&Scene::default()), |d| View::new(&d.scene));
+        let objective = document.as_ref().map_or(Objective::Latency, |d| Objective::of(&d.scene));
         Viewer {
             document,
             other: None,
+            objective,
             view,
             question: None,
             message: None,
@@ -73,6 +77,7 @@ impl Viewer {
             Ok(document) => {
                 self.recent.add(plan, trace);
                 self.view = self.view.turn_to(&document.scene);
+                self.objective = Objective::of(&document.scene);
                 self.document = Some(document);
                 self.comparison = None;
                 self.message = None;
@@ -353,6 +358,11 @@ impl Viewer {
             wish(ui, format!("{} were not there", row.name), Wish::Without { device });
         }
         ui.weak("or drag a layer to another column");
+        ui.separator();
+        ui.label("Answers minimise");
+        for objective in Objective::ALL {
+            ui.radio_value(&mut self.objective, objective, objective.name());
+        }
     }
 
     /// Starts the compiler when something was wished for, and takes its answer.
@@ -360,8 +370,15 @@ impl Viewer {
         if let (Some((wish, at)), Some(document)) = (self.view.wish.take(), &self.document) {
             let context = ui.ctx().clone();
             let wake = move || context.request_repaint();
-            self.question =
-                Some(Question::ask(&self.compiler, document, self.view.program, &wish, at, wake));
+            self.question = Some(Question::ask(
+                &self.compiler,
+                document,
+                self.objective,
+                self.view.program,
+                &wish,
+                at,
+                wake,
+            ));
         }
         if self.question.as_mut().is_some_and(Question::poll) {
             self.comparison = None;
