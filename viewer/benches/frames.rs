@@ -44,7 +44,10 @@ fn frames(criterion: &mut Criterion) {
             bencher.iter(|| {
                 time += 1.0 / 60.0;
                 let input = RawInput {
-                    screen_rect: Some(Rect::from_min_size(Default::default(), vec2(1600.0, 1000.0))),
+                    screen_rect: Some(Rect::from_min_size(
+                        Default::default(),
+                        vec2(1600.0, 1000.0),
+                    )),
                     time: Some(time),
                     ..RawInput::default()
                 };

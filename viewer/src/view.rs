@@ -197,9 +197,10 @@ impl View {
         if self.program >= scene.programs.len() {
             self.show_program(scene, fresh.program);
         }
-        if self.run.is_none_or(|run| {
-            scene.runs.get(run).is_none_or(|run| run.program != self.program)
-        }) {
+        if self
+            .run
+            .is_none_or(|run| scene.runs.get(run).is_none_or(|run| run.program != self.program))
+        {
             self.run = scene.typical_run(self.program);
         }
         self.selection = Selection::Nothing;
@@ -269,10 +270,11 @@ impl View {
     pub fn step_along(&mut self, scene: &Scene, forward: bool) {
         let Some(program) = scene.programs.get(self.program) else { return };
         let run = self.run;
-        let (Selection::Step(step, _), true) = (self.selection, true) else {
-            let first = match self.selection {
-                Selection::Blocks(first, _) => program.blocks.get(first).map(|b| b.steps[0]),
-                _ => program.queues.iter().find_map(|(_, queue)| queue.first().copied()),
+        let Selection::Step(step, _) = self.selection else {
+            let first = if let Selection::Blocks(first, _) = self.selection {
+                program.blocks.get(first).map(|block| block.steps[0])
+            } else {
+                program.queues.iter().find_map(|(_, queue)| queue.first().copied())
             };
             if let Some(first) = first {
                 self.selection = Selection::Step(first, run);
@@ -293,7 +295,8 @@ impl View {
 
     /// Shows a block by itself, should it be folded with others.
     pub fn unfold(&mut self, scene: &Scene, block: usize) {
-        let groups = self.program(scene).map(|program| program.groups.as_slice()).unwrap_or_default();
+        let groups =
+            self.program(scene).map(|program| program.groups.as_slice()).unwrap_or_default();
         if let Some(group) = groups.iter().find(|g| (g.first..=g.last).contains(&block)) {
             self.unfolded.insert(group.first);
         }

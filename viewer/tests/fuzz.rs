@@ -38,7 +38,12 @@ fn damage(text: &str, random: &mut Random, times: u64) -> String {
 /// Draws every panel with several selections.
 fn show(plan: Plan, trace: Option<Trace>) {
     let document = Document::of(plan, trace, 7);
-    let selections = [Selection::Nothing, Selection::Step(3, Some(0)), Selection::Blocks(0, 2), Selection::Device(1)];
+    let selections = [
+        Selection::Nothing,
+        Selection::Step(3, Some(0)),
+        Selection::Blocks(0, 2),
+        Selection::Device(1),
+    ];
     let mut viewer = Viewer::new(Some(document), "hybridc".into());
     let context = Context::default();
     viewer::theme::install(&context);

@@ -1,5 +1,6 @@
 //! One row for each step: what it does, on what, and how long that takes.
 
+use ir::graph::Reason;
 use ir::id::{Id as _, WeightId};
 use ir::layout::Move;
 use ir::op::{Attention, Op};
@@ -184,9 +185,10 @@ fn row(plan: &Plan, program: &Program, number: usize, device: usize) -> Step {
         .collect();
     let cache = op.and_then(Op::cache).and_then(|id| plan.caches.get(id));
     let path = path(program, number, device);
-    let from_afar = step.reads.iter().filter(|id| {
-        buffer(id).is_some_and(|buffer| buffer.device.index() != device)
-    });
+    let from_afar = step
+        .reads
+        .iter()
+        .filter(|id| buffer(id).is_some_and(|buffer| buffer.device.index() != device));
     let moved_bytes = from_afar.map(bytes_of).fold(0, u64::saturating_add);
     Step {
         number,
@@ -199,9 +201,17 @@ fn row(plan: &Plan, program: &Program, number: usize, device: usize) -> Step {
         writes: step.writes.iter().map(tensor).collect(),
         weights: weights.iter().map(|weight| describe(weight)).collect(),
         format: weights.iter().max_by_key(|weight| weight_bytes(weight)).map(|w| w.format),
-        weight_bytes: weights.iter().map(|weight| weight_bytes(weight)).fold(0, u64::saturating_add),
+        weight_bytes: weights
+            .iter()
+            .map(|weight| weight_bytes(weight))
+            .fold(0, u64::saturating_add),
         cache_bytes: cache.map_or(0, |cache| cache_bytes(cache, &plan.model)),
-        buffer_bytes: step.reads.iter().chain(&step.writes).map(bytes_of).fold(0, u64::saturating_add),
+        buffer_bytes: step
+            .reads
+            .iter()
+            .chain(&step.writes)
+            .map(bytes_of)
+            .fold(0, u64::saturating_add),
         moved_bytes,
         flops: op.map_or(0.0, |op| flops(plan, program, op, number)),
         predicted_nanos: step.estimate_nanos,
@@ -215,15 +225,13 @@ fn row(plan: &Plan, program: &Program, number: usize, device: usize) -> Step {
             .and_then(|cause| cause.runner_up.as_ref())
             .map(|other| super::summary::runner_up_text(plan, other)),
         gap_nanos: cause.and_then(|cause| cause.runner_up.as_ref()).map(|other| other.gap_nanos),
-        limit: cause.and_then(|cause| match &cause.reason {
-            ir::graph::Reason::Memory { device, missing_bytes } => {
-                Some((device.index(), *missing_bytes))
-            }
-            _ => None,
+        limit: cause.and_then(|cause| {
+            let Reason::Memory { device, missing_bytes } = &cause.reason else { return None };
+            Some((device.index(), *missing_bytes))
         }),
-        pin: cause.and_then(|cause| match &cause.reason {
-            ir::graph::Reason::Pinned { pattern } => Some(pattern.clone()),
-            _ => None,
+        pin: cause.and_then(|cause| {
+            let Reason::Pinned { pattern } = &cause.reason else { return None };
+            Some(pattern.clone())
         }),
         waits: step
             .waits
