@@ -94,9 +94,10 @@ fn strip(ui: &mut Ui, colors: &Scene, scene: &Scene, title: &str, program: &str,
             );
         }
         if cell.width() > 18.0 {
-            let text = block
-                .number
-                .map_or_else(|| block.name.chars().take(3).collect(), |number| number.to_string());
+            let text = block.number.map_or_else(
+                || block.title().chars().take(3).collect(),
+                |number| number.to_string(),
+            );
             ui.painter().text(
                 cell.center(),
                 Align2::CENTER_CENTER,

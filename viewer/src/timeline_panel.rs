@@ -7,7 +7,7 @@ mod pointer;
 
 use egui::{Align2, Color32, FontId, Rect, Sense, Stroke, StrokeKind, Ui, pos2, vec2};
 
-use self::bars::{Look, Strip, draw_bars, predicted_bars};
+use self::bars::{Look, Predicted, Strip, draw_bars, predicted_bars};
 pub use self::pointer::zoom_around;
 use crate::quantity;
 use crate::scene::{Bar, IdleCause, Kind, LaneKind, Program, Scene, Timing};
@@ -238,12 +238,15 @@ fn draw_lanes(ui: &Ui, scene: &Scene, view: &mut View, frame: &Frame) {
             }
         };
         let clip = row.intersect(clip);
-        for (offset, bars, run) in predicted_bars(scene, view, frame, number) {
+        for predicted in predicted_bars(scene, view, frame, number) {
             let pale = |bar: &Bar| {
-                let look = look(bar, run.is_none());
+                let look = look(bar, predicted.run.is_none());
                 Look { color: theme::tint(ui, look.color, 0.75), ..look }
             };
-            draw_bars(ui, scene, frame, clip, Strip { rect: above, bars, offset }, pale);
+            let Predicted { bars, start, until, .. } = predicted;
+            let mut clip = clip;
+            clip.max.x = clip.max.x.min(frame.x(until as f64));
+            draw_bars(ui, scene, frame, clip, Strip { rect: above, bars, offset: start }, pale);
         }
         let full = |bar: &Bar| look(bar, view.run == Some(bar.run as usize));
         let strip = Strip { rect: below, bars: &lane.measured, offset: 0 };

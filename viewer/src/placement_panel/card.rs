@@ -34,7 +34,8 @@ pub(super) fn draw_row(
     let block = &program.blocks[row.first];
     let rect = card_rect(block, row, columns);
     if view.scroll_to_selection && is_selected(view, program, row) {
-        ui.scroll_to_rect(rect, None);
+        // With its neighbours, so that it stands in its place.
+        ui.scroll_to_rect(rect.expand2(vec2(0.0, rect.height())), None);
         view.scroll_to_selection = false;
     }
     if !ui.is_rect_visible(rect) {

@@ -8,31 +8,52 @@ use crate::text::text_within;
 use crate::theme;
 use crate::view::View;
 
-/// The program's bars at the start of every visible run of it; at 0 where nothing was measured.
+/// What was predicted for one run.
+pub(super) struct Predicted<'a> {
+    /// Its bars in one lane.
+    pub(super) bars: &'a Bars,
+    /// Where the run, and so the prediction, starts.
+    pub(super) start: u64,
+    /// Where another prediction is drawn instead.
+    pub(super) until: u64,
+    /// The run; `None` where nothing was measured.
+    pub(super) run: Option<usize>,
+}
+
+/// Predictions in one lane, each at the start of its run; at 0 where nothing was measured.
+///
+/// That of the run shown is whole; others end where the next run begins.
 pub(super) fn predicted_bars<'a>(
     scene: &'a Scene,
     view: &View,
     frame: &Frame,
     lane: usize,
-) -> Vec<(u64, &'a Bars, Option<usize>)> {
+) -> Vec<Predicted<'a>> {
+    let bars = |program: usize| scene.programs.get(program).and_then(|p| p.bars.get(lane));
     if scene.runs.is_empty() {
-        let program = scene.programs.get(view.program);
-        return program
-            .and_then(|program| program.bars.get(lane))
-            .map(|bars| (0, bars, None))
-            .into_iter()
-            .collect();
+        let only = |bars| Predicted { bars, start: 0, until: u64::MAX, run: None };
+        return bars(view.program).map(only).into_iter().collect();
     }
+    let length = |program: usize| scene.programs.get(program).map_or(0, |p| p.predicted.end);
+    let shown = view.run.and_then(|run| scene.runs.get(run));
+    let shown = shown.map(|run| run.start..run.start.saturating_add(length(run.program)));
     let mut visible = Vec::new();
     for (number, run) in scene.runs.iter().enumerate() {
-        let Some(program) = scene.programs.get(run.program) else { continue };
-        let end = run.start.saturating_add(program.predicted.end);
+        let Some(bars) = bars(run.program) else { continue };
+        let mut until = run.start.saturating_add(length(run.program));
+        if view.run != Some(number) {
+            if shown.as_ref().is_some_and(|shown| shown.contains(&run.start)) {
+                continue;
+            }
+            let next = scene.runs.get(number + 1).map_or(u64::MAX, |next| next.start);
+            let shown = shown.as_ref().map(|shown| shown.start);
+            let shown = shown.filter(|&start| start > run.start).unwrap_or(u64::MAX);
+            until = until.min(next).min(shown);
+        }
+        let (left, right) = (frame.x(run.start as f64), frame.x(until as f64));
         // Below a few points a prediction says nothing.
-        if end as f64 >= frame.from
-            && run.start as f64 <= frame.to
-            && frame.x(end as f64) - frame.x(run.start as f64) >= 3.0
-        {
-            visible.extend(program.bars.get(lane).map(|bars| (run.start, bars, Some(number))));
+        if right >= frame.bars.left() && left <= frame.bars.right() && right - left >= 3.0 {
+            visible.push(Predicted { bars, start: run.start, until, run: Some(number) });
         }
     }
     visible

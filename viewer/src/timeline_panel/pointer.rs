@@ -89,9 +89,10 @@ fn bar_at(scene: &Scene, view: &View, frame: &Frame, at: Pos2, lane: usize) -> O
         (bar.start as f64 + offset as f64 <= time + slack).then_some(bar)
     };
     if scene.runs.is_empty() || at.y < row.top() + row.height() * 0.42 {
-        predicted_bars(scene, view, frame, lane).into_iter().find_map(|(offset, bars, run)| {
-            let bar = found(bars, offset)?;
-            Some(Bar { run: run.map_or(u32::MAX, |run| run as u32), ..bar })
+        predicted_bars(scene, view, frame, lane).into_iter().find_map(|predicted| {
+            let bar = found(predicted.bars, predicted.start)?;
+            let run = predicted.run.map_or(u32::MAX, |run| run as u32);
+            (time <= predicted.until as f64).then_some(Bar { run, ..bar })
         })
     } else {
         found(&scene.lanes[lane].measured, 0)
