@@ -4,8 +4,9 @@ use egui::{Rect, RichText, Sense, Ui, vec2};
 
 use crate::quantity;
 use crate::scene::{Block, LaneKind, Program, Scene, Step};
+use crate::text::text_within;
 use crate::theme;
-use crate::timeline_panel::{idle_text, text_within};
+use crate::timeline_panel::idle_text;
 use crate::view::{Area, Selection, View};
 
 /// Draws the panel.

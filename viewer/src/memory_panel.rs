@@ -122,7 +122,7 @@ fn draw_whole(ui: &Ui, scene: &Scene, number: usize, device: &Device, rect: Rect
         quantity::bytes(device.buffer_bytes),
         quantity::bytes(device.free_bytes())
     );
-    crate::timeline_panel::text_within(
+    crate::text::text_within(
         ui,
         &painter,
         pos2(bar.left(), bar.bottom() + 11.0),

@@ -270,10 +270,11 @@ impl View {
     pub fn step_along(&mut self, scene: &Scene, forward: bool) {
         let Some(program) = scene.programs.get(self.program) else { return };
         let run = self.run;
-        let (Selection::Step(step, _), true) = (self.selection, true) else {
-            let first = match self.selection {
-                Selection::Blocks(first, _) => program.blocks.get(first).map(|b| b.steps[0]),
-                _ => program.queues.iter().find_map(|(_, queue)| queue.first().copied()),
+        let Selection::Step(step, _) = self.selection else {
+            let first = if let Selection::Blocks(first, _) = self.selection {
+                program.blocks.get(first).map(|block| block.steps[0])
+            } else {
+                program.queues.iter().find_map(|(_, queue)| queue.first().copied())
             };
             if let Some(first) = first {
                 self.selection = Selection::Step(first, run);
