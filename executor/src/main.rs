@@ -1,7 +1,5 @@
 //! `hybrid-exec`: runs plans from the command line.
 
-#![expect(clippy::print_stdout, reason = "this is the program that prints")]
-
 mod commands;
 
 use std::process::ExitCode;
