@@ -52,7 +52,8 @@ pub fn calibrate(machine: &mut Machine, isa: Isa, mut progress: impl FnMut(&str)
     for (id, cpus) in &devices {
         let name = machine.devices[*id].name.clone();
         progress(&name);
-        let rates = on_team(cpus, |team| device_rates(team, isa)).with_context(|| format!("measuring {name}"))?;
+        let rates = on_team(cpus, |team| device_rates(team, isa))
+            .with_context(|| format!("measuring {name}"))?;
         machine.devices[*id].rates = rates;
     }
     for (from, from_cpus) in &devices {
@@ -62,7 +63,8 @@ pub fn calibrate(machine: &mut Machine, isa: Isa, mut progress: impl FnMut(&str)
             progress(&label);
             let (bytes_per_sec, latency_nanos) =
                 link_rates(from_cpus, to_cpus).with_context(|| format!("measuring {label}"))?;
-            for link in machine.links.iter_mut().filter(|link| link.from == *from && link.to == *to) {
+            for link in machine.links.iter_mut().filter(|link| link.from == *from && link.to == *to)
+            {
                 link.bytes_per_sec = bytes_per_sec;
                 link.latency_nanos = latency_nanos;
             }
@@ -84,7 +86,10 @@ fn device_rates(team: &Team, isa: Isa) -> Result<Rates> {
         source: RateSource::Calibrated,
         read_bytes_per_sec: read_rate(team)?,
         step_nanos: step_nanos(team, isa)?,
-        linear: Format::ALL.into_iter().map(|format| linear_rate(team, isa, format)).collect::<Result<_>>()?,
+        linear: Format::ALL
+            .into_iter()
+            .map(|format| linear_rate(team, isa, format))
+            .collect::<Result<_>>()?,
         attention_flops_per_sec: attention_rate(team, isa)?,
         cache_bytes_per_sec: cache_rate(team, isa)?,
     })
@@ -115,9 +120,8 @@ fn step_nanos(team: &Team, isa: Isa) -> Result<f64> {
     const STEPS: usize = 200;
     let matrix = packed(team, Format::F32, 64, 64)?;
     let (x, mut out) = (vec![0.1; 64], vec![0.0; 64]);
-    let nanos = best(|| {
-        (0..STEPS).try_for_each(|_| multiply(team, isa, &matrix, &x, 1, &mut out))
-    })?;
+    let nanos =
+        best(|| (0..STEPS).try_for_each(|_| multiply(team, isa, &matrix, &x, 1, &mut out)))?;
     Ok(nanos / STEPS as f64)
 }
 
@@ -130,7 +134,8 @@ fn linear_rate(team: &Team, isa: Isa, format: Format) -> Result<LinearRate> {
             let x: Vec<f32> = (0..count * COLUMNS).map(made_up).collect();
             let mut out = vec![0.0; count * rows];
             let nanos = best(|| multiply(team, isa, &matrix, &x, count, &mut out))?;
-            points.push(RatePoint { tokens, weights_per_sec: (rows * COLUMNS) as f64 / nanos * 1e9 });
+            points
+                .push(RatePoint { tokens, weights_per_sec: (rows * COLUMNS) as f64 / nanos * 1e9 });
         }
     }
     Ok(LinearRate { format, points })
@@ -330,7 +335,8 @@ impl<'a> Pieces<'a> {
 
     fn fill(&self, team: &Team, fill: impl Fn(std::ops::Range<usize>, &mut [u64]) + Sync) {
         team.run(|member| {
-            let mut piece = self.0[member].lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+            let mut piece =
+                self.0[member].lock().unwrap_or_else(std::sync::PoisonError::into_inner);
             let (range, piece) = &mut *piece;
             fill(range.clone(), piece);
         });

@@ -52,8 +52,7 @@ impl Checkpoint {
         }
         let size = source.dtype.bytes() as usize;
         let start = source.offset as usize + view.row_offset(rows.start) * size;
-        let end = source.offset as usize
-            + (view.row_offset(rows.end - 1) + view.columns) * size;
+        let end = source.offset as usize + (view.row_offset(rows.end - 1) + view.columns) * size;
         #[cfg(target_os = "linux")]
         if let Some(map) = self.maps.get(source.file) {
             // An older system refuses, and then pages are mapped as they are touched.

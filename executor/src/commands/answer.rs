@@ -57,9 +57,12 @@ pub(super) fn print(text: &str) -> Result<()> {
 /// `12 prompt tokens, 31.2 ms to the first token, 40 tokens at 52.1 tok/s`.
 pub(super) fn summary(timings: &Timings) -> String {
     let first = timings.prompt.as_secs_f64() * 1e3;
-    let prompt = format!("{} prompt tokens, {first:.1} ms to the first token", timings.prompt_tokens);
+    let prompt =
+        format!("{} prompt tokens, {first:.1} ms to the first token", timings.prompt_tokens);
     match rate(timings.decoded_tokens, timings.decode.as_secs_f64()) {
-        Some(rate) => format!("{prompt}, then {} tokens at {rate:.1} tok/s", timings.decoded_tokens),
+        Some(rate) => {
+            format!("{prompt}, then {} tokens at {rate:.1} tok/s", timings.decoded_tokens)
+        }
         None => prompt,
     }
 }
@@ -83,7 +86,11 @@ fn prompt_ids(session: &Session, arguments: &AnswerArguments) -> Result<Vec<u32>
     }
     let system = arguments.system.iter().map(|system| message("system", system));
     let messages = system.chain([message("user", &text)]).collect();
-    tokenizer.encode_chat(&ChatRequest { messages, add_generation_prompt: true, ..Default::default() })
+    tokenizer.encode_chat(&ChatRequest {
+        messages,
+        add_generation_prompt: true,
+        ..Default::default()
+    })
 }
 
 fn to_json(session: &Session, prompt: &[u32], answer: &Answer) -> Value {

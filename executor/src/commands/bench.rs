@@ -10,9 +10,9 @@ use serde_json::json;
 use executor::engine::Engine;
 use executor::generation::GenerationOverrides;
 
+use super::BenchArguments;
 use super::answer::print;
 use super::session::Session;
-use super::BenchArguments;
 
 /// What is measured in each round.
 struct Test {
@@ -97,7 +97,8 @@ fn forecast_decode(plan: &Plan, sequences: usize) -> Option<f64> {
 }
 
 fn to_markdown(model: &str, tests: &[Test]) -> String {
-    let mut text = String::from("| model | test | tok/s | forecast |\n| --- | --- | ---: | ---: |\n");
+    let mut text =
+        String::from("| model | test | tok/s | forecast |\n| --- | --- | ---: | ---: |\n");
     for test in tests {
         let forecast = test.forecast.map_or("–".into(), |rate| format!("{rate:.1}"));
         let (mean, deviation) = test.mean_and_deviation();

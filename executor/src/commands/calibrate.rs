@@ -14,7 +14,8 @@ pub(super) fn run(arguments: CalibrateArguments) -> Result<()> {
         Some(path) => {
             let name = path.display();
             let text = std::fs::read_to_string(path).with_context(|| format!("reading {name}"))?;
-            ron::from_str::<Machine>(&text).with_context(|| format!("{name} is not a machine file"))?
+            ron::from_str::<Machine>(&text)
+                .with_context(|| format!("{name} is not a machine file"))?
         }
         None => probe::machine(None)?,
     };
@@ -23,7 +24,9 @@ pub(super) fn run(arguments: CalibrateArguments) -> Result<()> {
         bail!("the machine file describes another machine: {}", differences.join("; "));
     }
     let spinner = ProgressBar::new_spinner();
-    calibrate(&mut machine, Isa::detect(), |what| spinner.set_message(format!("measuring {what}")))?;
+    calibrate(&mut machine, Isa::detect(), |what| {
+        spinner.set_message(format!("measuring {what}"))
+    })?;
     spinner.finish_and_clear();
     let style = ron::ser::PrettyConfig::new().struct_names(false).indentor("  ").new_line("\n");
     let text = ron::ser::to_string_pretty(&machine, style)? + "\n";

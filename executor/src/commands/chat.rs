@@ -52,7 +52,8 @@ pub(super) fn run(session: &mut Session, system: Option<&str>, abort: &AtomicBoo
         };
         let ids = session.tokenizer()?.encode_chat(&request)?;
         // What is cached of an equal beginning need not be fed again; at least one token must be.
-        let same = session.engine.tokens(sequence).iter().zip(&ids).take_while(|(a, b)| a == b).count();
+        let same =
+            session.engine.tokens(sequence).iter().zip(&ids).take_while(|(a, b)| a == b).count();
         session.engine.truncate(sequence, same.min(ids.len() - 1));
         let kept = session.engine.tokens(sequence).len();
         abort.store(false, Ordering::Relaxed);

@@ -40,5 +40,7 @@ fn read_ids(path: &Path) -> Result<Vec<u32>> {
         }
     };
     let id = |value: &Value| value.as_u64().and_then(|id| u32::try_from(id).ok());
-    list.iter().map(|value| id(value).with_context(|| format!("{name}: {value} is no token id"))).collect()
+    list.iter()
+        .map(|value| id(value).with_context(|| format!("{name}: {value} is no token id")))
+        .collect()
 }

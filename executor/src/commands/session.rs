@@ -125,9 +125,11 @@ fn load_with_progress(
     trace: bool,
 ) -> Result<executor::executor::Executor> {
     let options = Options { trace, ..arguments.options()? };
-    let bar = if std::io::stderr().is_terminal() { ProgressBar::new(0) } else { ProgressBar::hidden() };
-    let style = ProgressStyle::with_template("loading {bar:40} {bytes} of {total_bytes}, {bytes_per_sec}")
-        .context("the template of the progress bar is malformed")?;
+    let bar =
+        if std::io::stderr().is_terminal() { ProgressBar::new(0) } else { ProgressBar::hidden() };
+    let style =
+        ProgressStyle::with_template("loading {bar:40} {bytes} of {total_bytes}, {bytes_per_sec}")
+            .context("the template of the progress bar is malformed")?;
     bar.set_style(style);
     let executor = load(file, &options, |loaded, total| {
         bar.set_length(total);

@@ -35,7 +35,9 @@ fn linear(isa: Isa, format: Format, tokens: usize) -> String {
         (_, Isa::Portable) => "plain Rust",
         (Encoding::Tiles, _) => "AMX tiles of bf16",
         (Encoding::Pairs, _) => "AVX-512 dot products of bf16",
-        (Encoding::Blocks { .. }, Isa::Avx512Bf16Vnni | Isa::Amx) => "AVX-512 VNNI dot products of 8-bit integers",
+        (Encoding::Blocks { .. }, Isa::Avx512Bf16Vnni | Isa::Amx) => {
+            "AVX-512 VNNI dot products of 8-bit integers"
+        }
         (Encoding::Blocks { .. }, Isa::Avx2 | Isa::Avx512) => "AVX2 products of 8-bit integers",
         (Encoding::Float | Encoding::Rounded, Isa::Avx2) => "AVX2 FMA of f32",
         (Encoding::Float | Encoding::Rounded, Isa::Avx512 | Isa::Avx512Bf16Vnni | Isa::Amx) => {
