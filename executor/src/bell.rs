@@ -8,6 +8,9 @@ use std::time::{Duration, Instant};
 /// How long a waiter spins: longer than the gap between two steps of unlike lanes of a tensor-parallel
 /// layer (tens of microseconds), shorter than a scheduler's slice.
 const SPIN: Duration = Duration::from_micros(50);
+/// How often a sleeper looks without a ring: for what is raised by those who know no bell, as signal
+/// handlers are. A twentieth of a second is no delay to a person.
+const LOOK: Duration = Duration::from_millis(50);
 /// Pauses between two looks at the clock: 64 take about 1 µs.
 const PAUSES: u32 = 64;
 
@@ -39,7 +42,8 @@ impl Bell {
         // that store, or the ringer sees this sleeper and must take the lock before it notifies.
         self.sleepers.fetch_add(1, Ordering::SeqCst);
         while !is_ready() {
-            guard = self.rings.wait(guard).unwrap_or_else(PoisonError::into_inner);
+            let waited = self.rings.wait_timeout(guard, LOOK);
+            guard = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
         self.sleepers.fetch_sub(1, Ordering::SeqCst);
     }

@@ -1,6 +1,6 @@
 //! A loaded plan: starts runs and lets their lanes work.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::thread::JoinHandle;
 
 use anyhow::{Context as _, Result};
@@ -9,7 +9,7 @@ use ir::trace::Trace;
 
 use crate::batch::Batch;
 use crate::lane::Inbox;
-use crate::run::{Run, RunHandle};
+use crate::run::{Failure, Run, RunHandle};
 use crate::trace::Recorder;
 
 /// Every device bound, every weight in place; lanes wait for runs.
@@ -17,8 +17,15 @@ pub struct Executor {
     plan: Arc<Plan>,
     lanes: Vec<LaneThread>,
     recorder: Option<Arc<Recorder>>,
-    /// Runs started. Held while a run is handed out, so that all lanes see runs in one order.
-    started: Mutex<u32>,
+    /// Locked while a run is handed out, so that all lanes see runs in one order.
+    started: Mutex<Started>,
+}
+
+#[derive(Default)]
+struct Started {
+    count: u32,
+    /// Those that may be under way.
+    latest: Vec<Weak<Run>>,
 }
 
 /// One lane's thread and the way to it.
@@ -33,7 +40,7 @@ impl Executor {
         lanes: Vec<LaneThread>,
         recorder: Option<Arc<Recorder>>,
     ) -> Self {
-        Self { plan, lanes, recorder, started: Mutex::new(0) }
+        Self { plan, lanes, recorder, started: Mutex::default() }
     }
 
     /// The plan that is run.
@@ -59,8 +66,10 @@ impl Executor {
         if let Some(recorder) = &self.recorder {
             recorder.start_run(program, &batch);
         }
-        let run = Arc::new(Run::new(&self.plan, program, *started, batch));
-        *started += 1;
+        let run = Arc::new(Run::new(&self.plan, program, started.count, batch));
+        started.count += 1;
+        started.latest.retain(|run| run.strong_count() > 0);
+        started.latest.push(Arc::downgrade(&run));
         for lane in &self.lanes {
             lane.inbox.push(Arc::clone(&run));
         }
@@ -76,6 +85,10 @@ impl Executor {
 
 impl Drop for Executor {
     fn drop(&mut self) {
+        let started = self.started.get_mut().unwrap_or_else(PoisonError::into_inner);
+        for run in started.latest.iter().filter_map(Weak::upgrade) {
+            run.abort(Failure::Cancelled);
+        }
         for lane in &self.lanes {
             lane.inbox.close();
         }

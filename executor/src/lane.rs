@@ -104,7 +104,7 @@ impl Lane {
             };
             if let Some(cause) = failure {
                 let step = format!("{id} ({}) of {}", step.name, program.name);
-                run.abort(Failure { step, device: self.device.name.clone(), cause });
+                run.abort(Failure::Step { step, device: self.device.name.clone(), cause });
                 return;
             }
             let end = now();

@@ -36,11 +36,18 @@ pub(crate) struct Run {
 
 /// Why a run ended early.
 #[derive(Clone, Debug)]
-pub(crate) struct Failure {
-    /// Name of the step and where it stands.
-    pub(crate) step: String,
-    pub(crate) device: String,
-    pub(crate) cause: String,
+pub(crate) enum Failure {
+    /// A step failed.
+    Step {
+        /// Its name and where it stands.
+        step: String,
+        /// Where it ran.
+        device: String,
+        /// What went wrong.
+        cause: String,
+    },
+    /// Nobody wants the result any more.
+    Cancelled,
 }
 
 /// A run under way. Dropping it does not end the run.
@@ -100,6 +107,11 @@ impl Run {
         self.is_aborted.load(Ordering::SeqCst)
     }
 
+    /// Whether all lanes have done with the run.
+    fn has_ended(&self) -> bool {
+        self.lanes_left.load(Ordering::SeqCst) == 0
+    }
+
     /// A lane has done with the run.
     pub(crate) fn leave(&self) {
         self.lanes_left.fetch_sub(1, Ordering::SeqCst);
@@ -113,8 +125,37 @@ impl RunHandle {
     /// # Errors
     /// The first failure of any lane: the step, the device and the cause.
     pub fn wait(self) -> Result<Logits> {
+        self.wait_for_lanes(|| false);
+        self.finish()
+    }
+
+    /// Waits for the end of the run, or ends it when `abort` is raised: then there are no logits, and lanes
+    /// have left the run after the steps they were at.
+    ///
+    /// # Errors
+    /// As [`RunHandle::wait`].
+    pub fn wait_unless(self, abort: &AtomicBool) -> Result<Option<Logits>> {
+        self.wait_for_lanes(|| abort.load(Ordering::Relaxed));
+        if self.run.has_ended() {
+            return self.finish().map(Some);
+        }
+        self.cancel();
+        Ok(None)
+    }
+
+    /// Ends the run and waits until its lanes have left it.
+    pub fn cancel(self) {
+        self.run.abort(Failure::Cancelled);
+        self.wait_for_lanes(|| false);
+        self.run.slots.clear();
+    }
+
+    fn wait_for_lanes(&self, gives_up: impl Fn() -> bool) {
+        self.run.end_bell.wait_until(|| self.run.has_ended() || gives_up());
+    }
+
+    fn finish(&self) -> Result<Logits> {
         let run = &self.run;
-        run.end_bell.wait_until(|| run.lanes_left.load(Ordering::SeqCst) == 0);
         if let Some(recorder) = &self.recorder {
             recorder.end_run(run.number);
         }
@@ -162,7 +203,12 @@ impl Logits {
 
 impl fmt::Display for Failure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} on {} failed: {}", self.step, self.device, self.cause)
+        match self {
+            Failure::Step { step, device, cause } => {
+                write!(f, "{step} on {device} failed: {cause}")
+            }
+            Failure::Cancelled => f.write_str("the run was cancelled"),
+        }
     }
 }
 

@@ -2,9 +2,13 @@
 
 mod common;
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use common::{Shape, compile, engine, written};
+use executor::batch::Batch;
 use executor::engine::Engine;
 use executor::load::{self, Fault, FaultKind, Options, PlanFile};
 use ir::plan::Plan;
@@ -218,4 +222,49 @@ fn plans_that_do_not_fit_their_surroundings_are_refused() {
     assert!(message.contains("plan.ron") && message.contains("version 999"), "{message}");
     let message = opened(text[..text.len() / 2].to_owned());
     assert!(message.contains("plan.ron"), "{message}");
+}
+
+#[test]
+fn an_aborted_feed_is_fed_again_whole() {
+    for shape in Shape::ALL {
+        let plan = compile(MODEL, shape, |options| options.prefill_tokens = 4);
+        let mut engine = engine(&plan, &Options::default());
+        let expected = logits(&mut engine, &[prompt(61)]);
+        let id = engine.open();
+        engine.append(id, &prompt(61)).unwrap();
+        for micros in [0, 50, 200, 500, 1000, 2000] {
+            let abort = Arc::new(AtomicBool::new(false));
+            let raised = Arc::clone(&abort);
+            let raiser = thread::spawn(move || {
+                thread::sleep(Duration::from_micros(micros));
+                raised.store(true, Ordering::Relaxed);
+            });
+            let timings = engine.generate(&[id], &abort, |_, _| Ok(Some(5))).unwrap();
+            assert!(timings.is_aborted);
+            raiser.join().unwrap();
+            engine.truncate(id, 20);
+            engine.append(id, &prompt(61)[20..]).unwrap();
+        }
+        let again = engine.advance(&[id]).unwrap();
+        assert!(distance(&expected[0], &again[0]) < 1e-4, "{shape:?}");
+    }
+}
+
+#[test]
+fn a_closed_executor_leaves_nobody_waiting() {
+    let plan = compile(MODEL, Shape::Pipeline, |_| ());
+    let (_folder, file) = written(&plan);
+    let executor = load::load(file, &Options::default(), |_, _| ()).unwrap();
+    let runs: Vec<_> = (0..200)
+        .map(|_| {
+            let mut batch = Batch::default();
+            batch.push(&prompt(200), 0, 200, &(0..20).collect::<Vec<_>>(), false);
+            executor.start(0, batch).unwrap()
+        })
+        .collect();
+    let start = Instant::now();
+    drop(executor);
+    let cancelled = runs.into_iter().filter_map(|run| run.wait().err()).count();
+    assert!(start.elapsed() < Duration::from_secs(1));
+    assert!(cancelled > 0, "some of 200 runs had not ended");
 }

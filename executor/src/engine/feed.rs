@@ -1,16 +1,36 @@
 //! Cutting what sequences are to be fed into batches, and starting a run for each.
 
 use std::collections::VecDeque;
+use std::sync::atomic::AtomicBool;
 
 use anyhow::{Context as _, Result, bail, ensure};
 use ir::plan::{Phase, Program};
 
-use super::{Engine, Pending, SequenceId};
+use super::{Engine, SequenceId};
 use crate::batch::Batch;
+use crate::run::RunHandle;
+
+/// A started run and the rows of its logits that the caller gets.
+struct Pending {
+    handle: RunHandle,
+    wanted: Vec<Wanted>,
+}
+
+/// A row of a run's logits.
+struct Wanted {
+    /// Index of the sequence among those that are fed.
+    sequence: usize,
+    /// Position of the token in its sequence.
+    position: usize,
+    row: usize,
+}
 
 impl Engine {
     /// Feeds everything appended to `ids`; calls `on_row` with the index of the sequence, the position of a
-    /// token and its logits: for the last token of each, or for all that are fed.
+    /// token and its logits: for the last token of each, or for all that are fed. Says whether it came to the
+    /// end: raising `abort` stops it.
+    ///
+    /// Where it does not come to the end, the sequences are as they were before.
     ///
     /// # Errors
     /// As [`Engine::advance`].
@@ -18,23 +38,49 @@ impl Engine {
         &mut self,
         ids: &[SequenceId],
         wants_all: bool,
+        abort: &AtomicBool,
         mut on_row: impl FnMut(usize, usize, &[f32]),
-    ) -> Result<()> {
+    ) -> Result<bool> {
         self.reserve(ids)?;
-        let mut next = 0;
-        let mut under_way: VecDeque<Pending> = VecDeque::new();
-        let most_under_way = self.executor.lanes() + 1;
-        while next < ids.len() {
-            // Always room for one more: the oldest run is waited for before another is started.
-            if under_way.len() == most_under_way
-                && let Some(oldest) = under_way.pop_front()
-            {
-                oldest.finish(&mut on_row)?;
+        let cached: Vec<usize> =
+            ids.iter().filter_map(|id| self.sequences.get(id)).map(|s| s.cached).collect();
+        let mut under_way = VecDeque::new();
+        let outcome = self.feed_in_runs(ids, wants_all, abort, &mut under_way, &mut on_row);
+        if !matches!(outcome, Ok(true)) {
+            // What was cached meanwhile is cached again, with the same values.
+            under_way.into_iter().for_each(|pending| pending.handle.cancel());
+            for (id, cached) in ids.iter().zip(cached) {
+                if let Some(sequence) = self.sequences.get_mut(id) {
+                    sequence.cached = cached;
+                }
             }
-            let pending = self.start_next(ids, &mut next, wants_all)?;
-            under_way.push_back(pending);
         }
-        under_way.into_iter().try_for_each(|pending| pending.finish(&mut on_row))
+        outcome
+    }
+
+    fn feed_in_runs(
+        &mut self,
+        ids: &[SequenceId],
+        wants_all: bool,
+        abort: &AtomicBool,
+        under_way: &mut VecDeque<Pending>,
+        on_row: &mut impl FnMut(usize, usize, &[f32]),
+    ) -> Result<bool> {
+        // Every lane can be at another run, and one more waits so that none idles.
+        let most_under_way = self.executor.lanes() + 1;
+        let mut next = 0;
+        while next < ids.len() || !under_way.is_empty() {
+            if next < ids.len() && under_way.len() < most_under_way {
+                under_way.push_back(self.start_next(ids, &mut next, wants_all)?);
+                continue;
+            }
+            let Some(Pending { handle, wanted }) = under_way.pop_front() else { break };
+            let Some(logits) = handle.wait_unless(abort)? else { return Ok(false) };
+            for Wanted { sequence, position, row } in wanted {
+                on_row(sequence, position, logits.row(row));
+            }
+        }
+        Ok(true)
     }
 
     /// Starts a run of as much as one run takes, beginning with sequence `next`.
@@ -63,9 +109,14 @@ impl Engine {
             batch.push(&sequence.tokens[past..end], past, length, &sequence.blocks, wants_all);
             sequence.cached = end;
             if wants_all {
-                wanted.extend((past..end).enumerate().map(|(i, at)| (*next, at, first_row + i)));
+                let rows = (past..end).zip(first_row..);
+                wanted.extend(rows.map(|(position, row)| Wanted {
+                    sequence: *next,
+                    position,
+                    row,
+                }));
             } else if end == length {
-                wanted.push((*next, end - 1, first_row));
+                wanted.push(Wanted { sequence: *next, position: end - 1, row: first_row });
             }
             if end < length {
                 break;

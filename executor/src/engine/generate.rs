@@ -27,11 +27,11 @@ impl Engine {
     ///
     /// `choose` gets the index of the sequence and the logits after its last token, and returns the next
     /// token, or `None` where the sequence ends. It is called in the order of `ids`. Sequences stay open,
-    /// with everything that was fed. When `abort` is raised, generation ends before the next run.
+    /// with everything that was fed. Raising `abort` ends generation within the step of a run; tokens that were
+    /// not fed whole then wait to be fed again.
     ///
     /// # Errors
-    /// As [`Engine::advance`] and [`Engine::append`], or when `choose` fails. The sequences are then good
-    /// for nothing but to be closed.
+    /// As [`Engine::advance`] and [`Engine::append`], or when `choose` fails.
     pub fn generate(
         &mut self,
         ids: &[SequenceId],
@@ -50,7 +50,7 @@ impl Engine {
             let fed: Vec<SequenceId> = active.iter().map(|&index| ids[index]).collect();
             let tokens: usize = fed.iter().map(|&id| self.unfed(id)).sum();
             let mut chosen = Vec::new();
-            self.feed(&fed, false, |position, _, logits| {
+            let is_fed = self.feed(&fed, false, abort, |position, _, logits| {
                 let now = Instant::now();
                 if is_prompt && chosen.is_empty() {
                     timings.prompt = now - start;
@@ -59,6 +59,10 @@ impl Engine {
                 let index = active[position];
                 chosen.push((index, choose(index, logits)));
             })?;
+            if !is_fed {
+                timings.is_aborted = true;
+                break;
+            }
             if is_prompt {
                 timings.prompt_tokens = tokens;
             } else {

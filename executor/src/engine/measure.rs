@@ -1,5 +1,6 @@
 //! Measuring a model: how well it predicts a text. Measuring the machine: how fast it feeds and decodes.
 
+use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, ensure};
@@ -33,8 +34,9 @@ impl Engine {
         ensure!(tokens.len() > 1, "a perplexity needs at least two tokens, not {}", tokens.len());
         let id = self.open();
         let scored = self.append(id, tokens).and_then(|()| {
+            let never = AtomicBool::new(false);
             let (mut sum, mut last_logits) = (0.0, Vec::new());
-            self.feed(&[id], true, |_, position, logits| match tokens.get(position + 1) {
+            self.feed(&[id], true, &never, |_, position, logits| match tokens.get(position + 1) {
                 Some(&next) => sum += negative_log_likelihood(logits, next),
                 None => last_logits = logits.to_vec(),
             })?;
@@ -72,11 +74,12 @@ impl Engine {
             .iter()
             .try_for_each(|&id| self.feed_made_up(id, depth.max(1)).map(drop))
             .and_then(|()| {
+                let never = AtomicBool::new(false);
                 let start = Instant::now();
                 for number in 0..tokens {
                     let token = self.made_up(number);
                     ids.iter().try_for_each(|&id| self.append(id, &[token]))?;
-                    self.feed(&ids, false, |_, _, _| ())?;
+                    self.feed(&ids, false, &never, |_, _, _| ())?;
                 }
                 Ok(start.elapsed())
             });
@@ -88,7 +91,7 @@ impl Engine {
         let tokens: Vec<u32> = (0..tokens).map(|number| self.made_up(number)).collect();
         self.append(id, &tokens)?;
         let start = Instant::now();
-        self.feed(&[id], false, |_, _, _| ())?;
+        self.feed(&[id], false, &AtomicBool::new(false), |_, _, _| ())?;
         Ok(start.elapsed())
     }
 

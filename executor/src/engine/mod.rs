@@ -9,6 +9,7 @@ mod generate;
 mod measure;
 
 use std::collections::BTreeMap;
+use std::sync::atomic::AtomicBool;
 
 use anyhow::{Context as _, Result, ensure};
 use ir::plan::Plan;
@@ -17,7 +18,6 @@ use self::blocks::Blocks;
 pub use self::generate::Timings;
 pub use self::measure::Perplexity;
 use crate::executor::Executor;
-use crate::run::Logits;
 
 /// Sequences over one executor.
 pub struct Engine {
@@ -107,10 +107,12 @@ impl Engine {
     /// in their order. As many runs are under way at a time as the plan has lanes, and one more.
     ///
     /// # Errors
-    /// When the cache is full, nothing was appended to a sequence, or a lane fails.
+    /// When the cache is full, nothing was appended to a sequence, or a lane fails. The sequences are then as
+    /// they were before.
     pub fn advance(&mut self, ids: &[SequenceId]) -> Result<Vec<Vec<f32>>> {
         let mut last = vec![Vec::new(); ids.len()];
-        self.feed(ids, false, |index, _, logits| last[index] = logits.to_vec())?;
+        let never = AtomicBool::new(false);
+        self.feed(ids, false, &never, |index, _, logits| last[index] = logits.to_vec())?;
         Ok(last)
     }
 }
@@ -122,24 +124,5 @@ pub fn check_tokens(tokens: &[u32], vocabulary: u32) -> Result<()> {
             "token id {token} is out of range: the vocabulary has {vocabulary} tokens"
         )),
         None => Ok(()),
-    }
-}
-
-/// Rows of one run's logits that a caller wants: which sequence, position of its token, row.
-type Wanted = Vec<(usize, usize, usize)>;
-
-/// A started run and what to do with its logits.
-struct Pending {
-    handle: crate::run::RunHandle,
-    wanted: Wanted,
-}
-
-impl Pending {
-    fn finish(self, on_row: &mut impl FnMut(usize, usize, &[f32])) -> Result<()> {
-        let logits: Logits = self.handle.wait()?;
-        for (index, position, row) in self.wanted {
-            on_row(index, position, logits.row(row));
-        }
-        Ok(())
     }
 }
