@@ -129,7 +129,7 @@ fn load_with_progress(
     let bar =
         if std::io::stderr().is_terminal() { ProgressBar::new(0) } else { ProgressBar::hidden() };
     let style =
-        ProgressStyle::with_template("loading {bar:40} {bytes} of {total_bytes}, {bytes_per_sec}")
+        ProgressStyle::with_template("loading {bar:24} {bytes} of {total_bytes}, {bytes_per_sec}")
             .context("the template of the progress bar is malformed")?;
     bar.set_style(style);
     let executor = load(file, &options, |loaded, total| {
