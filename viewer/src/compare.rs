@@ -43,7 +43,11 @@ pub fn compare(before: &Scene, after: &Scene, program: usize) -> Comparison {
             continue;
         };
         let (a, b) = (&before.summaries[number], &after.summaries[other]);
-        comparison.programs.push(times(format!("{} predicted", row.name), a.predicted_nanos, b.predicted_nanos));
+        comparison.programs.push(times(
+            format!("{} predicted", row.name),
+            a.predicted_nanos,
+            b.predicted_nanos,
+        ));
         if let (Some(a), Some(b)) = (a.measured_nanos, b.measured_nanos) {
             comparison.programs.push(times(format!("{} measured", row.name), a, b));
         }
@@ -58,7 +62,8 @@ pub fn compare(before: &Scene, after: &Scene, program: usize) -> Comparison {
 }
 
 fn compare_devices(before: &Scene, after: &Scene, comparison: &mut Comparison) {
-    let mut names: Vec<&str> = before.devices.iter().chain(&after.devices).map(|d| d.name.as_str()).collect();
+    let mut names: Vec<&str> =
+        before.devices.iter().chain(&after.devices).map(|d| d.name.as_str()).collect();
     names.sort_unstable();
     names.dedup();
     for name in names {
@@ -67,7 +72,13 @@ fn compare_devices(before: &Scene, after: &Scene, comparison: &mut Comparison) {
             (Some(a), Some(b)) => {
                 let (a, b) = (&before.devices[a], &after.devices[b]);
                 if a.used_bytes() != b.used_bytes() || a.capacity_bytes != b.capacity_bytes {
-                    let text = |device: &crate::scene::Device| format!("{} of {}", quantity::bytes(device.used_bytes()), quantity::bytes(device.capacity_bytes));
+                    let text = |device: &crate::scene::Device| {
+                        format!(
+                            "{} of {}",
+                            quantity::bytes(device.used_bytes()),
+                            quantity::bytes(device.capacity_bytes)
+                        )
+                    };
                     comparison.devices.push(Difference {
                         subject: name.to_owned(),
                         before: text(a),
@@ -83,14 +94,24 @@ fn compare_devices(before: &Scene, after: &Scene, comparison: &mut Comparison) {
     }
 }
 
-fn compare_blocks((before, p): (&Scene, usize), (after, q): (&Scene, usize), comparison: &mut Comparison) {
+fn compare_blocks(
+    (before, p): (&Scene, usize),
+    (after, q): (&Scene, usize),
+    comparison: &mut Comparison,
+) {
     let (first, second) = (&before.programs[p], &after.programs[q]);
-    let by_name: BTreeMap<&str, usize> =
-        second.blocks.iter().enumerate().map(|(number, block)| (block.name.as_str(), number)).collect();
+    let by_name: BTreeMap<&str, usize> = second
+        .blocks
+        .iter()
+        .enumerate()
+        .map(|(number, block)| (block.name.as_str(), number))
+        .collect();
     let mut changed: Vec<(usize, usize)> = Vec::new();
     for (number, block) in first.blocks.iter().enumerate() {
         match by_name.get(block.name.as_str()) {
-            Some(&other) if differs(before, block, after, &second.blocks[other]) => changed.push((number, other)),
+            Some(&other) if differs(before, block, after, &second.blocks[other]) => {
+                changed.push((number, other))
+            }
             Some(_) => (),
             None => comparison.blocks.push(only(&block.title(), "only in the first")),
         }
@@ -108,15 +129,22 @@ fn compare_blocks((before, p): (&Scene, usize), (after, q): (&Scene, usize), com
         let mut end = at + 1;
         while end < changed.len()
             && changed[end].0 == changed[end - 1].0 + 1
-            && (place(before, &first.blocks[changed[end].0], p), place(after, &second.blocks[changed[end].1], q)) == key
+            && (
+                place(before, &first.blocks[changed[end].0], p),
+                place(after, &second.blocks[changed[end].1], q),
+            ) == key
         {
             end += 1;
         }
         let rows = &changed[at..end];
         let subjects: Vec<usize> = rows.iter().map(|&(a, _)| a).collect();
         let sum = |blocks: &mut dyn Iterator<Item = u64>| blocks.fold(0, u64::saturating_add);
-        let measured = rows.iter().all(|&(a, b)| first.blocks[a].measured_nanos.is_some() && second.blocks[b].measured_nanos.is_some());
-        let nanos = |block: &Block| if measured { block.measured_nanos.unwrap_or(0) } else { block.predicted_nanos };
+        let measured = rows.iter().all(|&(a, b)| {
+            first.blocks[a].measured_nanos.is_some() && second.blocks[b].measured_nanos.is_some()
+        });
+        let nanos = |block: &Block| {
+            if measured { block.measured_nanos.unwrap_or(0) } else { block.predicted_nanos }
+        };
         let before_nanos = sum(&mut rows.iter().map(|&(a, _)| nanos(&first.blocks[a])));
         let after_nanos = sum(&mut rows.iter().map(|&(_, b)| nanos(&second.blocks[b])));
         let verb = if measured { "measured" } else { "predicted" };
@@ -133,7 +161,8 @@ fn compare_blocks((before, p): (&Scene, usize), (after, q): (&Scene, usize), com
 
 /// `gpu0 in bf16`.
 fn place_text(scene: &Scene, program: usize, block: &Block) -> String {
-    let names: Vec<String> = block.devices.iter().map(|&device| scene.device_name(device)).collect();
+    let names: Vec<String> =
+        block.devices.iter().map(|&device| scene.device_name(device)).collect();
     let formats = block.steps.iter().filter_map(|&step| {
         let step = &scene.programs[program].steps[step];
         step.format.filter(|_| step.weight_bytes > 0)
@@ -142,7 +171,11 @@ fn place_text(scene: &Scene, program: usize, block: &Block) -> String {
     formats.sort_unstable();
     formats.dedup();
     let formats: Vec<String> = formats.iter().map(ToString::to_string).collect();
-    if formats.is_empty() { names.join(" + ") } else { format!("{} in {}", names.join(" + "), formats.join(", ")) }
+    if formats.is_empty() {
+        names.join(" + ")
+    } else {
+        format!("{} in {}", names.join(" + "), formats.join(", "))
+    }
 }
 
 fn differs(before: &Scene, a: &Block, after: &Scene, b: &Block) -> bool {

@@ -61,12 +61,18 @@ fn strip(ui: &mut Ui, colors: &Scene, scene: &Scene, title: &str, program: &str,
     };
     let program = &scene.programs[number];
     let summary = &scene.summaries[number];
-    let measured = summary.measured_nanos.map(|nanos| format!(", measured {}", quantity::nanos(nanos as f64)));
+    let measured =
+        summary.measured_nanos.map(|nanos| format!(", measured {}", quantity::nanos(nanos as f64)));
     ui.horizontal(|ui| {
         ui.strong(title);
-        ui.label(format!("predicted {}{}", quantity::nanos(summary.predicted_nanos as f64), measured.unwrap_or_default()));
+        ui.label(format!(
+            "predicted {}{}",
+            quantity::nanos(summary.predicted_nanos as f64),
+            measured.unwrap_or_default()
+        ));
     });
-    let (rect, response) = ui.allocate_exact_size(vec2(ui.available_width() - 8.0, 34.0), Sense::click());
+    let (rect, response) =
+        ui.allocate_exact_size(vec2(ui.available_width() - 8.0, 34.0), Sense::click());
     let count = program.blocks.len().max(1) as f32;
     let clicked = response.interact_pointer_pos().filter(|_| response.clicked());
     for (number, block) in program.blocks.iter().enumerate() {
@@ -80,14 +86,32 @@ fn strip(ui: &mut Ui, colors: &Scene, scene: &Scene, title: &str, program: &str,
             let color = known.map_or(egui::Color32::GRAY, |device| theme::device(colors, device));
             let top = cell.top() + cell.height() * part as f32 / parts;
             let height = cell.height() / parts;
-            ui.painter().rect_filled(Rect::from_min_size(pos2(cell.left(), top), vec2(cell.width(), height)), 1.0, color);
+            ui.painter().rect_filled(
+                Rect::from_min_size(pos2(cell.left(), top), vec2(cell.width(), height)),
+                1.0,
+                color,
+            );
         }
         if cell.width() > 18.0 {
-            let text = block.number.map_or_else(|| block.name.chars().take(3).collect(), |number| number.to_string());
-            ui.painter().text(cell.center(), Align2::CENTER_CENTER, text, FontId::proportional(11.0), egui::Color32::BLACK);
+            let text = block
+                .number
+                .map_or_else(|| block.name.chars().take(3).collect(), |number| number.to_string());
+            ui.painter().text(
+                cell.center(),
+                Align2::CENTER_CENTER,
+                text,
+                FontId::proportional(11.0),
+                egui::Color32::BLACK,
+            );
         }
-        if matches!(view.selection, Selection::Blocks(first, last) if (first..=last).contains(&number)) {
-            ui.painter().rect_stroke(cell, 1.0, Stroke::new(2.0, theme::strong(ui)), StrokeKind::Inside);
+        if matches!(view.selection, Selection::Blocks(first, last) if (first..=last).contains(&number))
+        {
+            ui.painter().rect_stroke(
+                cell,
+                1.0,
+                Stroke::new(2.0, theme::strong(ui)),
+                StrokeKind::Inside,
+            );
         }
         if clicked.is_some_and(|at| cell.contains(at)) {
             view.selection = Selection::Blocks(number, number);
@@ -96,7 +120,13 @@ fn strip(ui: &mut Ui, colors: &Scene, scene: &Scene, title: &str, program: &str,
     ui.add_space(4.0);
 }
 
-fn table(ui: &mut Ui, title: &str, (first, second): (&str, &str), rows: &[Difference], view: &mut View) {
+fn table(
+    ui: &mut Ui,
+    title: &str,
+    (first, second): (&str, &str),
+    rows: &[Difference],
+    view: &mut View,
+) {
     if rows.is_empty() {
         return;
     }

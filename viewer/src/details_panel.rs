@@ -49,7 +49,10 @@ fn row(ui: &mut Ui, name: &str, value: impl Into<String>) {
 fn share_row(ui: &mut Ui, name: &str, share: f64, value: &str) {
     let (rect, _) = ui.allocate_exact_size(vec2(ui.available_width(), 18.0), Sense::hover());
     let bar = Rect::from_min_max(rect.min + vec2(84.0, 3.0), rect.max - vec2(104.0, 3.0));
-    let filled = Rect::from_min_size(bar.min, vec2(bar.width() * share.clamp(0.0, 1.0) as f32, bar.height()));
+    let filled = Rect::from_min_size(
+        bar.min,
+        vec2(bar.width() * share.clamp(0.0, 1.0) as f32, bar.height()),
+    );
     ui.painter().rect_filled(bar, 2.0, ui.visuals().extreme_bg_color);
     ui.painter().rect_filled(filled, 2.0, ui.visuals().selection.bg_fill);
     let text = ui.visuals().text_color();
@@ -76,7 +79,8 @@ fn show_plan(ui: &mut Ui, scene: &Scene, view: &View) {
             .map(|(device, &nanos)| (device.name.clone(), nanos))
             .collect();
         shares.push(("movement".to_owned(), summary.critical_nanos.last().copied().unwrap_or(0)));
-        let worked: u64 = summary.critical_nanos.iter().fold(0, |sum, &nanos| sum.saturating_add(nanos));
+        let worked: u64 =
+            summary.critical_nanos.iter().fold(0, |sum, &nanos| sum.saturating_add(nanos));
         shares.push(("between steps".to_owned(), summary.critical_end.saturating_sub(worked)));
         for (name, nanos) in shares {
             share_row(ui, &name, nanos as f64 / whole, &quantity::nanos(nanos as f64));
@@ -86,23 +90,44 @@ fn show_plan(ui: &mut Ui, scene: &Scene, view: &View) {
     if !scene.candidates.is_empty() {
         ui.strong("Placements that were priced");
         for candidate in scene.candidates.iter().take(12) {
-            let nanos = |nanos: Option<u64>| nanos.map_or_else(|| "–".to_owned(), |nanos| quantity::nanos(nanos as f64));
+            let nanos = |nanos: Option<u64>| {
+                nanos.map_or_else(|| "–".to_owned(), |nanos| quantity::nanos(nanos as f64))
+            };
             let text = match &candidate.missing {
                 Some(missing) => format!("does not fit: {missing}"),
-                None => format!("decode {}, prefill {}", nanos(candidate.decode_nanos), nanos(candidate.prefill_nanos)),
+                None => format!(
+                    "decode {}, prefill {}",
+                    nanos(candidate.decode_nanos),
+                    nanos(candidate.prefill_nanos)
+                ),
             };
             row(ui, &candidate.name, text);
         }
         ui.add_space(6.0);
     }
     if scene.devices.iter().any(|device| !device.is_calibrated) {
-        let names: Vec<&str> = scene.devices.iter().filter(|device| !device.is_calibrated).map(|device| device.name.as_str()).collect();
-        ui.label(format!("Rates of {} are nominal, not measured: predictions are guesses.", names.join(", ")));
+        let names: Vec<&str> = scene
+            .devices
+            .iter()
+            .filter(|device| !device.is_calibrated)
+            .map(|device| device.name.as_str())
+            .collect();
+        ui.label(format!(
+            "Rates of {} are nominal, not measured: predictions are guesses.",
+            names.join(", ")
+        ));
     }
     ui.weak("Click a card, a span or a row to see what it is and why it is there.");
 }
 
-fn show_step(ui: &mut Ui, scene: &Scene, view: &mut View, program: &Program, step: &Step, run: Option<usize>) {
+fn show_step(
+    ui: &mut Ui,
+    scene: &Scene,
+    view: &mut View,
+    program: &Program,
+    step: &Step,
+    run: Option<usize>,
+) {
     ui.heading(&step.name);
     ui.label(RichText::new(&step.action).monospace().small());
     ui.add_space(4.0);
@@ -129,7 +154,8 @@ fn show_step(ui: &mut Ui, scene: &Scene, view: &mut View, program: &Program, ste
         row(ui, "error", step.error().map(quantity::change).unwrap_or_default());
     }
     if let Some(run) = run
-        && let Some(times) = scene.runs.get(run).and_then(|run| run.times.get(step.number).copied().flatten())
+        && let Some(times) =
+            scene.runs.get(run).and_then(|run| run.times.get(step.number).copied().flatten())
     {
         row(ui, &format!("in run {run}"), quantity::nanos((times.end - times.start) as f64));
         row(ui, "waited", quantity::nanos(times.start.saturating_sub(times.ready) as f64));
@@ -138,7 +164,12 @@ fn show_step(ui: &mut Ui, scene: &Scene, view: &mut View, program: &Program, ste
     row(ui, "reads", step.reads.join("\n"));
     row(ui, "writes", step.writes.join("\n"));
     row(ui, "weights", step.weights.join("\n"));
-    for (name, bytes) in [("weight bytes", step.weight_bytes), ("cache bytes", step.cache_bytes), ("buffer bytes", step.buffer_bytes), ("moved bytes", step.moved_bytes)] {
+    for (name, bytes) in [
+        ("weight bytes", step.weight_bytes),
+        ("cache bytes", step.cache_bytes),
+        ("buffer bytes", step.buffer_bytes),
+        ("moved bytes", step.moved_bytes),
+    ] {
         if bytes > 0 {
             row(ui, name, quantity::bytes(bytes));
         }
@@ -160,7 +191,10 @@ fn show_step(ui: &mut Ui, scene: &Scene, view: &mut View, program: &Program, ste
         ui.label(RichText::new("waits for").color(theme::weak(ui)).small());
         for &wait in &step.waits {
             let other = &program.steps[wait];
-            if ui.link(format!("s{wait} {} on {}", other.name, scene.device_name(other.device))).clicked() {
+            if ui
+                .link(format!("s{wait} {} on {}", other.name, scene.device_name(other.device)))
+                .clicked()
+            {
                 view.selection = Selection::Step(wait, view.run);
                 view.keep_in_sight(scene, wait);
             }
@@ -168,16 +202,25 @@ fn show_step(ui: &mut Ui, scene: &Scene, view: &mut View, program: &Program, ste
     }
 }
 
-fn show_blocks(ui: &mut Ui, scene: &Scene, view: &View, blocks: &[Block], first: usize, last: usize) {
+fn show_blocks(
+    ui: &mut Ui,
+    scene: &Scene,
+    view: &View,
+    blocks: &[Block],
+    first: usize,
+    last: usize,
+) {
     let numbers: Vec<usize> = (first..=last).collect();
     ui.heading(scene.blocks_text(view.program, &numbers));
     let block = &blocks[0];
-    let names: Vec<String> = block.devices.iter().map(|&device| scene.device_name(device)).collect();
+    let names: Vec<String> =
+        block.devices.iter().map(|&device| scene.device_name(device)).collect();
     row(ui, "on", names.join(" + "));
     row(ui, "because", block.cause.clone());
     row(ui, "next best", block.runner_up.clone().unwrap_or_default());
     ui.add_space(4.0);
-    let predicted: u64 = blocks.iter().map(|block| block.predicted_nanos).fold(0, u64::saturating_add);
+    let predicted: u64 =
+        blocks.iter().map(|block| block.predicted_nanos).fold(0, u64::saturating_add);
     row(ui, "predicted", quantity::nanos(predicted as f64));
     let measured: Option<u64> = blocks.iter().map(|block| block.measured_nanos).sum();
     if let Some(measured) = measured {
@@ -193,14 +236,20 @@ fn show_blocks(ui: &mut Ui, scene: &Scene, view: &View, blocks: &[Block], first:
         row(ui, "each layer", format!("{count} × {verb} of {}", quantity::bytes(*bytes)));
     }
     ui.add_space(6.0);
-    ui.weak("Drag the card to another column, or use its context menu, to ask what that would cost.");
+    ui.weak(
+        "Drag the card to another column, or use its context menu, to ask what that would cost.",
+    );
 }
 
 fn show_device(ui: &mut Ui, scene: &Scene, view: &mut View, program: &Program, number: usize) {
     let Some(device) = scene.devices.get(number) else { return };
     ui.heading(&device.name);
     row(ui, "is a", if device.is_gpu { "GPU" } else { "NUMA node" });
-    row(ui, "rates", if device.is_calibrated { "measured" } else { "nominal: predictions are guesses" });
+    row(
+        ui,
+        "rates",
+        if device.is_calibrated { "measured" } else { "nominal: predictions are guesses" },
+    );
     row(ui, "capacity", quantity::bytes(device.capacity_bytes));
     row(ui, "weights", quantity::bytes(device.weight_bytes));
     row(ui, "KV cache", quantity::bytes(device.cache_bytes));
@@ -213,7 +262,11 @@ fn show_device(ui: &mut Ui, scene: &Scene, view: &mut View, program: &Program, n
         if !matches!(scene.lanes[*lane].kind, LaneKind::Queue(device, _) if device == number) {
             continue;
         }
-        row(ui, &scene.lanes[*lane].name, format!("busy {}", quantity::share(*busy as f64 / whole)));
+        row(
+            ui,
+            &scene.lanes[*lane].name,
+            format!("busy {}", quantity::share(*busy as f64 / whole)),
+        );
         let mut waits: Vec<_> = timing.idle.iter().filter(|idle| idle.queue == queue).collect();
         waits.sort_by_key(|idle| std::cmp::Reverse(idle.end - idle.start));
         for idle in waits.into_iter().take(5) {
@@ -237,7 +290,11 @@ fn show_area(ui: &mut Ui, scene: &Scene, program: &Program, area: Area) {
         let (count, nanos) = sum_within(bars, area);
         if count > 0 {
             let share = nanos / (area.end - area.start).max(1.0);
-            row(ui, &row_of.name, format!("{count} spans, {} ({})", quantity::nanos(nanos), quantity::share(share)));
+            row(
+                ui,
+                &row_of.name,
+                format!("{count} spans, {} ({})", quantity::nanos(nanos), quantity::share(share)),
+            );
         }
     }
 }

@@ -34,8 +34,10 @@ impl Document {
     /// or a trace of another plan, opens with findings.
     pub fn open(plan_path: &Path, trace_path: Option<&Path>) -> Result<Self> {
         let bytes = read(plan_path)?;
-        let text = std::str::from_utf8(&bytes).with_context(|| format!("reading {}", plan_path.display()))?;
-        let plan = Plan::from_ron(text).with_context(|| format!("reading {}", plan_path.display()))?;
+        let text = std::str::from_utf8(&bytes)
+            .with_context(|| format!("reading {}", plan_path.display()))?;
+        let plan =
+            Plan::from_ron(text).with_context(|| format!("reading {}", plan_path.display()))?;
         let trace = trace_path.map(|path| read_trace(path)).transpose()?;
         let scene = scene(&plan, trace.as_ref(), ir::fingerprint(&bytes));
         Ok(Document {
@@ -65,20 +67,27 @@ impl Document {
 /// The scene of a plan whose file has the fingerprint, with all findings.
 pub fn scene(plan: &Plan, trace: Option<&Trace>, fingerprint: u64) -> Scene {
     let violations = ir::check::check(plan);
-    let mut findings: Vec<String> =
-        violations.iter().take(MOST_FINDINGS).map(|violation| format!("the plan is unsound: {violation}")).collect();
+    let mut findings: Vec<String> = violations
+        .iter()
+        .take(MOST_FINDINGS)
+        .map(|violation| format!("the plan is unsound: {violation}"))
+        .collect();
     if violations.len() > MOST_FINDINGS {
         findings.push(format!("and {} more", violations.len() - MOST_FINDINGS));
     }
     if trace.is_some_and(|trace| trace.plan != fingerprint) {
-        findings.insert(0, "the trace was recorded with another plan, or the plan has changed since".to_owned());
+        findings.insert(
+            0,
+            "the trace was recorded with another plan, or the plan has changed since".to_owned(),
+        );
     }
     Scene::new(plan, trace, findings)
 }
 
 /// Whether a file holds a trace rather than a plan, by its first lines.
 pub fn is_trace(path: &Path) -> bool {
-    let head = fs::read(path).map(|bytes| bytes[..bytes.len().min(4096)].to_vec()).unwrap_or_default();
+    let head =
+        fs::read(path).map(|bytes| bytes[..bytes.len().min(4096)].to_vec()).unwrap_or_default();
     let head = String::from_utf8_lossy(&head);
     !head.contains("model:") && head.contains("runs:")
 }
@@ -89,7 +98,8 @@ fn read(path: &Path) -> Result<Vec<u8>> {
 
 fn read_trace(path: &Path) -> Result<Trace> {
     let bytes = read(path)?;
-    let text = std::str::from_utf8(&bytes).with_context(|| format!("reading {}", path.display()))?;
+    let text =
+        std::str::from_utf8(&bytes).with_context(|| format!("reading {}", path.display()))?;
     Trace::from_ron(text).with_context(|| format!("reading {}", path.display()))
 }
 

@@ -51,7 +51,9 @@ pub fn take(ui: &Ui, viewer: &mut Viewer) {
     }
     let Some(document) = &viewer.document else { return };
     let (scene, view) = (&document.scene, &mut viewer.view);
-    for (panel, key) in Panel::ALL.into_iter().zip([Key::Num1, Key::Num2, Key::Num3, Key::Num4, Key::Num5]) {
+    for (panel, key) in
+        Panel::ALL.into_iter().zip([Key::Num1, Key::Num2, Key::Num3, Key::Num4, Key::Num5])
+    {
         if pressed(key) {
             view.panel = panel;
         }
@@ -76,7 +78,8 @@ pub fn take(ui: &Ui, viewer: &mut Viewer) {
 fn travel(ui: &Ui, view: &mut View) {
     let Some((mut from, mut to)) = view.time else { return };
     let (dt, down) = ui.input(|input| {
-        let down = [Key::W, Key::S, Key::A, Key::D].map(|key| input.key_down(key) || input.key_pressed(key));
+        let down = [Key::W, Key::S, Key::A, Key::D]
+            .map(|key| input.key_down(key) || input.key_pressed(key));
         (f64::from(input.stable_dt.min(0.1)), down)
     });
     if !down.contains(&true) {

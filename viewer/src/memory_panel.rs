@@ -22,8 +22,15 @@ pub fn show(ui: &mut Ui, scene: &Scene, view: &mut View) {
     };
     let curves = measured.or(planned).unwrap_or_default();
     ui.horizontal(|ui| {
-        ui.label(format!("Left: all bytes of each device. Right: its buffers over {what}, enlarged."));
-        for (color, name) in [(WEIGHTS, "weights"), (CACHE, "KV cache"), (ACTIVATIONS, "activations"), (STAGING, "staging")] {
+        ui.label(format!(
+            "Left: all bytes of each device. Right: its buffers over {what}, enlarged."
+        ));
+        for (color, name) in [
+            (WEIGHTS, "weights"),
+            (CACHE, "KV cache"),
+            (ACTIVATIONS, "activations"),
+            (STAGING, "staging"),
+        ] {
             let (rect, _) = ui.allocate_exact_size(vec2(12.0, 12.0), Sense::hover());
             ui.painter().rect_filled(rect, 2.0, color);
             ui.small(name);
@@ -51,7 +58,12 @@ pub fn show(ui: &mut Ui, scene: &Scene, view: &mut View) {
                 }
             }
             if view.selection == Selection::Device(number) {
-                ui.painter().rect_stroke(rect, 3.0, Stroke::new(2.0, theme::strong(ui)), StrokeKind::Inside);
+                ui.painter().rect_stroke(
+                    rect,
+                    3.0,
+                    Stroke::new(2.0, theme::strong(ui)),
+                    StrokeKind::Inside,
+                );
             }
         }
     });
@@ -62,21 +74,47 @@ fn draw_whole(ui: &Ui, scene: &Scene, number: usize, device: &Device, rect: Rect
     let painter = ui.painter().with_clip_rect(rect.intersect(ui.clip_rect()));
     let full = device.used_bytes() as f64 / device.capacity_bytes.max(1) as f64;
     let over = full > 1.0;
-    let title = format!("{} · {} of {} ({})", device.name, quantity::bytes(device.used_bytes()), quantity::bytes(device.capacity_bytes), quantity::share(full));
+    let title = format!(
+        "{} · {} of {} ({})",
+        device.name,
+        quantity::bytes(device.used_bytes()),
+        quantity::bytes(device.capacity_bytes),
+        quantity::share(full)
+    );
     let color = if over { theme::alarm(ui) } else { theme::strong(ui) };
-    painter.text(rect.min + vec2(4.0, 4.0), Align2::LEFT_TOP, title, FontId::proportional(14.0), color);
+    painter.text(
+        rect.min + vec2(4.0, 4.0),
+        Align2::LEFT_TOP,
+        title,
+        FontId::proportional(14.0),
+        color,
+    );
     let bar = Rect::from_min_size(rect.min + vec2(4.0, 26.0), vec2(rect.width() - 12.0, 20.0));
     painter.rect_filled(bar, 2.0, ui.visuals().extreme_bg_color);
-    let scale = f64::from(bar.width()) / device.capacity_bytes.max(device.used_bytes()).max(1) as f64;
+    let scale =
+        f64::from(bar.width()) / device.capacity_bytes.max(device.used_bytes()).max(1) as f64;
     let mut left = bar.left();
-    for (bytes, color) in [(device.weight_bytes, WEIGHTS), (device.cache_bytes, CACHE), (device.buffer_bytes, ACTIVATIONS)] {
+    for (bytes, color) in [
+        (device.weight_bytes, WEIGHTS),
+        (device.cache_bytes, CACHE),
+        (device.buffer_bytes, ACTIVATIONS),
+    ] {
         let right = left + (bytes as f64 * scale) as f32;
         painter.rect_filled(Rect::from_x_y_ranges(left..=right, bar.y_range()), 0.0, color);
         left = right;
     }
     let end = bar.left() + (device.capacity_bytes as f64 * scale) as f32;
-    painter.vline(end.min(bar.right()), bar.expand2(vec2(0.0, 4.0)).y_range(), Stroke::new(2.0, if over { theme::alarm(ui) } else { theme::strong(ui) }));
-    painter.rect_stroke(bar, 2.0, Stroke::new(1.0, theme::device(scene, number)), StrokeKind::Inside);
+    painter.vline(
+        end.min(bar.right()),
+        bar.expand2(vec2(0.0, 4.0)).y_range(),
+        Stroke::new(2.0, if over { theme::alarm(ui) } else { theme::strong(ui) }),
+    );
+    painter.rect_stroke(
+        bar,
+        2.0,
+        Stroke::new(1.0, theme::device(scene, number)),
+        StrokeKind::Inside,
+    );
     let parts = format!(
         "weights {} · KV cache {} · buffers up to {} · free {}",
         quantity::bytes(device.weight_bytes),
@@ -84,7 +122,14 @@ fn draw_whole(ui: &Ui, scene: &Scene, number: usize, device: &Device, rect: Rect
         quantity::bytes(device.buffer_bytes),
         quantity::bytes(device.free_bytes())
     );
-    crate::timeline_panel::text_within(ui, &painter, pos2(bar.left(), bar.bottom() + 11.0), bar.width(), &parts, theme::weak(ui));
+    crate::timeline_panel::text_within(
+        ui,
+        &painter,
+        pos2(bar.left(), bar.bottom() + 11.0),
+        bar.width(),
+        &parts,
+        theme::weak(ui),
+    );
 }
 
 /// Buffers over time: staging below, activations above it.
@@ -94,7 +139,10 @@ fn draw_curve(ui: &Ui, curve: &Curve, rect: Rect) {
     painter.rect_filled(plot, 0.0, ui.visuals().extreme_bg_color);
     let peak = curve.peak().max(1) as f64;
     let nanos = curve.end.saturating_sub(curve.start).max(1) as f64;
-    let x = |time: u64| plot.left() + ((time.saturating_sub(curve.start)) as f64 / nanos * f64::from(plot.width())) as f32;
+    let x = |time: u64| {
+        plot.left()
+            + ((time.saturating_sub(curve.start)) as f64 / nanos * f64::from(plot.width())) as f32
+    };
     let y = |bytes: u64| plot.bottom() - (bytes as f64 / peak * f64::from(plot.height())) as f32;
     let mut mesh = Mesh::default();
     let mut last_x = f32::MIN;
@@ -108,16 +156,30 @@ fn draw_curve(ui: &Ui, curve: &Curve, rect: Rect) {
         last_x = right;
         let staging = y(level.staging_bytes);
         let top = y(level.staging_bytes.saturating_add(level.activation_bytes));
-        mesh.add_colored_rect(Rect::from_min_max(pos2(left, staging), pos2(right, plot.bottom())), STAGING);
-        mesh.add_colored_rect(Rect::from_min_max(pos2(left, top), pos2(right, staging)), ACTIVATIONS);
+        mesh.add_colored_rect(
+            Rect::from_min_max(pos2(left, staging), pos2(right, plot.bottom())),
+            STAGING,
+        );
+        mesh.add_colored_rect(
+            Rect::from_min_max(pos2(left, top), pos2(right, staging)),
+            ACTIVATIONS,
+        );
     }
     painter.add(mesh);
     painter.rect_stroke(plot, 0.0, Stroke::new(1.0, theme::weak(ui)), StrokeKind::Inside);
     let text = format!("buffers: peak {}", quantity::bytes(curve.peak()));
     painter.text(rect.min, Align2::LEFT_TOP, text, FontId::proportional(11.5), theme::weak(ui));
-    for (part, align) in [(0.0, Align2::LEFT_BOTTOM), (0.5, Align2::CENTER_BOTTOM), (1.0, Align2::RIGHT_BOTTOM)] {
+    for (part, align) in
+        [(0.0, Align2::LEFT_BOTTOM), (0.5, Align2::CENTER_BOTTOM), (1.0, Align2::RIGHT_BOTTOM)]
+    {
         let at = pos2(plot.left() + plot.width() * part, rect.bottom());
-        painter.text(at, align, quantity::nanos(nanos * f64::from(part)), FontId::proportional(10.5), theme::weak(ui));
+        painter.text(
+            at,
+            align,
+            quantity::nanos(nanos * f64::from(part)),
+            FontId::proportional(10.5),
+            theme::weak(ui),
+        );
     }
 }
 

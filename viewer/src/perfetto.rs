@@ -8,14 +8,17 @@ use crate::scene::{Bar, Scene};
 pub fn trace_events(scene: &Scene) -> Value {
     let mut events = Vec::new();
     for (process, name) in [(1, "measured"), (2, "predicted")] {
-        events.push(json!({"ph": "M", "pid": process, "name": "process_name", "args": {"name": name}}));
+        events.push(
+            json!({"ph": "M", "pid": process, "name": "process_name", "args": {"name": name}}),
+        );
         for (number, lane) in scene.lanes.iter().enumerate() {
             let name = json!({"name": lane.name});
             events.push(json!({"ph": "M", "pid": process, "tid": number, "name": "thread_name", "args": name}));
         }
     }
     for (number, lane) in scene.lanes.iter().enumerate() {
-        events.extend(lane.measured.rows().iter().filter_map(|bar| event(scene, 1, number, bar, 0)));
+        events
+            .extend(lane.measured.rows().iter().filter_map(|bar| event(scene, 1, number, bar, 0)));
     }
     let predicted: Vec<(usize, u64, Option<usize>)> = if scene.runs.is_empty() {
         vec![(scene.main_program(), 0, None)]

@@ -77,7 +77,8 @@ pub fn save_png(path: &Path, image: &ColorImage) -> Result<()> {
     let mut encoder = png::Encoder::new(BufWriter::new(file), width, height);
     encoder.set_color(png::ColorType::Rgb);
     encoder.set_compression(png::Compression::High);
-    let pixels: Vec<u8> = image.pixels.iter().flat_map(|pixel| [pixel.r(), pixel.g(), pixel.b()]).collect();
+    let pixels: Vec<u8> =
+        image.pixels.iter().flat_map(|pixel| [pixel.r(), pixel.g(), pixel.b()]).collect();
     let mut writer = encoder.write_header().with_context(writing)?;
     writer.write_image_data(&pixels).with_context(writing)?;
     writer.finish().with_context(writing)

@@ -51,10 +51,8 @@ pub fn draw(
             (clip_rect.min.to_vec2() * scale).round().to_pos2(),
             (clip_rect.max.to_vec2() * scale).round().to_pos2(),
         );
-        let clip = clip.intersect(Rect::from_min_max(
-            Pos2::ZERO,
-            Pos2::new(size[0] as f32, size[1] as f32),
-        ));
+        let clip = clip
+            .intersect(Rect::from_min_max(Pos2::ZERO, Pos2::new(size[0] as f32, size[1] as f32)));
         draw_mesh(&mut image, mesh, scale, clip, texture);
     }
     image
@@ -171,8 +169,7 @@ mod tests {
         textures.0.insert(TextureId::default(), ColorImage::filled([1, 1], Color32::WHITE));
         let half = Color32::from_rgba_premultiplied(0, 0, 0, 128);
         let image = draw([8, 8], 1.0, Color32::WHITE, &[quad(half)], &textures);
-        let dark: Vec<usize> =
-            (0..64).filter(|&at| image.pixels[at] != Color32::WHITE).collect();
+        let dark: Vec<usize> = (0..64).filter(|&at| image.pixels[at] != Color32::WHITE).collect();
         assert_eq!(dark.len(), 3 * 4, "the fourth column is clipped away");
         // The diagonal that both triangles share is not darker than the rest.
         assert!(dark.iter().all(|&at| image.pixels[at].r() == 127));

@@ -388,8 +388,7 @@ fn program_scene(plan: &Plan, program: &ir::plan::Program) -> Program {
     };
     let times = schedule::times(&scene.steps, &scene.queues);
     let end = times.iter().flatten().map(|times| times.end).max().unwrap_or(0);
-    scene.memory =
-        memory::curves(&scene.buffers, &times, plan.machine.devices.len(), 0, end);
+    scene.memory = memory::curves(&scene.buffers, &times, plan.machine.devices.len(), 0, end);
     scene.predicted = Timing::of(&scene, times, 0, end);
     blocks::fill(&mut scene, program);
     scene

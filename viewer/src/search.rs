@@ -15,9 +15,11 @@ pub fn find(scene: &Scene, view: &View, text: &str, most: usize) -> Vec<(String,
         let text = text.to_lowercase();
         words.iter().all(|word| text.contains(word))
     };
-    let devices = scene.devices.iter().enumerate().map(|(number, device)| {
-        (format!("device {}", device.name), Selection::Device(number))
-    });
+    let devices = scene
+        .devices
+        .iter()
+        .enumerate()
+        .map(|(number, device)| (format!("device {}", device.name), Selection::Device(number)));
     let blocks = program.blocks.iter().enumerate().map(|(number, block)| {
         let text = format!("{} ({})", block.title(), block.name);
         (text, Selection::Blocks(number, number))
@@ -35,18 +37,24 @@ pub fn show(ui: &mut Ui, scene: &Scene, view: &mut View) {
     let Some(mut text) = view.search.take() else { return };
     let mut chosen = None;
     let mut open = true;
-    egui::Window::new("Search").anchor(egui::Align2::CENTER_TOP, [0.0, 60.0]).collapsible(false).resizable(false).open(&mut open).show(ui.ctx(), |ui| {
-        let hint = "layer, operation or device; Enter takes the first";
-        let edit = egui::TextEdit::singleline(&mut text).desired_width(420.0).hint_text(hint);
-        let edit = ui.add(edit).accessible_name("what to find");
-        let entered = edit.lost_focus() && ui.input(|input| input.key_pressed(Key::Enter));
-        edit.request_focus();
-        for (number, (title, selection)) in find(scene, view, &text, 12).into_iter().enumerate() {
-            if ui.selectable_label(number == 0, title).clicked() || (entered && number == 0) {
-                chosen = Some(selection);
+    egui::Window::new("Search")
+        .anchor(egui::Align2::CENTER_TOP, [0.0, 60.0])
+        .collapsible(false)
+        .resizable(false)
+        .open(&mut open)
+        .show(ui.ctx(), |ui| {
+            let hint = "layer, operation or device; Enter takes the first";
+            let edit = egui::TextEdit::singleline(&mut text).desired_width(420.0).hint_text(hint);
+            let edit = ui.add(edit).accessible_name("what to find");
+            let entered = edit.lost_focus() && ui.input(|input| input.key_pressed(Key::Enter));
+            edit.request_focus();
+            for (number, (title, selection)) in find(scene, view, &text, 12).into_iter().enumerate()
+            {
+                if ui.selectable_label(number == 0, title).clicked() || (entered && number == 0) {
+                    chosen = Some(selection);
+                }
             }
-        }
-    });
+        });
     if let Some(selection) = chosen {
         view.selection = selection;
         view.scroll_to_selection = true;

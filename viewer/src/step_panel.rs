@@ -38,25 +38,37 @@ pub fn show(ui: &mut Ui, scene: &Scene, view: &mut View) {
         let edit = egui::TextEdit::singleline(&mut view.filter);
         let edit = edit.desired_width(220.0).hint_text("layer, operation or device");
         ui.add(edit).labelled_by(label.id);
-        ui.weak(format!("{} of {} steps · {}", rows.len(), program.steps.len(), sum_text(program, &rows)));
+        ui.weak(format!(
+            "{} of {} steps · {}",
+            rows.len(),
+            program.steps.len(),
+            sum_text(program, &rows)
+        ));
     });
     header(ui, view);
     let selected = view.selected(scene);
-    let target = view
-        .scroll_to_selection
-        .then(|| rows.iter().position(|&step| selected[step]))
-        .flatten();
+    let target =
+        view.scroll_to_selection.then(|| rows.iter().position(|&step| selected[step])).flatten();
     view.scroll_to_selection = false;
     let mut area = egui::ScrollArea::vertical().auto_shrink(false);
     if let Some(row) = target {
-        let middle = row as f32 * (ROW_HEIGHT + ui.spacing().item_spacing.y) - ui.available_height() / 2.0;
+        let middle =
+            row as f32 * (ROW_HEIGHT + ui.spacing().item_spacing.y) - ui.available_height() / 2.0;
         area = area.vertical_scroll_offset(middle.max(0.0));
     }
     area.show_rows(ui, ROW_HEIGHT, rows.len(), |ui, range| {
         for &step in &rows[range] {
-            let (rect, response) = ui.allocate_exact_size(vec2(ui.available_width(), ROW_HEIGHT), Sense::click());
+            let (rect, response) =
+                ui.allocate_exact_size(vec2(ui.available_width(), ROW_HEIGHT), Sense::click());
             let row = &program.steps[step];
-            response.widget_info(|| egui::WidgetInfo::selected(egui::Role::Button, true, selected[step], format!("s{step} {}", row.name)));
+            response.widget_info(|| {
+                egui::WidgetInfo::selected(
+                    egui::Role::Button,
+                    true,
+                    selected[step],
+                    format!("s{step} {}", row.name),
+                )
+            });
             if response.clicked() {
                 view.selection = Selection::Step(step, view.run);
                 view.keep_in_sight(scene, step);
@@ -67,8 +79,13 @@ pub fn show(ui: &mut Ui, scene: &Scene, view: &mut View) {
 }
 
 fn sum_text(program: &Program, rows: &[usize]) -> String {
-    let predicted: u64 = rows.iter().map(|&step| program.steps[step].predicted_nanos).fold(0, u64::saturating_add);
-    let measured: Option<u64> = rows.iter().filter_map(|&step| program.steps[step].measured).map(|measured| measured.median_nanos).reduce(u64::saturating_add);
+    let predicted: u64 =
+        rows.iter().map(|&step| program.steps[step].predicted_nanos).fold(0, u64::saturating_add);
+    let measured: Option<u64> = rows
+        .iter()
+        .filter_map(|&step| program.steps[step].measured)
+        .map(|measured| measured.median_nanos)
+        .reduce(u64::saturating_add);
     let measured = measured.map(|nanos| format!(", measured {}", quantity::nanos(nanos as f64)));
     format!("predicted {}{}", quantity::nanos(predicted as f64), measured.unwrap_or_default())
 }
@@ -76,7 +93,8 @@ fn sum_text(program: &Program, rows: &[usize]) -> String {
 fn columns(rect: Rect) -> impl Iterator<Item = (Column, &'static str, Rect)> {
     let mut left = rect.left();
     COLUMNS.into_iter().map(move |(column, title, share)| {
-        let cell = Rect::from_min_size(pos2(left, rect.top()), vec2(rect.width() * share, rect.height()));
+        let cell =
+            Rect::from_min_size(pos2(left, rect.top()), vec2(rect.width() * share, rect.height()));
         left += rect.width() * share;
         (column, title, cell)
     })
@@ -86,18 +104,36 @@ fn header(ui: &mut Ui, view: &mut View) {
     let (rect, _) = ui.allocate_exact_size(vec2(ui.available_width(), 20.0), Sense::hover());
     for (column, title, cell) in columns(rect) {
         let response = ui.interact(cell, ui.scope_id().with(("sort", title)), Sense::click());
-        response.widget_info(|| egui::WidgetInfo::labeled(egui::Role::Button, true, format!("sort by {title}")));
+        response.widget_info(|| {
+            egui::WidgetInfo::labeled(egui::Role::Button, true, format!("sort by {title}"))
+        });
         if response.clicked() {
             // Numbers are looked at from the largest.
-            let falls = !matches!(column, Column::Number | Column::Name | Column::Verb | Column::Device | Column::Format);
-            view.sort = if view.sort.0 == column { (column, !view.sort.1) } else { (column, falls) };
+            let falls = !matches!(
+                column,
+                Column::Number | Column::Name | Column::Verb | Column::Device | Column::Format
+            );
+            view.sort =
+                if view.sort.0 == column { (column, !view.sort.1) } else { (column, falls) };
         }
         let arrow = match view.sort {
-            (sorted, falls) if sorted == column => if falls { " ▼" } else { " ▲" },
+            (sorted, falls) if sorted == column => {
+                if falls {
+                    " ▼"
+                } else {
+                    " ▲"
+                }
+            }
             _ => "",
         };
         let color = if response.hovered() { theme::strong(ui) } else { theme::weak(ui) };
-        ui.painter().text(cell.left_center() + vec2(4.0, 0.0), Align2::LEFT_CENTER, format!("{title}{arrow}"), FontId::proportional(12.5), color);
+        ui.painter().text(
+            cell.left_center() + vec2(4.0, 0.0),
+            Align2::LEFT_CENTER,
+            format!("{title}{arrow}"),
+            FontId::proportional(12.5),
+            color,
+        );
     }
 }
 
@@ -110,7 +146,8 @@ pub fn sorted(scene: &Scene, program: &Program, view: &View) -> Vec<usize> {
             || step.action.to_lowercase().contains(&needle)
             || scene.device_name(step.device).contains(&needle)
     };
-    let mut rows: Vec<usize> = program.steps.iter().filter(passes).map(|step| step.number).collect();
+    let mut rows: Vec<usize> =
+        program.steps.iter().filter(passes).map(|step| step.number).collect();
     let (column, falls) = view.sort;
     rows.sort_by(|&a, &b| {
         let order = compare(&program.steps[a], &program.steps[b], column);
@@ -163,15 +200,36 @@ fn draw_row(ui: &Ui, scene: &Scene, step: &Step, rect: Rect, selected: bool, hov
                 scene.device_name(step.device)
             }
             Column::Format => step.format.map(|format| format.to_string()).unwrap_or_default(),
-            Column::Bytes => if bytes(step) > 0 { quantity::bytes(bytes(step)) } else { String::new() },
-            Column::Flops => if step.flops > 0.0 { quantity::flops(step.flops) } else { String::new() },
+            Column::Bytes => {
+                if bytes(step) > 0 {
+                    quantity::bytes(bytes(step))
+                } else {
+                    String::new()
+                }
+            }
+            Column::Flops => {
+                if step.flops > 0.0 {
+                    quantity::flops(step.flops)
+                } else {
+                    String::new()
+                }
+            }
             Column::Predicted => quantity::nanos(step.predicted_nanos as f64),
-            Column::Measured => step.measured.map_or_else(String::new, |measured| quantity::nanos(measured.median_nanos as f64)),
+            Column::Measured => step
+                .measured
+                .map_or_else(String::new, |measured| quantity::nanos(measured.median_nanos as f64)),
             Column::Error => {
                 color = theme::mix(text, theme::error(step.error()), 0.8);
                 step.error().map_or_else(String::new, quantity::change)
             }
         };
-        text_within(ui, &painter, cell.left_center() + vec2(4.0, 0.0), cell.width() - 6.0, &value, color);
+        text_within(
+            ui,
+            &painter,
+            cell.left_center() + vec2(4.0, 0.0),
+            cell.width() - 6.0,
+            &value,
+            color,
+        );
     }
 }

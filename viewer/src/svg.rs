@@ -80,11 +80,23 @@ impl Svg {
             }
             Shape::QuadraticBezier(curve) => {
                 let points = curve.flatten(None);
-                self.path(&points, curve.closed, curve.fill, curve.stroke.width, solid(&curve.stroke));
+                self.path(
+                    &points,
+                    curve.closed,
+                    curve.fill,
+                    curve.stroke.width,
+                    solid(&curve.stroke),
+                );
             }
             Shape::CubicBezier(curve) => {
                 let points = curve.flatten(None);
-                self.path(&points, curve.closed, curve.fill, curve.stroke.width, solid(&curve.stroke));
+                self.path(
+                    &points,
+                    curve.closed,
+                    curve.fill,
+                    curve.stroke.width,
+                    solid(&curve.stroke),
+                );
             }
             Shape::Band(_) => (),
             Shape::Text(text) => self.words(text),
@@ -152,7 +164,8 @@ impl Svg {
         while indices.len() >= 3 {
             let vertex = |at: usize| &mesh.vertices[indices[at] as usize];
             let color = vertex(0).color;
-            let quad = indices.len() >= 6 && indices[1..3].iter().any(|i| indices[3..6].contains(i));
+            let quad =
+                indices.len() >= 6 && indices[1..3].iter().any(|i| indices[3..6].contains(i));
             if quad {
                 let points: Vec<Pos2> = (0..6).map(|at| vertex(at).pos).collect();
                 self.rect(Rect::from_points(&points), 0.0, color, Stroke::NONE);
@@ -179,7 +192,10 @@ fn style(fill: Color32, width: f32, stroke: Color32) -> String {
         match a {
             0 => format!("{name}=\"none\""),
             255 => format!("{name}=\"#{r:02x}{g:02x}{b:02x}\""),
-            _ => format!("{name}=\"#{r:02x}{g:02x}{b:02x}\" {name}-opacity=\"{:.3}\"", f32::from(a) / 255.0),
+            _ => format!(
+                "{name}=\"#{r:02x}{g:02x}{b:02x}\" {name}-opacity=\"{:.3}\"",
+                f32::from(a) / 255.0
+            ),
         }
     };
     let fill = paint("fill", fill);

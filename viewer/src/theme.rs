@@ -155,10 +155,18 @@ pub fn weak(ui: &Ui) -> Color32 {
 
 /// What is wrong, or the bottleneck.
 pub fn alarm(ui: &Ui) -> Color32 {
-    if ui.visuals().dark_mode { Color32::from_rgb(255, 110, 90) } else { Color32::from_rgb(190, 30, 20) }
+    if ui.visuals().dark_mode {
+        Color32::from_rgb(255, 110, 90)
+    } else {
+        Color32::from_rgb(190, 30, 20)
+    }
 }
 
 /// What is better than it was.
 pub fn good(ui: &Ui) -> Color32 {
-    if ui.visuals().dark_mode { Color32::from_rgb(110, 220, 130) } else { Color32::from_rgb(0, 120, 50) }
+    if ui.visuals().dark_mode {
+        Color32::from_rgb(110, 220, 130)
+    } else {
+        Color32::from_rgb(0, 120, 50)
+    }
 }

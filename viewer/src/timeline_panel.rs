@@ -140,19 +140,36 @@ fn draw_runs(ui: &mut Ui, scene: &Scene, view: &mut View, frame: &Frame, rect: R
             continue;
         }
         last_x = right;
-        let band = Rect::from_x_y_ranges(left..=right.max(left + 1.0), bars.shrink2(vec2(0.0, 1.0)).y_range());
+        let band = Rect::from_x_y_ranges(
+            left..=right.max(left + 1.0),
+            bars.shrink2(vec2(0.0, 1.0)).y_range(),
+        );
         let shown = view.run == Some(number);
-        painter.rect_filled(band, 2.0, theme::tint(ui, run_color(number), if shown { 0.8 } else { 0.4 }));
+        painter.rect_filled(
+            band,
+            2.0,
+            theme::tint(ui, run_color(number), if shown { 0.8 } else { 0.4 }),
+        );
         if shown {
             painter.rect_stroke(band, 2.0, Stroke::new(1.5, theme::strong(ui)), StrokeKind::Inside);
         }
         let name = scene.programs.get(run.program).map_or("?", |program| &program.name);
-        let tokens = if run.tokens == 1 { String::new() } else { format!(", {} tokens", run.tokens) };
-        let text = format!("run {number}: {name}{tokens}, {}", quantity::nanos((run.end - run.start) as f64));
+        let tokens =
+            if run.tokens == 1 { String::new() } else { format!(", {} tokens", run.tokens) };
+        let text = format!(
+            "run {number}: {name}{tokens}, {}",
+            quantity::nanos((run.end - run.start) as f64)
+        );
         let left = band.left().max(bars.left());
-        text_within(ui, &painter, pos2(left + 4.0, band.center().y), band.right() - left - 6.0, &text, theme::strong(ui));
-        if response.clicked()
-            && response.interact_pointer_pos().is_some_and(|at| band.contains(at))
+        text_within(
+            ui,
+            &painter,
+            pos2(left + 4.0, band.center().y),
+            band.right() - left - 6.0,
+            &text,
+            theme::strong(ui),
+        );
+        if response.clicked() && response.interact_pointer_pos().is_some_and(|at| band.contains(at))
         {
             let time = view.time;
             view.show_run(scene, number);
@@ -185,12 +202,20 @@ fn draw_lanes(ui: &Ui, scene: &Scene, view: &mut View, frame: &Frame) {
         }
         draw_lane_name(ui, scene, view, number, row, &timing);
         let painter = ui.painter().with_clip_rect(row.intersect(clip));
-        let above = Rect::from_min_max(row.min + vec2(0.0, 2.0), pos2(row.right(), row.top() + row.height() * 0.40));
-        let below = Rect::from_min_max(pos2(row.left(), above.bottom() + 1.0), row.max - vec2(0.0, 2.0));
+        let above = Rect::from_min_max(
+            row.min + vec2(0.0, 2.0),
+            pos2(row.right(), row.top() + row.height() * 0.40),
+        );
+        let below =
+            Rect::from_min_max(pos2(row.left(), above.bottom() + 1.0), row.max - vec2(0.0, 2.0));
         let measured = !scene.runs.is_empty();
         draw_idle(ui, frame, number, if measured { below } else { above }, &timing, program);
         let look = |bar: &Bar| -> (Color32, bool, bool) {
-            let Some(step) = scene.programs.get(bar.program as usize).and_then(|p| p.steps.get(bar.step as usize)) else {
+            let Some(step) = scene
+                .programs
+                .get(bar.program as usize)
+                .and_then(|p| p.steps.get(bar.step as usize))
+            else {
                 return (Color32::GRAY, false, false);
             };
             let here = bar.program as usize == view.program;
@@ -204,45 +229,83 @@ fn draw_lanes(ui: &Ui, scene: &Scene, view: &mut View, frame: &Frame) {
         for (offset, bars, run) in predicted_bars(scene, view, frame, number) {
             let dim = |bar: &Bar| {
                 let (color, selected, _) = look(bar);
-                (theme::tint(ui, color, 0.75), selected, run.is_none() && timing.is_critical.get(bar.step as usize) == Some(&true))
+                (
+                    theme::tint(ui, color, 0.75),
+                    selected,
+                    run.is_none() && timing.is_critical.get(bar.step as usize) == Some(&true),
+                )
             };
             draw_bars(ui, &painter, scene, frame, above, bars, offset, dim);
         }
         let critical = |bar: &Bar| {
             let (color, selected, here) = look(bar);
             let shown = view.run == Some(bar.run as usize);
-            (color, selected, here && shown && timing.is_critical.get(bar.step as usize) == Some(&true))
+            (
+                color,
+                selected,
+                here && shown && timing.is_critical.get(bar.step as usize) == Some(&true),
+            )
         };
         draw_bars(ui, &painter, scene, frame, below, &lane.measured, 0, critical);
-        ui.painter().hline(ui.max_rect().left()..=row.right(), row.bottom(), Stroke::new(0.5, ui.visuals().widgets.noninteractive.bg_stroke.color));
+        ui.painter().hline(
+            ui.max_rect().left()..=row.right(),
+            row.bottom(),
+            Stroke::new(0.5, ui.visuals().widgets.noninteractive.bg_stroke.color),
+        );
     }
     if let Some(area) = view.area {
         let top = frame.lane(area.first_lane).top();
         let bottom = frame.lane(area.last_lane).bottom();
-        let rect = Rect::from_min_max(pos2(frame.x(area.start), top), pos2(frame.x(area.end), bottom));
-        ui.painter().rect(rect, 0.0, ui.visuals().selection.bg_fill.gamma_multiply(0.25), ui.visuals().selection.stroke, StrokeKind::Inside);
+        let rect =
+            Rect::from_min_max(pos2(frame.x(area.start), top), pos2(frame.x(area.end), bottom));
+        ui.painter().rect(
+            rect,
+            0.0,
+            ui.visuals().selection.bg_fill.gamma_multiply(0.25),
+            ui.visuals().selection.stroke,
+            StrokeKind::Inside,
+        );
     }
 }
 
 /// The program's bars at the start of every visible run of it; at 0 where nothing was measured.
-fn predicted_bars<'a>(scene: &'a Scene, view: &View, frame: &Frame, lane: usize) -> Vec<(u64, &'a Bars, Option<usize>)> {
+fn predicted_bars<'a>(
+    scene: &'a Scene,
+    view: &View,
+    frame: &Frame,
+    lane: usize,
+) -> Vec<(u64, &'a Bars, Option<usize>)> {
     if scene.runs.is_empty() {
         let program = scene.programs.get(view.program);
-        return program.and_then(|program| program.bars.get(lane)).map(|bars| (0, bars, None)).into_iter().collect();
+        return program
+            .and_then(|program| program.bars.get(lane))
+            .map(|bars| (0, bars, None))
+            .into_iter()
+            .collect();
     }
     let mut visible = Vec::new();
     for (number, run) in scene.runs.iter().enumerate() {
         let Some(program) = scene.programs.get(run.program) else { continue };
         let end = run.start.saturating_add(program.predicted.end);
         // Below a few points a prediction says nothing.
-        if end as f64 >= frame.from && run.start as f64 <= frame.to && frame.x(end as f64) - frame.x(run.start as f64) >= 3.0 {
+        if end as f64 >= frame.from
+            && run.start as f64 <= frame.to
+            && frame.x(end as f64) - frame.x(run.start as f64) >= 3.0
+        {
             visible.extend(program.bars.get(lane).map(|bars| (run.start, bars, Some(number))));
         }
     }
     visible
 }
 
-fn draw_lane_name(ui: &Ui, scene: &Scene, view: &View, number: usize, row: Rect, timing: &crate::scene::Timing) {
+fn draw_lane_name(
+    ui: &Ui,
+    scene: &Scene,
+    view: &View,
+    number: usize,
+    row: Rect,
+    timing: &crate::scene::Timing,
+) {
     let lane = &scene.lanes[number];
     let left = ui.max_rect().left();
     let color = match &lane.kind {
@@ -252,18 +315,40 @@ fn draw_lane_name(ui: &Ui, scene: &Scene, view: &View, number: usize, row: Rect,
     };
     let chip = Rect::from_min_size(pos2(left, row.top() + 3.0), vec2(4.0, row.height() - 6.0));
     ui.painter().rect_filled(chip, 2.0, color);
-    let painter = ui.painter().with_clip_rect(Rect::from_min_max(pos2(left, row.top()), pos2(row.left() - 4.0, row.bottom())).intersect(ui.clip_rect()));
-    painter.text(pos2(left + 9.0, row.center().y - 6.0), Align2::LEFT_CENTER, &lane.name, FontId::proportional(12.5), theme::strong(ui));
+    let painter = ui.painter().with_clip_rect(
+        Rect::from_min_max(pos2(left, row.top()), pos2(row.left() - 4.0, row.bottom()))
+            .intersect(ui.clip_rect()),
+    );
+    painter.text(
+        pos2(left + 9.0, row.center().y - 6.0),
+        Align2::LEFT_CENTER,
+        &lane.name,
+        FontId::proportional(12.5),
+        theme::strong(ui),
+    );
     let Some(program) = view.program(scene) else { return };
     if let Some(queue) = program.queues.iter().position(|(lane, _)| *lane == number) {
         let whole = timing.nanos().max(1) as f64;
         let busy = format!("busy {}", quantity::share(timing.busy[queue] as f64 / whole));
-        painter.text(pos2(left + 9.0, row.center().y + 7.0), Align2::LEFT_CENTER, busy, FontId::proportional(10.5), theme::weak(ui));
+        painter.text(
+            pos2(left + 9.0, row.center().y + 7.0),
+            Align2::LEFT_CENTER,
+            busy,
+            FontId::proportional(10.5),
+            theme::weak(ui),
+        );
     }
 }
 
 /// Times in which the queue stood still, tinted and named by their cause.
-fn draw_idle(ui: &Ui, frame: &Frame, lane: usize, rect: Rect, timing: &crate::scene::Timing, program: &crate::scene::Program) {
+fn draw_idle(
+    ui: &Ui,
+    frame: &Frame,
+    lane: usize,
+    rect: Rect,
+    timing: &crate::scene::Timing,
+    program: &crate::scene::Program,
+) {
     let painter = ui.painter().with_clip_rect(rect.intersect(ui.clip_rect()));
     let mine = |queue: usize| program.queues.get(queue).is_some_and(|(row, _)| *row == lane);
     for idle in timing.idle.iter().filter(|idle| mine(idle.queue)) {
@@ -277,7 +362,14 @@ fn draw_idle(ui: &Ui, frame: &Frame, lane: usize, rect: Rect, timing: &crate::sc
         if right - left > 50.0 && rect.height() > 10.0 {
             let text = idle_text(program, idle.cause);
             let text = format!("{text}, {}", quantity::nanos((idle.end - idle.start) as f64));
-            text_within(ui, &painter, pos2(left + 4.0, rect.center().y - 1.0), right - left - 8.0, &text, theme::weak(ui));
+            text_within(
+                ui,
+                &painter,
+                pos2(left + 4.0, rect.center().y - 1.0),
+                right - left - 8.0,
+                &text,
+                theme::weak(ui),
+            );
         }
     }
 }
@@ -324,7 +416,8 @@ fn draw_bars(
             let place = Rect::from_x_y_ranges(left..=right - gap, rect.y_range());
             mesh.add_colored_rect(place, color);
             if critical {
-                let line = Rect::from_min_max(pos2(left, rect.bottom() - 2.5), pos2(right, rect.bottom()));
+                let line =
+                    Rect::from_min_max(pos2(left, rect.bottom() - 2.5), pos2(right, rect.bottom()));
                 mesh.add_colored_rect(line, theme::alarm(ui));
             }
             if right - left > 22.0 || selected {
@@ -336,24 +429,35 @@ fn draw_bars(
         // Everything that ends within the next three points becomes one bar.
         let until = end + nanos_per_point * 3.0;
         let next = bars.first_after(at + 1, (until - offset as f64).max(0.0) as u64).max(at + 1);
-        let chosen = rows[at..next].iter().step_by((next - at).div_ceil(16)).max_by_key(|bar| {
-            bar.end - bar.start
-        });
+        let chosen = rows[at..next]
+            .iter()
+            .step_by((next - at).div_ceil(16))
+            .max_by_key(|bar| bar.end - bar.start);
         let (color, _, _) = chosen.map_or((color, false, false), &look);
         let last = rows[next - 1].end.saturating_add(offset) as f64;
         let right = frame.x(last).max(left + 1.0);
         // How full the merged stretch is.
-        let fill = if next - at > 16 { 0.8 } else {
+        let fill = if next - at > 16 {
+            0.8
+        } else {
             let work: u64 = rows[at..next].iter().map(|bar| bar.end - bar.start).sum();
             (work as f64 / (last - start).max(1.0)) as f32
         };
-        mesh.add_colored_rect(Rect::from_x_y_ranges(left..=right, rect.y_range()), theme::tint(ui, color, fill.clamp(0.35, 1.0)));
+        mesh.add_colored_rect(
+            Rect::from_x_y_ranges(left..=right, rect.y_range()),
+            theme::tint(ui, color, fill.clamp(0.35, 1.0)),
+        );
         at = next;
     }
     painter.add(mesh);
     for (place, bar, selected, color) in labels {
         if selected {
-            painter.rect_stroke(place, 0.0, Stroke::new(2.0, theme::strong(ui)), StrokeKind::Inside);
+            painter.rect_stroke(
+                place,
+                0.0,
+                Stroke::new(2.0, theme::strong(ui)),
+                StrokeKind::Inside,
+            );
         }
         if rect.height() >= 11.0 && place.width() > 22.0 {
             let step = &scene.programs[bar.program as usize].steps[bar.step as usize];
@@ -361,7 +465,14 @@ fn draw_bars(
             let left = place.left().max(frame.bars.left());
             let room = place.right() - left - 5.0;
             if let Some(name) = fitting_name(ui, &step.name, room) {
-                text_within(ui, painter, pos2(left + 3.0, place.center().y), room + 1.0, name, text);
+                text_within(
+                    ui,
+                    painter,
+                    pos2(left + 3.0, place.center().y),
+                    room + 1.0,
+                    name,
+                    text,
+                );
             }
         }
     }
@@ -372,7 +483,11 @@ fn fitting_name<'a>(ui: &Ui, name: &'a str, room: f32) -> Option<&'a str> {
     let starts = std::iter::once(0).chain(name.match_indices('.').map(|(at, _)| at + 1));
     let mut ends = starts.map(|start| &name[start..]);
     ends.find(|end| {
-        let galley = ui.painter().layout_no_wrap((*end).to_owned(), FontId::proportional(11.0), Color32::WHITE);
+        let galley = ui.painter().layout_no_wrap(
+            (*end).to_owned(),
+            FontId::proportional(11.0),
+            Color32::WHITE,
+        );
         galley.size().x <= room
     })
 }
@@ -382,11 +497,22 @@ fn luma(color: Color32) -> f32 {
 }
 
 /// One line of small text, cut at `width`.
-pub(crate) fn text_within(ui: &Ui, painter: &egui::Painter, left_center: Pos2, width: f32, text: &str, color: Color32) {
+pub(crate) fn text_within(
+    ui: &Ui,
+    painter: &egui::Painter,
+    left_center: Pos2,
+    width: f32,
+    text: &str,
+    color: Color32,
+) {
     if width < 14.0 {
         return;
     }
-    let mut job = egui::text::LayoutJob::simple_singleline(text.to_owned(), FontId::proportional(11.0), color);
+    let mut job = egui::text::LayoutJob::simple_singleline(
+        text.to_owned(),
+        FontId::proportional(11.0),
+        color,
+    );
     job.wrap = egui::text::TextWrapping::truncate_at_width(width);
     let galley = ui.fonts_mut(|fonts| fonts.layout_job(job));
     painter.galley(left_center - vec2(0.0, galley.size().y / 2.0), galley, color);
@@ -430,7 +556,10 @@ fn interact(ui: &Ui, scene: &Scene, view: &mut View, frame: &Frame, response: &R
         view.area = None;
         match bar_at(scene, view, frame, at, lane_at(at)) {
             Some(bar) => {
-                if !scene.runs.is_empty() && bar.run != u32::MAX && view.run != Some(bar.run as usize) {
+                if !scene.runs.is_empty()
+                    && bar.run != u32::MAX
+                    && view.run != Some(bar.run as usize)
+                {
                     view.show_run(scene, bar.run as usize);
                 }
                 view.selection = Selection::Step(bar.step as usize, view.run);
@@ -472,13 +601,34 @@ fn bar_at(scene: &Scene, view: &View, frame: &Frame, at: Pos2, lane: usize) -> O
     }
 }
 
-fn hover(ui: &Ui, scene: &Scene, view: &View, frame: &Frame, response: &Response, at: Pos2, lane: usize) {
+fn hover(
+    ui: &Ui,
+    scene: &Scene,
+    view: &View,
+    frame: &Frame,
+    response: &Response,
+    at: Pos2,
+    lane: usize,
+) {
     ui.painter().vline(at.x, frame.bars.y_range(), Stroke::new(0.5, theme::weak(ui)));
     let Some(bar) = bar_at(scene, view, frame, at, lane) else { return };
-    let Some(step) = scene.programs.get(bar.program as usize).and_then(|p| p.steps.get(bar.step as usize)) else { return };
-    let mut text = format!("{}\n{}\npredicted {}", step.name, step.action, quantity::nanos(step.predicted_nanos as f64));
+    let Some(step) =
+        scene.programs.get(bar.program as usize).and_then(|p| p.steps.get(bar.step as usize))
+    else {
+        return;
+    };
+    let mut text = format!(
+        "{}\n{}\npredicted {}",
+        step.name,
+        step.action,
+        quantity::nanos(step.predicted_nanos as f64)
+    );
     if bar.run != u32::MAX && at.y >= frame.lane(lane).top() + frame.lane_height * 0.42 {
-        text += &format!("\nmeasured {} in run {}", quantity::nanos((bar.end - bar.start) as f64), bar.run);
+        text += &format!(
+            "\nmeasured {} in run {}",
+            quantity::nanos((bar.end - bar.start) as f64),
+            bar.run
+        );
     }
     response.clone().on_hover_ui_at_pointer(|ui| {
         ui.label(text);
@@ -499,7 +649,10 @@ fn legend(ui: &mut Ui, scene: &Scene) {
         chip(theme::idle(IdleCause::Dependency(0)), "waiting for a result");
         chip(theme::idle(IdleCause::NoWork), "no work");
         let color = Color32::from_rgb(255, 80, 60);
-        chip(color, if scene.runs.is_empty() { "critical path" } else { "critical path of the run" });
+        chip(
+            color,
+            if scene.runs.is_empty() { "critical path" } else { "critical path of the run" },
+        );
         ui.small("· wheel or W S zoom, drag or A D pan, shift-drag adds up, F fits");
     });
 }

@@ -197,9 +197,10 @@ impl View {
         if self.program >= scene.programs.len() {
             self.show_program(scene, fresh.program);
         }
-        if self.run.is_none_or(|run| {
-            scene.runs.get(run).is_none_or(|run| run.program != self.program)
-        }) {
+        if self
+            .run
+            .is_none_or(|run| scene.runs.get(run).is_none_or(|run| run.program != self.program))
+        {
             self.run = scene.typical_run(self.program);
         }
         self.selection = Selection::Nothing;
@@ -287,7 +288,8 @@ impl View {
 
     /// Shows a block by itself, should it be folded with others.
     pub fn unfold(&mut self, scene: &Scene, block: usize) {
-        let groups = self.program(scene).map(|program| program.groups.as_slice()).unwrap_or_default();
+        let groups =
+            self.program(scene).map(|program| program.groups.as_slice()).unwrap_or_default();
         if let Some(group) = groups.iter().find(|g| (g.first..=g.last).contains(&block)) {
             self.unfolded.insert(group.first);
         }

@@ -50,7 +50,8 @@ pub struct Viewer {
 impl Viewer {
     /// A viewer with a document or, without one, an empty window.
     pub fn new(document: Option<Document>, compiler: PathBuf) -> Self {
-        let view = document.as_ref().map_or_else(|| View::new(&Scene::default()), |d| View::new(&d.scene));
+        let view =
+            document.as_ref().map_or_else(|| View::new(&Scene::default()), |d| View::new(&d.scene));
         Viewer {
             document,
             other: None,
@@ -126,10 +127,15 @@ impl Viewer {
         if let Some(document) = &self.document {
             let scene = &document.scene;
             let view = &mut self.view;
-            egui::Panel::right("details").default_size(310.0).show(ui, |ui| details_panel::show(ui, scene, view));
+            egui::Panel::right("details")
+                .default_size(310.0)
+                .show(ui, |ui| details_panel::show(ui, scene, view));
             if matches!(view.panel, Panel::Placement | Panel::Steps) {
                 let height = (ui.available_height() * 0.36).max(160.0);
-                egui::Panel::bottom("timeline").default_size(height).resizable(true).show(ui, |ui| timeline_panel::show(ui, scene, view));
+                egui::Panel::bottom("timeline")
+                    .default_size(height)
+                    .resizable(true)
+                    .show(ui, |ui| timeline_panel::show(ui, scene, view));
             }
         }
         egui::CentralPanel::default().show(ui, |ui| self.central(ui));
@@ -166,9 +172,13 @@ impl Viewer {
                 if let Some(other) = &self.other
                     && self.comparison.as_ref().is_none_or(|(compared, _)| *compared != program)
                 {
-                    self.comparison = Some((program, compare::compare(scene, &other.scene, program)));
+                    self.comparison =
+                        Some((program, compare::compare(scene, &other.scene, program)));
                 }
-                let (first, second) = (document.title(), self.other.as_ref().map(Document::title).unwrap_or_default());
+                let (first, second) = (
+                    document.title(),
+                    self.other.as_ref().map(Document::title).unwrap_or_default(),
+                );
                 let asked = self.question.as_ref().filter(|q| matches!(q.answer, Answer::Plan(_)));
                 let second = asked.map_or(second, |question| question.title.clone());
                 let answer = asked.and_then(|question| match &question.answer {
@@ -179,13 +189,16 @@ impl Viewer {
                 if let Some(answer) = answer
                     && self.comparison.as_ref().is_none_or(|(compared, _)| *compared != program)
                 {
-                    self.comparison = Some((program, compare::compare(scene, &answer.scene, program)));
+                    self.comparison =
+                        Some((program, compare::compare(scene, &answer.scene, program)));
                 }
-                let pair = other.zip(self.comparison.as_ref()).map(|(other, (_, comparison))| compare_panel::Other {
-                    scene: &other.scene,
-                    first_title: &first,
-                    second_title: &second,
-                    comparison,
+                let pair = other.zip(self.comparison.as_ref()).map(|(other, (_, comparison))| {
+                    compare_panel::Other {
+                        scene: &other.scene,
+                        first_title: &first,
+                        second_title: &second,
+                        comparison,
+                    }
                 });
                 compare_panel::show(ui, scene, pair, &mut self.view);
             }
@@ -202,7 +215,11 @@ impl Viewer {
         let findings = &document.scene.findings;
         if let Some(first) = findings.first() {
             let more = findings.len() - 1;
-            let more = if more > 0 { format!(" (and {more} more, listed on the right)") } else { String::new() };
+            let more = if more > 0 {
+                format!(" (and {more} more, listed on the right)")
+            } else {
+                String::new()
+            };
             ui.colored_label(theme::alarm(ui), format!("! {first}{more}"));
         }
     }
@@ -233,13 +250,17 @@ impl Viewer {
         let Some(document) = &self.document else { return };
         let scene = &document.scene;
         let name = self.view.program(scene).map(|program| program.name.clone()).unwrap_or_default();
-        egui::ComboBox::from_id_salt("program").selected_text(name).show_ui(ui, |ui| {
-            for (number, program) in scene.programs.iter().enumerate() {
-                if ui.selectable_label(self.view.program == number, &program.name).clicked() {
-                    self.view.show_program(scene, number);
+        egui::ComboBox::from_id_salt("program")
+            .selected_text(name)
+            .show_ui(ui, |ui| {
+                for (number, program) in scene.programs.iter().enumerate() {
+                    if ui.selectable_label(self.view.program == number, &program.name).clicked() {
+                        self.view.show_program(scene, number);
+                    }
                 }
-            }
-        }).response.accessible_name("program");
+            })
+            .response
+            .accessible_name("program");
         if let Some(run) = self.view.run {
             let runs: Vec<usize> = scene.runs_of(self.view.program).collect();
             let at = runs.iter().position(|&other| other == run);
@@ -252,11 +273,16 @@ impl Viewer {
                 keys::run_along(scene, &mut self.view, true);
             }
         }
-        egui::ComboBox::from_id_salt("coloring").selected_text(format!("color: {}", self.view.coloring.name())).width(170.0).show_ui(ui, |ui| {
-            for coloring in Coloring::ALL {
-                ui.selectable_value(&mut self.view.coloring, coloring, coloring.name());
-            }
-        }).response.accessible_name("color");
+        egui::ComboBox::from_id_salt("coloring")
+            .selected_text(format!("color: {}", self.view.coloring.name()))
+            .width(170.0)
+            .show_ui(ui, |ui| {
+                for coloring in Coloring::ALL {
+                    ui.selectable_value(&mut self.view.coloring, coloring, coloring.name());
+                }
+            })
+            .response
+            .accessible_name("color");
         if ui.button("Search").on_hover_text("Ctrl+P").clicked() {
             self.view.search = Some(String::new());
         }
@@ -317,7 +343,11 @@ impl Viewer {
             wish(ui, "GPUs had twice the memory".to_owned(), Wish::GpuMemory { factor: 2 });
         }
         for (device, row) in document.scene.devices.iter().enumerate() {
-            wish(ui, format!("{} had twice the memory", row.name), Wish::Memory { device, factor: 2 });
+            wish(
+                ui,
+                format!("{} had twice the memory", row.name),
+                Wish::Memory { device, factor: 2 },
+            );
         }
         for (device, row) in document.scene.devices.iter().enumerate() {
             wish(ui, format!("{} were not there", row.name), Wish::Without { device });
@@ -330,7 +360,8 @@ impl Viewer {
         if let (Some((wish, at)), Some(document)) = (self.view.wish.take(), &self.document) {
             let context = ui.ctx().clone();
             let wake = move || context.request_repaint();
-            self.question = Some(Question::ask(&self.compiler, document, self.view.program, &wish, at, wake));
+            self.question =
+                Some(Question::ask(&self.compiler, document, self.view.program, &wish, at, wake));
         }
         if self.question.as_mut().is_some_and(Question::poll) {
             self.comparison = None;
@@ -344,47 +375,68 @@ impl Viewer {
         let mut compare = false;
         let mut save = false;
         let program = self.view.program;
-        let window = egui::Window::new(format!("What if: {}", question.title)).id(egui::Id::unique("what if"));
+        let window = egui::Window::new(format!("What if: {}", question.title))
+            .id(egui::Id::unique("what if"));
         // Answers appear where the question was asked: where the drag ended.
-        window.default_pos(question.at).default_width(420.0).collapsible(false).open(&mut open).show(ui.ctx(), |ui| {
-            match &question.answer {
-                Answer::Awaited(_) => {
+        window
+            .default_pos(question.at)
+            .default_width(420.0)
+            .collapsible(false)
+            .open(&mut open)
+            .show(ui.ctx(), |ui| {
+                match &question.answer {
+                    Answer::Awaited(_) => {
+                        ui.horizontal(|ui| {
+                            ui.spinner();
+                            ui.label("the compiler is at work");
+                        });
+                    }
+                    Answer::Refused(error) => drop(ui.colored_label(theme::alarm(ui), error)),
+                    Answer::Plan(answer) => {
+                        for (number, row) in document.scene.programs.iter().enumerate() {
+                            let Some(other) = answer
+                                .scene
+                                .programs
+                                .iter()
+                                .position(|other| other.name == row.name)
+                            else {
+                                continue;
+                            };
+                            let before = document.scene.summaries[number].predicted_nanos as f64;
+                            let after = answer.scene.summaries[other].predicted_nanos as f64;
+                            let text = format!(
+                                "{}: {} → {} ({})",
+                                row.name,
+                                quantity::nanos(before),
+                                quantity::nanos(after),
+                                quantity::change(after / before.max(1.0) - 1.0)
+                            );
+                            let color =
+                                if after > before { theme::alarm(ui) } else { theme::good(ui) };
+                            ui.label(RichText::new(text).color(color).strong());
+                        }
+                        let moved =
+                            compare::compare(&document.scene, &answer.scene, program).blocks;
+                        for row in moved.iter().take(6) {
+                            ui.label(format!("{}: {} → {}", row.subject, row.before, row.after));
+                        }
+                        ui.horizontal(|ui| {
+                            compare = ui.button("Compare").clicked();
+                            keep = ui.button("Look at this plan").clicked();
+                        });
+                    }
+                }
+                if !question.command.is_empty() {
+                    ui.add_space(4.0);
+                    ui.label(RichText::new(&question.command).monospace().small());
                     ui.horizontal(|ui| {
-                        ui.spinner();
-                        ui.label("the compiler is at work");
+                        if ui.button("Copy command").clicked() {
+                            ui.ctx().copy_text(question.command.clone());
+                        }
+                        save = !question.pins.is_empty() && ui.button("Save pins…").clicked();
                     });
                 }
-                Answer::Refused(error) => drop(ui.colored_label(theme::alarm(ui), error)),
-                Answer::Plan(answer) => {
-                    for (number, row) in document.scene.programs.iter().enumerate() {
-                        let Some(other) = answer.scene.programs.iter().position(|other| other.name == row.name) else { continue };
-                        let before = document.scene.summaries[number].predicted_nanos as f64;
-                        let after = answer.scene.summaries[other].predicted_nanos as f64;
-                        let text = format!("{}: {} → {} ({})", row.name, quantity::nanos(before), quantity::nanos(after), quantity::change(after / before.max(1.0) - 1.0));
-                        let color = if after > before { theme::alarm(ui) } else { theme::good(ui) };
-                        ui.label(RichText::new(text).color(color).strong());
-                    }
-                    let moved = compare::compare(&document.scene, &answer.scene, program).blocks;
-                    for row in moved.iter().take(6) {
-                        ui.label(format!("{}: {} → {}", row.subject, row.before, row.after));
-                    }
-                    ui.horizontal(|ui| {
-                        compare = ui.button("Compare").clicked();
-                        keep = ui.button("Look at this plan").clicked();
-                    });
-                }
-            }
-            if !question.command.is_empty() {
-                ui.add_space(4.0);
-                ui.label(RichText::new(&question.command).monospace().small());
-                ui.horizontal(|ui| {
-                    if ui.button("Copy command").clicked() {
-                        ui.ctx().copy_text(question.command.clone());
-                    }
-                    save = !question.pins.is_empty() && ui.button("Save pins…").clicked();
-                });
-            }
-        });
+            });
         if save {
             files::choose(Purpose::Pins, self.chosen.0.clone(), ui.ctx().clone());
         }
@@ -407,7 +459,8 @@ impl Viewer {
         let dropped: Vec<PathBuf> = ui.input(|input| {
             input.raw.dropped_files.iter().map(|file| file.path().to_owned()).collect()
         });
-        let (traces, plans): (Vec<_>, Vec<_>) = dropped.into_iter().partition(|path| is_trace(path));
+        let (traces, plans): (Vec<_>, Vec<_>) =
+            dropped.into_iter().partition(|path| is_trace(path));
         if let Some(plan) = plans.first() {
             self.open(plan, traces.first().map(PathBuf::as_path));
         } else if let Some(trace) = traces.first() {
@@ -486,13 +539,25 @@ impl Viewer {
         let Some((purpose, path)) = self.export.take() else { return };
         let context = ui.ctx();
         let size = context.content_rect().size();
-        let shot = Shot { size: size.into(), scale: context.pixels_per_point(), dark: ui.visuals().dark_mode };
+        let shot = Shot {
+            size: size.into(),
+            scale: context.pixels_per_point(),
+            dark: ui.visuals().dark_mode,
+        };
         let memory = context.memory(Clone::clone);
-        self.report(|viewer| viewer.save_picture(purpose == Purpose::Svg, &path, shot, Some(memory)));
+        self.report(|viewer| {
+            viewer.save_picture(purpose == Purpose::Svg, &path, shot, Some(memory))
+        });
     }
 
     /// Draws the view to a file.
-    pub fn save_picture(&mut self, as_svg: bool, path: &Path, shot: Shot, memory: Option<egui::Memory>) -> Result<()> {
+    pub fn save_picture(
+        &mut self,
+        as_svg: bool,
+        path: &Path,
+        shot: Shot,
+        memory: Option<egui::Memory>,
+    ) -> Result<()> {
         if as_svg {
             let text = picture::vectors(shot, memory, |ui| self.ui(ui));
             std::fs::write(path, text).with_context(|| format!("writing {}", path.display()))
@@ -506,7 +571,8 @@ impl Viewer {
 impl eframe::App for Viewer {
     fn ui(&mut self, ui: &mut Ui, _: &mut eframe::Frame) {
         let title = self.document.as_ref().map(Document::title);
-        let title = title.map_or_else(|| "hybrid-viewer".to_owned(), |title| format!("{title} – hybrid-viewer"));
+        let title = title
+            .map_or_else(|| "hybrid-viewer".to_owned(), |title| format!("{title} – hybrid-viewer"));
         if ui.input(|input| input.viewport().title.as_deref() != Some(&title)) {
             ui.ctx().send_viewport_cmd(ViewportCommand::Title(title));
         }

@@ -152,22 +152,35 @@ fn folder() -> PathBuf {
 }
 
 /// The compiler's arguments, with the machine they name written down.
-fn prepare(document: &Document, wish: &Wish, pins: &[String], folder: &Path) -> Result<Vec<String>> {
+fn prepare(
+    document: &Document,
+    wish: &Wish,
+    pins: &[String],
+    folder: &Path,
+) -> Result<Vec<String>> {
     let plan = &document.plan;
     let machine_path = folder.join("machine.ron");
     let mut machine = plan.machine.clone();
     for (id, device) in machine.devices.rows_mut().iter_mut().enumerate() {
         let factor = match wish {
             Wish::Memory { device, factor } if *device == id => *factor,
-            Wish::GpuMemory { factor } if matches!(device.kind, ir::machine::DeviceKind::Gpu { .. }) => *factor,
-            Wish::Move { .. } | Wish::Memory { .. } | Wish::GpuMemory { .. } | Wish::Without { .. } => 1,
+            Wish::GpuMemory { factor }
+                if matches!(device.kind, ir::machine::DeviceKind::Gpu { .. }) =>
+            {
+                *factor
+            }
+            Wish::Move { .. }
+            | Wish::Memory { .. }
+            | Wish::GpuMemory { .. }
+            | Wish::Without { .. } => 1,
         };
         device.memory_bytes = device.memory_bytes.saturating_mul(factor);
     }
     fs::create_dir_all(folder).with_context(|| format!("creating {}", folder.display()))?;
     let text = ron::ser::to_string_pretty(&machine, ron::ser::PrettyConfig::new())
         .context("writing the machine down")?;
-    fs::write(&machine_path, text).with_context(|| format!("writing {}", machine_path.display()))?;
+    fs::write(&machine_path, text)
+        .with_context(|| format!("writing {}", machine_path.display()))?;
 
     let plan_folder = document.plan_path.parent().unwrap_or(Path::new("."));
     let checkpoint = plan_folder.join(&plan.model.folder);
@@ -233,7 +246,8 @@ fn formats(plan: &Plan) -> Vec<(String, Format)> {
     let mut found: BTreeMap<usize, BTreeMap<Format, u64>> = BTreeMap::new();
     for weight in plan.weights.rows().iter().filter(|weight| weight.shape.len() > 1) {
         let stored = weight.sources.first().map(|source| Format::from(source.dtype));
-        let elements: u64 = weight.shape.iter().map(|&size| u64::from(size)).fold(1, u64::saturating_mul);
+        let elements: u64 =
+            weight.shape.iter().map(|&size| u64::from(size)).fold(1, u64::saturating_mul);
         if stored != Some(weight.format) {
             let device = found.entry(ir::id::Id::index(weight.device)).or_default();
             let sum = device.entry(weight.format).or_default();
@@ -257,18 +271,25 @@ fn run(compiler: &Path, arguments: &[String], folder: &Path) -> Result<Document>
         .with_context(|| format!("starting {}", compiler.display()))?;
     let said = String::from_utf8_lossy(&output.stderr);
     let said = said.trim();
-    ensure!(output.status.success(), "{}", if said.is_empty() { "the compiler failed" } else { said });
+    ensure!(
+        output.status.success(),
+        "{}",
+        if said.is_empty() { "the compiler failed" } else { said }
+    );
     Document::open(&folder.join("plan.ron"), None)
 }
 
 /// The command as a shell takes it.
 fn shell_line(compiler: &Path, arguments: &[String]) -> String {
     let plain = |text: &str| {
-        !text.is_empty()
-            && text.chars().all(|c| c.is_ascii_alphanumeric() || "-_./=,:".contains(c))
+        !text.is_empty() && text.chars().all(|c| c.is_ascii_alphanumeric() || "-_./=,:".contains(c))
     };
     let quoted = arguments.iter().map(|argument| {
-        if plain(argument) { argument.clone() } else { format!("'{}'", argument.replace('\'', r"'\''")) }
+        if plain(argument) {
+            argument.clone()
+        } else {
+            format!("'{}'", argument.replace('\'', r"'\''"))
+        }
     });
     let name = compiler.file_name().unwrap_or(compiler.as_os_str()).to_string_lossy().into_owned();
     std::iter::once(name).chain(quoted).collect::<Vec<_>>().join(" ")

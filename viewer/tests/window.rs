@@ -276,7 +276,10 @@ fn a_missing_compiler_is_named() {
     window.drag(from, Pos2::new(to.x, from.y), Modifiers::NONE);
     window.await_answer();
     let answer = &window.viewer().question.as_ref().unwrap().answer;
-    assert!(matches!(answer, Answer::Refused(error) if error.contains("no-such-compiler")), "{answer:?}");
+    assert!(
+        matches!(answer, Answer::Refused(error) if error.contains("no-such-compiler")),
+        "{answer:?}"
+    );
 }
 
 #[test]
@@ -300,7 +303,11 @@ fn a_file_that_changes_is_read_again() {
     let mut window = Window::open();
     assert!(!window.shows("layers 0–7, alike"));
     std::thread::sleep(Duration::from_millis(20));
-    write(window.folder.path(), "plan", Wish { gpu_layers: 8, ..Wish::new(12, 1, 2, Style::Pipeline) });
+    write(
+        window.folder.path(),
+        "plan",
+        Wish { gpu_layers: 8, ..Wish::new(12, 1, 2, Style::Pipeline) },
+    );
     // The harness's clock goes forward with each step.
     window.harness.run_steps(12);
     assert!(window.harness.query_by_label("layers 0–7, alike").is_some());

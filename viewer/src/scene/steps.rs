@@ -184,9 +184,10 @@ fn row(plan: &Plan, program: &Program, number: usize, device: usize) -> Step {
         .collect();
     let cache = op.and_then(Op::cache).and_then(|id| plan.caches.get(id));
     let path = path(program, number, device);
-    let from_afar = step.reads.iter().filter(|id| {
-        buffer(id).is_some_and(|buffer| buffer.device.index() != device)
-    });
+    let from_afar = step
+        .reads
+        .iter()
+        .filter(|id| buffer(id).is_some_and(|buffer| buffer.device.index() != device));
     let moved_bytes = from_afar.map(bytes_of).fold(0, u64::saturating_add);
     Step {
         number,
@@ -199,9 +200,17 @@ fn row(plan: &Plan, program: &Program, number: usize, device: usize) -> Step {
         writes: step.writes.iter().map(tensor).collect(),
         weights: weights.iter().map(|weight| describe(weight)).collect(),
         format: weights.iter().max_by_key(|weight| weight_bytes(weight)).map(|w| w.format),
-        weight_bytes: weights.iter().map(|weight| weight_bytes(weight)).fold(0, u64::saturating_add),
+        weight_bytes: weights
+            .iter()
+            .map(|weight| weight_bytes(weight))
+            .fold(0, u64::saturating_add),
         cache_bytes: cache.map_or(0, |cache| cache_bytes(cache, &plan.model)),
-        buffer_bytes: step.reads.iter().chain(&step.writes).map(bytes_of).fold(0, u64::saturating_add),
+        buffer_bytes: step
+            .reads
+            .iter()
+            .chain(&step.writes)
+            .map(bytes_of)
+            .fold(0, u64::saturating_add),
         moved_bytes,
         flops: op.map_or(0.0, |op| flops(plan, program, op, number)),
         predicted_nanos: step.estimate_nanos,

@@ -134,7 +134,10 @@ impl Scene {
         } else {
             "Twice its memory would not hold all of them".to_owned()
         };
-        format!("{name} is full: {blocks} would be faster there but lack {}. {twice}", quantity::bytes(missing))
+        format!(
+            "{name} is full: {blocks} would be faster there but lack {}. {twice}",
+            quantity::bytes(missing)
+        )
     }
 
     /// `layers 3–17, layer 20, lm_head`.

@@ -96,7 +96,8 @@ impl Scene {
         writeln!(f, "  {title}: {}, {} steps critical", nanos(whole), timing.critical.len())?;
         for (queue, ((lane, _), busy)) in program.queues.iter().zip(&timing.busy).enumerate() {
             write!(f, "    {}: busy {}", self.lanes[*lane].name, share(*busy as f64 / whole))?;
-            let mut causes = [("transfer", 0), ("collective", 0), ("dependency", 0), ("no work", 0)];
+            let mut causes =
+                [("transfer", 0), ("collective", 0), ("dependency", 0), ("no work", 0)];
             for Idle { start, end, cause, .. } in timing.idle.iter().filter(|i| i.queue == queue) {
                 let place = match cause {
                     IdleCause::Transfer(_) => 0,

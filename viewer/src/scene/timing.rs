@@ -60,12 +60,7 @@ pub enum IdleCause {
 
 impl Timing {
     /// Works out a run from the times of its steps.
-    pub(super) fn of(
-        program: &Program,
-        times: Vec<Option<Times>>,
-        start: u64,
-        end: u64,
-    ) -> Timing {
+    pub(super) fn of(program: &Program, times: Vec<Option<Times>>, start: u64, end: u64) -> Timing {
         let end = times.iter().flatten().map(|times| times.end).max().unwrap_or(end);
         let critical = critical(program, &times);
         let mut is_critical = vec![false; times.len()];
@@ -109,7 +104,8 @@ fn critical(program: &Program, times: &[Option<Times>]) -> Vec<usize> {
     let end = |step: usize| times[step].map(|times| times.end);
     let mut path = Vec::new();
     let mut seen = vec![false; times.len()];
-    let mut at = (0..times.len()).filter(|&step| times[step].is_some()).max_by_key(|&step| end(step));
+    let mut at =
+        (0..times.len()).filter(|&step| times[step].is_some()).max_by_key(|&step| end(step));
     while let Some(step) = at.filter(|&step| !seen[step]) {
         seen[step] = true;
         path.push(step);

@@ -13,7 +13,9 @@ use ir::id::{
     BufferId, CacheId, CauseId, CollectiveId, DeviceId, FileId, Id as _, StepId, Table, WeightId,
 };
 use ir::layout::Move;
-use ir::machine::{Device, DeviceKind, Host, LinearRate, Link, Machine, RatePoint, RateSource, Rates};
+use ir::machine::{
+    Device, DeviceKind, Host, LinearRate, Link, Machine, RatePoint, RateSource, Rates,
+};
 use ir::model::CheckpointFile;
 use ir::op::{Activation, Attention, Linear, Norm, NormKind, Op, Then};
 use ir::plan::{
@@ -91,7 +93,8 @@ pub fn plan(wish: Wish) -> Plan {
     let layers = hold(&mut plan, wish);
     for (name, phase, tokens) in [("prefill", Phase::Prefill, 32), ("decode1", Phase::Decode, 1)] {
         let max = Extent { tokens, rows: 1 };
-        let mut made = Made { plan: &mut plan, program: empty(name, phase, max), owner: Vec::new() };
+        let mut made =
+            Made { plan: &mut plan, program: empty(name, phase, max), owner: Vec::new() };
         made.fill(wish, &layers);
         let program = made.finish();
         plan.programs.push(program);
@@ -148,7 +151,8 @@ fn machine(wish: Wish) -> Machine {
             links.push(Link { from, to, bytes_per_sec: 1e9, latency_nanos: 4e3 });
         }
     }
-    let host = Host { cpu: "made up".into(), cpus: 2 * wish.nodes, nodes: wish.nodes, gpus: vec![] };
+    let host =
+        Host { cpu: "made up".into(), cpus: 2 * wish.nodes, nodes: wish.nodes, gpus: vec![] };
     Machine { host, devices, links }
 }
 
@@ -182,8 +186,13 @@ fn hold(plan: &mut Plan, wish: Wish) -> Vec<Layer> {
         };
         let cause = plan.causes.push(cause(wish, &devices, number));
         let parts = devices.len() as u32;
-        let mut layer =
-            Layer { devices: devices.clone(), mlp: mlp.clone(), weights: vec![], caches: vec![], cause };
+        let mut layer = Layer {
+            devices: devices.clone(),
+            mlp: mlp.clone(),
+            weights: vec![],
+            caches: vec![],
+            cause,
+        };
         for (&device, &mlp) in devices.iter().zip(&mlp) {
             let hidden = wish.hidden;
             let mut matrix = |device, part: &str, rows: u32, columns: u32| {
@@ -204,7 +213,8 @@ fn hold(plan: &mut Plan, wish: Wish) -> Vec<Layer> {
                 let name = format!("layers.{number}.{part}.weight");
                 plan.weights.push(weight(name, device, Format::F32, vec![hidden]))
             };
-            let norms = [vector(device, "input_layernorm"), vector(mlp, "post_attention_layernorm")];
+            let norms =
+                [vector(device, "input_layernorm"), vector(mlp, "post_attention_layernorm")];
             let mut weights = [norms[0]; 9];
             weights[..7].copy_from_slice(&matrices);
             weights[7..].copy_from_slice(&norms);
@@ -364,7 +374,8 @@ impl Made<'_> {
         let cause = layers[0].cause;
         let mut x = Vec::new();
         for &device in &first {
-            let table = self.weight("embed_tokens.weight", device, Format::Bf16, vec![VOCABULARY, hidden]);
+            let table =
+                self.weight("embed_tokens.weight", device, Format::Bf16, vec![VOCABULARY, hidden]);
             let out = self.buffer(device, Dim::Tokens, hidden);
             self.run("embed_tokens", device, Op::Embed { table, scale: 1.0 }, &[], &[out], cause);
             x.push(out);
@@ -392,7 +403,13 @@ impl Made<'_> {
         self.program.output = logits;
     }
 
-    fn weight(&mut self, name: &str, device: DeviceId, format: Format, shape: Vec<u32>) -> WeightId {
+    fn weight(
+        &mut self,
+        name: &str,
+        device: DeviceId,
+        format: Format,
+        shape: Vec<u32>,
+    ) -> WeightId {
         let held = self.plan.weights.iter();
         let mut held = held.filter(|(_, weight)| weight.name == name && weight.device == device);
         if let Some((id, _)) = held.next() {
@@ -402,7 +419,13 @@ impl Made<'_> {
         self.plan.weights.push(weight(name.into(), device, format, shape))
     }
 
-    fn layer(&mut self, number: usize, layer: &Layer, hidden: u32, x: Vec<BufferId>) -> Vec<BufferId> {
+    fn layer(
+        &mut self,
+        number: usize,
+        layer: &Layer,
+        hidden: u32,
+        x: Vec<BufferId>,
+    ) -> Vec<BufferId> {
         let parts = layer.devices.len() as u32;
         let split = parts > 1;
         let name = |part: &str| format!("layers.{number}.{part}");
@@ -458,7 +481,11 @@ impl Made<'_> {
             outputs.push(out);
         }
         if split {
-            outputs = self.reduce(&format!("layers.{}.self_attn.q_proj", number + 1), &outputs, 2 * number + 1);
+            outputs = self.reduce(
+                &format!("layers.{}.self_attn.q_proj", number + 1),
+                &outputs,
+                2 * number + 1,
+            );
         }
         outputs
     }
@@ -533,7 +560,13 @@ fn forecast(plan: &mut Plan) {
         .devices
         .iter()
         .map(|(id, device)| DeviceForecast {
-            weight_bytes: plan.weights.rows().iter().filter(|w| w.device == id).map(Weight::bytes).sum(),
+            weight_bytes: plan
+                .weights
+                .rows()
+                .iter()
+                .filter(|w| w.device == id)
+                .map(Weight::bytes)
+                .sum(),
             cache_bytes: plan
                 .caches
                 .rows()
@@ -546,7 +579,8 @@ fn forecast(plan: &mut Plan) {
         })
         .collect();
     let programs = plan.programs.iter().map(|program| {
-        let times = simulate(program, |step| step.estimate_nanos, 0, &mut vec![0; program.lanes.len()]);
+        let times =
+            simulate(program, |step| step.estimate_nanos, 0, &mut vec![0; program.lanes.len()]);
         let nanos = times.iter().map(|&(_, _, end)| end).max().unwrap_or(0);
         ProgramForecast { program: program.name.clone(), nanos, busiest_lane_nanos: nanos / 2 }
     });
@@ -611,7 +645,14 @@ pub fn trace(plan: &Plan, fingerprint: u64, spans: usize) -> Trace {
         let end = times.iter().map(|times| times.2).max().unwrap_or(start);
         let run = trace.runs.len() as u32;
         let tokens = program.max.tokens;
-        trace.runs.push(TracedRun { program: number as u32, tokens, sequences: 1, past: run, start, end });
+        trace.runs.push(TracedRun {
+            program: number as u32,
+            tokens,
+            sequences: 1,
+            past: run,
+            start,
+            end,
+        });
         for (number, lane) in program.lanes.iter().enumerate() {
             for &step in &lane.steps {
                 let (ready, start, end) = times[step.index()];

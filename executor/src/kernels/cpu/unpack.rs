@@ -86,7 +86,8 @@ mod tests {
                 (Format::F16, 5e-4),
                 (Format::Bf16, 4e-3),
                 (Format::Q8, 4.1e-3),
-                (Format::Q4, 0.08),
+                // One step of sixteen: a block whose ends are alike in size lacks a code at one of them.
+                (Format::Q4, 0.13),
             ];
             for (format, tolerance) in tolerances {
                 for (rows, columns) in [(1, 1), (5, 33), (32, 64), (49, 131)] {
