@@ -49,6 +49,8 @@ impl Device {
             DeviceKind::Numa { cpus, .. } => cpus,
             DeviceKind::Gpu { .. } => bail!("{name} is a GPU, and this build computes on none"),
         };
+        let threads = options.threads.map_or(cpus.len(), |most| most.clamp(1, cpus.len()));
+        let cpus = &cpus[..threads];
         let team = Team::new(cpus).with_context(|| format!("starting the threads of {name}"))?;
         let mut form = match (options.backend, options.kernels) {
             (CpuBackend::Flex, Kernels::Own) => {

@@ -27,6 +27,8 @@ pub struct Options {
     pub backend: CpuBackend,
     /// Which instructions kernels may use; the best there are where `None`.
     pub isa: Option<Isa>,
+    /// The most threads of each CPU device; all its processors where `None`.
+    pub threads: Option<usize>,
     /// Whether spans are recorded.
     pub trace: bool,
     /// A failure to provoke, for tests.

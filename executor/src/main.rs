@@ -1,7 +1,5 @@
 //! `hybrid-exec`: runs plans from the command line.
 
-#![expect(clippy::print_stdout, reason = "this is the program that prints")]
-
 mod commands;
 
 use std::process::ExitCode;
@@ -16,7 +14,7 @@ fn main() -> ExitCode {
     match commands::Cli::parse().run() {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("hybrid-exec: {error:#}");
+            eprintln!("error: {error:#}");
             ExitCode::FAILURE
         }
     }

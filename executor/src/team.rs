@@ -479,7 +479,7 @@ mod tests {
             for (count, grain) in [(0, 4), (1, 4), (1000, 1), (1000, 7), (64, 64)] {
                 let hits: Vec<AtomicU32> = (0..count).map(|_| AtomicU32::new(0)).collect();
                 team.for_each_chunk(count, grain, |range| {
-                    assert!(range.len() <= grain && range.start % grain == 0);
+                    assert!(range.len() <= grain && range.start.is_multiple_of(grain));
                     range.for_each(|i| {
                         hits[i].fetch_add(1, Ordering::Relaxed);
                     });
@@ -498,7 +498,7 @@ mod tests {
                 for member in 0..3 {
                     let range = team.split(member, count, grain);
                     assert_eq!(range.start, end);
-                    assert!(range.start % grain == 0 || range.start == count);
+                    assert!(range.start.is_multiple_of(grain) || range.start == count);
                     end = range.end;
                 }
                 assert_eq!(end, count);

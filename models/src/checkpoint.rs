@@ -90,7 +90,7 @@ impl Checkpoint {
         })
     }
 
-    /// Whether two tensors hold the same bytes, as far as [`ir::fingerprint`] tells.
+    /// Whether two tensors hold the same bytes, as far as [`ir::fingerprint()`] tells.
     pub fn same_contents(&self, left: &StoredTensor, right: &StoredTensor) -> Result<bool> {
         let print = |tensor: &StoredTensor| -> Result<u64> {
             let contents = map(&self.files[tensor.file].path)?;

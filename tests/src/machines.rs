@@ -49,7 +49,7 @@ pub fn two_numa() -> Machine {
     linked(vec![numa(0, AMPLE_BYTES), numa(1, AMPLE_BYTES)])
 }
 
-/// A GPU: 3 TB/s and 300 TFLOP/s over [`SLOWER`], 5 µs a launch.
+/// A GPU: 3 TB/s and 300 TFLOP/s over `SLOWER`, 5 µs a launch.
 pub fn gpu(ordinal: u32, memory_bytes: u64) -> Device {
     Device {
         name: format!("gpu{ordinal}"),
@@ -59,7 +59,7 @@ pub fn gpu(ordinal: u32, memory_bytes: u64) -> Device {
     }
 }
 
-/// Eight cores of a NUMA node: 100 GB/s and 2 TFLOP/s over [`SLOWER`], 1 µs a step.
+/// Eight cores of a NUMA node: 100 GB/s and 2 TFLOP/s over `SLOWER`, 1 µs a step.
 pub fn numa(node: u32, memory_bytes: u64) -> Device {
     Device {
         name: format!("numa{node}"),

@@ -14,6 +14,7 @@ fn main() -> Result<()> {
     fs::create_dir_all(&folder)?;
     for (name, wish, spans) in [
         ("pipeline", Wish::new(16, 1, 2, Style::Pipeline), 400),
+        ("larger", Wish { gpu_layers: 8, ..Wish::new(16, 1, 2, Style::Pipeline) }, 400),
         ("tensor", Wish::new(6, 2, 0, Style::Tensor), 300),
         ("streaming", Wish::new(6, 1, 1, Style::Streaming), 300),
         ("large", Wish { hidden: 256, ..Wish::new(80, 8, 8, Style::Tensor) }, 200_000),

@@ -26,7 +26,8 @@ pub fn show(ui: &mut Ui, scene: &Scene, other: Option<Other<'_>>, view: &mut Vie
         ui.add_space(20.0);
         ui.vertical_centered(|ui| {
             ui.heading("Nothing to compare with yet");
-            ui.label("File → Compare with… opens a second plan or trace; a what-if question opens its answer here.");
+            ui.label("File → Compare with… opens a second plan or trace.");
+            ui.label("The answer to a what-if question can be compared, too.");
         });
         return;
     };
@@ -93,9 +94,10 @@ fn strip(ui: &mut Ui, colors: &Scene, scene: &Scene, title: &str, program: &str,
             );
         }
         if cell.width() > 18.0 {
-            let text = block
-                .number
-                .map_or_else(|| block.name.chars().take(3).collect(), |number| number.to_string());
+            let text = block.number.map_or_else(
+                || block.title().chars().take(3).collect(),
+                |number| number.to_string(),
+            );
             ui.painter().text(
                 cell.center(),
                 Align2::CENTER_CENTER,

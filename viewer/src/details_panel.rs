@@ -4,8 +4,9 @@ use egui::{Rect, RichText, Sense, Ui, vec2};
 
 use crate::quantity;
 use crate::scene::{Block, LaneKind, Program, Scene, Step};
+use crate::text::text_within;
 use crate::theme;
-use crate::timeline_panel::{idle_text, text_within};
+use crate::timeline_panel::idle_text;
 use crate::view::{Area, Selection, View};
 
 /// Draws the panel.
@@ -89,7 +90,7 @@ fn show_plan(ui: &mut Ui, scene: &Scene, view: &View) {
     }
     if !scene.candidates.is_empty() {
         ui.strong("Placements that were priced");
-        for candidate in scene.candidates.iter().take(12) {
+        for (number, candidate) in scene.candidates.iter().take(12).enumerate() {
             let nanos = |nanos: Option<u64>| {
                 nanos.map_or_else(|| "–".to_owned(), |nanos| quantity::nanos(nanos as f64))
             };
@@ -101,7 +102,8 @@ fn show_plan(ui: &mut Ui, scene: &Scene, view: &View) {
                     nanos(candidate.prefill_nanos)
                 ),
             };
-            row(ui, &candidate.name, text);
+            let chosen = if number == 0 { ", chosen" } else { "" };
+            row(ui, &candidate.name, format!("{text}{chosen}"));
         }
         ui.add_space(6.0);
     }

@@ -33,21 +33,26 @@ impl Document {
     /// Reads the files. Fails where one cannot be read or is no plan or trace of this version; an unsound plan,
     /// or a trace of another plan, opens with findings.
     pub fn open(plan_path: &Path, trace_path: Option<&Path>) -> Result<Self> {
-        let bytes = read(plan_path)?;
-        let text = std::str::from_utf8(&bytes)
-            .with_context(|| format!("reading {}", plan_path.display()))?;
+        let modified = modified(plan_path, trace_path);
+        let text = read(plan_path)?;
         let plan =
-            Plan::from_ron(text).with_context(|| format!("reading {}", plan_path.display()))?;
-        let trace = trace_path.map(|path| read_trace(path)).transpose()?;
-        let scene = scene(&plan, trace.as_ref(), ir::fingerprint(&bytes));
-        Ok(Document {
-            plan_path: plan_path.to_owned(),
-            trace_path: trace_path.map(Path::to_owned),
-            modified: modified(plan_path, trace_path),
+            Plan::from_ron(&text).with_context(|| format!("reading {}", plan_path.display()))?;
+        let trace = trace_path.map(read_trace).transpose()?;
+        let document = Document::of(plan, trace, ir::fingerprint(text.as_bytes()));
+        let trace_path = trace_path.map(Path::to_owned);
+        Ok(Document { plan_path: plan_path.to_owned(), trace_path, modified, ..document })
+    }
+
+    /// Joins what was read already; `fingerprint` is that of the plan's file.
+    pub fn of(plan: Plan, trace: Option<Trace>, fingerprint: u64) -> Self {
+        Document {
+            plan_path: PathBuf::new(),
+            trace_path: None,
+            scene: scene(&plan, trace.as_ref(), fingerprint),
             plan,
             trace,
-            scene,
-        })
+            modified: modified(Path::new(""), None),
+        }
     }
 
     /// Whether a file is another than the one that was read.
@@ -92,15 +97,12 @@ pub fn is_trace(path: &Path) -> bool {
     !head.contains("model:") && head.contains("runs:")
 }
 
-fn read(path: &Path) -> Result<Vec<u8>> {
-    fs::read(path).with_context(|| format!("reading {}", path.display()))
+fn read(path: &Path) -> Result<String> {
+    fs::read_to_string(path).with_context(|| format!("reading {}", path.display()))
 }
 
 fn read_trace(path: &Path) -> Result<Trace> {
-    let bytes = read(path)?;
-    let text =
-        std::str::from_utf8(&bytes).with_context(|| format!("reading {}", path.display()))?;
-    Trace::from_ron(text).with_context(|| format!("reading {}", path.display()))
+    Trace::from_ron(&read(path)?).with_context(|| format!("reading {}", path.display()))
 }
 
 fn modified(plan: &Path, trace: Option<&Path>) -> Vec<Option<SystemTime>> {

@@ -1,6 +1,6 @@
 //! What keys do.
 
-use egui::{Key, Ui};
+use egui::{Key, Ui, ViewportCommand};
 
 use crate::files::{self, Purpose};
 use crate::scene::Scene;
@@ -9,7 +9,7 @@ use crate::view::{Panel, Selection, View};
 use crate::viewer::{Viewer, command};
 
 /// Every key with its meaning, for the help.
-pub const KEYS: [(&str, &str); 14] = [
+pub const KEYS: [(&str, &str); 15] = [
     ("W  S", "zoom in and out, around the pointer's time"),
     ("A  D", "pan left and right"),
     ("wheel, drag", "zoom and pan with the mouse; shift-drag adds up an area"),
@@ -21,6 +21,7 @@ pub const KEYS: [(&str, &str); 14] = [
     ("Ctrl+P", "search layers, operations and devices"),
     ("Ctrl+O", "open a plan"),
     ("Ctrl+R", "read the files again"),
+    ("Ctrl+Q", "quit"),
     ("Ctrl++  Ctrl+−  Ctrl+0", "larger, smaller, normal text"),
     ("?", "this help"),
     ("drag a card", "ask what it would cost on another device"),
@@ -36,6 +37,9 @@ pub fn take(ui: &Ui, viewer: &mut Viewer) {
     }
     if command(ui, Key::R) {
         viewer.reload();
+    }
+    if command(ui, Key::Q) {
+        ui.ctx().send_viewport_cmd(ViewportCommand::Close);
     }
     let pressed = |key: Key| ui.input(|input| input.key_pressed(key));
     if pressed(Key::Escape) {
@@ -55,7 +59,7 @@ pub fn take(ui: &Ui, viewer: &mut Viewer) {
         Panel::ALL.into_iter().zip([Key::Num1, Key::Num2, Key::Num3, Key::Num4, Key::Num5])
     {
         if pressed(key) {
-            view.panel = panel;
+            view.show_panel(panel);
         }
     }
     if pressed(Key::F) {

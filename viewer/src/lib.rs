@@ -21,6 +21,7 @@ pub mod scene;
 pub mod search;
 pub mod step_panel;
 pub mod svg;
+pub mod text;
 pub mod theme;
 pub mod timeline_panel;
 pub mod view;

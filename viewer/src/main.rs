@@ -109,6 +109,7 @@ fn choose(viewer: &mut Viewer, arguments: &Arguments) -> Result<()> {
         let found = search::find(scene, &viewer.view, text, 1);
         ensure!(!found.is_empty(), "nothing in the plan is called {text:?}");
         viewer.view.selection = found[0].1;
+        viewer.view.scroll_to_selection = true;
         if let Selection::Blocks(block, _) = found[0].1 {
             viewer.view.unfold(scene, block);
         }

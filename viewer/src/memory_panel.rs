@@ -9,8 +9,8 @@ use crate::view::{Selection, View};
 
 const WEIGHTS: Color32 = Color32::from_rgb(86, 160, 220);
 const CACHE: Color32 = Color32::from_rgb(0, 158, 115);
-const ACTIVATIONS: Color32 = Color32::from_rgb(204, 121, 167);
-const STAGING: Color32 = Color32::from_rgb(230, 159, 0);
+const ACTIVATIONS: Color32 = Color32::from_rgb(225, 195, 90);
+const STAGING: Color32 = Color32::from_rgb(225, 105, 170);
 
 /// Draws the panel.
 pub fn show(ui: &mut Ui, scene: &Scene, view: &mut View) {
@@ -36,7 +36,7 @@ pub fn show(ui: &mut Ui, scene: &Scene, view: &mut View) {
             ui.small(name);
         }
     });
-    let height = (ui.available_height() / scene.devices.len().max(1) as f32).clamp(74.0, 190.0);
+    let height = (ui.available_height() / scene.devices.len().max(1) as f32).clamp(74.0, 170.0);
     egui::ScrollArea::vertical().auto_shrink(false).show(ui, |ui| {
         for (number, device) in scene.devices.iter().enumerate() {
             let size = vec2(ui.available_width(), height - 4.0);
@@ -122,7 +122,7 @@ fn draw_whole(ui: &Ui, scene: &Scene, number: usize, device: &Device, rect: Rect
         quantity::bytes(device.buffer_bytes),
         quantity::bytes(device.free_bytes())
     );
-    crate::timeline_panel::text_within(
+    crate::text::text_within(
         ui,
         &painter,
         pos2(bar.left(), bar.bottom() + 11.0),

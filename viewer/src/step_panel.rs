@@ -6,8 +6,8 @@ use egui::{Align2, FontId, Rect, Sense, Ui, pos2, vec2};
 
 use crate::quantity;
 use crate::scene::{Program, Scene, Step};
+use crate::text::text_within;
 use crate::theme;
-use crate::timeline_panel::text_within;
 use crate::view::{Column, Selection, View};
 
 const ROW_HEIGHT: f32 = 18.0;

@@ -9,10 +9,10 @@ use egui::{Color32, Mesh, Pos2, Rect, Shape, Stroke};
 pub fn draw(size: [f32; 2], background: Color32, shapes: &[ClippedShape]) -> String {
     let [width, height] = size;
     let mut svg = Svg { text: String::new() };
-    let _ = write!(
+    let _ = writeln!(
         svg.text,
         "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{width}\" height=\"{height}\" \
-         viewBox=\"0 0 {width} {height}\" font-family=\"Ubuntu, DejaVu Sans, sans-serif\">\n"
+         viewBox=\"0 0 {width} {height}\" font-family=\"Ubuntu, DejaVu Sans, sans-serif\">"
     );
     let whole = Rect::from_min_max(Pos2::ZERO, Pos2::new(width, height));
     svg.rect(whole, 0.0, background, Stroke::NONE);

@@ -56,7 +56,7 @@ const WARM: [Color32; 5] = [
     Color32::from_rgb(230, 159, 0),
     Color32::from_rgb(213, 94, 0),
     Color32::from_rgb(240, 228, 66),
-    Color32::from_rgb(204, 121, 167),
+    Color32::from_rgb(250, 140, 120),
     Color32::from_rgb(190, 110, 60),
 ];
 const COOL: [Color32; 5] = [
@@ -83,10 +83,10 @@ pub fn kind(kind: Kind) -> Color32 {
         Kind::Norm => Color32::from_rgb(150, 150, 160),
         Kind::Linear => Color32::from_rgb(86, 160, 220),
         Kind::Attention => Color32::from_rgb(0, 158, 115),
-        Kind::Experts => Color32::from_rgb(204, 121, 167),
+        Kind::Experts => Color32::from_rgb(225, 150, 60),
         Kind::Elementwise => Color32::from_rgb(130, 120, 150),
-        Kind::Transfer => Color32::from_rgb(230, 159, 0),
-        Kind::Collective => Color32::from_rgb(213, 94, 0),
+        Kind::Transfer => Color32::from_rgb(225, 105, 170),
+        Kind::Collective => Color32::from_rgb(155, 100, 225),
     }
 }
 
@@ -111,8 +111,8 @@ pub fn idle(cause: IdleCause) -> Color32 {
     match cause {
         IdleCause::Transfer(_) => kind(Kind::Transfer),
         IdleCause::Collective(_) => kind(Kind::Collective),
-        IdleCause::Dependency(_) => Color32::from_rgb(130, 130, 180),
-        IdleCause::NoWork => Color32::from_gray(110),
+        IdleCause::Dependency(_) => Color32::from_rgb(105, 125, 155),
+        IdleCause::NoWork => Color32::from_gray(95),
     }
 }
 

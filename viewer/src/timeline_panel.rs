@@ -2,15 +2,18 @@
 //!
 //! Work is in proportion to what is visible: bars are found by time, and those below a pixel are merged.
 
-use egui::{
-    Align2, Color32, FontId, Mesh, PointerButton, Pos2, Rect, Response, Sense, Stroke, StrokeKind,
-    Ui, Vec2, pos2, vec2,
-};
+mod bars;
+mod pointer;
 
+use egui::{Align2, Color32, FontId, Rect, Sense, Stroke, StrokeKind, Ui, pos2, vec2};
+
+use self::bars::{Look, Predicted, Strip, draw_bars, predicted_bars};
+pub use self::pointer::zoom_around;
 use crate::quantity;
-use crate::scene::{Bar, Bars, IdleCause, LaneKind, Scene};
+use crate::scene::{Bar, IdleCause, Kind, LaneKind, Program, Scene, Timing};
+use crate::text::text_within;
 use crate::theme;
-use crate::view::{Area, Selection, View};
+use crate::view::View;
 
 const NAMES_WIDTH: f32 = 190.0;
 const AXIS_HEIGHT: f32 = 20.0;
@@ -60,11 +63,11 @@ pub fn show(ui: &mut Ui, scene: &Scene, view: &mut View) {
         let bars = Rect::from_min_max(pos2(rect.left() + NAMES_WIDTH, rect.top()), rect.max);
         let frame = Frame { bars, lane_height, from, to };
         draw_lanes(ui, scene, view, &frame);
-        interact(ui, scene, view, &frame, &response);
+        pointer::interact(ui, scene, view, &frame, &response);
         frame
     });
     let frame = scrolled.inner;
-    draw_axis(ui, &frame, axis);
+    draw_axis(ui, scene, &frame, axis);
     draw_runs(ui, scene, view, &frame, runs);
     legend(ui, scene);
 }
@@ -89,7 +92,7 @@ fn visible(scene: &Scene, view: &mut View) -> (f64, f64) {
     time
 }
 
-fn draw_axis(ui: &Ui, frame: &Frame, rect: Rect) {
+fn draw_axis(ui: &Ui, scene: &Scene, frame: &Frame, rect: Rect) {
     let painter = ui.painter();
     let width = frame.to - frame.from;
     // A tick about every 110 points, at 1, 2 or 5 times a power of ten.
@@ -98,11 +101,17 @@ fn draw_axis(ui: &Ui, frame: &Frame, rect: Rect) {
     let step = [1.0, 2.0, 5.0, 10.0].map(|times| times * power);
     let step = step.into_iter().find(|&step| step >= rough).unwrap_or(rough).max(1.0);
     let line = Stroke::new(1.0, ui.visuals().widgets.noninteractive.bg_stroke.color);
-    let mut time = (frame.from / step).ceil() * step;
-    while time <= frame.to {
+    let first = (frame.from / step).ceil();
+    // Counted, because adding to large times may leave them as they are.
+    for tick in 0..100 {
+        let time = (first + f64::from(tick)) * step;
+        if time > frame.to {
+            break;
+        }
         let x = frame.x(time);
         painter.vline(x, rect.top() + 12.0..=rect.bottom(), line);
-        let text = quantity::nanos(time);
+        // Not the −0 that rounding leaves.
+        let text = quantity::nanos(time + 0.0);
         painter.text(
             pos2(x + 3.0, rect.top()),
             Align2::LEFT_TOP,
@@ -110,12 +119,15 @@ fn draw_axis(ui: &Ui, frame: &Frame, rect: Rect) {
             FontId::proportional(11.0),
             theme::weak(ui),
         );
-        time += step;
     }
     painter.text(
         rect.left_top(),
         Align2::LEFT_TOP,
-        "Lanes · predicted over measured",
+        if scene.runs.is_empty() {
+            "Lanes · predicted"
+        } else {
+            "Lanes · predicted over measured"
+        },
         FontId::proportional(12.0),
         theme::weak(ui),
     );
@@ -201,52 +213,44 @@ fn draw_lanes(ui: &Ui, scene: &Scene, view: &mut View, frame: &Frame) {
             continue;
         }
         draw_lane_name(ui, scene, view, number, row, &timing);
-        let painter = ui.painter().with_clip_rect(row.intersect(clip));
+        let measured = !scene.runs.is_empty();
+        let share = if measured { 0.40 } else { 0.90 };
         let above = Rect::from_min_max(
             row.min + vec2(0.0, 2.0),
-            pos2(row.right(), row.top() + row.height() * 0.40),
+            pos2(row.right(), row.top() + row.height() * share),
         );
         let below =
             Rect::from_min_max(pos2(row.left(), above.bottom() + 1.0), row.max - vec2(0.0, 2.0));
-        let measured = !scene.runs.is_empty();
         draw_idle(ui, frame, number, if measured { below } else { above }, &timing, program);
-        let look = |bar: &Bar| -> (Color32, bool, bool) {
-            let Some(step) = scene
-                .programs
-                .get(bar.program as usize)
-                .and_then(|p| p.steps.get(bar.step as usize))
-            else {
-                return (Color32::GRAY, false, false);
-            };
+        let look = |bar: &Bar, is_shown: bool| {
+            let steps = scene.programs.get(bar.program as usize).map(|program| &program.steps);
             let here = bar.program as usize == view.program;
             let is_selected = here && selected.get(bar.step as usize) == Some(&true);
-            let mut color = theme::step(scene, step, view.coloring, longest);
-            if any_selected && !is_selected {
-                color = theme::tint(ui, color, 0.35);
+            let color = steps
+                .and_then(|steps| steps.get(bar.step as usize))
+                .map_or(Color32::GRAY, |step| theme::step(scene, step, view.coloring, longest));
+            let faded = any_selected && !is_selected;
+            let is_critical = timing.is_critical.get(bar.step as usize) == Some(&true);
+            Look {
+                color: if faded { theme::tint(ui, color, 0.35) } else { color },
+                is_selected,
+                is_critical: here && is_shown && is_critical,
             }
-            (color, is_selected, here)
         };
-        for (offset, bars, run) in predicted_bars(scene, view, frame, number) {
-            let dim = |bar: &Bar| {
-                let (color, selected, _) = look(bar);
-                (
-                    theme::tint(ui, color, 0.75),
-                    selected,
-                    run.is_none() && timing.is_critical.get(bar.step as usize) == Some(&true),
-                )
+        let clip = row.intersect(clip);
+        for predicted in predicted_bars(scene, view, frame, number) {
+            let pale = |bar: &Bar| {
+                let look = look(bar, predicted.run.is_none());
+                Look { color: theme::tint(ui, look.color, 0.75), ..look }
             };
-            draw_bars(ui, &painter, scene, frame, above, bars, offset, dim);
+            let Predicted { bars, start, until, .. } = predicted;
+            let mut clip = clip;
+            clip.max.x = clip.max.x.min(frame.x(until as f64));
+            draw_bars(ui, scene, frame, clip, Strip { rect: above, bars, offset: start }, pale);
         }
-        let critical = |bar: &Bar| {
-            let (color, selected, here) = look(bar);
-            let shown = view.run == Some(bar.run as usize);
-            (
-                color,
-                selected,
-                here && shown && timing.is_critical.get(bar.step as usize) == Some(&true),
-            )
-        };
-        draw_bars(ui, &painter, scene, frame, below, &lane.measured, 0, critical);
+        let full = |bar: &Bar| look(bar, view.run == Some(bar.run as usize));
+        let strip = Strip { rect: below, bars: &lane.measured, offset: 0 };
+        draw_bars(ui, scene, frame, clip, strip, full);
         ui.painter().hline(
             ui.max_rect().left()..=row.right(),
             row.bottom(),
@@ -268,50 +272,13 @@ fn draw_lanes(ui: &Ui, scene: &Scene, view: &mut View, frame: &Frame) {
     }
 }
 
-/// The program's bars at the start of every visible run of it; at 0 where nothing was measured.
-fn predicted_bars<'a>(
-    scene: &'a Scene,
-    view: &View,
-    frame: &Frame,
-    lane: usize,
-) -> Vec<(u64, &'a Bars, Option<usize>)> {
-    if scene.runs.is_empty() {
-        let program = scene.programs.get(view.program);
-        return program
-            .and_then(|program| program.bars.get(lane))
-            .map(|bars| (0, bars, None))
-            .into_iter()
-            .collect();
-    }
-    let mut visible = Vec::new();
-    for (number, run) in scene.runs.iter().enumerate() {
-        let Some(program) = scene.programs.get(run.program) else { continue };
-        let end = run.start.saturating_add(program.predicted.end);
-        // Below a few points a prediction says nothing.
-        if end as f64 >= frame.from
-            && run.start as f64 <= frame.to
-            && frame.x(end as f64) - frame.x(run.start as f64) >= 3.0
-        {
-            visible.extend(program.bars.get(lane).map(|bars| (run.start, bars, Some(number))));
-        }
-    }
-    visible
-}
-
-fn draw_lane_name(
-    ui: &Ui,
-    scene: &Scene,
-    view: &View,
-    number: usize,
-    row: Rect,
-    timing: &crate::scene::Timing,
-) {
+fn draw_lane_name(ui: &Ui, scene: &Scene, view: &View, number: usize, row: Rect, timing: &Timing) {
     let lane = &scene.lanes[number];
     let left = ui.max_rect().left();
     let color = match &lane.kind {
         LaneKind::Queue(device, _) => theme::device(scene, *device),
-        LaneKind::Link(..) => theme::kind(crate::scene::Kind::Transfer),
-        LaneKind::Members(_) => theme::kind(crate::scene::Kind::Collective),
+        LaneKind::Link(..) => theme::kind(Kind::Transfer),
+        LaneKind::Members(_) => theme::kind(Kind::Collective),
     };
     let chip = Rect::from_min_size(pos2(left, row.top() + 3.0), vec2(4.0, row.height() - 6.0));
     ui.painter().rect_filled(chip, 2.0, color);
@@ -341,14 +308,7 @@ fn draw_lane_name(
 }
 
 /// Times in which the queue stood still, tinted and named by their cause.
-fn draw_idle(
-    ui: &Ui,
-    frame: &Frame,
-    lane: usize,
-    rect: Rect,
-    timing: &crate::scene::Timing,
-    program: &crate::scene::Program,
-) {
+fn draw_idle(ui: &Ui, frame: &Frame, lane: usize, rect: Rect, timing: &Timing, program: &Program) {
     let painter = ui.painter().with_clip_rect(rect.intersect(ui.clip_rect()));
     let mine = |queue: usize| program.queues.get(queue).is_some_and(|(row, _)| *row == lane);
     for idle in timing.idle.iter().filter(|idle| mine(idle.queue)) {
@@ -375,7 +335,7 @@ fn draw_idle(
 }
 
 /// `waits for a transfer: layers.12.self_attn.q_proj`.
-pub fn idle_text(program: &crate::scene::Program, cause: IdleCause) -> String {
+pub fn idle_text(program: &Program, cause: IdleCause) -> String {
     let name = |step: usize| program.steps.get(step).map_or("?", |step| step.name.as_str());
     match cause {
         IdleCause::Transfer(step) => format!("waits for a transfer: {}", name(step)),
@@ -383,256 +343,6 @@ pub fn idle_text(program: &crate::scene::Program, cause: IdleCause) -> String {
         IdleCause::Dependency(step) => format!("waits for a result: {}", name(step)),
         IdleCause::NoWork => "no work".to_owned(),
     }
-}
-
-/// Bars as one mesh; neighbours below a pixel are merged into one of the color of the longest.
-fn draw_bars(
-    ui: &Ui,
-    painter: &egui::Painter,
-    scene: &Scene,
-    frame: &Frame,
-    rect: Rect,
-    bars: &Bars,
-    offset: u64,
-    look: impl Fn(&Bar) -> (Color32, bool, bool),
-) {
-    let mut mesh = Mesh::default();
-    let nanos_per_point = (frame.to - frame.from) / f64::from(frame.bars.width());
-    let begin = (frame.from - offset as f64).max(0.0) as u64;
-    let rows = bars.rows();
-    let mut at = bars.first_after(0, begin);
-    let mut labels = Vec::new();
-    while let Some(bar) = rows.get(at) {
-        let start = bar.start.saturating_add(offset) as f64;
-        let end = bar.end.saturating_add(offset) as f64;
-        if start > frame.to {
-            break;
-        }
-        let (color, selected, critical) = look(bar);
-        let (left, right) = (frame.x(start), frame.x(end));
-        if right - left >= 1.5 {
-            // Neighbours stay apart where there is room.
-            let gap = if right - left > 4.0 { 1.0 } else { 0.0 };
-            let place = Rect::from_x_y_ranges(left..=right - gap, rect.y_range());
-            mesh.add_colored_rect(place, color);
-            if critical {
-                let line =
-                    Rect::from_min_max(pos2(left, rect.bottom() - 2.5), pos2(right, rect.bottom()));
-                mesh.add_colored_rect(line, theme::alarm(ui));
-            }
-            if right - left > 22.0 || selected {
-                labels.push((place, *bar, selected, color));
-            }
-            at += 1;
-            continue;
-        }
-        // Everything that ends within the next three points becomes one bar.
-        let until = end + nanos_per_point * 3.0;
-        let next = bars.first_after(at + 1, (until - offset as f64).max(0.0) as u64).max(at + 1);
-        let chosen = rows[at..next]
-            .iter()
-            .step_by((next - at).div_ceil(16))
-            .max_by_key(|bar| bar.end - bar.start);
-        let (color, _, _) = chosen.map_or((color, false, false), &look);
-        let last = rows[next - 1].end.saturating_add(offset) as f64;
-        let right = frame.x(last).max(left + 1.0);
-        // How full the merged stretch is.
-        let fill = if next - at > 16 {
-            0.8
-        } else {
-            let work: u64 = rows[at..next].iter().map(|bar| bar.end - bar.start).sum();
-            (work as f64 / (last - start).max(1.0)) as f32
-        };
-        mesh.add_colored_rect(
-            Rect::from_x_y_ranges(left..=right, rect.y_range()),
-            theme::tint(ui, color, fill.clamp(0.35, 1.0)),
-        );
-        at = next;
-    }
-    painter.add(mesh);
-    for (place, bar, selected, color) in labels {
-        if selected {
-            painter.rect_stroke(
-                place,
-                0.0,
-                Stroke::new(2.0, theme::strong(ui)),
-                StrokeKind::Inside,
-            );
-        }
-        if rect.height() >= 11.0 && place.width() > 22.0 {
-            let step = &scene.programs[bar.program as usize].steps[bar.step as usize];
-            let text = Color32::from_gray(if luma(color) > 120.0 { 10 } else { 240 });
-            let left = place.left().max(frame.bars.left());
-            let room = place.right() - left - 5.0;
-            if let Some(name) = fitting_name(ui, &step.name, room) {
-                text_within(
-                    ui,
-                    painter,
-                    pos2(left + 3.0, place.center().y),
-                    room + 1.0,
-                    name,
-                    text,
-                );
-            }
-        }
-    }
-}
-
-/// The longest end of a dotted name that fits: a cut one would be read as another.
-fn fitting_name<'a>(ui: &Ui, name: &'a str, room: f32) -> Option<&'a str> {
-    let starts = std::iter::once(0).chain(name.match_indices('.').map(|(at, _)| at + 1));
-    let mut ends = starts.map(|start| &name[start..]);
-    ends.find(|end| {
-        let galley = ui.painter().layout_no_wrap(
-            (*end).to_owned(),
-            FontId::proportional(11.0),
-            Color32::WHITE,
-        );
-        galley.size().x <= room
-    })
-}
-
-fn luma(color: Color32) -> f32 {
-    0.3 * f32::from(color.r()) + 0.6 * f32::from(color.g()) + 0.1 * f32::from(color.b())
-}
-
-/// One line of small text, cut at `width`.
-pub(crate) fn text_within(
-    ui: &Ui,
-    painter: &egui::Painter,
-    left_center: Pos2,
-    width: f32,
-    text: &str,
-    color: Color32,
-) {
-    if width < 14.0 {
-        return;
-    }
-    let mut job = egui::text::LayoutJob::simple_singleline(
-        text.to_owned(),
-        FontId::proportional(11.0),
-        color,
-    );
-    job.wrap = egui::text::TextWrapping::truncate_at_width(width);
-    let galley = ui.fonts_mut(|fonts| fonts.layout_job(job));
-    painter.galley(left_center - vec2(0.0, galley.size().y / 2.0), galley, color);
-}
-
-fn interact(ui: &Ui, scene: &Scene, view: &mut View, frame: &Frame, response: &Response) {
-    let (mut from, mut to) = (frame.from, frame.to);
-    let lane_at = |at: Pos2| {
-        let lane = ((at.y - frame.bars.top()) / frame.lane_height).max(0.0) as usize;
-        lane.min(scene.lanes.len() - 1)
-    };
-    if let Some(at) = response.hover_pos().filter(|at| frame.bars.contains(*at)) {
-        let (scroll, pinch) = ui.input(|input| (input.smooth_scroll_delta(), input.zoom_delta()));
-        let zoom = f64::from(pinch) * (f64::from(scroll.y) * 0.005).exp();
-        zoom_around(&mut from, &mut to, frame.time(at.x), zoom);
-        let pan = f64::from(scroll.x / frame.bars.width()) * (to - from);
-        from -= pan;
-        to -= pan;
-        ui.input_mut(|input| input.smooth_scroll_delta = Vec2::ZERO);
-        hover(ui, scene, view, frame, response, at, lane_at(at));
-    }
-    let shift = ui.input(|input| input.modifiers.shift);
-    if response.dragged_by(PointerButton::Primary) || response.dragged_by(PointerButton::Middle) {
-        if let (true, Some(at)) = (shift, response.interact_pointer_pos()) {
-            let origin = ui.input(|input| input.pointer.press_origin()).unwrap_or(at);
-            let (a, b) = (frame.time(origin.x), frame.time(at.x));
-            let (first, last) = (lane_at(origin), lane_at(at));
-            view.area = Some(Area {
-                start: a.min(b),
-                end: a.max(b),
-                first_lane: first.min(last),
-                last_lane: first.max(last),
-            });
-        } else {
-            let pan = f64::from(response.drag_delta().x / frame.bars.width()) * (to - from);
-            from -= pan;
-            to -= pan;
-        }
-    }
-    if let (true, Some(at)) = (response.clicked(), response.interact_pointer_pos()) {
-        view.area = None;
-        match bar_at(scene, view, frame, at, lane_at(at)) {
-            Some(bar) => {
-                if !scene.runs.is_empty()
-                    && bar.run != u32::MAX
-                    && view.run != Some(bar.run as usize)
-                {
-                    view.show_run(scene, bar.run as usize);
-                }
-                view.selection = Selection::Step(bar.step as usize, view.run);
-                view.scroll_to_selection = true;
-            }
-            None => view.selection = Selection::Nothing,
-        }
-    }
-    view.time = Some((from, to));
-}
-
-/// Scales a range by `1 / zoom`, leaving one time where it is. A nanosecond is the narrowest.
-pub fn zoom_around(from: &mut f64, to: &mut f64, time: f64, zoom: f64) {
-    let zoom = zoom.min((*to - *from).max(1.0));
-    // Beyond a century there is nothing to see, and arithmetic begins to lose nanoseconds.
-    if zoom <= 0.0 || !zoom.is_finite() || (*to - *from) / zoom > 3e18 {
-        return;
-    }
-    *from = time - (time - *from) / zoom;
-    *to = time + (*to - time) / zoom;
-}
-
-fn bar_at(scene: &Scene, view: &View, frame: &Frame, at: Pos2, lane: usize) -> Option<Bar> {
-    let row = frame.lane(lane);
-    let time = frame.time(at.x);
-    let slack = (frame.to - frame.from) / f64::from(frame.bars.width());
-    let found = |bars: &Bars, offset: u64| {
-        let first = bars.first_after(0, (time - slack - offset as f64).max(0.0) as u64);
-        let bar = *bars.rows().get(first)?;
-        (bar.start as f64 + offset as f64 <= time + slack).then_some(bar)
-    };
-    if at.y < row.top() + row.height() * 0.42 {
-        predicted_bars(scene, view, frame, lane).into_iter().find_map(|(offset, bars, run)| {
-            let bar = found(bars, offset)?;
-            Some(Bar { run: run.map_or(u32::MAX, |run| run as u32), ..bar })
-        })
-    } else {
-        found(&scene.lanes[lane].measured, 0)
-    }
-}
-
-fn hover(
-    ui: &Ui,
-    scene: &Scene,
-    view: &View,
-    frame: &Frame,
-    response: &Response,
-    at: Pos2,
-    lane: usize,
-) {
-    ui.painter().vline(at.x, frame.bars.y_range(), Stroke::new(0.5, theme::weak(ui)));
-    let Some(bar) = bar_at(scene, view, frame, at, lane) else { return };
-    let Some(step) =
-        scene.programs.get(bar.program as usize).and_then(|p| p.steps.get(bar.step as usize))
-    else {
-        return;
-    };
-    let mut text = format!(
-        "{}\n{}\npredicted {}",
-        step.name,
-        step.action,
-        quantity::nanos(step.predicted_nanos as f64)
-    );
-    if bar.run != u32::MAX && at.y >= frame.lane(lane).top() + frame.lane_height * 0.42 {
-        text += &format!(
-            "\nmeasured {} in run {}",
-            quantity::nanos((bar.end - bar.start) as f64),
-            bar.run
-        );
-    }
-    response.clone().on_hover_ui_at_pointer(|ui| {
-        ui.label(text);
-    });
 }
 
 fn legend(ui: &mut Ui, scene: &Scene) {
@@ -644,8 +354,8 @@ fn legend(ui: &mut Ui, scene: &Scene) {
             ui.small(text);
             ui.add_space(6.0);
         };
-        chip(theme::kind(crate::scene::Kind::Transfer), "transfer, or waiting for one");
-        chip(theme::kind(crate::scene::Kind::Collective), "collective, or waiting for one");
+        chip(theme::kind(Kind::Transfer), "transfer, or waiting for one");
+        chip(theme::kind(Kind::Collective), "collective, or waiting for one");
         chip(theme::idle(IdleCause::Dependency(0)), "waiting for a result");
         chip(theme::idle(IdleCause::NoWork), "no work");
         let color = Color32::from_rgb(255, 80, 60);

@@ -154,7 +154,7 @@ pub struct View {
     pub search: Option<String>,
     /// Whether the help is open.
     pub help: bool,
-    /// Whether the table should bring the selection into sight.
+    /// Whether the panel should bring the selection into sight.
     pub scroll_to_selection: bool,
     /// What was asked for in this frame, and where.
     pub wish: Option<(Wish, Pos2)>,
@@ -206,6 +206,12 @@ impl View {
         self.selection = Selection::Nothing;
         self.timing = None;
         self.area = None;
+    }
+
+    /// Turns to another panel, with the selection in sight.
+    pub fn show_panel(&mut self, panel: Panel) {
+        self.panel = panel;
+        self.scroll_to_selection = true;
     }
 
     /// Turns to another program and a typical run of it.
@@ -264,10 +270,11 @@ impl View {
     pub fn step_along(&mut self, scene: &Scene, forward: bool) {
         let Some(program) = scene.programs.get(self.program) else { return };
         let run = self.run;
-        let (Selection::Step(step, _), true) = (self.selection, true) else {
-            let first = match self.selection {
-                Selection::Blocks(first, _) => program.blocks.get(first).map(|b| b.steps[0]),
-                _ => program.queues.iter().find_map(|(_, queue)| queue.first().copied()),
+        let Selection::Step(step, _) = self.selection else {
+            let first = if let Selection::Blocks(first, _) = self.selection {
+                program.blocks.get(first).map(|block| block.steps[0])
+            } else {
+                program.queues.iter().find_map(|(_, queue)| queue.first().copied())
             };
             if let Some(first) = first {
                 self.selection = Selection::Step(first, run);

@@ -17,6 +17,42 @@ use crate::document::Document;
 use crate::scene::Scene;
 use crate::view::Wish;
 
+/// What the compiler is asked to minimise.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Objective {
+    /// Time of one answer.
+    Latency,
+    /// Work of the busiest device.
+    Throughput,
+}
+
+impl Objective {
+    /// Both.
+    pub const ALL: [Objective; 2] = [Objective::Latency, Objective::Throughput];
+
+    /// As the compiler spells it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Objective::Latency => "latency",
+            Objective::Throughput => "throughput",
+        }
+    }
+
+    /// What a plan seems to be made for: nobody who wants latency takes a placement when another one that was
+    /// priced is faster in prefill and decode.
+    pub fn of(scene: &Scene) -> Self {
+        let Some(chosen) = scene.candidates.first() else { return Objective::Latency };
+        let faster = |nanos: Option<u64>, than: Option<u64>| {
+            nanos.zip(than).is_some_and(|(nanos, than)| nanos < than)
+        };
+        let beaten = scene.candidates.iter().any(|other| {
+            faster(other.prefill_nanos, chosen.prefill_nanos)
+                && faster(other.decode_nanos, chosen.decode_nanos)
+        });
+        if beaten { Objective::Throughput } else { Objective::Latency }
+    }
+}
+
 /// A question under way or answered.
 #[derive(Debug)]
 pub struct Question {
@@ -54,6 +90,7 @@ impl Question {
     pub fn ask(
         compiler: &Path,
         document: &Document,
+        objective: Objective,
         program: usize,
         wish: &Wish,
         at: Pos2,
@@ -62,7 +99,7 @@ impl Question {
         let title = title(&document.scene, program, wish);
         let pins = pins(&document.scene, program, wish);
         let folder = folder();
-        match prepare(document, wish, &pins, &folder) {
+        match prepare(document, objective, wish, &pins, &folder) {
             Ok(arguments) => {
                 let command = shell_line(compiler, &arguments);
                 let (sender, receiver) = channel();
@@ -154,6 +191,7 @@ fn folder() -> PathBuf {
 /// The compiler's arguments, with the machine they name written down.
 fn prepare(
     document: &Document,
+    objective: Objective,
     wish: &Wish,
     pins: &[String],
     folder: &Path,
@@ -195,6 +233,8 @@ fn prepare(
         plan.model.context.to_string(),
         "--max-sequences".to_owned(),
         plan.model.max_sequences.to_string(),
+        "--objective".to_owned(),
+        objective.name().to_owned(),
     ];
     if let Some(prefill) = plan.programs.first() {
         arguments.extend(["--prefill-tokens".to_owned(), prefill.max.tokens.to_string()]);

@@ -10,9 +10,9 @@ use serde_json::json;
 use executor::engine::Engine;
 use executor::generation::GenerationOverrides;
 
-use super::BenchArguments;
 use super::answer::print;
 use super::session::Session;
+use super::{BenchArguments, check_writable};
 
 /// What is measured in each round.
 struct Test {
@@ -28,8 +28,10 @@ struct Test {
 
 pub(super) fn run(arguments: BenchArguments) -> Result<()> {
     ensure!(arguments.repetitions > 0, "-r 0 measures nothing");
+    check_writable(arguments.trace.iter().chain(&arguments.perfetto))?;
     let traced = arguments.trace.is_some() || arguments.perfetto.is_some();
-    let mut session = Session::open(&arguments.plan, &GenerationOverrides::default(), traced)?;
+    let mut session =
+        Session::open(&arguments.plan, &arguments.run, &GenerationOverrides::default(), traced)?;
     let engine = &mut session.engine;
     let mut tests = Vec::new();
     if arguments.prompt_tokens > 0 {

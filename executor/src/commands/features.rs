@@ -10,17 +10,23 @@ use super::answer::print;
 
 pub(super) fn run(arguments: FeaturesArguments) -> Result<()> {
     let highest = Isa::detect();
-    let isa = arguments.isa.map_or(Ok(highest), |name| name.parse())?;
-    ensure!(isa <= highest, "this processor does not have {isa}; its highest level is {highest}");
+    let isa = arguments.isa.map_or(Ok(highest), |name| available(&name))?;
     let mut text = String::from("levels\n");
     for level in Isa::ALL {
         let found = if level <= highest { "found" } else { "not here" };
         let used = if level == isa { ", used" } else { "" };
-        text += &format!("  {level:<18} {found}{used}\n");
+        text += &format!("  {:<18} {found}{used}\n", level.to_string());
     }
     text += "operations\n";
     for (operation, kernel) in describe(isa) {
         text += &format!("  {operation:<28} {kernel}\n");
     }
     print(&text)
+}
+
+/// The level of that name, if this processor has it.
+pub(super) fn available(name: &str) -> Result<Isa> {
+    let (isa, highest) = (name.parse::<Isa>()?, Isa::detect());
+    ensure!(isa <= highest, "this processor does not have {isa}; its highest level is {highest}");
+    Ok(isa)
 }

@@ -10,9 +10,9 @@ mod npy;
 mod perplexity;
 mod session;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
-use anyhow::{Context as _, Result, bail};
+use anyhow::{Context as _, Result};
 use clap::{Args, Parser, Subcommand};
 
 use executor::generation::GenerationOverrides;
@@ -31,7 +31,7 @@ pub(crate) struct Cli {
     #[command(subcommand)]
     command: Option<Command>,
     #[command(flatten)]
-    answer: Option<AnswerArguments>,
+    answer: AnswerArguments,
 }
 
 #[derive(Subcommand)]
@@ -48,8 +48,11 @@ enum Command {
 
 #[derive(Args)]
 struct AnswerArguments {
+    /// The plan, as hybridc writes it
+    #[arg(value_name = "PLAN", required = true)]
+    plan: Option<PathBuf>,
     #[command(flatten)]
-    plan: PlanArguments,
+    run: RunArguments,
     /// Text to continue; without it an interactive chat, or from a pipe the prompt on standard input
     #[arg(long)]
     prompt: Option<String>,
@@ -75,12 +78,9 @@ struct AnswerArguments {
     perfetto: Option<PathBuf>,
 }
 
-/// What every command that runs a plan takes.
-#[derive(Args, Clone)]
-struct PlanArguments {
-    /// The plan, as hybridc writes it
-    #[arg(value_name = "PLAN")]
-    path: PathBuf,
+/// How a plan is run.
+#[derive(Args)]
+struct RunArguments {
     /// Burn backend of CPU devices
     #[arg(long, value_name = "NAME", default_value = "flex", value_parser = ["flex", "ndarray"])]
     cpu_backend: String,
@@ -128,8 +128,11 @@ struct SamplingArguments {
 
 #[derive(Args)]
 struct PerplexityArguments {
+    /// The plan, as hybridc writes it
+    #[arg(value_name = "PLAN")]
+    plan: PathBuf,
     #[command(flatten)]
-    plan: PlanArguments,
+    run: RunArguments,
     /// A JSON list of token ids, or an object with such a list under "ids"
     #[arg(long, value_name = "FILE")]
     ids_file: PathBuf,
@@ -140,8 +143,11 @@ struct PerplexityArguments {
 
 #[derive(Args)]
 struct BenchArguments {
+    /// The plan, as hybridc writes it
+    #[arg(value_name = "PLAN")]
+    plan: PathBuf,
     #[command(flatten)]
-    plan: PlanArguments,
+    run: RunArguments,
     /// Tokens of the prompt; 0 leaves this test out
     #[arg(short = 'p', long, value_name = "N", default_value_t = 512)]
     prompt_tokens: usize,
@@ -188,13 +194,12 @@ struct CalibrateArguments {
 impl Cli {
     /// Does what was asked for.
     pub(crate) fn run(self) -> Result<()> {
-        match (self.command, self.answer) {
-            (Some(Command::Perplexity(arguments)), _) => perplexity::run(arguments),
-            (Some(Command::Bench(arguments)), _) => bench::run(arguments),
-            (Some(Command::Features(arguments)), _) => features::run(arguments),
-            (Some(Command::Calibrate(arguments)), _) => calibrate::run(arguments),
-            (None, Some(arguments)) => answer::run(arguments),
-            (None, None) => bail!("no plan is named; see hybrid-exec --help"),
+        match self.command {
+            None => answer::run(self.answer),
+            Some(Command::Perplexity(arguments)) => perplexity::run(arguments),
+            Some(Command::Bench(arguments)) => bench::run(arguments),
+            Some(Command::Features(arguments)) => features::run(arguments),
+            Some(Command::Calibrate(arguments)) => calibrate::run(arguments),
         }
     }
 }
@@ -215,16 +220,22 @@ impl SamplingArguments {
     }
 }
 
-/// Writes a file whole or not at all.
-fn write_file(path: &std::path::Path, contents: &[u8]) -> Result<()> {
+fn write_file(path: &Path, contents: &[u8]) -> Result<()> {
     std::fs::write(path, contents).with_context(|| format!("cannot write {}", path.display()))
 }
 
-impl PlanArguments {
+/// Fails now rather than after a long run when an output cannot be written; leaves empty files.
+fn check_writable<'a>(paths: impl IntoIterator<Item = &'a PathBuf>) -> Result<()> {
+    paths.into_iter().try_for_each(|path| write_file(path, b""))
+}
+
+impl RunArguments {
     fn options(&self) -> Result<executor::load::Options> {
         Ok(executor::load::Options {
             kernels: self.kernels.parse()?,
             backend: self.cpu_backend.parse()?,
+            isa: self.isa.as_deref().map(features::available).transpose()?,
+            threads: self.threads,
             ..Default::default()
         })
     }

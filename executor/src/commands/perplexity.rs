@@ -9,11 +9,13 @@ use executor::generation::GenerationOverrides;
 
 use super::answer::print;
 use super::session::Session;
-use super::{PerplexityArguments, npy, write_file};
+use super::{PerplexityArguments, check_writable, npy, write_file};
 
 pub(super) fn run(arguments: PerplexityArguments) -> Result<()> {
+    check_writable(&arguments.logits)?;
     let ids = read_ids(&arguments.ids_file)?;
-    let mut session = Session::open(&arguments.plan, &GenerationOverrides::default(), false)?;
+    let mut session =
+        Session::open(&arguments.plan, &arguments.run, &GenerationOverrides::default(), false)?;
     let scored = session.engine.perplexity(&ids)?;
     if let Some(path) = &arguments.logits {
         write_file(path, &npy::encode(&scored.last_logits))?;

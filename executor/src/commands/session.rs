@@ -15,7 +15,7 @@ use executor::load::{Options, PlanFile, load};
 use executor::text::Tokenizer;
 use executor::trace::perfetto;
 
-use super::{PlanArguments, write_file};
+use super::{RunArguments, write_file};
 
 /// A loaded plan.
 pub(super) struct Session {
@@ -38,12 +38,13 @@ pub(super) struct Answer {
 impl Session {
     /// Loads a plan, with a progress bar where somebody sees it.
     pub(super) fn open(
-        arguments: &PlanArguments,
+        plan: &Path,
+        arguments: &RunArguments,
         overrides: &GenerationOverrides,
         trace: bool,
     ) -> Result<Self> {
         let start = Instant::now();
-        let file = PlanFile::open(&arguments.path)?;
+        let file = PlanFile::open(plan)?;
         let folder = file.checkpoint_folder();
         let tokenizer = Tokenizer::load(&folder);
         let defaults =
@@ -121,7 +122,7 @@ pub(super) const INTERRUPTED: i32 = 130;
 
 fn load_with_progress(
     file: PlanFile,
-    arguments: &PlanArguments,
+    arguments: &RunArguments,
     trace: bool,
 ) -> Result<executor::executor::Executor> {
     let options = Options { trace, ..arguments.options()? };

@@ -42,20 +42,6 @@ pub(crate) fn golden(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("golden").join(name)
 }
 
-/// Every golden checkpoint in the tree.
-pub(crate) fn goldens() -> Vec<String> {
-    let folder = golden("");
-    let mut names: Vec<String> = std::fs::read_dir(folder)
-        .unwrap()
-        .map(|entry| entry.unwrap().path())
-        .filter(|path| path.join("golden.json").exists())
-        .map(|path| path.file_name().unwrap().to_string_lossy().into_owned())
-        .collect();
-    names.sort();
-    assert!(!names.is_empty(), "golden checkpoints are in the tree");
-    names
-}
-
 /// This host in two devices of each NUMA node; on a single processor they share it.
 pub(crate) fn machine() -> Machine {
     probe::machine(Some(2)).unwrap()

@@ -72,7 +72,8 @@ impl Block {
 
     /// `layer 12`, `embed_tokens`.
     pub fn title(&self) -> String {
-        self.number.map_or_else(|| self.name.clone(), |number| format!("layer {number}"))
+        let last = self.name.rsplit('.').next().unwrap_or(&self.name);
+        self.number.map_or_else(|| last.to_owned(), |number| format!("layer {number}"))
     }
 
     /// A pattern that matches the names of its steps and of no others.
@@ -82,7 +83,7 @@ impl Block {
     }
 }
 
-/// The part of a step's name up to its first number, or its first word.
+/// The part of a step's name up to its first number, or all of it.
 pub(super) fn block_name(name: &str) -> (&str, Option<u32>) {
     let mut end = 0;
     for component in name.split('.') {
@@ -92,7 +93,7 @@ pub(super) fn block_name(name: &str) -> (&str, Option<u32>) {
         }
         end += 1;
     }
-    (name.split('.').next().unwrap_or(name), None)
+    (name, None)
 }
 
 /// Fills blocks, groups and edges of a program whose steps and predicted times are known.
@@ -133,7 +134,8 @@ fn block(program: &Program, name: &str, steps: Vec<usize>) -> Block {
     devices.dedup();
     // What says most of the place: a limit, then the largest weights.
     let decisive = computed()
-        .max_by_key(|step| (step.limit.is_some(), step.weight_bytes, step.predicted_nanos));
+        .max_by_key(|step| (step.limit.is_some(), step.weight_bytes, step.predicted_nanos))
+        .or_else(|| rows().next());
     let mut collectives: BTreeMap<(String, u64), usize> = BTreeMap::new();
     for step in rows().filter(|step| step.kind == Kind::Collective) {
         *collectives.entry((step.verb.clone(), step.moved_bytes)).or_default() += 1;
@@ -174,22 +176,18 @@ fn limit(program: &Program, steps: &[usize]) -> Option<(usize, u64)> {
 
 /// Everything that makes two blocks alike: work, shapes, formats, places and reasons, but no names or transfers.
 fn signature(program: &Program, steps: &[usize]) -> String {
-    let mut signature = String::new();
-    for step in steps.iter().map(|&step| &program.steps[step]) {
-        if step.kind != Kind::Transfer {
-            let format = step.format.map(|format| format.to_string()).unwrap_or_default();
-            signature += &format!(
-                "{} {} {} {} {} {:?};",
-                step.verb,
-                step.device,
-                format,
-                step.weight_bytes,
-                step.cache_bytes,
-                step.limit.map(|(device, _)| device),
-            );
-        }
-    }
-    signature
+    let rows = steps.iter().map(|&step| &program.steps[step]);
+    let describe = |step: &super::Step| {
+        let format = step.format.map(|format| format.to_string()).unwrap_or_default();
+        let limit = step.limit.map(|(device, _)| device);
+        let (verb, device) = (&step.verb, step.device);
+        format!("{verb} {device} {format} {} {} {limit:?}", step.weight_bytes, step.cache_bytes)
+    };
+    let mut described: Vec<String> =
+        rows.filter(|step| step.kind != Kind::Transfer).map(describe).collect();
+    // Devices that work beside each other have no order among them.
+    described.sort_unstable();
+    described.join("; ")
 }
 
 fn groups(blocks: &[Block]) -> Vec<Group> {

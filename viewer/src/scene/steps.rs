@@ -1,5 +1,6 @@
 //! One row for each step: what it does, on what, and how long that takes.
 
+use ir::graph::Reason;
 use ir::id::{Id as _, WeightId};
 use ir::layout::Move;
 use ir::op::{Attention, Op};
@@ -224,15 +225,13 @@ fn row(plan: &Plan, program: &Program, number: usize, device: usize) -> Step {
             .and_then(|cause| cause.runner_up.as_ref())
             .map(|other| super::summary::runner_up_text(plan, other)),
         gap_nanos: cause.and_then(|cause| cause.runner_up.as_ref()).map(|other| other.gap_nanos),
-        limit: cause.and_then(|cause| match &cause.reason {
-            ir::graph::Reason::Memory { device, missing_bytes } => {
-                Some((device.index(), *missing_bytes))
-            }
-            _ => None,
+        limit: cause.and_then(|cause| {
+            let Reason::Memory { device, missing_bytes } = &cause.reason else { return None };
+            Some((device.index(), *missing_bytes))
         }),
-        pin: cause.and_then(|cause| match &cause.reason {
-            ir::graph::Reason::Pinned { pattern } => Some(pattern.clone()),
-            _ => None,
+        pin: cause.and_then(|cause| {
+            let Reason::Pinned { pattern } = &cause.reason else { return None };
+            Some(pattern.clone())
         }),
         waits: step
             .waits

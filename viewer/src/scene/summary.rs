@@ -124,20 +124,44 @@ impl Scene {
     fn limit_line(&self, program: usize, limit: &Limit) -> String {
         let name = self.device_name(limit.device);
         let missing = limit.needed_bytes.saturating_sub(limit.free_bytes);
-        let capacity = self.devices.get(limit.device).map_or(0, |device| device.capacity_bytes);
         let blocks = self.blocks_text(program, &limit.blocks);
-        let twice = if missing <= capacity {
-            format!(
-                "With twice its memory they would fit, saving about {} a decode step",
-                quantity::nanos(limit.lost_nanos as f64)
-            )
-        } else {
-            "Twice its memory would not hold all of them".to_owned()
+        let (held, saved) = self.held_by_twice(program, limit);
+        let held = match held {
+            held if held == limit.blocks.len() => "all of them".to_owned(),
+            held => format!("{held} of these {}", limit.blocks.len()),
         };
         format!(
-            "{name} is full: {blocks} would be faster there but lack {}. {twice}",
-            quantity::bytes(missing)
+            "{name} is full: {blocks} would be faster there but lack {}. Twice its memory would hold {held}, \
+             saving about {} a decode step",
+            quantity::bytes(missing),
+            quantity::nanos(saved as f64)
         )
+    }
+
+    /// How many of the blocks a device of twice the memory would hold, and what that would save. Those that would
+    /// save most for their bytes come first.
+    fn held_by_twice(&self, program: usize, limit: &Limit) -> (usize, u64) {
+        let capacity = self.devices.get(limit.device).map_or(0, |device| device.capacity_bytes);
+        let mut room = capacity.saturating_add(limit.free_bytes);
+        let rows = &self.programs[program].blocks;
+        let price = |&block: &usize| -> (u64, u64) {
+            let block = &rows[block];
+            let lost = block.limit.map_or(0, |(_, lost)| lost);
+            (block.weight_bytes.saturating_add(block.cache_bytes), lost)
+        };
+        let mut prices: Vec<(u64, u64)> = limit.blocks.iter().map(price).collect();
+        prices.sort_by(|(a_bytes, a_lost), (b_bytes, b_lost)| {
+            let rate = |bytes: u64, lost: u64| lost as f64 / bytes.max(1) as f64;
+            rate(*b_bytes, *b_lost).total_cmp(&rate(*a_bytes, *a_lost))
+        });
+        let mut held = (0, 0_u64);
+        for (bytes, lost) in prices {
+            if bytes <= room {
+                room -= bytes;
+                held = (held.0 + 1, held.1.saturating_add(lost));
+            }
+        }
+        held
     }
 
     /// `layers 3–17, layer 20, lm_head`.

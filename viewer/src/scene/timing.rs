@@ -20,7 +20,7 @@ pub struct Timing {
     pub times: Vec<Option<Times>>,
     /// When the run began.
     pub start: u64,
-    /// When its last step ended.
+    /// When it ended; not before its last step.
     pub end: u64,
     /// Steps that the end depends on without slack, in order.
     pub critical: Vec<usize>,
@@ -61,7 +61,8 @@ pub enum IdleCause {
 impl Timing {
     /// Works out a run from the times of its steps.
     pub(super) fn of(program: &Program, times: Vec<Option<Times>>, start: u64, end: u64) -> Timing {
-        let end = times.iter().flatten().map(|times| times.end).max().unwrap_or(end);
+        let last = times.iter().flatten().map(|times| times.end).max();
+        let end = last.map_or(end, |last| last.max(end));
         let critical = critical(program, &times);
         let mut is_critical = vec![false; times.len()];
         critical.iter().for_each(|&step| is_critical[step] = true);
@@ -74,7 +75,7 @@ impl Timing {
         Timing { times, start, end, critical, is_critical, idle, busy }
     }
 
-    /// From the start of the run to the end of its last step.
+    /// From the start of the run to its end.
     pub fn nanos(&self) -> u64 {
         self.end.saturating_sub(self.start)
     }

@@ -381,7 +381,7 @@ impl Made<'_> {
             x.push(out);
         }
         for (number, layer) in layers.iter().enumerate() {
-            x = self.layer(number, layer, hidden, x);
+            x = self.layer(number, layer, hidden, x, number + 1 == layers.len());
         }
         let last = self.program.buffers[x[0]].device;
         let follows = Cause { reason: Reason::FollowsInput, runner_up: None };
@@ -425,6 +425,7 @@ impl Made<'_> {
         layer: &Layer,
         hidden: u32,
         x: Vec<BufferId>,
+        last: bool,
     ) -> Vec<BufferId> {
         let parts = layer.devices.len() as u32;
         let split = parts > 1;
@@ -481,11 +482,13 @@ impl Made<'_> {
             outputs.push(out);
         }
         if split {
-            outputs = self.reduce(
-                &format!("layers.{}.self_attn.q_proj", number + 1),
-                &outputs,
-                2 * number + 1,
-            );
+            // A movement has the name of what needs it.
+            let needs = if last {
+                "select".into()
+            } else {
+                format!("layers.{}.self_attn.q_proj", number + 1)
+            };
+            outputs = self.reduce(&needs, &outputs, 2 * number + 1);
         }
         outputs
     }

@@ -174,8 +174,7 @@ fn two_to(power: f32) -> f32 {
     f32::from_bits(bits.wrapping_add(127) << 23)
 }
 
-/// The error function within 3e-7: W. J. Cody's rational forms are more exact than f32 needs, so this is
-/// formula 7.1.28's relative with five terms (Abramowitz and Stegun 7.1.26).
+/// The error function within 3e-7, by formula 7.1.26 of Abramowitz and Stegun: its own error is 1.5e-7.
 #[inline(always)]
 fn erf(x: f32) -> f32 {
     let size = x.abs();

@@ -5,7 +5,7 @@
 
 #![expect(unsafe_code, reason = "members write disjoint parts of the buffers between two barriers")]
 
-use anyhow::{Context as _, ensure};
+use anyhow::{Context as _, bail, ensure};
 use ir::op::{Activation, Then};
 
 use super::encode::{self, Encoding, Rows, Strip};
@@ -278,8 +278,7 @@ unsafe fn slice<'a>(start: Shared<u8>, len: usize) -> &'a [f32] {
 /// Features and intermediate size.
 fn check(inputs: &Experts<'_>, out: &[f32]) -> anyhow::Result<[usize; 2]> {
     let Some(first) = inputs.experts.first() else {
-        ensure!(false, "a layer of experts without experts");
-        return Ok([0, 0]);
+        bail!("a layer of experts without experts");
     };
     let (features, intermediate) = (first.gate.columns(), first.gate.rows());
     for (i, expert) in inputs.experts.iter().enumerate() {

@@ -1,0 +1,128 @@
+//! Files that come in, change on disk, or are written.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context as _, Result};
+use egui::Ui;
+
+use super::WATCH;
+use crate::document::{Document, is_trace};
+use crate::files::{Chosen, Purpose};
+use crate::perfetto;
+use crate::picture::{self, Shot};
+use crate::viewer::Viewer;
+
+impl Viewer {
+    /// Files dropped, chosen in a dialog, or changed on disk.
+    pub(super) fn take_files(&mut self, ui: &Ui) {
+        let dropped: Vec<PathBuf> = ui.input(|input| {
+            input.raw.dropped_files.iter().map(|file| file.path().to_owned()).collect()
+        });
+        let (traces, plans): (Vec<_>, Vec<_>) =
+            dropped.into_iter().partition(|path| is_trace(path));
+        if let Some(plan) = plans.first() {
+            self.open(plan, traces.first().map(PathBuf::as_path));
+        } else if let Some(trace) = traces.first() {
+            self.open_trace(trace);
+        }
+        while let Ok(Chosen { purpose, path }) = self.chosen.1.try_recv() {
+            match purpose {
+                Purpose::Plan => self.open(&path, None),
+                Purpose::Trace => self.open_trace(&path),
+                Purpose::Compare => self.compare_with(&path),
+                Purpose::Png | Purpose::Svg => {
+                    self.export = Some((purpose, path));
+                    // The menu that asked for it is gone in the next frame.
+                    ui.ctx().request_repaint();
+                    return;
+                }
+                Purpose::Perfetto => self.report(|viewer| viewer.save_perfetto(&path)),
+                Purpose::Pins => self.report(|viewer| match &viewer.question {
+                    Some(question) => question.save_pins(&path),
+                    None => Ok(()),
+                }),
+            }
+        }
+        self.watch(ui);
+    }
+
+    fn open_trace(&mut self, trace: &Path) {
+        match self.document.as_ref().map(|document| document.plan_path.clone()) {
+            Some(plan) => self.open(&plan, Some(trace)),
+            None => self.message = Some("a trace is opened after its plan".to_owned()),
+        }
+    }
+
+    /// Reads the files again when they have changed.
+    fn watch(&mut self, ui: &Ui) {
+        ui.ctx().request_repaint_after(WATCH);
+        let now = ui.input(|input| input.time);
+        if now < self.watched + WATCH.as_secs_f64() {
+            return;
+        }
+        self.watched = now;
+        if self.document.as_ref().is_some_and(Document::has_changed) {
+            self.reload();
+        }
+    }
+
+    /// Reads the files again and keeps the view. A file that cannot be read now leaves what is open.
+    pub fn reload(&mut self) {
+        let Some(document) = &self.document else { return };
+        match Document::open(&document.plan_path, document.trace_path.as_deref()) {
+            Ok(document) => {
+                self.view.revisit(&document.scene);
+                self.document = Some(document);
+                self.comparison = None;
+                self.message = None;
+            }
+            // It may be half written: the next look tells.
+            Err(error) => self.message = Some(format!("{error:#}")),
+        }
+    }
+
+    fn report(&mut self, action: impl FnOnce(&mut Self) -> Result<()>) {
+        if let Err(error) = action(self) {
+            self.message = Some(format!("{error:#}"));
+        }
+    }
+
+    /// Writes the trace for ui.perfetto.dev.
+    pub fn save_perfetto(&self, path: &Path) -> Result<()> {
+        let Some(document) = &self.document else { return Ok(()) };
+        let text = perfetto::trace_events(&document.scene).to_string();
+        std::fs::write(path, text).with_context(|| format!("writing {}", path.display()))
+    }
+
+    pub(super) fn export(&mut self, ui: &Ui) {
+        let Some((purpose, path)) = self.export.take() else { return };
+        let context = ui.ctx();
+        let size = context.content_rect().size();
+        let shot = Shot {
+            size: size.into(),
+            scale: context.pixels_per_point(),
+            dark: ui.visuals().dark_mode,
+        };
+        let memory = context.memory(Clone::clone);
+        self.report(|viewer| {
+            viewer.save_picture(purpose == Purpose::Svg, &path, shot, Some(memory))
+        });
+    }
+
+    /// Draws the view to a file.
+    pub fn save_picture(
+        &mut self,
+        as_svg: bool,
+        path: &Path,
+        shot: Shot,
+        memory: Option<egui::Memory>,
+    ) -> Result<()> {
+        if as_svg {
+            let text = picture::vectors(shot, memory, |ui| self.ui(ui));
+            std::fs::write(path, text).with_context(|| format!("writing {}", path.display()))
+        } else {
+            let pixels = picture::pixels(shot, memory, |ui| self.ui(ui));
+            picture::save_png(path, &pixels)
+        }
+    }
+}
