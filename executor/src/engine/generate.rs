@@ -82,7 +82,7 @@ impl Engine {
     }
 
     /// Tokens that were appended and not yet fed.
-    fn unfed(&self, id: SequenceId) -> usize {
+    pub(super) fn unfed(&self, id: SequenceId) -> usize {
         self.sequences.get(&id).map_or(0, |sequence| sequence.tokens.len() - sequence.cached)
     }
 }
