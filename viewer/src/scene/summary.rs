@@ -175,7 +175,8 @@ impl Scene {
 
     /// `layers 3–17, layer 20, lm_head`.
     pub fn blocks_text(&self, program: usize, blocks: &[usize]) -> String {
-        let rows = &self.programs[program].blocks;
+        let rows = self.programs.get(program).map(|p| p.blocks.as_slice()).unwrap_or_default();
+        let blocks: Vec<usize> = blocks.iter().copied().filter(|&b| b < rows.len()).collect();
         let mut parts: Vec<String> = Vec::new();
         let mut at = 0;
         while at < blocks.len() {
