@@ -18,4 +18,4 @@ cargo test --release --locked --workspace --doc
 echo "== lints"
 cargo clippy --release --locked --workspace --all-targets -- -D warnings
 echo "== documentation"
-RUSTDOCFLAGS="-D warnings" cargo doc --release --locked --workspace --no-deps --document-private-items
+RUSTDOCFLAGS="-D warnings -A rustdoc::private-intra-doc-links" cargo doc --release --locked --workspace --no-deps --document-private-items

@@ -1,3 +1,27 @@
+//! Runs a plan: loads it, binds its devices, and works through its schedule for each batch of tokens.
+//!
+//! It makes no choice about placement: where it would have to choose, the plan lacks a field.
+
 pub mod generation;
 pub mod sample;
 pub mod text;
+
+pub mod batch;
+mod bell;
+mod bind;
+mod checkpoint;
+pub mod engine;
+pub mod executor;
+mod lane;
+pub mod load;
+mod moves;
+mod ops;
+pub mod run;
+mod slots;
+pub mod trace;
+
+pub mod kernels;
+pub mod memory;
+pub mod team;
+
+pub mod calibrate;

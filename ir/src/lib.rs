@@ -15,10 +15,11 @@ pub mod machine;
 pub mod model;
 pub mod op;
 pub mod plan;
+mod read;
 pub mod split;
 pub mod tensor;
 pub mod text;
 pub mod trace;
 pub mod weight;
 
-pub use fingerprint::fingerprint;
+pub use fingerprint::{fingerprint, is_sampled};

@@ -42,7 +42,7 @@ pub struct CheckpointFile {
     pub path: PathBuf,
     /// Size of the file.
     pub bytes: u64,
-    /// See [`crate::fingerprint`].
+    /// See [`crate::fingerprint()`].
     pub fingerprint: u64,
 }
 

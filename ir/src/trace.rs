@@ -13,7 +13,7 @@ pub const VERSION: u32 = 1;
 pub struct Trace {
     /// [`VERSION`] of the executor that wrote it.
     pub version: u32,
-    /// [`crate::fingerprint`] of the plan file that was run.
+    /// [`crate::fingerprint()`] of the plan file that was run.
     pub plan: u64,
     /// Runs in the order they were started.
     pub runs: Vec<TracedRun>,

@@ -10,7 +10,7 @@ use std::path::{Component, Path, PathBuf};
 use anyhow::{Context as _, Result, anyhow, bail, ensure};
 use ir::id::{FileId, Table};
 use ir::model::CheckpointFile;
-use memmap2::Mmap;
+use memmap2::{Advice, Mmap};
 
 use crate::header::{self, Object};
 
@@ -90,7 +90,7 @@ impl Checkpoint {
         })
     }
 
-    /// Whether two tensors hold the same bytes, as far as [`ir::fingerprint`] tells.
+    /// Whether two tensors hold the same bytes, as far as [`ir::fingerprint()`] tells.
     pub fn same_contents(&self, left: &StoredTensor, right: &StoredTensor) -> Result<bool> {
         let print = |tensor: &StoredTensor| -> Result<u64> {
             let contents = map(&self.files[tensor.file].path)?;
@@ -163,5 +163,10 @@ fn map(path: &Path) -> Result<Mmap> {
     // SAFETY: the map is read-only and private to this module. Another process that shortens the file
     // meanwhile ends this one with SIGBUS, which no reader of mapped files can rule out.
     let contents = unsafe { Mmap::map(&file) };
-    contents.with_context(reading)
+    let contents = contents.with_context(reading)?;
+    if ir::is_sampled(contents.len() as u64) {
+        // With 8 MiB of read-ahead, which some systems have, the pages of a fingerprint would read it all.
+        contents.advise(Advice::Random).with_context(reading)?;
+    }
+    Ok(contents)
 }

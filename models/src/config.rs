@@ -279,3 +279,61 @@ fn whole(value: &Value) -> Option<u32> {
     (number.fract() == 0.0 && (0.0..=f64::from(u32::MAX)).contains(&number))
         .then_some(number as u32)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn config(text: &str) -> Config {
+        Config::parse("config.json".into(), text.as_bytes()).unwrap()
+    }
+
+    #[test]
+    fn null_counts_as_absent_where_it_has_no_meaning() {
+        let config = config(r#"{"head_dim": null, "sliding_window": null}"#);
+        assert_eq!(config.optional_size("head_dim").unwrap(), None);
+        assert_eq!(config.nullable_size("sliding_window", Some(4096)).unwrap(), None);
+        assert_eq!(config.nullable_size("window", Some(4096)).unwrap(), Some(4096));
+    }
+
+    #[test]
+    fn whole_numbers_may_be_written_as_floats() {
+        let config = config(r#"{"a": 64.0, "b": 64.5, "c": 1e300, "d": 4294967296}"#);
+        assert_eq!(config.size("a", 1).unwrap(), 64);
+        for name in ["b", "c", "d"] {
+            assert!(config.size(name, 1).is_err(), "{name}");
+        }
+    }
+
+    #[test]
+    fn a_nested_field_is_named_by_its_path() {
+        let config = config(r#"{"rope_scaling": {"factor": "four"}}"#);
+        let section = config.section("rope_scaling").unwrap().unwrap();
+        assert_eq!(
+            section.number("factor", 1.0).unwrap_err().to_string(),
+            "config.json: rope_scaling.factor is \"four\", not a number"
+        );
+    }
+
+    #[test]
+    fn a_long_value_is_cut_in_an_error() {
+        let list = vec!["0"; 1000].join(",");
+        let config = config(&format!(r#"{{"short_factor": [{list}]}}"#));
+        let error = config.positives("short_factor").unwrap_err().to_string();
+        assert!(
+            error.ends_with("…, not a list of numbers above 0") && error.len() < 150,
+            "{error}"
+        );
+    }
+
+    #[test]
+    fn layer_types_are_one_for_each_layer() {
+        let config = config(r#"{"layer_types": ["full_attention", "sliding_attention"]}"#);
+        let kinds = Some(vec![LayerKind::Full, LayerKind::Sliding]);
+        assert_eq!(config.layer_kinds(2).unwrap(), kinds);
+        assert_eq!(
+            config.layer_kinds(3).unwrap_err().to_string(),
+            "config.json: layer_types has 2 entries for 3 layers"
+        );
+    }
+}

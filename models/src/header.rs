@@ -168,3 +168,141 @@ impl<'de, T: Deserialize<'de>> Visitor<'de> for ObjectVisitor<T> {
         Ok(Object(entries))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// A file with this header and that many bytes of data.
+    fn file(header: &str, data_bytes: usize) -> Vec<u8> {
+        let length = (header.len() as u64).to_le_bytes();
+        [&length[..], header.as_bytes(), &vec![0; data_bytes]].concat()
+    }
+
+    fn error(header: &str, data_bytes: usize) -> String {
+        format!("{:#}", read(&file(header, data_bytes)).unwrap_err())
+    }
+
+    const TWO: &str = r#"{"__metadata__":{"format":"pt"},
+        "a":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]},
+        "b":{"dtype":"BF16","shape":[4],"data_offsets":[24,32]}}"#;
+
+    #[test]
+    fn a_sound_header_gives_positions_in_the_file() {
+        let entries = read(&file(TWO, 32)).unwrap();
+        let b = Entry {
+            dtype: "BF16".into(),
+            shape: vec![4],
+            offset: 8 + TWO.len() as u64 + 24,
+            bytes: 8,
+        };
+        assert_eq!(entries["b"], b);
+        assert_eq!(entries.len(), 2);
+    }
+
+    #[test]
+    fn empty_tensors_and_scalars_are_sound() {
+        let header = r#"{"none":{"dtype":"F32","shape":[0,3],"data_offsets":[0,0]},
+            "one":{"dtype":"F64","shape":[],"data_offsets":[0,8]}}"#;
+        assert_eq!(read(&file(header, 8)).unwrap().len(), 2);
+    }
+
+    #[test]
+    fn ranges_cover_the_data_exactly() {
+        assert_eq!(error(TWO, 40), "8 bytes after the last tensor belong to no tensor");
+        assert_eq!(
+            error(TWO, 31),
+            "tensor \"b\" has the byte range 24..32, but only 31 bytes of data follow the header"
+        );
+        assert_eq!(
+            error(&TWO.replace("[24,32]", "[20,28]"), 28),
+            "the data of tensors \"a\" and \"b\" overlap"
+        );
+        assert_eq!(
+            error(&TWO.replace("[24,32]", "[25,33]"), 33),
+            "1 bytes between \"a\" and tensor \"b\" belong to no tensor"
+        );
+        assert_eq!(
+            error(&TWO.replace("[24,32]", "[32,24]"), 32),
+            "tensor \"b\" has the byte range 32..24, which ends before it begins"
+        );
+    }
+
+    #[test]
+    fn a_range_is_as_long_as_shape_and_type_ask_for() {
+        assert_eq!(
+            error(&TWO.replace("BF16", "F32"), 32),
+            "tensor \"b\" has 8 bytes, which is not what F32[4] takes"
+        );
+        assert_eq!(
+            error(&TWO.replace("[2,3]", "[4294967296,4294967296,4294967296]"), 32),
+            "tensor \"a\" has 24 bytes, which is not what F32[4294967296, 4294967296, 4294967296] takes"
+        );
+    }
+
+    #[test]
+    fn a_name_that_is_there_twice_is_refused() {
+        assert_eq!(
+            error(&TWO.replace("\"b\"", "\"a\""), 32),
+            "malformed header: tensor \"a\" is there twice at line 3 column 64"
+        );
+    }
+
+    #[test]
+    fn a_malformed_entry_is_named() {
+        assert_eq!(
+            error(&TWO.replace("[2,3]", "[2,-3]"), 32),
+            "malformed header: tensor \"a\": invalid value: integer `-3`, expected u64 at line 2 column 40"
+        );
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(50_000))]
+
+        /// Whatever single bytes say, the answer is tensors inside the file or an error of one line.
+        #[test]
+        fn a_mutated_header_never_panics(
+            changes in prop::collection::vec((0..240usize, any::<u8>()), 1..6),
+            length in 0..300usize,
+        ) {
+            let mut contents = file(TWO, 32);
+            for (position, byte) in changes {
+                if let Some(old) = contents.get_mut(position) {
+                    *old = byte;
+                }
+            }
+            contents.truncate(length.max(8));
+            match read(&contents) {
+                Ok(entries) => for entry in entries.values() {
+                    prop_assert!(entry.offset + entry.bytes <= contents.len() as u64);
+                },
+                Err(error) => {
+                    let line = format!("{error:#}");
+                    prop_assert!(!line.contains('\n'));
+                }
+            }
+        }
+
+        /// The same for numbers that are chosen to be awkward.
+        #[test]
+        fn awkward_numbers_never_panic(
+            numbers in prop::collection::vec(
+                prop_oneof![0..40u64, Just(u64::MAX), Just(u64::MAX / 8), Just(1 << 32), Just(1 << 61)],
+                7,
+            ),
+            data_bytes in 0..40usize,
+        ) {
+            let [a, b, c, d, e, f, g] = numbers[..] else { unreachable!() };
+            let header = format!(
+                r#"{{"a":{{"dtype":"F32","shape":[{a},{b}],"data_offsets":[{c},{d}]}},
+                    "b":{{"dtype":"U8","shape":[{e}],"data_offsets":[{f},{g}]}}}}"#
+            );
+            if let Ok(entries) = read(&file(&header, data_bytes)) {
+                let total: u64 = entries.values().map(|entry| entry.bytes).sum();
+                prop_assert_eq!(total, data_bytes as u64);
+            }
+        }
+    }
+}

@@ -68,8 +68,10 @@ pub(super) fn check_lanes(
     for (step, &times) in times.iter().filter(|(_, times)| **times != 1) {
         found.push(Violation::NotInOneLane { step: scope.name(step), times });
     }
-    // No member leaves a collective before all have come, so its steps are one node here.
-    if let Err(step) = sorted(program, &|step| collective(program, step)) {
+    // Members of a collective may have to meet, so its steps are one node; but a member may let another go first,
+    // as long as the steps by themselves have an order.
+    let meeting = sorted(program, &|step| collective(program, step));
+    if let Err(step) = meeting.and_then(|_| sorted(program, &|_| None)) {
         found.push(Violation::Deadlock { step: scope.name(step) });
     }
 }
@@ -150,8 +152,11 @@ fn sorted(
         })
         .collect();
     let mut edge = |before: StepId, after: StepId| {
-        if let (Some(&before), Some(&after)) = (node.get(before.index()), node.get(after.index())) {
-            graph.add_edge(before, after, ());
+        let (Some(&from), Some(&to)) = (node.get(before.index()), node.get(after.index())) else {
+            return;
+        };
+        if from != to || before == after {
+            graph.add_edge(from, to, ());
         }
     };
     for lane in &program.lanes {

@@ -35,7 +35,6 @@ fn a_device_takes_part_once() {
         "scatter",
         |step| set(step, gathers),
         &[
-            "s14 (scatter) of prefill waits for itself",
             "collective g2 of prefill: the devices that hold its terms are not those that take part",
             "collective g3 of prefill: a device takes part twice",
         ],

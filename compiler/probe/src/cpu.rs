@@ -1,0 +1,112 @@
+//! NUMA nodes, cores and memory, as hwloc sees them.
+
+use anyhow::{Context as _, Result, ensure};
+use hwlocality::Topology;
+use hwlocality::object::TopologyObject;
+use hwlocality::object::depth::Depth;
+use hwlocality::object::types::ObjectType;
+
+use crate::kernel_file;
+
+/// The processors of this machine.
+#[derive(Clone, Debug)]
+pub(crate) struct Processors {
+    /// Model name.
+    pub(crate) model: String,
+    /// Logical processors.
+    pub(crate) logical: u32,
+    /// Instruction sets, as the kernel spells them.
+    pub(crate) flags: Vec<String>,
+    /// Nodes that have cores.
+    pub(crate) nodes: Vec<Node>,
+}
+
+/// One NUMA node.
+#[derive(Clone, Debug)]
+pub(crate) struct Node {
+    /// The operating system's number.
+    pub(crate) number: u32,
+    /// Its memory, as far as this process may use it.
+    pub(crate) memory_bytes: u64,
+    /// One logical processor of each core.
+    pub(crate) cores: Vec<u32>,
+    /// All logical processors.
+    pub(crate) all_cpus: Vec<u32>,
+}
+
+impl Processors {
+    /// Fails when hwloc cannot read the topology or finds no node with cores.
+    pub(crate) fn read() -> Result<Self> {
+        let topology = Topology::new().context("reading the machine's topology")?;
+        let cpuinfo = kernel_file("/proc/cpuinfo").unwrap_or_default();
+        let mut nodes: Vec<Node> =
+            topology.objects_at_depth(Depth::NUMANode).filter_map(|o| node(&topology, o)).collect();
+        ensure!(!nodes.is_empty(), "the topology has no NUMA node with cores");
+        limit_memory(&mut nodes);
+        let logical = topology.objects_with_type(ObjectType::PU).count() as u32;
+        Ok(Self { model: model(&topology, &cpuinfo), logical, flags: flags(&cpuinfo), nodes })
+    }
+}
+
+/// `None` for a node that is memory alone.
+fn node(topology: &Topology, object: &TopologyObject) -> Option<Node> {
+    let set = object.cpuset()?;
+    let first_cpu = |core: &TopologyObject| {
+        core.cpuset().and_then(|cpus| cpus.first_set()).map(|cpu| usize::from(cpu) as u32)
+    };
+    let inside = |kind: ObjectType| -> Vec<u32> {
+        topology
+            .objects_with_type(kind)
+            .filter(|object| object.is_inside_cpuset(set))
+            .filter_map(first_cpu)
+            .collect()
+    };
+    let all_cpus = inside(ObjectType::PU);
+    let mut cores = inside(ObjectType::Core);
+    if cores.is_empty() {
+        // Some virtual machines tell of no cores.
+        cores.clone_from(&all_cpus);
+    }
+    cores.sort_unstable();
+    (!cores.is_empty()).then(|| Node {
+        number: object.os_index().unwrap_or(0) as u32,
+        memory_bytes: object.total_memory(),
+        cores,
+        all_cpus,
+    })
+}
+
+/// A container's limit holds for all nodes together; each keeps its share.
+fn limit_memory(nodes: &mut [Node]) {
+    let limit: Option<u64> =
+        kernel_file("/sys/fs/cgroup/memory.max").ok().and_then(|text| text.parse().ok());
+    let total: u64 = nodes.iter().map(|node| node.memory_bytes).sum();
+    if let Some(limit) = limit.filter(|&limit| limit < total) {
+        for node in nodes {
+            let share = node.memory_bytes as f64 / total as f64;
+            node.memory_bytes = (limit as f64 * share) as u64;
+        }
+    }
+}
+
+fn model(topology: &Topology, cpuinfo: &str) -> String {
+    let package = topology.objects_with_type(ObjectType::Package).next();
+    let named = package.and_then(|package| package.info("CPUModel"));
+    match named {
+        Some(name) => name.to_string_lossy().trim().to_owned(),
+        None => field(cpuinfo, "model name").unwrap_or("unknown").to_owned(),
+    }
+}
+
+fn flags(cpuinfo: &str) -> Vec<String> {
+    let flags = field(cpuinfo, "flags").or(field(cpuinfo, "Features")).unwrap_or("");
+    flags.split_whitespace().map(str::to_owned).collect()
+}
+
+fn field<'a>(cpuinfo: &'a str, name: &str) -> Option<&'a str> {
+    cpuinfo
+        .lines()
+        .filter_map(|line| line.split_once(':'))
+        .find(|(key, _)| key.trim() == name)
+        .map(|(_, value)| value.trim())
+}

@@ -1,0 +1,162 @@
+//! Nominal speeds: what a device of a kind reaches, until a calibration measures it.
+
+use ir::machine::{LinearRate, RatePoint, RateSource, Rates};
+use ir::tensor::Format;
+
+use crate::gpu::Gpu;
+
+/// One core reads 17 GB/s (Emerald Rapids) to 32 GB/s (two cores of Zen 4 together 64).
+const CORE_BYTES_PER_SEC: f64 = 28e9;
+/// Sixteen Emerald Rapids cores read 108 to 124 GB/s together; a full socket has twice the channels in use.
+const NODE_BYTES_PER_SEC: f64 = 220e9;
+/// Dispatch of a team that spins, with one barrier.
+const TEAM_STEP_NANOS: f64 = 2_000.0;
+/// A launch through CubeCL takes 5 µs on an H200 host.
+const LAUNCH_NANOS: f64 = 5_000.0;
+/// Share of the arithmetic peak that good kernels reach: 85 % of bf16 on Zen 4, 80 % of dense bf16 on an H200.
+const REACHED: f64 = 0.8;
+
+/// Some cores of a node.
+///
+/// `cores` of the node's `node_cores` share its bandwidth evenly.
+pub(crate) fn node_rates(cores: u32, node_cores: u32, flags: &[String]) -> Rates {
+    let (cores, node_cores) = (f64::from(cores), f64::from(node_cores));
+    let node_bytes = (CORE_BYTES_PER_SEC * node_cores).min(NODE_BYTES_PER_SEC);
+    let read_bytes_per_sec = node_bytes * (cores / node_cores).min(1.0);
+    let has = |flag: &str| flags.iter().any(|known| known == flag);
+    // Operations a second of one core at 2.4 to 3.7 GHz. Zen 4 measured: 117 G in f32, twice that in bf16 dot
+    // products, four times in int8.
+    let f32 = if has("avx512f") {
+        117e9
+    } else if has("avx2") {
+        80e9
+    } else {
+        // Four lanes, two units: NEON and SSE.
+        40e9
+    };
+    let bf16 = if has("amx_bf16") {
+        // Sixteen Emerald Rapids cores are to reach 10 T together.
+        800e9
+    } else if has("avx512_bf16") {
+        2.0 * f32
+    } else {
+        f32
+    };
+    let int8 = if has("amx_int8") {
+        1600e9
+    } else if has("avx512_vnni") {
+        4.0 * f32
+    } else {
+        f32
+    };
+    let curve = |format, peak: f64| linear(format, read_bytes_per_sec, peak * cores * REACHED);
+    Rates {
+        source: RateSource::Nominal,
+        read_bytes_per_sec,
+        step_nanos: TEAM_STEP_NANOS,
+        linear: vec![
+            curve(Format::F32, f32),
+            curve(Format::F16, f32),
+            curve(Format::Bf16, bf16),
+            curve(Format::Q8, int8),
+            curve(Format::Q4, int8),
+        ],
+        // Attention scores go through exponentials: half of what a plain product reaches.
+        attention_flops_per_sec: f32 * cores * REACHED / 2.0,
+        cache_bytes_per_sec: read_bytes_per_sec * REACHED,
+    }
+}
+
+/// Bytes and dense bf16 operations a second, from data sheets; the H200's bytes are a measured copy.
+const GPUS: &[(&str, f64, f64)] = &[
+    ("B200", 8.0e12, 2250e12),
+    ("H200", 4.25e12, 989e12),
+    ("H100 PCIe", 2.0e12, 756e12),
+    ("H100", 3.35e12, 989e12),
+    ("A100-SXM4-80GB", 2.04e12, 312e12),
+    ("A100 80GB", 1.94e12, 312e12),
+    ("A100", 1.56e12, 312e12),
+    ("L40S", 0.86e12, 362e12),
+    ("L40", 0.86e12, 181e12),
+    ("L4", 0.3e12, 121e12),
+    ("A40", 0.7e12, 150e12),
+    ("A10", 0.6e12, 125e12),
+    ("RTX A6000", 0.77e12, 155e12),
+    ("RTX 6000 Ada", 0.96e12, 364e12),
+    ("RTX 5090", 1.79e12, 210e12),
+    ("RTX 4090", 1.01e12, 165e12),
+    ("RTX 4080", 0.72e12, 97e12),
+    ("RTX 3090", 0.94e12, 71e12),
+    ("RTX 3080", 0.76e12, 60e12),
+    ("V100", 0.9e12, 112e12),
+    ("T4", 0.32e12, 65e12),
+];
+
+/// A GPU, by its name; by its clocks where the name is not known.
+pub(crate) fn gpu_rates(gpu: &Gpu) -> Rates {
+    let known = GPUS.iter().find(|(name, _, _)| gpu.name.contains(name));
+    let (bytes, bf16) = match known {
+        Some(&(_, bytes, bf16)) => (bytes, bf16),
+        None => (
+            // The slowest of the table where the driver does not tell.
+            gpu.memory_bytes_per_sec.unwrap_or(0.3e12),
+            // Each core's multiply-adds, and four times that in tensor cores (Ampere and Ada with bf16).
+            gpu.core_hertz.map_or(65e12, |hertz| hertz * 2.0 * 4.0),
+        ),
+    };
+    // Streaming kernels reach 87 % of the copy rate on an H200.
+    let read_bytes_per_sec = bytes * 0.87;
+    let curve = |format, peak: f64| linear(format, read_bytes_per_sec, peak * REACHED);
+    Rates {
+        source: RateSource::Nominal,
+        read_bytes_per_sec,
+        step_nanos: LAUNCH_NANOS,
+        linear: vec![
+            // Without tensor cores: a fifteenth on an H200.
+            curve(Format::F32, bf16 / 15.0),
+            curve(Format::F16, bf16),
+            curve(Format::Bf16, bf16),
+            curve(Format::Q8, bf16),
+            curve(Format::Q4, bf16),
+        ],
+        // A vendor's attention reaches 411 of 989 T on an H200.
+        attention_flops_per_sec: bf16 * 0.4,
+        cache_bytes_per_sec: read_bytes_per_sec * REACHED,
+    }
+}
+
+/// Bound by memory for few tokens, by arithmetic for many; the roofline's knee and a point beyond it.
+fn linear(format: Format, bytes_per_sec: f64, ops_per_sec: f64) -> LinearRate {
+    /// Tokens of the last point: beyond it the time grows with the tokens.
+    const MANY_TOKENS: u32 = 512;
+    let weight_bytes = format.bytes(1, 1024) as f64 / 1024.0;
+    let at = |tokens: u32| {
+        let arithmetic = ops_per_sec / (2.0 * f64::from(tokens));
+        RatePoint { tokens, weights_per_sec: arithmetic.min(bytes_per_sec / weight_bytes) }
+    };
+    let knee = (ops_per_sec * weight_bytes / (2.0 * bytes_per_sec)) as u32;
+    let mut tokens = vec![1, knee.clamp(2, MANY_TOKENS - 1), MANY_TOKENS];
+    tokens.dedup();
+    LinearRate { format, points: tokens.into_iter().map(at).collect() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn few_tokens_are_bound_by_memory_and_many_by_arithmetic() {
+        let rate = linear(Format::Bf16, 60e9, 400e9);
+        assert!((rate.weights_per_sec(1) - 30e9).abs() < 1.0);
+        assert!((rate.weights_per_sec(512) - 400e9 / 1024.0).abs() < 1.0);
+        assert!(rate.weights_per_sec(1024) < rate.weights_per_sec(512));
+    }
+
+    #[test]
+    fn a_longer_name_is_found_before_its_beginning() {
+        for (index, (name, _, _)) in GPUS.iter().enumerate() {
+            let earlier = GPUS[..index].iter().find(|(earlier, _, _)| name.contains(earlier));
+            assert_eq!(earlier, None, "{name} is never reached");
+        }
+    }
+}

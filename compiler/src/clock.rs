@@ -1,0 +1,105 @@
+//! Which step is certainly over when another begins: vector clocks over lanes.
+
+use ir::id::{StepId, Table};
+
+/// The order that lanes and waits give to steps.
+///
+/// Steps are numbered so that each comes after everything it depends on.
+#[derive(Clone, Debug)]
+pub(crate) struct Clocks {
+    /// For each step and lane, how many steps of that lane are over when the step is.
+    over: Table<StepId, Vec<u32>>,
+    lane: Table<StepId, usize>,
+    /// Position of each step in its lane.
+    position: Table<StepId, u32>,
+    /// For each step the waits that lane order and its other waits do not imply.
+    pub(crate) waits: Table<StepId, Vec<StepId>>,
+}
+
+impl Clocks {
+    /// Works out clocks and the fewest waits from the lane of each step and the earlier steps it depends on.
+    pub(crate) fn new(
+        lanes: usize,
+        lane: &Table<StepId, usize>,
+        after: &Table<StepId, Vec<StepId>>,
+    ) -> Self {
+        let mut clocks = Self {
+            over: Table::default(),
+            lane: lane.clone(),
+            position: Table::default(),
+            waits: Table::default(),
+        };
+        let mut now = vec![vec![0u32; lanes]; lanes];
+        for step in lane.ids() {
+            let own = lane[step];
+            let mut clock = now[own].clone();
+            // The latest first: what it implies needs no wait of its own.
+            let mut depends = after[step].clone();
+            depends.sort_by(|a, b| b.cmp(a));
+            let mut waits = Vec::new();
+            for on in depends {
+                assert!(on < step, "the scheduler numbered {step} before {on}, which it needs");
+                if clock[lane[on]] <= clocks.position[on] {
+                    waits.push(on);
+                    for (mine, theirs) in clock.iter_mut().zip(&clocks.over[on]) {
+                        *mine = (*mine).max(*theirs);
+                    }
+                }
+            }
+            waits.reverse();
+            clocks.position.push(clock[own]);
+            clock[own] += 1;
+            now[own].clone_from(&clock);
+            clocks.over.push(clock);
+            clocks.waits.push(waits);
+        }
+        clocks
+    }
+
+    /// Whether `first` is over before `then` begins, or is the same step.
+    pub(crate) fn is_before(&self, first: StepId, then: StepId) -> bool {
+        self.over[then][self.lane[first]] > self.position[first]
+    }
+
+    /// The earliest of a lane's steps that begins after all of `steps`. `lane` is in lane order.
+    pub(crate) fn first_after(&self, steps: &[StepId], lane: &[StepId]) -> Option<StepId> {
+        let is_after = |&step: &StepId| steps.iter().all(|&first| self.is_before(first, step));
+        let at = lane.partition_point(|step| !is_after(step));
+        lane.get(at).copied()
+    }
+
+    /// The lane's index of a step.
+    pub(crate) fn lane(&self, step: StepId) -> usize {
+        self.lane[step]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use ir::id::Id as _;
+
+    use super::*;
+
+    fn step(index: usize) -> StepId {
+        StepId::from_index(index)
+    }
+
+    #[test]
+    fn a_wait_that_another_implies_is_left_out() {
+        // Lane 0: s0, s1. Lane 1: s2 after both.
+        let lane = [0, 0, 1].into_iter().collect();
+        let after = [vec![], vec![], vec![step(0), step(1)]].into_iter().collect();
+        let clocks = Clocks::new(2, &lane, &after);
+        assert_eq!(clocks.waits[step(2)], [step(1)]);
+        assert!(clocks.is_before(step(0), step(2)));
+    }
+
+    #[test]
+    fn lanes_are_unordered_without_waits() {
+        let lane = [0, 1].into_iter().collect();
+        let after = [vec![], vec![]].into_iter().collect();
+        let clocks = Clocks::new(2, &lane, &after);
+        assert!(!clocks.is_before(step(0), step(1)));
+        assert_eq!(clocks.first_after(&[step(0)], &[step(1)]), None);
+    }
+}

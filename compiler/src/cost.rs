@@ -1,0 +1,169 @@
+//! Predicted times, from the machine's rates alone.
+
+use anyhow::{Context as _, Result};
+use ir::id::DeviceId;
+use ir::layout::Move;
+use ir::op::{Attention, Experts, Op};
+use ir::tensor::{Extent, Format, TensorType};
+
+use crate::target::{Batch, Target};
+
+/// What one device computes with, as a price needs it.
+#[derive(Clone, Debug)]
+pub(crate) struct Operands {
+    /// Format and shape of each of the operation's weights, in their order.
+    pub(crate) weights: Vec<(Format, Vec<u32>)>,
+    /// Tensors read.
+    pub(crate) reads: Vec<TensorType>,
+    /// Tensors written.
+    pub(crate) writes: Vec<TensorType>,
+}
+
+/// Nanoseconds of one computation on a device. Fails when the device does not compute a weight's format.
+pub(crate) fn run_nanos(
+    target: &Target,
+    device: DeviceId,
+    op: &Op,
+    operands: &Operands,
+    batch: &Batch,
+) -> Result<f64> {
+    let rates = &target.machine.devices[device].rates;
+    let streamed = |bytes: u64| seconds(bytes as f64, rates.read_bytes_per_sec);
+    let tensors = operands.reads.iter().chain(&operands.writes);
+    let activations = streamed(tensors.map(|ty| ty.bytes(batch.extent)).sum());
+    let matrices = |tokens: u32| -> Result<f64> {
+        let mut nanos = 0.0;
+        for (format, shape) in operands.weights.iter().filter(|(_, shape)| shape.len() > 1) {
+            let elements: f64 = shape.iter().map(|&size| f64::from(size)).product();
+            nanos += seconds(elements, weights_per_sec(target, device, *format, tokens)?);
+        }
+        Ok(nanos)
+    };
+    let work = match op {
+        Op::Linear(_) => matrices(rows_of(&operands.reads[0], batch.extent))? + activations,
+        Op::Attention(attention) => {
+            let cache = target.kv_types[device].bytes();
+            attention_nanos(
+                attention,
+                cache,
+                batch,
+                rates.attention_flops_per_sec,
+                rates.cache_bytes_per_sec,
+            )
+        }
+        Op::Experts(experts) => {
+            experts_nanos(target, device, experts, operands, batch)? + activations
+        }
+        // Tables are read only where tokens point: as many rows as are written.
+        Op::Embed { .. }
+        | Op::AddPosition { .. }
+        | Op::Norm(_)
+        | Op::Activate(_)
+        | Op::Gate(_)
+        | Op::Add
+        | Op::SigmoidGate
+        | Op::Route { .. }
+        | Op::SelectRows
+        | Op::SoftCap { .. } => activations,
+    };
+    Ok(rates.step_nanos + work)
+}
+
+/// Nanoseconds of one device's part of a movement.
+///
+/// `incoming` are the bytes read from each device, its own included; `written` is what it holds afterwards.
+/// Fails when no link leads from a device that is read.
+pub(crate) fn move_nanos(
+    target: &Target,
+    device: DeviceId,
+    movement: &Move,
+    incoming: &[(DeviceId, u64)],
+    written: u64,
+) -> Result<f64> {
+    let rates = &target.machine.devices[device].rates;
+    let (mut latency, mut crossing) = (0f64, 0.0);
+    for &(from, bytes) in incoming.iter().filter(|(from, _)| *from != device) {
+        let link = target.machine.link(from, device).with_context(|| {
+            format!("no link leads from {} to {}", target.name(from), target.name(device))
+        })?;
+        // Messages of several peers are under way at once; their bytes share the receiver's port.
+        latency = latency.max(link.latency_nanos);
+        crossing += seconds(bytes as f64, link.bytes_per_sec);
+    }
+    let local = match movement {
+        // The link writes what it brings.
+        Move::Transfer { .. } | Move::Broadcast { .. } => 0,
+        // Every term is read once more to be added or placed.
+        Move::AllReduce
+        | Move::AllGather { .. }
+        | Move::ReduceScatter { .. }
+        | Move::Slice { .. } => incoming.iter().map(|(_, bytes)| bytes).sum::<u64>() + written,
+    };
+    Ok(rates.step_nanos + latency + crossing + seconds(local as f64, rates.read_bytes_per_sec))
+}
+
+/// Nanoseconds of `amount` at a rate per second.
+fn seconds(amount: f64, per_sec: f64) -> f64 {
+    if amount == 0.0 { 0.0 } else { amount / per_sec * 1e9 }
+}
+
+fn rows_of(ty: &TensorType, extent: Extent) -> u32 {
+    ty.shape.first().map_or(1, |dim| dim.size(extent)).max(1)
+}
+
+fn weights_per_sec(target: &Target, device: DeviceId, format: Format, tokens: u32) -> Result<f64> {
+    let device = &target.machine.devices[device];
+    let rate = device.rates.linear(format).with_context(|| {
+        format!("{} does not compute {format}: the machine gives no rate for it", device.name)
+    })?;
+    Ok(rate.weights_per_sec(tokens))
+}
+
+fn attention_nanos(
+    attention: &Attention,
+    cache_element_bytes: u64,
+    batch: &Batch,
+    flops_per_sec: f64,
+    cache_bytes_per_sec: f64,
+) -> f64 {
+    let window = f64::from(attention.window.unwrap_or(u32::MAX));
+    let sequences = f64::from(batch.sequences);
+    let fed = f64::from(batch.extent.tokens) / sequences;
+    let past = f64::from(batch.past);
+    let head_dim = f64::from(attention.head_dim);
+    if fed <= 1.0 {
+        // Decode reads the keys and values that a token sees, once for all query heads that share them.
+        let bytes = 2.0 * f64::from(attention.kv_heads) * head_dim * cache_element_bytes as f64;
+        return seconds(sequences * (past + 1.0).min(window) * bytes, cache_bytes_per_sec);
+    }
+    // Tokens seen, summed over the tokens fed: a triangle cut off at the window.
+    let seen = if past + fed <= window {
+        fed * (past + (fed + 1.0) / 2.0)
+    } else {
+        let growing = (window - past).max(0.0);
+        growing * (past + (growing + 1.0) / 2.0) + (fed - growing) * window
+    };
+    // A multiplication and an addition for the score, and the same for the value.
+    seconds(sequences * seen * 4.0 * f64::from(attention.heads) * head_dim, flops_per_sec)
+}
+
+fn experts_nanos(
+    target: &Target,
+    device: DeviceId,
+    _: &Experts,
+    operands: &Operands,
+    batch: &Batch,
+) -> Result<f64> {
+    let tokens = f64::from(rows_of(&operands.reads[0], batch.extent));
+    let used = f64::from(operands.reads[1].features(batch.extent));
+    let mut nanos = 0.0;
+    for (format, shape) in &operands.weights {
+        let experts = f64::from(shape[0]);
+        // Experts that any of the tokens chose, as if each chose at random.
+        let chosen = experts * (1.0 - (1.0 - used / experts).powf(tokens));
+        let rows = (tokens * used / chosen).round().max(1.0) as u32;
+        let elements = chosen * f64::from(shape[1]) * f64::from(shape[2]);
+        nanos += seconds(elements, weights_per_sec(target, device, *format, rows)?);
+    }
+    Ok(nanos)
+}

@@ -1,0 +1,159 @@
+//! Writes a placed graph down as a plan: tables of what is held, programs over them, and the forecast.
+
+use std::path::{Component, Path, PathBuf};
+
+use anyhow::{Context as _, Result};
+use ir::graph::PlacedGraph;
+use ir::model::CheckpointFile;
+use ir::plan::{Candidate, Forecast, ModelInfo, Plan, ProgramForecast, VERSION, Weight};
+use ir::weight::{Slice, Source};
+
+use crate::bind::{Bound, bind};
+use crate::forecast::simulate;
+use crate::part::WeightKey;
+use crate::schedule::{Causes, schedule};
+use crate::target::{BLOCK_TOKENS, Batch};
+use crate::task::Task;
+
+/// The plan of a placed graph with programs for `batches`, and `blocks` cache blocks.
+///
+/// Weights carry no sources yet: a plan that is only priced needs none.
+pub(crate) fn emit(
+    task: &Task<'_>,
+    graph: &PlacedGraph,
+    batches: &[Batch],
+    blocks: impl FnOnce(&Bound) -> u32,
+) -> Result<Plan> {
+    let (model, target) = (task.model, task.target);
+    let bound = bind(task, graph)?;
+    let blocks = blocks(&bound);
+    let mut causes = Causes::default();
+    let programs = batches
+        .iter()
+        .map(|batch| schedule(task, graph, &bound, batch, &mut causes))
+        .collect::<Result<Vec<_>>>()?;
+    let weights = bound
+        .weights
+        .rows()
+        .iter()
+        .map(|key| Weight {
+            name: model.weights[key.weight].name.clone(),
+            device: key.device,
+            format: key.format,
+            shape: key.shape(task),
+            sources: Vec::new(),
+        })
+        .collect();
+    let mut plan = Plan {
+        version: VERSION,
+        model: ModelInfo {
+            name: model.name.clone(),
+            architecture: model.architecture.clone(),
+            folder: model.folder.clone(),
+            vocabulary: model.vocabulary,
+            context: target.context,
+            max_sequences: target.max_sequences,
+            block_tokens: BLOCK_TOKENS,
+            blocks,
+        },
+        machine: target.machine.clone(),
+        files: model.files.clone(),
+        weights,
+        caches: bound.caches,
+        ropes: model.ropes.clone(),
+        programs,
+        causes: causes.table,
+        forecast: Forecast::default(),
+    };
+    plan.forecast.devices = ir::check::memory(&plan);
+    plan.forecast.programs = plan
+        .programs
+        .iter()
+        .map(|program| {
+            let times = simulate(program);
+            ProgramForecast {
+                program: program.name.clone(),
+                nanos: times.nanos,
+                busiest_lane_nanos: times.busiest_lane_nanos,
+            }
+        })
+        .collect();
+    Ok(plan)
+}
+
+/// Adds what only a plan that is kept needs: where its weights are read from, and what else was priced.
+pub(crate) fn complete(
+    task: &Task<'_>,
+    graph: &PlacedGraph,
+    mut plan: Plan,
+    plan_folder: Option<&Path>,
+    candidates: Vec<Candidate>,
+) -> Result<Plan> {
+    let bound = bind(task, graph)?;
+    for (id, key) in bound.weights.iter() {
+        plan.weights[id].sources = sources(task, key)?;
+    }
+    if let Some(folder) = plan_folder {
+        for file in plan.files.rows_mut() {
+            *file = CheckpointFile { path: relative(&file.path, folder), ..file.clone() };
+        }
+        plan.model.folder = relative(&plan.model.folder, folder);
+    }
+    plan.forecast.candidates = candidates;
+    Ok(plan)
+}
+
+/// Where the held part of a weight lies.
+fn sources(task: &Task<'_>, key: &WeightKey) -> Result<Vec<Source>> {
+    let weight = &task.model.weights[key.weight];
+    let Some(slice) = key.slice else { return Ok(weight.sources.clone()) };
+    let cut = |source: &Source, slice: Slice| {
+        source.sliced(slice).with_context(|| format!("cutting {}", weight.name))
+    };
+    if weight.sources.iter().all(|source| source.axes.len() == weight.shape.len()) {
+        return weight.sources.iter().map(|source| cut(source, slice)).collect();
+    }
+    // One source for each matrix of a stack: the stack's axis is cut by leaving matrices out.
+    if slice.axis == 0 {
+        let matrices = slice.start as usize..(slice.start + slice.size) as usize;
+        let kept = weight.sources.get(matrices).context("a stack lacks matrices")?;
+        return Ok(kept.to_vec());
+    }
+    let slice = Slice { axis: slice.axis - 1, ..slice };
+    weight.sources.iter().map(|source| cut(source, slice)).collect()
+}
+
+/// `path` as seen from `folder`, where both lie in one project; paths that share only the root stay absolute,
+/// because they do not move together.
+fn relative(path: &Path, folder: &Path) -> PathBuf {
+    let from: Vec<Component<'_>> = folder.components().collect();
+    let to: Vec<Component<'_>> = path.components().collect();
+    let shared = from.iter().zip(&to).take_while(|(a, b)| a == b).count();
+    if shared < 2 {
+        return path.to_owned();
+    }
+    let up = from[shared..].iter().map(|_| Component::ParentDir);
+    let relative: PathBuf = up.chain(to[shared..].iter().copied()).collect();
+    if relative.as_os_str().is_empty() { PathBuf::from(".") } else { relative }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn check(path: &str, folder: &str, expected: &str) {
+        assert_eq!(relative(Path::new(path), Path::new(folder)), Path::new(expected));
+    }
+
+    #[test]
+    fn paths_of_one_project_are_relative() {
+        check("/home/me/models/a.safetensors", "/home/me/plans", "../models/a.safetensors");
+        check("/home/me/models/a.safetensors", "/home/me/models", "a.safetensors");
+        check("/home/me/models", "/home/me/models", ".");
+    }
+
+    #[test]
+    fn paths_that_share_the_root_alone_stay_absolute() {
+        check("/data/a.safetensors", "/home/me", "/data/a.safetensors");
+    }
+}

@@ -1,0 +1,151 @@
+//! Plans as tables for people: what was decided, why, and what it is expected to cost.
+
+mod diff;
+mod rows;
+mod table;
+
+use std::fmt::Write as _;
+
+use ir::graph::{Cause, Reason};
+use ir::machine::{Machine, RateSource};
+use ir::plan::Plan;
+
+pub use diff::diff;
+
+use crate::explain::rows::{Row, folded, rows};
+use crate::explain::table::{Table, bytes, nanos};
+
+/// Everything a plan knows of its own making: layers, devices, programs and the candidates it beat.
+pub fn explain(plan: &Plan) -> String {
+    let mut text = String::new();
+    let model = &plan.model;
+    // Writing to a string cannot fail.
+    let _ = writeln!(
+        text,
+        "{} ({}), context {}, {} sequence{}, {} cache blocks of {} tokens\n",
+        model.name,
+        model.architecture,
+        model.context,
+        model.max_sequences,
+        if model.max_sequences == 1 { "" } else { "s" },
+        model.blocks,
+        model.block_tokens
+    );
+    let _ = writeln!(text, "{}", layers(plan));
+    let _ = writeln!(text, "{}", devices(plan));
+    let _ = writeln!(text, "{}", programs(plan));
+    let _ = write!(text, "{}", candidates(plan));
+    let nominal: Vec<&str> = plan
+        .machine
+        .devices
+        .rows()
+        .iter()
+        .filter(|device| device.rates.source == RateSource::Nominal)
+        .map(|device| device.name.as_str())
+        .collect();
+    if !nominal.is_empty() {
+        let _ = writeln!(
+            text,
+            "\nrates of {} are nominal, so times are guesses: `hybrid-exec calibrate` measures them",
+            nominal.join(", ")
+        );
+    }
+    text
+}
+
+fn layers(plan: &Plan) -> Table {
+    let mut table =
+        Table::new(&["layers", "device", "bytes", "prefill", "decode", "why", "runner-up"]);
+    for row in folded(rows(plan)) {
+        table.row(vec![
+            row.name(),
+            row.devices(&plan.machine),
+            bytes(row.bytes),
+            nanos(row.prefill_nanos),
+            nanos(row.decode_nanos),
+            why(&row, &plan.machine),
+            runner_up(&row.cause, &plan.machine),
+        ]);
+    }
+    table
+}
+
+fn why(row: &Row, machine: &Machine) -> String {
+    match &row.cause.reason {
+        Reason::Fastest => "fastest".into(),
+        Reason::Pinned { pattern } => format!("pinned by {pattern:?}"),
+        Reason::Requested => "requested".into(),
+        Reason::Memory { device, missing_bytes } => {
+            format!("{} lacks {}", name(machine, *device), bytes(*missing_bytes))
+        }
+        Reason::FollowsInput => "follows its input".into(),
+        Reason::Mismatch => "moves data".into(),
+    }
+}
+
+fn runner_up(cause: &Cause, machine: &Machine) -> String {
+    let Some(runner_up) = &cause.runner_up else { return "-".into() };
+    let names: Vec<&str> = runner_up.devices.iter().map(|&device| name(machine, device)).collect();
+    let sign = if runner_up.gap_nanos < 0 { '-' } else { '+' };
+    format!("{} {sign}{}", names.join("+"), nanos(runner_up.gap_nanos.unsigned_abs()))
+}
+
+fn devices(plan: &Plan) -> Table {
+    let mut table =
+        Table::new(&["device", "weights", "KV cache", "buffers", "used of", "capacity"]);
+    for (device, budget) in plan.forecast.devices.iter() {
+        let used = budget.weight_bytes + budget.cache_bytes + budget.buffer_bytes;
+        let share = 100.0 * used as f64 / budget.capacity_bytes.max(1) as f64;
+        table.row(vec![
+            name(&plan.machine, device).into(),
+            bytes(budget.weight_bytes),
+            bytes(budget.cache_bytes),
+            bytes(budget.buffer_bytes),
+            format!("{share:.1} %"),
+            bytes(budget.capacity_bytes),
+        ]);
+    }
+    table
+}
+
+fn programs(plan: &Plan) -> Table {
+    let mut table = Table::new(&["program", "tokens", "time", "tokens/s", "busiest lane"]);
+    for (program, forecast) in plan.programs.iter().zip(&plan.forecast.programs) {
+        let tokens = program.max.tokens;
+        let rate = f64::from(tokens) / (forecast.nanos.max(1) as f64 / 1e9);
+        table.row(vec![
+            forecast.program.clone(),
+            tokens.to_string(),
+            nanos(forecast.nanos),
+            format!("{rate:.1}"),
+            nanos(forecast.busiest_lane_nanos),
+        ]);
+    }
+    table
+}
+
+fn candidates(plan: &Plan) -> Table {
+    let mut table = Table::new(&["candidate", "prefill", "decode", ""]);
+    for (index, candidate) in plan.forecast.candidates.iter().enumerate() {
+        let time = |time: Option<u64>| time.map_or("-".into(), nanos);
+        let note = match candidate.missing {
+            Some((device, missing)) => {
+                format!("lacks {} on {}", bytes(missing), name(&plan.machine, device))
+            }
+            None if index == 0 => "chosen".into(),
+            None => String::new(),
+        };
+        table.row(vec![
+            candidate.name.clone(),
+            time(candidate.prefill_nanos),
+            time(candidate.decode_nanos),
+            note,
+        ]);
+    }
+    table
+}
+
+/// The device's name; its id where a plan that was edited names one that is not there.
+fn name(machine: &Machine, device: ir::id::DeviceId) -> &str {
+    machine.devices.get(device).map_or("?", |device| &device.name)
+}

@@ -1,0 +1,39 @@
+//! Predicted times of a program, from the estimates of its steps.
+
+use ir::id::{Id as _, StepId, Table};
+use ir::plan::Program;
+
+/// How long one run takes, alone on the machine.
+#[derive(Clone, Debug)]
+pub(crate) struct Times {
+    /// Nanoseconds from start to end.
+    pub(crate) nanos: u64,
+    /// Work of the lane that works longest.
+    pub(crate) busiest_lane_nanos: u64,
+}
+
+/// Runs a program in thought: a step begins when its lane is free and what it waits for is over.
+pub(crate) fn simulate(program: &Program) -> Times {
+    let mut ends: Table<StepId, u64> = program.steps.ids().map(|_| 0).collect();
+    let mut lane_of: Table<StepId, usize> = program.steps.ids().map(|_| 0).collect();
+    for (lane, steps) in program.lanes.iter().enumerate() {
+        for &step in &steps.steps {
+            lane_of[step] = lane;
+        }
+    }
+    let mut free = vec![0u64; program.lanes.len()];
+    let mut busy = vec![0u64; program.lanes.len()];
+    // The scheduler numbers steps so that each comes after what it depends on, in its lane too.
+    for (id, step) in program.steps.iter() {
+        let lane = lane_of[id];
+        let waited = step.waits.iter().map(|&wait| ends[wait]).max().unwrap_or(0);
+        debug_assert!(step.waits.iter().all(|wait| wait.index() < id.index()));
+        ends[id] = free[lane].max(waited) + step.estimate_nanos;
+        free[lane] = ends[id];
+        busy[lane] += step.estimate_nanos;
+    }
+    Times {
+        nanos: ends.rows().iter().copied().max().unwrap_or(0),
+        busiest_lane_nanos: busy.into_iter().max().unwrap_or(0),
+    }
+}

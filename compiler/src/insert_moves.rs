@@ -1,0 +1,74 @@
+//! Makes movement explicit: where an input is held otherwise than it is needed, moves bring it there.
+//!
+//! Right and wasteful: every edge gets its own moves. [`crate::elide_moves`] takes the superfluous ones away.
+
+use anyhow::{Context as _, Result};
+use ir::graph::{Cause, LayerGraph, Placed, PlacedGraph, Reason, Work};
+use ir::id::{NodeId, Table, ValueId};
+use ir::layout::{Layout, Share, moves};
+
+/// The placed graph of a layer graph. The result is whole on the first device that holds it.
+pub fn insert_moves(graph: &LayerGraph, placed: &Table<NodeId, Placed>) -> Result<PlacedGraph> {
+    let mut inserted = Inserted {
+        graph: PlacedGraph::default(),
+        held: graph.values().ids().map(|_| None).collect(),
+    };
+    for (id, node) in graph.nodes() {
+        let work = &placed[id];
+        let mut inputs = Vec::new();
+        for (&value, need) in node.inputs.iter().zip(&work.needs) {
+            let input = inserted.bring(&node.name, value, need)?;
+            inputs.push(input);
+        }
+        let types: Vec<_> = node.outputs.iter().map(|&v| graph.value(v).ty.clone()).collect();
+        let outputs = inserted.graph.push(node.name.clone(), work.clone(), &inputs, &types)?;
+        for ((&old, new), layout) in node.outputs.iter().zip(outputs).zip(&work.layouts) {
+            inserted.held[old] = Some((new, layout.clone()));
+        }
+    }
+    for &output in graph.outputs() {
+        let node = graph.value(output).producer;
+        let first = placed[node].layouts[0].devices[0];
+        let name = &graph.node(node).name;
+        let output = inserted.bring(name, output, &Layout::on(first))?;
+        inserted.graph.return_value(output);
+    }
+    Ok(inserted.graph)
+}
+
+struct Inserted {
+    graph: PlacedGraph,
+    /// For each value of the layer graph, the value that its node made and how it is held.
+    held: Table<ValueId, Option<(ValueId, Layout)>>,
+}
+
+impl Inserted {
+    /// The value as it is needed, after the moves that takes.
+    fn bring(&mut self, name: &str, value: ValueId, need: &Layout) -> Result<ValueId> {
+        let (mut value, mut have) =
+            self.held[value].clone().expect("a graph makes values before it reads them");
+        let steps = moves(&have, need)
+            .with_context(|| format!("{name} needs {need} of a value held {have}"))?;
+        for (movement, layout) in steps {
+            let work = Placed {
+                work: Work::Move(movement),
+                needs: vec![have],
+                layouts: vec![layout.clone()],
+                inner: Vec::new(),
+                cause: Cause { reason: Reason::Mismatch, runner_up: None },
+            };
+            let ty = self.graph.value(value).ty.clone();
+            value = self.graph.push_one(name, work, &[value], ty)?;
+            have = layout;
+        }
+        Ok(value)
+    }
+}
+
+/// Whether every device that `need` names holds, under `have`, what it needs.
+pub fn satisfies(have: &Layout, need: &Layout) -> bool {
+    have == need
+        || have.share == Share::Whole
+            && need.share == Share::Whole
+            && need.devices.iter().all(|device| have.devices.contains(device))
+}

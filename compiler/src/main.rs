@@ -1,0 +1,277 @@
+//! `hybridc`: compiles checkpoints to plans, and explains, compares and checks plans.
+
+use std::fs;
+use std::io::Write as _;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use anyhow::{Context as _, Result, bail, ensure};
+use clap::{Args, Parser, Subcommand};
+use compiler::explain::{diff, explain};
+use compiler::options::{self, Options, Request};
+use ir::machine::Machine;
+use ir::plan::Plan;
+
+/// Decides where every layer of a language model runs.
+#[derive(Parser)]
+#[command(version)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Place a checkpoint on a machine and write the plan.
+    Compile(Box<Compile>),
+    /// Print what a plan decided, and why.
+    Explain {
+        /// The plan.
+        plan: PathBuf,
+    },
+    /// Print what differs between two plans.
+    Diff {
+        /// The plan to compare with.
+        before: PathBuf,
+        /// The plan to compare.
+        after: PathBuf,
+    },
+    /// Prove a plan sound; exit code 1 and every violation where it is not.
+    Check {
+        /// The plan.
+        plan: PathBuf,
+    },
+    /// Describe this machine as data.
+    Probe {
+        /// Write to this file instead of standard output.
+        #[arg(short, long)]
+        output: Option<PathBuf>,
+        /// Divide each NUMA node's cores and memory into this many devices.
+        #[arg(long, value_name = "N")]
+        split: Option<u32>,
+    },
+}
+
+#[derive(Args)]
+struct Compile {
+    /// A model.safetensors, a model.safetensors.index.json, or the folder of either.
+    checkpoint: PathBuf,
+    /// Where to write the plan.
+    #[arg(short, long, default_value = "plan.ron")]
+    output: PathBuf,
+    /// Plan for this machine; default: the one this runs on.
+    #[arg(long, value_name = "FILE")]
+    machine: Option<PathBuf>,
+    /// The most tokens of a sequence; default: the model's, at most 8192.
+    #[arg(long, value_name = "N")]
+    context: Option<u32>,
+    /// Sequences at once.
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    max_sequences: u32,
+    /// The most tokens of one prefill run.
+    #[arg(long, value_name = "N", default_value_t = 512)]
+    prefill_tokens: u32,
+    /// Bytes of all KV caches: 4GiB; default: what context and sequences need.
+    #[arg(long, value_name = "SIZE")]
+    kv_cache: Option<String>,
+    /// Element type of the KV caches: f32, f16, bf16; default: as exact as the weights.
+    #[arg(long, value_name = "TYPE")]
+    kv_type: Option<String>,
+    /// Compute format: f32, f16, bf16, q8, q4; DEVICES=FORMAT for some devices. May be repeated.
+    #[arg(long, value_name = "FORMAT")]
+    format: Vec<String>,
+    /// What to minimise: latency or throughput.
+    #[arg(long, default_value = "latency")]
+    objective: String,
+    /// Stages on these devices, in this order: numa0,numa1.
+    #[arg(long, value_name = "DEVICES", conflicts_with = "tensor_parallel")]
+    pipeline: Option<String>,
+    /// All layers shared by these devices: numa0,numa1 or numa0:3,numa1:1.
+    #[arg(long, value_name = "DEVICES")]
+    tensor_parallel: Option<String>,
+    /// Run layers whose names match on a device: 'layers.[0-9].*=numa0'. May be repeated.
+    #[arg(long, value_name = "PATTERN=DEVICE")]
+    pin: Vec<String>,
+    /// Plan as if this device were not there. May be repeated.
+    #[arg(long, value_name = "DEVICE")]
+    without: Vec<String>,
+    /// Plan as if each GPU had no more memory than this.
+    #[arg(long, value_name = "SIZE")]
+    gpu_memory: Option<String>,
+    /// Print what was decided, and why.
+    #[arg(long)]
+    explain: bool,
+    /// Print the graph after a pass, or after all, to standard error. May be repeated.
+    #[arg(long, value_name = "PASS")]
+    print_after: Vec<String>,
+}
+
+fn main() -> ExitCode {
+    match run(Cli::parse().command) {
+        Ok(code) => code,
+        Err(error) => {
+            eprintln!("error: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(command: Command) -> Result<ExitCode> {
+    match command {
+        Command::Compile(arguments) => compile(&arguments)?,
+        Command::Explain { plan } => print(&explain(&sound_plan(&plan)?))?,
+        Command::Diff { before, after } => {
+            print(&diff(&sound_plan(&before)?, &sound_plan(&after)?))?;
+        }
+        Command::Check { plan } => return check(&plan),
+        Command::Probe { output, split } => {
+            let text = machine_text(&probe::machine(split)?)?;
+            match output {
+                Some(path) => write(&path, &text)?,
+                None => print(&text)?,
+            }
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn compile(arguments: &Compile) -> Result<()> {
+    let options = arguments.options()?;
+    let stages = compiler::stages();
+    for stage in arguments.print_after.iter().filter(|stage| *stage != "all") {
+        ensure!(
+            stages.contains(&stage.as_str()),
+            "unknown pass {stage:?}: all and {} exist",
+            stages.join(", ")
+        );
+    }
+    let machine = match &arguments.machine {
+        Some(path) => read_machine(path)?,
+        None => probe::machine(None)?,
+    };
+    let model = models::lower(&arguments.checkpoint)?;
+    let mut observe = |stage: &str, graph: &dyn std::fmt::Display| {
+        if arguments.print_after.iter().any(|wanted| wanted == "all" || wanted == stage) {
+            eprintln!("; after {stage}\n{graph}");
+        }
+    };
+    let plan = compiler::compile(&model, &machine, &options, &mut observe)?;
+    write(&arguments.output, &plan.to_ron()?)?;
+    if arguments.explain {
+        print(&explain(&plan))?;
+    }
+    Ok(())
+}
+
+impl Compile {
+    fn options(&self) -> Result<Options> {
+        let request = match (&self.pipeline, &self.tensor_parallel) {
+            (Some(devices), _) => options::parse_pipeline(devices).context("in --pipeline")?,
+            (None, Some(devices)) => {
+                options::parse_tensor_parallel(devices).context("in --tensor-parallel")?
+            }
+            (None, None) => Request::Any,
+        };
+        let size = |name: &'static str, text: &Option<String>| {
+            text.as_deref().map(options::parse_bytes).transpose().context(name)
+        };
+        let formats = self.format.iter().map(|rule| rule.parse()).collect::<Result<_>>();
+        let kv_type = self.kv_type.as_deref().map(options::parse_kv_type).transpose();
+        Ok(Options {
+            context: self.context,
+            max_sequences: self.max_sequences,
+            prefill_tokens: self.prefill_tokens,
+            kv_cache_bytes: size("in --kv-cache", &self.kv_cache)?,
+            kv_type: kv_type.context("in --kv-type")?,
+            formats: formats.context("in --format")?,
+            objective: self.objective.parse().context("in --objective")?,
+            request,
+            pins: self
+                .pin
+                .iter()
+                .map(|pin| pin.parse())
+                .collect::<Result<_>>()
+                .context("in --pin")?,
+            without: self.without.clone(),
+            gpu_memory_bytes: size("in --gpu-memory", &self.gpu_memory)?,
+            plan_folder: Some(folder_of(&self.output)?),
+        })
+    }
+}
+
+fn check(path: &Path) -> Result<ExitCode> {
+    let found = ir::check::check(&read_plan(path)?);
+    for violation in &found {
+        eprintln!("{violation}");
+    }
+    if found.is_empty() {
+        print(&format!("{} is sound\n", path.display()))?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    let plural = if found.len() == 1 { "" } else { "s" };
+    bail!("{} has {} violation{plural}", path.display(), found.len());
+}
+
+fn read_plan(path: &Path) -> Result<Plan> {
+    let text = fs::read_to_string(path).with_context(|| format!("reading {}", path.display()))?;
+    Plan::from_ron(&text).with_context(|| format!("reading {}", path.display()))
+}
+
+/// A plan that may be looked at: its ids name rows.
+fn sound_plan(path: &Path) -> Result<Plan> {
+    let plan = read_plan(path)?;
+    if let Some(first) = ir::check::check(&plan).first() {
+        bail!("{} is not sound: {first}; `hybridc check` lists all violations", path.display());
+    }
+    Ok(plan)
+}
+
+fn read_machine(path: &Path) -> Result<Machine> {
+    let text = fs::read_to_string(path).with_context(|| format!("reading {}", path.display()))?;
+    ron::from_str(&text).with_context(|| format!("reading {}: not a machine", path.display()))
+}
+
+fn machine_text(machine: &Machine) -> Result<String> {
+    let style = ron::ser::PrettyConfig::new()
+        .depth_limit(6)
+        .struct_names(false)
+        .indentor("  ")
+        .new_line("\n");
+    Ok(ron::ser::to_string_pretty(machine, style)? + "\n")
+}
+
+/// The real folder of a file that need not exist yet.
+fn folder_of(path: &Path) -> Result<PathBuf> {
+    let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty());
+    let folder = parent.unwrap_or(Path::new("."));
+    folder.canonicalize().with_context(|| format!("writing {}", path.display()))
+}
+
+/// Whole or not at all: a reader never sees half a file.
+fn write(path: &Path, text: &str) -> Result<()> {
+    let context = || format!("writing {}", path.display());
+    // Devices and pipes cannot be replaced by a file.
+    if fs::metadata(path).is_ok_and(|kind| !kind.is_file() && !kind.is_dir()) {
+        return fs::write(path, text).with_context(context);
+    }
+    let name = path.file_name().filter(|_| !path.is_dir());
+    let mut name = name.with_context(|| format!("{}: it is a folder", context()))?.to_owned();
+    name.push(format!(".{}", std::process::id()));
+    let temporary = path.with_file_name(name);
+    let written = fs::write(&temporary, text).and_then(|()| fs::rename(&temporary, path));
+    if written.is_err() {
+        // What is left of it helps nobody; that it cannot be removed either is no news.
+        let _ = fs::remove_file(&temporary);
+    }
+    written.with_context(context)
+}
+
+/// To standard output; a reader that has gone away is no error.
+fn print(text: &str) -> Result<()> {
+    match std::io::stdout().write_all(text.as_bytes()) {
+        Err(error) if error.kind() != std::io::ErrorKind::BrokenPipe => {
+            Err(error).context("writing to standard output")
+        }
+        Ok(()) | Err(_) => Ok(()),
+    }
+}

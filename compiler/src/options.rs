@@ -1,0 +1,224 @@
+//! What the user asks of a compilation.
+
+use std::path::PathBuf;
+use std::str::FromStr;
+
+use anyhow::{Context as _, Result, anyhow, bail, ensure};
+use ir::tensor::{DType, Format};
+use regex::Regex;
+
+/// Requests and limits; the default asks for nothing.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// The most tokens of one sequence; `None` is the model's own limit, at most [`DEFAULT_CONTEXT`].
+    pub context: Option<u32>,
+    /// Sequences at once.
+    pub max_sequences: u32,
+    /// The most tokens of one prefill run.
+    pub prefill_tokens: u32,
+    /// Bytes of all KV caches together; `None` is what context and sequences need.
+    pub kv_cache_bytes: Option<u64>,
+    /// Element type of the KV caches; `None` follows the weights.
+    pub kv_type: Option<DType>,
+    /// Compute formats of devices; the last that matches a device holds.
+    pub formats: Vec<FormatRule>,
+    /// What is minimised.
+    pub objective: Objective,
+    /// The shape of the placement.
+    pub request: Request,
+    /// Nodes that must run on a device.
+    pub pins: Vec<Pin>,
+    /// Names of devices that must not be used.
+    pub without: Vec<String>,
+    /// The most memory of each GPU that may be used.
+    pub gpu_memory_bytes: Option<u64>,
+    /// Where the plan will lie: paths inside this folder's project become relative to it.
+    pub plan_folder: Option<PathBuf>,
+}
+
+/// Longer contexts are asked for, not assumed: their caches take as much memory as weights do.
+pub const DEFAULT_CONTEXT: u32 = 8192;
+
+/// What a placement minimises.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Objective {
+    /// Time from a full prompt to the end of an answer, for one sequence alone.
+    Latency,
+    /// Work of the busiest device for one prompt and answer, at the largest batch.
+    Throughput,
+}
+
+/// The shape a placement must have.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Request {
+    /// Whatever is predicted best.
+    Any,
+    /// Stages on these devices, in this order.
+    Pipeline(Vec<String>),
+    /// All layers shared by these devices, in these proportions, or by their speed.
+    TensorParallel(Vec<(String, Option<f64>)>),
+}
+
+/// Nodes whose names match a pattern run on a device.
+#[derive(Clone, Debug)]
+pub struct Pin {
+    /// Searched for in the names of nodes.
+    pub pattern: Regex,
+    /// Name of the device.
+    pub device: String,
+}
+
+/// A compute format for the devices whose names match.
+#[derive(Clone, Debug)]
+pub struct FormatRule {
+    /// Matches the whole name of a device.
+    pub devices: Regex,
+    /// Format of the matrices there.
+    pub format: Format,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self {
+            context: None,
+            max_sequences: 1,
+            prefill_tokens: 512,
+            kv_cache_bytes: None,
+            kv_type: None,
+            formats: Vec::new(),
+            objective: Objective::Latency,
+            request: Request::Any,
+            pins: Vec::new(),
+            without: Vec::new(),
+            gpu_memory_bytes: None,
+            plan_folder: None,
+        }
+    }
+}
+
+impl FromStr for Objective {
+    type Err = anyhow::Error;
+    fn from_str(text: &str) -> Result<Self> {
+        match text {
+            "latency" => Ok(Objective::Latency),
+            "throughput" => Ok(Objective::Throughput),
+            _ => bail!("unknown objective {text:?}: latency and throughput exist"),
+        }
+    }
+}
+
+/// `layers.[0-9].*=numa0`.
+impl FromStr for Pin {
+    type Err = anyhow::Error;
+    fn from_str(text: &str) -> Result<Self> {
+        let (pattern, device) = text.rsplit_once('=').context("a pin is written PATTERN=DEVICE")?;
+        let pattern = Regex::new(pattern).map_err(|error| {
+            // The last line of a regex error says what is wrong; those before draw the place.
+            let error = error.to_string();
+            let cause = error.lines().last().unwrap_or_default().trim_start_matches("error: ");
+            anyhow!("the pattern {pattern:?} is no regular expression: {cause}")
+        })?;
+        Ok(Self { pattern, device: device.to_owned() })
+    }
+}
+
+/// `q8` for all devices, `numa*=q8` for those whose names match.
+impl FromStr for FormatRule {
+    type Err = anyhow::Error;
+    fn from_str(text: &str) -> Result<Self> {
+        let (devices, format) = text.rsplit_once('=').unwrap_or(("*", text));
+        let format = format.parse()?;
+        let pattern = regex::escape(devices).replace(r"\*", ".*").replace(r"\?", ".");
+        let devices = Regex::new(&format!("^{pattern}$"))
+            .with_context(|| format!("in the format {text:?}"))?;
+        Ok(Self { devices, format })
+    }
+}
+
+/// `numa0,numa1`.
+pub fn parse_pipeline(text: &str) -> Result<Request> {
+    Ok(Request::Pipeline(text.split(',').map(|name| name.trim().to_owned()).collect()))
+}
+
+/// `numa0,numa1` or `numa0:3,numa1:1`.
+pub fn parse_tensor_parallel(text: &str) -> Result<Request> {
+    let members = text.split(',').map(|member| {
+        let Some((name, share)) = member.split_once(':') else {
+            return Ok((member.trim().to_owned(), None));
+        };
+        let share: f64 =
+            share.trim().parse().with_context(|| format!("{share:?} is not a share"))?;
+        ensure!(share.is_finite() && share > 0.0, "a share of {share} is not positive");
+        Ok((name.trim().to_owned(), Some(share)))
+    });
+    let members: Vec<(String, Option<f64>)> = members.collect::<Result<_>>()?;
+    let weighted = members.iter().filter(|(_, share)| share.is_some()).count();
+    ensure!(
+        weighted == 0 || weighted == members.len(),
+        "either all devices of a tensor split have a share or none has"
+    );
+    Ok(Request::TensorParallel(members))
+}
+
+/// `4GiB`, `512MB`, `1.5G`, plain bytes.
+pub fn parse_bytes(text: &str) -> Result<u64> {
+    let text = text.trim();
+    let digits = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
+    let (number, unit) = text.split_at(digits);
+    let number: f64 = number.parse().with_context(|| format!("{text:?} is not a size"))?;
+    let unit = match unit.trim().to_ascii_lowercase().as_str() {
+        "" | "b" => 1u64,
+        "kb" => 1000,
+        "mb" => 1_000_000,
+        "gb" => 1_000_000_000,
+        "tb" => 1_000_000_000_000,
+        "k" | "kib" => 1 << 10,
+        "m" | "mib" => 1 << 20,
+        "g" | "gib" => 1 << 30,
+        "t" | "tib" => 1 << 40,
+        _ => bail!("{text:?} is not a size: write 4GiB, 512MiB or bytes"),
+    };
+    let bytes = number * unit as f64;
+    ensure!(bytes >= 1.0 && bytes < 2f64.powi(63), "{text:?} is not a size");
+    Ok(bytes as u64)
+}
+
+/// `f32`, `f16`, `bf16`.
+pub fn parse_kv_type(text: &str) -> Result<DType> {
+    match text {
+        "f32" => Ok(DType::F32),
+        "f16" => Ok(DType::F16),
+        "bf16" => Ok(DType::Bf16),
+        _ => bail!("unknown cache type {text:?}: f32, f16 and bf16 exist"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_are_read_with_binary_and_decimal_units() {
+        assert_eq!(parse_bytes("4GiB").unwrap(), 4 << 30);
+        assert_eq!(parse_bytes("1.5k").unwrap(), 1536);
+        assert_eq!(parse_bytes("512 MB").unwrap(), 512_000_000);
+        assert!(parse_bytes("four").is_err());
+        assert!(parse_bytes("-1").is_err());
+    }
+
+    #[test]
+    fn a_format_rule_matches_whole_names() {
+        let rule: FormatRule = "numa*=q8".parse().unwrap();
+        assert!(rule.devices.is_match("numa12"));
+        assert!(!rule.devices.is_match("xnuma1"));
+        let all: FormatRule = "bf16".parse().unwrap();
+        assert!(all.devices.is_match("gpu0"));
+    }
+
+    #[test]
+    fn shares_are_for_all_members_or_none() {
+        assert!(parse_tensor_parallel("a:3,b:1").is_ok());
+        assert!(parse_tensor_parallel("a:3,b").is_err());
+        assert!(parse_tensor_parallel("a:0,b:1").is_err());
+    }
+}

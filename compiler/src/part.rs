@@ -1,0 +1,100 @@
+//! One device's part of a placed computation: its operation, weights and tensors.
+
+use anyhow::{Context as _, Result};
+use ir::dag::Node;
+use ir::graph::{Placed, PlacedGraph};
+use ir::id::{DeviceId, WeightId};
+use ir::layout::{Layout, Share};
+use ir::op::Op;
+use ir::split;
+use ir::tensor::{Dim, Format, TensorType};
+use ir::weight::Slice;
+
+use crate::task::Task;
+
+/// What one device does of a node.
+#[derive(Clone, Debug)]
+pub(crate) struct Part {
+    /// Who does it.
+    pub(crate) device: DeviceId,
+    /// The operation with this device's counts; weights and caches are still named as in the model.
+    pub(crate) op: Op,
+    /// What is held for each of `op.weights()`.
+    pub(crate) weights: Vec<WeightKey>,
+    /// Which of the node's inputs are read.
+    pub(crate) reads: Vec<usize>,
+}
+
+/// What a device holds of a weight: equal keys are held once.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct WeightKey {
+    /// The model's weight.
+    pub(crate) weight: WeightId,
+    /// Where it is held.
+    pub(crate) device: DeviceId,
+    /// How it is held.
+    pub(crate) format: Format,
+    /// The part of it that is held; `None` is all of it.
+    pub(crate) slice: Option<Slice>,
+}
+
+/// The parts of all devices that take part in a computation.
+pub(crate) fn parts(task: &Task<'_>, node: &Node<Placed>, op: &Op) -> Result<Vec<Part>> {
+    let devices = &node.work.layouts[0].devices;
+    (0..devices.len()).map(|member| part(task, node, op, member)).collect()
+}
+
+fn part(task: &Task<'_>, node: &Node<Placed>, op: &Op, member: usize) -> Result<Part> {
+    let device = node.work.layouts[0].devices[member];
+    let local = split::local(op, &node.work, member)
+        .with_context(|| format!("sharing {} between devices", node.name))?;
+    let weights = local
+        .op
+        .weights()
+        .into_iter()
+        .zip(&local.slices)
+        .map(|(weight, &slice)| {
+            let format = task.target.format(task.model, weight, device, task.sensitive[weight]);
+            WeightKey { weight, device, format, slice }
+        })
+        .collect();
+    let has_residual = matches!(op, Op::Linear(linear) if linear.residual);
+    let reads = node.inputs.len() - usize::from(has_residual && !local.reads_residual);
+    Ok(Part { device, op: local.op, weights, reads: (0..reads).collect() })
+}
+
+impl WeightKey {
+    /// Sizes of what is held.
+    pub(crate) fn shape(&self, task: &Task<'_>) -> Vec<u32> {
+        let mut shape = task.model.weights[self.weight].shape.clone();
+        if let Some(slice) = self.slice {
+            shape[usize::from(slice.axis)] = slice.size;
+        }
+        shape
+    }
+
+    /// Bytes of what is held.
+    pub(crate) fn bytes(&self, task: &Task<'_>) -> u64 {
+        let shape = self.shape(task);
+        let columns = u64::from(*shape.last().unwrap_or(&1));
+        let rows = shape.iter().rev().skip(1).map(|&size| u64::from(size)).product();
+        self.format.bytes(rows, columns)
+    }
+}
+
+/// What a member of a layout holds of a value.
+pub(crate) fn local_type(ty: &TensorType, layout: &Layout, member: usize) -> TensorType {
+    let mut ty = ty.clone();
+    if let Share::Split { axis, parts } = &layout.share {
+        ty.shape[usize::from(*axis)] = Dim::Fixed(parts[member]);
+    }
+    ty
+}
+
+/// The computations of a placed graph.
+pub(crate) fn computations(graph: &PlacedGraph) -> impl Iterator<Item = (&Node<Placed>, &Op)> {
+    graph.nodes().filter_map(|(_, node)| match &node.work.work {
+        ir::graph::Work::Compute(op) => Some((node, op)),
+        ir::graph::Work::Move(_) => None,
+    })
+}

@@ -1,0 +1,245 @@
+//! Decides where every node runs: forms candidates, prices each exactly, keeps the one predicted best.
+//!
+//! - Candidates hold the plans that people make by hand: all on one device, layers split in order, all layers
+//!   shared. So the result is never predicted slower than the best of those.
+//! - A price is that of the finished schedule, so byte limits are exact.
+
+mod candidates;
+mod causes;
+mod group;
+mod lay_out;
+mod prices;
+mod stages;
+mod units;
+
+use anyhow::{Result, bail, ensure};
+use ir::graph::Placed;
+use ir::id::{DeviceId, NodeId, Table};
+use ir::plan::{Candidate, Plan};
+
+use crate::emit::emit;
+use crate::insert_moves::insert_moves;
+use crate::options::{Options, Request};
+use crate::place::candidates::{Arrangement, Prices};
+use crate::place::lay_out::lay_out;
+use crate::place::prices::{Pins, Times, missing, priced_batches};
+use crate::place::units::Units;
+use crate::target::BLOCK_TOKENS;
+use crate::task::Task;
+use crate::{PLACED_PASSES, run_all};
+
+/// A decided placement.
+#[derive(Clone, Debug)]
+pub(crate) struct Placement {
+    /// Layouts and cause of every node of the layer graph.
+    pub(crate) nodes: Table<NodeId, Placed>,
+    /// Blocks of every cache.
+    pub(crate) blocks: u32,
+    /// Everything that was priced, best first.
+    pub(crate) candidates: Vec<Candidate>,
+}
+
+/// An arrangement with its exact price.
+struct Offer {
+    arrangement: Arrangement,
+    /// The lowest is best.
+    score: u64,
+    candidate: Candidate,
+}
+
+/// Places the task's model.
+///
+/// Fails when a request names what does not exist or cannot be, and when nothing fits: then the error names the
+/// device that lacks least and what it lacks.
+pub(crate) fn place(task: &Task<'_>, options: &Options) -> Result<Placement> {
+    let units = Units::new(task.model);
+    let pins = pins(task, options)?;
+    let per_sequence = task.target.blocks_per_sequence();
+    let wanted = wanted_blocks(task, options)?;
+    let mut offers = offers(task, options, &units, &pins, wanted)?;
+    let mut blocks = wanted;
+    if offers.iter().all(|offer| offer.candidate.missing.is_some()) && wanted > per_sequence {
+        // Fewer sequences can have their whole context at once, but one always can.
+        blocks = per_sequence;
+        offers = self::offers(task, options, &units, &pins, blocks)?;
+    }
+    let Some(best) = offers.iter().find(|offer| offer.candidate.missing.is_none()) else {
+        bail!("{}", too_large(task, &offers));
+    };
+    let groups = best.arrangement.groups(&units, &pins);
+    let mut nodes = lay_out(task.model, &groups.0, &groups.1)?;
+    causes::explain(task, options, &units, &pins, &best.arrangement, blocks, &mut nodes)?;
+    let candidates = offers.into_iter().map(|offer| offer.candidate).collect();
+    Ok(Placement { nodes, blocks, candidates })
+}
+
+/// All candidates that the request allows, priced: those that fit first, by score.
+fn offers(
+    task: &Task<'_>,
+    options: &Options,
+    units: &Units,
+    pins: &Pins,
+    blocks: u32,
+) -> Result<Vec<Offer>> {
+    let mut prices = Prices::new(task, units, pins, blocks);
+    let arrangements = match &options.request {
+        Request::Any => prices.simple()?,
+        Request::Pipeline(names) => {
+            let devices = named(task, names.iter().map(String::as_str))?;
+            vec![prices.requested_pipeline(&devices)?]
+        }
+        Request::TensorParallel(members) => {
+            let devices = named(task, members.iter().map(|(name, _)| name.as_str()))?;
+            let shares: Option<Vec<f64>> = members.iter().map(|(_, share)| *share).collect();
+            vec![prices.requested_group(&devices, shares)?]
+        }
+    };
+    let mut offers = Vec::new();
+    for arrangement in arrangements {
+        let is_requested = options.request != Request::Any;
+        match offer(task, units, pins, &arrangement, blocks) {
+            Ok(offer) => offers.push(offer),
+            // A candidate nobody asked for may be impossible: no link, no rate for a format, too few heads.
+            Err(error) if is_requested => return Err(error),
+            Err(_) => (),
+        }
+    }
+    if offers.is_empty() {
+        // All of them are impossible; the first says why.
+        let mut prices = Prices::new(task, units, pins, blocks);
+        offer(task, units, pins, &prices.simple()?[0], blocks)?;
+    }
+    offers.sort_by_key(|offer| match offer.candidate.missing {
+        None => (0, offer.score),
+        Some((_, bytes)) => (bytes, 0),
+    });
+    Ok(offers)
+}
+
+/// The exact price of an arrangement.
+///
+/// Where a shared group's member lacks memory, shares shift to the others as far as that helps.
+fn offer(
+    task: &Task<'_>,
+    units: &Units,
+    pins: &Pins,
+    arrangement: &Arrangement,
+    blocks: u32,
+) -> Result<Offer> {
+    /// Shifts of shares that are tried: each takes what the last one found missing.
+    const SHIFTS: usize = 6;
+    let mut arrangement = arrangement.clone();
+    let mut shifts = 0;
+    loop {
+        let plan = plan_of(task, units, pins, &arrangement, blocks)?;
+        let missing = missing(&plan);
+        if missing.is_some() && shifts < SHIFTS && arrangement.shift_shares(&plan) {
+            shifts += 1;
+            continue;
+        }
+        let forecast = &plan.forecast.programs;
+        let (prefill, decode) = (&forecast[0], &forecast[forecast.len() - 1]);
+        let times = match task.target.objective {
+            crate::Objective::Latency => Times { prefill: prefill.nanos, decode: decode.nanos },
+            crate::Objective::Throughput => {
+                Times { prefill: prefill.busiest_lane_nanos, decode: decode.busiest_lane_nanos }
+            }
+        };
+        let fits = missing.is_none();
+        let candidate = Candidate {
+            name: arrangement.name(task),
+            prefill_nanos: fits.then_some(prefill.nanos),
+            decode_nanos: fits.then_some(forecast[1].nanos),
+            missing,
+        };
+        return Ok(Offer { arrangement, score: times.score(task.target), candidate });
+    }
+}
+
+/// The plan of an arrangement, with the programs that it is priced by.
+fn plan_of(
+    task: &Task<'_>,
+    units: &Units,
+    pins: &Pins,
+    arrangement: &Arrangement,
+    blocks: u32,
+) -> Result<Plan> {
+    let (groups, group_of) = arrangement.groups(units, pins);
+    let nodes = lay_out(task.model, &groups, &group_of)?;
+    let graph = insert_moves(&task.model.layers, &nodes)?;
+    let graph = run_all(PLACED_PASSES, graph, &mut |_, _| ())?;
+    emit(task, &graph, &priced_batches(task.target), |_| blocks)
+}
+
+/// The device that each node is pinned to, with the pattern that did it; the last pin that matches holds.
+fn pins(task: &Task<'_>, options: &Options) -> Result<Pins> {
+    let mut pins: Pins = task.model.layers.nodes().map(|_| None).collect();
+    for pin in &options.pins {
+        let device = task.target.device(&pin.device)?;
+        let mut matched = false;
+        for (id, node) in task.model.layers.nodes() {
+            if pin.pattern.is_match(&node.name) {
+                pins[id] = Some((device, pin.pattern.as_str().to_owned()));
+                matched = true;
+            }
+        }
+        ensure!(matched, "the pin {:?} matches no layer", pin.pattern.as_str());
+    }
+    Ok(pins)
+}
+
+/// Cache blocks that the options ask for.
+fn wanted_blocks(task: &Task<'_>, options: &Options) -> Result<u32> {
+    let target = task.target;
+    let per_sequence = target.blocks_per_sequence();
+    let all = per_sequence.saturating_mul(target.max_sequences);
+    let Some(budget) = options.kv_cache_bytes else { return Ok(all) };
+    // Devices may hold keys in different types; the widest is what the budget is for.
+    let element =
+        target.kv_types.rows().iter().map(|dtype| dtype.bytes()).max().expect("there are devices");
+    let block_bytes: u64 = task
+        .model
+        .caches
+        .rows()
+        .iter()
+        .map(|cache| {
+            2 * element
+                * u64::from(cache.kv_heads)
+                * u64::from(cache.head_dim)
+                * u64::from(BLOCK_TOKENS)
+        })
+        .sum();
+    let needed = block_bytes * u64::from(per_sequence);
+    ensure!(
+        budget >= needed,
+        "a KV cache of {budget} bytes is {} bytes short of one context of {} tokens, which takes {needed}",
+        needed - budget,
+        target.context
+    );
+    let blocks = budget.checked_div(block_bytes).unwrap_or(u64::from(all));
+    Ok(u32::try_from(blocks).unwrap_or(u32::MAX).min(all))
+}
+
+/// The devices of a request, each named once.
+fn named<'n>(task: &Task<'_>, names: impl Iterator<Item = &'n str>) -> Result<Vec<DeviceId>> {
+    let mut devices = Vec::new();
+    for name in names {
+        let device = task.target.device(name)?;
+        ensure!(!devices.contains(&device), "{name} is named twice");
+        devices.push(device);
+    }
+    Ok(devices)
+}
+
+fn too_large(task: &Task<'_>, offers: &[Offer]) -> String {
+    let Some(offer) = offers.first() else { return "no device can run the model".into() };
+    let (device, bytes) = offer.candidate.missing.expect("an offer that fits is taken");
+    let capacity = task.target.machine.devices[device].memory_bytes;
+    format!(
+        "the model does not fit: {bytes} bytes are missing on {}, which has {capacity} bytes, even with {} \
+         at a context of {} tokens",
+        task.target.name(device),
+        offer.candidate.name,
+        task.target.context
+    )
+}

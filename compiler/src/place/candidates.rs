@@ -1,0 +1,367 @@
+//! The arrangements worth pricing: one device, pipelines of devices and groups, shared layers.
+
+use std::ops::Range;
+
+use anyhow::{Context as _, Result, ensure};
+use ir::id::{DeviceId, NodeId, Table};
+use ir::machine::{Device, DeviceKind};
+use ir::plan::Plan;
+
+use crate::options::Objective;
+use crate::place::group::Group;
+use crate::place::prices::{Pins, Priced, Times, handover, price_group};
+use crate::place::stages::{Goal, cut};
+use crate::place::units::Units;
+use crate::task::Task;
+
+/// Orders of devices that are tried for pipelines: all orders of five unlike devices.
+const MOST_ORDERS: usize = 120;
+/// Pairs of devices are shared only on machines this small; beyond, groups of one kind come first.
+const MOST_DEVICES_FOR_PAIRS: usize = 4;
+
+/// Groups of devices, each with a range of units.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Arrangement {
+    /// In the order they run.
+    pub(crate) stages: Vec<(Group, Range<usize>)>,
+    /// Whether the user fixed the shares of groups.
+    pub(crate) has_fixed_shares: bool,
+}
+
+/// Prices of groups, each worked out once.
+pub(crate) struct Prices<'a> {
+    task: &'a Task<'a>,
+    units: &'a Units,
+    pins: &'a Pins,
+    blocks: u32,
+    /// Bytes that pinned nodes take are not there for stages.
+    free: Table<DeviceId, u64>,
+}
+
+impl<'a> Prices<'a> {
+    /// Prices for caches of `blocks` blocks.
+    pub(crate) fn new(task: &'a Task<'a>, units: &'a Units, pins: &'a Pins, blocks: u32) -> Self {
+        let mut free: Table<DeviceId, u64> =
+            task.target.machine.devices.rows().iter().map(|device| device.memory_bytes).collect();
+        let mut seen = Vec::new();
+        for (id, node) in task.model.layers.nodes() {
+            let Some((device, _)) = pins[id] else { continue };
+            for weight in node.work.weights() {
+                let format = task.target.format(task.model, weight, device, task.sensitive[weight]);
+                let key = crate::part::WeightKey { weight, device, format, slice: None };
+                if !seen.contains(&key) {
+                    free[device] = free[device].saturating_sub(key.bytes(task));
+                    seen.push(key);
+                }
+            }
+        }
+        Self { task, units, pins, blocks, free }
+    }
+
+    /// Everything worth pricing when nothing is asked for.
+    pub(crate) fn simple(&mut self) -> Result<Vec<Arrangement>> {
+        let devices: Vec<DeviceId> = self.task.target.machine.devices.ids().collect();
+        let mut singles = Vec::new();
+        let mut arrangements = Vec::new();
+        for &device in &devices {
+            arrangements.push(self.whole(Group::one(device)));
+            // A device that cannot compute the format stays a candidate, so that the reason is told.
+            if let Ok(priced) = self.price(&Group::one(device)) {
+                singles.push(priced);
+            }
+        }
+        let groups = self.groups(&singles);
+        arrangements.extend(groups.iter().map(|priced| self.whole(priced.group.clone())));
+        for sequence in self.sequences(&singles, &groups) {
+            let goal = match self.task.target.objective {
+                Objective::Latency => Goal::Sum,
+                Objective::Throughput => Goal::Busiest,
+            };
+            if let Some(arrangement) = self.pipeline(&sequence, goal, false)
+                && !arrangements.contains(&arrangement)
+            {
+                arrangements.push(arrangement);
+            }
+        }
+        Ok(arrangements)
+    }
+
+    /// Stages on these devices, all of them, as even in time as memory allows.
+    pub(crate) fn requested_pipeline(&mut self, devices: &[DeviceId]) -> Result<Arrangement> {
+        ensure!(
+            devices.len() <= self.units.len(),
+            "a pipeline of {} stages needs as many layers; the model can be cut into {}",
+            devices.len(),
+            self.units.len()
+        );
+        let priced: Vec<Priced> =
+            devices.iter().map(|&device| self.price(&Group::one(device))).collect::<Result<_>>()?;
+        let sequence: Vec<&Priced> = priced.iter().collect();
+        for pair in devices.windows(2) {
+            let names = (self.task.target.name(pair[0]), self.task.target.name(pair[1]));
+            self.handover(pair[0], pair[1])
+                .with_context(|| format!("no link leads from {} to {}", names.0, names.1))?;
+        }
+        // Nothing fits: stages by memory alone show how much is missing where.
+        Ok(self
+            .pipeline(&sequence, Goal::Busiest, true)
+            .unwrap_or_else(|| self.by_memory(&sequence)))
+    }
+
+    /// All layers shared by these devices, in these proportions or by their speed.
+    pub(crate) fn requested_group(
+        &mut self,
+        devices: &[DeviceId],
+        shares: Option<Vec<f64>>,
+    ) -> Result<Arrangement> {
+        let has_fixed_shares = shares.is_some();
+        let shares = match shares {
+            Some(shares) => shares,
+            None => {
+                let priced: Vec<Priced> = devices
+                    .iter()
+                    .map(|&device| self.price(&Group::one(device)))
+                    .collect::<Result<_>>()?;
+                priced.iter().map(|priced| self.speed(priced)).collect()
+            }
+        };
+        let group = Group { devices: devices.to_vec(), shares };
+        Ok(Arrangement { has_fixed_shares, ..self.whole(group) })
+    }
+
+    fn whole(&self, group: Group) -> Arrangement {
+        Arrangement { stages: vec![(group, 0..self.units.len())], has_fixed_shares: false }
+    }
+
+    fn price(&self, group: &Group) -> Result<Priced> {
+        price_group(self.task, self.units, self.pins, group, self.blocks)
+    }
+
+    /// Work per time, in any scale.
+    fn speed(&self, priced: &Priced) -> f64 {
+        let all = priced.times.iter().map(|times| times.score(self.task.target)).sum::<u64>();
+        1.0 / (all.max(1) as f64)
+    }
+
+    /// Groups that share layers: all GPUs, all NUMA nodes, everything, and pairs on small machines.
+    fn groups(&self, singles: &[Priced]) -> Vec<Priced> {
+        let device = |priced: &Priced| {
+            let id = priced.group.devices[0];
+            &self.task.target.machine.devices[id]
+        };
+        let is_gpu = |priced: &&Priced| matches!(device(priced).kind, DeviceKind::Gpu { .. });
+        let gpus: Vec<&Priced> = singles.iter().filter(is_gpu).collect();
+        let nodes: Vec<&Priced> = singles.iter().filter(|priced| !is_gpu(priced)).collect();
+        let mut sets = vec![gpus, nodes, singles.iter().collect()];
+        if singles.len() <= MOST_DEVICES_FOR_PAIRS {
+            for (index, first) in singles.iter().enumerate() {
+                sets.extend(singles[index + 1..].iter().map(|second| vec![first, second]));
+            }
+        }
+        let mut groups: Vec<Priced> = Vec::new();
+        for set in sets.into_iter().filter(|set| set.len() > 1) {
+            let group = Group {
+                devices: set.iter().map(|priced| priced.group.devices[0]).collect(),
+                shares: set.iter().map(|priced| self.speed(priced)).collect(),
+            };
+            if groups.iter().any(|known| known.group.devices == group.devices) {
+                continue;
+            }
+            // A group that cannot share this model is no candidate.
+            if let Ok(priced) = self.price(&group) {
+                groups.push(priced);
+            }
+        }
+        groups
+    }
+
+    /// Sequences of groups that pipelines are cut along.
+    fn sequences<'p>(&self, singles: &'p [Priced], groups: &'p [Priced]) -> Vec<Vec<&'p Priced>> {
+        let mut fastest: Vec<&Priced> = singles.iter().collect();
+        fastest.sort_by(|a, b| self.speed(b).total_cmp(&self.speed(a)));
+        let mut sequences = Vec::new();
+        let mut taken = vec![false; fastest.len()];
+        self.orders(&fastest, &mut taken, &mut Vec::new(), &mut sequences);
+        for group in groups {
+            let others = |priced: &&&Priced| {
+                priced.group.devices.iter().all(|device| !group.group.devices.contains(device))
+            };
+            let rest: Vec<&Priced> = fastest.iter().filter(others).copied().collect();
+            let other_groups = groups.iter().filter(|priced| others(&priced));
+            for rest in other_groups.map(|other| vec![other]).chain([rest]) {
+                if rest.is_empty() {
+                    continue;
+                }
+                sequences.push([vec![group], rest.clone()].concat());
+                sequences.push([rest, vec![group]].concat());
+            }
+        }
+        sequences
+    }
+
+    /// Orders of single devices, the fastest first; devices that differ in their names alone are not exchanged.
+    fn orders<'p>(
+        &self,
+        devices: &[&'p Priced],
+        taken: &mut [bool],
+        begun: &mut Vec<usize>,
+        found: &mut Vec<Vec<&'p Priced>>,
+    ) {
+        if devices.len() < 2 || found.len() == MOST_ORDERS {
+            return;
+        }
+        if begun.len() == devices.len() {
+            found.push(begun.iter().map(|&index| devices[index]).collect());
+            return;
+        }
+        let device = |index: usize| -> &Device {
+            let id = devices[index].group.devices[0];
+            &self.task.target.machine.devices[id]
+        };
+        for next in 0..devices.len() {
+            let alike = |earlier: usize| {
+                let (a, b) = (device(earlier), device(next));
+                !taken[earlier] && a.rates == b.rates && a.memory_bytes == b.memory_bytes
+            };
+            if taken[next] || (0..next).any(alike) {
+                continue;
+            }
+            taken[next] = true;
+            begun.push(next);
+            self.orders(devices, taken, begun, found);
+            begun.pop();
+            taken[next] = false;
+        }
+    }
+
+    fn pipeline(&self, sequence: &[&Priced], goal: Goal, uses_all: bool) -> Option<Arrangement> {
+        let handover = |from, to| self.handover(from, to);
+        let stages =
+            cut(self.task.target, sequence, handover, |device| self.free[device], goal, uses_all)?;
+        let stages = stages
+            .into_iter()
+            .map(|(group, range)| (sequence[group].group.clone(), range))
+            .collect();
+        Some(Arrangement { stages, has_fixed_shares: false })
+    }
+
+    /// As many units on each device as its memory takes, at least one; the rest on the last.
+    fn by_memory(&self, sequence: &[&Priced]) -> Arrangement {
+        let mut stages = Vec::new();
+        let mut start = 0;
+        for (index, priced) in sequence.iter().enumerate() {
+            let after = sequence.len() - 1 - index;
+            let mut left = self.free[priced.group.devices[0]].saturating_sub(priced.buffers[0]);
+            let mut end = start;
+            while end < self.units.len() - after {
+                let unit = priced.bytes[end][0];
+                if after > 0 && unit > left && end > start {
+                    break;
+                }
+                left = left.saturating_sub(unit);
+                end += 1;
+            }
+            stages.push((priced.group.clone(), start..end));
+            start = end;
+        }
+        Arrangement { stages, has_fixed_shares: false }
+    }
+
+    fn handover(&self, from: DeviceId, to: DeviceId) -> Option<Times> {
+        handover_of(self.task, from, to)
+    }
+}
+
+/// Nanoseconds to hand an activation of the model's width from one device to another.
+pub(crate) fn handover_of(task: &Task<'_>, from: DeviceId, to: DeviceId) -> Option<Times> {
+    let (_, first) = task.model.layers.nodes().next()?;
+    let ty = &task.model.layers.value(first.outputs[0]).ty;
+    handover(&task.target.machine, task.target, ty, from, to)
+}
+
+impl Arrangement {
+    /// The group of every node: its stage's, or that of its pin.
+    pub(crate) fn groups(&self, units: &Units, pins: &Pins) -> (Vec<Group>, Table<NodeId, usize>) {
+        let mut groups: Vec<Group> = self.stages.iter().map(|(group, _)| group.clone()).collect();
+        let mut group_of = Table::default();
+        for (id, pin) in pins.iter() {
+            let unit = units.of[id];
+            let stage = self.stages.iter().position(|(_, range)| range.contains(&unit));
+            let stage = stage.expect("stages cover all units");
+            let Some((device, _)) = pin else {
+                group_of.push(stage);
+                continue;
+            };
+            let alone = Group::one(*device);
+            let known = groups.iter().position(|group| *group == alone);
+            group_of.push(known.unwrap_or_else(|| {
+                groups.push(alone);
+                groups.len() - 1
+            }));
+        }
+        (groups, group_of)
+    }
+
+    /// What it is, for people.
+    pub(crate) fn name(&self, task: &Task<'_>) -> String {
+        let group = |group: &Group| {
+            let names: Vec<&str> =
+                group.devices.iter().map(|&device| task.target.name(device)).collect();
+            names.join("+")
+        };
+        match self.stages.as_slice() {
+            [(only, _)] if only.devices.len() == 1 => format!("all on {}", group(only)),
+            [(only, _)] => format!("tensor parallel {}", group(only)),
+            stages => {
+                let names: Vec<String> = stages.iter().map(|(stage, _)| group(stage)).collect();
+                format!("pipeline {}", names.join(" → "))
+            }
+        }
+    }
+
+    /// Gives the work that members of shared groups lack memory for to the members that have some left.
+    ///
+    /// False where nothing can change.
+    pub(crate) fn shift_shares(&mut self, plan: &Plan) -> bool {
+        /// Parts are whole heads and blocks, so a share aims a little below the limit.
+        const MARGIN: f64 = 0.97;
+        if self.has_fixed_shares {
+            return false;
+        }
+        let mut changed = false;
+        for (group, _) in self.stages.iter_mut().filter(|(group, _)| group.devices.len() > 1) {
+            let sum: f64 = group.shares.iter().sum();
+            // How much of its own share each member has room for.
+            let room: Vec<f64> = group
+                .devices
+                .iter()
+                .map(|&device| {
+                    let bytes = &plan.forecast.devices[device];
+                    let held = (bytes.weight_bytes + bytes.cache_bytes).max(1) as f64;
+                    let room = bytes.capacity_bytes.saturating_sub(bytes.buffer_bytes);
+                    room as f64 / held
+                })
+                .collect();
+            let lacking: Vec<bool> = room.iter().map(|&room| room < 1.0).collect();
+            let shares = || group.shares.iter().zip(room.iter().zip(&lacking));
+            let kept: f64 = shares()
+                .filter(|(_, (_, lacks))| **lacks)
+                .map(|(share, (room, _))| share / sum * room * MARGIN)
+                .sum();
+            let others: f64 =
+                shares().filter(|(_, (_, lacks))| !**lacks).map(|(share, _)| share / sum).sum();
+            if kept == 0.0 || others == 0.0 {
+                continue;
+            }
+            let shifted = shares()
+                .map(|(share, (room, lacks))| match lacks {
+                    true => share / sum * room * MARGIN,
+                    false => share / sum * (1.0 - kept) / others,
+                })
+                .collect();
+            group.shares = shifted;
+            changed = true;
+        }
+        changed
+    }
+}

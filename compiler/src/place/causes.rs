@@ -1,0 +1,140 @@
+//! Why each node is where it is, and where it would be next.
+
+use std::collections::BTreeSet;
+
+use anyhow::Result;
+use ir::graph::{Cause, Placed, Reason, RunnerUp};
+use ir::id::{DeviceId, NodeId, Table};
+
+use crate::options::{Options, Request};
+use crate::place::candidates::{Arrangement, handover_of};
+use crate::place::group::Group;
+use crate::place::prices::{Pins, Priced, price_group};
+use crate::place::units::Units;
+use crate::task::Task;
+
+/// Writes the cause of every node that holds weights or a cache.
+///
+/// The runner-up of a unit is the single device that it would move to at the least cost, handovers included,
+/// with everything else where it is; the gap is one decode step's.
+pub(crate) fn explain(
+    task: &Task<'_>,
+    options: &Options,
+    units: &Units,
+    pins: &Pins,
+    arrangement: &Arrangement,
+    blocks: u32,
+    nodes: &mut Table<NodeId, Placed>,
+) -> Result<()> {
+    let price = |group: &Group| price_group(task, units, pins, group, blocks);
+    let chosen: Vec<Priced> =
+        arrangement.stages.iter().map(|(group, _)| price(group)).collect::<Result<_>>()?;
+    let others: Vec<Priced> = task
+        .target
+        .machine
+        .devices
+        .ids()
+        .filter_map(|device| price(&Group::one(device)).ok())
+        .collect();
+    let taken = taken_bytes(task, arrangement, &chosen);
+    let mut causes = Vec::new();
+    for unit in 0..units.len() {
+        let on: BTreeSet<DeviceId> = nodes
+            .iter()
+            .filter(|(id, _)| units.of[*id] == unit)
+            .flat_map(|(_, placed)| placed.layouts[0].devices.iter().copied())
+            .collect();
+        // Where the unit is alone already is no other place.
+        let elsewhere: Vec<&Priced> =
+            others.iter().filter(|other| !on.iter().eq(&other.group.devices)).collect();
+        causes.push(unit_cause(task, options, arrangement, &chosen, &elsewhere, &taken, unit));
+    }
+    for (id, placed) in (0..nodes.len()).map(ir::id::Id::from_index).zip(nodes.rows_mut()) {
+        if placed.cause.reason == Reason::FollowsInput {
+            continue;
+        }
+        placed.cause = causes[units.of[id]].clone();
+        if let Some((_, pattern)) = &pins[id] {
+            placed.cause.reason = Reason::Pinned { pattern: pattern.clone() };
+        }
+    }
+    Ok(())
+}
+
+/// Bytes that each device's stages take.
+fn taken_bytes(
+    task: &Task<'_>,
+    arrangement: &Arrangement,
+    chosen: &[Priced],
+) -> Table<DeviceId, u64> {
+    let mut taken = task.per_device(0);
+    for ((group, range), priced) in arrangement.stages.iter().zip(chosen) {
+        for (member, &device) in group.devices.iter().enumerate() {
+            taken[device] += priced.buffers[member];
+            taken[device] +=
+                priced.bytes[range.clone()].iter().map(|unit| unit[member]).sum::<u64>();
+        }
+    }
+    taken
+}
+
+fn unit_cause(
+    task: &Task<'_>,
+    options: &Options,
+    arrangement: &Arrangement,
+    chosen: &[Priced],
+    others: &[&Priced],
+    taken: &Table<DeviceId, u64>,
+    unit: usize,
+) -> Cause {
+    let stage = |unit: usize| {
+        let stage = arrangement.stages.iter().position(|(_, range)| range.contains(&unit));
+        stage.expect("stages cover all units")
+    };
+    let own = stage(unit);
+    let leader = |stage: usize| arrangement.stages[stage].0.devices[0];
+    let last = arrangement.stages.last().map_or(0, |(_, range)| range.end) - 1;
+    // Handovers into and out of the unit, were it on `device`.
+    let handovers = |device| -> Option<i64> {
+        let mut nanos = 0;
+        if unit > 0 {
+            nanos += handover_of(task, leader(stage(unit - 1)), device)?.decode as i64;
+        }
+        if unit < last {
+            nanos += handover_of(task, device, leader(stage(unit + 1)))?.decode as i64;
+        }
+        Some(nanos)
+    };
+    let here = chosen[own].times[unit].decode as i64 + handovers(leader(own)).unwrap_or(0);
+    let mut options_elsewhere: Vec<(i64, &Priced)> = others
+        .iter()
+        .filter_map(|&other| {
+            let there = other.times[unit].decode as i64 + handovers(other.group.devices[0])?;
+            Some((there - here, other))
+        })
+        .collect();
+    options_elsewhere.sort_by_key(|(gap, other)| (*gap, other.group.devices[0]));
+    let runner_up = |&(gap_nanos, other): &(i64, &Priced)| RunnerUp {
+        devices: other.group.devices.clone(),
+        gap_nanos,
+    };
+    let lacks = |other: &Priced| {
+        let device = other.group.devices[0];
+        let capacity = task.target.machine.devices[device].memory_bytes;
+        // A device that has no stage yet needs its buffers too.
+        let buffers = if taken[device] == 0 { other.buffers[0] } else { 0 };
+        (taken[device] + buffers + other.bytes[unit][0]).saturating_sub(capacity)
+    };
+    if options.request != Request::Any {
+        let runner_up = options_elsewhere.first().map(runner_up);
+        return Cause { reason: Reason::Requested, runner_up };
+    }
+    let faster = options_elsewhere.iter().find(|(gap, other)| *gap < 0 && lacks(other) > 0);
+    if let Some(best @ (_, other)) = faster {
+        let (device, missing_bytes) = (other.group.devices[0], lacks(other));
+        let reason = Reason::Memory { device, missing_bytes };
+        return Cause { reason, runner_up: Some(runner_up(best)) };
+    }
+    let next = options_elsewhere.iter().find(|(gap, _)| *gap >= 0).map(runner_up);
+    Cause { reason: Reason::Fastest, runner_up: next }
+}

@@ -1,0 +1,88 @@
+//! Devices that share layers, and how an axis is divided between them.
+
+use ir::id::DeviceId;
+
+/// Distinct devices with the share of the work that each should get.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Group {
+    /// The first one leads: it does what cannot be shared.
+    pub(crate) devices: Vec<DeviceId>,
+    /// Positive, in any scale.
+    pub(crate) shares: Vec<f64>,
+}
+
+/// Granularities of a divided axis, best first: whole blocks of the block formats, then whole vector registers.
+pub(crate) const FEATURE_GRAINS: [u32; 4] = [32, 16, 8, 1];
+
+impl Group {
+    /// One device.
+    pub(crate) fn one(device: DeviceId) -> Self {
+        Self { devices: vec![device], shares: vec![1.0] }
+    }
+
+    /// Divides `total` in whole multiples of `grain`, at least one for each device, in proportion to the shares.
+    ///
+    /// `None` when `total` is no multiple of `grain` or has too few of them.
+    pub(crate) fn parts(&self, total: u32, grain: u32) -> Option<Vec<u32>> {
+        let devices = self.devices.len();
+        let grains = total / grain;
+        if !total.is_multiple_of(grain) || (grains as usize) < devices {
+            return None;
+        }
+        let sum: f64 = self.shares.iter().sum();
+        // Every device gets one grain; the rest goes by largest remainder.
+        let wanted: Vec<f64> =
+            self.shares.iter().map(|share| share / sum * f64::from(grains)).collect();
+        let mut parts: Vec<u32> = wanted.iter().map(|&want| (want.floor() as u32).max(1)).collect();
+        loop {
+            let given: u32 = parts.iter().sum();
+            let shortfall = |member: usize| wanted[member] - f64::from(parts[member]);
+            let by_shortfall = |a: &usize, b: &usize| shortfall(*a).total_cmp(&shortfall(*b));
+            if given < grains {
+                // Of equals the first: `max_by` alone would take the last.
+                let most = (0..devices).rev().max_by(by_shortfall).expect("a group has devices");
+                parts[most] += 1;
+            } else if given > grains {
+                let least = (0..devices)
+                    .filter(|&member| parts[member] > 1)
+                    .min_by(by_shortfall)
+                    .expect("there are at least as many grains as devices");
+                parts[least] -= 1;
+            } else {
+                return Some(parts.iter().map(|part| part * grain).collect());
+            }
+        }
+    }
+
+    /// Divides features in the coarsest grain that they allow.
+    pub(crate) fn feature_parts(&self, total: u32) -> Option<Vec<u32>> {
+        FEATURE_GRAINS.into_iter().find_map(|grain| self.parts(total, grain))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use ir::id::Id as _;
+
+    use super::*;
+
+    fn check(shares: &[f64], total: u32, grain: u32, expected: Option<&[u32]>) {
+        let devices = (0..shares.len()).map(DeviceId::from_index).collect();
+        let group = Group { devices, shares: shares.to_vec() };
+        assert_eq!(group.parts(total, grain).as_deref(), expected);
+    }
+
+    #[test]
+    fn parts_follow_shares_in_whole_grains() {
+        check(&[3.0, 1.0], 128, 32, Some(&[96, 32]));
+        check(&[1.0, 1.0], 96, 32, Some(&[64, 32]));
+        check(&[1.0, 1.0, 1.0], 7, 1, Some(&[3, 2, 2]));
+    }
+
+    #[test]
+    fn every_device_gets_a_grain() {
+        check(&[1000.0, 1.0, 1.0], 4, 1, Some(&[2, 1, 1]));
+        check(&[1.0, 1.0, 1.0], 2, 1, None);
+        check(&[1.0, 1.0], 33, 32, None);
+    }
+}

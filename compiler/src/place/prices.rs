@@ -1,0 +1,192 @@
+//! What each unit costs and takes on each group of devices.
+
+use std::collections::HashMap;
+
+use anyhow::Result;
+use ir::graph::PlacedGraph;
+use ir::id::{DeviceId, NodeId, Table};
+use ir::machine::Machine;
+use ir::plan::{Plan, Program};
+use ir::tensor::TensorType;
+
+use crate::emit::emit;
+use crate::insert_moves::insert_moves;
+use crate::options::Objective;
+use crate::part::{computations, parts};
+use crate::place::group::Group;
+use crate::place::lay_out::lay_out;
+use crate::place::units::Units;
+use crate::target::{BLOCK_TOKENS, Batch, Target};
+use crate::task::Task;
+use crate::{PLACED_PASSES, run_all};
+
+/// Tokens of the answer that a placement is judged by: a chat answer of a paragraph.
+const ANSWER_TOKENS: u64 = 128;
+
+/// Times of the programs that a placement is judged by.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(crate) struct Times {
+    /// One prefill of the largest extent.
+    pub(crate) prefill: u64,
+    /// One decode step: of one sequence for latency, of the most sequences for throughput.
+    pub(crate) decode: u64,
+}
+
+impl Times {
+    /// What is minimised.
+    ///
+    /// Latency: the time of a full prompt and an answer of 128 tokens, `prefill + 128 · decode`.
+    /// Throughput: the busiest lane's work for one such request, `prefill + 128 · decode / sequences`.
+    pub(crate) fn score(self, target: &Target) -> u64 {
+        let sequences = match target.objective {
+            Objective::Latency => 1,
+            Objective::Throughput => u64::from(target.max_sequences),
+        };
+        self.prefill + ANSWER_TOKENS * self.decode / sequences
+    }
+}
+
+/// The batches that placements are priced with.
+pub(crate) fn priced_batches(target: &Target) -> Vec<Batch> {
+    let mut batches = vec![target.prefill(), target.decode(1)];
+    if target.objective == Objective::Throughput && target.max_sequences > 1 {
+        batches.push(target.decode(target.max_sequences));
+    }
+    batches
+}
+
+/// Units priced on one group.
+#[derive(Clone, Debug)]
+pub(crate) struct Priced {
+    /// The devices.
+    pub(crate) group: Group,
+    /// Times of each unit.
+    pub(crate) times: Vec<Times>,
+    /// For each unit the bytes on each member: weights and caches.
+    pub(crate) bytes: Vec<Vec<u64>>,
+    /// The most bytes of buffers on each member.
+    pub(crate) buffers: Vec<u64>,
+}
+
+/// Where nodes run, and whether the user said so.
+pub(crate) type Pins = Table<NodeId, Option<(DeviceId, String)>>;
+
+/// Prices all units on one group, each with its neighbours on the same group.
+pub(crate) fn price_group(
+    task: &Task<'_>,
+    units: &Units,
+    pins: &Pins,
+    group: &Group,
+    blocks: u32,
+) -> Result<Priced> {
+    let group_of = task.model.layers.nodes().map(|_| 0).collect();
+    let graph = arrange(task, std::slice::from_ref(group), &group_of)?;
+    let plan = emit(task, &graph, &priced_batches(task.target), |_| blocks)?;
+    let unit_of: HashMap<&str, usize> =
+        task.model.layers.nodes().map(|(id, node)| (node.name.as_str(), units.of[id])).collect();
+    let times = |program: &Program| -> Vec<u64> {
+        // Members work in step, so a unit takes as long as its busiest member.
+        let mut busy = vec![task.per_device(0u64); units.len()];
+        for lane in &program.lanes {
+            for &step in &lane.steps {
+                let step = &program.steps[step];
+                busy[unit_of[step.name.as_str()]][lane.device] += step.estimate_nanos;
+            }
+        }
+        busy.iter().map(|unit| unit.rows().iter().copied().max().unwrap_or(0)).collect()
+    };
+    let prefill = times(&plan.programs[0]);
+    let decode = times(plan.programs.last().expect("placements are priced with programs"));
+    Ok(Priced {
+        times: prefill
+            .into_iter()
+            .zip(decode)
+            .map(|(prefill, decode)| Times { prefill, decode })
+            .collect(),
+        bytes: unit_bytes(task, units, pins, group, &graph, blocks)?,
+        buffers: group
+            .devices
+            .iter()
+            .map(|&device| plan.forecast.devices[device].buffer_bytes)
+            .collect(),
+        group: group.clone(),
+    })
+}
+
+/// The placed graph of nodes on groups, with its moves.
+pub(crate) fn arrange(
+    task: &Task<'_>,
+    groups: &[Group],
+    group_of: &Table<NodeId, usize>,
+) -> Result<PlacedGraph> {
+    let nodes = lay_out(task.model, groups, group_of)?;
+    let graph = insert_moves(&task.model.layers, &nodes)?;
+    run_all(PLACED_PASSES, graph, &mut |_, _| ())
+}
+
+/// Weights and caches of each unit on each member. Pinned nodes are elsewhere.
+fn unit_bytes(
+    task: &Task<'_>,
+    units: &Units,
+    pins: &Pins,
+    group: &Group,
+    graph: &PlacedGraph,
+    blocks: u32,
+) -> Result<Vec<Vec<u64>>> {
+    let mut bytes = vec![vec![0; group.devices.len()]; units.len()];
+    let nodes = task.model.layers.nodes().map(|(id, _)| id);
+    for (id, (node, op)) in nodes.zip(computations(graph)) {
+        if pins[id].is_some() {
+            continue;
+        }
+        let mut seen = Vec::new();
+        for part in parts(task, node, op)? {
+            let member = group.devices.iter().position(|&device| device == part.device);
+            let here = &mut bytes[units.of[id]][member.expect("parts are on members")];
+            for key in &part.weights {
+                if !seen.contains(key) {
+                    seen.push(*key);
+                    *here += key.bytes(task);
+                }
+            }
+            if let ir::op::Op::Attention(attention) = &part.op {
+                let element = task.target.kv_types[part.device].bytes();
+                let row = u64::from(attention.kv_heads) * u64::from(attention.head_dim);
+                *here += 2 * element * row * u64::from(blocks) * u64::from(BLOCK_TOKENS);
+            }
+        }
+    }
+    Ok(bytes)
+}
+
+/// Bytes that a plan lacks on the device that lacks most.
+pub(crate) fn missing(plan: &Plan) -> Option<(DeviceId, u64)> {
+    let lacking = plan.forecast.devices.iter().filter_map(|(device, bytes)| {
+        let needed = bytes.weight_bytes + bytes.cache_bytes + bytes.buffer_bytes;
+        needed.checked_sub(bytes.capacity_bytes).filter(|&bytes| bytes > 0).map(|b| (device, b))
+    });
+    lacking.max_by_key(|&(device, bytes)| (bytes, std::cmp::Reverse(device)))
+}
+
+/// Nanoseconds to hand the activations of one unit to the next, for prefill and decode.
+///
+/// `None` where no link leads from one device to the other.
+pub(crate) fn handover(
+    machine: &Machine,
+    target: &Target,
+    value: &TensorType,
+    from: DeviceId,
+    to: DeviceId,
+) -> Option<Times> {
+    if from == to {
+        return Some(Times::default());
+    }
+    let link = machine.link(from, to)?;
+    let batches = priced_batches(target);
+    let nanos = |batch: &Batch| {
+        let bytes = value.bytes(batch.extent) as f64;
+        (link.latency_nanos + bytes / link.bytes_per_sec * 1e9) as u64
+            + machine.devices[to].rates.step_nanos as u64
+    };
+    Some(Times { prefill: nanos(&batches[0]), decode: nanos(&batches[batches.len() - 1]) })
+}

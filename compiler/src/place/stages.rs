@@ -1,0 +1,127 @@
+//! Cuts the units into pipeline stages: contiguous ranges on a sequence of groups, by dynamic programming.
+
+use std::ops::Range;
+
+use ir::id::DeviceId;
+
+use crate::place::prices::{Priced, Times};
+use crate::target::Target;
+
+/// What a pipeline minimises.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Goal {
+    /// The sum over stages and handovers: a run passes them one after the other.
+    Sum,
+    /// The slowest stage: runs overlap.
+    Busiest,
+}
+
+/// Ranges of units, each with the index of its group in the sequence.
+pub(crate) type Stages = Vec<(usize, Range<usize>)>;
+
+/// The best stages of `sequence`, in its order, within the `free` bytes of devices.
+///
+/// Groups may be left out unless `uses_all`. `None` when nothing fits.
+pub(crate) fn cut(
+    target: &Target,
+    sequence: &[&Priced],
+    handover: impl Fn(DeviceId, DeviceId) -> Option<Times>,
+    free: impl Fn(DeviceId) -> u64,
+    goal: Goal,
+    uses_all: bool,
+) -> Option<Stages> {
+    let units = sequence.first()?.times.len();
+    let join = |before: u64, stage: u64| match goal {
+        Goal::Sum => before + stage,
+        Goal::Busiest => before.max(stage),
+    };
+    // What handing over from the leader of one group to that of a later one costs; `None` without a link.
+    let between: Vec<Vec<Option<u64>>> = sequence
+        .iter()
+        .map(|from| {
+            let from = from.group.devices[0];
+            let to = sequence.iter().map(|to| to.group.devices[0]);
+            to.map(|to| handover(from, to).map(|times| times.score(target))).collect()
+        })
+        .collect();
+    // Prefix sums over units, per group.
+    let costs: Vec<Vec<u64>> = sequence
+        .iter()
+        .map(|priced| prefix(priced.times.iter().map(|times| times.score(target))))
+        .collect();
+    let bytes: Vec<Vec<Vec<u64>>> = sequence
+        .iter()
+        .map(|priced| {
+            (0..priced.group.devices.len())
+                .map(|member| prefix(priced.bytes.iter().map(|unit| unit[member])))
+                .collect()
+        })
+        .collect();
+    let fits = |group: usize, range: &Range<usize>| {
+        let members = sequence[group].group.devices.iter().zip(&sequence[group].buffers);
+        members.zip(&bytes[group]).all(|((&device, &buffers), prefix)| {
+            prefix[range.end] - prefix[range.start] + buffers <= free(device)
+        })
+    };
+    // best[group][end]: the lowest cost with units before `end` done and the last of them on `group`,
+    // the sum of squares of stages that breaks ties in favour of even ones, and where the stage began.
+    type Best = Option<(u64, u128, usize, Option<usize>)>;
+    let mut best: Vec<Vec<Best>> = vec![vec![None; units + 1]; sequence.len()];
+    for group in 0..sequence.len() {
+        for end in 1..=units {
+            let mut found: Best = None;
+            for start in (0..end).rev() {
+                if !fits(group, &(start..end)) {
+                    break;
+                }
+                let work = costs[group][end] - costs[group][start];
+                let mut offer = |cost: u64, squares: u128, from: Option<usize>| {
+                    let known = found.map_or((u64::MAX, u128::MAX), |found| (found.0, found.1));
+                    if (cost, squares) < known {
+                        found = Some((cost, squares, start, from));
+                    }
+                };
+                let square = |stage: u64| u128::from(stage) * u128::from(stage);
+                if start == 0 {
+                    if group == 0 || !uses_all {
+                        offer(work, square(work), None);
+                    }
+                    continue;
+                }
+                let earliest = if uses_all { group.saturating_sub(1) } else { 0 };
+                for before in earliest..group {
+                    let Some((cost, squares, _, _)) = best[before][start] else { continue };
+                    let Some(handover) = between[before][group] else { continue };
+                    let stage = work + handover;
+                    offer(join(cost, stage), squares + square(stage), Some(before));
+                }
+            }
+            best[group][end] = found;
+        }
+    }
+    let last = (0..sequence.len())
+        .filter(|&group| !uses_all || group == sequence.len() - 1)
+        .filter(|&group| best[group][units].is_some())
+        .min_by_key(|&group| best[group][units].map(|found| (found.0, found.1)))?;
+    let mut stages = Vec::new();
+    let (mut group, mut end) = (last, units);
+    loop {
+        let (_, _, start, from) = best[group][end].expect("a stage follows one that was found");
+        stages.push((group, start..end));
+        let Some(before) = from else { break };
+        (group, end) = (before, start);
+    }
+    stages.reverse();
+    Some(stages)
+}
+
+/// `0, a, a + b, …`
+fn prefix(terms: impl Iterator<Item = u64>) -> Vec<u64> {
+    let mut sums = vec![0];
+    let mut sum = 0;
+    for term in terms {
+        sum += term;
+        sums.push(sum);
+    }
+    sums
+}

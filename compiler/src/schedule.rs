@@ -1,0 +1,341 @@
+//! Turns placed work into one program: steps in lanes, waits and frees.
+//!
+//! - Steps are numbered in the order of the graph, and lanes keep that order: every lane issues the collectives
+//!   it shares with another in the same order, and no wait can close a circle.
+//! - A wait stands only where lane order and other waits do not imply it.
+
+use std::collections::BTreeMap;
+
+use anyhow::Result;
+use ir::dag::Node;
+use ir::graph::{Cause, Placed, PlacedGraph, Work};
+use ir::id::{BufferId, CauseId, CollectiveId, DeviceId, Id as _, StepId, Table, ValueId};
+use ir::layout::{Layout, Move};
+use ir::machine::DeviceKind;
+use ir::op::Op;
+use ir::plan::{Action, Buffer, Lane, Program, Queue, Step};
+
+use crate::bind::Bound;
+use crate::clock::Clocks;
+use crate::cost::{Operands, move_nanos, run_nanos};
+use crate::free::place_frees;
+use crate::part::{local_type, parts};
+use crate::target::Batch;
+use crate::task::Task;
+
+/// The program of a placed graph for one kind of batch; causes are added to the plan's.
+pub(crate) fn schedule(
+    task: &Task<'_>,
+    graph: &PlacedGraph,
+    bound: &Bound,
+    batch: &Batch,
+    causes: &mut Causes,
+) -> Result<Program> {
+    let mut draft = Draft {
+        task,
+        bound,
+        batch,
+        lanes: BTreeMap::new(),
+        lane_of: Table::default(),
+        steps: Table::default(),
+        buffers: Table::default(),
+        uses: Table::default(),
+        held: graph.values().ids().map(|_| Vec::new()).collect(),
+        collectives: 0,
+    };
+    for (_, node) in graph.nodes() {
+        let cause = causes.add(&node.work.cause);
+        match &node.work.work {
+            Work::Compute(op) => draft.compute(graph, node, op, cause)?,
+            Work::Move(movement) => draft.movement(graph, node, movement, cause)?,
+        }
+    }
+    Ok(draft.finish(graph.outputs()[0]))
+}
+
+/// The causes of a plan, each once.
+#[derive(Debug, Default)]
+pub(crate) struct Causes {
+    /// The plan's table.
+    pub(crate) table: Table<CauseId, Cause>,
+}
+
+impl Causes {
+    fn add(&mut self, cause: &Cause) -> CauseId {
+        // Neighbouring nodes share causes, so the search is short from the end.
+        match self.table.rows().iter().rposition(|known| known == cause) {
+            Some(index) => CauseId::from_index(index),
+            None => self.table.push(cause.clone()),
+        }
+    }
+}
+
+/// A program while its steps are being added.
+struct Draft<'a> {
+    task: &'a Task<'a>,
+    bound: &'a Bound,
+    batch: &'a Batch,
+    /// Number of each lane that has a step; numbers are given in order of first use.
+    lanes: BTreeMap<(DeviceId, Queue), usize>,
+    lane_of: Table<StepId, usize>,
+    steps: Table<StepId, Step>,
+    buffers: Table<BufferId, Buffer>,
+    /// The writer of each buffer, then its readers.
+    uses: Table<BufferId, Vec<StepId>>,
+    /// Who holds each value, and where.
+    held: Table<ValueId, Vec<(DeviceId, BufferId)>>,
+    collectives: usize,
+}
+
+impl Draft<'_> {
+    fn compute(
+        &mut self,
+        graph: &PlacedGraph,
+        node: &Node<Placed>,
+        op: &Op,
+        cause: CauseId,
+    ) -> Result<()> {
+        for (member, part) in parts(self.task, node, op)?.into_iter().enumerate() {
+            let device = part.device;
+            let reads: Vec<BufferId> =
+                part.reads.iter().map(|&input| self.buffer(node.inputs[input], device)).collect();
+            let writes: Vec<BufferId> = node
+                .outputs
+                .iter()
+                .zip(&node.work.layouts)
+                .map(|(&value, layout)| self.new_buffer(graph, value, layout, member))
+                .collect();
+            let operands = Operands {
+                weights: part
+                    .weights
+                    .iter()
+                    .map(|key| (key.format, key.shape(self.task)))
+                    .collect(),
+                reads: reads.iter().map(|&buffer| self.buffers[buffer].ty.clone()).collect(),
+                writes: writes.iter().map(|&buffer| self.buffers[buffer].ty.clone()).collect(),
+            };
+            let nanos = run_nanos(self.task.target, device, &part.op, &operands, self.batch)?;
+            let action = Action::Run(self.bound.op(&part));
+            let lane = (device, Queue::Compute);
+            self.step(node, lane, action, reads, writes, nanos, cause);
+        }
+        Ok(())
+    }
+
+    fn movement(
+        &mut self,
+        graph: &PlacedGraph,
+        node: &Node<Placed>,
+        movement: &Move,
+        cause: CauseId,
+    ) -> Result<()> {
+        let (input, output) = (node.inputs[0], node.outputs[0]);
+        let layout = &node.work.layouts[0];
+        let members = &node.work.needs[0].devices;
+        match movement {
+            Move::Transfer { from, to } => {
+                let action =
+                    Action::Move { movement: movement.clone(), collective: None, slice: None };
+                let lane = self.transfer_lane(*from, *to);
+                let reads = vec![self.buffer(input, *from)];
+                self.move_step(graph, node, lane, action, reads, *to, 0, cause)?;
+            }
+            Move::Broadcast { from } => {
+                let collective = self.next_collective();
+                for (member, &device) in layout.devices.iter().enumerate() {
+                    // Whoever holds the value keeps the buffer it has.
+                    if let Some(buffer) = self.find_buffer(input, device) {
+                        self.held[output].push((device, buffer));
+                        continue;
+                    }
+                    let action = Action::Move {
+                        movement: movement.clone(),
+                        collective: Some(collective),
+                        slice: None,
+                    };
+                    let reads = vec![self.buffer(input, *from)];
+                    let lane = (device, Queue::Compute);
+                    self.move_step(graph, node, lane, action, reads, device, member, cause)?;
+                }
+            }
+            Move::AllReduce | Move::AllGather { .. } | Move::ReduceScatter { .. } => {
+                let collective = self.next_collective();
+                let reads: Vec<BufferId> =
+                    members.iter().map(|&device| self.buffer(input, device)).collect();
+                for (member, &device) in layout.devices.iter().enumerate() {
+                    let action = Action::Move {
+                        movement: movement.clone(),
+                        collective: Some(collective),
+                        slice: layout.slice(member),
+                    };
+                    let lane = (device, Queue::Compute);
+                    let reads = reads.clone();
+                    self.move_step(graph, node, lane, action, reads, device, member, cause)?;
+                }
+            }
+            Move::Slice { .. } => {
+                for (member, &device) in layout.devices.iter().enumerate() {
+                    let action = Action::Move {
+                        movement: movement.clone(),
+                        collective: None,
+                        slice: layout.slice(member),
+                    };
+                    let reads = vec![self.buffer(input, device)];
+                    let lane = (device, Queue::Compute);
+                    self.move_step(graph, node, lane, action, reads, device, member, cause)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    #[expect(clippy::too_many_arguments, reason = "one call site each for the kinds of movement")]
+    fn move_step(
+        &mut self,
+        graph: &PlacedGraph,
+        node: &Node<Placed>,
+        lane: (DeviceId, Queue),
+        action: Action,
+        reads: Vec<BufferId>,
+        device: DeviceId,
+        member: usize,
+        cause: CauseId,
+    ) -> Result<()> {
+        let writes = vec![self.new_buffer(graph, node.outputs[0], &node.work.layouts[0], member)];
+        let bytes = |buffer: BufferId| self.buffers[buffer].ty.bytes(self.batch.extent);
+        let incoming: Vec<(DeviceId, u64)> =
+            reads.iter().map(|&buffer| (self.buffers[buffer].device, bytes(buffer))).collect();
+        let Action::Move { movement, .. } = &action else {
+            unreachable!("a movement makes moves only")
+        };
+        let written = bytes(writes[0]);
+        let nanos = move_nanos(self.task.target, device, movement, &incoming, written)?;
+        self.step(node, lane, action, reads, writes, nanos, cause);
+        Ok(())
+    }
+
+    #[expect(clippy::too_many_arguments, reason = "these are the fields of a step")]
+    fn step(
+        &mut self,
+        node: &Node<Placed>,
+        lane: (DeviceId, Queue),
+        action: Action,
+        reads: Vec<BufferId>,
+        writes: Vec<BufferId>,
+        nanos: f64,
+        cause: CauseId,
+    ) {
+        let number = self.lanes.len();
+        let lane = *self.lanes.entry(lane).or_insert(number);
+        self.lane_of.push(lane);
+        let id = self.steps.push(Step {
+            name: node.name.clone(),
+            action,
+            reads: reads.clone(),
+            writes: writes.clone(),
+            frees: Vec::new(),
+            waits: Vec::new(),
+            estimate_nanos: nanos.round() as u64,
+            cause,
+        });
+        for buffer in writes.into_iter().chain(reads) {
+            if !self.uses[buffer].contains(&id) {
+                self.uses[buffer].push(id);
+            }
+        }
+    }
+
+    /// Adds waits and frees, and puts the lanes in the order of devices.
+    fn finish(mut self, output: ValueId) -> Program {
+        let mut after: Table<StepId, Vec<StepId>> = self
+            .steps
+            .rows()
+            .iter()
+            .map(|step| step.reads.iter().map(|&buffer| self.uses[buffer][0]).collect())
+            .collect();
+        let count = self.lanes.len();
+        let clocks = Clocks::new(count, &self.lane_of, &after);
+        let mut order: Vec<Vec<StepId>> = vec![Vec::new(); count];
+        for step in self.steps.ids() {
+            order[clocks.lane(step)].push(step);
+        }
+        // The first holder of the result is the device that returns it.
+        let output = self.held[output][0].1;
+        let owner_lane = |buffer: BufferId| {
+            let device = self.buffers[buffer].device;
+            // A device that only copies frees in its copy queue.
+            let lane = self.lanes.get(&(device, Queue::Compute));
+            *lane.or(self.lanes.get(&(device, Queue::Copy))).expect("its writer has a lane")
+        };
+        for (buffer, step, others) in place_frees(&clocks, &self.uses, owner_lane, &order, output) {
+            self.steps[step].frees.push(buffer);
+            after[step].extend(others);
+        }
+        let mut waits = Clocks::new(count, &self.lane_of, &after).waits;
+        for step in self.steps.ids() {
+            self.steps[step].waits = std::mem::take(&mut waits[step]);
+        }
+        let lanes = self
+            .lanes
+            .iter()
+            .map(|(&(device, queue), &number)| Lane {
+                device,
+                queue,
+                steps: std::mem::take(&mut order[number]),
+            })
+            .collect();
+        Program {
+            name: self.batch.program.clone(),
+            phase: self.batch.phase,
+            max: self.batch.extent,
+            max_sequences: self.batch.max_sequences,
+            buffers: self.buffers,
+            steps: self.steps,
+            lanes,
+            output,
+        }
+    }
+
+    /// NUMA nodes copy with the cores they compute with; a GPU has a queue for it.
+    fn transfer_lane(&self, from: DeviceId, to: DeviceId) -> (DeviceId, Queue) {
+        let kind = |device: DeviceId| &self.task.target.machine.devices[device].kind;
+        match (kind(from), kind(to)) {
+            (_, DeviceKind::Gpu { .. }) => (to, Queue::Copy),
+            (DeviceKind::Gpu { .. }, DeviceKind::Numa { .. }) => (from, Queue::Copy),
+            (DeviceKind::Numa { .. }, DeviceKind::Numa { .. }) => (to, Queue::Compute),
+        }
+    }
+
+    fn next_collective(&mut self) -> CollectiveId {
+        self.collectives += 1;
+        CollectiveId::from_index(self.collectives - 1)
+    }
+
+    fn new_buffer(
+        &mut self,
+        graph: &PlacedGraph,
+        value: ValueId,
+        layout: &Layout,
+        member: usize,
+    ) -> BufferId {
+        let device = layout.devices[member];
+        let ty = local_type(&graph.value(value).ty, layout, member);
+        let buffer = self.buffers.push(Buffer { device, ty });
+        self.uses.push(Vec::new());
+        self.held[value].push((device, buffer));
+        buffer
+    }
+
+    fn find_buffer(&self, value: ValueId, device: DeviceId) -> Option<BufferId> {
+        self.held[value].iter().find(|(holder, _)| *holder == device).map(|(_, buffer)| *buffer)
+    }
+
+    fn buffer(&self, value: ValueId, device: DeviceId) -> BufferId {
+        self.find_buffer(value, device).unwrap_or_else(|| {
+            panic!(
+                "insert_moves left {value} where {} cannot read it",
+                self.task.target.name(device)
+            )
+        })
+    }
+}

@@ -1,0 +1,270 @@
+//! What a compilation aims at: options resolved against a model and a machine.
+
+use anyhow::{Context as _, Result, ensure};
+use ir::id::{DeviceId, Id as _, Table, WeightId};
+use ir::machine::{DeviceKind, Link, Machine};
+use ir::model::Model;
+use ir::plan::Phase;
+use ir::tensor::{DType, Extent, Format};
+
+use crate::options::{DEFAULT_CONTEXT, Objective, Options};
+
+/// Tokens of one cache block: 32 rows of a head are contiguous, and a sequence wastes 16 tokens on average.
+pub(crate) const BLOCK_TOKENS: u32 = 32;
+/// Rows of logits in one prefill: enough for perplexity in chunks, small beside the weights of a vocabulary.
+const PREFILL_ROWS: u32 = 64;
+
+/// Everything about a compilation but the placement itself.
+#[derive(Clone, Debug)]
+pub(crate) struct Target {
+    /// The devices that may be used, with the memory that may be filled.
+    pub(crate) machine: Machine,
+    /// The most tokens of one sequence.
+    pub(crate) context: u32,
+    /// Sequences at once.
+    pub(crate) max_sequences: u32,
+    /// The most tokens of one prefill run.
+    pub(crate) prefill_tokens: u32,
+    /// Format of matrices on each device; `None` is as stored.
+    pub(crate) formats: Table<DeviceId, Option<Format>>,
+    /// Element type of the caches on each device.
+    pub(crate) kv_types: Table<DeviceId, DType>,
+    /// What is minimised.
+    pub(crate) objective: Objective,
+}
+
+/// The batch that a program is compiled and priced for.
+#[derive(Clone, Debug)]
+pub(crate) struct Batch {
+    /// Name of the program.
+    pub(crate) program: String,
+    /// Kind of batch.
+    pub(crate) phase: Phase,
+    /// The most tokens and rows.
+    pub(crate) extent: Extent,
+    /// The most sequences.
+    pub(crate) max_sequences: u32,
+    /// Sequences that a price assumes.
+    pub(crate) sequences: u32,
+    /// Tokens cached of each of them.
+    pub(crate) past: u32,
+}
+
+impl Target {
+    /// Fails on names that the machine lacks and limits that the model exceeds.
+    pub(crate) fn new(model: &Model, machine: &Machine, options: &Options) -> Result<Self> {
+        let context = options.context.unwrap_or(model.context.min(DEFAULT_CONTEXT));
+        ensure!(context > 0, "a context of 0 tokens holds nothing");
+        ensure!(
+            context <= model.context,
+            "the context of {context} tokens is longer than the model's {}",
+            model.context
+        );
+        ensure!(options.max_sequences > 0, "max-sequences is 0");
+        ensure!(options.prefill_tokens > 0, "prefill-tokens is 0");
+        check_machine(machine)?;
+        let machine = reduced(machine, options)?;
+        let stored = stored_type(model);
+        let formats: Table<DeviceId, Option<Format>> = machine
+            .devices
+            .rows()
+            .iter()
+            .map(|device| {
+                let rules = options.formats.iter().rev();
+                rules
+                    .filter(|rule| rule.devices.is_match(&device.name))
+                    .map(|rule| rule.format)
+                    .next()
+            })
+            .collect();
+        let kv_types = formats
+            .rows()
+            .iter()
+            .map(|&format| options.kv_type.unwrap_or_else(|| kv_type(format, stored)))
+            .collect();
+        Ok(Self {
+            machine,
+            context,
+            max_sequences: options.max_sequences,
+            prefill_tokens: options.prefill_tokens.min(context).max(options.max_sequences),
+            formats,
+            kv_types,
+            objective: options.objective,
+        })
+    }
+
+    /// How a weight is held on a device.
+    ///
+    /// Vectors are 32-bit, and so are `is_sensitive` weights: they decide which weights are read at all (routers)
+    /// or scale a whole branch, and are less than a thousandth of their layer.
+    pub(crate) fn format(
+        &self,
+        model: &Model,
+        weight: WeightId,
+        device: DeviceId,
+        is_sensitive: bool,
+    ) -> Format {
+        let weight = &model.weights[weight];
+        let stored = Format::from(weight.stored);
+        if weight.shape.len() < 2 || is_sensitive {
+            return Format::F32;
+        }
+        match self.formats[device] {
+            None => stored,
+            Some(format) => format,
+        }
+    }
+
+    /// Cache blocks of one sequence of the full context.
+    pub(crate) fn blocks_per_sequence(&self) -> u32 {
+        self.context.div_ceil(BLOCK_TOKENS)
+    }
+
+    /// The batch of prefill programs.
+    pub(crate) fn prefill(&self) -> Batch {
+        let tokens = self.prefill_tokens;
+        Batch {
+            program: "prefill".into(),
+            phase: Phase::Prefill,
+            extent: Extent { tokens, rows: PREFILL_ROWS.min(tokens).max(self.max_sequences) },
+            max_sequences: self.max_sequences,
+            sequences: 1,
+            past: 0,
+        }
+    }
+
+    /// The batch of a decode program, with half of the context cached.
+    pub(crate) fn decode(&self, sequences: u32) -> Batch {
+        Batch {
+            program: format!("decode{sequences}"),
+            phase: Phase::Decode,
+            extent: Extent { tokens: sequences, rows: sequences },
+            max_sequences: sequences,
+            sequences,
+            past: self.context / 2,
+        }
+    }
+
+    /// Batches of all programs: prefill, then decode for powers of four, up to the most sequences.
+    pub(crate) fn batches(&self) -> Vec<Batch> {
+        let mut batches = vec![self.prefill()];
+        let mut sequences = 1;
+        while sequences < self.max_sequences {
+            batches.push(self.decode(sequences));
+            sequences = sequences.saturating_mul(4);
+        }
+        batches.push(self.decode(self.max_sequences));
+        batches
+    }
+
+    /// The device of that name; an error lists those that exist.
+    pub(crate) fn device(&self, name: &str) -> Result<DeviceId> {
+        device(&self.machine, name)
+    }
+
+    /// The device's name.
+    pub(crate) fn name(&self, device: DeviceId) -> &str {
+        &self.machine.devices[device].name
+    }
+}
+
+fn device(machine: &Machine, name: &str) -> Result<DeviceId> {
+    machine.device(name).with_context(|| {
+        let names: Vec<&str> =
+            machine.devices.rows().iter().map(|device| device.name.as_str()).collect();
+        format!("unknown device {name:?}: the machine has {}", names.join(", "))
+    })
+}
+
+/// A machine file is written by hand at times.
+fn check_machine(machine: &Machine) -> Result<()> {
+    let positive = |rate: f64| rate.is_finite() && rate > 0.0;
+    for (id, device) in machine.devices.iter() {
+        let (name, rates) = (&device.name, &device.rates);
+        ensure!(machine.device(name) == Some(id), "the machine has two devices named {name}");
+        if let DeviceKind::Numa { cpus, .. } = &device.kind {
+            ensure!(!cpus.is_empty(), "the machine gives {name} no processor");
+        }
+        ensure!(
+            positive(rates.read_bytes_per_sec)
+                && positive(rates.attention_flops_per_sec)
+                && positive(rates.cache_bytes_per_sec)
+                && rates.step_nanos.is_finite()
+                && rates.step_nanos >= 0.0,
+            "the machine gives {name} a rate that is not positive"
+        );
+        for rate in &rates.linear {
+            let points = &rate.points;
+            ensure!(
+                !points.is_empty()
+                    && points.iter().all(|p| p.tokens > 0 && positive(p.weights_per_sec))
+                    && points.is_sorted_by(|a, b| a.tokens < b.tokens),
+                "the machine's {} rates of {name} are no curve of rising tokens and positive rates",
+                rate.format
+            );
+        }
+    }
+    for link in &machine.links {
+        ensure!(
+            link.from.index() < machine.devices.len() && link.to.index() < machine.devices.len(),
+            "the machine has a link between devices it lacks"
+        );
+        ensure!(
+            positive(link.bytes_per_sec)
+                && link.latency_nanos.is_finite()
+                && link.latency_nanos >= 0.0,
+            "the machine has a link whose rate is not positive"
+        );
+    }
+    Ok(())
+}
+
+/// The machine less what the options take away.
+fn reduced(machine: &Machine, options: &Options) -> Result<Machine> {
+    let without: Vec<DeviceId> =
+        options.without.iter().map(|name| device(machine, name)).collect::<Result<_>>()?;
+    let mut reduced = Machine { host: machine.host.clone(), ..Machine::default() };
+    let mut renamed: Table<DeviceId, Option<DeviceId>> = Table::default();
+    for (id, device) in machine.devices.iter() {
+        if without.contains(&id) {
+            renamed.push(None);
+            continue;
+        }
+        let mut device = device.clone();
+        if let (DeviceKind::Gpu { .. }, Some(limit)) = (&device.kind, options.gpu_memory_bytes) {
+            device.memory_bytes = device.memory_bytes.min(limit);
+        }
+        renamed.push(Some(reduced.devices.push(device)));
+    }
+    ensure!(!reduced.devices.is_empty(), "no device is left to run on");
+    for link in &machine.links {
+        if let (Some(from), Some(to)) = (renamed[link.from], renamed[link.to]) {
+            reduced.links.push(Link { from, to, ..link.clone() });
+        }
+    }
+    Ok(reduced)
+}
+
+/// The element type that most of the checkpoint's matrix bytes have.
+fn stored_type(model: &Model) -> DType {
+    let elements = |dtype: DType| -> u64 {
+        let weights = model.weights.rows().iter().filter(|weight| weight.stored == dtype);
+        weights
+            .map(|weight| weight.shape.iter().map(|&size| u64::from(size)).product::<u64>())
+            .sum()
+    };
+    [DType::F32, DType::F16, DType::Bf16]
+        .into_iter()
+        .max_by_key(|&dtype| elements(dtype))
+        .expect("the list is not empty")
+}
+
+/// Caches are as exact as the weights beside them.
+fn kv_type(format: Option<Format>, stored: DType) -> DType {
+    match (format.unwrap_or(Format::from(stored)), stored) {
+        (Format::F32, _) => DType::F32,
+        (Format::F16, _) => DType::F16,
+        (Format::Bf16, _) | (Format::Q8 | Format::Q4, DType::Bf16) => DType::Bf16,
+        (Format::Q8 | Format::Q4, DType::F32 | DType::F16 | DType::I32) => DType::F16,
+    }
+}

@@ -1,0 +1,157 @@
+//! `hybridc` as its users call it: what it prints, and how it ends.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+use tempfile::TempDir;
+
+fn demo() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/demo")
+}
+
+/// Runs `hybridc` in a folder.
+fn hybridc(folder: &TempDir, arguments: &[&str]) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_hybridc"));
+    command.current_dir(folder).args(arguments).output().expect("hybridc starts")
+}
+
+fn text(bytes: &[u8]) -> &str {
+    std::str::from_utf8(bytes).expect("hybridc prints text")
+}
+
+/// Runs `hybridc` and gives what it printed.
+fn success(folder: &TempDir, arguments: &[&str]) -> String {
+    let output = hybridc(folder, arguments);
+    assert!(output.status.success(), "{arguments:?}: {}", text(&output.stderr));
+    text(&output.stdout).into()
+}
+
+/// Runs `hybridc` and gives its one line of refusal.
+fn refusal(folder: &TempDir, arguments: &[&str]) -> String {
+    let output = hybridc(folder, arguments);
+    assert_eq!(output.status.code(), Some(1), "{arguments:?}");
+    assert_eq!(text(&output.stdout), "");
+    let line = text(&output.stderr);
+    assert!(line.starts_with("error: ") && line.lines().count() == 1, "{line}");
+    line.trim_end().trim_start_matches("error: ").into()
+}
+
+fn folder() -> TempDir {
+    let folder = tempfile::tempdir().expect("a folder for plans");
+    success(&folder, &["probe", "--split", "2", "-o", "machine.ron"]);
+    folder
+}
+
+/// Compiles the demo for two devices.
+fn compile(folder: &TempDir, output: &str, more: &[&str]) -> String {
+    let demo = demo();
+    let mut arguments = vec!["compile", demo.to_str().expect("a plain path"), "-o", output];
+    arguments.extend(["--machine", "machine.ron"]);
+    arguments.extend(more);
+    success(folder, &arguments)
+}
+
+#[test]
+fn the_same_inputs_give_the_same_plan() {
+    let folder = folder();
+    compile(&folder, "a.ron", &[]);
+    compile(&folder, "b.ron", &[]);
+    let read = |name| fs::read(folder.path().join(name)).expect("the plan was written");
+    assert!(read("a.ron") == read("b.ron"));
+    assert_eq!(success(&folder, &["diff", "a.ron", "b.ron"]), "the plans are the same\n");
+    // Nothing is left of writing it.
+    assert_eq!(fs::read_dir(&folder).expect("it is a folder").count(), 3);
+}
+
+#[test]
+fn an_explanation_names_layers_devices_and_guesses() {
+    let folder = folder();
+    let text = compile(&folder, "plan.ron", &["--explain", "--pipeline", "numa0,numa1"]);
+    for part in ["embedding", "head", "numa0", "numa1", "requested", "KV cache", "nominal"] {
+        assert!(text.contains(part), "no {part:?} in\n{text}");
+    }
+    assert_eq!(success(&folder, &["explain", "plan.ron"]), text);
+    assert_eq!(success(&folder, &["check", "plan.ron"]), "plan.ron is sound\n");
+}
+
+#[test]
+fn a_difference_names_the_layers_that_moved() {
+    let folder = folder();
+    compile(&folder, "a.ron", &["--pipeline", "numa0"]);
+    compile(&folder, "b.ron", &["--pipeline", "numa0,numa1"]);
+    let text = success(&folder, &["diff", "a.ron", "b.ron"]);
+    assert!(text.contains("pipeline numa0 → numa1") && text.contains("head"), "{text}");
+}
+
+#[test]
+fn a_pass_is_printed_on_request() {
+    let folder = folder();
+    let demo = demo();
+    let demo = demo.to_str().expect("a plain path");
+    let output = hybridc(&folder, &["compile", demo, "--print-after", "insert_moves"]);
+    let printed = text(&output.stderr);
+    assert!(printed.starts_with("; after insert_moves\n"), "{printed}");
+    assert_eq!(printed.matches("; after").count(), 1);
+    let unknown = refusal(&folder, &["compile", demo, "--print-after", "nonsense"]);
+    assert!(unknown.contains("unknown pass \"nonsense\": all and merge_linears"), "{unknown}");
+}
+
+#[test]
+fn an_unsound_plan_fails_its_check_with_every_violation() {
+    let folder = folder();
+    compile(&folder, "plan.ron", &[]);
+    let path = folder.path().join("plan.ron");
+    let sound = fs::read_to_string(&path).expect("the plan was written");
+    let broken = sound.replacen("block_tokens: 32", "block_tokens: 0", 1);
+    assert_ne!(sound, broken);
+    fs::write(&path, broken).expect("the folder is ours");
+    let output = hybridc(&folder, &["check", "plan.ron"]);
+    assert_eq!(output.status.code(), Some(1));
+    let found = text(&output.stderr);
+    assert!(found.contains("cache block is empty"), "{found}");
+    assert!(found.lines().last().expect("it says so").starts_with("error: plan.ron has "));
+    assert!(refusal(&folder, &["explain", "plan.ron"]).contains("not sound"));
+}
+
+#[test]
+fn bad_input_is_refused_with_one_line() {
+    let folder = folder();
+    fs::write(folder.path().join("bad.ron"), "nonsense").expect("the folder is ours");
+    fs::create_dir(folder.path().join("sub")).expect("the folder is ours");
+    let demo = demo();
+    let demo = demo.to_str().expect("a plain path");
+    let compile = |more: &[&str]| {
+        let arguments = ["compile", demo, "--machine", "machine.ron", "-o", "plan.ron"];
+        refusal(&folder, &[&arguments[..], more].concat())
+    };
+    let cases = [
+        (refusal(&folder, &["compile", "missing"]), "missing"),
+        (refusal(&folder, &["check", "missing.ron"]), "reading missing.ron"),
+        (refusal(&folder, &["check", "bad.ron"]), "reading bad.ron: not a plan"),
+        (refusal(&folder, &["diff", "bad.ron", "bad.ron"]), "bad.ron"),
+        (refusal(&folder, &["compile", demo, "--machine", "bad.ron"]), "bad.ron: not a machine"),
+        (refusal(&folder, &["compile", demo, "--machine", "none.ron"]), "reading none.ron"),
+        (refusal(&folder, &["compile", demo, "-o", "none/plan.ron"]), "writing none/plan.ron"),
+        (refusal(&folder, &["compile", demo, "-o", "sub"]), "writing sub: it is a folder"),
+        (refusal(&folder, &["probe", "-o", "none/machine.ron"]), "writing none/machine.ron"),
+        (refusal(&folder, &["probe", "--split", "0"]), "split into 0"),
+        (compile(&["--pin", "layers.0=gpu7"]), "unknown device \"gpu7\": the machine has numa0"),
+        (compile(&["--pin", "layers.[0=numa0"]), "is no regular expression: unclosed"),
+        (compile(&["--pin", "layers"]), "a pin is written PATTERN=DEVICE"),
+        (compile(&["--pipeline", "numa0,numa0"]), "numa0 is named twice"),
+        (compile(&["--tensor-parallel", "numa0:0,numa1:1"]), "is not positive"),
+        (compile(&["--format", "q9"]), "unknown format \"q9\""),
+        (compile(&["--kv-cache", "lots"]), "\"lots\" is not a size"),
+        (compile(&["--kv-cache", "1"]), "bytes short of one context"),
+        (compile(&["--context", "0"]), "a context of 0 tokens"),
+        (compile(&["--context", "4000000000"]), "longer than the model's"),
+        (compile(&["--max-sequences", "0"]), "max-sequences is 0"),
+        (compile(&["--objective", "fun"]), "unknown objective \"fun\""),
+        (compile(&["--without", "numa0", "--without", "numa1"]), "no device is left"),
+    ];
+    for (line, part) in cases {
+        assert!(line.contains(part), "no {part:?} in {line}");
+    }
+    assert!(!folder.path().join("plan.ron").exists());
+}

@@ -1,0 +1,119 @@
+//! What one run is fed: the tokens of one or several sequences, laid out one after another.
+
+use anyhow::{Result, ensure};
+use ir::plan::Program;
+use ir::tensor::Extent;
+
+/// Implicit input of every operation of a run.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Batch {
+    tokens: Vec<u32>,
+    positions: Vec<u32>,
+    parts: Vec<Part>,
+    rows: Vec<u32>,
+}
+
+/// The tokens of one sequence that a run is fed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Part {
+    /// Index of its first token in the batch.
+    pub first_token: usize,
+    /// Number of its tokens in the batch.
+    pub tokens: usize,
+    /// Number of its tokens that are cached already.
+    pub past: usize,
+    /// Length that rotary frequencies which follow the length are worked out for: that of the
+    /// sequence when this request's prefill ends; one more than the position when it decodes.
+    pub rope_length: usize,
+    /// Cache blocks that hold its tokens, in order; enough for `past + tokens`.
+    pub blocks: Vec<u32>,
+}
+
+impl Batch {
+    /// Appends tokens of a sequence of which `past` tokens are cached in `blocks`. Logits are wanted of
+    /// the last of them only, or of all.
+    pub fn push(
+        &mut self,
+        tokens: &[u32],
+        past: usize,
+        rope_length: usize,
+        blocks: &[u32],
+        wants_all: bool,
+    ) {
+        let first_token = self.tokens.len();
+        self.tokens.extend_from_slice(tokens);
+        self.positions.extend((past..past + tokens.len()).map(|position| position as u32));
+        let end = self.tokens.len();
+        let first_wanted = if wants_all { first_token } else { end.saturating_sub(1) };
+        self.rows.extend((first_wanted..end).map(|row| row as u32));
+        self.parts.push(Part {
+            first_token,
+            tokens: tokens.len(),
+            past,
+            rope_length,
+            blocks: blocks.to_vec(),
+        });
+    }
+
+    /// Token ids.
+    pub fn tokens(&self) -> &[u32] {
+        &self.tokens
+    }
+
+    /// For each token its position in its sequence.
+    pub fn positions(&self) -> &[u32] {
+        &self.positions
+    }
+
+    /// Sequences in the order of their tokens.
+    pub fn parts(&self) -> &[Part] {
+        &self.parts
+    }
+
+    /// Indices of the tokens whose logits are wanted.
+    pub fn rows(&self) -> &[u32] {
+        &self.rows
+    }
+
+    /// Sizes of the run.
+    pub fn extent(&self) -> Extent {
+        Extent { tokens: self.tokens.len() as u32, rows: self.rows.len() as u32 }
+    }
+
+    /// Whether a program takes it.
+    pub(crate) fn check(
+        &self,
+        program: &Program,
+        vocabulary: u32,
+        block_tokens: u32,
+    ) -> Result<()> {
+        let (extent, name) = (self.extent(), &program.name);
+        ensure!(extent.tokens > 0 && extent.rows > 0, "a run of {name} is fed no tokens");
+        ensure!(
+            extent.tokens <= program.max.tokens && extent.rows <= program.max.rows,
+            "{name} takes {} tokens and {} rows, not {} and {}",
+            program.max.tokens,
+            program.max.rows,
+            extent.tokens,
+            extent.rows
+        );
+        ensure!(
+            self.parts.len() <= program.max_sequences as usize,
+            "{name} takes {} sequences, not {}",
+            program.max_sequences,
+            self.parts.len()
+        );
+        if let Some(token) = self.tokens.iter().find(|&&token| token >= vocabulary) {
+            anyhow::bail!("token id {token} is not in the vocabulary of {vocabulary}");
+        }
+        for part in &self.parts {
+            let length = part.past + part.tokens;
+            ensure!(
+                part.tokens > 0 && length <= part.blocks.len() * block_tokens as usize,
+                "{length} tokens of a sequence lie beyond its {} cache blocks",
+                part.blocks.len()
+            );
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,370 @@
+//! Measures how fast this machine's devices and links are, with the kernels that plans run.
+//!
+//! Every figure is the best of a few rounds: what the hardware gives when nothing else uses it.
+
+use std::hint::black_box;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, anyhow, ensure};
+use ir::id::DeviceId;
+use ir::machine::{DeviceKind, LinearRate, Machine, RatePoint, RateSource, Rates};
+use ir::op::Then;
+use ir::tensor::Format;
+
+use crate::kernels::cpu::attention::{Attention, Sequence, attention};
+use crate::kernels::cpu::cache::{Cache, CacheShape, Element};
+use crate::kernels::cpu::isa::Isa;
+use crate::kernels::cpu::linear::{Linear, linear};
+use crate::kernels::cpu::pack::{PackedMatrix, pack};
+use crate::memory::Region;
+use crate::team::Team;
+
+/// Columns of the measured matrices: the features of a 1 B to 3 B model.
+const COLUMNS: usize = 2048;
+/// Rows of the matrix that memory bounds. In q4 it has 75 MB, beyond the caches of one socket's share of cores.
+const MANY_ROWS: usize = 65_536;
+/// Rows of the matrix that arithmetic bounds.
+const FEW_ROWS: usize = 4096;
+/// Tokens at which linears are measured with the large matrix, and with the small one.
+const FEW_TOKENS: [u32; 6] = [1, 2, 4, 8, 16, 32];
+const MANY_TOKENS: [u32; 3] = [64, 128, 512];
+/// Rounds of a measurement end at the first of these: enough of them, or enough time.
+const MOST_ROUNDS: usize = 7;
+const MOST_TIME: Duration = Duration::from_millis(150);
+/// Bytes that are streamed: several times the last-level cache of one socket's share.
+const STREAMED_BYTES: usize = 512 << 20;
+
+/// Replaces the rates of all CPU devices of `machine`, and of the links between them, by measured ones.
+/// `progress` is told what is measured next.
+///
+/// # Errors
+/// When a device cannot be bound or has no memory to measure with.
+pub fn calibrate(machine: &mut Machine, isa: Isa, mut progress: impl FnMut(&str)) -> Result<()> {
+    let devices: Vec<(DeviceId, Vec<u32>)> = machine
+        .devices
+        .iter()
+        .filter_map(|(id, device)| match &device.kind {
+            DeviceKind::Numa { cpus, .. } => Some((id, cpus.clone())),
+            DeviceKind::Gpu { .. } => None,
+        })
+        .collect();
+    for (id, cpus) in &devices {
+        let name = machine.devices[*id].name.clone();
+        progress(&name);
+        let rates = on_team(cpus, |team| device_rates(team, isa))
+            .with_context(|| format!("measuring {name}"))?;
+        machine.devices[*id].rates = rates;
+    }
+    for (from, from_cpus) in &devices {
+        for (to, to_cpus) in devices.iter().filter(|(to, _)| to != from) {
+            let name = |id: &DeviceId| machine.devices[*id].name.clone();
+            let label = format!("{} to {}", name(from), name(to));
+            progress(&label);
+            let (bytes_per_sec, latency_nanos) =
+                link_rates(from_cpus, to_cpus).with_context(|| format!("measuring {label}"))?;
+            for link in machine.links.iter_mut().filter(|link| link.from == *from && link.to == *to)
+            {
+                link.bytes_per_sec = bytes_per_sec;
+                link.latency_nanos = latency_nanos;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Runs `work` on a thread of its own with a team: a team binds the thread that makes it.
+fn on_team<T: Send>(cpus: &[u32], work: impl FnOnce(&Team) -> Result<T> + Send) -> Result<T> {
+    thread::scope(|scope| {
+        let measured = scope.spawn(|| work(&Team::new(cpus)?)).join();
+        measured.map_err(|_| anyhow!("a kernel panicked"))?
+    })
+}
+
+fn device_rates(team: &Team, isa: Isa) -> Result<Rates> {
+    Ok(Rates {
+        source: RateSource::Calibrated,
+        read_bytes_per_sec: read_rate(team)?,
+        step_nanos: step_nanos(team, isa)?,
+        linear: Format::ALL
+            .into_iter()
+            .map(|format| linear_rate(team, isa, format))
+            .collect::<Result<_>>()?,
+        attention_flops_per_sec: attention_rate(team, isa)?,
+        cache_bytes_per_sec: cache_rate(team, isa)?,
+    })
+}
+
+/// Bytes per second of all members reading memory that none of them has cached.
+pub fn read_rate(team: &Team) -> Result<f64> {
+    let mut region = Region::new(STREAMED_BYTES)?;
+    touch(team, region.as_mut_slice());
+    let words: &[u64] = region.as_slice();
+    let nanos = best(|| {
+        team.run(|member| {
+            let mut sums = [0u64; 8];
+            for chunk in words[team.split(member, words.len(), 512)].chunks_exact(8) {
+                for (sum, word) in sums.iter_mut().zip(chunk) {
+                    *sum ^= word;
+                }
+            }
+            black_box(sums);
+        });
+        Ok(())
+    })?;
+    Ok(STREAMED_BYTES as f64 / nanos * 1e9)
+}
+
+/// Time of a step that has next to nothing to do.
+fn step_nanos(team: &Team, isa: Isa) -> Result<f64> {
+    const STEPS: usize = 200;
+    let matrix = packed(team, Format::F32, 64, 64)?;
+    let (x, mut out) = (vec![0.1; 64], vec![0.0; 64]);
+    let nanos =
+        best(|| (0..STEPS).try_for_each(|_| multiply(team, isa, &matrix, &x, 1, &mut out)))?;
+    Ok(nanos / STEPS as f64)
+}
+
+fn linear_rate(team: &Team, isa: Isa, format: Format) -> Result<LinearRate> {
+    let mut points = Vec::new();
+    for (rows, all_tokens) in [(MANY_ROWS, &FEW_TOKENS[..]), (FEW_ROWS, &MANY_TOKENS[..])] {
+        let matrix = packed(team, format, rows, COLUMNS)?;
+        for &tokens in all_tokens {
+            let count = tokens as usize;
+            let x: Vec<f32> = (0..count * COLUMNS).map(made_up).collect();
+            let mut out = vec![0.0; count * rows];
+            let nanos = best(|| multiply(team, isa, &matrix, &x, count, &mut out))?;
+            points
+                .push(RatePoint { tokens, weights_per_sec: (rows * COLUMNS) as f64 / nanos * 1e9 });
+        }
+    }
+    Ok(LinearRate { format, points })
+}
+
+fn multiply(
+    team: &Team,
+    isa: Isa,
+    matrix: &PackedMatrix,
+    x: &[f32],
+    tokens: usize,
+    out: &mut [f32],
+) -> Result<()> {
+    let work = Linear {
+        x,
+        tokens,
+        norm: None,
+        weights: &[matrix],
+        biases: &[None],
+        then: Then::Nothing,
+        residual: None,
+    };
+    linear(team, isa, &work, &mut [out])
+}
+
+fn packed(team: &Team, format: Format, rows: usize, columns: usize) -> Result<PackedMatrix> {
+    pack(team, format, rows, columns, &|range, values| {
+        for (i, value) in values.iter_mut().enumerate() {
+            *value = made_up(range.start * columns + i);
+        }
+    })
+}
+
+/// Heads of the measured attention: those of an 8 B model.
+const HEADS: usize = 32;
+const KV_HEADS: usize = 8;
+const HEAD_DIM: usize = 128;
+const BLOCK_TOKENS: usize = 32;
+
+/// Operations per second of a prefill of 512 tokens.
+fn attention_rate(team: &Team, isa: Isa) -> Result<f64> {
+    const TOKENS: usize = 512;
+    let mut layer = Layer::new(team, TOKENS)?;
+    let nanos = best(|| layer.attend(team, isa, TOKENS, 0))?;
+    // A multiplication and an addition for each score and each value, for the triangle that is seen.
+    let seen = TOKENS * (TOKENS + 1) / 2;
+    Ok((4 * HEADS * HEAD_DIM * seen) as f64 / nanos * 1e9)
+}
+
+/// Bytes of keys and values per second when one token looks back.
+fn cache_rate(team: &Team, isa: Isa) -> Result<f64> {
+    const PAST: usize = 4095;
+    /// Together 134 MB: no layer is still in a cache when its turn comes again.
+    const LAYERS: usize = 8;
+    let mut layers = (0..LAYERS).map(|_| Layer::new(team, PAST + 1)).collect::<Result<Vec<_>>>()?;
+    let nanos = best(|| layers.iter_mut().try_for_each(|layer| layer.attend(team, isa, 1, PAST)))?;
+    let bytes = LAYERS * (PAST + 1) * 2 * KV_HEADS * HEAD_DIM * Element::Bf16.bytes();
+    Ok(bytes as f64 / nanos * 1e9)
+}
+
+/// One layer's cache for one sequence, and activations to feed it.
+struct Layer {
+    shape: CacheShape,
+    keys: Region,
+    values: Region,
+    blocks: Vec<u32>,
+    activations: Vec<f32>,
+    out: Vec<f32>,
+}
+
+impl Layer {
+    fn new(team: &Team, tokens: usize) -> Result<Self> {
+        let blocks = tokens.div_ceil(BLOCK_TOKENS);
+        let shape = CacheShape {
+            element: Element::Bf16,
+            blocks,
+            kv_heads: KV_HEADS,
+            block_tokens: BLOCK_TOKENS,
+            head_dim: HEAD_DIM,
+        };
+        let region = || -> Result<Region> {
+            let mut region = Region::new(shape.region_bytes().next_multiple_of(8))?;
+            touch(team, region.as_mut_slice());
+            Ok(region)
+        };
+        Ok(Self {
+            shape,
+            keys: region()?,
+            values: region()?,
+            blocks: (0..blocks as u32).collect(),
+            activations: (0..tokens * HEADS * HEAD_DIM).map(made_up).collect(),
+            out: vec![0.0; tokens * HEADS * HEAD_DIM],
+        })
+    }
+
+    fn attend(&mut self, team: &Team, isa: Isa, tokens: usize, past: usize) -> Result<()> {
+        let (q, kv) = (tokens * HEADS * HEAD_DIM, tokens * KV_HEADS * HEAD_DIM);
+        let sequences = [Sequence { first_token: 0, tokens, past, blocks: &self.blocks }];
+        let work = Attention {
+            q: &self.activations[..q],
+            k: &self.activations[..kv],
+            v: &self.activations[..kv],
+            sequences: &sequences,
+            heads: HEADS,
+            group: HEADS / KV_HEADS,
+            first_head: 0,
+            scale: 1.0 / (HEAD_DIM as f32).sqrt(),
+            window: None,
+            soft_cap: None,
+            q_norm: None,
+            k_norm: None,
+            rope: None,
+        };
+        let (keys, values) = (self.keys.as_mut_slice(), self.values.as_mut_slice());
+        let mut cache = Cache::new(self.shape, keys, values)?;
+        attention(team, isa, &work, &mut cache, &mut self.out[..q]);
+        Ok(())
+    }
+}
+
+/// Bytes per second and nanoseconds of an empty message, from memory that one device's cores have touched to
+/// memory of another's.
+fn link_rates(from: &[u32], to: &[u32]) -> Result<(f64, f64)> {
+    const BYTES: usize = 64 << 20;
+    let mut source = Region::new(BYTES)?;
+    on_team(from, |team| {
+        touch(team, source.as_mut_slice());
+        Ok(())
+    })?;
+    let words: &[u64] = source.as_slice();
+    let nanos = on_team(to, |team| {
+        let mut target = Region::new(BYTES)?;
+        touch(team, target.as_mut_slice());
+        let slots = Pieces::of(team, target.as_mut_slice());
+        best(|| {
+            slots.fill(team, |range, piece| piece.copy_from_slice(&words[range]));
+            Ok(())
+        })
+    })?;
+    Ok((BYTES as f64 / nanos * 1e9, round_trip_nanos(from, to)? / 2.0))
+}
+
+/// Time from one device's thread to the other's and back through a flag in shared memory.
+fn round_trip_nanos(from: &[u32], to: &[u32]) -> Result<f64> {
+    use std::sync::atomic::{AtomicU32, Ordering};
+    const TURNS: u32 = 2000;
+    ensure!(!from.is_empty() && !to.is_empty(), "a device has no cores");
+    let flag = AtomicU32::new(0);
+    let wait = |value: u32| {
+        let mut looks = 0u32;
+        while flag.load(Ordering::Acquire) != value {
+            std::hint::spin_loop();
+            looks += 1;
+            // Two devices may share a core; then only one of them can look at a time.
+            if looks.is_multiple_of(1 << 12) {
+                thread::yield_now();
+            }
+        }
+    };
+    thread::scope(|scope| {
+        let echo = scope.spawn(|| {
+            on_team(&to[..1], |_| {
+                for turn in 0..TURNS {
+                    wait(2 * turn + 1);
+                    flag.store(2 * turn + 2, Ordering::Release);
+                }
+                Ok(())
+            })
+        });
+        let nanos = on_team(&from[..1], |_| {
+            let start = Instant::now();
+            for turn in 0..TURNS {
+                flag.store(2 * turn + 1, Ordering::Release);
+                wait(2 * turn + 2);
+            }
+            Ok(start.elapsed().as_nanos() as f64 / f64::from(TURNS))
+        });
+        echo.join().map_err(|_| anyhow!("a thread panicked"))??;
+        nanos
+    })
+}
+
+/// A slice cut into one piece for each member of a team.
+struct Pieces<'a>(Vec<std::sync::Mutex<(std::ops::Range<usize>, &'a mut [u64])>>);
+
+impl<'a> Pieces<'a> {
+    fn of(team: &Team, mut words: &'a mut [u64]) -> Self {
+        let count = words.len();
+        let piece = |member| {
+            let range = team.split(member, count, 512);
+            let (piece, rest) = std::mem::take(&mut words).split_at_mut(range.len());
+            words = rest;
+            std::sync::Mutex::new((range, piece))
+        };
+        Self((0..team.members()).map(piece).collect())
+    }
+
+    fn fill(&self, team: &Team, fill: impl Fn(std::ops::Range<usize>, &mut [u64]) + Sync) {
+        team.run(|member| {
+            let mut piece =
+                self.0[member].lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+            let (range, piece) = &mut *piece;
+            fill(range.clone(), piece);
+        });
+    }
+}
+
+/// Writes every page from the member that will read it.
+fn touch(team: &Team, words: &mut [u64]) {
+    Pieces::of(team, words).fill(team, |_, piece| piece.fill(0));
+}
+
+/// Shortest time of a few rounds, in nanoseconds, after one that warms up.
+fn best(mut round: impl FnMut() -> Result<()>) -> Result<f64> {
+    round()?;
+    let begun = Instant::now();
+    let mut shortest = f64::INFINITY;
+    for number in 0..MOST_ROUNDS {
+        if number > 1 && begun.elapsed() > MOST_TIME {
+            break;
+        }
+        let start = Instant::now();
+        round()?;
+        shortest = shortest.min(start.elapsed().as_nanos() as f64);
+    }
+    Ok(shortest.max(1.0))
+}
+
+/// Some number below 0.1, different for neighbouring `i`.
+fn made_up(i: usize) -> f32 {
+    (i.wrapping_mul(2_654_435_761) >> 7 & 0xff) as f32 / 2560.0
+}

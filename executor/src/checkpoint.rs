@@ -1,0 +1,253 @@
+//! The checkpoint's files, mapped while weights are read from them.
+
+#![expect(unsafe_code, reason = "files are read through memory maps")]
+
+use std::fs::File;
+use std::ops::Range;
+use std::path::Path;
+
+use anyhow::{Context as _, Result, bail, ensure};
+use half::{bf16, f16};
+use ir::id::{FileId, Table};
+use ir::model::CheckpointFile;
+use ir::plan::Weight;
+use ir::tensor::DType;
+use ir::weight::{Slice, Source, Stride};
+use memmap2::{Mmap, UncheckedAdvice};
+
+/// Every file of a checkpoint, mapped.
+pub(crate) struct Checkpoint {
+    maps: Table<FileId, Mmap>,
+}
+
+impl Checkpoint {
+    /// Maps the files of a plan that lies in `folder`.
+    ///
+    /// # Errors
+    /// When a file is missing, or is not what it was when the plan was made.
+    pub(crate) fn open(files: &Table<FileId, CheckpointFile>, folder: &Path) -> Result<Self> {
+        let maps = files.rows().iter().map(|file| map(file, folder)).collect::<Result<_>>()?;
+        Ok(Self { maps })
+    }
+
+    /// Elements of rows `rows` of a view of two axes, as f32, row-major.
+    pub(crate) fn read(&self, source: &Source, rows: Range<usize>, out: &mut [f32]) -> Result<()> {
+        let view = View::of(source)?;
+        ensure!(rows.end <= view.rows && out.len() == rows.len() * view.columns, "rows {rows:?}");
+        let map = self.contents(source)?;
+        self.fault_in(source, &view, &rows);
+        match source.dtype {
+            DType::F32 => view.read(map, rows, out, |bytes: [u8; 4]| f32::from_le_bytes(bytes)),
+            DType::F16 => view.read(map, rows, out, |bytes| f16::from_le_bytes(bytes).to_f32()),
+            DType::Bf16 => view.read(map, rows, out, |bytes| bf16::from_le_bytes(bytes).to_f32()),
+            DType::I32 => bail!("a weight is stored as integers"),
+        }
+        Ok(())
+    }
+
+    /// Maps the pages of neighbouring rows in one call instead of one fault each.
+    fn fault_in(&self, source: &Source, view: &View<'_>, rows: &Range<usize>) {
+        if rows.is_empty() || view.column_stride() != Some(1) || view.row_axis.len() > 1 {
+            return;
+        }
+        let size = source.dtype.bytes() as usize;
+        let start = source.offset as usize + view.row_offset(rows.start) * size;
+        let end = source.offset as usize + (view.row_offset(rows.end - 1) + view.columns) * size;
+        #[cfg(target_os = "linux")]
+        if let Some(map) = self.maps.get(source.file) {
+            // An older system refuses, and then pages are mapped as they are touched.
+            drop(map.advise_range(memmap2::Advice::PopulateRead, start, end - start));
+        }
+    }
+
+    /// Gives the pages of a view back: a weight is read once.
+    pub(crate) fn forget(&self, source: &Source) {
+        let (start, end) = source.span();
+        if let Some(map) = self.maps.get(source.file) {
+            let end = (end as usize).min(map.len());
+            let start = (start as usize).min(end);
+            // SAFETY: the map is a private, clean map of a file: its pages come back on the next access.
+            let advised = unsafe {
+                map.unchecked_advise_range(UncheckedAdvice::DontNeed, start, end - start)
+            };
+            // It only saves memory; where the system refuses, nothing is lost.
+            drop(advised);
+        }
+    }
+
+    /// The bytes of the file from the view's first to its last.
+    ///
+    /// # Errors
+    /// When they lie beyond the end of the file.
+    pub(crate) fn contents(&self, source: &Source) -> Result<&[u8]> {
+        let map = self.maps.get(source.file).context("a weight names a file that is not there")?;
+        let (start, end) = source.span();
+        map.get(start as usize..end as usize).context("a weight lies beyond the end of its file")
+    }
+}
+
+/// The matrices of a weight as views of the checkpoint: one, or one for each expert of a stack.
+pub(crate) fn matrices(weight: &Weight) -> Result<Vec<Source>> {
+    if weight.shape.len() < 3 || weight.sources.len() > 1 {
+        return Ok(weight.sources.clone());
+    }
+    let source = weight.sources.first().context("it has no source")?;
+    (0..weight.shape[0])
+        .map(|start| {
+            let mut matrix = source.sliced(Slice { axis: 0, start, size: 1 })?;
+            matrix.axes.remove(0);
+            Ok(matrix)
+        })
+        .collect()
+}
+
+fn map(file: &CheckpointFile, folder: &Path) -> Result<Mmap> {
+    let path = folder.join(&file.path);
+    let name = path.display();
+    let opened = File::open(&path).with_context(|| format!("opening checkpoint file {name}"))?;
+    let bytes = opened.metadata().with_context(|| format!("reading the size of {name}"))?.len();
+    ensure!(
+        bytes == file.bytes,
+        "checkpoint changed since it was compiled: {name} has {bytes} bytes, the plan expects {}: \
+         compile it again",
+        file.bytes
+    );
+    // SAFETY: the map is read only; a file that is changed meanwhile gives other numbers, nothing worse,
+    // and one that is cut short ends the process.
+    let map = unsafe { Mmap::map(&opened) }.with_context(|| format!("mapping {name}"))?;
+    ensure!(
+        ir::fingerprint(&map) == file.fingerprint,
+        "checkpoint changed since it was compiled: {name} has other contents than the plan expects: \
+         compile it again"
+    );
+    Ok(map)
+}
+
+/// A source of one or two axes, seen as rows of columns.
+struct View<'a> {
+    rows: usize,
+    columns: usize,
+    row_axis: &'a [Stride],
+    column_axis: &'a [Stride],
+}
+
+impl<'a> View<'a> {
+    fn of(source: &'a Source) -> Result<Self> {
+        let (row_axis, column_axis): (&[Stride], &[Stride]) = match source.axes.as_slice() {
+            [columns] => (&[], columns),
+            [rows, columns] => (rows, columns),
+            axes => bail!("a view of {} axes is read as a matrix", axes.len()),
+        };
+        let size = |axis: &[Stride]| axis.iter().map(|stride| stride.size as usize).product();
+        Ok(Self { rows: size(row_axis), columns: size(column_axis), row_axis, column_axis })
+    }
+
+    /// The distance of neighbouring columns, where it is the same for all.
+    fn column_stride(&self) -> Option<usize> {
+        if let [stride] = self.column_axis { Some(stride.stride as usize) } else { None }
+    }
+
+    fn row_offset(&self, row: usize) -> usize {
+        offset(self.row_axis, row)
+    }
+
+    fn read<const N: usize>(
+        &self,
+        bytes: &[u8],
+        rows: Range<usize>,
+        out: &mut [f32],
+        decode: impl Fn([u8; N]) -> f32,
+    ) {
+        let (elements, _) = bytes.as_chunks::<N>();
+        let first = rows.start;
+        if self.column_stride() == Some(1) {
+            for (row, out) in rows.zip(out.chunks_exact_mut(self.columns)) {
+                let start = self.row_offset(row);
+                for (out, element) in out.iter_mut().zip(&elements[start..start + self.columns]) {
+                    *out = decode(*element);
+                }
+            }
+            return;
+        }
+        // A transposed matrix: neighbours in memory are neighbours in a column, so columns go outside.
+        for column in 0..self.columns {
+            let start = offset(self.column_axis, column);
+            for row in rows.clone() {
+                out[(row - first) * self.columns + column] =
+                    decode(elements[start + self.row_offset(row)]);
+            }
+        }
+    }
+}
+
+/// Elements from the first of an axis to number `index`; inner strides run fastest.
+fn offset(axis: &[Stride], mut index: usize) -> usize {
+    let mut offset = 0;
+    for stride in axis.iter().rev() {
+        offset += index % stride.size as usize * stride.stride as usize;
+        index /= stride.size as usize;
+    }
+    offset
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write as _;
+
+    use ir::id::Id as _;
+
+    use super::*;
+
+    fn checkpoint(contents: &[u8], plan: impl Fn(&mut CheckpointFile)) -> Result<Checkpoint> {
+        let mut file = tempfile::NamedTempFile::new()?;
+        file.write_all(contents)?;
+        let mut entry = CheckpointFile {
+            path: file.path().to_path_buf(),
+            bytes: contents.len() as u64,
+            fingerprint: ir::fingerprint(contents),
+        };
+        plan(&mut entry);
+        Checkpoint::open(&[entry].into_iter().collect(), Path::new("."))
+    }
+
+    fn counting() -> Checkpoint {
+        let contents: Vec<u8> = (0..24).flat_map(|i| (i as f32).to_le_bytes()).collect();
+        checkpoint(&contents, |_| ()).unwrap()
+    }
+
+    #[test]
+    fn rows_transposes_and_interleaved_axes_are_read() {
+        let (file, checkpoint) = (FileId::from_index(0), counting());
+        let matrix = Source::contiguous(file, DType::F32, 0, &[4, 6]);
+        let mut out = vec![0.0; 12];
+        checkpoint.read(&matrix, 1..3, &mut out).unwrap();
+        assert_eq!(out, (6..18).map(|i| i as f32).collect::<Vec<_>>());
+
+        let mut out = vec![0.0; 8];
+        checkpoint.read(&matrix.clone().transposed(), 1..3, &mut out).unwrap();
+        assert_eq!(out, [1.0, 7.0, 13.0, 19.0, 2.0, 8.0, 14.0, 20.0]);
+
+        // Rows 0, 1 of every group of 2 × 3 rows of 2 columns.
+        let interleaved = Source {
+            axes: vec![
+                vec![Stride { size: 2, stride: 12 }, Stride { size: 2, stride: 2 }],
+                vec![Stride { size: 2, stride: 1 }],
+            ],
+            ..matrix
+        };
+        let mut out = vec![0.0; 8];
+        checkpoint.read(&interleaved, 0..4, &mut out).unwrap();
+        assert_eq!(out, [0.0, 1.0, 2.0, 3.0, 12.0, 13.0, 14.0, 15.0]);
+    }
+
+    #[test]
+    fn a_changed_file_is_refused() {
+        let message = |result: Result<Checkpoint>| format!("{:#}", result.err().unwrap());
+        let size = message(checkpoint(&[1; 16], |file| file.bytes = 17));
+        assert!(size.contains("has 16 bytes, the plan expects 17"), "{size}");
+        let contents = message(checkpoint(&[1; 16], |file| file.fingerprint ^= 1));
+        assert!(contents.contains("changed since it was compiled"), "{contents}");
+        let missing = message(checkpoint(&[1; 16], |file| file.path = "no/such/file".into()));
+        assert!(missing.contains("no/such/file"), "{missing}");
+    }
+}

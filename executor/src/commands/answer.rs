@@ -1,0 +1,122 @@
+//! Answering one prompt: streamed as text, or as one JSON object.
+
+use std::io::{ErrorKind, IsTerminal as _, Read as _, Write as _};
+use std::sync::atomic::Ordering;
+
+use anyhow::{Context as _, Result, ensure};
+use serde_json::{Value, json};
+
+use executor::engine::Timings;
+use executor::generation::FinishReason;
+use executor::text::{ChatRequest, message};
+
+use super::session::{Answer, INTERRUPTED, Session, interrupt_flag};
+use super::{AnswerArguments, chat, check_writable};
+
+pub(super) fn run(arguments: AnswerArguments) -> Result<()> {
+    let is_asked = arguments.prompt.is_some() || arguments.prompt_ids.is_some();
+    let is_dialogue = !is_asked && !arguments.json && std::io::stdin().is_terminal();
+    let traced = arguments.trace.is_some() || arguments.perfetto.is_some();
+    let plan = arguments.plan.as_deref().context("no plan is named")?;
+    check_writable(arguments.trace.iter().chain(&arguments.perfetto))?;
+    let overrides = arguments.sampling.overrides();
+    let mut session = Session::open(plan, &arguments.run, &overrides, traced)?;
+    let abort = interrupt_flag()?;
+    if is_dialogue {
+        chat::run(&mut session, arguments.system.as_deref(), &abort)?;
+    } else {
+        let prompt = prompt_ids(&session, &arguments)?;
+        ensure!(!prompt.is_empty(), "the prompt is empty: there is nothing to continue");
+        let sequence = session.engine.open();
+        session.engine.append(sequence, &prompt)?;
+        let streams = !arguments.json;
+        let answer =
+            session.answer(sequence, &abort, |text| if streams { print(text) } else { Ok(()) })?;
+        if arguments.json {
+            print(&format!("{}\n", to_json(&session, &prompt, &answer)))?;
+        } else {
+            print("\n")?;
+            eprintln!("{}", summary(&answer.timings));
+        }
+    }
+    session.write_traces(arguments.trace.as_deref(), arguments.perfetto.as_deref())?;
+    if abort.load(Ordering::Relaxed) && !is_dialogue {
+        // The lanes end with the session; after that the status tells of the interruption.
+        drop(session);
+        std::process::exit(INTERRUPTED);
+    }
+    Ok(())
+}
+
+/// Writes to standard output at once. A reader that has gone ends the program quietly, as with other filters.
+pub(super) fn print(text: &str) -> Result<()> {
+    let mut out = std::io::stdout().lock();
+    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+        Err(error) if error.kind() == ErrorKind::BrokenPipe => std::process::exit(0),
+        result => result.context("writing to standard output"),
+    }
+}
+
+/// `12 prompt tokens, 31.2 ms to the first token, 40 tokens at 52.1 tok/s`.
+pub(super) fn summary(timings: &Timings) -> String {
+    let first = timings.prompt.as_secs_f64() * 1e3;
+    let prompt =
+        format!("{} prompt tokens, {first:.1} ms to the first token", timings.prompt_tokens);
+    match rate(timings.decoded_tokens, timings.decode.as_secs_f64()) {
+        Some(rate) => {
+            format!("{prompt}, then {} tokens at {rate:.1} tok/s", timings.decoded_tokens)
+        }
+        None => prompt,
+    }
+}
+
+fn prompt_ids(session: &Session, arguments: &AnswerArguments) -> Result<Vec<u32>> {
+    if let Some(ids) = &arguments.prompt_ids {
+        return Ok(ids.clone());
+    }
+    let text = match &arguments.prompt {
+        Some(text) => text.clone(),
+        None => {
+            let mut text = String::new();
+            std::io::stdin().read_to_string(&mut text).context("reading the prompt")?;
+            // The line feed that ends what `echo` writes is not part of the prompt.
+            text.strip_suffix('\n').map(str::to_owned).unwrap_or(text)
+        }
+    };
+    let tokenizer = session.tokenizer()?;
+    if !arguments.chat && arguments.system.is_none() {
+        return tokenizer.encode(&text, true);
+    }
+    let system = arguments.system.iter().map(|system| message("system", system));
+    let messages = system.chain([message("user", &text)]).collect();
+    tokenizer.encode_chat(&ChatRequest {
+        messages,
+        add_generation_prompt: true,
+        ..Default::default()
+    })
+}
+
+fn to_json(session: &Session, prompt: &[u32], answer: &Answer) -> Value {
+    let timings = &answer.timings;
+    let (first, decode) = (timings.prompt.as_secs_f64(), timings.decode.as_secs_f64());
+    json!({
+        "prompt_ids": prompt,
+        "ids": answer.ids,
+        "text": answer.text,
+        "finish_reason": answer.finish.map_or("abort", FinishReason::name),
+        "timings": {
+            "load_seconds": session.load_time.as_secs_f64(),
+            "prompt_tokens": timings.prompt_tokens,
+            "time_to_first_token_seconds": first,
+            "prompt_tokens_per_sec": rate(timings.prompt_tokens, first),
+            "decoded_tokens": timings.decoded_tokens,
+            "decode_seconds": decode,
+            "decode_tokens_per_sec": rate(timings.decoded_tokens, decode),
+        },
+    })
+}
+
+/// Tokens per second, where there were any.
+fn rate(tokens: usize, seconds: f64) -> Option<f64> {
+    (tokens > 0 && seconds > 0.0).then(|| tokens as f64 / seconds)
+}

@@ -1,0 +1,137 @@
+//! `bench`: prompt and generation speed, forecast beside measured, with the habits of llama-bench:
+//! tokenising and sampling stay outside, one round warms up.
+
+use std::time::Duration;
+
+use anyhow::{Result, ensure};
+use ir::plan::{Phase, Plan};
+use serde_json::json;
+
+use executor::engine::Engine;
+use executor::generation::GenerationOverrides;
+
+use super::answer::print;
+use super::session::Session;
+use super::{BenchArguments, check_writable};
+
+/// What is measured in each round.
+struct Test {
+    /// `pp512`, `tg128`, `tg128 @ d4096`.
+    name: String,
+    kind: &'static str,
+    /// Tokens that count, over all sequences.
+    tokens: usize,
+    samples: Vec<f64>,
+    /// The plan's prediction for the same tokens, at the depth the compiler assumed.
+    forecast: Option<f64>,
+}
+
+pub(super) fn run(arguments: BenchArguments) -> Result<()> {
+    ensure!(arguments.repetitions > 0, "-r 0 measures nothing");
+    check_writable(arguments.trace.iter().chain(&arguments.perfetto))?;
+    let traced = arguments.trace.is_some() || arguments.perfetto.is_some();
+    let mut session =
+        Session::open(&arguments.plan, &arguments.run, &GenerationOverrides::default(), traced)?;
+    let engine = &mut session.engine;
+    let mut tests = Vec::new();
+    if arguments.prompt_tokens > 0 {
+        let tokens = arguments.prompt_tokens;
+        let prefill = |engine: &mut Engine| engine.time_prefill(tokens);
+        let forecast = forecast_prefill(engine.plan(), tokens);
+        let test = Test::new(format!("pp{tokens}"), "prefill", tokens, forecast);
+        tests.push(measure(engine, test, arguments.repetitions, prefill)?);
+    }
+    if arguments.generated_tokens > 0 {
+        let (tokens, sequences, depth) =
+            (arguments.generated_tokens, arguments.sequences, arguments.depth);
+        let decode = |engine: &mut Engine| engine.time_decode(sequences, depth, tokens);
+        let mut name = format!("tg{tokens}");
+        if depth > 0 {
+            name += &format!(" @ d{depth}");
+        }
+        if sequences > 1 {
+            name += &format!(" x {sequences}");
+        }
+        let forecast = forecast_decode(engine.plan(), sequences);
+        let test = Test::new(name, "decode", tokens * sequences, forecast);
+        tests.push(measure(engine, test, arguments.repetitions, decode)?);
+    }
+    ensure!(!tests.is_empty(), "-p 0 -n 0 measures nothing");
+    let text = if arguments.output == "json" {
+        format!("{}\n", serde_json::Value::from_iter(tests.iter().map(Test::to_json)))
+    } else {
+        to_markdown(&session.engine.plan().model.name, &tests)
+    };
+    print(&text)?;
+    session.write_traces(arguments.trace.as_deref(), arguments.perfetto.as_deref())
+}
+
+fn measure(
+    engine: &mut Engine,
+    mut test: Test,
+    repetitions: usize,
+    mut round: impl FnMut(&mut Engine) -> Result<Duration>,
+) -> Result<Test> {
+    round(engine)?;
+    for _ in 0..repetitions {
+        test.samples.push(test.tokens as f64 / round(engine)?.as_secs_f64());
+    }
+    Ok(test)
+}
+
+/// Predicted prompt tokens per second: as many full runs as the prompt needs.
+fn forecast_prefill(plan: &Plan, tokens: usize) -> Option<f64> {
+    let index = plan.programs.iter().position(|program| program.phase == Phase::Prefill)?;
+    let nanos = plan.forecast.programs.get(index)?.nanos;
+    let per_token = nanos as f64 / f64::from(plan.programs[index].max.tokens);
+    (nanos > 0 && tokens > 0).then(|| 1e9 / per_token)
+}
+
+/// Predicted generated tokens per second, over all sequences.
+fn forecast_decode(plan: &Plan, sequences: usize) -> Option<f64> {
+    let takes = |index: &usize| {
+        let program = &plan.programs[*index];
+        program.phase == Phase::Decode && program.max_sequences as usize >= sequences
+    };
+    let index = (0..plan.programs.len()).find(takes)?;
+    let nanos = plan.forecast.programs.get(index)?.nanos;
+    (nanos > 0).then(|| sequences as f64 * 1e9 / nanos as f64)
+}
+
+fn to_markdown(model: &str, tests: &[Test]) -> String {
+    let mut text =
+        String::from("| model | test | tok/s | forecast |\n| --- | --- | ---: | ---: |\n");
+    for test in tests {
+        let forecast = test.forecast.map_or("–".into(), |rate| format!("{rate:.1}"));
+        let (mean, deviation) = test.mean_and_deviation();
+        text += &format!("| {model} | {} | {mean:.2} ± {deviation:.2} | {forecast} |\n", test.name);
+    }
+    text
+}
+
+impl Test {
+    fn new(name: String, kind: &'static str, tokens: usize, forecast: Option<f64>) -> Self {
+        Self { name, kind, tokens, samples: Vec::new(), forecast }
+    }
+
+    /// Mean and sample standard deviation of the rounds.
+    fn mean_and_deviation(&self) -> (f64, f64) {
+        let count = self.samples.len() as f64;
+        let mean = self.samples.iter().sum::<f64>() / count;
+        let squares: f64 = self.samples.iter().map(|sample| (sample - mean).powi(2)).sum();
+        (mean, (squares / (count - 1.0).max(1.0)).sqrt())
+    }
+
+    fn to_json(&self) -> serde_json::Value {
+        let (mean, deviation) = self.mean_and_deviation();
+        json!({
+            "test": self.name,
+            "kind": self.kind,
+            "tokens": self.tokens,
+            "tokens_per_sec": mean,
+            "stddev": deviation,
+            "samples": self.samples,
+            "forecast_tokens_per_sec": self.forecast,
+        })
+    }
+}

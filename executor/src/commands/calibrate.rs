@@ -1,0 +1,34 @@
+//! `calibrate`: a machine file with rates measured here.
+
+use anyhow::{Context as _, Result, bail};
+use indicatif::ProgressBar;
+use ir::machine::Machine;
+
+use executor::calibrate::calibrate;
+use executor::kernels::cpu::isa::Isa;
+
+use super::{CalibrateArguments, write_file};
+
+pub(super) fn run(arguments: CalibrateArguments) -> Result<()> {
+    let mut machine = match &arguments.machine {
+        Some(path) => {
+            let name = path.display();
+            let text = std::fs::read_to_string(path).with_context(|| format!("reading {name}"))?;
+            ron::from_str::<Machine>(&text)
+                .with_context(|| format!("{name} is not a machine file"))?
+        }
+        None => probe::machine(None)?,
+    };
+    let differences = probe::mismatch(&machine)?;
+    if !differences.is_empty() {
+        bail!("the machine file describes another machine: {}", differences.join("; "));
+    }
+    let spinner = ProgressBar::new_spinner();
+    calibrate(&mut machine, Isa::detect(), |what| {
+        spinner.set_message(format!("measuring {what}"))
+    })?;
+    spinner.finish_and_clear();
+    let style = ron::ser::PrettyConfig::new().struct_names(false).indentor("  ").new_line("\n");
+    let text = ron::ser::to_string_pretty(&machine, style)? + "\n";
+    write_file(&arguments.output, text.as_bytes())
+}

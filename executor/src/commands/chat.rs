@@ -1,0 +1,80 @@
+//! An interactive conversation on a terminal.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use anyhow::{Context as _, Result};
+use rustyline::DefaultEditor;
+use rustyline::error::ReadlineError;
+
+use executor::text::{ChatRequest, message};
+
+use super::answer::{print, summary};
+use super::session::Session;
+
+const HELP: &str = "/reset forgets the conversation, /exit or Ctrl-D ends, Ctrl-C stops an answer";
+
+pub(super) fn run(session: &mut Session, system: Option<&str>, abort: &AtomicBool) -> Result<()> {
+    if !session.tokenizer()?.has_chat_template() {
+        anyhow::bail!("the tokenizer has no chat template: continue a text with --prompt instead");
+    }
+    let mut editor = DefaultEditor::new().context("opening the terminal")?;
+    eprintln!("{HELP}");
+    let beginning: Vec<_> = system.iter().map(|system| message("system", system)).collect();
+    let mut messages = beginning.clone();
+    let mut sequence = session.engine.open();
+    loop {
+        let line = match editor.readline("> ") {
+            Ok(line) => line,
+            Err(ReadlineError::Interrupted) => continue,
+            Err(ReadlineError::Eof) => return Ok(()),
+            Err(error) => return Err(error).context("reading from the terminal"),
+        };
+        match line.trim() {
+            "" => continue,
+            "/exit" | "/quit" => return Ok(()),
+            "/help" => {
+                eprintln!("{HELP}");
+                continue;
+            }
+            "/reset" => {
+                messages.clone_from(&beginning);
+                session.engine.truncate(sequence, 0);
+                continue;
+            }
+            text => messages.push(message("user", text)),
+        }
+        // A history the editor cannot keep is no reason to end a conversation.
+        let _ = editor.add_history_entry(&line);
+        let request = ChatRequest {
+            messages: messages.clone(),
+            add_generation_prompt: true,
+            ..Default::default()
+        };
+        let ids = session.tokenizer()?.encode_chat(&request)?;
+        // What is cached of an equal beginning need not be fed again; at least one token must be.
+        let same =
+            session.engine.tokens(sequence).iter().zip(&ids).take_while(|(a, b)| a == b).count();
+        session.engine.truncate(sequence, same.min(ids.len() - 1));
+        let kept = session.engine.tokens(sequence).len();
+        abort.store(false, Ordering::Relaxed);
+        let answered = session
+            .engine
+            .append(sequence, &ids[kept..])
+            .and_then(|()| session.answer(sequence, abort, print));
+        match answered {
+            Ok(answer) => {
+                print("\n")?;
+                eprintln!("{}", summary(&answer.timings));
+                messages.push(message("assistant", &answer.text));
+            }
+            // A conversation that has outgrown the context can be begun anew; the program goes on.
+            Err(error) => {
+                eprintln!("{error:#}");
+                messages.pop();
+                session.engine.close(sequence);
+                sequence = session.engine.open();
+            }
+        }
+        abort.store(false, Ordering::Relaxed);
+    }
+}

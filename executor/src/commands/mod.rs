@@ -1,0 +1,242 @@
+//! The command line of `hybrid-exec`: what can be asked for, and which module answers.
+
+mod answer;
+mod bench;
+mod calibrate;
+
+mod chat;
+mod features;
+mod npy;
+mod perplexity;
+mod session;
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context as _, Result};
+use clap::{Args, Parser, Subcommand};
+
+use executor::generation::GenerationOverrides;
+
+/// Runs a compiled plan: streams an answer, chats, measures.
+#[derive(Parser)]
+#[command(
+    name = "hybrid-exec",
+    version,
+    about,
+    args_conflicts_with_subcommands = true,
+    subcommand_negates_reqs = true,
+    arg_required_else_help = true
+)]
+pub(crate) struct Cli {
+    #[command(subcommand)]
+    command: Option<Command>,
+    #[command(flatten)]
+    answer: AnswerArguments,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Prints the perplexity of a list of token ids as JSON
+    Perplexity(PerplexityArguments),
+    /// Measures prompt and generation speed beside the plan's forecast
+    Bench(BenchArguments),
+    /// Prints the processor features found and the kernel each operation uses
+    Features(FeaturesArguments),
+    /// Measures this machine's rates and writes them as a machine file for hybridc
+    Calibrate(CalibrateArguments),
+}
+
+#[derive(Args)]
+struct AnswerArguments {
+    /// The plan, as hybridc writes it
+    #[arg(value_name = "PLAN", required = true)]
+    plan: Option<PathBuf>,
+    #[command(flatten)]
+    run: RunArguments,
+    /// Text to continue; without it an interactive chat, or from a pipe the prompt on standard input
+    #[arg(long)]
+    prompt: Option<String>,
+    /// Token ids to continue, instead of text
+    #[arg(long, value_delimiter = ',', conflicts_with_all = ["prompt", "chat", "system"])]
+    prompt_ids: Option<Vec<u32>>,
+    /// Apply the chat template to the prompt
+    #[arg(long)]
+    chat: bool,
+    /// System message in front of a chat
+    #[arg(long)]
+    system: Option<String>,
+    #[command(flatten)]
+    sampling: SamplingArguments,
+    /// Print one JSON object and nothing else
+    #[arg(long)]
+    json: bool,
+    /// Write what each lane did to this file
+    #[arg(long, value_name = "FILE")]
+    trace: Option<PathBuf>,
+    /// Write the same for ui.perfetto.dev
+    #[arg(long, value_name = "FILE")]
+    perfetto: Option<PathBuf>,
+}
+
+/// How a plan is run.
+#[derive(Args)]
+struct RunArguments {
+    /// Burn backend of CPU devices
+    #[arg(long, value_name = "NAME", default_value = "flex", value_parser = ["flex", "ndarray"])]
+    cpu_backend: String,
+    /// The project's own kernels, or plain Burn operations for comparison
+    #[arg(long, value_name = "KIND", default_value = "own", value_parser = ["own", "plain"])]
+    kernels: String,
+    /// Use no newer processor features than these; `hybrid-exec features` lists them
+    #[arg(long, value_name = "LEVEL")]
+    isa: Option<String>,
+    /// The most threads of each CPU device
+    #[arg(long, value_name = "N")]
+    threads: Option<usize>,
+}
+
+#[derive(Args)]
+struct SamplingArguments {
+    /// The most tokens to generate
+    #[arg(long, value_name = "N")]
+    max_tokens: Option<usize>,
+    /// 0 is greedy
+    #[arg(long, value_name = "T")]
+    temperature: Option<f32>,
+    /// Choose among the K likeliest tokens; 0 is all
+    #[arg(long, value_name = "K")]
+    top_k: Option<usize>,
+    /// Choose among the likeliest tokens that together have this probability
+    #[arg(long, value_name = "P")]
+    top_p: Option<f32>,
+    /// Choose among tokens at least this likely, relative to the likeliest
+    #[arg(long, value_name = "P")]
+    min_p: Option<f32>,
+    /// Divide the logits of tokens seen before by this
+    #[arg(long, value_name = "R")]
+    repetition_penalty: Option<f32>,
+    /// Seed of the sampling
+    #[arg(long, value_name = "N")]
+    seed: Option<u64>,
+    /// End the answer at this text; may be repeated
+    #[arg(long, value_name = "TEXT")]
+    stop: Vec<String>,
+    /// Go on past the tokens that end an answer
+    #[arg(long)]
+    ignore_eos: bool,
+}
+
+#[derive(Args)]
+struct PerplexityArguments {
+    /// The plan, as hybridc writes it
+    #[arg(value_name = "PLAN")]
+    plan: PathBuf,
+    #[command(flatten)]
+    run: RunArguments,
+    /// A JSON list of token ids, or an object with such a list under "ids"
+    #[arg(long, value_name = "FILE")]
+    ids_file: PathBuf,
+    /// Write the logits after the last token, as a NumPy array of 32-bit floats
+    #[arg(long, value_name = "FILE")]
+    logits: Option<PathBuf>,
+}
+
+#[derive(Args)]
+struct BenchArguments {
+    /// The plan, as hybridc writes it
+    #[arg(value_name = "PLAN")]
+    plan: PathBuf,
+    #[command(flatten)]
+    run: RunArguments,
+    /// Tokens of the prompt; 0 leaves this test out
+    #[arg(short = 'p', long, value_name = "N", default_value_t = 512)]
+    prompt_tokens: usize,
+    /// Tokens to generate; 0 leaves this test out
+    #[arg(short = 'n', long, value_name = "N", default_value_t = 128)]
+    generated_tokens: usize,
+    /// Tokens of context before the measured ones
+    #[arg(short = 'd', long, value_name = "N", default_value_t = 0)]
+    depth: usize,
+    /// Sequences decoded together
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    sequences: usize,
+    /// Rounds, after one that warms up
+    #[arg(short = 'r', long, value_name = "N", default_value_t = 5)]
+    repetitions: usize,
+    /// Form of the output
+    #[arg(short = 'o', long, value_name = "FORM", default_value = "md", value_parser = ["md", "json"])]
+    output: String,
+    /// Write what each lane did to this file
+    #[arg(long, value_name = "FILE")]
+    trace: Option<PathBuf>,
+    /// Write the same for ui.perfetto.dev
+    #[arg(long, value_name = "FILE")]
+    perfetto: Option<PathBuf>,
+}
+
+#[derive(Args)]
+struct FeaturesArguments {
+    /// As if the processor had no newer features than these
+    #[arg(long, value_name = "LEVEL")]
+    isa: Option<String>,
+}
+
+#[derive(Args)]
+struct CalibrateArguments {
+    /// Where to write the machine
+    #[arg(short, long, value_name = "FILE")]
+    output: PathBuf,
+    /// Devices to measure; default: this machine's as hybridc probe finds them
+    #[arg(long, value_name = "FILE")]
+    machine: Option<PathBuf>,
+}
+
+impl Cli {
+    /// Does what was asked for.
+    pub(crate) fn run(self) -> Result<()> {
+        match self.command {
+            None => answer::run(self.answer),
+            Some(Command::Perplexity(arguments)) => perplexity::run(arguments),
+            Some(Command::Bench(arguments)) => bench::run(arguments),
+            Some(Command::Features(arguments)) => features::run(arguments),
+            Some(Command::Calibrate(arguments)) => calibrate::run(arguments),
+        }
+    }
+}
+
+impl SamplingArguments {
+    fn overrides(&self) -> GenerationOverrides {
+        GenerationOverrides {
+            temperature: self.temperature,
+            top_k: self.top_k,
+            top_p: self.top_p,
+            min_p: self.min_p,
+            repetition_penalty: self.repetition_penalty,
+            seed: self.seed,
+            stop_strings: self.stop.clone(),
+            max_tokens: self.max_tokens,
+            ignores_end: self.ignore_eos,
+        }
+    }
+}
+
+fn write_file(path: &Path, contents: &[u8]) -> Result<()> {
+    std::fs::write(path, contents).with_context(|| format!("cannot write {}", path.display()))
+}
+
+/// Fails now rather than after a long run when an output cannot be written; leaves empty files.
+fn check_writable<'a>(paths: impl IntoIterator<Item = &'a PathBuf>) -> Result<()> {
+    paths.into_iter().try_for_each(|path| write_file(path, b""))
+}
+
+impl RunArguments {
+    fn options(&self) -> Result<executor::load::Options> {
+        Ok(executor::load::Options {
+            kernels: self.kernels.parse()?,
+            backend: self.cpu_backend.parse()?,
+            isa: self.isa.as_deref().map(features::available).transpose()?,
+            threads: self.threads,
+            ..Default::default()
+        })
+    }
+}

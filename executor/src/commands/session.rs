@@ -1,0 +1,141 @@
+//! A plan that is loaded and ready to answer, with its checkpoint's tokenizer and defaults.
+
+use std::io::IsTerminal as _;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result};
+use indicatif::{ProgressBar, ProgressStyle};
+
+use executor::engine::{Engine, SequenceId, Timings};
+use executor::generation::{FinishReason, Generation, GenerationOptions, GenerationOverrides};
+use executor::load::{Options, PlanFile, load};
+use executor::text::Tokenizer;
+use executor::trace::perfetto;
+
+use super::{RunArguments, write_file};
+
+/// A loaded plan.
+pub(super) struct Session {
+    pub(super) engine: Engine,
+    /// From the start of the program's work to the last weight in place.
+    pub(super) load_time: Duration,
+    tokenizer: Result<Tokenizer>,
+    defaults: GenerationOptions,
+}
+
+/// A finished answer.
+pub(super) struct Answer {
+    pub(super) ids: Vec<u32>,
+    pub(super) text: String,
+    /// `None` when the user stopped it.
+    pub(super) finish: Option<FinishReason>,
+    pub(super) timings: Timings,
+}
+
+impl Session {
+    /// Loads a plan, with a progress bar where somebody sees it.
+    pub(super) fn open(
+        plan: &Path,
+        arguments: &RunArguments,
+        overrides: &GenerationOverrides,
+        trace: bool,
+    ) -> Result<Self> {
+        let start = Instant::now();
+        let file = PlanFile::open(plan)?;
+        let folder = file.checkpoint_folder();
+        let tokenizer = Tokenizer::load(&folder);
+        let defaults =
+            GenerationOptions::load(&folder, tokenizer.as_ref().ok())?.overridden(overrides)?;
+        let engine = Engine::new(load_with_progress(file, arguments, trace)?);
+        Ok(Self { engine, load_time: start.elapsed(), tokenizer, defaults })
+    }
+
+    /// The tokenizer, where one lies beside the checkpoint.
+    pub(super) fn tokenizer(&self) -> Result<&Tokenizer> {
+        self.tokenizer.as_ref().map_err(|error| anyhow::anyhow!("{error:#}")).context(
+            "the prompt is text, but there is no tokenizer for it; --prompt-ids needs none",
+        )
+    }
+
+    /// Answers the ids appended to a sequence. `on_text` gets the text as it becomes certain;
+    /// raising `abort` ends the answer.
+    pub(super) fn answer(
+        &mut self,
+        sequence: SequenceId,
+        abort: &AtomicBool,
+        mut on_text: impl FnMut(&str) -> Result<()>,
+    ) -> Result<Answer> {
+        let prompt = self.engine.tokens(sequence).to_vec();
+        let room = (self.engine.plan().model.context as usize).saturating_sub(prompt.len());
+        let mut generation = Generation::new(&self.defaults, &prompt, room);
+        let tokenizer = self.tokenizer.as_ref().ok();
+        let mut finish = (generation.max_tokens() == 0).then_some(FinishReason::Length);
+        let mut timings = Timings::default();
+        if finish.is_none() {
+            timings = self.engine.generate(&[sequence], abort, |_, logits| {
+                let step = generation.step(logits, tokenizer)?;
+                on_text(&step.text)?;
+                finish = step.finish;
+                Ok(step.finish.is_none().then_some(step.id))
+            })?;
+        }
+        let (ids, text) = (generation.ids().to_vec(), generation.text().to_owned());
+        Ok(Answer { ids, text, finish, timings })
+    }
+
+    /// Writes what was recorded.
+    pub(super) fn write_traces(
+        &self,
+        trace: Option<&Path>,
+        perfetto_file: Option<&Path>,
+    ) -> Result<()> {
+        let Some(recorded) = self.engine.executor().trace() else { return Ok(()) };
+        if let Some(path) = trace {
+            write_file(path, recorded.to_ron()?.as_bytes())?;
+        }
+        if let Some(path) = perfetto_file {
+            write_file(path, perfetto(self.engine.plan(), &recorded)?.as_bytes())?;
+        }
+        Ok(())
+    }
+}
+
+/// A flag that Ctrl-C raises. When it is up already the program ends at once, with the status shells give
+/// an interrupted program.
+pub(super) fn interrupt_flag() -> Result<Arc<AtomicBool>> {
+    let flag = Arc::new(AtomicBool::new(false));
+    let raised = Arc::clone(&flag);
+    ctrlc::set_handler(move || {
+        if raised.swap(true, Ordering::Relaxed) {
+            std::process::exit(INTERRUPTED);
+        }
+    })
+    .context("listening for Ctrl-C")?;
+    Ok(flag)
+}
+
+/// 128 and the number of SIGINT.
+pub(super) const INTERRUPTED: i32 = 130;
+
+fn load_with_progress(
+    file: PlanFile,
+    arguments: &RunArguments,
+    trace: bool,
+) -> Result<executor::executor::Executor> {
+    let options = Options { trace, ..arguments.options()? };
+    let bar =
+        if std::io::stderr().is_terminal() { ProgressBar::new(0) } else { ProgressBar::hidden() };
+    let style =
+        ProgressStyle::with_template("loading {bar:40} {bytes} of {total_bytes}, {bytes_per_sec}")
+            .context("the template of the progress bar is malformed")?;
+    bar.set_style(style);
+    let executor = load(file, &options, |loaded, total| {
+        bar.set_length(total);
+        bar.set_position(loaded);
+    });
+    bar.finish_and_clear();
+    executor
+}

@@ -1,0 +1,162 @@
+//! Cutting what sequences are to be fed into batches, and starting a run for each.
+
+use std::collections::VecDeque;
+use std::sync::atomic::AtomicBool;
+
+use anyhow::{Context as _, Result, bail, ensure};
+use ir::plan::{Phase, Program};
+
+use super::{Engine, SequenceId};
+use crate::batch::Batch;
+use crate::run::RunHandle;
+
+/// A started run and the rows of its logits that the caller gets.
+struct Pending {
+    handle: RunHandle,
+    wanted: Vec<Wanted>,
+}
+
+/// A row of a run's logits.
+struct Wanted {
+    /// Index of the sequence among those that are fed.
+    sequence: usize,
+    /// Position of the token in its sequence.
+    position: usize,
+    row: usize,
+}
+
+impl Engine {
+    /// Feeds everything appended to `ids`; calls `on_row` with the index of the sequence, the position of a
+    /// token and its logits: for the last token of each, or for all that are fed. Says whether it came to the
+    /// end: raising `abort` stops it.
+    ///
+    /// Where it does not come to the end, the sequences are as they were before.
+    ///
+    /// # Errors
+    /// As [`Engine::advance`].
+    pub(super) fn feed(
+        &mut self,
+        ids: &[SequenceId],
+        wants_all: bool,
+        abort: &AtomicBool,
+        mut on_row: impl FnMut(usize, usize, &[f32]),
+    ) -> Result<bool> {
+        self.reserve(ids)?;
+        let cached: Vec<usize> =
+            ids.iter().filter_map(|id| self.sequences.get(id)).map(|s| s.cached).collect();
+        let mut under_way = VecDeque::new();
+        let outcome = self.feed_in_runs(ids, wants_all, abort, &mut under_way, &mut on_row);
+        if !matches!(outcome, Ok(true)) {
+            // What was cached meanwhile is cached again, with the same values.
+            under_way.into_iter().for_each(|pending| pending.handle.cancel());
+            for (id, cached) in ids.iter().zip(cached) {
+                if let Some(sequence) = self.sequences.get_mut(id) {
+                    sequence.cached = cached;
+                }
+            }
+        }
+        outcome
+    }
+
+    fn feed_in_runs(
+        &mut self,
+        ids: &[SequenceId],
+        wants_all: bool,
+        abort: &AtomicBool,
+        under_way: &mut VecDeque<Pending>,
+        on_row: &mut impl FnMut(usize, usize, &[f32]),
+    ) -> Result<bool> {
+        // Every lane can be at another run, and one more waits so that none idles.
+        let most_under_way = self.executor.lanes() + 1;
+        let mut next = 0;
+        while next < ids.len() || !under_way.is_empty() {
+            if next < ids.len() && under_way.len() < most_under_way {
+                under_way.push_back(self.start_next(ids, &mut next, wants_all)?);
+                continue;
+            }
+            let Some(Pending { handle, wanted }) = under_way.pop_front() else { break };
+            let Some(logits) = handle.wait_unless(abort)? else { return Ok(false) };
+            for Wanted { sequence, position, row } in wanted {
+                on_row(sequence, position, logits.row(row));
+            }
+        }
+        Ok(true)
+    }
+
+    /// Starts a run of as much as one run takes, beginning with sequence `next`.
+    fn start_next(
+        &mut self,
+        ids: &[SequenceId],
+        next: &mut usize,
+        wants_all: bool,
+    ) -> Result<Pending> {
+        let waiting = &ids[*next..];
+        let program = self.choose(waiting, wants_all)?;
+        let schedule = &self.executor.plan().programs[program];
+        let (most, most_sequences) = (schedule.max, schedule.max_sequences as usize);
+        let (mut batch, mut wanted) = (Batch::default(), Vec::new());
+        while *next < ids.len() {
+            let extent = batch.extent();
+            let (tokens_left, rows_left) = (most.tokens - extent.tokens, most.rows - extent.rows);
+            if tokens_left == 0 || rows_left == 0 || batch.parts().len() == most_sequences {
+                break;
+            }
+            let sequence = self.sequences.get_mut(&ids[*next]).context("the sequence is closed")?;
+            let (past, length) = (sequence.cached, sequence.tokens.len());
+            let room = if wants_all { tokens_left.min(rows_left) } else { tokens_left };
+            let end = length.min(past + room as usize);
+            let first_row = extent.rows as usize;
+            batch.push(&sequence.tokens[past..end], past, length, &sequence.blocks, wants_all);
+            sequence.cached = end;
+            if wants_all {
+                let rows = (past..end).zip(first_row..);
+                wanted.extend(rows.map(|(position, row)| Wanted {
+                    sequence: *next,
+                    position,
+                    row,
+                }));
+            } else if end == length {
+                wanted.push(Wanted { sequence: *next, position: end - 1, row: first_row });
+            }
+            if end < length {
+                break;
+            }
+            *next += 1;
+        }
+        let handle = self.executor.start(program, batch)?;
+        Ok(Pending { handle, wanted })
+    }
+
+    /// The smallest program that takes all that waits, or else the largest.
+    fn choose(&self, waiting: &[SequenceId], wants_all: bool) -> Result<usize> {
+        let is_decode = waiting.iter().all(|id| {
+            self.sequences.get(id).is_some_and(|sequence| {
+                sequence.cached > 0 && sequence.tokens.len() == sequence.cached + 1
+            })
+        });
+        let phase = if is_decode && !wants_all { Phase::Decode } else { Phase::Prefill };
+        let takes = |program: &Program| program.max_sequences as usize;
+        let programs = self.executor.plan().programs.iter().enumerate();
+        let classes: Vec<_> = programs.filter(|(_, program)| program.phase == phase).collect();
+        classes
+            .iter()
+            .filter(|(_, program)| takes(program) >= waiting.len())
+            .min_by_key(|(_, program)| takes(program))
+            .or_else(|| classes.iter().max_by_key(|(_, program)| takes(program)))
+            .map(|&(index, _)| index)
+            .with_context(|| format!("the plan has no {phase:?} program"))
+    }
+
+    /// Makes sure that everything can be cached before anything is started.
+    fn reserve(&mut self, ids: &[SequenceId]) -> Result<()> {
+        for (index, id) in ids.iter().enumerate() {
+            ensure!(!ids[..index].contains(id), "a sequence is fed twice at once");
+            let Some(sequence) = self.sequences.get_mut(id) else {
+                bail!("the sequence is closed")
+            };
+            ensure!(sequence.cached < sequence.tokens.len(), "a sequence is fed no tokens");
+            self.blocks.reserve(&mut sequence.blocks, sequence.tokens.len())?;
+        }
+        Ok(())
+    }
+}

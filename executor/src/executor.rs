@@ -1,0 +1,102 @@
+//! A loaded plan: starts runs and lets their lanes work.
+
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::thread::JoinHandle;
+
+use anyhow::{Context as _, Result};
+use ir::plan::Plan;
+use ir::trace::Trace;
+
+use crate::batch::Batch;
+use crate::lane::Inbox;
+use crate::run::{Failure, Run, RunHandle};
+use crate::trace::Recorder;
+
+/// Every device bound, every weight in place; lanes wait for runs.
+pub struct Executor {
+    plan: Arc<Plan>,
+    lanes: Vec<LaneThread>,
+    recorder: Option<Arc<Recorder>>,
+    /// Locked while a run is handed out, so that all lanes see runs in one order.
+    started: Mutex<Started>,
+}
+
+#[derive(Default)]
+struct Started {
+    count: u32,
+    /// Those that may be under way.
+    latest: Vec<Weak<Run>>,
+}
+
+/// One lane's thread and the way to it.
+pub(crate) struct LaneThread {
+    pub(crate) inbox: Arc<Inbox>,
+    pub(crate) thread: Option<JoinHandle<()>>,
+}
+
+impl Executor {
+    pub(crate) fn new(
+        plan: Arc<Plan>,
+        lanes: Vec<LaneThread>,
+        recorder: Option<Arc<Recorder>>,
+    ) -> Self {
+        Self { plan, lanes, recorder, started: Mutex::default() }
+    }
+
+    /// The plan that is run.
+    pub fn plan(&self) -> &Arc<Plan> {
+        &self.plan
+    }
+
+    /// Number of lanes.
+    pub fn lanes(&self) -> usize {
+        self.lanes.len()
+    }
+
+    /// Starts a run of a program and returns at once. Several runs may be under way; each lane works
+    /// through them in the order they were started, so a later run sees what an earlier one has cached.
+    ///
+    /// # Errors
+    /// When there is no such program, or the batch is more than it takes.
+    pub fn start(&self, program: usize, batch: Batch) -> Result<RunHandle> {
+        let model = &self.plan.model;
+        let schedule = self.plan.programs.get(program).context("the plan lacks the program")?;
+        batch.check(schedule, model.vocabulary, model.block_tokens)?;
+        let mut started = self.started.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(recorder) = &self.recorder {
+            recorder.start_run(program, &batch);
+        }
+        let run = Arc::new(Run::new(&self.plan, program, started.count, batch));
+        started.count += 1;
+        started.latest.retain(|run| run.strong_count() > 0);
+        started.latest.push(Arc::downgrade(&run));
+        for lane in &self.lanes {
+            lane.inbox.push(Arc::clone(&run));
+        }
+        let (plan, recorder) = (Arc::clone(&self.plan), self.recorder.clone());
+        Ok(RunHandle { run, plan, recorder })
+    }
+
+    /// What was recorded until now; `None` where nothing is.
+    pub fn trace(&self) -> Option<Trace> {
+        self.recorder.as_ref().map(|recorder| recorder.trace().clone())
+    }
+}
+
+impl Drop for Executor {
+    fn drop(&mut self) {
+        let started = self.started.get_mut().unwrap_or_else(PoisonError::into_inner);
+        for run in started.latest.iter().filter_map(Weak::upgrade) {
+            run.abort(Failure::Cancelled);
+        }
+        for lane in &self.lanes {
+            lane.inbox.close();
+        }
+        for lane in &mut self.lanes {
+            if let Some(thread) = lane.thread.take() {
+                // A lane catches every panic of its steps; there is nothing more to learn here.
+                drop(thread.join());
+            }
+        }
+    }
+}

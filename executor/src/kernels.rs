@@ -1,0 +1,3 @@
+//! Kernels of our own, by kind of device.
+
+pub mod cpu;

@@ -1,0 +1,29 @@
+//! CPU kernels: free functions on slices, done by a team at one level of the instruction set.
+
+pub mod describe;
+pub mod isa;
+
+pub mod pack;
+mod quantize;
+mod unpack;
+
+mod encode;
+mod epilogue;
+mod tile;
+
+pub mod experts;
+pub mod linear;
+
+mod lanes;
+mod math;
+
+pub mod activation;
+pub mod attention;
+pub mod cache;
+pub mod norm;
+pub mod rope;
+pub mod router;
+pub mod rows;
+
+#[cfg(test)]
+mod testing;

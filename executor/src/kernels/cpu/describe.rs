@@ -1,0 +1,48 @@
+//! Which kernel each operation uses at a level, in words.
+
+use ir::tensor::Format;
+
+use super::encode::Encoding;
+use super::isa::Isa;
+use super::tile::Kernel;
+
+/// Operations with the kernel that serves them at `isa`, for `hybrid-exec features`.
+pub fn describe(isa: Isa) -> Vec<(String, String)> {
+    let mut rows = Vec::new();
+    for format in Format::ALL {
+        let (few, many) = (linear(isa, format, 1), linear(isa, format, 512));
+        if few == many {
+            rows.push((format!("linear {format}"), few));
+        } else {
+            rows.push((format!("linear {format}, few tokens"), few));
+            rows.push((format!("linear {format}, many tokens"), many));
+        }
+    }
+    let vectors = match isa {
+        Isa::Portable => "plain Rust",
+        Isa::Avx2 => "vectors of 8 floats, FMA",
+        Isa::Avx512 | Isa::Avx512Bf16Vnni | Isa::Amx => "vectors of 16 floats, FMA",
+    };
+    for operation in ["attention", "norm, activation, router"] {
+        rows.push((operation.into(), vectors.into()));
+    }
+    rows
+}
+
+fn linear(isa: Isa, format: Format, tokens: usize) -> String {
+    let kernel = Kernel::choose(isa, format, tokens);
+    let products = match (kernel.encoding, isa) {
+        (_, Isa::Portable) => "plain Rust",
+        (Encoding::Tiles, _) => "AMX tiles of bf16",
+        (Encoding::Pairs, _) => "AVX-512 dot products of bf16",
+        (Encoding::Blocks { .. }, Isa::Avx512Bf16Vnni | Isa::Amx) => {
+            "AVX-512 VNNI dot products of 8-bit integers"
+        }
+        (Encoding::Blocks { .. }, Isa::Avx2 | Isa::Avx512) => "AVX2 products of 8-bit integers",
+        (Encoding::Float | Encoding::Rounded, Isa::Avx2) => "AVX2 FMA of f32",
+        (Encoding::Float | Encoding::Rounded, Isa::Avx512 | Isa::Avx512Bf16Vnni | Isa::Amx) => {
+            "AVX-512 FMA of f32"
+        }
+    };
+    format!("{products}, {} tokens at a time", kernel.rows)
+}

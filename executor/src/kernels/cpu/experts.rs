@@ -1,0 +1,422 @@
+//! Experts of a mixture: each token through the gated MLPs that its router chose.
+//!
+//! Tokens are grouped by expert: a *slot* is one token at one of its experts, and slots of one expert are
+//! neighbours. Only experts with slots are read. One dispatch does it all, with barriers between its phases.
+
+#![expect(unsafe_code, reason = "members write disjoint parts of the buffers between two barriers")]
+
+use anyhow::{Context as _, bail, ensure};
+use ir::op::{Activation, Then};
+
+use super::encode::{self, Encoding, Rows, Strip};
+use super::epilogue::Target;
+use super::isa::Isa;
+use super::linear::{Product, Workplace, encode_pieces};
+use super::pack::{PANEL, PackedMatrix, Shared};
+use super::tile::Kernel;
+use crate::team::{Chunks, Team};
+
+/// One expert: `down(activation(gate(x)) * up(x))`.
+#[derive(Clone, Copy)]
+pub struct Expert<'a> {
+    /// `[intermediate, features]`.
+    pub gate: &'a PackedMatrix,
+    /// `[intermediate, features]`.
+    pub up: &'a PackedMatrix,
+    /// `[features, intermediate]`.
+    pub down: &'a PackedMatrix,
+}
+
+/// The inputs of a layer of experts.
+#[derive(Clone, Copy)]
+pub struct Experts<'a> {
+    /// `[tokens, features]`, row after row.
+    pub x: &'a [f32],
+    /// Rows of `x`.
+    pub tokens: usize,
+    /// The router's choice, `[tokens, used]`; ids of experts that are not in `experts` count for nothing.
+    pub ids: &'a [i32],
+    /// What each chosen expert's output is multiplied with, `[tokens, used]`.
+    pub weights: &'a [f32],
+    /// The id of `experts[0]`.
+    pub first_expert: i32,
+    /// Experts of one shape and format.
+    pub experts: &'a [Expert<'a>],
+    /// Of the gate.
+    pub activation: Activation,
+}
+
+/// The chosen experts' slots.
+struct Slots {
+    /// The token of each slot.
+    tokens: Vec<u32>,
+    /// The slot of each choice of each token, `[tokens, used]`; `None` where the expert is not here.
+    of_choice: Vec<Option<u32>>,
+    groups: Vec<Group>,
+}
+
+/// An expert with slots.
+struct Group {
+    expert: usize,
+    first: usize,
+    count: usize,
+}
+
+/// The slots cut in strips, group after group.
+struct Strips {
+    all: Vec<Strip>,
+    /// Where each group's strips end.
+    ends: Vec<usize>,
+}
+
+/// Writes the weighted sum of each token's experts, `[tokens, features]`, added in the order of the choices.
+///
+/// Results are the same, bit for bit, from run to run and for any number of members.
+///
+/// # Errors
+/// When sizes do not fit together, or there is no memory for what lies between the phases.
+pub fn experts(team: &Team, isa: Isa, inputs: &Experts<'_>, out: &mut [f32]) -> anyhow::Result<()> {
+    let [features, intermediate] = check(inputs, out)?;
+    let slots = group(inputs);
+    let Some(any) = slots.groups.first().map(|group| &inputs.experts[group.expert]) else {
+        out.fill(0.0);
+        return Ok(());
+    };
+    let count = slots.tokens.len();
+    // One kernel for all experts, whatever their shares: the mean number of rows decides.
+    let mean_rows = count.div_ceil(slots.groups.len());
+    let isa = isa.checked();
+    let up_kernel = Kernel::choose(isa, any.gate.format(), mean_rows);
+    let down_kernel = Kernel::choose(isa, any.down.format(), mean_rows);
+    let up_strips = cut(&slots, up_kernel.rows);
+    let down_strips = cut(&slots, down_kernel.rows);
+    let room_bytes =
+        up_kernel.unpacked_bytes(features).max(down_kernel.unpacked_bytes(intermediate));
+
+    let take = |bytes: usize| team.arena().take(bytes).context("computing with experts");
+    let buffers = [
+        take(count * up_kernel.encoding.row_bytes(features))?,
+        take(count * intermediate * size_of::<f32>())?,
+        take(count * down_kernel.encoding.row_bytes(intermediate))?,
+        take(count * features * size_of::<f32>())?,
+        take(2 * team.members() * room_bytes)?,
+    ];
+    let [encoded, inner, encoded_inner, outer, rooms] =
+        buffers.each_ref().map(|buffer| Shared(buffer.as_ptr()));
+    let target = |out: Shared<u8>, columns: usize, then: Then| Target {
+        out: Shared(out.pointer().cast()),
+        columns,
+        biases: [None; 2],
+        then,
+        residual: None,
+    };
+    let inner_target = target(inner, intermediate, Then::Gate(inputs.activation));
+    let outer_target = target(outer, features, Then::Nothing);
+    let up_encoder = Encoder::new(team, up_kernel.encoding, features, &up_strips.all);
+    let down_encoder = Encoder::new(team, down_kernel.encoding, intermediate, &down_strips.all);
+    let (up_panels, down_panels) = (intermediate.div_ceil(PANEL), features.div_ceil(PANEL));
+    let up_chunks = Chunks::new(slots.groups.len() * up_panels, 1);
+    let down_chunks = Chunks::new(slots.groups.len() * down_panels, 1);
+    let sums = Chunks::new(inputs.tokens, inputs.tokens.div_ceil(4 * team.members()));
+    let sum_to = Shared(out.as_mut_ptr());
+    let barrier = team.barrier();
+    team.run(|member| {
+        let mut workplace = Workplace::new(member, rooms, room_bytes);
+        up_encoder.encode(isa, inputs.x, Some(&slots.tokens), encoded);
+        barrier.wait();
+        while let Some(range) = up_chunks.claim() {
+            for task in range {
+                let (group, panel) = (task / up_panels, task % up_panels);
+                let expert = &inputs.experts[slots.groups[group].expert];
+                let weights = [expert.gate, expert.up];
+                let (kernel, target) = (up_kernel, &inner_target);
+                let product = Product { kernel, weights: &weights, panel, encoded, target };
+                // SAFETY: the input was encoded before the barrier; each expert's panel is claimed once.
+                unsafe { product.finish(up_strips.of(group), &mut workplace) };
+            }
+        }
+        barrier.wait();
+        // SAFETY: all of it was written before the barrier and is only read until the end.
+        let inner = unsafe { slice(inner, count * intermediate) };
+        down_encoder.encode(isa, inner, None, encoded_inner);
+        barrier.wait();
+        while let Some(range) = down_chunks.claim() {
+            for task in range {
+                let (group, panel) = (task / down_panels, task % down_panels);
+                let weights = [inputs.experts[slots.groups[group].expert].down];
+                let (kernel, target, encoded) = (down_kernel, &outer_target, encoded_inner);
+                let product = Product { kernel, weights: &weights, panel, encoded, target };
+                // SAFETY: as above.
+                unsafe { product.finish(down_strips.of(group), &mut workplace) };
+            }
+        }
+        barrier.wait();
+        // SAFETY: all of it was written before the barrier and is only read from here on.
+        let outer = unsafe { slice(outer, count * features) };
+        while let Some(range) = sums.claim() {
+            for token in range {
+                // SAFETY: the output has this row, and its token is claimed once.
+                let out = unsafe {
+                    std::slice::from_raw_parts_mut(sum_to.pointer().add(token * features), features)
+                };
+                add_up(inputs, &slots, outer, token, out);
+            }
+        }
+    });
+    Ok(())
+}
+
+/// The encoding of some strips, dealt out to a team.
+struct Encoder<'a> {
+    encoding: Encoding,
+    columns: usize,
+    strips: &'a [Strip],
+    parts: usize,
+    segment: usize,
+    chunks: Chunks,
+}
+
+impl<'a> Encoder<'a> {
+    fn new(team: &Team, encoding: Encoding, columns: usize, strips: &'a [Strip]) -> Self {
+        let (parts, segment) = encode_pieces(columns, strips.len(), team.members());
+        Self {
+            encoding,
+            columns,
+            strips,
+            parts,
+            segment,
+            chunks: Chunks::new(strips.len() * parts, 1),
+        }
+    }
+
+    /// One member's share of the work.
+    fn encode(&self, isa: Isa, x: &[f32], sources: Option<&[u32]>, encoded: Shared<u8>) {
+        let rows =
+            Rows { isa, encoding: self.encoding, x, columns: self.columns, norm: None, sources };
+        while let Some(range) = self.chunks.claim() {
+            for task in range {
+                let strip = self.strips[task / self.parts];
+                // SAFETY: the buffer has room for all slots; every piece is claimed once.
+                unsafe {
+                    rows.encode(strip, task % self.parts * self.segment, self.segment, encoded);
+                }
+            }
+        }
+    }
+}
+
+/// Groups the choices by expert, in the order of tokens within each.
+fn group(inputs: &Experts<'_>) -> Slots {
+    let index = |&id: &i32| {
+        usize::try_from(id.checked_sub(inputs.first_expert)?)
+            .ok()
+            .filter(|&index| index < inputs.experts.len())
+    };
+    let mut counts = vec![0; inputs.experts.len()];
+    inputs.ids.iter().filter_map(index).for_each(|expert| counts[expert] += 1);
+    let mut next = 0;
+    let mut groups = Vec::new();
+    let mut free: Vec<usize> = Vec::with_capacity(counts.len());
+    for (expert, &count) in counts.iter().enumerate() {
+        free.push(next);
+        if count > 0 {
+            groups.push(Group { expert, first: next, count });
+        }
+        next += count;
+    }
+    let mut tokens = vec![0; next];
+    let used = inputs.ids.len() / inputs.tokens.max(1);
+    let of_choice = inputs
+        .ids
+        .iter()
+        .enumerate()
+        .map(|(choice, id)| {
+            let expert = index(id)?;
+            let slot = free[expert];
+            free[expert] += 1;
+            tokens[slot] = (choice / used) as u32;
+            Some(slot as u32)
+        })
+        .collect();
+    Slots { tokens, of_choice, groups }
+}
+
+fn cut(slots: &Slots, most: usize) -> Strips {
+    let mut strips = Strips { all: Vec::new(), ends: Vec::with_capacity(slots.groups.len()) };
+    for group in &slots.groups {
+        strips.all.extend(encode::strips(group.first, group.count, most));
+        strips.ends.push(strips.all.len());
+    }
+    strips
+}
+
+impl Strips {
+    fn of(&self, group: usize) -> &[Strip] {
+        let start = if group == 0 { 0 } else { self.ends[group - 1] };
+        &self.all[start..self.ends[group]]
+    }
+}
+
+fn add_up(inputs: &Experts<'_>, slots: &Slots, outer: &[f32], token: usize, out: &mut [f32]) {
+    let (features, used) = (out.len(), inputs.ids.len() / inputs.tokens);
+    out.fill(0.0);
+    for choice in token * used..(token + 1) * used {
+        let Some(slot) = slots.of_choice[choice] else { continue };
+        let weight = inputs.weights[choice];
+        let row = &outer[slot as usize * features..][..features];
+        out.iter_mut().zip(row).for_each(|(sum, value)| *sum += weight * value);
+    }
+}
+
+/// # Safety
+/// The memory holds `len` floats, which no one writes as long as the slice is used.
+unsafe fn slice<'a>(start: Shared<u8>, len: usize) -> &'a [f32] {
+    // SAFETY: the caller's.
+    unsafe { std::slice::from_raw_parts(start.pointer().cast(), len) }
+}
+
+/// Features and intermediate size.
+fn check(inputs: &Experts<'_>, out: &[f32]) -> anyhow::Result<[usize; 2]> {
+    let Some(first) = inputs.experts.first() else {
+        bail!("a layer of experts without experts");
+    };
+    let (features, intermediate) = (first.gate.columns(), first.gate.rows());
+    for (i, expert) in inputs.experts.iter().enumerate() {
+        let shape = |matrix: &PackedMatrix| (matrix.rows(), matrix.columns(), matrix.format());
+        let fits = shape(expert.gate) == shape(first.gate)
+            && shape(expert.up) == shape(first.gate)
+            && shape(expert.down) == (features, intermediate, first.down.format());
+        ensure!(fits, "expert {i} has not the shape and format of the first one");
+    }
+    ensure!(
+        inputs.x.len() == inputs.tokens * features && out.len() == inputs.x.len(),
+        "an input of {} and an output of {} elements for {} tokens of {features}",
+        inputs.x.len(),
+        out.len(),
+        inputs.tokens
+    );
+    ensure!(
+        inputs.ids.len() == inputs.weights.len()
+            && inputs.ids.len().is_multiple_of(inputs.tokens.max(1)),
+        "{} ids and {} weights for {} tokens",
+        inputs.ids.len(),
+        inputs.weights.len(),
+        inputs.tokens
+    );
+    Ok([features, intermediate])
+}
+
+#[cfg(test)]
+mod tests {
+    use ir::tensor::Format;
+
+    use super::super::linear::tests::{numbers, packed, with_team};
+    use super::super::linear::{Linear, linear};
+    use super::*;
+
+    /// The experts of every token by plain linears, added up in the order of the choices.
+    fn one_by_one(team: &Team, isa: Isa, inputs: &Experts<'_>) -> Vec<f32> {
+        let features = inputs.x.len() / inputs.tokens;
+        let used = inputs.ids.len() / inputs.tokens;
+        let mut out = vec![0.0; inputs.x.len()];
+        for choice in 0..inputs.ids.len() {
+            let index = inputs.ids[choice] - inputs.first_expert;
+            let Some(expert) = usize::try_from(index).ok().and_then(|i| inputs.experts.get(i))
+            else {
+                continue;
+            };
+            let token = choice / used;
+            let run = |x: &[f32], weights: &[&PackedMatrix], then: Then| {
+                let mut out = vec![0.0; weights[0].rows()];
+                let layer =
+                    Linear { x, tokens: 1, norm: None, weights, biases: &[], then, residual: None };
+                linear(team, isa, &layer, &mut [&mut out]).unwrap();
+                out
+            };
+            let row = token * features..(token + 1) * features;
+            let gate = Then::Gate(inputs.activation);
+            let inner = run(&inputs.x[row.clone()], &[expert.gate, expert.up], gate);
+            let outer = run(&inner, &[expert.down], Then::Nothing);
+            for (sum, value) in out[row].iter_mut().zip(outer) {
+                *sum += inputs.weights[choice] * value;
+            }
+        }
+        out
+    }
+
+    #[test]
+    fn grouping_changes_nothing() {
+        let (features, intermediate, count, used) = (70, 40, 5, 2);
+        for members in [1, 3] {
+            with_team(members, |team| {
+                for format in Format::ALL {
+                    let matrix = |seed, rows, columns| {
+                        packed(team, format, rows, columns, &numbers(seed, rows * columns))
+                    };
+                    let matrices: Vec<[PackedMatrix; 3]> = (0..count)
+                        .map(|i| {
+                            [
+                                matrix(3 * i, intermediate, features),
+                                matrix(3 * i + 1, intermediate, features),
+                                matrix(3 * i + 2, features, intermediate),
+                            ]
+                        })
+                        .collect();
+                    let all: Vec<Expert<'_>> =
+                        matrices.iter().map(|[gate, up, down]| Expert { gate, up, down }).collect();
+                    for tokens in [1, 2, 9, 40] {
+                        let x = numbers(7, tokens * features);
+                        let weights = numbers(8, tokens * used);
+                        // Experts 2 to 6 are here, of ids up to 8; the first token has none.
+                        let ids: Vec<i32> = (0..tokens * used)
+                            .map(|i| if i < used { 8 } else { (i * 7 % 9) as i32 })
+                            .collect();
+                        let inputs = Experts {
+                            x: &x,
+                            tokens,
+                            ids: &ids,
+                            weights: &weights,
+                            first_expert: 2,
+                            experts: &all,
+                            activation: Activation::Silu,
+                        };
+                        // Tiles sum in another order than vectors.
+                        let isa = Isa::detect().min(Isa::Avx512Bf16Vnni);
+                        let mut out = vec![f32::NAN; tokens * features];
+                        experts(team, isa, &inputs, &mut out).unwrap();
+                        assert_eq!(out, one_by_one(team, isa, &inputs), "{format} {tokens}");
+                        assert!(out[..features].iter().all(|&value| value == 0.0));
+                    }
+                }
+            });
+        }
+    }
+
+    #[test]
+    fn shapes_that_do_not_fit_are_errors() {
+        with_team(1, |team| {
+            let matrix = |rows, columns| {
+                packed(team, Format::F32, rows, columns, &numbers(1, rows * columns))
+            };
+            let [up, down, odd] = [matrix(4, 8), matrix(8, 4), matrix(4, 9)];
+            let fits = Expert { gate: &up, up: &up, down: &down };
+            let x = numbers(1, 8);
+            let run = |all: &[Expert<'_>], ids: &[i32]| {
+                let inputs = Experts {
+                    x: &x,
+                    tokens: 1,
+                    ids,
+                    weights: &[1.0],
+                    first_expert: 0,
+                    experts: all,
+                    activation: Activation::Silu,
+                };
+                experts(team, Isa::Portable, &inputs, &mut [0.0; 8])
+            };
+            assert!(run(&[fits], &[0]).is_ok());
+            assert!(run(&[], &[0]).is_err());
+            assert!(run(&[fits], &[0, 0]).is_err());
+            assert!(run(&[fits, Expert { up: &odd, ..fits }], &[0]).is_err());
+        });
+    }
+}

@@ -1,0 +1,290 @@
+//! Linear layers: activations through one or more packed matrices, with what surrounds them, in one dispatch.
+
+#![expect(
+    unsafe_code,
+    reason = "members write disjoint parts of the encoded input and of the outputs"
+)]
+
+use anyhow::{Context as _, ensure};
+use ir::op::Then;
+
+use super::encode::{self, Rows, SEGMENT, Strip};
+use super::epilogue::Target;
+use super::isa::Isa;
+use super::pack::{PANEL, PackedMatrix, Shared, padded};
+use super::tile::{Kernel, MOST_ROWS, Operands, Tile};
+use crate::team::{Chunks, Team};
+
+pub use super::encode::Norm;
+
+/// A linear layer's inputs: output `i` is `then(norm(x) · weights[i]ᵀ + biases[i]) + residual`.
+///
+/// In bf16 the input is rounded to bf16 after the norm; for q8 and q4 it is quantised to 8 bits in blocks of 32;
+/// sums are in f32.
+#[derive(Clone, Copy)]
+pub struct Linear<'a> {
+    /// `[tokens, inputs]`, row after row.
+    pub x: &'a [f32],
+    /// Rows of `x`.
+    pub tokens: usize,
+    /// Applied to each row of `x` first.
+    pub norm: Option<Norm<'a>>,
+    /// Matrices `[outputs, inputs]` of one format.
+    pub weights: &'a [&'a PackedMatrix],
+    /// One for each weight, `[outputs]`; none at all may also be an empty list.
+    pub biases: &'a [Option<&'a [f32]>],
+    /// Applied to the products; for `Gate` the weights are the gate and what it multiplies.
+    pub then: Then,
+    /// `[tokens, outputs]`, added to the only output.
+    pub residual: Option<&'a [f32]>,
+}
+
+/// Computes the outputs, each `[tokens, outputs]` row after row: one for each weight, or one of a gate.
+///
+/// Results are the same, bit for bit, from run to run and for any number of members.
+///
+/// # Errors
+/// When sizes do not fit together, or there is no memory for the encoded input.
+pub fn linear(
+    team: &Team,
+    isa: Isa,
+    linear: &Linear<'_>,
+    outs: &mut [&mut [f32]],
+) -> anyhow::Result<()> {
+    check(linear, outs)?;
+    match linear.weights.first() {
+        Some(first) if linear.tokens > 0 => {
+            let kernel = Kernel::choose(isa.checked(), first.format(), linear.tokens);
+            linear_by(team, kernel, linear, outs)
+        }
+        _ => Ok(()),
+    }
+}
+
+/// A linear whose sizes fit, by one kernel.
+fn linear_by(
+    team: &Team,
+    kernel: Kernel,
+    linear: &Linear<'_>,
+    outs: &mut [&mut [f32]],
+) -> anyhow::Result<()> {
+    let columns = linear.weights[0].columns();
+    let rows = Rows {
+        isa: kernel.isa,
+        encoding: kernel.encoding,
+        x: linear.x,
+        columns,
+        norm: linear.norm,
+        sources: None,
+    };
+    let strips: Vec<Strip> = encode::strips(0, linear.tokens, kernel.rows).collect();
+    let encoded = team
+        .arena()
+        .take(linear.tokens * kernel.encoding.row_bytes(columns))
+        .context("encoding the input of a linear")?;
+    let encoded_at = Shared(encoded.as_ptr());
+    let room_bytes = kernel.unpacked_bytes(columns);
+    let rooms = team.arena().take(2 * team.members() * room_bytes).context("unpacking weights")?;
+    let room = Shared(rooms.as_ptr());
+
+    let targets: Vec<Target<'_>> = outs
+        .iter_mut()
+        .enumerate()
+        .map(|(i, out)| Target {
+            out: Shared(out.as_mut_ptr()),
+            columns: linear.weights[i].rows(),
+            biases: [bias(linear, i), bias(linear, i + 1)],
+            then: linear.then,
+            residual: linear.residual,
+        })
+        .collect();
+    let panels: usize = linear.weights[..targets.len()].iter().map(|weight| weight.panels()).sum();
+    let (pieces, segment) = encode_pieces(columns, strips.len(), team.members());
+    let encoding = Chunks::new(strips.len() * pieces, 1);
+    let groups = strip_groups(panels, strips.len(), team.members());
+    let multiplying = Chunks::new(panels * groups, 1);
+    let barrier = team.barrier();
+    team.run(|member| {
+        while let Some(range) = encoding.claim() {
+            for piece in range {
+                let strip = strips[piece / pieces];
+                // SAFETY: the buffer has room for all rows; every piece is claimed once.
+                unsafe { rows.encode(strip, piece % pieces * segment, segment, encoded_at) };
+            }
+        }
+        barrier.wait();
+        let mut workplace = Workplace::new(member, room, room_bytes);
+        while let Some(range) = multiplying.claim() {
+            for task in range {
+                let (mut panel, group) = (task / groups, task % groups);
+                let mut matrix = 0;
+                while panel >= linear.weights[matrix].panels() {
+                    panel -= linear.weights[matrix].panels();
+                    matrix += 1;
+                }
+                let cut = |group: usize| group * strips.len() / groups;
+                let product = Product {
+                    kernel,
+                    weights: &linear.weights[matrix..],
+                    panel,
+                    encoded: encoded_at,
+                    target: &targets[matrix],
+                };
+                // SAFETY: the input was encoded before the barrier, and every panel's columns are claimed
+                // once for every strip.
+                unsafe { product.finish(&strips[cut(group)..cut(group + 1)], &mut workplace) };
+            }
+        }
+    });
+    Ok(())
+}
+
+/// The product of some strips with one panel of `weights[0]` (and of `weights[1]`, for a gate).
+pub(super) struct Product<'a> {
+    pub(super) kernel: Kernel,
+    pub(super) weights: &'a [&'a PackedMatrix],
+    pub(super) panel: usize,
+    pub(super) encoded: Shared<u8>,
+    pub(super) target: &'a Target<'a>,
+}
+
+/// What one member works with: tiles, and room for unpacked panels.
+pub(super) struct Workplace {
+    tiles: [Tile; 2],
+    rooms: [*mut u8; 2],
+}
+
+impl Workplace {
+    /// The workplace of `member` in a buffer of `2 * bytes` for each member.
+    pub(super) fn new(member: usize, rooms: Shared<u8>, bytes: usize) -> Self {
+        let room = |i: usize| rooms.pointer().wrapping_add((2 * member + i) * bytes);
+        Self { tiles: [[[0.0; PANEL]; MOST_ROWS]; 2], rooms: [room(0), room(1)] }
+    }
+}
+
+impl Product<'_> {
+    /// Multiplies and writes the result.
+    ///
+    /// # Safety
+    /// The strips are encoded, no one else touches these rows and columns of the target, and the
+    /// workplace has room for this kernel's unpacked panels.
+    pub(super) unsafe fn finish(&self, strips: &[Strip], workplace: &mut Workplace) {
+        let Self { kernel, weights, panel, encoded, target } = self;
+        let columns = weights[0].columns();
+        let row_bytes = kernel.encoding.row_bytes(columns);
+        let operands = |weight: &PackedMatrix, room: *mut u8| {
+            let (start, vectors) = (weight.panel(*panel), weight.vectors(*panel));
+            Operands {
+                // SAFETY: the caller's.
+                panel: unsafe { kernel.unpack(start, vectors, columns, room) },
+                vectors,
+                strip: encoded.pointer(),
+                rows: 0,
+                columns: padded(kernel.format, columns),
+            }
+        };
+        let [tile, other] = &mut workplace.tiles;
+        let first = operands(weights[0], workplace.rooms[0]);
+        let second = match target.then {
+            Then::Nothing | Then::Activate(_) => None,
+            Then::Gate(_) => Some(operands(weights[1], workplace.rooms[1])),
+        };
+        for strip in strips {
+            let of_strip = |operands: Operands| Operands {
+                strip: encoded.pointer().wrapping_add(strip.first * row_bytes),
+                rows: strip.rows,
+                ..operands
+            };
+            // SAFETY: the caller's, and `linear` and `experts` check the level and the shapes.
+            unsafe {
+                kernel.multiply(of_strip(first), tile);
+                if let Some(second) = second {
+                    kernel.multiply(of_strip(second), other);
+                }
+                target.write(kernel.isa, tile, other, strip.rows, (strip.first, panel * PANEL));
+            }
+        }
+    }
+}
+
+/// In how many pieces, of how many columns, each strip is encoded: whole strips if there are enough of them.
+pub(super) fn encode_pieces(columns: usize, strips: usize, members: usize) -> (usize, usize) {
+    if members == 1 || strips >= 4 * members {
+        (1, usize::MAX / 2)
+    } else {
+        (columns.div_ceil(SEGMENT).max(1), SEGMENT)
+    }
+}
+
+/// In how many parts the strips are dealt out, so that there are some tasks for each member to even out.
+fn strip_groups(panels: usize, strips: usize, members: usize) -> usize {
+    (4 * members).div_ceil(panels.max(1)).min(strips)
+}
+
+fn bias<'a>(linear: &Linear<'a>, i: usize) -> Option<&'a [f32]> {
+    linear.biases.get(i).copied().flatten()
+}
+
+fn check(linear: &Linear<'_>, outs: &[&mut [f32]]) -> anyhow::Result<()> {
+    let wanted = match linear.then {
+        Then::Nothing | Then::Activate(_) => linear.weights.len(),
+        Then::Gate(_) => {
+            ensure!(linear.weights.len() == 2, "a gate of {} matrices", linear.weights.len());
+            1
+        }
+    };
+    ensure!(outs.len() == wanted, "{} outputs of a linear that has {wanted}", outs.len());
+    let Some(&first) = linear.weights.first() else { return Ok(()) };
+    let columns = first.columns();
+    ensure!(
+        linear.x.len() == linear.tokens * columns,
+        "an input of {} elements for {} tokens of {columns}",
+        linear.x.len(),
+        linear.tokens
+    );
+    for (i, weight) in linear.weights.iter().enumerate() {
+        ensure!(
+            weight.columns() == columns && weight.format() == first.format(),
+            "matrices of {columns} and {} columns, in {} and {}, share an input",
+            weight.columns(),
+            first.format(),
+            weight.format()
+        );
+        let bias_len = bias(linear, i).map_or(weight.rows(), <[f32]>::len);
+        ensure!(bias_len == weight.rows(), "a bias of {bias_len} for {} outputs", weight.rows());
+    }
+    for (out, weight) in outs.iter().zip(linear.weights) {
+        ensure!(
+            out.len() == linear.tokens * weight.rows(),
+            "an output of {} elements for {} tokens of {}",
+            out.len(),
+            linear.tokens,
+            weight.rows()
+        );
+    }
+    if wanted < linear.weights.len() {
+        ensure!(
+            first.rows() == linear.weights[1].rows(),
+            "a gate of {} and {} rows",
+            first.rows(),
+            linear.weights[1].rows()
+        );
+    }
+    if let Some(residual) = linear.residual {
+        ensure!(
+            outs.len() == 1 && residual.len() == outs[0].len(),
+            "a residual of {} elements for {} outputs",
+            residual.len(),
+            outs.len()
+        );
+    }
+    if let Some(norm) = linear.norm {
+        for len in [norm.scale, norm.bias].into_iter().flatten().map(<[f32]>::len) {
+            ensure!(len == columns, "a norm of {len} for {columns} columns");
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+pub(super) mod tests;

@@ -1,0 +1,270 @@
+//! Weight matrices in the one layout that all kernels read, for one row of activations as for thousands.
+//!
+//! A matrix of `rows` outputs and `columns` inputs is cut into *panels* of 32 rows, each two *vectors* of 16
+//! (the last panel may have one; missing rows are zero). A panel is contiguous, in the order in which a
+//! kernel walks along the columns; one step is, for each vector in turn:
+//!
+//! | format | columns of a step | bytes of a vector's step |
+//! | --- | --- | --- |
+//! | f32 | 1 | 16 floats |
+//! | f16 | 1 | 16 halves |
+//! | bf16 | 2 | 16 pairs of neighbouring columns: what a dot-product instruction, or a tile, takes |
+//! | q8, q4 | 64: two blocks | see below |
+//!
+//! A step of blocks starts with the scales, `[block][vector][16]` halves. Then for q8 `[block][group][vector][16]`
+//! words of four neighbouring columns, eight groups a block; for q4 `[group][vector][16]` words whose low nibbles
+//! are the first block's group and whose high nibbles are the second's.
+//! Columns are padded with zeros: to 32 for bf16 (the depth of a tile), to 64 for blocks.
+
+#![expect(unsafe_code, reason = "members write disjoint panels of one region")]
+
+use std::ops::Range;
+
+use anyhow::Context as _;
+use half::{bf16, f16};
+use ir::tensor::Format;
+
+use super::quantize::{BLOCK, Block, quantize_4, quantize_8};
+use crate::memory::Region;
+use crate::team::{Chunks, Team};
+
+/// Rows of a vector: 32-bit lanes of an AVX-512 register.
+pub(super) const VECTOR: usize = 16;
+/// Rows of a panel.
+pub(super) const PANEL: usize = 2 * VECTOR;
+/// Columns of a step of blocks.
+pub(super) const BLOCK_PAIR: usize = 2 * BLOCK;
+/// Depth of a tile of bf16, which pads their columns.
+pub(super) const TILE_DEPTH: usize = 32;
+
+/// A weight matrix, packed.
+pub struct PackedMatrix {
+    format: Format,
+    rows: usize,
+    columns: usize,
+    region: Region,
+}
+
+/// Packs a matrix of `rows` × `columns`; every member of the team packs, and so touches first, some panels.
+///
+/// `fill(range, values)` writes the rows of `range`, at most 32, row after row, each of `columns` elements.
+///
+/// # Errors
+/// When there is no memory.
+pub fn pack(
+    team: &Team,
+    format: Format,
+    rows: usize,
+    columns: usize,
+    fill: &(dyn Fn(Range<usize>, &mut [f32]) + Sync),
+) -> anyhow::Result<PackedMatrix> {
+    let bytes = panels(rows) * panel_bytes(format, columns, 2);
+    let context = || format!("packing a matrix of {rows} by {columns} in {format}");
+    let matrix =
+        PackedMatrix { format, rows, columns, region: Region::new(bytes).with_context(context)? };
+    let wide_bytes = team.members() * PANEL * columns * size_of::<f32>();
+    let wide = Region::new(wide_bytes).with_context(context)?;
+    let parts = Shared(wide.as_ptr().cast::<f32>());
+    let start = Shared(matrix.region.as_ptr());
+    let chunks = Chunks::new(matrix.panels(), 1);
+    team.run(|member| {
+        // SAFETY: the region holds one such part for each member.
+        let wide = unsafe {
+            let part = parts.pointer().add(member * PANEL * columns);
+            std::slice::from_raw_parts_mut(part, PANEL * columns)
+        };
+        while let Some(range) = chunks.claim() {
+            for panel in range {
+                let rows = panel * PANEL..((panel + 1) * PANEL).min(rows);
+                let wide = &mut wide[..rows.len() * columns];
+                fill(rows, wide);
+                let bytes = panel_bytes(format, columns, matrix.vectors(panel));
+                // SAFETY: panels lie apart in the region and each is claimed once.
+                let packed = unsafe {
+                    std::slice::from_raw_parts_mut(
+                        start.pointer().add(matrix.panel_offset(panel)),
+                        bytes,
+                    )
+                };
+                pack_panel(format, columns, matrix.vectors(panel), wide, packed);
+            }
+        }
+    });
+    Ok(matrix)
+}
+
+impl PackedMatrix {
+    /// How the elements are held.
+    pub fn format(&self) -> Format {
+        self.format
+    }
+
+    /// Outputs.
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// Inputs.
+    pub fn columns(&self) -> usize {
+        self.columns
+    }
+
+    /// Bytes of memory, padding included.
+    pub fn bytes(&self) -> usize {
+        self.region.bytes()
+    }
+
+    /// The memory it lies in.
+    pub fn region(&self) -> &Region {
+        &self.region
+    }
+
+    pub(super) fn panels(&self) -> usize {
+        panels(self.rows)
+    }
+
+    /// Vectors of one panel: 2, or 1 at the end.
+    pub(super) fn vectors(&self, panel: usize) -> usize {
+        (self.rows - panel * PANEL).div_ceil(VECTOR).min(2)
+    }
+
+    pub(super) fn panel(&self, panel: usize) -> *const u8 {
+        assert!(panel < self.panels(), "panel {panel} of {}", self.panels());
+        self.region.as_ptr().wrapping_add(self.panel_offset(panel)).cast_const()
+    }
+
+    fn panel_offset(&self, panel: usize) -> usize {
+        panel * panel_bytes(self.format, self.columns, 2)
+    }
+}
+
+/// Columns with their padding.
+pub(super) fn padded(format: Format, columns: usize) -> usize {
+    match format {
+        Format::F32 | Format::F16 => columns,
+        Format::Bf16 => columns.next_multiple_of(TILE_DEPTH),
+        Format::Q8 | Format::Q4 => columns.next_multiple_of(BLOCK_PAIR),
+    }
+}
+
+/// Bytes of a packed matrix: what a plan has to count.
+pub fn packed_bytes(format: Format, rows: usize, columns: usize) -> usize {
+    panels(rows) * panel_bytes(format, columns, 2)
+}
+
+fn panels(rows: usize) -> usize {
+    rows.div_ceil(PANEL)
+}
+
+fn panel_bytes(format: Format, columns: usize, vectors: usize) -> usize {
+    let columns = padded(format, columns);
+    let vector = match format {
+        Format::F32 => columns * VECTOR * 4,
+        Format::F16 | Format::Bf16 => columns * VECTOR * 2,
+        Format::Q8 => columns / BLOCK * (VECTOR * 2 + VECTOR * BLOCK),
+        Format::Q4 => columns / BLOCK * (VECTOR * 2 + VECTOR * BLOCK / 2),
+    };
+    vectors * vector
+}
+
+/// Packs one panel from its rows, `wide`, row after row.
+fn pack_panel(format: Format, columns: usize, vectors: usize, wide: &[f32], packed: &mut [u8]) {
+    let row = |lane: usize| wide.get(lane * columns..(lane + 1) * columns);
+    match format {
+        Format::F32 => pack_floats(row, vectors, packed, f32::to_ne_bytes),
+        Format::F16 => {
+            pack_floats(row, vectors, packed, |value| f16::from_f32(value).to_ne_bytes())
+        }
+        Format::Bf16 => pack_pairs(row, vectors, packed),
+        Format::Q8 => pack_blocks(row, vectors, packed, 8),
+        Format::Q4 => pack_blocks(row, vectors, packed, 4),
+    }
+}
+
+fn pack_floats<'a, const N: usize>(
+    row: impl Fn(usize) -> Option<&'a [f32]>,
+    vectors: usize,
+    packed: &mut [u8],
+    narrow: impl Fn(f32) -> [u8; N],
+) {
+    let lanes = vectors * VECTOR;
+    let (elements, _) = packed.as_chunks_mut::<N>();
+    for lane in 0..lanes {
+        match row(lane) {
+            Some(row) => {
+                for (column, &value) in row.iter().enumerate() {
+                    elements[column * lanes + lane] = narrow(value);
+                }
+            }
+            None => elements[lane..].iter_mut().step_by(lanes).for_each(|e| *e = narrow(0.0)),
+        }
+    }
+}
+
+fn pack_pairs<'a>(row: impl Fn(usize) -> Option<&'a [f32]>, vectors: usize, packed: &mut [u8]) {
+    let lanes = vectors * VECTOR;
+    let (pairs, _) = packed.as_chunks_mut::<4>();
+    for lane in 0..lanes {
+        // The region is zero at first, which is the padding of rows and of columns.
+        for (step, pair) in row(lane).unwrap_or(&[]).chunks(2).enumerate() {
+            let low = bf16::from_f32(pair[0]).to_bits();
+            let high = pair.get(1).map_or(0, |&value| bf16::from_f32(value).to_bits());
+            pairs[step * lanes + lane] = (u32::from(high) << 16 | u32::from(low)).to_ne_bytes();
+        }
+    }
+}
+
+fn pack_blocks<'a>(
+    row: impl Fn(usize) -> Option<&'a [f32]>,
+    vectors: usize,
+    packed: &mut [u8],
+    bits: usize,
+) {
+    let lanes = vectors * VECTOR;
+    let step_bytes = lanes * (2 * 2 + BLOCK_PAIR * bits / 8);
+    for (step, packed) in packed.chunks_exact_mut(step_bytes).enumerate() {
+        let (scales, codes) = packed.split_at_mut(lanes * 4);
+        let ((scales, _), (words, _)) = (scales.as_chunks_mut::<2>(), codes.as_chunks_mut::<4>());
+        for lane in 0..lanes {
+            let mut values = [[0.0; BLOCK]; 2];
+            let start = step * BLOCK_PAIR;
+            let present = row(lane).and_then(|row| row.get(start..)).unwrap_or(&[]);
+            for (value, &given) in values.as_flattened_mut().iter_mut().zip(present) {
+                *value = given;
+            }
+            let blocks = values.each_ref().map(if bits == 8 { quantize_8 } else { quantize_4 });
+            for (half, block) in blocks.iter().enumerate() {
+                scales[half * lanes + lane] = block.scale.to_ne_bytes();
+            }
+            pack_codes(&blocks, bits, |group, word| words[group * lanes + lane] = word);
+        }
+    }
+}
+
+/// Hands out the words of a pair of blocks, each with its group's number.
+fn pack_codes(blocks: &[Block; 2], bits: usize, mut put: impl FnMut(usize, [u8; 4])) {
+    let [(first, _), (second, _)] = blocks.each_ref().map(|block| block.codes.as_chunks::<4>());
+    for (group, (low, high)) in first.iter().zip(second).enumerate() {
+        if bits == 8 {
+            put(group, *low);
+            put(BLOCK / 4 + group, *high);
+        } else {
+            put(group, std::array::from_fn(|i| low[i] | high[i] << 4));
+        }
+    }
+}
+
+/// A pointer that members share; each writes where no other does.
+#[derive(Clone, Copy)]
+pub(super) struct Shared<T>(pub(super) *mut T);
+
+impl<T> Shared<T> {
+    pub(super) fn pointer(self) -> *mut T {
+        self.0
+    }
+}
+
+// SAFETY: it is only a number until it is dereferenced, which needs `unsafe` and a reason of its own.
+unsafe impl<T> Sync for Shared<T> {}
+// SAFETY: as above.
+unsafe impl<T> Send for Shared<T> {}

@@ -1,0 +1,187 @@
+//! One thread for each queue of each device: it works through its steps of every run, in order.
+
+use std::collections::VecDeque;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use anyhow::Result;
+use ir::id::{DeviceId, StepId, Table};
+use ir::plan::{Action, Plan, Program, Queue, Step};
+use ir::trace::Span;
+
+use crate::bell::Bell;
+use crate::bind::Device;
+use crate::load::{Fault, FaultKind};
+use crate::moves;
+use crate::ops::{self, Scope};
+use crate::run::{Failure, Run, panic_message};
+use crate::trace::Recorder;
+
+/// Runs that a lane has yet to work through.
+#[derive(Default)]
+pub(crate) struct Inbox {
+    runs: Mutex<VecDeque<Arc<Run>>>,
+    waiting: AtomicUsize,
+    is_closed: AtomicBool,
+    bell: Bell,
+}
+
+/// What a lane thread works with.
+pub(crate) struct Lane {
+    pub(crate) plan: Arc<Plan>,
+    pub(crate) device: Device,
+    /// For each program the index of this queue's lane in it.
+    pub(crate) lanes: Vec<Option<usize>>,
+    /// For each program and step whether a step waits for it.
+    pub(crate) awaited: Vec<Table<StepId, bool>>,
+    pub(crate) inbox: Arc<Inbox>,
+    pub(crate) recorder: Option<Arc<Recorder>>,
+    pub(crate) fault: Option<Fault>,
+}
+
+impl Inbox {
+    pub(crate) fn push(&self, run: Arc<Run>) {
+        self.runs.lock().unwrap_or_else(PoisonError::into_inner).push_back(run);
+        self.waiting.fetch_add(1, Ordering::SeqCst);
+        self.bell.ring();
+    }
+
+    /// Lets the lane end after the runs that wait.
+    pub(crate) fn close(&self) {
+        self.is_closed.store(true, Ordering::SeqCst);
+        self.bell.ring();
+    }
+
+    /// Whether no more runs will come.
+    pub(crate) fn is_closed(&self) -> bool {
+        self.is_closed.load(Ordering::SeqCst)
+    }
+
+    /// The next run; `None` once closed and empty.
+    fn next(&self) -> Option<Arc<Run>> {
+        self.bell.wait_until(|| self.waiting.load(Ordering::SeqCst) > 0 || self.is_closed());
+        let run = self.runs.lock().unwrap_or_else(PoisonError::into_inner).pop_front()?;
+        self.waiting.fetch_sub(1, Ordering::SeqCst);
+        Some(run)
+    }
+}
+
+impl Lane {
+    /// A lane thread's life.
+    pub(crate) fn serve(mut self) {
+        let mut spans = Vec::new();
+        while let Some(run) = self.inbox.next() {
+            if let Some(lane) = self.lanes[run.program] {
+                self.work(&run, lane, &mut spans);
+                if let Some(recorder) = &self.recorder {
+                    recorder.add(&mut spans);
+                }
+                run.leave();
+            }
+        }
+    }
+
+    /// Works through one run, or leaves it early when it is aborted.
+    fn work(&mut self, run: &Run, lane: usize, spans: &mut Vec<Span>) {
+        let plan = Arc::clone(&self.plan);
+        let program = &plan.programs[run.program];
+        let recorder = self.recorder.clone();
+        let now = || recorder.as_ref().map_or(0, |recorder| recorder.now());
+        for &id in &program.lanes[lane].steps {
+            let step = &program.steps[id];
+            let ready = now();
+            if !run.wait_for(&step.waits) {
+                return;
+            }
+            let start = now();
+            // After a panic the run is over; a cache it was writing is marked as gone.
+            let outcome = catch_unwind(AssertUnwindSafe(|| self.perform(run, program, id, step)));
+            let failure = match outcome {
+                Ok(Ok(())) => None,
+                Ok(Err(error)) => Some(format!("{error:#}")),
+                Err(payload) => Some(panic_message(&*payload)),
+            };
+            if let Some(cause) = failure {
+                let step = format!("{id} ({}) of {}", step.name, program.name);
+                run.abort(Failure::Step { step, device: self.device.name.clone(), cause });
+                return;
+            }
+            let end = now();
+            if self.awaited[run.program][id] {
+                run.finish(id);
+            }
+            if recorder.is_some() {
+                let (run, lane) = (run.number, lane as u32);
+                spans.push(Span { run, step: id, lane, ready, start, end });
+            }
+        }
+    }
+
+    fn perform(&mut self, run: &Run, program: &Program, id: StepId, step: &Step) -> Result<()> {
+        if let Some(fault) = &self.fault {
+            fault.strike(&step.name)?;
+        }
+        let inputs =
+            step.reads.iter().map(|&buffer| run.slots.read(buffer)).collect::<Result<Vec<_>>>()?;
+        match &step.action {
+            Action::Run(op) => {
+                let scope = Scope { plan: &self.plan, batch: &run.batch, run: run.number };
+                let outputs = ops::run(op, &mut self.device, scope, inputs)?;
+                anyhow::ensure!(
+                    outputs.len() == step.writes.len(),
+                    "{op} makes {} values, {id} of {} writes {}",
+                    outputs.len(),
+                    program.name,
+                    step.writes.len()
+                );
+                for (&buffer, value) in step.writes.iter().zip(outputs) {
+                    run.slots.write(buffer, value);
+                }
+            }
+            Action::Move { movement, slice, .. } => {
+                let value = moves::run(movement, *slice, &self.device, inputs)?;
+                for &buffer in &step.writes {
+                    run.slots.write(buffer, value.clone());
+                }
+            }
+        }
+        for &buffer in &step.frees {
+            run.slots.take(buffer);
+        }
+        Ok(())
+    }
+}
+
+impl Fault {
+    fn strike(&self, step: &str) -> Result<()> {
+        if step != self.step {
+            return Ok(());
+        }
+        match self.kind {
+            FaultKind::Error => anyhow::bail!("a fault was injected"),
+            FaultKind::Panic => panic!("a panic was injected"),
+        }
+    }
+}
+
+/// For each step of a program whether a step of another lane waits for it.
+pub(crate) fn awaited(program: &Program) -> Table<StepId, bool> {
+    let mut awaited: Table<StepId, bool> = program.steps.ids().map(|_| false).collect();
+    for &wait in program.steps.rows().iter().flat_map(|step| &step.waits) {
+        awaited[wait] = true;
+    }
+    awaited
+}
+
+/// The queues that work in any program, in the order of devices.
+pub(crate) fn queues(plan: &Plan) -> Vec<(DeviceId, Queue)> {
+    let mut queues: Vec<_> = plan
+        .programs
+        .iter()
+        .flat_map(|program| program.lanes.iter().map(|lane| (lane.device, lane.queue)))
+        .collect();
+    queues.sort_unstable();
+    queues.dedup();
+    queues
+}

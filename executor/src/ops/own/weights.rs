@@ -1,0 +1,109 @@
+//! The weights of one device, packed for the kernels.
+
+use anyhow::{Context as _, Result, bail, ensure};
+use ir::id::{Table, WeightId};
+use ir::op;
+use ir::plan::Weight;
+
+use crate::checkpoint::{Checkpoint, matrices};
+use crate::kernels::cpu::norm::Norm;
+use crate::kernels::cpu::pack::{PackedMatrix, pack};
+use crate::team::Team;
+
+/// One row for each weight of the plan.
+#[derive(Default)]
+pub(crate) struct Weights {
+    held: Table<WeightId, Held>,
+}
+
+enum Held {
+    Elsewhere,
+    Vector(Vec<f32>),
+    /// One matrix, or one for each expert of a stack.
+    Matrices(Vec<PackedMatrix>),
+}
+
+impl Weights {
+    /// Adds the plan's next weight, which is on another device.
+    pub(crate) fn skip(&mut self) {
+        self.held.push(Held::Elsewhere);
+    }
+
+    /// Adds the plan's next weight. Every member of the team reads and packs the parts that it touches first.
+    pub(crate) fn hold(
+        &mut self,
+        weight: &Weight,
+        checkpoint: &Checkpoint,
+        team: &Team,
+    ) -> Result<()> {
+        let sources = matrices(weight)?;
+        let (rows, columns) = weight_dims(weight);
+        let first = sources.first().context("it has no source")?;
+        if weight.shape.len() < 2 {
+            let mut vector = vec![0.0; columns];
+            checkpoint.read(first, 0..1, &mut vector)?;
+            self.held.push(Held::Vector(vector));
+            return Ok(());
+        }
+        let mut stack = Vec::with_capacity(sources.len());
+        for source in &sources {
+            let shape = source.shape();
+            ensure!(shape == [rows as u32, columns as u32], "its source has shape {shape:?}");
+            checkpoint.contents(source)?;
+            let fill = |range: std::ops::Range<usize>, values: &mut [f32]| {
+                checkpoint.read(source, range, values).expect("shape and file have been checked");
+            };
+            stack.push(pack(team, weight.format, rows, columns, &fill)?);
+            checkpoint.forget(source);
+        }
+        self.held.push(Held::Matrices(stack));
+        Ok(())
+    }
+
+    /// A scale or a bias.
+    pub(super) fn vector(&self, weight: WeightId) -> Result<&[f32]> {
+        match self.held.get(weight) {
+            Some(Held::Vector(vector)) => Ok(vector),
+            Some(Held::Matrices(_)) => bail!("{weight} is a matrix and is read as a vector"),
+            Some(Held::Elsewhere) | None => bail!("{weight} is not on this device"),
+        }
+    }
+
+    /// A matrix `[outputs, inputs]`.
+    pub(super) fn matrix(&self, weight: WeightId) -> Result<&PackedMatrix> {
+        match self.stack(weight)? {
+            [matrix] => Ok(matrix),
+            stack => bail!("{weight} is a stack of {} matrices", stack.len()),
+        }
+    }
+
+    /// One matrix for each expert.
+    pub(super) fn stack(&self, weight: WeightId) -> Result<&[PackedMatrix]> {
+        match self.held.get(weight) {
+            Some(Held::Matrices(stack)) => Ok(stack),
+            Some(Held::Vector(_)) => bail!("{weight} is a vector and is read as a matrix"),
+            Some(Held::Elsewhere) | None => bail!("{weight} is not on this device"),
+        }
+    }
+
+    /// A norm with its weights.
+    pub(super) fn norm(&self, norm: &op::Norm) -> Result<Norm<'_>> {
+        let vector = |weight: Option<WeightId>| weight.map(|id| self.vector(id)).transpose();
+        Ok(Norm {
+            kind: norm.kind,
+            scale: vector(norm.scale)?,
+            bias: vector(norm.bias)?,
+            epsilon: norm.epsilon,
+            scale_offset: norm.scale_offset,
+        })
+    }
+}
+
+/// Rows and columns of a weight, or of one matrix of a stack; a vector is one row.
+pub(crate) fn weight_dims(weight: &Weight) -> (usize, usize) {
+    match weight.shape.as_slice() {
+        [] => (1, 1),
+        [columns] => (1, *columns as usize),
+        [.., rows, columns] => (*rows as usize, *columns as usize),
+    }
+}

@@ -1,0 +1,222 @@
+//! One run of a program: its batch, its tensors, which of its steps are done, and how it ended.
+
+use std::any::Any;
+use std::fmt;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use anyhow::{Context as _, Result, anyhow};
+use burn::tensor::TensorData;
+use ir::id::{Id as _, StepId};
+use ir::plan::Plan;
+
+use crate::batch::Batch;
+use crate::bell::Bell;
+use crate::slots::{Slots, Value};
+use crate::trace::Recorder;
+
+/// What all lanes share of a run.
+pub(crate) struct Run {
+    /// Index into the plan's programs.
+    pub(crate) program: usize,
+    /// Runs started before it.
+    pub(crate) number: u32,
+    pub(crate) batch: Batch,
+    pub(crate) slots: Slots,
+    done: Vec<AtomicBool>,
+    /// Lanes that have not left the run.
+    lanes_left: AtomicUsize,
+    is_aborted: AtomicBool,
+    failure: Mutex<Option<Failure>>,
+    /// Where lanes wait for steps of others.
+    steps_bell: Bell,
+    /// Where the caller waits for the end: kept apart, for a waker pays for every sleeper.
+    end_bell: Bell,
+}
+
+/// Why a run ended early.
+#[derive(Clone, Debug)]
+pub(crate) enum Failure {
+    /// A step failed.
+    Step {
+        /// Its name and where it stands.
+        step: String,
+        /// Where it ran.
+        device: String,
+        /// What went wrong.
+        cause: String,
+    },
+    /// Nobody wants the result any more.
+    Cancelled,
+}
+
+/// A run under way. Dropping it does not end the run.
+pub struct RunHandle {
+    pub(crate) run: Arc<Run>,
+    pub(crate) plan: Arc<Plan>,
+    pub(crate) recorder: Option<Arc<Recorder>>,
+}
+
+/// Logits of the wanted rows of a batch, in the batch's order.
+#[derive(Clone, Debug)]
+pub struct Logits {
+    data: TensorData,
+    vocabulary: usize,
+}
+
+impl Run {
+    pub(crate) fn new(plan: &Plan, program: usize, number: u32, batch: Batch) -> Self {
+        let schedule = &plan.programs[program];
+        Self {
+            program,
+            number,
+            batch,
+            slots: Slots::new(schedule.buffers.len()),
+            done: schedule.steps.ids().map(|_| AtomicBool::new(false)).collect(),
+            lanes_left: AtomicUsize::new(schedule.lanes.len()),
+            is_aborted: AtomicBool::new(false),
+            failure: Mutex::new(None),
+            steps_bell: Bell::default(),
+            end_bell: Bell::default(),
+        }
+    }
+
+    /// Waits for steps of other lanes; false when the run has been aborted.
+    pub(crate) fn wait_for(&self, steps: &[StepId]) -> bool {
+        for step in steps {
+            self.steps_bell
+                .wait_until(|| self.done[step.index()].load(Ordering::SeqCst) || self.is_aborted());
+        }
+        !self.is_aborted()
+    }
+
+    /// Tells other lanes that a step which some of them wait for has ended.
+    pub(crate) fn finish(&self, step: StepId) {
+        self.done[step.index()].store(true, Ordering::SeqCst);
+        self.steps_bell.ring();
+    }
+
+    /// Ends the run early; the first failure is the one told.
+    pub(crate) fn abort(&self, failure: Failure) {
+        self.failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(failure);
+        self.is_aborted.store(true, Ordering::SeqCst);
+        self.steps_bell.ring();
+    }
+
+    pub(crate) fn is_aborted(&self) -> bool {
+        self.is_aborted.load(Ordering::SeqCst)
+    }
+
+    /// Whether all lanes have done with the run.
+    fn has_ended(&self) -> bool {
+        self.lanes_left.load(Ordering::SeqCst) == 0
+    }
+
+    /// A lane has done with the run.
+    pub(crate) fn leave(&self) {
+        self.lanes_left.fetch_sub(1, Ordering::SeqCst);
+        self.end_bell.ring();
+    }
+}
+
+impl RunHandle {
+    /// Waits for the end of the run.
+    ///
+    /// # Errors
+    /// The first failure of any lane: the step, the device and the cause.
+    pub fn wait(self) -> Result<Logits> {
+        self.wait_for_lanes(|| false);
+        self.finish()
+    }
+
+    /// Waits for the end of the run, or ends it when `abort` is raised: then there are no logits, and lanes
+    /// have left the run after the steps they were at.
+    ///
+    /// # Errors
+    /// As [`RunHandle::wait`].
+    pub fn wait_unless(self, abort: &AtomicBool) -> Result<Option<Logits>> {
+        self.wait_for_lanes(|| abort.load(Ordering::Relaxed));
+        if self.run.has_ended() {
+            return self.finish().map(Some);
+        }
+        self.cancel();
+        Ok(None)
+    }
+
+    /// Ends the run and waits until its lanes have left it.
+    pub fn cancel(self) {
+        self.run.abort(Failure::Cancelled);
+        self.wait_for_lanes(|| false);
+        self.run.slots.clear();
+    }
+
+    fn wait_for_lanes(&self, gives_up: impl Fn() -> bool) {
+        self.run.end_bell.wait_until(|| self.run.has_ended() || gives_up());
+    }
+
+    fn finish(&self) -> Result<Logits> {
+        let run = &self.run;
+        if let Some(recorder) = &self.recorder {
+            recorder.end_run(run.number);
+        }
+        let program = &self.plan.programs[run.program];
+        let failure = run.failure.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let output = run.slots.take(program.output);
+        run.slots.clear();
+        if let Some(failure) = failure {
+            return Err(anyhow!("{failure}"));
+        }
+        match output.context("no step wrote the logits")? {
+            Value::Float(logits) => Logits::new(logits.into_data()),
+            Value::Int(_) => Err(anyhow!("the program's output is not logits")),
+        }
+    }
+}
+
+impl Logits {
+    fn new(data: TensorData) -> Result<Self> {
+        let shape = data.shape();
+        let vocabulary = *shape.last().context("logits have no axes")?;
+        data.as_slice::<f32>().map_err(|error| anyhow!("logits are not f32: {error:?}"))?;
+        Ok(Self { data, vocabulary })
+    }
+
+    /// Number of rows.
+    pub fn rows(&self) -> usize {
+        self.as_slice().len() / self.vocabulary
+    }
+
+    /// Features of a row.
+    pub fn vocabulary(&self) -> usize {
+        self.vocabulary
+    }
+
+    /// The logits of one row.
+    pub fn row(&self, row: usize) -> &[f32] {
+        &self.as_slice()[row * self.vocabulary..(row + 1) * self.vocabulary]
+    }
+
+    fn as_slice(&self) -> &[f32] {
+        self.data.as_slice().expect("checked when they were made")
+    }
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Failure::Step { step, device, cause } => {
+                write!(f, "{step} on {device} failed: {cause}")
+            }
+            Failure::Cancelled => f.write_str("the run was cancelled"),
+        }
+    }
+}
+
+/// What a panic says.
+pub(crate) fn panic_message(payload: &(dyn Any + Send)) -> String {
+    payload
+        .downcast_ref::<String>()
+        .cloned()
+        .or_else(|| payload.downcast_ref::<&str>().map(ToString::to_string))
+        .unwrap_or_else(|| "a panic without a message".into())
+}

@@ -1,0 +1,537 @@
+//! A team: the threads of one device, each bound to a logical CPU, that do one piece of work together.
+//!
+//! - A dispatch costs one store for the caller and one cache line a member while the workers spin.
+//! - Idle workers spin for [`SPIN`], give way, and then park; a worker that notices that its CPU is
+//!   wanted by somebody else parks at once until that has stopped.
+//! - A member that panics ends the run: the panic goes on in the caller, and no barrier hangs.
+
+#![expect(unsafe_code, reason = "workers borrow the caller's closure for the length of one run")]
+
+use std::any::Any;
+use std::cell::UnsafeCell;
+use std::hint::spin_loop;
+use std::ops::Range;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
+use std::thread::{self, JoinHandle, Thread};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, ensure};
+use hwlocality::Topology;
+use hwlocality::bitmap::BitmapIndex;
+use hwlocality::cpu::binding::CpuBindingFlags;
+use hwlocality::cpu::cpuset::CpuSet;
+
+use crate::memory::Arena;
+
+/// How long a worker spins for the next run: longer than the gap between two steps of a lane
+/// (below 10 µs), shorter than a scheduler's slice.
+const SPIN: Duration = Duration::from_micros(50);
+/// A yield that takes longer than this gave the CPU to somebody else (alone it takes below 1 µs).
+const SHARED_CPU: Duration = Duration::from_micros(5);
+/// How long a waiter inside a run gives way before it sleeps instead.
+const PATIENCE: Duration = Duration::from_millis(2);
+/// Length of such a sleep.
+const NAP: Duration = Duration::from_micros(50);
+/// Pauses between two looks at the clock: 64 take about 1 µs.
+const PAUSES: u32 = 64;
+
+/// The threads of one device; the thread that made the team is member 0.
+pub struct Team {
+    shared: Arc<Shared>,
+    workers: Vec<Worker>,
+    arena: Arena,
+}
+
+/// Contiguous chunks of `0..count`, claimed by whoever is free.
+pub struct Chunks {
+    next: Padded<AtomicUsize>,
+    count: usize,
+    grain: usize,
+}
+
+/// A point inside a run that no member passes before all have reached it.
+pub struct Barrier<'a> {
+    team: &'a Shared,
+    arrived: Padded<AtomicUsize>,
+    generation: Padded<AtomicUsize>,
+}
+
+struct Worker {
+    thread: Thread,
+    handle: Option<JoinHandle<()>>,
+}
+
+/// Keeps what different threads write on different pairs of cache lines.
+#[repr(align(128))]
+struct Padded<T>(T);
+
+struct Shared {
+    /// Counts runs; a change tells the workers to look at `work`.
+    epoch: Padded<AtomicU64>,
+    work: UnsafeCell<Option<Work>>,
+    seats: Vec<Padded<Seat>>,
+    busy: AtomicBool,
+    closing: AtomicBool,
+    panicked: AtomicBool,
+    panic: Mutex<Option<Box<dyn Any + Send>>>,
+}
+
+/// What one worker tells the caller.
+struct Seat {
+    /// The last run that this worker has finished.
+    done: AtomicU64,
+    parked: AtomicBool,
+}
+
+/// The caller's closure, its lifetime erased.
+#[derive(Clone, Copy)]
+struct Work(*const (dyn Fn(usize) + Sync));
+
+// SAFETY: `work` is written only by the caller while no worker runs (all `done` equal `epoch`) and
+// read by workers only after they have seen the new epoch, which the caller stores afterwards.
+unsafe impl Sync for Shared {}
+// SAFETY: the pointer in `work` points to a `Sync` closure and is used only while its run lasts.
+unsafe impl Send for Shared {}
+
+impl Team {
+    /// Spawns `cpus.len() - 1` workers, each bound to one logical CPU, and binds the calling thread,
+    /// which becomes member 0, to the first.
+    ///
+    /// # Errors
+    /// When `cpus` is empty, or a CPU does not exist or cannot be bound to.
+    pub fn new(cpus: &[u32]) -> anyhow::Result<Self> {
+        ensure!(!cpus.is_empty(), "a team needs at least one cpu");
+        let topology = Arc::new(Topology::new().context("reading the machine's topology")?);
+        let seats = (1..cpus.len())
+            .map(|_| Padded(Seat { done: AtomicU64::new(0), parked: AtomicBool::new(false) }))
+            .collect();
+        let shared = Arc::new(Shared {
+            epoch: Padded(AtomicU64::new(0)),
+            work: UnsafeCell::new(None),
+            seats,
+            busy: AtomicBool::new(false),
+            closing: AtomicBool::new(false),
+            panicked: AtomicBool::new(false),
+            panic: Mutex::new(None),
+        });
+        bind(&topology, cpus[0])?;
+        let mut team = Self { shared, workers: Vec::new(), arena: Arena::default() };
+        for (member, &cpu) in cpus.iter().enumerate().skip(1) {
+            let (report, bound) = mpsc::channel();
+            let (shared, topology) = (Arc::clone(&team.shared), Arc::clone(&topology));
+            let handle = thread::Builder::new()
+                .name(format!("cpu{cpu}"))
+                .spawn(move || {
+                    let result = bind(&topology, cpu);
+                    drop(topology);
+                    let is_bound = result.is_ok();
+                    let is_wanted = report.send(result).is_ok();
+                    if is_bound && is_wanted {
+                        shared.serve(member);
+                    }
+                })
+                .with_context(|| format!("starting a thread for cpu {cpu}"))?;
+            team.workers.push(Worker { thread: handle.thread().clone(), handle: Some(handle) });
+            bound.recv().with_context(|| format!("starting a thread for cpu {cpu}"))??;
+        }
+        Ok(team)
+    }
+
+    /// Threads of the team, the caller's included.
+    pub fn members(&self) -> usize {
+        self.shared.seats.len() + 1
+    }
+
+    /// Memory for what lives as long as a step or a few, recycled so that steps do not fault pages in.
+    pub fn arena(&self) -> &Arena {
+        &self.arena
+    }
+
+    /// Runs `work(member)` once on every member and returns when all are done.
+    ///
+    /// # Panics
+    /// When a member panics, or a run of this team is under way: a run holds no other.
+    pub fn run(&self, work: impl Fn(usize) + Sync) {
+        let was_busy = self.shared.busy.swap(true, Ordering::Acquire);
+        assert!(!was_busy, "a team does one run at a time");
+        let outcome = if self.workers.is_empty() {
+            catch_unwind(AssertUnwindSafe(|| work(0)))
+        } else {
+            self.dispatch(&work)
+        };
+        self.shared.busy.store(false, Ordering::Release);
+        if let Err(payload) = outcome {
+            resume_unwind(payload);
+        }
+    }
+
+    /// The part of `0..count` that is `member`'s when each gets one contiguous range, cut at multiples of `grain`.
+    pub fn split(&self, member: usize, count: usize, grain: usize) -> Range<usize> {
+        let (members, grains) = (self.members(), count.div_ceil(grain));
+        let cut = |member: usize| (member * grains / members * grain).min(count);
+        cut(member)..cut(member + 1)
+    }
+
+    /// Runs `work` on every chunk of `0..count`, `grain` long each; free members claim the next one.
+    pub fn for_each_chunk(&self, count: usize, grain: usize, work: impl Fn(Range<usize>) + Sync) {
+        let chunks = Chunks::new(count, grain);
+        self.run(|_| {
+            while let Some(range) = chunks.claim() {
+                work(range);
+            }
+        });
+    }
+
+    /// A barrier for the members of one run of this team.
+    pub fn barrier(&self) -> Barrier<'_> {
+        Barrier {
+            team: &self.shared,
+            arrived: Padded(AtomicUsize::new(0)),
+            generation: Padded(AtomicUsize::new(0)),
+        }
+    }
+
+    fn dispatch(&self, work: &(dyn Fn(usize) + Sync)) -> thread::Result<()> {
+        let shared = &*self.shared;
+        let epoch = shared.epoch.0.load(Ordering::Relaxed) + 1;
+        // SAFETY: only the lifetime changes; this function does not return before every worker has
+        // finished with the closure.
+        let erased: *const (dyn Fn(usize) + Sync + 'static) =
+            unsafe { std::mem::transmute(std::ptr::from_ref(work)) };
+        // SAFETY: `busy` keeps other callers out and all workers have finished the last run.
+        unsafe { *shared.work.get() = Some(Work(erased)) };
+        // Sequentially consistent with `Seat::parked`: either the worker sees the epoch before it
+        // parks, or this thread sees that it has parked.
+        shared.epoch.0.store(epoch, Ordering::SeqCst);
+        for (worker, seat) in self.workers.iter().zip(&shared.seats) {
+            if seat.0.parked.load(Ordering::SeqCst) {
+                worker.thread.unpark();
+            }
+        }
+        shared.perform(0, work);
+        for seat in &shared.seats {
+            wait_until(|| seat.0.done.load(Ordering::Acquire) == epoch);
+        }
+        if shared.panicked.load(Ordering::Acquire) {
+            shared.panicked.store(false, Ordering::Relaxed);
+            if let Some(payload) = shared.panic().take() {
+                return Err(payload);
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Team {
+    fn drop(&mut self) {
+        self.shared.closing.store(true, Ordering::SeqCst);
+        for worker in &mut self.workers {
+            worker.thread.unpark();
+            if let Some(handle) = worker.handle.take() {
+                // A worker catches every panic of the work, so there is nothing to learn here.
+                let _ = handle.join();
+            }
+        }
+    }
+}
+
+impl Chunks {
+    /// Chunks of `grain`, the last one shorter where `grain` does not divide `count`.
+    pub fn new(count: usize, grain: usize) -> Self {
+        assert!(grain > 0, "a chunk holds something");
+        Self { next: Padded(AtomicUsize::new(0)), count, grain }
+    }
+
+    /// The next chunk that nobody has yet.
+    pub fn claim(&self) -> Option<Range<usize>> {
+        let start = self.next.0.fetch_add(self.grain, Ordering::Relaxed);
+        (start < self.count).then(|| start..self.count.min(start + self.grain))
+    }
+}
+
+impl Barrier<'_> {
+    /// Returns when all members have called it; what they wrote before is then visible to all.
+    ///
+    /// # Panics
+    /// When another member has panicked and so will never come.
+    pub fn wait(&self) {
+        let members = self.team.seats.len() + 1;
+        let generation = self.generation.0.load(Ordering::Relaxed);
+        if self.arrived.0.fetch_add(1, Ordering::AcqRel) + 1 == members {
+            self.arrived.0.store(0, Ordering::Relaxed);
+            self.generation.0.store(generation.wrapping_add(1), Ordering::Release);
+            return;
+        }
+        wait_until(|| {
+            self.generation.0.load(Ordering::Acquire) != generation
+                || self.team.panicked.load(Ordering::Relaxed)
+        });
+        let is_complete = self.generation.0.load(Ordering::Acquire) != generation;
+        assert!(is_complete, "another member of the team panicked");
+    }
+}
+
+impl Shared {
+    /// A worker's life: wait for a run, take part, say so.
+    fn serve(&self, member: usize) {
+        let seat = &self.seats[member - 1].0;
+        let mut seen = 0;
+        let mut spin = SPIN;
+        while self.wait_for_run(seat, seen, &mut spin) {
+            seen += 1;
+            // SAFETY: the epoch has changed, so the caller has written `work` and will not write it
+            // again before this member's `done`.
+            let work = unsafe { *self.work.get() };
+            if let Some(Work(work)) = work {
+                // SAFETY: the caller keeps the closure alive until this member's `done`.
+                self.perform(member, unsafe { &*work });
+            }
+            seat.done.store(seen, Ordering::Release);
+        }
+    }
+
+    /// Waits for the epoch after `seen`; false when the team is closing.
+    fn wait_for_run(&self, seat: &Seat, seen: u64, spin: &mut Duration) -> bool {
+        let is_called =
+            || self.epoch.0.load(Ordering::SeqCst) != seen || self.closing.load(Ordering::SeqCst);
+        if !spin_for(*spin, is_called) {
+            let start = Instant::now();
+            thread::yield_now();
+            // Spinning costs nothing on a CPU of one's own and everything on a shared one.
+            *spin = if start.elapsed() > SHARED_CPU { Duration::ZERO } else { SPIN };
+            while !is_called() {
+                seat.parked.store(true, Ordering::SeqCst);
+                if !is_called() {
+                    thread::park();
+                }
+                seat.parked.store(false, Ordering::SeqCst);
+            }
+        }
+        self.epoch.0.load(Ordering::SeqCst) != seen
+    }
+
+    fn perform(&self, member: usize, work: &(dyn Fn(usize) + Sync)) {
+        if let Err(payload) = catch_unwind(AssertUnwindSafe(|| work(member))) {
+            // The first payload is the cause; what barriers raise after it is not.
+            self.panic().get_or_insert(payload);
+            self.panicked.store(true, Ordering::Release);
+        }
+    }
+
+    fn panic(&self) -> MutexGuard<'_, Option<Box<dyn Any + Send>>> {
+        self.panic.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Binds the calling thread to one logical CPU.
+pub(crate) fn bind(topology: &Topology, cpu: u32) -> anyhow::Result<()> {
+    let index = BitmapIndex::try_from(cpu as usize)
+        .ok()
+        .filter(|&index| topology.cpuset().is_set(index))
+        .with_context(|| format!("cpu {cpu} does not exist or may not be used"))?;
+    topology
+        .bind_cpu(&CpuSet::from(index), CpuBindingFlags::THREAD)
+        .with_context(|| format!("binding a thread to cpu {cpu}"))
+}
+
+/// Spins until `is_done` or `limit` is over; says which.
+fn spin_for(limit: Duration, is_done: impl Fn() -> bool) -> bool {
+    let start = Instant::now();
+    loop {
+        for _ in 0..PAUSES {
+            if is_done() {
+                return true;
+            }
+            spin_loop();
+        }
+        if start.elapsed() >= limit {
+            return false;
+        }
+    }
+}
+
+/// Waits for other members, which are busy or have lost their CPU: spins, then gives way, then sleeps.
+fn wait_until(is_done: impl Fn() -> bool) {
+    if spin_for(SPIN, &is_done) {
+        return;
+    }
+    let start = Instant::now();
+    while !is_done() {
+        if start.elapsed() < PATIENCE {
+            thread::yield_now();
+        } else {
+            thread::sleep(NAP);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::AtomicU32;
+
+    use super::*;
+
+    /// Runs `test` on its own thread, because a team binds the thread that makes it.
+    fn on_a_thread(test: impl FnOnce() + Send + 'static) {
+        if let Err(payload) = thread::spawn(test).join() {
+            resume_unwind(payload);
+        }
+    }
+
+    /// A logical CPU this process may run on, `count` times at most as often as there are.
+    fn cpus(count: usize) -> Vec<u32> {
+        let topology = Topology::new().unwrap();
+        let all: Vec<u32> =
+            topology.cpuset().iter_set().map(|index| usize::from(index) as u32).collect();
+        all.iter().copied().cycle().take(count).collect()
+    }
+
+    fn sums_are_right(team: &Team, runs: u32) {
+        for run in 0..runs {
+            let seats: Vec<AtomicU32> = (0..team.members()).map(|_| AtomicU32::new(0)).collect();
+            team.run(|member| {
+                seats[member].fetch_add(run + 1, Ordering::Relaxed);
+            });
+            assert!(seats.iter().all(|seat| seat.load(Ordering::Relaxed) == run + 1));
+        }
+    }
+
+    #[test]
+    fn every_member_works_once_in_every_run() {
+        on_a_thread(|| {
+            for members in [1, 2, 5] {
+                let team = Team::new(&cpus(members)).unwrap();
+                assert_eq!(team.members(), members);
+                sums_are_right(&team, 500);
+            }
+        });
+    }
+
+    #[test]
+    fn parked_workers_wake_up() {
+        on_a_thread(|| {
+            let team = Team::new(&cpus(3)).unwrap();
+            for _ in 0..20 {
+                thread::sleep(Duration::from_millis(2));
+                sums_are_right(&team, 2);
+            }
+        });
+    }
+
+    #[test]
+    fn two_teams_share_cpus_without_starving() {
+        let teams: Vec<_> = (0..2)
+            .map(|_| {
+                thread::spawn(|| {
+                    let team = Team::new(&cpus(2)).unwrap();
+                    sums_are_right(&team, 2000);
+                })
+            })
+            .collect();
+        teams.into_iter().for_each(|team| team.join().unwrap());
+    }
+
+    #[test]
+    fn a_panic_reaches_the_caller_and_the_team_lives_on() {
+        on_a_thread(|| {
+            let team = Team::new(&cpus(3)).unwrap();
+            for culprit in 0..3 {
+                let caught = catch_unwind(AssertUnwindSafe(|| {
+                    let barrier = team.barrier();
+                    team.run(|member| {
+                        assert!(member != culprit, "member {member} fails");
+                        barrier.wait();
+                    });
+                }));
+                let payload = caught.unwrap_err();
+                let message = payload.downcast_ref::<String>().unwrap();
+                assert_eq!(*message, format!("member {culprit} fails"));
+                sums_are_right(&team, 10);
+            }
+        });
+    }
+
+    #[test]
+    fn a_barrier_separates_phases() {
+        on_a_thread(|| {
+            for members in [1, 2, 4] {
+                let team = Team::new(&cpus(members)).unwrap();
+                let barrier = team.barrier();
+                let counter = AtomicUsize::new(0);
+                team.run(|_| {
+                    for phase in 1..=200 {
+                        counter.fetch_add(1, Ordering::Relaxed);
+                        barrier.wait();
+                        assert_eq!(counter.load(Ordering::Relaxed), phase * members);
+                        barrier.wait();
+                    }
+                });
+            }
+        });
+    }
+
+    #[test]
+    fn chunks_cover_everything_once() {
+        on_a_thread(|| {
+            let team = Team::new(&cpus(2)).unwrap();
+            for (count, grain) in [(0, 4), (1, 4), (1000, 1), (1000, 7), (64, 64)] {
+                let hits: Vec<AtomicU32> = (0..count).map(|_| AtomicU32::new(0)).collect();
+                team.for_each_chunk(count, grain, |range| {
+                    assert!(range.len() <= grain && range.start.is_multiple_of(grain));
+                    range.for_each(|i| {
+                        hits[i].fetch_add(1, Ordering::Relaxed);
+                    });
+                });
+                assert!(hits.iter().all(|hit| hit.load(Ordering::Relaxed) == 1));
+            }
+        });
+    }
+
+    #[test]
+    fn splits_meet_and_cut_at_grains() {
+        on_a_thread(|| {
+            let team = Team::new(&cpus(3)).unwrap();
+            for (count, grain) in [(0, 8), (5, 8), (100, 8), (96, 32), (7, 1)] {
+                let mut end = 0;
+                for member in 0..3 {
+                    let range = team.split(member, count, grain);
+                    assert_eq!(range.start, end);
+                    assert!(range.start.is_multiple_of(grain) || range.start == count);
+                    end = range.end;
+                }
+                assert_eq!(end, count);
+            }
+        });
+    }
+
+    #[test]
+    fn a_run_inside_a_run_is_refused() {
+        on_a_thread(|| {
+            let team = Team::new(&cpus(1)).unwrap();
+            let nested = catch_unwind(AssertUnwindSafe(|| team.run(|_| team.run(|_| {}))));
+            assert!(nested.is_err());
+            sums_are_right(&team, 2);
+        });
+    }
+
+    #[test]
+    fn a_cpu_that_does_not_exist_is_named() {
+        on_a_thread(|| {
+            let message = format!("{:#}", Team::new(&[99_999]).err().unwrap());
+            assert!(message.contains("cpu 99999"), "{message}");
+            assert!(Team::new(&[]).is_err());
+        });
+    }
+
+    #[test]
+    fn dropping_a_team_ends_its_threads() {
+        on_a_thread(|| {
+            let team = Team::new(&cpus(4)).unwrap();
+            let shared = Arc::downgrade(&team.shared);
+            drop(team);
+            assert!(shared.upgrade().is_none());
+        });
+    }
+}

@@ -1,0 +1,115 @@
+//! Recording what happened when: spans of steps, for `trace.ron` and for ui.perfetto.dev.
+
+use std::collections::BTreeMap;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+use anyhow::Result;
+use ir::id::Id as _;
+use ir::plan::{Plan, Queue};
+use ir::trace::{Span, Trace, TracedRun, VERSION};
+use serde_json::{Value, json};
+
+use crate::batch::Batch;
+
+/// Collects spans while an executor runs.
+pub(crate) struct Recorder {
+    start: Instant,
+    trace: Mutex<Trace>,
+}
+
+impl Recorder {
+    /// A recorder for the plan whose file has this fingerprint.
+    pub(crate) fn new(plan: u64) -> Self {
+        let trace = Trace { version: VERSION, plan, ..Trace::default() };
+        Self { start: Instant::now(), trace: Mutex::new(trace) }
+    }
+
+    /// Nanoseconds since the trace began.
+    pub(crate) fn now(&self) -> u64 {
+        u64::try_from(self.start.elapsed().as_nanos()).unwrap_or(u64::MAX)
+    }
+
+    /// Notes a run; runs are numbered in the order of these calls.
+    pub(crate) fn start_run(&self, program: usize, batch: &Batch) {
+        let extent = batch.extent();
+        let start = self.now();
+        self.trace().runs.push(TracedRun {
+            program: program as u32,
+            tokens: extent.tokens,
+            sequences: batch.parts().len() as u32,
+            past: batch.parts().iter().map(|part| part.past as u32).sum(),
+            start,
+            end: start,
+        });
+    }
+
+    /// Notes that a run's logits are there.
+    pub(crate) fn end_run(&self, number: u32) {
+        let end = self.now();
+        if let Some(run) = self.trace().runs.get_mut(number as usize) {
+            run.end = end;
+        }
+    }
+
+    /// Adds what one lane did in one run, and empties it.
+    pub(crate) fn add(&self, spans: &mut Vec<Span>) {
+        self.trace().spans.append(spans);
+    }
+
+    /// What was recorded until now.
+    pub(crate) fn trace(&self) -> MutexGuard<'_, Trace> {
+        self.trace.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The trace as Chrome's trace events: one track for each lane, one for the runs.
+pub fn perfetto(plan: &Plan, trace: &Trace) -> Result<String> {
+    let micros = |nanos: u64| nanos as f64 / 1000.0;
+    let mut tracks: BTreeMap<(u32, Queue), usize> = BTreeMap::new();
+    for program in &plan.programs {
+        for lane in &program.lanes {
+            tracks.entry((lane.device.index() as u32, lane.queue)).or_default();
+        }
+    }
+    let mut events: Vec<Value> = vec![name_event(0, "runs")];
+    for (track, ((device, queue), number)) in tracks.iter_mut().enumerate() {
+        *number = track + 1;
+        let device = &plan.machine.devices.rows()[*device as usize].name;
+        let queue = match queue {
+            Queue::Compute => "compute",
+            Queue::Copy => "copy",
+        };
+        events.push(name_event(*number, &format!("{device} {queue}")));
+    }
+    for run in &trace.runs {
+        let program = plan.programs.get(run.program as usize);
+        events.push(json!({
+            "ph": "X", "pid": 0, "tid": 0,
+            "name": program.map_or("unknown program", |program| &program.name),
+            "ts": micros(run.start), "dur": micros(run.end.saturating_sub(run.start)),
+            "args": {"tokens": run.tokens, "sequences": run.sequences, "past": run.past},
+        }));
+    }
+    for span in &trace.spans {
+        let Some(run) = trace.runs.get(span.run as usize) else { continue };
+        let Some(program) = plan.programs.get(run.program as usize) else { continue };
+        let Some(lane) = program.lanes.get(span.lane as usize) else { continue };
+        let Some(step) = program.steps.get(span.step) else { continue };
+        events.push(json!({
+            "ph": "X", "pid": 0, "tid": tracks[&(lane.device.index() as u32, lane.queue)],
+            "name": step.name,
+            "ts": micros(span.start), "dur": micros(span.end.saturating_sub(span.start)),
+            "args": {
+                "step": span.step.to_string(), "run": span.run,
+                "waited_micros": micros(span.start.saturating_sub(span.ready)),
+                "estimated_micros": micros(step.estimate_nanos),
+            },
+        }));
+    }
+    Ok(serde_json::to_string(&json!({"traceEvents": events, "displayTimeUnit": "ns"}))?)
+}
+
+fn name_event(track: usize, name: &str) -> Value {
+    json!({"ph": "M", "pid": 0, "tid": track, "name": "thread_name", "args": {"name": name}})
+}

@@ -1,0 +1,111 @@
+//! Machines by name, small and slow, so that toy models overflow and occupy them as large ones do real machines.
+
+use ir::id::{DeviceId, Id as _};
+use ir::machine::{
+    Device, DeviceKind, Host, LinearRate, Link, Machine, RatePoint, RateSource, Rates,
+};
+use ir::tensor::Format;
+
+/// Rates are those of real hardware over this: a toy has about a ten-thousandth of a small model's weights.
+const SLOWER: f64 = 1e4;
+/// What an unlimited device has.
+const AMPLE_BYTES: u64 = 1 << 30;
+/// Two thirds of [`crate::toys::Toy::llama`] with its caches and buffers.
+const TIGHT_BYTES: u64 = 512 << 10;
+
+/// The machine of that name, as test files spell it.
+pub fn named(name: &str) -> Option<Machine> {
+    Some(match name {
+        "one_gpu" => one_gpu(),
+        "one_gpu_two_numa" => one_gpu_two_numa(),
+        "two_gpu_two_numa" => two_gpu_two_numa(),
+        "two_numa" => two_numa(),
+        _ => return None,
+    })
+}
+
+/// A GPU that holds every toy.
+pub fn one_gpu() -> Machine {
+    linked(vec![gpu(0, AMPLE_BYTES)])
+}
+
+/// A small GPU beside two NUMA nodes.
+pub fn one_gpu_two_numa() -> Machine {
+    linked(vec![gpu(0, TIGHT_BYTES), numa(0, AMPLE_BYTES), numa(1, AMPLE_BYTES)])
+}
+
+/// Two small GPUs beside two NUMA nodes.
+pub fn two_gpu_two_numa() -> Machine {
+    linked(vec![
+        gpu(0, TIGHT_BYTES),
+        gpu(1, TIGHT_BYTES),
+        numa(0, AMPLE_BYTES),
+        numa(1, AMPLE_BYTES),
+    ])
+}
+
+/// Two NUMA nodes alone.
+pub fn two_numa() -> Machine {
+    linked(vec![numa(0, AMPLE_BYTES), numa(1, AMPLE_BYTES)])
+}
+
+/// A GPU: 3 TB/s and 300 TFLOP/s over `SLOWER`, 5 µs a launch.
+pub fn gpu(ordinal: u32, memory_bytes: u64) -> Device {
+    Device {
+        name: format!("gpu{ordinal}"),
+        kind: DeviceKind::Gpu { ordinal },
+        memory_bytes,
+        rates: rates(3e12 / SLOWER, 5e3, 3e14 / SLOWER),
+    }
+}
+
+/// Eight cores of a NUMA node: 100 GB/s and 2 TFLOP/s over `SLOWER`, 1 µs a step.
+pub fn numa(node: u32, memory_bytes: u64) -> Device {
+    Device {
+        name: format!("numa{node}"),
+        kind: DeviceKind::Numa { node, cpus: (8 * node..8 * (node + 1)).collect() },
+        memory_bytes,
+        rates: rates(1e11 / SLOWER, 1e3, 2e12 / SLOWER),
+    }
+}
+
+/// A machine of these devices, each linked to every other.
+pub fn linked(devices: Vec<Device>) -> Machine {
+    let ids: Vec<DeviceId> = (0..devices.len()).map(DeviceId::from_index).collect();
+    let is_gpu = |id: DeviceId| matches!(devices[id.index()].kind, DeviceKind::Gpu { .. });
+    let mut links = Vec::new();
+    for &from in &ids {
+        for &to in ids.iter().filter(|&&to| to != from) {
+            // Peer to peer, shared memory, and the bus between a host and a GPU.
+            let (bytes_per_sec, latency_nanos) = match (is_gpu(from), is_gpu(to)) {
+                (true, true) => (3e11, 5e3),
+                (false, false) => (6e10, 1e3),
+                (true, false) | (false, true) => (5e10, 1e4),
+            };
+            links.push(Link { from, to, bytes_per_sec, latency_nanos });
+        }
+    }
+    links.iter_mut().for_each(|link| link.bytes_per_sec /= SLOWER);
+    Machine { host: Host::default(), devices: devices.into_iter().collect(), links }
+}
+
+/// Linears that are bound by the weights up to some rows, then by arithmetic.
+fn rates(read_bytes_per_sec: f64, step_nanos: f64, flops_per_sec: f64) -> Rates {
+    let linear = |format: Format| {
+        let weight_bytes = format.bytes(1, 32) as f64 / 32.0;
+        let memory_bound = read_bytes_per_sec / weight_bytes;
+        let at = |tokens: u32| {
+            let arithmetic_bound = flops_per_sec / 2.0 / f64::from(tokens);
+            RatePoint { tokens, weights_per_sec: memory_bound.min(arithmetic_bound) }
+        };
+        LinearRate { format, points: [1, 32, 512].map(at).to_vec() }
+    };
+    Rates {
+        source: RateSource::Nominal,
+        read_bytes_per_sec,
+        step_nanos,
+        linear: Format::ALL.map(linear).to_vec(),
+        attention_flops_per_sec: flops_per_sec / 2.0,
+        cache_bytes_per_sec: read_bytes_per_sec,
+    }
+}

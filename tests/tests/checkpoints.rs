@@ -1,0 +1,268 @@
+//! Checkpoints are read quickly, or refused with one line that names file and cause.
+
+#![expect(clippy::unwrap_used, reason = "helpers of tests may panic as tests do")]
+
+use std::fs;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use serde_json::json;
+use tests::made_up::{LlamaShape, MadeUp};
+
+/// The error for what is in `folder`, with the folder's own name left out.
+fn error(folder: &Path) -> String {
+    let error = format!("{:#}", models::lower(folder).unwrap_err());
+    assert!(!error.contains('\n'), "{error}");
+    error.replace(&format!("{}/", folder.display()), "")
+}
+
+/// The error for a tiny Llama with something wrong.
+fn refusal(shards: usize, spoil: impl FnOnce(&mut MadeUp)) -> String {
+    let folder = tempfile::tempdir().unwrap();
+    let mut checkpoint = MadeUp::llama(LlamaShape::TINY);
+    spoil(&mut checkpoint);
+    checkpoint.write(folder.path(), shards).unwrap();
+    error(folder.path())
+}
+
+/// The error for a tiny Llama whose files are changed behind its back.
+fn damage(shards: usize, damage: impl FnOnce(&Path)) -> String {
+    let folder = tempfile::tempdir().unwrap();
+    MadeUp::llama(LlamaShape::TINY).write(folder.path(), shards).unwrap();
+    damage(folder.path());
+    error(folder.path())
+}
+
+#[test]
+fn a_file_an_index_and_a_folder_are_the_same_checkpoint() {
+    let folder = tempfile::tempdir().unwrap();
+    let checkpoint = MadeUp::llama(LlamaShape::TINY);
+    checkpoint.write(folder.path(), 1).unwrap();
+    let whole = models::lower(folder.path()).unwrap();
+    assert_eq!(whole, models::lower(&folder.path().join("model.safetensors")).unwrap());
+    checkpoint.write(folder.path(), 3).unwrap();
+    let sharded = models::lower(&folder.path().join("model.safetensors.index.json")).unwrap();
+    assert_eq!(sharded.files.len(), 3);
+    assert_eq!(whole.layers, sharded.layers);
+}
+
+#[test]
+fn headers_of_seventy_billion_parameters_are_read_within_a_second() {
+    let folder = tempfile::tempdir().unwrap();
+    MadeUp::llama(LlamaShape::LLAMA_70B).write(folder.path(), 30).unwrap();
+    let start = Instant::now();
+    let model = models::lower(folder.path()).unwrap();
+    let elapsed = start.elapsed();
+    let bytes: u64 = model.files.rows().iter().map(|file| file.bytes).sum();
+    assert!(bytes > 140_000_000_000, "{bytes}");
+    assert_eq!(model.caches.len(), 80);
+    assert!(elapsed < Duration::from_secs(1), "{elapsed:?}");
+}
+
+#[test]
+fn a_folder_without_checkpoint_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    assert_eq!(
+        format!("{:#}", models::lower(folder.path()).unwrap_err()),
+        format!(
+            "{}: holds neither model.safetensors nor model.safetensors.index.json",
+            folder.path().display()
+        )
+    );
+}
+
+#[test]
+fn a_missing_file_is_named() {
+    assert_eq!(
+        format!("{:#}", models::lower(Path::new("/nowhere/model.safetensors")).unwrap_err()),
+        "reading /nowhere/model.safetensors: No such file or directory (os error 2)"
+    );
+    assert_eq!(
+        damage(1, |folder| fs::remove_file(folder.join("config.json")).unwrap()),
+        "reading config.json: No such file or directory (os error 2)"
+    );
+    assert_eq!(
+        damage(3, |folder| {
+            fs::remove_file(folder.join("model-00002-of-00003.safetensors")).unwrap();
+        }),
+        "a shard of model.safetensors.index.json: reading model-00002-of-00003.safetensors: \
+         No such file or directory (os error 2)"
+    );
+}
+
+#[test]
+fn a_truncated_file_is_refused() {
+    let shorten = |bytes: u64| {
+        move |folder: &Path| {
+            let file =
+                fs::File::options().write(true).open(folder.join("model.safetensors")).unwrap();
+            file.set_len(bytes).unwrap();
+        }
+    };
+    assert_eq!(
+        damage(1, shorten(0)),
+        "model.safetensors: 0 bytes are too short for a safetensors header"
+    );
+    assert_eq!(
+        damage(1, shorten(100)),
+        "model.safetensors: the header claims 2034 bytes, but only 92 follow: \
+         the file is truncated or not safetensors"
+    );
+    assert_eq!(
+        damage(1, shorten(5000)),
+        "model.safetensors: tensor \"model.layers.0.mlp.down_proj.weight\" has the byte range 5216..5984, \
+         but only 2958 bytes of data follow the header"
+    );
+}
+
+#[test]
+fn an_absurd_header_is_refused() {
+    let write = |start: u64, rest: &'static [u8]| {
+        move |folder: &Path| {
+            let contents = [&start.to_le_bytes()[..], rest].concat();
+            fs::write(folder.join("model.safetensors"), contents).unwrap();
+        }
+    };
+    assert_eq!(
+        damage(1, write(u64::MAX, b"{}")),
+        "model.safetensors: the header claims 18446744073709551615 bytes, more than the 100000000 allowed"
+    );
+    assert_eq!(
+        damage(1, write(4, b"{}!!")),
+        "model.safetensors: malformed header: trailing characters at line 1 column 3"
+    );
+    assert_eq!(
+        damage(1, write(2, b"{}")),
+        "model.safetensors: tensor \"lm_head.weight\" is missing"
+    );
+}
+
+#[test]
+fn an_index_must_agree_with_its_shards() {
+    let rewrite = |from: &'static str, to: &'static str| {
+        move |folder: &Path| {
+            let path = folder.join("model.safetensors.index.json");
+            let text = fs::read_to_string(&path).unwrap();
+            assert!(text.contains(from));
+            fs::write(path, text.replacen(from, to, 1)).unwrap();
+        }
+    };
+    assert_eq!(
+        damage(2, rewrite("lm_head.weight", "lm_head.bias")),
+        "model.safetensors.index.json: tensor \"lm_head.bias\" is said to be in \
+         model-00001-of-00002.safetensors, which lacks it"
+    );
+    assert_eq!(
+        damage(2, rewrite("model-00001-of-00002.safetensors", "../secret")),
+        "model.safetensors.index.json: \"../secret\" is not a file of this folder"
+    );
+    assert_eq!(
+        damage(2, rewrite("\"weight_map\"", "\"map\"")),
+        "model.safetensors.index.json: malformed index: missing field `weight_map` at line 1 column 1553"
+    );
+}
+
+#[test]
+fn a_needed_tensor_must_be_there_and_as_configured() {
+    assert_eq!(
+        refusal(1, |checkpoint| checkpoint.tensor("model.norm.weight").0 = "norm".into()),
+        "model.safetensors: tensor \"model.norm.weight\" is missing"
+    );
+    assert_eq!(
+        refusal(2, |checkpoint| checkpoint.tensor("model.norm.weight").0 = "norm".into()),
+        "model.safetensors.index.json: tensor \"model.norm.weight\" is missing from its 2 files"
+    );
+    assert_eq!(
+        refusal(1, |checkpoint| checkpoint.tensor("lm_head.weight").2 = vec![32, 8]),
+        "model.safetensors: tensor \"lm_head.weight\" has shape [32, 8], but config.json asks for [32, 16]"
+    );
+    assert_eq!(
+        refusal(1, |checkpoint| checkpoint.tensor("lm_head.weight").1 = "I16".into()),
+        "model.safetensors: tensor \"lm_head.weight\" is stored as I16; F32, F16 and BF16 are supported"
+    );
+}
+
+#[test]
+fn a_malformed_configuration_is_refused() {
+    let with = |field: &str, value: serde_json::Value| {
+        refusal(1, |checkpoint| checkpoint.config[field] = value)
+    };
+    assert_eq!(
+        with("hidden_size", json!("16")),
+        "config.json: hidden_size is \"16\", not a whole number from 1 up"
+    );
+    assert_eq!(
+        with("num_attention_heads", json!(0)),
+        "config.json: num_attention_heads is 0, not a whole number from 1 up"
+    );
+    assert_eq!(
+        with("num_attention_heads", json!(-4)),
+        "config.json: num_attention_heads is -4, not a whole number from 1 up"
+    );
+    assert_eq!(
+        with("num_key_value_heads", json!(3)),
+        "config.json: num_attention_heads is 4, not a multiple of num_key_value_heads, 3"
+    );
+    assert_eq!(
+        with("hidden_size", json!(18)),
+        "config.json: hidden_size is 18, not a multiple of num_attention_heads, 4"
+    );
+    assert_eq!(
+        with("num_hidden_layers", json!(4_000_000_000u32)),
+        "config.json: num_hidden_layers is 4000000000, not a number of layers"
+    );
+    assert_eq!(
+        with("head_dim", json!(4_000_000_000u32)),
+        "config.json: heads of 4000000000 features are more than 65536"
+    );
+    assert_eq!(
+        with("hidden_act", json!("mish")),
+        "config.json: hidden_act is \"mish\", not one of relu, silu, gelu and gelu_pytorch_tanh"
+    );
+    assert_eq!(
+        with("rope_scaling", json!({"type": "spiral"})),
+        "config.json: rope_scaling.type is \"spiral\", not one of default, linear, dynamic, llama3, yarn and longrope"
+    );
+    assert_eq!(
+        with("rope_scaling", json!({"type": "linear"})),
+        "config.json: rope_scaling.factor is missing"
+    );
+    assert_eq!(
+        with("tie_word_embeddings", json!("no")),
+        "config.json: tie_word_embeddings is \"no\", not true or false"
+    );
+    assert_eq!(with("architectures", json!(null)), "config.json: architectures is missing");
+    assert_eq!(
+        with("architectures", json!(["BloomForCausalLM"])),
+        "config.json: architectures is [\"BloomForCausalLM\"], not one of those supported: GPT2LMHeadModel, \
+         GPTNeoXForCausalLM, Gemma2ForCausalLM, Gemma3ForCausalLM, Gemma3ForConditionalGeneration, \
+         LlamaForCausalLM, MistralForCausalLM, MixtralForCausalLM, OPTForCausalLM, Phi3ForCausalLM, \
+         Qwen2ForCausalLM, Qwen2MoeForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM"
+    );
+    assert_eq!(
+        damage(1, |folder| fs::write(folder.join("config.json"), "{").unwrap()),
+        "config.json: not JSON: EOF while parsing an object at line 1 column 1"
+    );
+}
+
+#[test]
+fn a_head_stored_once_serves_both_ends() {
+    let lowered = |spoil: fn(&mut MadeUp)| {
+        let folder = tempfile::tempdir().unwrap();
+        let mut checkpoint = MadeUp::llama(LlamaShape::TINY);
+        checkpoint.config["tie_word_embeddings"] = json!(true);
+        spoil(&mut checkpoint);
+        checkpoint.write(folder.path(), 1).unwrap();
+        models::lower(folder.path()).unwrap().weights.len()
+    };
+    // 9 weights in each of 2 layers, the last norm, and the one table.
+    assert_eq!(
+        lowered(|checkpoint| checkpoint.tensors.retain(|(name, ..)| name != "lm_head.weight")),
+        20
+    );
+    assert_eq!(
+        lowered(|checkpoint| checkpoint.tensors.retain(|(name, ..)| !name.contains("embed"))),
+        20
+    );
+    assert_eq!(lowered(|_| ()), 20);
+}

@@ -1,0 +1,158 @@
+//! Golden checkpoints run as transformers runs them: on one device, in two stages, and shared by two devices
+//! with uneven parts.
+
+mod common;
+
+use std::sync::atomic::AtomicBool;
+
+use common::{Shape, compile, engine, golden};
+use executor::engine::Engine;
+use executor::load::{CpuBackend, Kernels, Options};
+use ir::tensor::DType;
+use serde_json::Value;
+
+/// What the issue of this project promises of f32.
+const LOGITS: f32 = 2e-3;
+/// What sums in another order cost; these models' logits are below 10.
+const CLOSE: f32 = 2e-4;
+const NLL: f64 = 1e-4;
+/// Two runs may choose differently where the best two logits are this close.
+const MARGIN: f64 = 0.02;
+
+fn expected(name: &str) -> Value {
+    let text = std::fs::read_to_string(golden(name).join("golden.json")).unwrap();
+    serde_json::from_str(&text).unwrap()
+}
+
+fn ids(value: &Value) -> Vec<u32> {
+    value.as_array().unwrap().iter().map(|id| id.as_u64().unwrap() as u32).collect()
+}
+
+fn floats(value: &Value) -> Vec<f64> {
+    value.as_array().unwrap().iter().map(|number| number.as_f64().unwrap()).collect()
+}
+
+fn argmax(logits: &[f32]) -> u32 {
+    let best = (0..logits.len()).max_by(|&a, &b| logits[a].total_cmp(&logits[b]).then(b.cmp(&a)));
+    best.unwrap() as u32
+}
+
+/// The largest distance of any logit from its golden value; fails on other tokens and another likelihood.
+fn check(name: &str, engine: &mut Engine) -> f32 {
+    let expected = expected(name);
+    let mut worst = 0.0_f32;
+    for prompt in expected["prompts"].as_array().unwrap() {
+        let at = format!("{name} {}", prompt["name"]);
+        let id = engine.open();
+        engine.append(id, &ids(&prompt["ids"])).unwrap();
+        let golden_tokens = ids(&prompt["greedy"]);
+        let mut tokens = Vec::new();
+        engine
+            .generate(&[id], &AtomicBool::new(false), |_, logits| {
+                if tokens.is_empty() {
+                    worst = worst.max(deviation(prompt, logits));
+                }
+                tokens.push(argmax(logits));
+                Ok((tokens.len() < golden_tokens.len()).then(|| tokens[tokens.len() - 1]))
+            })
+            .unwrap();
+        engine.close(id);
+        let margins = floats(&prompt["margins"]);
+        let mut certain =
+            margins.iter().position(|&margin| margin < MARGIN).unwrap_or(margins.len());
+        // Beyond this token a cached run of transformers differs from the uncached one.
+        if let Some(differs) = prompt["cached_first_diff"].as_u64() {
+            certain = certain.min(differs as usize);
+        }
+        assert_eq!(tokens[..certain], golden_tokens[..certain], "{at}");
+    }
+    let nll = engine.perplexity(&ids(&expected["nll"]["ids"])).unwrap().nll;
+    let golden = expected["nll"]["mean"].as_f64().unwrap();
+    assert!((nll - golden).abs() < NLL, "{name}: nll {nll}, golden {golden}");
+    worst
+}
+
+/// The largest distance of a logit after `prompt` from its golden value.
+fn deviation(prompt: &Value, logits: &[f32]) -> f32 {
+    let top = ids(&prompt["top_ids"]).into_iter().zip(floats(&prompt["top_logits"]));
+    let first = (0..).zip(floats(&prompt["logits_first8"]));
+    top.chain(first)
+        .map(|(token, golden)| (logits[token as usize] - golden as f32).abs())
+        .fold(0.0, f32::max)
+}
+
+fn check_all(shape: Shape, options: &Options) {
+    let mut failures = Vec::new();
+    for name in goldens() {
+        let plan = compile(&name, shape, |_| ());
+        let worst = check(&name, &mut engine(&plan, options));
+        assert!(worst < LOGITS, "{name}: a logit is off by {worst}");
+        if worst > CLOSE {
+            failures.push(format!("{name}: {worst}"));
+        }
+    }
+    assert!(failures.is_empty(), "logits are off by more than {CLOSE}: {failures:?}");
+}
+
+#[test]
+fn one_device_gives_the_golden_tokens() {
+    check_all(Shape::One, &Options::default());
+}
+
+#[test]
+fn two_stages_give_the_golden_tokens() {
+    check_all(Shape::Pipeline, &Options::default());
+}
+
+#[test]
+fn uneven_shares_give_the_golden_tokens() {
+    check_all(Shape::Shared, &Options::default());
+}
+
+#[test]
+fn plain_operations_give_the_golden_tokens() {
+    for shape in Shape::ALL {
+        check_all(shape, &Options { kernels: Kernels::Plain, ..Options::default() });
+    }
+}
+
+#[test]
+fn the_ndarray_backend_gives_the_golden_tokens() {
+    check_all(Shape::One, &Options { backend: CpuBackend::NdArray, ..Options::default() });
+}
+
+#[test]
+fn bf16_deviates_little_more_than_that_of_torch() {
+    for shape in Shape::ALL {
+        for name in goldens() {
+            let plan = compile(&name, shape, |options| {
+                options.formats = vec!["bf16".parse().unwrap()];
+                options.kv_type = Some(DType::Bf16);
+            });
+            let mut engine = engine(&plan, &Options::default());
+            for prompt in expected(&name)["prompts"].as_array().unwrap() {
+                let id = engine.open();
+                engine.append(id, &ids(&prompt["ids"])).unwrap();
+                let off = deviation(prompt, &engine.advance(&[id]).unwrap()[0]);
+                engine.close(id);
+                let torch = prompt["torch_bf16"]["max_abs_logit_diff"].as_f64().unwrap() as f32;
+                let at = &prompt["name"];
+                assert!(off <= 2.0 * torch, "{name} {at} {shape:?}: {off}, torch {torch}");
+            }
+        }
+    }
+}
+
+/// Every golden checkpoint in the tree.
+fn goldens() -> Vec<String> {
+    let folder = golden("");
+    let mut names: Vec<String> = std::fs::read_dir(folder)
+        .unwrap()
+        .map(|entry| entry.unwrap().path())
+        .filter(|path| path.join("golden.json").exists())
+        .map(|path| path.file_name().unwrap().to_string_lossy().into_owned())
+        .collect();
+    names.sort();
+    assert!(!names.is_empty(), "golden checkpoints are in the tree");
+    names
+}

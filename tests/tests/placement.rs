@@ -1,0 +1,281 @@
+//! What placement decides, and what it says when it cannot.
+
+use std::time::{Duration, Instant};
+
+use compiler::Options;
+use compiler::options::{Objective, Request, parse_pipeline, parse_tensor_parallel};
+use ir::graph::Reason;
+use ir::id::{DeviceId, Id as _};
+use ir::machine::Machine;
+use ir::plan::{Action, Plan};
+use ir::tensor::Format;
+use tests::machines::{self, gpu, linked, numa};
+use tests::made_up::{LlamaShape, MadeUp};
+use tests::toys::Toy;
+
+const GIB: u64 = 1 << 30;
+
+fn compile(toy: &Toy, machine: &Machine, options: &Options) -> anyhow::Result<Plan> {
+    let model = toy.model().expect("the toy is a model");
+    compiler::compile(&model, machine, options, &mut |_, _| ())
+}
+
+fn plan(toy: &Toy, machine: &Machine, options: &Options) -> Plan {
+    compile(toy, machine, options).expect("the toy compiles")
+}
+
+fn refusal(toy: &Toy, machine: &Machine, options: &Options) -> String {
+    match compile(toy, machine, options) {
+        Ok(_) => panic!("it compiled"),
+        Err(error) => format!("{error:#}"),
+    }
+}
+
+/// Names of the devices that compute steps whose names hold `part`.
+fn devices_of(plan: &Plan, part: &str) -> Vec<String> {
+    let mut names: Vec<String> = Vec::new();
+    let program = &plan.programs[0];
+    for lane in &program.lanes {
+        for &step in &lane.steps {
+            let step = &program.steps[step];
+            let name = &plan.machine.devices[lane.device].name;
+            if matches!(step.action, Action::Run(_))
+                && step.name.contains(part)
+                && !names.contains(name)
+            {
+                names.push(name.clone());
+            }
+        }
+    }
+    names
+}
+
+#[test]
+fn a_model_that_fits_the_fastest_device_is_all_there() {
+    let machine = linked(vec![numa(0, GIB), gpu(0, GIB)]);
+    let toy = Toy { features: 1024, intermediate: 4096, ..Toy::llama() };
+    let plan = plan(&toy, &machine, &Options::default());
+    assert_eq!(devices_of(&plan, ""), ["gpu0"]);
+    assert_eq!(plan.forecast.candidates[0].name, "all on gpu0");
+}
+
+#[test]
+fn the_choice_is_never_slower_than_a_candidate_that_fits() {
+    for machine in [machines::one_gpu_two_numa(), machines::two_gpu_two_numa()] {
+        let plan = plan(&Toy::llama(), &machine, &Options::default());
+        // The objective: a full prompt and an answer of 128 tokens.
+        let times: Vec<u64> = plan
+            .forecast
+            .candidates
+            .iter()
+            .filter_map(|candidate| Some(candidate.prefill_nanos? + 128 * candidate.decode_nanos?))
+            .collect();
+        assert!(times.len() > 1);
+        assert!(times.iter().all(|&time| times[0] <= time), "{times:?}");
+        let chosen = &plan.forecast.candidates[0];
+        assert_eq!(chosen.prefill_nanos, Some(plan.forecast.programs[0].nanos));
+        assert_eq!(chosen.decode_nanos, Some(plan.forecast.programs[1].nanos));
+    }
+}
+
+#[test]
+fn what_a_faster_device_lacks_is_the_cause_of_a_slower_place() {
+    let toy = Toy { features: 1024, intermediate: 4096, ..Toy::llama() };
+    let machine = |gpu_bytes| linked(vec![gpu(0, gpu_bytes), numa(0, GIB)]);
+    let full = plan(&toy, &machine(GIB), &Options::default());
+    let budget = &full.forecast.devices[DeviceId::from_index(0)];
+    let needed = budget.weight_bytes + budget.cache_bytes + budget.buffer_bytes;
+    let plan = plan(&toy, &machine(needed * 3 / 4), &Options::default());
+    let is_limited = |reason: &Reason| match reason {
+        Reason::Memory { device, missing_bytes } => device.index() == 0 && *missing_bytes > 0,
+        Reason::Fastest
+        | Reason::Pinned { .. }
+        | Reason::Requested
+        | Reason::FollowsInput
+        | Reason::Mismatch => false,
+    };
+    assert!(plan.causes.rows().iter().any(|cause| is_limited(&cause.reason)));
+}
+
+#[test]
+fn the_missing_bytes_are_exactly_what_is_missing() {
+    let toy = Toy::llama();
+    let machine = |bytes| linked(vec![numa(0, bytes)]);
+    let refusal = refusal(&toy, &machine(100_000), &Options::default());
+    assert!(refusal.contains("missing on numa0, which has 100000 bytes"), "{refusal}");
+    let missing: u64 = refusal
+        .split_whitespace()
+        .find_map(|word| word.parse().ok())
+        .expect("the refusal gives a number");
+    assert!(compile(&toy, &machine(100_000 + missing), &Options::default()).is_ok());
+    assert!(compile(&toy, &machine(100_000 + missing - 1), &Options::default()).is_err());
+}
+
+#[test]
+fn a_pin_moves_its_layers_and_is_their_cause() {
+    let machine = machines::two_numa();
+    let pin = "layers.1.*=numa1".parse().expect("it is a pin");
+    let request = Request::Pipeline(vec!["numa0".into()]);
+    let options = Options { pins: vec![pin], request, ..Options::default() };
+    let plan = plan(&Toy::llama(), &machine, &options);
+    assert_eq!(devices_of(&plan, "layers.1."), ["numa1"]);
+    assert_eq!(devices_of(&plan, "layers.0."), ["numa0"]);
+    let pattern = Reason::Pinned { pattern: "layers.1.*".into() };
+    assert!(plan.causes.rows().iter().any(|cause| cause.reason == pattern));
+}
+
+#[test]
+fn a_pin_that_cannot_be_is_refused() {
+    let machine = machines::two_numa();
+    let options = |pin: &str| {
+        let pin = pin.parse().expect("it is a pin");
+        Options { pins: vec![pin], ..Options::default() }
+    };
+    let unknown = refusal(&Toy::llama(), &machine, &options("layers.1=gpu7"));
+    assert_eq!(unknown, "unknown device \"gpu7\": the machine has numa0, numa1");
+    let idle = refusal(&Toy::llama(), &machine, &options("layers.99=numa0"));
+    assert_eq!(idle, "the pin \"layers.99\" matches no layer");
+}
+
+#[test]
+fn requested_stages_are_all_used_in_their_order() {
+    let request = parse_pipeline("numa1,numa0").expect("it is a request");
+    let options = Options { request, ..Options::default() };
+    let plan = plan(&Toy { layers: 6, ..Toy::llama() }, &machines::two_numa(), &options);
+    assert_eq!(devices_of(&plan, "layers.0."), ["numa1"]);
+    assert_eq!(devices_of(&plan, "layers.5."), ["numa0"]);
+    // Even stages: of six alike layers neither device has more than four.
+    let on = |name: &str| {
+        (0..6).filter(|i| devices_of(&plan, &format!("layers.{i}.")) == [name]).count()
+    };
+    assert!((2..=4).contains(&on("numa0")), "{}", on("numa0"));
+}
+
+#[test]
+fn more_stages_than_layers_are_refused() {
+    let devices: Vec<_> = (0..6).map(|node| numa(node, GIB)).collect();
+    let request = Request::Pipeline((0..6).map(|node| format!("numa{node}")).collect());
+    let options = Options { request, ..Options::default() };
+    let toy = Toy { layers: 2, ..Toy::llama() };
+    let refusal = refusal(&toy, &linked(devices), &options);
+    assert!(refusal.contains("6 stages"), "{refusal}");
+}
+
+#[test]
+fn shares_are_as_asked_in_whole_heads_and_blocks() {
+    let request = parse_tensor_parallel("numa0:3,numa1:1").expect("it is a request");
+    let options = Options { request, ..Options::default() };
+    let toy = Toy { kv_heads: 4, ..Toy::llama() };
+    let plan = plan(&toy, &machines::two_numa(), &options);
+    let heads: Vec<u32> = plan.caches.rows().iter().map(|cache| cache.kv_heads).collect();
+    assert_eq!(heads, [3, 1, 3, 1]);
+    let rows = |device: usize| {
+        let device = DeviceId::from_index(device);
+        let mut gates = plan
+            .weights
+            .rows()
+            .iter()
+            .filter(|weight| weight.device == device && weight.name.contains("gate"));
+        gates.next().expect("both hold a part").shape[0]
+    };
+    assert_eq!((rows(0), rows(1)), (96, 32));
+}
+
+#[test]
+fn more_devices_than_heads_cannot_share_attention() {
+    let names: Vec<String> = (0..5).map(|node| format!("numa{node}")).collect();
+    let request = Request::TensorParallel(names.iter().map(|name| (name.clone(), None)).collect());
+    let options = Options { request, ..Options::default() };
+    let machine = linked((0..5).map(|node| numa(node, GIB)).collect());
+    let refusal = refusal(&Toy::llama(), &machine, &options);
+    assert!(refusal.contains("4 attention heads are too few for 5 devices"), "{refusal}");
+}
+
+#[test]
+fn throughput_spreads_work_that_latency_keeps_together() {
+    let toy = Toy { layers: 8, ..Toy::llama() };
+    let machine = machines::two_numa();
+    let options = |objective| Options { objective, max_sequences: 4, ..Options::default() };
+    let busiest = |objective| {
+        let plan = plan(&toy, &machine, &options(objective));
+        plan.forecast.programs.last().expect("there is a decode program").busiest_lane_nanos
+    };
+    assert!(busiest(Objective::Throughput) < busiest(Objective::Latency));
+}
+
+#[test]
+fn a_cache_budget_buys_whole_blocks_and_holds_one_context() {
+    let options =
+        |bytes| Options { kv_cache_bytes: Some(bytes), max_sequences: 8, ..Options::default() };
+    let machine = machines::two_numa();
+    // Two layers of keys and values, 2 heads of 16 features, 32 tokens of 4 bytes: 16 KiB a block, 8 a context.
+    let small = refusal(&Toy::llama(), &machine, &options(8 * 16_384 - 1));
+    assert!(small.contains("1 bytes short of one context of 256 tokens"), "{small}");
+    let blocks = |bytes| plan(&Toy::llama(), &machine, &options(bytes)).model.blocks;
+    assert_eq!(blocks(8 * 16_384), 8);
+    assert_eq!(blocks(20 * 16_384 + 5), 20);
+    // More than all sequences can fill is not taken.
+    assert_eq!(blocks(GIB), 64);
+}
+
+#[test]
+fn formats_follow_their_devices_and_spare_vectors_and_routers() {
+    let rule = "numa*=q8".parse().expect("it is a rule");
+    let options = Options { formats: vec![rule], ..Options::default() };
+    let plan = plan(&Toy::mixture(), &machines::two_numa(), &options);
+    for weight in plan.weights.rows() {
+        let is_spared = weight.shape.len() == 1 || weight.name.contains("router");
+        let expected = if is_spared { Format::F32 } else { Format::Q8 };
+        assert_eq!(weight.format, expected, "{}", weight.name);
+    }
+    assert!(plan.weights.rows().iter().any(|weight| weight.name.contains("router")));
+}
+
+#[test]
+fn a_format_without_a_rate_is_refused() {
+    let mut machine = linked(vec![numa(0, GIB)]);
+    for device in machine.devices.rows_mut() {
+        device.rates.linear.retain(|rate| rate.format != Format::Q4);
+    }
+    let rule = "q4".parse().expect("it is a rule");
+    let options = Options { formats: vec![rule], ..Options::default() };
+    let refusal = refusal(&Toy::llama(), &machine, &options);
+    assert!(refusal.contains("numa0 does not compute q4"), "{refusal}");
+}
+
+#[test]
+fn a_device_that_is_left_out_is_not_in_the_plan() {
+    let options = Options { without: vec!["gpu0".into()], ..Options::default() };
+    let plan = plan(&Toy::llama(), &machines::one_gpu_two_numa(), &options);
+    assert!(plan.machine.device("gpu0").is_none());
+    assert!(plan.machine.device("numa1").is_some());
+}
+
+#[test]
+fn a_device_without_links_takes_part_in_nothing_with_others() {
+    let mut machine = machines::two_numa();
+    machine.links.clear();
+    let request = parse_pipeline("numa0,numa1").expect("it is a request");
+    let refusal = refusal(&Toy::llama(), &machine, &Options { request, ..Options::default() });
+    assert!(refusal.contains("no link leads from numa0 to numa1"), "{refusal}");
+    assert_eq!(plan(&Toy::llama(), &machine, &Options::default()).forecast.candidates.len(), 2);
+}
+
+#[test]
+fn seventy_billion_parameters_over_eight_devices_take_less_than_a_second() {
+    let folder = tempfile::tempdir().expect("a folder for the headers");
+    MadeUp::llama(LlamaShape::LLAMA_70B).write(folder.path(), 4).expect("headers are written");
+    let mut devices: Vec<_> = (0..6).map(|ordinal| gpu(ordinal, 40 * GIB)).collect();
+    devices.extend((0..2).map(|node| numa(node, 128 * GIB)));
+    let machine = linked(devices);
+    // The best of three: other tests run beside this one.
+    let compile = || {
+        let start = Instant::now();
+        let model = models::lower(folder.path()).expect("the headers are a model");
+        let plan = compiler::compile(&model, &machine, &Options::default(), &mut |_, _| ());
+        plan.and_then(|plan| plan.to_ron()).expect("it fits");
+        start.elapsed()
+    };
+    let fastest = (0..3).map(|_| compile()).min().expect("it was compiled");
+    assert!(fastest < Duration::from_secs(1), "it took {fastest:?}");
+}

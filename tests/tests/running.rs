@@ -1,0 +1,270 @@
+//! How plans are run: batches, runs in flight, failures, and what is refused.
+
+mod common;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use common::{Shape, compile, engine, written};
+use executor::batch::Batch;
+use executor::engine::Engine;
+use executor::load::{self, Fault, FaultKind, Options, PlanFile};
+use ir::plan::Plan;
+
+const MODEL: &str = "llama3";
+
+fn prompt(length: usize) -> Vec<u32> {
+    (0..length).map(|i| (i * 37 % 700) as u32 + 3).collect()
+}
+
+/// Logits after each of some prompts, fed together.
+fn logits(engine: &mut Engine, prompts: &[Vec<u32>]) -> Vec<Vec<f32>> {
+    let ids: Vec<_> = prompts
+        .iter()
+        .map(|prompt| {
+            let id = engine.open();
+            engine.append(id, prompt).unwrap();
+            id
+        })
+        .collect();
+    let logits = engine.advance(&ids).unwrap();
+    ids.into_iter().for_each(|id| engine.close(id));
+    logits
+}
+
+/// The largest difference of two lists of numbers.
+fn distance(a: &[f32], b: &[f32]) -> f32 {
+    assert_eq!(a.len(), b.len());
+    a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max)
+}
+
+#[test]
+fn runs_of_one_plan_are_the_same_bit_for_bit() {
+    for shape in Shape::ALL {
+        let plan = compile(MODEL, shape, |_| ());
+        let mut engines = [0, 1].map(|_| engine(&plan, &Options::default()));
+        let [first, second] =
+            engines.each_mut().map(|engine| logits(engine, &[prompt(40), prompt(7)]));
+        let bits = |logits: &[Vec<f32>]| -> Vec<Vec<u32>> {
+            logits.iter().map(|row| row.iter().map(|x| x.to_bits()).collect()).collect()
+        };
+        assert_eq!(bits(&first), bits(&second), "{shape:?}");
+        let again = logits(&mut engines[0], &[prompt(40), prompt(7)]);
+        assert_eq!(bits(&first), bits(&again), "{shape:?}");
+    }
+}
+
+#[test]
+fn sequences_of_a_batch_do_not_mix() {
+    for shape in Shape::ALL {
+        let plan = compile(MODEL, shape, |_| ());
+        let mut engine = engine(&plan, &Options::default());
+        let prompts = [prompt(5), prompt(33), prompt(1), prompt(18)];
+        let together = logits(&mut engine, &prompts);
+        for (prompt, together) in prompts.iter().zip(&together) {
+            let alone = logits(&mut engine, std::slice::from_ref(prompt));
+            assert!(distance(&alone[0], together) < 1e-4, "{shape:?} {}", prompt.len());
+        }
+    }
+}
+
+#[test]
+fn chunks_in_flight_give_what_one_run_gives() {
+    for shape in Shape::ALL {
+        let whole = logits(
+            &mut engine(&compile(MODEL, shape, |_| ()), &Options::default()),
+            &[prompt(61), prompt(20)],
+        );
+        let plan = compile(MODEL, shape, |options| options.prefill_tokens = 4);
+        let chunked = logits(&mut engine(&plan, &Options::default()), &[prompt(61), prompt(20)]);
+        for (whole, chunked) in whole.iter().zip(&chunked) {
+            assert!(distance(whole, chunked) < 1e-4, "{shape:?}");
+        }
+    }
+}
+
+#[test]
+fn decoding_gives_what_feeding_again_gives() {
+    for shape in Shape::ALL {
+        let plan = compile(MODEL, shape, |_| ());
+        let mut engine = engine(&plan, &Options::default());
+        let ids = [engine.open(), engine.open(), engine.open()];
+        for (i, &id) in ids.iter().enumerate() {
+            engine.append(id, &prompt(10 + i)).unwrap();
+        }
+        engine.advance(&ids).unwrap();
+        for token in [11, 200, 3] {
+            ids.iter().for_each(|&id| engine.append(id, &[token]).unwrap());
+            let decoded = engine.advance(&ids).unwrap();
+            for (&id, decoded) in ids.iter().zip(&decoded) {
+                let tokens = engine.tokens(id).to_vec();
+                let again = logits(&mut engine, &[tokens]);
+                assert!(distance(&again[0], decoded) < 1e-4, "{shape:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn every_failing_step_ends_its_run_and_is_named() {
+    for shape in Shape::ALL {
+        let plan = compile(MODEL, shape, |_| ());
+        let steps = plan.programs[0].steps.rows();
+        for (i, step) in steps.iter().enumerate().step_by(5) {
+            let kind = if i % 2 == 0 { FaultKind::Error } else { FaultKind::Panic };
+            let fault = Some(Fault { step: step.name.clone(), kind });
+            let mut engine = engine(&plan, &Options { fault, ..Options::default() });
+            let id = engine.open();
+            engine.append(id, &prompt(9)).unwrap();
+            let start = Instant::now();
+            let error = format!("{:#}", engine.advance(&[id]).unwrap_err());
+            assert!(start.elapsed() < Duration::from_secs(1), "{shape:?} {}", step.name);
+            assert!(error.contains(&step.name) && error.contains("numa"), "{error}");
+            assert!(error.contains("was injected"), "{error}");
+        }
+    }
+}
+
+#[test]
+fn an_engine_goes_on_after_a_failure() {
+    let plan = compile(MODEL, Shape::Pipeline, |_| ());
+    let step = plan.programs[0].steps.rows()[3].name.clone();
+    let fault = Some(Fault { step, kind: FaultKind::Panic });
+    let mut engine = engine(&plan, &Options { fault, ..Options::default() });
+    for _ in 0..3 {
+        let id = engine.open();
+        engine.append(id, &prompt(9)).unwrap();
+        assert!(engine.advance(&[id]).is_err());
+        engine.close(id);
+    }
+}
+
+#[test]
+fn a_trace_has_every_step_of_every_run_in_order() {
+    let plan = compile(MODEL, Shape::Shared, |_| ());
+    let mut engine = engine(&plan, &Options { trace: true, ..Options::default() });
+    logits(&mut engine, &[prompt(9)]);
+    logits(&mut engine, &[prompt(3), prompt(4)]);
+    let trace = engine.executor().trace().unwrap();
+    assert_eq!(trace.runs.len(), 2);
+    assert_eq!((trace.runs[1].tokens, trace.runs[1].sequences), (7, 2));
+    for (number, run) in (0..).zip(&trace.runs) {
+        let program = &plan.programs[run.program as usize];
+        let spans: Vec<_> = trace.spans.iter().filter(|span| span.run == number).collect();
+        assert_eq!(spans.len(), program.steps.len());
+        for span in &spans {
+            assert!(span.ready <= span.start && span.start <= span.end && span.end <= run.end);
+            for wait in &program.steps[span.step].waits {
+                let other = spans.iter().find(|other| other.step == *wait).unwrap();
+                assert!(other.end <= span.start, "{} starts before {wait}", span.step);
+            }
+        }
+    }
+    let text = trace.to_ron().unwrap();
+    assert_eq!(ir::trace::Trace::from_ron(&text).unwrap(), trace);
+    let perfetto = executor::trace::perfetto(&plan, &trace).unwrap();
+    let events: serde_json::Value = serde_json::from_str(&perfetto).unwrap();
+    assert!(events["traceEvents"].as_array().unwrap().len() > trace.spans.len());
+}
+
+#[test]
+fn what_does_not_fit_is_refused_by_name() {
+    let plan = compile(MODEL, Shape::One, |options| options.context = Some(48));
+    let mut engine = engine(&plan, &Options::default());
+    let id = engine.open();
+    let refused = |result: anyhow::Result<()>| format!("{:#}", result.unwrap_err());
+    let long = refused(engine.append(id, &prompt(49)));
+    assert!(long.contains("49 tokens are more than the plan's context of 48"), "{long}");
+    let unknown = refused(engine.append(id, &[1, 768]));
+    assert!(unknown.contains("token id 768") && unknown.contains("768 tokens"), "{unknown}");
+    let empty = refused(engine.advance(&[id]).map(drop));
+    assert!(empty.contains("no tokens"), "{empty}");
+    // Room for four sequences; the fifth finds none.
+    let ids: Vec<_> = (0..5).map(|_| engine.open()).collect();
+    ids.iter().for_each(|&id| engine.append(id, &prompt(48)).unwrap());
+    let full = refused(engine.advance(&ids).map(drop));
+    assert!(full.contains("the cache is full"), "{full}");
+}
+
+#[test]
+fn plans_that_do_not_fit_their_surroundings_are_refused() {
+    let plan = compile(MODEL, Shape::One, |_| ());
+    let refused = |plan: &Plan| {
+        let (_folder, file) = written(plan);
+        let error = load::load(file, &Options::default(), |_, _| ()).err().unwrap();
+        format!("{error:#}")
+    };
+    let mut elsewhere = plan.clone();
+    elsewhere.machine.host.cpus += 1;
+    let message = refused(&elsewhere);
+    assert!(message.contains("another machine") && message.contains("processors"), "{message}");
+    let mut changed = plan.clone();
+    changed.files.rows_mut()[0].fingerprint ^= 1;
+    let message = refused(&changed);
+    assert!(message.contains("model.safetensors") && message.contains("changed"), "{message}");
+
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("plan.ron");
+    let opened = |text: String| {
+        std::fs::write(&path, text).unwrap();
+        format!("{:#}", PlanFile::open(&path).err().unwrap())
+    };
+    let mut unsound = plan.clone();
+    for lane in &mut unsound.programs[0].lanes {
+        lane.steps.pop();
+    }
+    let message = opened(unsound.to_ron().unwrap());
+    assert!(message.contains("plan.ron is unsound"), "{message}");
+    let text = plan.to_ron().unwrap();
+    let message = opened(text.replace("version: 1", "version: 999"));
+    assert!(message.contains("plan.ron") && message.contains("version 999"), "{message}");
+    let message = opened(text[..text.len() / 2].to_owned());
+    assert!(message.contains("plan.ron"), "{message}");
+}
+
+#[test]
+fn an_aborted_feed_is_fed_again_whole() {
+    for shape in Shape::ALL {
+        let plan = compile(MODEL, shape, |options| options.prefill_tokens = 4);
+        let mut engine = engine(&plan, &Options::default());
+        let expected = logits(&mut engine, &[prompt(61)]);
+        let id = engine.open();
+        engine.append(id, &prompt(61)).unwrap();
+        for micros in [0, 50, 200, 500, 1000, 2000] {
+            let abort = Arc::new(AtomicBool::new(false));
+            let raised = Arc::clone(&abort);
+            let raiser = thread::spawn(move || {
+                thread::sleep(Duration::from_micros(micros));
+                raised.store(true, Ordering::Relaxed);
+            });
+            let timings = engine.generate(&[id], &abort, |_, _| Ok(Some(5))).unwrap();
+            assert!(timings.is_aborted);
+            raiser.join().unwrap();
+            engine.truncate(id, 20);
+            engine.append(id, &prompt(61)[20..]).unwrap();
+        }
+        let again = engine.advance(&[id]).unwrap();
+        assert!(distance(&expected[0], &again[0]) < 1e-4, "{shape:?}");
+    }
+}
+
+#[test]
+fn a_closed_executor_leaves_nobody_waiting() {
+    let plan = compile(MODEL, Shape::Pipeline, |_| ());
+    let (_folder, file) = written(&plan);
+    let executor = load::load(file, &Options::default(), |_, _| ()).unwrap();
+    let runs: Vec<_> = (0..200)
+        .map(|_| {
+            let mut batch = Batch::default();
+            batch.push(&prompt(200), 0, 200, &(0..20).collect::<Vec<_>>(), false);
+            executor.start(0, batch).unwrap()
+        })
+        .collect();
+    let start = Instant::now();
+    drop(executor);
+    let cancelled = runs.into_iter().filter_map(|run| run.wait().err()).count();
+    assert!(start.elapsed() < Duration::from_secs(1));
+    assert!(cancelled > 0, "some of 200 runs had not ended");
+}

@@ -1,0 +1,133 @@
+//! Whatever the compiler makes of random models, machines and requests is sound, and no harm to it goes unnoticed.
+
+mod wishes;
+
+use ir::check::{check, memory};
+use ir::id::{Id as _, StepId};
+use ir::machine::Machine;
+use ir::plan::{Plan, Program};
+use proptest::prelude::*;
+use proptest::sample::Index;
+use proptest::strategy::ValueTree as _;
+use tests::toys::Toy;
+use wishes::{Wishes, machine, toy, wishes};
+
+/// The plan, or nothing where the wishes cannot be had.
+fn compiled(toy: &Toy, machine: &Machine, wishes: &Wishes) -> Option<Plan> {
+    wishes::compiled(&toy.model().expect("the toy is a model"), machine, wishes)
+}
+
+#[test]
+fn most_wishes_can_be_had() {
+    let mut runner = proptest::test_runner::TestRunner::deterministic();
+    let mut had = 0;
+    for _ in 0..64 {
+        let strategy = (toy(), machine(), wishes());
+        let tree = strategy.new_tree(&mut runner).expect("the strategy rejects nothing");
+        let (toy, machine, wishes) = tree.current();
+        had += usize::from(compiled(&toy, &machine, &wishes).is_some());
+    }
+    assert!(had >= 32, "{had} of 64 make a plan, so the tests here test little");
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 256, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn what_is_compiled_is_sound(toy in toy(), machine in machine(), wishes in wishes()) {
+        if let Some(plan) = compiled(&toy, &machine, &wishes) {
+            let found: Vec<String> = check(&plan).iter().map(ToString::to_string).collect();
+            prop_assert_eq!(found, Vec::<String>::new());
+            prop_assert_eq!(memory(&plan), plan.forecast.devices.clone());
+            for (before, device) in machine.devices.rows().iter().zip(plan.forecast.devices.rows()) {
+                let held = device.weight_bytes + device.cache_bytes + device.buffer_bytes;
+                prop_assert!(held <= before.memory_bytes, "{} holds {}", before.name, held);
+            }
+        }
+    }
+
+    #[test]
+    fn the_same_inputs_give_the_same_bytes(toy in toy(), machine in machine(), wishes in wishes()) {
+        if let Some(plan) = compiled(&toy, &machine, &wishes) {
+            let text = plan.to_ron().expect("a plan can be written");
+            let again = compiled(&toy, &machine, &wishes).expect("it was compiled before");
+            prop_assert_eq!(&text, &again.to_ron().expect("a plan can be written"));
+            prop_assert_eq!(Plan::from_ron(&text).expect("a plan can be read"), plan);
+        }
+    }
+
+    #[test]
+    fn every_wait_is_needed(toy in toy(), machine in machine(), wishes in wishes()) {
+        let Some(plan) = compiled(&toy, &machine, &wishes) else { return Ok(()) };
+        let steps = &plan.programs[0].steps;
+        for step in steps.ids() {
+            for wait in 0..steps[step].waits.len() {
+                let mut plan = plan.clone();
+                let lost = plan.programs[0].steps[step].waits.remove(wait);
+                prop_assert!(!check(&plan).is_empty(), "{step} needs no wait for {lost}");
+            }
+        }
+    }
+
+    #[test]
+    fn no_harm_goes_unnoticed(
+        toy in toy(),
+        machine in machine(),
+        wishes in wishes(),
+        harms in prop::collection::vec((0u8..6, any::<Index>()), 8),
+    ) {
+        let Some(plan) = compiled(&toy, &machine, &wishes) else { return Ok(()) };
+        for (kind, at) in harms {
+            let mut harmed = plan.clone();
+            let program = &mut harmed.programs[0];
+            let step = StepId::from_index(at.index(program.steps.len()));
+            if let Some(harm) = harm(program, kind, step) {
+                prop_assert!(!check(&harmed).is_empty(), "{harm} goes unnoticed");
+            }
+        }
+    }
+}
+
+/// Does one step of a program some harm, and says what; nothing where the step cannot be harmed so.
+fn harm(program: &mut Program, kind: u8, id: StepId) -> Option<String> {
+    let lane = program.lanes.iter().position(|lane| lane.steps.contains(&id))?;
+    let place = program.lanes[lane].steps.iter().position(|&step| step == id)?;
+    let before = place.checked_sub(1).map(|before| program.lanes[lane].steps[before]);
+    let step = program.steps[id].clone();
+    Some(match kind {
+        0 => {
+            let buffer = *step.frees.first()?;
+            program.steps[id].frees.remove(0);
+            format!("a leak of {buffer}")
+        }
+        1 => {
+            let before = before?;
+            let buffer = *step.frees.iter().find(|buffer| step.reads.contains(buffer))?;
+            program.steps[id].frees.retain(|&freed| freed != buffer);
+            program.steps[before].frees.push(buffer);
+            format!("an early end of {buffer}")
+        }
+        2 => {
+            let before = before?;
+            let made = &program.steps[before].writes;
+            step.reads.iter().find(|read| made.contains(read))?;
+            program.lanes[lane].steps.swap(place - 1, place);
+            format!("{id} before {before}")
+        }
+        3 => {
+            program.lanes[lane].steps.remove(place);
+            format!("a lost {id}")
+        }
+        4 => {
+            program.steps[id].waits.push(*program.lanes[lane].steps.last()?);
+            format!("a wait of {id} for the end of its lane")
+        }
+        _ => {
+            let buffer = *step.writes.first()?;
+            let device = program.buffers[buffer].device;
+            let other = ir::id::DeviceId::from_index(device.index() + 1);
+            program.buffers[buffer].device = other;
+            format!("{buffer} on {other}")
+        }
+    })
+}
