@@ -16,7 +16,7 @@ pub struct Difference {
     pub after: String,
     /// The relative change of a time or of bytes; negative is less.
     pub change: Option<f64>,
-    /// Index of the first block it is about, in the second scene.
+    /// Index of the first block it is about, in the first scene.
     pub block: Option<usize>,
 }
 
@@ -153,7 +153,7 @@ fn compare_blocks(
             before: format!("{}, {verb} {}", key.0, quantity::nanos(before_nanos as f64)),
             after: format!("{}, {verb} {}", key.1, quantity::nanos(after_nanos as f64)),
             change: relative(before_nanos, after_nanos),
-            block: Some(b),
+            block: Some(a),
         });
         at = end;
     }

@@ -54,12 +54,14 @@ pub fn show(ui: &mut Ui, scene: &Scene, other: Option<Other<'_>>, view: &mut Vie
     });
 }
 
-/// All blocks of a program as cells in the colors of their devices; width is predicted time.
-fn strip(ui: &mut Ui, colors: &Scene, scene: &Scene, title: &str, program: &str, view: &mut View) {
+/// All blocks of a program as cells in the colors of their devices. Colors and selection are those of `first`.
+fn strip(ui: &mut Ui, first: &Scene, scene: &Scene, title: &str, program: &str, view: &mut View) {
     let Some(number) = scene.programs.iter().position(|other| other.name == program) else {
         ui.label(format!("{title}: no program {program}"));
         return;
     };
+    let home = first.programs.iter().find(|other| other.name == program);
+    let home = home.map(|program| program.blocks.as_slice()).unwrap_or_default();
     let program = &scene.programs[number];
     let summary = &scene.summaries[number];
     let measured =
@@ -83,8 +85,8 @@ fn strip(ui: &mut Ui, colors: &Scene, scene: &Scene, title: &str, program: &str,
         let parts = block.devices.len().max(1) as f32;
         for (part, &device) in block.devices.iter().enumerate() {
             let name = scene.device_name(device);
-            let known = colors.devices.iter().position(|device| device.name == name);
-            let color = known.map_or(egui::Color32::GRAY, |device| theme::device(colors, device));
+            let known = first.devices.iter().position(|device| device.name == name);
+            let color = known.map_or(egui::Color32::GRAY, |device| theme::device(first, device));
             let top = cell.top() + cell.height() * part as f32 / parts;
             let height = cell.height() / parts;
             ui.painter().rect_filled(
@@ -106,8 +108,8 @@ fn strip(ui: &mut Ui, colors: &Scene, scene: &Scene, title: &str, program: &str,
                 egui::Color32::BLACK,
             );
         }
-        if matches!(view.selection, Selection::Blocks(first, last) if (first..=last).contains(&number))
-        {
+        let Some(same) = home.iter().position(|other| other.name == block.name) else { continue };
+        if matches!(view.selection, Selection::Blocks(from, to) if (from..=to).contains(&same)) {
             ui.painter().rect_stroke(
                 cell,
                 1.0,
@@ -116,7 +118,7 @@ fn strip(ui: &mut Ui, colors: &Scene, scene: &Scene, title: &str, program: &str,
             );
         }
         if clicked.is_some_and(|at| cell.contains(at)) {
-            view.selection = Selection::Blocks(number, number);
+            view.selection = Selection::Blocks(same, same);
         }
     }
     ui.add_space(4.0);

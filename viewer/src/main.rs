@@ -10,6 +10,7 @@ use viewer::document::{Document, is_trace};
 use viewer::picture::Shot;
 use viewer::recent::Recent;
 use viewer::search;
+use viewer::theme::{self, Coloring};
 use viewer::view::{Panel, Selection};
 use viewer::what_if;
 
@@ -27,6 +28,9 @@ struct Arguments {
     /// The panel to start with.
     #[arg(long, value_enum)]
     panel: Option<Panel>,
+    /// What colors say at the start.
+    #[arg(long, value_enum)]
+    color: Option<Coloring>,
     /// The program to start with.
     #[arg(long, requires = "plan")]
     program: Option<String>,
@@ -81,10 +85,10 @@ fn run(arguments: Arguments) -> Result<()> {
             .with_drag_and_drop(true),
         ..eframe::NativeOptions::default()
     };
-    let theme = if arguments.light { egui::Theme::Light } else { egui::Theme::Dark };
+    let chosen = if arguments.light { egui::Theme::Light } else { egui::Theme::Dark };
     let create: eframe::AppCreator<'_> = Box::new(move |created| {
-        viewer::theme::install(&created.egui_ctx);
-        created.egui_ctx.set_theme(theme);
+        theme::install(&created.egui_ctx);
+        created.egui_ctx.set_theme(chosen);
         Ok(Box::new(viewer))
     });
     // The error of the window system is not `Sync`.
@@ -97,6 +101,9 @@ fn run(arguments: Arguments) -> Result<()> {
 fn choose(viewer: &mut Viewer, arguments: &Arguments) -> Result<()> {
     if let Some(panel) = arguments.panel {
         viewer.view.panel = panel;
+    }
+    if let Some(color) = arguments.color {
+        viewer.view.coloring = color;
     }
     let Some(document) = &viewer.document else { return Ok(()) };
     let scene = &document.scene;

@@ -14,6 +14,17 @@ pub fn nanos(nanos: f64) -> String {
     }
 }
 
+/// A time on an axis whose ticks are `step` apart: as many decimals as tell them apart.
+pub fn nanos_in_steps(nanos: f64, step: f64) -> String {
+    let units = [(1e9, "s"), (1e6, "ms"), (1e3, "µs"), (1.0, "ns")];
+    // The unit of a few steps, so that neighbours have the same one.
+    let (size, unit) =
+        units.into_iter().find(|(size, _)| step * 5.0 >= *size).unwrap_or((1.0, "ns"));
+    let decimals = (-(step / size).log10()).ceil().clamp(0.0, 3.0) as usize;
+    // Not the −0 that rounding leaves.
+    format!("{:.decimals$} {unit}", nanos / size + 0.0)
+}
+
 /// A difference of times, with its sign.
 pub fn nanos_change(change: f64) -> String {
     signed(change, nanos(change.abs()))
@@ -76,6 +87,14 @@ fn figures(value: f64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn neighbouring_ticks_differ() {
+        assert_eq!(nanos_in_steps(124_050_000.0, 50_000.0), "124050 µs");
+        assert_eq!(nanos_in_steps(-0.0, 20e6), "0 ms");
+        assert_eq!(nanos_in_steps(1.5e9, 500e6), "1.5 s");
+        assert_eq!(nanos_in_steps(300.0, 100.0), "0.3 µs");
+    }
 
     #[test]
     fn quantities_keep_three_figures_and_change_units_before_four() {

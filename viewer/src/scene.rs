@@ -99,6 +99,8 @@ pub struct Program {
     pub is_decode: bool,
     /// The most tokens of one run.
     pub max_tokens: u32,
+    /// For decode, the tokens of each sequence that the forecast takes to be cached.
+    pub cached_tokens: Option<u32>,
     /// The compiler's forecast of one run.
     pub forecast_nanos: Option<u64>,
     /// By number.
@@ -370,6 +372,7 @@ fn program_scene(plan: &Plan, program: &ir::plan::Program) -> Program {
         name: program.name.clone(),
         is_decode: program.phase == Phase::Decode,
         max_tokens: program.max.tokens,
+        cached_tokens: (program.phase == Phase::Decode).then_some(plan.model.context / 2),
         forecast_nanos: plan
             .forecast
             .programs

@@ -23,7 +23,7 @@ pub fn install(context: &Context) {
 }
 
 /// What the color of a block or span says.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Coloring {
     /// Where it runs.
     Device,

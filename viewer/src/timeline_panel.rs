@@ -67,7 +67,7 @@ pub fn show(ui: &mut Ui, scene: &Scene, view: &mut View) {
         frame
     });
     let frame = scrolled.inner;
-    draw_axis(ui, scene, &frame, axis);
+    draw_axis(ui, scene, view, &frame, axis);
     draw_runs(ui, scene, view, &frame, runs);
     legend(ui, scene);
 }
@@ -92,7 +92,7 @@ fn visible(scene: &Scene, view: &mut View) -> (f64, f64) {
     time
 }
 
-fn draw_axis(ui: &Ui, scene: &Scene, frame: &Frame, rect: Rect) {
+fn draw_axis(ui: &Ui, scene: &Scene, view: &View, frame: &Frame, rect: Rect) {
     let painter = ui.painter();
     let width = frame.to - frame.from;
     // A tick about every 110 points, at 1, 2 or 5 times a power of ten.
@@ -101,17 +101,20 @@ fn draw_axis(ui: &Ui, scene: &Scene, frame: &Frame, rect: Rect) {
     let step = [1.0, 2.0, 5.0, 10.0].map(|times| times * power);
     let step = step.into_iter().find(|&step| step >= rough).unwrap_or(rough).max(1.0);
     let line = Stroke::new(1.0, ui.visuals().widgets.noninteractive.bg_stroke.color);
-    let first = (frame.from / step).ceil();
+    // Within a trace, what matters is the time since the run began.
+    let run = view.run.and_then(|run| scene.runs.get(run));
+    let origin = run.map_or(0.0, |run| run.start as f64);
+    let first = ((frame.from - origin) / step).ceil();
     // Counted, because adding to large times may leave them as they are.
     for tick in 0..100 {
-        let time = (first + f64::from(tick)) * step;
+        let since = (first + f64::from(tick)) * step;
+        let time = origin + since;
         if time > frame.to {
             break;
         }
         let x = frame.x(time);
         painter.vline(x, rect.top() + 12.0..=rect.bottom(), line);
-        // Not the −0 that rounding leaves.
-        let text = quantity::nanos(time + 0.0);
+        let text = quantity::nanos_in_steps(since, step);
         painter.text(
             pos2(x + 3.0, rect.top()),
             Align2::LEFT_TOP,
@@ -363,6 +366,9 @@ fn legend(ui: &mut Ui, scene: &Scene) {
             color,
             if scene.runs.is_empty() { "critical path" } else { "critical path of the run" },
         );
-        ui.small("· wheel or W S zoom, drag or A D pan, shift-drag adds up, F fits");
+        // Only where it does not push the panel wider.
+        if ui.available_width() > 420.0 {
+            ui.small("· wheel or W S zoom, drag or A D pan, shift-drag adds up, F fits");
+        }
     });
 }

@@ -18,6 +18,8 @@ pub struct Summary {
     pub runs: usize,
     /// Tokens of those runs, where that is less than the prediction is for.
     pub fewer_tokens: Option<u32>,
+    /// Tokens cached in a decode's median run, where that is far from what the prediction is for: both.
+    pub other_cached: Option<(u32, u32)>,
     /// For each device, then for movement: time on the critical path, measured if there is a trace.
     pub critical_nanos: Vec<u64>,
     /// The whole of that path, waiting included.
@@ -72,6 +74,13 @@ impl Scene {
                 .filter(|&run| Some(self.runs[run].tokens) == tokens)
                 .count(),
             fewer_tokens: tokens.filter(|&tokens| tokens < row.max_tokens),
+            other_cached: typical.and_then(|run| {
+                let run = &self.runs[run];
+                let predicted = row.cached_tokens?.saturating_mul(run.sequences);
+                // Within a factor of two, attention does not change a forecast much.
+                let alike = (predicted / 2..=predicted.saturating_mul(2)).contains(&run.past);
+                (!alike).then_some((predicted, run.past))
+            }),
             critical_end: timing.nanos(),
             critical_nanos,
             bottleneck,
@@ -166,7 +175,8 @@ impl Scene {
 
     /// `layers 3–17, layer 20, lm_head`.
     pub fn blocks_text(&self, program: usize, blocks: &[usize]) -> String {
-        let rows = &self.programs[program].blocks;
+        let rows = self.programs.get(program).map(|p| p.blocks.as_slice()).unwrap_or_default();
+        let blocks: Vec<usize> = blocks.iter().copied().filter(|&b| b < rows.len()).collect();
         let mut parts: Vec<String> = Vec::new();
         let mut at = 0;
         while at < blocks.len() {
@@ -216,12 +226,15 @@ fn prediction_line(name: &str, summary: &Summary, max_tokens: u32) -> String {
     };
     let measured = quantity::nanos(measured as f64);
     let runs = format!("{} run{}", summary.runs, if summary.runs == 1 { "" } else { "s" });
+    let cached = summary.other_cached.map_or_else(String::new, |(predicted, measured)| {
+        format!("; predicted for {predicted} tokens cached, measured with {measured}")
+    });
     match (summary.fewer_tokens, summary.error()) {
         (Some(tokens), _) => format!(
             "{name}: predicted {predicted} for {max_tokens} tokens, measured {measured} for {tokens} (median of {runs})"
         ),
         (None, Some(error)) => format!(
-            "{name}: predicted {predicted}, measured {measured} (median of {runs}): {}",
+            "{name}: predicted {predicted}, measured {measured} (median of {runs}): {}{cached}",
             quantity::change(error)
         ),
         (None, None) => format!("{name}: measured {measured} (median of {runs}), not predicted"),

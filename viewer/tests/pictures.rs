@@ -1,0 +1,136 @@
+//! Pictures and exports of made-up plans, compared with ones that someone has looked at.
+//!
+//! `BLESS=1 cargo test -p viewer --test pictures` writes them anew.
+
+mod made_up;
+
+use std::fs::{self, File};
+use std::io::BufReader;
+use std::path::{Path, PathBuf};
+
+use made_up::{Style, Wish};
+use tempfile::TempDir;
+use viewer::Viewer;
+use viewer::document::Document;
+use viewer::picture::Shot;
+use viewer::theme::Coloring;
+use viewer::view::{Panel, Selection};
+
+const SHOT: Shot = Shot { size: [1200.0, 760.0], scale: 1.0, dark: true };
+
+fn viewer(wish: Wish, spans: usize) -> Viewer {
+    let plan = made_up::plan(wish);
+    let trace = (spans > 0).then(|| made_up::trace(&plan, 7, spans));
+    Viewer::new(Some(Document::of(plan, trace, 7)), "hybridc".into())
+}
+
+fn check(name: &str, mut viewer: Viewer, shot: Shot) {
+    let known =
+        PathBuf::from(env!("CARGO_MANIFEST_DIR")).join(format!("tests/pictures/{name}.png"));
+    if std::env::var_os("BLESS").is_some() {
+        viewer.save_picture(false, &known, shot, None).expect("a picture can be written");
+        return;
+    }
+    let folder = tempfile::tempdir().expect("a temporary folder can be made");
+    let drawn = folder.path().join("drawn.png");
+    viewer.save_picture(false, &drawn, shot, None).expect("a picture can be written");
+    let (size, known_pixels) = read(&known);
+    let (drawn_size, pixels) = read(&drawn);
+    assert_eq!(size, drawn_size);
+    // Rounding differs between processors, by a shade here and there.
+    let differ = |(a, b): (&u8, &u8)| a.abs_diff(*b) > 24;
+    let count = known_pixels.iter().zip(&pixels).filter(|pair| differ(*pair)).count();
+    if count * 500 > pixels.len() {
+        let kept = folder.keep().join("drawn.png");
+        panic!(
+            "{count} of {} values differ from {}; see {}",
+            pixels.len(),
+            known.display(),
+            kept.display()
+        );
+    }
+}
+
+fn read(path: &Path) -> ((u32, u32), Vec<u8>) {
+    let file = File::open(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+    let mut reader = png::Decoder::new(BufReader::new(file)).read_info().expect("it is a PNG file");
+    let mut pixels = vec![0; reader.output_buffer_size().expect("it has a size")];
+    let info = reader.next_frame(&mut pixels).expect("it has a picture");
+    ((info.width, info.height), pixels)
+}
+
+#[test]
+fn a_pipeline_and_a_run_of_it_look_as_they_did() {
+    check("placement", viewer(Wish::new(12, 1, 2, Style::Pipeline), 200), SHOT);
+}
+
+#[test]
+fn a_selected_layer_is_shown_in_light_colors_with_its_reason() {
+    let mut viewer = viewer(Wish::new(12, 1, 2, Style::Pipeline), 200);
+    viewer.view.selection = Selection::Blocks(6, 6);
+    let scene = &viewer.document.as_ref().expect("it is open").scene;
+    viewer.view.unfold(scene, 6);
+    viewer.view.opened.insert(6);
+    viewer.view.scroll_to_selection = true;
+    check("selected", viewer, Shot { dark: false, ..SHOT });
+}
+
+#[test]
+fn a_timeline_of_tensor_parallel_devices_looks_as_it_did() {
+    let mut viewer = viewer(Wish::new(4, 2, 0, Style::Tensor), 200);
+    viewer.view.panel = Panel::Timeline;
+    viewer.view.coloring = Coloring::Kind;
+    check("timeline", viewer, SHOT);
+}
+
+#[test]
+fn memory_and_steps_look_as_they_did() {
+    let mut memory = viewer(Wish::new(6, 1, 1, Style::Streaming), 100);
+    memory.view.panel = Panel::Memory;
+    check("memory", memory, SHOT);
+    let mut steps = viewer(Wish::new(6, 1, 1, Style::Streaming), 100);
+    steps.view.panel = Panel::Steps;
+    steps.view.coloring = Coloring::Error;
+    check("steps", steps, SHOT);
+}
+
+#[test]
+fn a_comparison_looks_as_it_did() {
+    let mut viewer = viewer(Wish::new(12, 1, 2, Style::Pipeline), 0);
+    let larger = Wish { gpu_layers: 8, ..Wish::new(12, 1, 2, Style::Pipeline) };
+    viewer.set_other(Document::of(made_up::plan(larger), None, 7));
+    check("compare", viewer, SHOT);
+}
+
+#[test]
+fn a_drawing_holds_the_words_of_the_window() {
+    let folder: TempDir = tempfile::tempdir().expect("a temporary folder can be made");
+    let path = folder.path().join("view.svg");
+    let mut viewer = viewer(Wish::new(12, 1, 2, Style::Pipeline), 200);
+    viewer.save_picture(true, &path, SHOT, None).expect("a drawing can be written");
+    let text = fs::read_to_string(path).expect("it was written");
+    assert!(text.starts_with("<svg ") && text.ends_with("</svg>\n"));
+    assert!(text.contains("Bottleneck: numa1"));
+    let count = |what: &str| text.matches(what).count();
+    assert_eq!(count("<g "), count("</g>"));
+    assert!(count("<rect ") > 100, "the bars are there");
+    assert!(!text.contains("NaN") && !text.contains("inf"));
+}
+
+#[test]
+fn a_trace_for_perfetto_has_every_span_twice() {
+    let folder: TempDir = tempfile::tempdir().expect("a temporary folder can be made");
+    let path = folder.path().join("trace.json");
+    let viewer = viewer(Wish::new(12, 1, 2, Style::Pipeline), 200);
+    viewer.save_perfetto(&path).expect("a trace can be written");
+    let text = fs::read_to_string(path).expect("it was written");
+    let json: serde_json::Value = serde_json::from_str(&text).expect("it is JSON");
+    let events = json["traceEvents"].as_array().expect("it has events");
+    let scene = &viewer.document.as_ref().expect("it is open").scene;
+    let spans: usize = scene.lanes.iter().map(|lane| lane.measured.rows().len()).sum();
+    // Once as measured, once as predicted.
+    let drawn = events.iter().filter(|event| event["ph"] == "X").count();
+    assert_eq!(drawn, 2 * spans);
+    let named = |name: &str| events.iter().any(|event| event["args"]["name"] == name);
+    assert!(named("gpu0 compute") && named("predicted"));
+}
