@@ -93,7 +93,7 @@ mod tests {
         assert_eq!(nanos_in_steps(124_050_000.0, 50_000.0), "124050 µs");
         assert_eq!(nanos_in_steps(-0.0, 20e6), "0 ms");
         assert_eq!(nanos_in_steps(1.5e9, 500e6), "1.5 s");
-        assert_eq!(nanos_in_steps(300.0, 100.0), "0.3 µs");
+        assert_eq!(nanos_in_steps(300.0, 100.0), "300 ns");
     }
 
     #[test]

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use ir::id::Id as _;
 
-use super::{Kind, Program};
+use super::{Kind, Program, Run, Times};
 
 /// One transformer block, or what stands before or behind them.
 #[derive(Clone, Debug, Default)]
@@ -17,9 +17,9 @@ pub struct Block {
     pub steps: Vec<usize>,
     /// Devices that compute it, in order.
     pub devices: Vec<usize>,
-    /// Sum of the estimates of its steps.
+    /// Time in which at least one of its steps is expected to run.
     pub predicted_nanos: u64,
-    /// Sum of the medians of its steps.
+    /// The median of the same over measured runs.
     pub measured_nanos: Option<u64>,
     /// Bytes of its weights.
     pub weight_bytes: u64,
@@ -148,7 +148,7 @@ fn block(program: &Program, name: &str, steps: Vec<usize>) -> Block {
     Block {
         name: name.to_owned(),
         number: block_name(name).1,
-        predicted_nanos: rows().map(|step| step.predicted_nanos).fold(0, u64::saturating_add),
+        predicted_nanos: worked_nanos(&steps, &program.predicted.times).unwrap_or(0),
         measured_nanos: None,
         weight_bytes: rows().map(|step| step.weight_bytes).fold(0, u64::saturating_add),
         cache_bytes: rows().map(|step| step.cache_bytes).fold(0, u64::saturating_add),
@@ -243,12 +243,26 @@ fn edges(program: &Program, planned: &ir::plan::Program) -> Vec<Edge> {
     edges
 }
 
-/// Adds up what was measured.
-pub(super) fn measure(program: &mut Program) {
+/// Fills in the median time that each block took in some runs.
+pub(super) fn measure(program: &mut Program, runs: &[&Run]) {
     for block in &mut program.blocks {
-        let medians = block.steps.iter().filter_map(|&step| program.steps[step].measured);
-        block.measured_nanos = medians
-            .map(|measured| measured.median_nanos)
-            .fold(None, |sum: Option<u64>, nanos| Some(sum.unwrap_or(0).saturating_add(nanos)));
+        let times = runs.iter().filter_map(|run| worked_nanos(&block.steps, &run.times));
+        let mut times: Vec<u64> = times.collect();
+        times.sort_unstable();
+        block.measured_nanos = times.get(times.len() / 2).copied();
     }
+}
+
+/// Time in which at least one of the steps runs: devices that work beside each other count once.
+fn worked_nanos(steps: &[usize], times: &[Option<Times>]) -> Option<u64> {
+    let spans = steps.iter().filter_map(|&step| times.get(step).copied().flatten());
+    let mut spans: Vec<(u64, u64)> = spans.map(|times| (times.start, times.end)).collect();
+    spans.sort_unstable();
+    let mut until = spans.first()?.0;
+    let mut worked = 0_u64;
+    for (start, end) in spans {
+        worked = worked.saturating_add(end.saturating_sub(start.max(until)));
+        until = until.max(end);
+    }
+    Some(worked)
 }

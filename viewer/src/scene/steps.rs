@@ -7,7 +7,7 @@ use ir::op::{Attention, Op};
 use ir::plan::{Action, Cache, ModelInfo, Phase, Plan, Program, Weight};
 use ir::tensor::{Extent, Format, TensorType};
 
-use super::{LaneKind, Scene};
+use super::{LaneKind, Run, Scene};
 
 /// One step of a program.
 #[derive(Clone, Debug)]
@@ -386,9 +386,9 @@ pub(super) fn measure(scene: &mut Scene) {
         let runs: Vec<_> = scene.runs.iter().filter(|run| run.program == number).collect();
         // Runs of fewer tokens say nothing of a prediction for more.
         let most = runs.iter().map(|run| run.tokens).max().unwrap_or(0);
+        let runs: Vec<&Run> = runs.into_iter().filter(|run| run.tokens == most).collect();
         for step in &mut program.steps {
-            let spans = runs.iter().filter(|run| run.tokens == most);
-            let spans = spans.filter_map(|run| run.times.get(step.number).copied().flatten());
+            let spans = runs.iter().filter_map(|run| run.times.get(step.number).copied().flatten());
             let mut nanos: Vec<u64> = spans.map(|times| times.end - times.start).collect();
             nanos.sort_unstable();
             if let (Some(&least_nanos), Some(&most_nanos)) = (nanos.first(), nanos.last()) {
@@ -397,6 +397,6 @@ pub(super) fn measure(scene: &mut Scene) {
                 step.measured = Some(Measured { count, median_nanos, least_nanos, most_nanos });
             }
         }
-        super::blocks::measure(program);
+        super::blocks::measure(program, &runs);
     }
 }
