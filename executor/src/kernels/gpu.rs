@@ -1,0 +1,11 @@
+//! GPU kernels in CubeCL's language: free functions that queue launches on pieces of device memory.
+//!
+//! - Activations are f32, row after row. Weights and caches are in their formats; sums are f32.
+//! - A launch neither allocates nor waits, so that a run of launches can be captured and replayed.
+//! - What changes from run to run (tokens, positions, lengths, blocks) is read from device memory.
+//! - The same kernels run on CUDA and, for tests without a GPU, on a Vulkan device in software.
+
+pub mod device;
+
+#[cfg(test)]
+mod testing;

@@ -1,0 +1,160 @@
+//! A GPU as kernels see it: its queue, its properties, and pieces of its memory.
+
+#![expect(unsafe_code, reason = "kernels are given raw pieces of device memory")]
+
+use anyhow::{Context as _, Result, ensure};
+use burn::tensor::{DType, Shape};
+use burn_cubecl::CubeDevice;
+use burn_cubecl::tensor::CubeTensor;
+use cubecl::bytes::Bytes;
+use cubecl::client::Client;
+use cubecl::prelude::{BufferArg, ElemType};
+use cubecl::server::Handle;
+
+/// Every piece of memory starts at a multiple of this many bytes: the widest load, and what each driver asks of
+/// the start of a binding.
+pub const ALIGNMENT: usize = 256;
+
+/// One GPU, opened: launches from one thread run in the order they are made.
+#[derive(Clone)]
+pub struct Gpu {
+    /// Burn's name for it.
+    pub device: CubeDevice,
+    /// Where launches are queued.
+    pub client: Client,
+}
+
+/// A stretch of device memory.
+#[derive(Clone, Debug)]
+pub struct Span {
+    handle: Handle,
+    bytes: usize,
+}
+
+impl Gpu {
+    /// Opens a GPU by the driver's ordinal.
+    ///
+    /// # Errors
+    /// When there is no driver, or no such GPU.
+    pub fn cuda(ordinal: usize) -> Result<Self> {
+        let device = CubeDevice::cuda(ordinal).map_err(anyhow::Error::from)?;
+        Ok(Self { client: device.client(), device })
+    }
+
+    /// Opens the first Vulkan device: in tests one in software.
+    ///
+    /// # Errors
+    /// When there is none.
+    pub fn vulkan() -> Result<Self> {
+        let kind = cubecl::device::WgpuDeviceKind::default();
+        let device = CubeDevice::wgpu(kind).map_err(anyhow::Error::from)?;
+        Ok(Self { client: device.client(), device })
+    }
+
+    /// Whether it is driven through CUDA: then vendor libraries and captured graphs are there.
+    pub fn is_cuda(&self) -> bool {
+        matches!(self.device, CubeDevice::Cuda(_))
+    }
+
+    /// Threads of a plane (a warp): 32 on every NVIDIA GPU, 4 to 8 on software devices.
+    pub fn plane(&self) -> u32 {
+        self.client.properties().hardware.plane_size_max
+    }
+
+    /// Multiprocessors, as far as the driver tells.
+    pub fn processors(&self) -> u32 {
+        self.client.properties().hardware.num_streaming_multiprocessors.unwrap_or(1)
+    }
+
+    /// Takes device memory of its own for as long as the span lives. It holds whatever was there.
+    pub fn allocate(&self, bytes: usize) -> Span {
+        let bytes = bytes.max(1).next_multiple_of(ALIGNMENT);
+        let handle = self.client.memory_persistent_allocation((), |()| self.client.empty(bytes));
+        Span { handle, bytes }
+    }
+
+    /// Copies host memory to the start of a span, in the order of launches.
+    ///
+    /// # Errors
+    /// When the span is shorter.
+    pub fn write(&self, span: &Span, bytes: &[u8]) -> Result<()> {
+        ensure!(bytes.len() <= span.bytes, "{} bytes are written to {}", bytes.len(), span.bytes);
+        if !bytes.is_empty() {
+            let part = span.part(0, bytes.len());
+            self.client.write(&part.handle, Bytes::from_bytes_vec(bytes.to_vec()));
+        }
+        Ok(())
+    }
+
+    /// Waits for the launches that were made and copies a span to the host.
+    ///
+    /// # Errors
+    /// When a launch failed.
+    pub fn read(&self, span: &Span) -> Result<Bytes> {
+        self.client.read_one(span.handle.clone()).context("reading GPU memory")
+    }
+
+    /// Waits for the launches that were made.
+    ///
+    /// # Errors
+    /// When the device failed.
+    pub fn sync(&self) -> Result<()> {
+        cubecl::future::block_on(self.client.sync()).context("waiting for the GPU")
+    }
+}
+
+impl Span {
+    /// Its length.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// `bytes` bytes from byte `start` on; `start` is a multiple of [`ALIGNMENT`].
+    ///
+    /// # Panics
+    /// When they lie beyond its end.
+    #[must_use]
+    pub fn part(&self, start: usize, bytes: usize) -> Self {
+        assert!(start + bytes <= self.bytes, "a part lies beyond its span");
+        assert!(start.is_multiple_of(ALIGNMENT), "a part starts at byte {start}");
+        let after = self.bytes - start - bytes;
+        let handle =
+            self.handle.clone().offset_start(start as u64).offset_end(after as u64);
+        Self { handle, bytes }
+    }
+
+    /// Its memory in CubeCL's terms.
+    pub fn handle(&self) -> &Handle {
+        &self.handle
+    }
+
+    /// As a kernel's argument: `count` elements or vectors of `size` bytes each.
+    ///
+    /// # Panics
+    /// When it is shorter than that.
+    pub fn argument(&self, count: usize, size: usize) -> BufferArg {
+        assert!(count * size <= self.bytes, "a kernel takes {count} · {size} of {} bytes", self.bytes);
+        // SAFETY: the span is as long as the argument says.
+        unsafe { BufferArg::from_raw_parts(self.handle.clone(), count) }
+    }
+
+    /// As a Burn tensor of `[rows, columns]` elements of 32 bits.
+    pub fn tensor(&self, gpu: &Gpu, rows: usize, columns: usize, dtype: DType) -> CubeTensor {
+        let shape = Shape::new([rows, columns]);
+        let bytes = rows * columns * size_of::<f32>();
+        let handle = self.part(0, bytes).handle;
+        CubeTensor::new_contiguous(gpu.client.clone(), gpu.device.clone(), shape, handle, dtype)
+    }
+}
+
+/// The element type of a kernel's generic float.
+pub(crate) fn element(dtype: ir::tensor::DType) -> ElemType {
+    use cubecl::ir::{FloatKind, IntKind};
+    use ir::tensor::DType as Stored;
+    match dtype {
+        Stored::F32 => ElemType::Float(FloatKind::F32),
+        Stored::F16 => ElemType::Float(FloatKind::F16),
+        Stored::Bf16 => ElemType::Float(FloatKind::BF16),
+        Stored::I32 => ElemType::Int(IntKind::I32),
+    }
+}

@@ -1,0 +1,36 @@
+//! What the kernels' tests share: a GPU, real or in software.
+
+use super::device::{Gpu, Span};
+
+/// The first CUDA device; where there is none, the first Vulkan device, which may be one in software.
+/// `None`, with the reason printed, where there is neither: then a test checks nothing.
+pub(crate) fn gpu() -> Option<Gpu> {
+    match Gpu::cuda(0).or_else(|_| Gpu::vulkan()) {
+        Ok(gpu) => Some(gpu),
+        Err(error) => {
+            eprintln!("skipped: no GPU, and no Vulkan device in software: {error:#}");
+            None
+        }
+    }
+}
+
+impl Gpu {
+    /// New device memory with these elements.
+    pub(crate) fn upload<T: bytemuck::NoUninit>(&self, elements: &[T]) -> Span {
+        let bytes: &[u8] = bytemuck::cast_slice(elements);
+        let span = self.allocate(bytes.len());
+        self.write(&span, bytes).unwrap();
+        span
+    }
+
+    /// The first `count` elements of a span.
+    pub(crate) fn download<T: bytemuck::AnyBitPattern>(&self, span: &Span, count: usize) -> Vec<T> {
+        let bytes = self.read(span).unwrap();
+        bytemuck::pod_collect_to_vec(&bytes[..count * size_of::<T>()])
+    }
+
+    /// New device memory whose every bit is set, so that an element that no kernel wrote shows as not a number.
+    pub(crate) fn poisoned(&self, bytes: usize) -> Span {
+        self.upload(&vec![0xff_u8; bytes])
+    }
+}
