@@ -11,7 +11,6 @@ use ir::dag::Node;
 use ir::graph::{Cause, Placed, PlacedGraph, Work};
 use ir::id::{BufferId, CauseId, CollectiveId, DeviceId, Id as _, StepId, Table, ValueId};
 use ir::layout::{Layout, Move};
-use ir::machine::DeviceKind;
 use ir::op::Op;
 use ir::plan::{Action, Buffer, Lane, Program, Queue, Step};
 
@@ -136,7 +135,9 @@ impl Draft<'_> {
             Move::Transfer { from, to } => {
                 let action =
                     Action::Move { movement: movement.clone(), collective: None, slice: None };
-                let lane = self.transfer_lane(*from, *to);
+                // The receiver copies, in the queue that uses the copy: the sender is done when its value is
+                // where others can read it.
+                let lane = (*to, Queue::Compute);
                 let reads = vec![self.buffer(input, *from)];
                 self.move_step(graph, node, lane, action, reads, *to, 0, cause)?;
             }
@@ -293,16 +294,6 @@ impl Draft<'_> {
             steps: self.steps,
             lanes,
             output,
-        }
-    }
-
-    /// NUMA nodes copy with the cores they compute with; a GPU has a queue for it.
-    fn transfer_lane(&self, from: DeviceId, to: DeviceId) -> (DeviceId, Queue) {
-        let kind = |device: DeviceId| &self.task.target.machine.devices[device].kind;
-        match (kind(from), kind(to)) {
-            (_, DeviceKind::Gpu { .. }) => (to, Queue::Copy),
-            (DeviceKind::Gpu { .. }, DeviceKind::Numa { .. }) => (from, Queue::Copy),
-            (DeviceKind::Numa { .. }, DeviceKind::Numa { .. }) => (to, Queue::Compute),
         }
     }
 

@@ -29,11 +29,11 @@ use crate::memory::Region;
 use crate::team::{Chunks, Team};
 
 /// Rows of a vector: 32-bit lanes of an AVX-512 register.
-pub(super) const VECTOR: usize = 16;
+pub const VECTOR: usize = 16;
 /// Rows of a panel.
-pub(super) const PANEL: usize = 2 * VECTOR;
+pub const PANEL: usize = 2 * VECTOR;
 /// Columns of a step of blocks.
-pub(super) const BLOCK_PAIR: usize = 2 * BLOCK;
+pub const BLOCK_PAIR: usize = 2 * BLOCK;
 /// Depth of a tile of bf16, which pads their columns.
 pub(super) const TILE_DEPTH: usize = 32;
 
@@ -93,6 +93,23 @@ pub fn pack(
     Ok(matrix)
 }
 
+/// Packs whole panels of 32 rows from `wide`, the rows of a matrix from the first panel's on, row after row. Rows
+/// that the last panel lacks are zeros.
+///
+/// # Panics
+/// When `packed` is not as long as the panels are.
+pub fn pack_rows(format: Format, columns: usize, wide: &[f32], packed: &mut [u8]) {
+    let size = panel_bytes(format, columns, 2);
+    assert_eq!(packed.len(), (wide.len() / columns).div_ceil(PANEL) * size, "panels of rows");
+    let rows = wide.chunks(PANEL * columns);
+    for (wide, packed) in rows.zip(packed.chunks_exact_mut(size)) {
+        let vectors = (wide.len() / columns).div_ceil(VECTOR);
+        packed.fill(0);
+        let packed = &mut packed[..panel_bytes(format, columns, vectors)];
+        pack_panel(format, columns, vectors, wide, packed);
+    }
+}
+
 impl PackedMatrix {
     /// How the elements are held.
     pub fn format(&self) -> Format {
@@ -139,7 +156,7 @@ impl PackedMatrix {
 }
 
 /// Columns with their padding.
-pub(super) fn padded(format: Format, columns: usize) -> usize {
+pub fn padded(format: Format, columns: usize) -> usize {
     match format {
         Format::F32 | Format::F16 => columns,
         Format::Bf16 => columns.next_multiple_of(TILE_DEPTH),
