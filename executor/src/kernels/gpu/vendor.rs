@@ -1,9 +1,10 @@
 //! Matrix products of many rows by the vendor's library (cuBLASLt), loaded at run time.
 //!
-//! - The library works on a stream of our own, since CubeCL's are private. The two streams hand the work over by
-//!   numbers in device memory: a one-thread kernel writes the turn's number, which our stream waits for; our
-//!   stream writes it back after the products, and a second kernel waits for that. So nothing waits on the
-//!   host, and no stream but these two is held up, as an event of the whole context would do.
+//! - The library works on a stream of our own, since CubeCL's are private. Events of the whole context put its work
+//!   between CubeCL's launches: all that was queued before a product ends before it, and what is queued after it
+//!   begins after it. Nothing waits on the host.
+//! - Numbers in device memory that one stream writes and another waits for would hold up no third stream, but they
+//!   stall on an H200.
 
 #![expect(
     unsafe_code,
@@ -15,27 +16,22 @@ use std::ffi::c_void;
 use std::sync::Arc;
 
 use anyhow::{Context as _, Result, bail, ensure};
-use cubecl::prelude::*;
 use cudarc::cublaslt::{result, sys};
-use cudarc::driver::{CudaContext, CudaStream, sys as driver};
+use cudarc::driver::{CudaContext, CudaEvent, CudaStream, sys as driver};
 use ir::tensor::DType;
 
-use super::device::{ALIGNMENT, Gpu, Span};
+use super::device::{Gpu, Span};
 
 /// Device memory that the library may use while it multiplies; NVIDIA advises 32 MiB for Hopper.
 pub const WORKSPACE_BYTES: usize = 32 << 20;
-
-/// Times a waiting kernel looks before it gives up: each look takes about a microsecond, so some seconds.
-const PATIENCE: u32 = 5_000_000;
 
 /// The library, ready on one GPU.
 pub struct Vendor {
     handle: sys::cublasLtHandle_t,
     stream: Arc<CudaStream>,
     workspace: Span,
-    /// Three numbers of 32 bits, one to an aligned part: our turn, their turn, turns given up.
-    turns: Span,
-    turn: u32,
+    /// The end of what CubeCL queued, then the end of the products.
+    turns: [CudaEvent; 2],
     plans: BTreeMap<Shape, Plan>,
 }
 
@@ -89,15 +85,13 @@ impl Vendor {
         let context = CudaContext::new(ordinal).context("opening the GPU's context")?;
         let stream = context.new_stream().context("making a stream for cuBLASLt")?;
         let handle = result::create_handle().context("starting cuBLASLt")?;
-        let turns = gpu.allocate(3 * ALIGNMENT)?;
-        gpu.write(&turns, &[0; 3 * ALIGNMENT])?;
-        gpu.sync()?;
+        let event = || context.new_event(None).context("making an event for cuBLASLt");
+        let turns = [event()?, event()?];
         Ok(Some(Self {
             handle,
             stream,
             workspace: gpu.allocate(WORKSPACE_BYTES)?,
             turns,
-            turn: 0,
             plans: BTreeMap::new(),
         }))
     }
@@ -114,49 +108,25 @@ impl Vendor {
                 self.plans.insert(shape, Plan::new(self.handle, shape)?);
             }
         }
-        self.turn = self.turn.wrapping_add(1);
-        let [ours, theirs, lost] = [0, 1, 2].map(|i| self.turns.part(i * ALIGNMENT, ALIGNMENT));
-        let (one, dim) = (CubeCount::Static(1, 1, 1), CubeDim::new_1d(1));
-        give_turn::launch(&gpu.client, one.clone(), dim, ours.argument(1, 4), self.turn);
-        self.wait_for(&ours)?;
+        // CubeCL queues launches through a thread of its own: what it has not passed on is not yet in the context.
+        gpu.client.flush().context("queueing launches")?;
+        let (context, stream) = (self.stream.context().cu_ctx(), self.stream.cu_stream());
+        let [before, after] = self.turns.each_ref().map(CudaEvent::cu_event);
+        // SAFETY: context, stream and events live as long as `self`.
+        unsafe { driver::cuCtxRecordEvent(context, before) }
+            .result()
+            .context("recording what a product comes after")?;
+        // SAFETY: as above.
+        unsafe { driver::cuStreamWaitEvent(stream, before, 0) }
+            .result()
+            .context("waiting for what a product comes after")?;
         for product in products {
             self.queue(product)?;
         }
-        self.return_turn(&theirs)?;
-        let (theirs, lost) = (theirs.argument(1, 4), lost.argument(1, 4));
-        await_turn::launch(&gpu.client, one, dim, theirs, lost, self.turn, PATIENCE);
-        Ok(())
-    }
-
-    /// Whether a waiting kernel has ever given up: then what came after it is wrong.
-    ///
-    /// # Errors
-    /// When the device failed.
-    pub fn has_lost_a_turn(&self, gpu: &Gpu) -> Result<bool> {
-        let lost = gpu.read(&self.turns.part(2 * ALIGNMENT, 4))?;
-        Ok(lost.iter().any(|&byte| byte != 0))
-    }
-
-    fn wait_for(&self, turn: &Span) -> Result<()> {
-        let equals = driver::CUstreamWaitValue_flags::CU_STREAM_WAIT_VALUE_EQ as u32;
-        // SAFETY: the stream and the address live as long as `self`.
-        let status = unsafe {
-            driver::cuStreamWaitValue32_v2(
-                self.stream.cu_stream(),
-                turn.address()?,
-                self.turn,
-                equals,
-            )
-        };
-        status.result().context("waiting for CubeCL's turn")
-    }
-
-    fn return_turn(&self, turn: &Span) -> Result<()> {
         // SAFETY: as above.
-        let status = unsafe {
-            driver::cuStreamWriteValue32_v2(self.stream.cu_stream(), turn.address()?, self.turn, 0)
-        };
-        status.result().context("returning CubeCL's turn")
+        unsafe { driver::cuEventRecord(after, stream) }.result().context("recording a product")?;
+        // SAFETY: as above.
+        unsafe { driver::cuCtxWaitEvent(context, after) }.result().context("waiting for a product")
     }
 
     fn queue(&self, product: &Product<'_>) -> Result<()> {
@@ -281,25 +251,6 @@ impl Plan {
     }
 }
 
-#[cube(launch)]
-fn give_turn(turn: &mut [Atomic<u32>], number: u32) {
-    turn[0].store(number);
-}
-
-#[cube(launch)]
-fn await_turn(turn: &mut [Atomic<u32>], lost: &mut [u32], number: u32, patience: u32) {
-    // Adding nothing reads what others have written, where a load might be taken out of the loop.
-    let mut seen = turn[0].fetch_add(0);
-    let mut looks = u32::new(0);
-    while seen != number && looks < patience {
-        seen = turn[0].fetch_add(0);
-        looks += 1;
-    }
-    if seen != number {
-        lost[0] = 1;
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use half::bf16;
@@ -355,6 +306,5 @@ mod tests {
                 );
             }
         }
-        assert!(!vendor.has_lost_a_turn(&gpu).unwrap());
     }
 }
