@@ -2,7 +2,7 @@
 
 #![expect(unsafe_code, reason = "kernels are launched without checks of every index")]
 
-use anyhow::{Result, ensure};
+use anyhow::Result;
 use cubecl::prelude::{Cast as _, *};
 use ir::op::NormKind;
 use ir::tensor::Format;
@@ -155,7 +155,8 @@ fn row_sum<N: Size>(
     let sum = plane_sum(sum);
     let planes = comptime!(UNITS / plane);
     let mut sums = Shared::<[f32]>::new_slice(planes);
-    if UNIT_POS as usize % plane == 0 {
+    let unit_of_plane = UNIT_POS as usize % plane;
+    if unit_of_plane == 0 {
         sums[UNIT_POS as usize / plane] = sum;
     }
     sync_cube();

@@ -87,7 +87,6 @@ fn unpack<F: Float, N: Size>(
 }
 
 #[cube]
-#[expect(clippy::too_many_arguments, reason = "a kernel's parts have no state of their own")]
 fn unpack_task<F: Float, N: Size>(
     weights: &[Words],
     walk: Walk,
