@@ -71,12 +71,15 @@ impl Gpu {
     }
 }
 
+/// Activations, in vectors.
+type Vectors<N> = Box<[Vector<f32, N>]>;
+
 /// Each unit writes a vector.
 #[cube(launch_unchecked)]
 fn finish<N: Size>(
-    products: &Sequence<Box<[Vector<f32, N>]>>,
-    biases: &Sequence<ComptimeOption<Box<[Vector<f32, N>]>>>,
-    residual: &ComptimeOption<Box<[Vector<f32, N>]>>,
+    products: &Sequence<Vectors<N>>,
+    biases: &Sequence<ComptimeOption<Vectors<N>>>,
+    residual: &ComptimeOption<Vectors<N>>,
     out: &mut [Vector<f32, N>],
     row_vectors: usize,
     #[comptime] then: Then,
@@ -107,7 +110,7 @@ fn finish<N: Size>(
 
 /// A vector; zeros where there is none.
 #[cube]
-fn value_at<N: Size>(values: &ComptimeOption<Box<[Vector<f32, N>]>>, at: usize) -> Vector<f32, N> {
+fn value_at<N: Size>(values: &ComptimeOption<Vectors<N>>, at: usize) -> Vector<f32, N> {
     #[comptime]
     match values.clone() {
         ComptimeOption::Some(values) => values[at],

@@ -93,8 +93,12 @@ impl Gpu {
         let panel = Panel { format: first.format(), columns: first.columns() };
         let matrices = linear.matrices_of_output();
         let plane = self.plane() as usize;
+        let cubes = linear.cubes(PANEL);
+        // A processor with one cube or two wants large ones, whose units have registers for one token.
+        let is_sparse = cubes < 2 * self.processors() && linear.tokens == 1;
+        let planes = if is_sparse { 2 * PANEL_PLANES } else { PANEL_PLANES };
         // The units of a gate have twice as many loads on their way.
-        let units = PANEL_PLANES / matrices * plane;
+        let units = planes / matrices * plane;
         let shape = Shape {
             tokens: linear.tokens,
             matrices,
@@ -107,7 +111,7 @@ impl Gpu {
         unsafe {
             panels::multiply_panels::launch_unchecked(
                 &self.client,
-                linear.cubes(PANEL),
+                CubeCount::new_1d(cubes),
                 CubeDim::new_1d(units as u32),
                 read_size(panel.columns),
                 linear.input(panel.covered()),
@@ -144,7 +148,7 @@ impl Gpu {
         unsafe {
             rows::multiply_rows::launch_unchecked(
                 &self.client,
-                linear.cubes(share.bands * shape.rows),
+                CubeCount::new_1d(linear.cubes(share.bands * shape.rows)),
                 CubeDim::new_2d(self.plane(), ROW_PLANES as u32),
                 read_size(share.columns),
                 linear.input(share.columns),
@@ -210,10 +214,8 @@ impl<'a> Linear<'a> {
     }
 
     /// A cube for each `tile` rows of each output.
-    fn cubes(&self, tile: usize) -> CubeCount {
-        let cubes: usize =
-            self.parts().map(|(matrices, _)| matrices[0].rows().div_ceil(tile)).sum();
-        CubeCount::new_1d(cubes as u32)
+    fn cubes(&self, tile: usize) -> u32 {
+        self.parts().map(|(matrices, _)| matrices[0].rows().div_ceil(tile) as u32).sum()
     }
 
     fn input<N: Size>(&self, covered: usize) -> InputLaunch<N> {

@@ -4,7 +4,7 @@
 pub(super) mod testing;
 
 use anyhow::{Result, bail, ensure};
-use ir::tensor::Format;
+use ir::tensor::{DType, Format};
 
 use super::device::Span;
 use crate::kernels::cpu::pack::packed_bytes;
@@ -163,11 +163,15 @@ impl Stack {
 
 /// Bytes of an element of a format without blocks.
 pub(super) fn float_bytes(format: Format) -> Result<usize> {
+    Ok(float_type(format)?.bytes() as usize)
+}
+
+/// The type of the elements of a format without blocks.
+pub(super) fn float_type(format: Format) -> Result<DType> {
     match format {
-        Format::F32 => Ok(4),
-        Format::F16 | Format::Bf16 => Ok(2),
-        Format::Q8 | Format::Q4 => {
-            bail!("blocks of {format} have no row-major layout: keep them in panels")
-        }
+        Format::F32 => Ok(DType::F32),
+        Format::F16 => Ok(DType::F16),
+        Format::Bf16 => Ok(DType::Bf16),
+        Format::Q8 | Format::Q4 => bail!("blocks of {format} are held in panels, and nowhere else"),
     }
 }

@@ -6,13 +6,13 @@ use anyhow::{Result, ensure};
 use cubecl::prelude::*;
 use ir::tensor::Format;
 
-use super::device::{Gpu, Span};
-use super::matrix::{LOAD_BYTES, Layout, Matrix, float_bytes};
+use super::device::{Gpu, Span, element};
+use super::matrix::{LOAD_BYTES, Layout, Matrix, float_bytes, float_type};
 use super::panel::{
     BLOCK_OFFSET, LOADS, Panel, Walk, block_factor, decode_codes, decode_floats, load_scales,
     load_task, panel_vectors, task_column,
 };
-use super::words::{Words, two_halves};
+use super::words::Words;
 use crate::kernels::cpu::pack::{BLOCK_PAIR, PANEL};
 
 /// Units of a cube; any whole number of planes would do.
@@ -28,7 +28,7 @@ impl Gpu {
         let (rows, columns) = (matrix.rows(), matrix.columns());
         let unpacked = Matrix::new(format, Layout::RowMajor, rows, columns, out.clone())?;
         let panel = Panel { format: matrix.format(), columns };
-        let words = store_words(panel, format);
+        let size = store_size(panel, format);
         let units = rows.div_ceil(PANEL) * panel.tasks() * panel.slots();
         let data = matrix.data();
         // SAFETY: the spans are as long as the shapes say, and the kernel stays within those.
@@ -37,12 +37,12 @@ impl Gpu {
                 &self.client,
                 CubeCount::new_1d(units.div_ceil(UNITS) as u32),
                 CubeDim::new_1d(UNITS as u32),
-                words,
+                size,
                 data.argument(data.bytes() / LOAD_BYTES, LOAD_BYTES),
-                out.argument(rows * columns * float_bytes(format)? / (4 * words), 4 * words),
+                out.argument(rows * columns / size, size * float_bytes(format)?),
                 rows,
                 panel,
-                format,
+                element(float_type(format)?),
             );
         }
         Ok(unpacked)
@@ -54,22 +54,22 @@ fn part_columns(panel: Panel) -> usize {
     panel.task_columns() / panel.blocks().max(1)
 }
 
-/// Words that a unit stores at once: 16 bytes where a task has as many neighbouring columns.
-fn store_words(panel: Panel, format: Format) -> usize {
+/// Elements that a unit stores at once: 16 bytes where a task has as many neighbouring columns.
+fn store_size(panel: Panel, format: Format) -> usize {
     match format {
         Format::F32 => 4,
-        Format::F16 | Format::Bf16 | Format::Q8 | Format::Q4 => 4.min(part_columns(panel) / 2),
+        Format::F16 | Format::Bf16 | Format::Q8 | Format::Q4 => 8.min(part_columns(panel)),
     }
 }
 
 /// Each unit writes a task.
 #[cube(launch_unchecked)]
-fn unpack<W: Size>(
+fn unpack<F: Float, N: Size>(
     weights: &[Words],
-    out: &mut [Vector<u32, W>],
+    out: &mut [Vector<F, N>],
     rows: usize,
     #[comptime] panel: Panel,
-    #[comptime] format: Format,
+    #[define(F)] _element: ElemType,
 ) {
     let units_of_panel = comptime!(panel.tasks() * panel.slots());
     let number = ABSOLUTE_POS / units_of_panel;
@@ -81,25 +81,23 @@ fn unpack<W: Size>(
         let walk = Walk { start: number * panel.stride(), vectors, slot: unit % slots };
         if task < panel.tasks() {
             let first_row = number * PANEL + walk.slot * panel.rows();
-            unpack_task(weights, walk, task, first_row, rows, out, panel, format);
+            unpack_task(weights, walk, task, first_row, rows, out, panel);
         }
     }
 }
 
 #[cube]
-#[expect(clippy::too_many_arguments, reason = "a kernel's parts have no state of their own")]
-fn unpack_task<W: Size>(
+fn unpack_task<F: Float, N: Size>(
     weights: &[Words],
     walk: Walk,
     task: usize,
     first_row: usize,
     rows: usize,
-    out: &mut [Vector<u32, W>],
+    out: &mut [Vector<F, N>],
     #[comptime] panel: Panel,
-    #[comptime] format: Format,
 ) {
+    let size = N::value();
     let part_columns = comptime!(part_columns(panel));
-    let words_of_four = comptime!(if matches!(format, Format::F32) { 4usize } else { 2 });
     let mut words = Array::<Words>::new(LOADS);
     load_task(weights, walk, task, &mut words, 0usize, panel);
     #[unroll]
@@ -110,19 +108,16 @@ fn unpack_task<W: Size>(
         } else {
             decode_part(weights, walk, task, &words, &mut values, part, panel);
         }
-        let width = W::value();
-        let stores = comptime!(part_columns / 4 * words_of_four / width);
         let first_column = task_column(task, panel) + comptime!(part * BLOCK_PAIR / 2);
         #[unroll]
         for row in 0..comptime!(panel.rows()) {
             #[unroll]
-            for store in 0..stores {
-                let columns_of_store = comptime!(part_columns / stores);
-                let column = first_column + comptime!(store * columns_of_store);
+            for store in 0..comptime!(part_columns / size) {
+                let column = first_column + comptime!(store * size);
                 if first_row + row < rows && column < panel.columns {
-                    let from = comptime!(row * part_columns + store * columns_of_store);
+                    let from = comptime!(row * part_columns + store * size);
                     let at = (first_row + row) * panel.columns + column;
-                    out[at / columns_of_store] = encode_columns(&values, from, format);
+                    out[at / size] = neighbours(&values, from);
                 }
             }
         }
@@ -158,23 +153,15 @@ fn decode_part(
     }
 }
 
-/// Neighbouring columns, from `values[first]` on, in as many words as they take.
+/// Elements `values[first..]`, as many as a vector takes.
 #[cube]
-pub(super) fn encode_columns<W: Size>(
-    values: &Array<f32>,
-    #[comptime] first: usize,
-    #[comptime] format: Format,
-) -> Vector<u32, W> {
-    let mut words = Vector::<u32, W>::empty();
+fn neighbours<F: Float, N: Size>(values: &Array<f32>, #[comptime] first: usize) -> Vector<F, N> {
+    let mut vector = Vector::<F, N>::empty();
     #[unroll]
-    for i in 0..W::value() {
-        if comptime!(matches!(format, Format::F32)) {
-            words.insert(i, u32::reinterpret(values[first + i]));
-        } else {
-            words.insert(i, two_halves(values[first + 2 * i], values[first + 2 * i + 1], format));
-        }
+    for i in 0..N::value() {
+        vector.insert(i, F::cast_from(values[first + i]));
     }
-    words
+    vector
 }
 
 #[cfg(test)]
@@ -182,7 +169,7 @@ mod tests {
     use half::{bf16, f16};
 
     use super::*;
-    use crate::kernels::gpu::matrix::testing::panels;
+    use crate::kernels::gpu::matrix::testing::{float_formats, panels};
     use crate::kernels::gpu::testing::gpu;
 
     fn check(gpu: &Gpu, from: Format, to: Format, rows: usize, columns: usize) {
@@ -213,7 +200,7 @@ mod tests {
     fn every_element_is_kept_or_rounded_to_nearest() {
         let Some(gpu) = gpu() else { return };
         for from in Format::ALL {
-            for to in [Format::F32, Format::F16, Format::Bf16] {
+            for to in float_formats(&gpu) {
                 for (rows, columns) in [(64, 128), (41, 72), (7, 40)] {
                     check(&gpu, from, to, rows, columns);
                 }

@@ -1,7 +1,6 @@
-//! Elements in and out of 32-bit words, by their bits: so every format also works where the driver lacks its type.
+//! Elements as kernels read them: weights from the bits of 32-bit words, activations in fours.
 
 use cubecl::prelude::*;
-use half::f16;
 use ir::tensor::Format;
 
 /// What a unit loads at once: 16 bytes.
@@ -10,40 +9,21 @@ pub(super) type Words = Vector<u32, Const<4>>;
 pub(super) type Four = Vector<f32, Const<4>>;
 
 /// One of the two 16-bit elements of a word; the lower comes first.
+///
+/// By bits, because shaders cannot view a word as halves. Of f16, what is infinite or not a number is not kept.
 #[cube]
 pub(super) fn half_of(word: u32, #[comptime] upper: usize, #[comptime] format: Format) -> f32 {
+    let shifted = if comptime!(upper == 0) { word << 16u32 } else { word };
     if comptime!(matches!(format, Format::Bf16)) {
-        if comptime!(upper == 0) {
-            f32::reinterpret(word << 16u32)
-        } else {
-            f32::reinterpret(word & 0xffff_0000u32)
-        }
+        f32::reinterpret(shifted & 0xffff_0000u32)
     } else {
-        f32::cast_from(Vector::<f16, Const<2>>::reinterpret(word).extract(upper))
+        // Sign, exponent and mantissa where f32 has them; then its bias, which is larger by 112.
+        let bits = u32::reinterpret(i32::reinterpret(shifted) >> 3i32) & 0x8fff_e000u32;
+        f32::reinterpret(bits) * TWO_TO_112
     }
 }
 
-/// Two elements in a word, rounded to nearest even.
-#[cube]
-pub(super) fn two_halves(lower: f32, upper: f32, #[comptime] format: Format) -> u32 {
-    if comptime!(matches!(format, Format::Bf16)) {
-        bf16_bits(lower) | (bf16_bits(upper) << 16u32)
-    } else {
-        let mut both = Vector::<f16, Const<2>>::empty();
-        both.insert(0usize, f16::cast_from(lower));
-        both.insert(1usize, f16::cast_from(upper));
-        u32::reinterpret(both)
-    }
-}
-
-#[cube]
-fn bf16_bits(value: f32) -> u32 {
-    let bits = u32::reinterpret(value);
-    let rounded = (bits + 0x7fffu32 + ((bits >> 16u32) & 1u32)) >> 16u32;
-    // Rounding could carry what is not a number into zero.
-    let is_number = (bits & 0x7fff_ffffu32) <= 0x7f80_0000u32;
-    select(is_number, rounded, 0x7fc0u32)
-}
+const TWO_TO_112: f32 = (1_u128 << 112) as f32;
 
 /// Four neighbouring columns of a row of activations, zeros beyond its end.
 ///

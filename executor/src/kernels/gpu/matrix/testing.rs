@@ -57,6 +57,16 @@ pub(in crate::kernels::gpu) fn row_major(
     Sample { matrix, values }
 }
 
+/// The float formats whose elements the device can write.
+pub(in crate::kernels::gpu) fn float_formats(gpu: &Gpu) -> Vec<Format> {
+    if gpu.is_cuda() {
+        vec![Format::F32, Format::F16, Format::Bf16]
+    } else {
+        eprintln!("skipped: bf16 elements, which shaders do not have");
+        vec![Format::F32, Format::F16]
+    }
+}
+
 /// The bytes of a matrix of random values in panels.
 pub(in crate::kernels::gpu) fn packed(
     format: Format,
