@@ -1,3 +1,4 @@
 //! Kernels of our own, by kind of device.
 
 pub mod cpu;
+pub mod gpu;

@@ -1,4 +1,0 @@
-//! Kernels of our own, by kind of device.
-
-pub mod cpu;
-pub mod gpu;
