@@ -1,6 +1,6 @@
 //! Pictures and exports of made-up plans, compared with ones that someone has looked at.
 //!
-//! `BLESS=1 cargo test -p viewer --test pictures` writes them anew.
+//! `BLESS=1 cargo test --release --workspace --test pictures` writes them anew.
 
 mod made_up;
 
