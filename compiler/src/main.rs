@@ -125,7 +125,7 @@ fn run(command: Command) -> Result<ExitCode> {
         }
         Command::Check { plan } => return check(&plan),
         Command::Probe { output, split } => {
-            let text = machine_text(&probe::machine(split)?)?;
+            let text = probe::machine(split)?.to_ron()?;
             match output {
                 Some(path) => write(&path, &text)?,
                 None => print(&text)?,
@@ -228,16 +228,7 @@ fn sound_plan(path: &Path) -> Result<Plan> {
 
 fn read_machine(path: &Path) -> Result<Machine> {
     let text = fs::read_to_string(path).with_context(|| format!("reading {}", path.display()))?;
-    ron::from_str(&text).with_context(|| format!("reading {}: not a machine", path.display()))
-}
-
-fn machine_text(machine: &Machine) -> Result<String> {
-    let style = ron::ser::PrettyConfig::new()
-        .depth_limit(6)
-        .struct_names(false)
-        .indentor("  ")
-        .new_line("\n");
-    Ok(ron::ser::to_string_pretty(machine, style)? + "\n")
+    Machine::from_ron(&text).with_context(|| format!("reading {}", path.display()))
 }
 
 /// The real folder of a file that need not exist yet.

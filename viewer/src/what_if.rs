@@ -215,9 +215,7 @@ fn prepare(
         device.memory_bytes = device.memory_bytes.saturating_mul(factor);
     }
     fs::create_dir_all(folder).with_context(|| format!("creating {}", folder.display()))?;
-    let text = ron::ser::to_string_pretty(&machine, ron::ser::PrettyConfig::new())
-        .context("writing the machine down")?;
-    fs::write(&machine_path, text)
+    fs::write(&machine_path, machine.to_ron()?)
         .with_context(|| format!("writing {}", machine_path.display()))?;
 
     let plan_folder = document.plan_path.parent().unwrap_or(Path::new("."));

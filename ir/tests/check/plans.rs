@@ -89,6 +89,7 @@ impl Builder {
             name: format!("numa{index}"),
             kind: DeviceKind::Numa { node: 0, cpus: vec![index as u32] },
             memory_bytes: 1 << 20,
+            cpu_caches: Vec::new(),
             rates: rates.clone(),
         };
         let pairs = (0..devices).flat_map(|from| (0..devices).map(move |to| (from, to)));

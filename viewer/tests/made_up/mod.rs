@@ -122,6 +122,7 @@ fn machine(wish: Wish) -> Machine {
         name,
         kind,
         memory_bytes,
+        cpu_caches: Vec::new(),
         rates: Rates {
             source: RateSource::Calibrated,
             read_bytes_per_sec: speed,
