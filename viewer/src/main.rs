@@ -49,7 +49,7 @@ struct Arguments {
 }
 
 fn main() -> ExitCode {
-    match run(Arguments::parse()) {
+    match command_line::parse().and_then(run) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("error: {error:#}");
@@ -94,7 +94,7 @@ fn run(arguments: Arguments) -> Result<()> {
     // The error of the window system is not `Sync`.
     eframe::run_native("hybrid-viewer", options, create)
         .map_err(|error| anyhow!("{error}"))
-        .context("opening a window")
+        .context("opening a window; --screenshot needs none")
 }
 
 /// Turns to the panel, program and selection that were asked for.

@@ -134,7 +134,7 @@ impl Question {
     /// Writes its pins to a file, one a line, as the compiler takes them.
     pub fn save_pins(&self, path: &Path) -> Result<()> {
         let lines: String = self.pins.iter().map(|pin| format!("--pin '{pin}'\n")).collect();
-        fs::write(path, lines).with_context(|| format!("writing {}", path.display()))
+        command_line::write(path, lines.as_bytes())
     }
 }
 

@@ -7,9 +7,10 @@ use ir::machine::Machine;
 use executor::calibrate::calibrate;
 use executor::kernels::cpu::isa::Isa;
 
-use super::{CalibrateArguments, write_file};
+use super::{CalibrateArguments, check_writable};
 
 pub(super) fn run(arguments: CalibrateArguments) -> Result<()> {
+    check_writable([&arguments.output])?;
     let mut machine = match &arguments.machine {
         Some(path) => {
             let reading = || format!("reading {}", path.display());
@@ -27,5 +28,5 @@ pub(super) fn run(arguments: CalibrateArguments) -> Result<()> {
         spinner.set_message(format!("measuring {what}"))
     })?;
     spinner.finish_and_clear();
-    write_file(&arguments.output, machine.to_ron()?.as_bytes())
+    command_line::write(&arguments.output, machine.to_ron()?.as_bytes())
 }

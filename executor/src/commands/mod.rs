@@ -10,9 +10,9 @@ mod npy;
 mod perplexity;
 mod session;
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
-use anyhow::{Context as _, Result};
+use anyhow::Result;
 use clap::{Args, Parser, Subcommand};
 
 use executor::generation::GenerationOverrides;
@@ -220,13 +220,9 @@ impl SamplingArguments {
     }
 }
 
-fn write_file(path: &Path, contents: &[u8]) -> Result<()> {
-    std::fs::write(path, contents).with_context(|| format!("cannot write {}", path.display()))
-}
-
-/// Fails now rather than after a long run when an output cannot be written; leaves empty files.
+/// Fails now rather than after a long run when an output cannot be written.
 fn check_writable<'a>(paths: impl IntoIterator<Item = &'a PathBuf>) -> Result<()> {
-    paths.into_iter().try_for_each(|path| write_file(path, b""))
+    paths.into_iter().try_for_each(|path| command_line::check_writable(path))
 }
 
 impl RunArguments {
