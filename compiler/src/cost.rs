@@ -3,7 +3,7 @@
 use anyhow::{Context as _, Result};
 use ir::id::DeviceId;
 use ir::layout::Move;
-use ir::op::{Attention, Experts, Op};
+use ir::op::{Attention, Op, Products};
 use ir::tensor::{Extent, Format, TensorType};
 
 use crate::target::{Batch, Target};
@@ -39,9 +39,11 @@ pub(crate) fn run_nanos(
         }
         Ok(nanos)
     };
-    let work = match op {
-        Op::Linear(_) => matrices(rows_of(&operands.reads[0], batch.extent))? + activations,
-        Op::Attention(attention) => {
+    let work = match op.products() {
+        Some(Products::Linear(_)) => {
+            matrices(rows_of(&operands.reads[0], batch.extent))? + activations
+        }
+        Some(Products::Attention(attention)) => {
             let cache = target.kv_types[device].bytes();
             attention_nanos(
                 attention,
@@ -51,20 +53,9 @@ pub(crate) fn run_nanos(
                 rates.cache_bytes_per_sec,
             )
         }
-        Op::Experts(experts) => {
-            experts_nanos(target, device, experts, operands, batch)? + activations
-        }
+        Some(Products::Experts(_)) => experts_nanos(target, device, operands, batch)? + activations,
         // Tables are read only where tokens point: as many rows as are written.
-        Op::Embed { .. }
-        | Op::AddPosition { .. }
-        | Op::Norm(_)
-        | Op::Activate(_)
-        | Op::Gate(_)
-        | Op::Add
-        | Op::SigmoidGate
-        | Op::Route { .. }
-        | Op::SelectRows
-        | Op::SoftCap { .. } => activations,
+        None => activations,
     };
     Ok(rates.step_nanos + work)
 }
@@ -150,7 +141,6 @@ fn attention_nanos(
 fn experts_nanos(
     target: &Target,
     device: DeviceId,
-    _: &Experts,
     operands: &Operands,
     batch: &Batch,
 ) -> Result<f64> {
