@@ -1,5 +1,6 @@
 //! Sound plans made by hand, for changing until they are not.
 
+use ir::asked::Asked;
 use ir::graph::{Cause, Reason};
 use ir::id::{BufferId, CacheId, DeviceId, Id as _, StepId, Table, WeightId};
 use ir::layout::Move;
@@ -127,6 +128,7 @@ impl Builder {
             plan: Plan {
                 version: VERSION,
                 model,
+                asked: Asked::default(),
                 machine,
                 files: Table::from_iter([file]),
                 weights: Table::default(),

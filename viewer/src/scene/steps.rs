@@ -56,8 +56,6 @@ pub struct Step {
     pub gap_nanos: Option<i64>,
     /// The device whose memory kept it away, with the bytes that lacked.
     pub limit: Option<(usize, u64)>,
-    /// The pin that put it here.
-    pub pin: Option<String>,
     /// Steps of other lanes that must end first.
     pub waits: Vec<usize>,
     /// The devices between which it moves.
@@ -229,10 +227,6 @@ fn row(plan: &Plan, program: &Program, number: usize, device: usize) -> Step {
         limit: cause.and_then(|cause| {
             let Reason::Memory { device, missing_bytes } = &cause.reason else { return None };
             Some((device.index(), *missing_bytes))
-        }),
-        pin: cause.and_then(|cause| {
-            let Reason::Pinned { pattern } = &cause.reason else { return None };
-            Some(pattern.clone())
         }),
         waits: step
             .waits

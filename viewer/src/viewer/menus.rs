@@ -1,13 +1,13 @@
 //! The menu bar.
 
 use egui::{Ui, ViewportCommand};
+use ir::asked::Objective;
 
 use crate::files::{self, Purpose};
 use crate::keys;
 use crate::theme::Coloring;
 use crate::view::{Panel, Wish};
 use crate::viewer::Viewer;
-use crate::what_if::Objective;
 
 impl Viewer {
     pub(super) fn menus(&mut self, ui: &mut Ui) {
@@ -142,7 +142,7 @@ impl Viewer {
         ui.separator();
         ui.label("Answers minimise");
         for objective in Objective::ALL {
-            ui.radio_value(&mut self.objective, objective, objective.name());
+            ui.radio_value(&mut self.objective, objective, objective.to_string());
         }
     }
 }

@@ -13,6 +13,7 @@ mod layers;
 mod program;
 mod times;
 
+use ir::asked::Asked;
 use ir::id::{DeviceId, Id as _, Table};
 use ir::machine::{
     Device, DeviceKind, Host, LinearRate, Link, Machine, RatePoint, RateSource, Rates,
@@ -78,6 +79,7 @@ pub fn plan(wish: Wish) -> Plan {
             block_tokens: BLOCK_TOKENS,
             blocks: CONTEXT / BLOCK_TOKENS,
         },
+        asked: Asked::default(),
         machine,
         files: [CheckpointFile {
             path: "model.safetensors".into(),
