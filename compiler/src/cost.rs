@@ -10,9 +10,9 @@ use crate::target::{Batch, Target};
 
 /// What one device computes with, as a price needs it.
 #[derive(Clone, Debug)]
-pub(crate) struct Operands {
+pub(crate) struct Operands<'a> {
     /// Format and shape of each of the operation's weights, in their order.
-    pub(crate) weights: Vec<(Format, Vec<u32>)>,
+    pub(crate) weights: &'a [(Format, Vec<u32>)],
     /// Tensors read.
     pub(crate) reads: Vec<TensorType>,
     /// Tensors written.
@@ -24,7 +24,7 @@ pub(crate) fn run_nanos(
     target: &Target,
     device: DeviceId,
     op: &Op,
-    operands: &Operands,
+    operands: &Operands<'_>,
     batch: &Batch,
 ) -> Result<f64> {
     let rates = &target.machine.devices[device].rates;
@@ -141,13 +141,13 @@ fn attention_nanos(
 fn experts_nanos(
     target: &Target,
     device: DeviceId,
-    operands: &Operands,
+    operands: &Operands<'_>,
     batch: &Batch,
 ) -> Result<f64> {
     let tokens = f64::from(rows_of(&operands.reads[0], batch.extent));
     let used = f64::from(operands.reads[1].features(batch.extent));
     let mut nanos = 0.0;
-    for (format, shape) in &operands.weights {
+    for (format, shape) in operands.weights {
         let experts = f64::from(shape[0]);
         // Experts that any of the tokens chose, as if each chose at random.
         let chosen = experts * (1.0 - (1.0 - used / experts).powf(tokens));

@@ -9,7 +9,7 @@ use ir::model::CheckpointFile;
 use ir::plan::{Candidate, Forecast, ModelInfo, Plan, ProgramForecast, VERSION, Weight};
 use ir::weight::{Slice, Source};
 
-use crate::bind::{Bound, bind};
+use crate::bind::bind;
 use crate::forecast::simulate;
 use crate::options::Options;
 use crate::part::WeightKey;
@@ -24,11 +24,10 @@ pub(crate) fn emit(
     task: &Task<'_>,
     graph: &PlacedGraph,
     batches: &[Batch],
-    blocks: impl FnOnce(&Bound) -> u32,
+    blocks: u32,
 ) -> Result<Plan> {
     let (model, target) = (task.model, task.target);
     let bound = bind(task, graph)?;
-    let blocks = blocks(&bound);
     let mut causes = Causes::default();
     let programs = batches
         .iter()

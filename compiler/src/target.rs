@@ -4,7 +4,7 @@ use anyhow::{Context as _, Result, ensure};
 use ir::id::{DeviceId, Id as _, Table, WeightId};
 use ir::machine::{DeviceKind, Link, Machine};
 use ir::model::Model;
-use ir::plan::Phase;
+use ir::plan::{Phase, Queue};
 use ir::tensor::{DType, Extent, Format};
 
 use crate::options::{DEFAULT_CONTEXT, Objective, Options};
@@ -155,6 +155,17 @@ impl Target {
         }
         batches.push(self.decode(self.max_sequences));
         batches
+    }
+
+    /// Who copies from one device to another: NUMA nodes do with the cores they compute with, a GPU has a queue
+    /// for it.
+    pub(crate) fn transfer_lane(&self, from: DeviceId, to: DeviceId) -> (DeviceId, Queue) {
+        let kind = |device: DeviceId| &self.machine.devices[device].kind;
+        match (kind(from), kind(to)) {
+            (_, DeviceKind::Gpu { .. }) => (to, Queue::Copy),
+            (DeviceKind::Gpu { .. }, DeviceKind::Numa { .. }) => (from, Queue::Copy),
+            (DeviceKind::Numa { .. }, DeviceKind::Numa { .. }) => (to, Queue::Compute),
+        }
     }
 
     /// The device of that name; an error lists those that exist.
