@@ -82,6 +82,7 @@ fn run(arguments: Arguments) -> Result<()> {
     let options = eframe::NativeOptions {
         viewport: egui::ViewportBuilder::default()
             .with_inner_size(arguments.size)
+            .with_min_inner_size([800.0, 500.0])
             .with_drag_and_drop(true),
         ..eframe::NativeOptions::default()
     };

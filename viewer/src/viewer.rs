@@ -138,7 +138,7 @@ impl Viewer {
             let scene = &document.scene;
             let view = &mut self.view;
             egui::Panel::right("details")
-                .default_size(310.0)
+                .default_size((ui.available_width() * 0.3).min(310.0))
                 .show(ui, |ui| details_panel::show(ui, scene, view));
             if matches!(view.panel, Panel::Placement | Panel::Steps) {
                 let height = (ui.available_height() * 0.36).max(160.0);

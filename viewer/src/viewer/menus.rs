@@ -11,6 +11,9 @@ use crate::viewer::Viewer;
 
 impl Viewer {
     pub(super) fn menus(&mut self, ui: &mut Ui) {
+        /// What menus, panels and choosers take in one row.
+        const ROW_WIDTH: f32 = 1000.0;
+        let is_narrow = ui.available_width() < ROW_WIDTH;
         egui::MenuBar::new().ui(ui, |ui| {
             ui.menu_button("File", |ui| self.file_menu(ui));
             ui.menu_button("View", |ui| self.view_menu(ui));
@@ -26,9 +29,14 @@ impl Viewer {
                     self.view.show_panel(panel);
                 }
             }
-            ui.separator();
-            self.choosers(ui);
+            if !is_narrow {
+                ui.separator();
+                self.choosers(ui);
+            }
         });
+        if is_narrow {
+            ui.horizontal(|ui| self.choosers(ui));
+        }
     }
 
     /// Program, run and coloring.
