@@ -24,7 +24,7 @@ impl Gpu {
     }
 
     /// The first `count` elements of a span.
-    pub(crate) fn download<T: bytemuck::AnyBitPattern>(&self, span: &Span, count: usize) -> Vec<T> {
+    pub(crate) fn download<T: bytemuck::Pod>(&self, span: &Span, count: usize) -> Vec<T> {
         let bytes = self.read(span).unwrap();
         bytemuck::pod_collect_to_vec(&bytes[..count * size_of::<T>()])
     }
