@@ -3,16 +3,16 @@
 use anyhow::{Context as _, Result};
 use ir::id::DeviceId;
 use ir::layout::Move;
-use ir::op::{Attention, Experts, Op};
+use ir::op::{Attention, Op, Products};
 use ir::tensor::{Extent, Format, TensorType};
 
 use crate::target::{Batch, Target};
 
 /// What one device computes with, as a price needs it.
 #[derive(Clone, Debug)]
-pub(crate) struct Operands {
+pub(crate) struct Operands<'a> {
     /// Format and shape of each of the operation's weights, in their order.
-    pub(crate) weights: Vec<(Format, Vec<u32>)>,
+    pub(crate) weights: &'a [(Format, Vec<u32>)],
     /// Tensors read.
     pub(crate) reads: Vec<TensorType>,
     /// Tensors written.
@@ -24,7 +24,7 @@ pub(crate) fn run_nanos(
     target: &Target,
     device: DeviceId,
     op: &Op,
-    operands: &Operands,
+    operands: &Operands<'_>,
     batch: &Batch,
 ) -> Result<f64> {
     let rates = &target.machine.devices[device].rates;
@@ -39,9 +39,11 @@ pub(crate) fn run_nanos(
         }
         Ok(nanos)
     };
-    let work = match op {
-        Op::Linear(_) => matrices(rows_of(&operands.reads[0], batch.extent))? + activations,
-        Op::Attention(attention) => {
+    let work = match op.products() {
+        Some(Products::Linear(_)) => {
+            matrices(rows_of(&operands.reads[0], batch.extent))? + activations
+        }
+        Some(Products::Attention(attention)) => {
             let cache = target.kv_types[device].bytes();
             attention_nanos(
                 attention,
@@ -51,20 +53,9 @@ pub(crate) fn run_nanos(
                 rates.cache_bytes_per_sec,
             )
         }
-        Op::Experts(experts) => {
-            experts_nanos(target, device, experts, operands, batch)? + activations
-        }
+        Some(Products::Experts(_)) => experts_nanos(target, device, operands, batch)? + activations,
         // Tables are read only where tokens point: as many rows as are written.
-        Op::Embed { .. }
-        | Op::AddPosition { .. }
-        | Op::Norm(_)
-        | Op::Activate(_)
-        | Op::Gate(_)
-        | Op::Add
-        | Op::SigmoidGate
-        | Op::Route { .. }
-        | Op::SelectRows
-        | Op::SoftCap { .. } => activations,
+        None => activations,
     };
     Ok(rates.step_nanos + work)
 }
@@ -150,14 +141,13 @@ fn attention_nanos(
 fn experts_nanos(
     target: &Target,
     device: DeviceId,
-    _: &Experts,
-    operands: &Operands,
+    operands: &Operands<'_>,
     batch: &Batch,
 ) -> Result<f64> {
     let tokens = f64::from(rows_of(&operands.reads[0], batch.extent));
     let used = f64::from(operands.reads[1].features(batch.extent));
     let mut nanos = 0.0;
-    for (format, shape) in &operands.weights {
+    for (format, shape) in operands.weights {
         let experts = f64::from(shape[0]);
         // Experts that any of the tokens chose, as if each chose at random.
         let chosen = experts * (1.0 - (1.0 - used / experts).powf(tokens));

@@ -74,9 +74,8 @@ pub fn compile(
     let placed = insert_moves(&model.layers, &placement.nodes)?;
     observe("insert_moves", &placed);
     let placed = run_all(PLACED_PASSES, placed, observe)?;
-    let plan = emit::emit(&task, &placed, &target.batches(), |_| placement.blocks)?;
-    let folder = options.plan_folder.as_deref();
-    let plan = emit::complete(&task, &placed, plan, folder, placement.candidates)?;
+    let plan = emit::emit(&task, &placed, &target.batches(), placement.blocks)?;
+    let plan = emit::complete(&task, &placed, plan, options, placement.candidates)?;
     observe("schedule", &plan);
     let found = ir::check::check(&plan);
     assert!(

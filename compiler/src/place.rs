@@ -15,18 +15,17 @@ mod units;
 use anyhow::{Result, bail, ensure};
 use ir::graph::Placed;
 use ir::id::{DeviceId, NodeId, Table};
-use ir::plan::{Candidate, Plan};
+use ir::plan::Candidate;
+use rayon::prelude::*;
 
 use crate::emit::emit;
-use crate::insert_moves::insert_moves;
 use crate::options::{Options, Request};
 use crate::place::candidates::{Arrangement, Prices};
 use crate::place::lay_out::lay_out;
-use crate::place::prices::{Pins, Times, missing, priced_batches};
+use crate::place::prices::{Pins, Times, arrange, missing, priced_batches};
 use crate::place::units::Units;
-use crate::target::BLOCK_TOKENS;
+use crate::target::{BLOCK_TOKENS, Batch};
 use crate::task::Task;
-use crate::{PLACED_PASSES, run_all};
 
 /// A decided placement.
 #[derive(Clone, Debug)]
@@ -94,10 +93,14 @@ fn offers(
             vec![prices.requested_group(&devices, shares)?]
         }
     };
+    let priced: Vec<Result<Offer>> = arrangements
+        .par_iter()
+        .map(|arrangement| offer(task, units, pins, arrangement, blocks))
+        .collect();
     let mut offers = Vec::new();
-    for arrangement in arrangements {
+    for offer in priced {
         let is_requested = options.request != Request::Any;
-        match offer(task, units, pins, &arrangement, blocks) {
+        match offer {
             Ok(offer) => offers.push(offer),
             // A candidate nobody asked for may be impossible: no link, no rate for a format, too few heads.
             Err(error) if is_requested => return Err(error),
@@ -129,46 +132,39 @@ fn offer(
     /// Shifts of shares that are tried: each takes what the last one found missing.
     const SHIFTS: usize = 6;
     let mut arrangement = arrangement.clone();
-    let mut shifts = 0;
-    loop {
-        let plan = plan_of(task, units, pins, &arrangement, blocks)?;
-        let missing = missing(&plan);
-        if missing.is_some() && shifts < SHIFTS && arrangement.shift_shares(&plan) {
-            shifts += 1;
-            continue;
+    let batches = priced_batches(task.target);
+    let plan_of = |arrangement: &Arrangement, batches: &[Batch]| {
+        let (groups, group_of) = arrangement.groups(units, pins);
+        emit(task, &arrange(task, &groups, &group_of)?, batches, blocks)
+    };
+    for _ in 0..SHIFTS {
+        if !arrangement.can_shift() {
+            break;
         }
-        let forecast = &plan.forecast.programs;
-        let (prefill, decode) = (&forecast[0], &forecast[forecast.len() - 1]);
-        let times = match task.target.objective {
-            crate::Objective::Latency => Times { prefill: prefill.nanos, decode: decode.nanos },
-            crate::Objective::Throughput => {
-                Times { prefill: prefill.busiest_lane_nanos, decode: decode.busiest_lane_nanos }
-            }
-        };
-        let fits = missing.is_none();
-        let candidate = Candidate {
-            name: arrangement.name(task),
-            prefill_nanos: fits.then_some(prefill.nanos),
-            decode_nanos: fits.then_some(forecast[1].nanos),
-            missing,
-        };
-        return Ok(Offer { arrangement, score: times.score(task.target), candidate });
+        // Times are of no interest yet, and no program takes more bytes than the first.
+        let plan = plan_of(&arrangement, &batches[..1])?;
+        if missing(&plan).is_none() || !arrangement.shift_shares(&plan) {
+            break;
+        }
     }
-}
-
-/// The plan of an arrangement, with the programs that it is priced by.
-fn plan_of(
-    task: &Task<'_>,
-    units: &Units,
-    pins: &Pins,
-    arrangement: &Arrangement,
-    blocks: u32,
-) -> Result<Plan> {
-    let (groups, group_of) = arrangement.groups(units, pins);
-    let nodes = lay_out(task.model, &groups, &group_of)?;
-    let graph = insert_moves(&task.model.layers, &nodes)?;
-    let graph = run_all(PLACED_PASSES, graph, &mut |_, _| ())?;
-    emit(task, &graph, &priced_batches(task.target), |_| blocks)
+    let plan = plan_of(&arrangement, &batches)?;
+    let missing = missing(&plan);
+    let forecast = &plan.forecast.programs;
+    let (prefill, decode) = (&forecast[0], &forecast[forecast.len() - 1]);
+    let times = match task.target.objective {
+        crate::Objective::Latency => Times { prefill: prefill.nanos, decode: decode.nanos },
+        crate::Objective::Throughput => {
+            Times { prefill: prefill.busiest_lane_nanos, decode: decode.busiest_lane_nanos }
+        }
+    };
+    let fits = missing.is_none();
+    let candidate = Candidate {
+        name: arrangement.name(task),
+        prefill_nanos: fits.then_some(prefill.nanos),
+        decode_nanos: fits.then_some(forecast[1].nanos),
+        missing,
+    };
+    Ok(Offer { arrangement, score: times.score(task.target), candidate })
 }
 
 /// The device that each node is pinned to, with the pattern that did it; the last pin that matches holds.

@@ -11,14 +11,13 @@ use ir::dag::Node;
 use ir::graph::{Cause, Placed, PlacedGraph, Work};
 use ir::id::{BufferId, CauseId, CollectiveId, DeviceId, Id as _, StepId, Table, ValueId};
 use ir::layout::{Layout, Move};
-use ir::op::Op;
 use ir::plan::{Action, Buffer, Lane, Program, Queue, Step};
 
-use crate::bind::Bound;
+use crate::bind::{Bound, BoundPart};
 use crate::clock::Clocks;
 use crate::cost::{Operands, move_nanos, run_nanos};
 use crate::free::place_frees;
-use crate::part::{local_type, parts};
+use crate::part::local_type;
 use crate::target::Batch;
 use crate::task::Task;
 
@@ -32,7 +31,6 @@ pub(crate) fn schedule(
 ) -> Result<Program> {
     let mut draft = Draft {
         task,
-        bound,
         batch,
         lanes: BTreeMap::new(),
         lane_of: Table::default(),
@@ -42,10 +40,10 @@ pub(crate) fn schedule(
         held: graph.values().ids().map(|_| Vec::new()).collect(),
         collectives: 0,
     };
-    for (_, node) in graph.nodes() {
+    for (id, node) in graph.nodes() {
         let cause = causes.add(&node.work.cause);
         match &node.work.work {
-            Work::Compute(op) => draft.compute(graph, node, op, cause)?,
+            Work::Compute(_) => draft.compute(graph, node, &bound.parts[id], cause)?,
             Work::Move(movement) => draft.movement(graph, node, movement, cause)?,
         }
     }
@@ -72,7 +70,6 @@ impl Causes {
 /// A program while its steps are being added.
 struct Draft<'a> {
     task: &'a Task<'a>,
-    bound: &'a Bound,
     batch: &'a Batch,
     /// Number of each lane that has a step; numbers are given in order of first use.
     lanes: BTreeMap<(DeviceId, Queue), usize>,
@@ -91,10 +88,10 @@ impl Draft<'_> {
         &mut self,
         graph: &PlacedGraph,
         node: &Node<Placed>,
-        op: &Op,
+        parts: &[BoundPart],
         cause: CauseId,
     ) -> Result<()> {
-        for (member, part) in parts(self.task, node, op)?.into_iter().enumerate() {
+        for (member, part) in parts.iter().enumerate() {
             let device = part.device;
             let reads: Vec<BufferId> =
                 part.reads.iter().map(|&input| self.buffer(node.inputs[input], device)).collect();
@@ -105,16 +102,12 @@ impl Draft<'_> {
                 .map(|(&value, layout)| self.new_buffer(graph, value, layout, member))
                 .collect();
             let operands = Operands {
-                weights: part
-                    .weights
-                    .iter()
-                    .map(|key| (key.format, key.shape(self.task)))
-                    .collect(),
+                weights: &part.weights,
                 reads: reads.iter().map(|&buffer| self.buffers[buffer].ty.clone()).collect(),
                 writes: writes.iter().map(|&buffer| self.buffers[buffer].ty.clone()).collect(),
             };
             let nanos = run_nanos(self.task.target, device, &part.op, &operands, self.batch)?;
-            let action = Action::Run(self.bound.op(&part));
+            let action = Action::Run(part.op.clone());
             let lane = (device, Queue::Compute);
             self.step(node, lane, action, reads, writes, nanos, cause);
         }

@@ -55,6 +55,7 @@ pub fn gpu(ordinal: u32, memory_bytes: u64) -> Device {
         name: format!("gpu{ordinal}"),
         kind: DeviceKind::Gpu { ordinal },
         memory_bytes,
+        cpu_caches: Vec::new(),
         rates: rates(3e12 / SLOWER, 5e3, 3e14 / SLOWER),
     }
 }
@@ -65,6 +66,7 @@ pub fn numa(node: u32, memory_bytes: u64) -> Device {
         name: format!("numa{node}"),
         kind: DeviceKind::Numa { node, cpus: (8 * node..8 * (node + 1)).collect() },
         memory_bytes,
+        cpu_caches: Vec::new(),
         rates: rates(1e11 / SLOWER, 1e3, 2e12 / SLOWER),
     }
 }

@@ -27,8 +27,6 @@ pub(crate) fn explain(
     nodes: &mut Table<NodeId, Placed>,
 ) -> Result<()> {
     let price = |group: &Group| price_group(task, units, pins, group, blocks);
-    let chosen: Vec<Priced> =
-        arrangement.stages.iter().map(|(group, _)| price(group)).collect::<Result<_>>()?;
     let others: Vec<Priced> = task
         .target
         .machine
@@ -36,6 +34,11 @@ pub(crate) fn explain(
         .ids()
         .filter_map(|device| price(&Group::one(device)).ok())
         .collect();
+    let known = |group: &Group| others.iter().find(|priced| priced.group == *group).cloned();
+    let stages = arrangement.stages.iter();
+    let chosen: Vec<Priced> = stages
+        .map(|(group, _)| known(group).map_or_else(|| price(group), Ok))
+        .collect::<Result<_>>()?;
     let taken = taken_bytes(task, arrangement, &chosen);
     let mut causes = Vec::new();
     for unit in 0..units.len() {

@@ -81,7 +81,7 @@ pub(crate) fn price_group(
 ) -> Result<Priced> {
     let group_of = task.model.layers.nodes().map(|_| 0).collect();
     let graph = arrange(task, std::slice::from_ref(group), &group_of)?;
-    let plan = emit(task, &graph, &priced_batches(task.target), |_| blocks)?;
+    let plan = emit(task, &graph, &priced_batches(task.target), blocks)?;
     let unit_of: HashMap<&str, usize> =
         task.model.layers.nodes().map(|(id, node)| (node.name.as_str(), units.of[id])).collect();
     let times = |program: &Program| -> Vec<u64> {
