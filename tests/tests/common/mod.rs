@@ -100,7 +100,8 @@ pub(crate) fn compile(name: &str, shape: Shape, change: impl FnOnce(&mut Options
         ..Options::default()
     };
     change(&mut options);
-    compiler::compile(&model, &gpu_machine(), &options, &mut |_, _| ()).unwrap()
+    let machine = if Shape::GPU.contains(&shape) { gpu_machine() } else { machine() };
+    compiler::compile(&model, &machine, &options, &mut |_, _| ()).unwrap()
 }
 
 /// Writes a plan where it can be opened from.
