@@ -81,13 +81,12 @@ impl Gpu {
     pub fn allocate(&self, bytes: usize) -> Result<Span> {
         let bytes = bytes.max(1).next_multiple_of(ALIGNMENT);
         let handle = self.client.memory_persistent_allocation((), |()| self.client.empty(bytes));
-        let address = match &self.device {
-            CubeDevice::Cuda(_) => {
-                type Server = <cubecl::cuda::CudaRuntime as Runtime>::Server;
-                let resource = self.client.get_resource::<Server>(handle.clone());
-                Some(resource.context("finding GPU memory")?.resource().ptr)
-            }
-            _ => None,
+        let address = if self.is_cuda() {
+            type Server = <cubecl::cuda::CudaRuntime as Runtime>::Server;
+            let resource = self.client.get_resource::<Server>(handle.clone());
+            Some(resource.context("finding GPU memory")?.resource().ptr)
+        } else {
+            None
         };
         Ok(Span { handle, bytes, address })
     }

@@ -98,11 +98,9 @@ fn route(
             weights[(token * used + rank) as usize] = weight;
         }
     }
-    if comptime!(renormalises) {
-        if lane == 0 {
-            for rank in 0..used {
-                weights[(token * used + rank) as usize] /= total;
-            }
+    if renormalises && lane == 0 {
+        for rank in 0..used {
+            weights[(token * used + rank) as usize] /= total;
         }
     }
 }

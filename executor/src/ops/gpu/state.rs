@@ -218,7 +218,9 @@ impl State {
         match schedule.buffers[buffer].ty.dtype {
             DType::F32 => Ok(Value::of_floats(bytemuck::pod_collect_to_vec(&bytes), rows, columns)),
             DType::I32 => Ok(Value::of_ints(bytemuck::pod_collect_to_vec(&bytes), rows, columns)),
-            other => bail!("a buffer of {other} is read by another device"),
+            other @ (DType::F16 | DType::Bf16) => {
+                bail!("a buffer of {other} is read by another device")
+            }
         }
     }
 
