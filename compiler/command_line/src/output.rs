@@ -19,7 +19,7 @@ pub fn write(path: &Path, contents: &[u8]) -> Result<()> {
     written.with_context(context)
 }
 
-/// Fails where [`write`] would, before the work whose result is to be written. Changes nothing.
+/// Fails where [`write()`] would, before the work whose result is to be written. Changes nothing.
 pub fn check_writable(path: &Path) -> Result<()> {
     let Some((_, temporary)) = places(path)? else { return Ok(()) };
     File::create(&temporary)

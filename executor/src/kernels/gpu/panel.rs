@@ -241,7 +241,7 @@ pub(super) fn decode_codes(
     }
 }
 
-/// What [`decode_codes`] gives for an element of zero: a code of half its range.
+/// What [`decode_codes()`] gives for an element of zero: a code of half its range.
 pub(super) const BLOCK_OFFSET: f32 = 1.5;
 
 /// What a decoded element less [`BLOCK_OFFSET`] is multiplied with, beside its scale.

@@ -56,7 +56,7 @@ pub(super) fn read_four<N: Size>(
     four
 }
 
-/// The size of vectors that [`read_four`] takes.
+/// The size of vectors that [`read_four()`] takes.
 pub(super) fn read_size(columns: usize) -> usize {
     if columns.is_multiple_of(4) { 4 } else { 1 }
 }
