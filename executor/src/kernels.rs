@@ -1,3 +1,0 @@
-//! Kernels of our own, by kind of device.
-
-pub mod cpu;
