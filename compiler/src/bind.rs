@@ -1,13 +1,13 @@
-//! Which weights and caches a placed graph puts on each device, each once.
+//! Which weights and caches placed graphs put on each device, each once.
 
 use std::collections::HashMap;
 
 use anyhow::Result;
-use ir::graph::PlacedGraph;
 use ir::id::{CacheId, DeviceId, Table, WeightId};
 use ir::op::Op;
 use ir::plan::Cache;
 
+use crate::graphs::Graphs;
 use crate::part::{Part, WeightKey, computations, parts};
 use crate::target::BLOCK_TOKENS;
 use crate::task::Task;
@@ -27,8 +27,8 @@ pub(crate) struct Bound {
     cache_ids: HashMap<(CacheId, DeviceId), CacheId>,
 }
 
-/// Collects what a graph's computations hold.
-pub(crate) fn bind(task: &Task<'_>, graph: &PlacedGraph) -> Result<Bound> {
+/// Collects what the computations of all graphs hold.
+pub(crate) fn bind(task: &Task<'_>, graphs: &Graphs) -> Result<Bound> {
     let mut bound = Bound {
         weights: Table::default(),
         caches: Table::default(),
@@ -37,7 +37,7 @@ pub(crate) fn bind(task: &Task<'_>, graph: &PlacedGraph) -> Result<Bound> {
         weight_ids: HashMap::new(),
         cache_ids: HashMap::new(),
     };
-    for (node, op) in computations(graph) {
+    for (node, op) in graphs.iter().flat_map(computations) {
         for part in parts(task, node, op)? {
             for &key in &part.weights {
                 bound.hold_weight(task, key);
@@ -63,12 +63,17 @@ impl Bound {
         let mut keys = part.weights.iter();
         let mut op = part.op.clone().map_weights(|_| {
             let key = keys.next().expect("a part has a key for each of its weights");
-            self.weight_ids[key]
+            self.weight(key)
         });
         if let Op::Attention(attention) = &mut op {
             attention.cache = self.cache_ids[&(attention.cache, part.device)];
         }
         op
+    }
+
+    /// The plan's row for a weight.
+    pub(crate) fn weight(&self, key: &WeightKey) -> WeightId {
+        self.weight_ids[key]
     }
 
     fn hold_weight(&mut self, task: &Task<'_>, key: WeightKey) {

@@ -6,6 +6,8 @@ use ir::layout::Move;
 use ir::op::{Attention, Experts, Op};
 use ir::tensor::{Extent, Format, TensorType};
 
+use ir::workspace::UNPACKED_ROWS;
+
 use crate::target::{Batch, Target};
 
 /// What one device computes with, as a price needs it.
@@ -17,6 +19,8 @@ pub(crate) struct Operands {
     pub(crate) reads: Vec<TensorType>,
     /// Tensors written.
     pub(crate) writes: Vec<TensorType>,
+    /// Whether the matrices were fetched, packed as another device holds them.
+    pub(crate) is_fetched: bool,
 }
 
 /// Nanoseconds of one computation on a device. Fails when the device does not compute a weight's format.
@@ -39,8 +43,23 @@ pub(crate) fn run_nanos(
         }
         Ok(nanos)
     };
+    // A kernel for few rows reads panels as they are; for many rows they are unpacked to 16 bits first.
+    let rows = operands.reads.first().map_or(1, |ty| rows_of(ty, batch.extent));
+    let unpacked = if operands.is_fetched && rows > UNPACKED_ROWS {
+        let matrices = operands.weights.iter().filter(|(_, shape)| shape.len() > 1);
+        streamed(
+            matrices
+                .map(|(format, shape)| {
+                    let elements: u64 = shape.iter().map(|&size| u64::from(size)).product();
+                    format.bytes(1, elements) + 2 * elements
+                })
+                .sum(),
+        )
+    } else {
+        0.0
+    };
     let work = match op {
-        Op::Linear(_) => matrices(rows_of(&operands.reads[0], batch.extent))? + activations,
+        Op::Linear(_) => matrices(rows)? + activations + unpacked,
         Op::Attention(attention) => {
             let cache = target.kv_types[device].bytes();
             attention_nanos(
@@ -52,7 +71,7 @@ pub(crate) fn run_nanos(
             )
         }
         Op::Experts(experts) => {
-            experts_nanos(target, device, experts, operands, batch)? + activations
+            experts_nanos(target, device, experts, operands, batch)? + activations + unpacked
         }
         // Tables are read only where tokens point: as many rows as are written.
         Op::Embed { .. }
@@ -100,6 +119,23 @@ pub(crate) fn move_nanos(
         | Move::Slice { .. } => incoming.iter().map(|(_, bytes)| bytes).sum::<u64>() + written,
     };
     Ok(rates.step_nanos + latency + crossing + seconds(local as f64, rates.read_bytes_per_sec))
+}
+
+/// Nanoseconds of bringing a weight from its home to a GPU; `is_shared` where the home computes at the same time.
+///
+/// Fails when no link leads there.
+pub(crate) fn fetch_nanos(
+    target: &Target,
+    home: DeviceId,
+    device: DeviceId,
+    bytes: u64,
+    is_shared: bool,
+) -> Result<f64> {
+    let link = target.machine.link(home, device).with_context(|| {
+        format!("no link leads from {} to {}", target.name(home), target.name(device))
+    })?;
+    let share = if is_shared { target.machine.devices[home].rates.beside_fetch } else { 1.0 };
+    Ok(link.latency_nanos + seconds(bytes as f64, link.bytes_per_sec * share))
 }
 
 /// Nanoseconds of `amount` at a rate per second.

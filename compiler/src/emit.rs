@@ -1,36 +1,42 @@
-//! Writes a placed graph down as a plan: tables of what is held, programs over them, and the forecast.
+//! Writes placed graphs down as a plan: tables of what is held, programs over them, and the forecast.
 
 use std::path::{Component, Path, PathBuf};
 
 use anyhow::{Context as _, Result};
-use ir::graph::PlacedGraph;
 use ir::model::CheckpointFile;
 use ir::plan::{Candidate, Forecast, ModelInfo, Plan, ProgramForecast, VERSION, Weight};
 use ir::weight::{Slice, Source};
 
 use crate::bind::{Bound, bind};
-use crate::forecast::simulate;
+use crate::forecast::{contend, simulate};
+use crate::graphs::Graphs;
 use crate::part::WeightKey;
 use crate::schedule::{Causes, schedule};
 use crate::target::{BLOCK_TOKENS, Batch};
 use crate::task::Task;
 
-/// The plan of a placed graph with programs for `batches`, and `blocks` cache blocks.
+/// The plan of placed graphs with programs for `batches`, and `blocks` cache blocks.
 ///
 /// Weights carry no sources yet: a plan that is only priced needs none.
 pub(crate) fn emit(
     task: &Task<'_>,
-    graph: &PlacedGraph,
+    graphs: &Graphs,
     batches: &[Batch],
     blocks: impl FnOnce(&Bound) -> u32,
 ) -> Result<Plan> {
     let (model, target) = (task.model, task.target);
-    let bound = bind(task, graph)?;
+    let bound = bind(task, graphs)?;
     let blocks = blocks(&bound);
     let mut causes = Causes::default();
     let programs = batches
         .iter()
-        .map(|batch| schedule(task, graph, &bound, batch, &mut causes))
+        .map(|batch| {
+            let graph = graphs.of(batch.phase);
+            let window_bytes = graphs.window_bytes;
+            let mut program = schedule(task, graph, &bound, batch, window_bytes, &mut causes)?;
+            contend(task, &bound, &mut program);
+            Ok(program)
+        })
         .collect::<Result<Vec<_>>>()?;
     let weights = bound
         .weights
@@ -84,12 +90,12 @@ pub(crate) fn emit(
 /// Adds what only a plan that is kept needs: where its weights are read from, and what else was priced.
 pub(crate) fn complete(
     task: &Task<'_>,
-    graph: &PlacedGraph,
+    graphs: &Graphs,
     mut plan: Plan,
     plan_folder: Option<&Path>,
     candidates: Vec<Candidate>,
 ) -> Result<Plan> {
-    let bound = bind(task, graph)?;
+    let bound = bind(task, graphs)?;
     for (id, key) in bound.weights.iter() {
         plan.weights[id].sources = sources(task, key)?;
     }

@@ -2,11 +2,13 @@
 //!
 //! - Candidates hold the plans that people make by hand: all on one device, layers split in order, all layers
 //!   shared. So the result is never predicted slower than the best of those.
+//! - Matrices stay on NUMA nodes beside a GPU only where the model fits no GPUs.
 //! - A price is that of the finished schedule, so byte limits are exact.
 
 mod candidates;
 mod causes;
 mod group;
+mod hosted;
 mod lay_out;
 mod prices;
 mod stages;
@@ -15,28 +17,39 @@ mod units;
 use anyhow::{Result, bail, ensure};
 use ir::graph::Placed;
 use ir::id::{DeviceId, NodeId, Table};
-use ir::plan::{Candidate, Plan};
+use ir::machine::DeviceKind;
+use ir::plan::{Candidate, DeviceForecast, Phase, Plan};
 
 use crate::emit::emit;
-use crate::insert_moves::insert_moves;
+use crate::graphs::Graphs;
 use crate::options::{Options, Request};
 use crate::place::candidates::{Arrangement, Prices};
-use crate::place::lay_out::lay_out;
+use crate::place::lay_out::{fetch_weights, lay_out};
 use crate::place::prices::{Pins, Times, missing, priced_batches};
 use crate::place::units::Units;
 use crate::target::BLOCK_TOKENS;
 use crate::task::Task;
-use crate::{PLACED_PASSES, run_all};
 
 /// A decided placement.
 #[derive(Clone, Debug)]
 pub(crate) struct Placement {
     /// Layouts and cause of every node of the layer graph.
-    pub(crate) nodes: Table<NodeId, Placed>,
+    pub(crate) layouts: Layouts,
     /// Blocks of every cache.
     pub(crate) blocks: u32,
     /// Everything that was priced, best first.
     pub(crate) candidates: Vec<Candidate>,
+}
+
+/// Where every node of the layer graph runs in each phase, over the same weights and caches.
+#[derive(Clone, Debug)]
+pub(crate) struct Layouts {
+    /// In prefill, and in decode where that is not told apart.
+    pub(crate) prefill: Table<NodeId, Placed>,
+    /// In decode where it differs.
+    pub(crate) decode: Option<Table<NodeId, Placed>>,
+    /// Bytes of the window that a GPU fetches weights to.
+    pub(crate) window_bytes: u64,
 }
 
 /// An arrangement with its exact price.
@@ -45,6 +58,8 @@ struct Offer {
     /// The lowest is best.
     score: u64,
     candidate: Candidate,
+    /// What each device would hold.
+    devices: Table<DeviceId, DeviceForecast>,
 }
 
 /// Places the task's model.
@@ -66,11 +81,11 @@ pub(crate) fn place(task: &Task<'_>, options: &Options) -> Result<Placement> {
     let Some(best) = offers.iter().find(|offer| offer.candidate.missing.is_none()) else {
         bail!("{}", too_large(task, &offers));
     };
-    let groups = best.arrangement.groups(&units, &pins);
-    let mut nodes = lay_out(task.model, &groups.0, &groups.1)?;
-    causes::explain(task, options, &units, &pins, &best.arrangement, blocks, &mut nodes)?;
+    let mut layouts = layouts(task, &units, &pins, &best.arrangement)?;
+    let chosen = causes::Chosen { arrangement: &best.arrangement, devices: &best.devices };
+    causes::explain(task, options, &units, &pins, &chosen, blocks, &mut layouts)?;
     let candidates = offers.into_iter().map(|offer| offer.candidate).collect();
-    Ok(Placement { nodes, blocks, candidates })
+    Ok(Placement { layouts, blocks, candidates })
 }
 
 /// All candidates that the request allows, priced: those that fit first, by score.
@@ -93,6 +108,10 @@ fn offers(
             let shares: Option<Vec<f64>> = members.iter().map(|(_, share)| *share).collect();
             vec![prices.requested_group(&devices, shares)?]
         }
+        Request::PipelineRanks(ranks) => vec![prices.requested_pipeline(&first(task, *ranks)?)?],
+        Request::TensorParallelRanks(ranks) => {
+            vec![prices.requested_group(&first(task, *ranks)?, None)?]
+        }
     };
     let mut offers = Vec::new();
     for arrangement in arrangements {
@@ -104,6 +123,10 @@ fn offers(
             Err(_) => (),
         }
     }
+    if options.request == Request::Any && !offers.iter().any(|offer| fits_gpus(task, offer)) {
+        let price = |arrangement: &Arrangement| offer(task, units, pins, arrangement, blocks);
+        offers.extend(hosted::offers(task, units, pins, &price));
+    }
     if offers.is_empty() {
         // All of them are impossible; the first says why.
         let mut prices = Prices::new(task, units, pins, blocks);
@@ -114,6 +137,15 @@ fn offers(
         Some((_, bytes)) => (bytes, 0),
     });
     Ok(offers)
+}
+
+/// Whether the whole model is on GPUs and they have the memory.
+fn fits_gpus(task: &Task<'_>, offer: &Offer) -> bool {
+    let mut devices = offer.arrangement.stages.iter().flat_map(|(group, _)| &group.devices);
+    let is_gpu = |&device: &DeviceId| {
+        matches!(task.target.machine.devices[device].kind, DeviceKind::Gpu { .. })
+    };
+    offer.candidate.missing.is_none() && devices.all(is_gpu)
 }
 
 /// The exact price of an arrangement.
@@ -152,7 +184,8 @@ fn offer(
             decode_nanos: fits.then_some(forecast[1].nanos),
             missing,
         };
-        return Ok(Offer { arrangement, score: times.score(task.target), candidate });
+        let (score, devices) = (times.score(task.target), plan.forecast.devices);
+        return Ok(Offer { arrangement, score, candidate, devices });
     }
 }
 
@@ -164,11 +197,34 @@ fn plan_of(
     arrangement: &Arrangement,
     blocks: u32,
 ) -> Result<Plan> {
-    let (groups, group_of) = arrangement.groups(units, pins);
-    let nodes = lay_out(task.model, &groups, &group_of)?;
-    let graph = insert_moves(&task.model.layers, &nodes)?;
-    let graph = run_all(PLACED_PASSES, graph, &mut |_, _| ())?;
-    emit(task, &graph, &priced_batches(task.target), |_| blocks)
+    let layouts = layouts(task, units, pins, arrangement)?;
+    let graphs = Graphs::new(task.model, &layouts, &mut |_, _| ())?;
+    emit(task, &graphs, &priced_batches(task.target), |_| blocks)
+}
+
+/// Where an arrangement runs every node.
+fn layouts(
+    task: &Task<'_>,
+    units: &Units,
+    pins: &Pins,
+    arrangement: &Arrangement,
+) -> Result<Layouts> {
+    let layout = |phase: Phase| -> Result<Table<NodeId, Placed>> {
+        let (groups, group_of) = arrangement.groups(units, pins, phase);
+        let mut nodes = lay_out(task.model, &groups, &group_of)?;
+        if let Some(hosted) = &arrangement.hosted {
+            fetch_weights(&mut nodes, |node| {
+                let hosting = hosted.nodes[node].filter(|hosting| hosting.is_fetched(phase));
+                hosting.map(|hosting| hosting.home)
+            });
+        }
+        Ok(nodes)
+    };
+    Ok(Layouts {
+        prefill: layout(Phase::Prefill)?,
+        decode: arrangement.hosted.as_ref().map(|_| layout(Phase::Decode)).transpose()?,
+        window_bytes: arrangement.hosted.as_ref().map_or(0, |hosted| hosted.window_bytes),
+    })
 }
 
 /// The device that each node is pinned to, with the pattern that did it; the last pin that matches holds.
@@ -228,6 +284,24 @@ fn named<'n>(task: &Task<'_>, names: impl Iterator<Item = &'n str>) -> Result<Ve
         ensure!(!devices.contains(&device), "{name} is named twice");
         devices.push(device);
     }
+    Ok(devices)
+}
+
+/// The devices that get ranks: GPUs first, then NUMA nodes.
+fn first(task: &Task<'_>, ranks: usize) -> Result<Vec<DeviceId>> {
+    let machine = &task.target.machine;
+    let mut devices: Vec<DeviceId> = machine.devices.ids().collect();
+    // The sort is stable: the machine's order stays.
+    devices.sort_by_key(|&id| match machine.devices[id].kind {
+        DeviceKind::Gpu { .. } => 0,
+        DeviceKind::Numa { .. } => 1,
+    });
+    ensure!(
+        ranks <= devices.len(),
+        "{ranks} ranks need as many devices; the machine has {}",
+        devices.len()
+    );
+    devices.truncate(ranks);
     Ok(devices)
 }
 

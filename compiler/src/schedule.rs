@@ -2,9 +2,10 @@
 //!
 //! - Steps are numbered in the order of the graph, and lanes keep that order: every lane issues the collectives
 //!   it shares with another in the same order, and no wait can close a circle.
+//! - A weight is fetched as soon as the window has room for it, so its step comes right after the one that makes room.
 //! - A wait stands only where lane order and other waits do not imply it.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 
 use anyhow::Result;
 use ir::dag::Node;
@@ -17,18 +18,22 @@ use ir::plan::{Action, Buffer, Lane, Program, Queue, Step};
 
 use crate::bind::Bound;
 use crate::clock::Clocks;
-use crate::cost::{Operands, move_nanos, run_nanos};
+use crate::cost::{Operands, fetch_nanos, move_nanos, run_nanos};
 use crate::free::place_frees;
-use crate::part::{local_type, parts};
+use crate::part::{Part, WeightKey, computations, local_type, parts};
 use crate::target::Batch;
 use crate::task::Task;
+use crate::window::{Window, aligned};
 
 /// The program of a placed graph for one kind of batch; causes are added to the plan's.
+///
+/// GPUs fetch weights to windows of `window_bytes`.
 pub(crate) fn schedule(
     task: &Task<'_>,
     graph: &PlacedGraph,
     bound: &Bound,
     batch: &Batch,
+    window_bytes: u64,
     causes: &mut Causes,
 ) -> Result<Program> {
     let mut draft = Draft {
@@ -40,9 +45,12 @@ pub(crate) fn schedule(
         steps: Table::default(),
         buffers: Table::default(),
         uses: Table::default(),
+        after: Table::default(),
+        fetchers: BTreeMap::new(),
         held: graph.values().ids().map(|_| Vec::new()).collect(),
         collectives: 0,
     };
+    draft.plan_fetches(graph, window_bytes, causes)?;
     for (_, node) in graph.nodes() {
         let cause = causes.add(&node.work.cause);
         match &node.work.work {
@@ -51,6 +59,17 @@ pub(crate) fn schedule(
         }
     }
     Ok(draft.finish(graph.outputs()[0]))
+}
+
+/// The devices that compute with weights of their own.
+fn computing_nodes(task: &Task<'_>, graph: &PlacedGraph) -> Table<DeviceId, bool> {
+    let mut computing = task.per_device(false);
+    for (node, op) in computations(graph) {
+        if node.work.home.is_none() && op.takes_fetched() {
+            node.work.layouts[0].devices.iter().for_each(|&device| computing[device] = true);
+        }
+    }
+    computing
 }
 
 /// The causes of a plan, each once.
@@ -82,12 +101,114 @@ struct Draft<'a> {
     buffers: Table<BufferId, Buffer>,
     /// The writer of each buffer, then its readers.
     uses: Table<BufferId, Vec<StepId>>,
+    /// Earlier steps that each step depends on.
+    after: Table<StepId, Vec<StepId>>,
+    /// The weights that each GPU has yet to fetch.
+    fetchers: BTreeMap<DeviceId, Fetcher>,
     /// Who holds each value, and where.
     held: Table<ValueId, Vec<(DeviceId, BufferId)>>,
     collectives: usize,
 }
 
+/// What one GPU fetches.
+struct Fetcher {
+    window: Window,
+    /// Nodes whose weights are not all under way, in the order they run.
+    waiting: VecDeque<Wanted>,
+    /// Buffers of nodes whose weights are under way, in the order the nodes run.
+    arriving: VecDeque<Vec<BufferId>>,
+}
+
+/// The weights that one node wants.
+struct Wanted {
+    name: String,
+    cause: CauseId,
+    /// Those that are not under way, each with the time it takes.
+    weights: VecDeque<(WeightKey, f64)>,
+    /// Buffers of those that are.
+    buffers: Vec<BufferId>,
+}
+
 impl Draft<'_> {
+    /// Lists what each GPU fetches, and starts as much as there is room for.
+    fn plan_fetches(
+        &mut self,
+        graph: &PlacedGraph,
+        window_bytes: u64,
+        causes: &mut Causes,
+    ) -> Result<()> {
+        let computing = computing_nodes(self.task, graph);
+        for (node, op) in computations(graph).filter(|(node, _)| node.work.home.is_some()) {
+            for part in parts(self.task, node, op)? {
+                let weights: VecDeque<(WeightKey, f64)> = part
+                    .fetched()
+                    .map(|key| {
+                        let is_shared = computing[key.device];
+                        let bytes = key.packed_bytes(self.task);
+                        let nanos = fetch_nanos(
+                            self.task.target,
+                            key.device,
+                            part.device,
+                            bytes,
+                            is_shared,
+                        )?;
+                        Ok((key, nanos))
+                    })
+                    .collect::<Result<_>>()?;
+                if weights.is_empty() {
+                    continue;
+                }
+                let fetcher = self.fetchers.entry(part.device).or_insert_with(|| Fetcher {
+                    window: Window::new(window_bytes),
+                    waiting: VecDeque::new(),
+                    arriving: VecDeque::new(),
+                });
+                fetcher.waiting.push_back(Wanted {
+                    name: node.name.clone(),
+                    cause: causes.add(&node.work.cause),
+                    weights,
+                    buffers: Vec::new(),
+                });
+            }
+        }
+        let devices: Vec<DeviceId> = self.fetchers.keys().copied().collect();
+        for device in devices {
+            self.fetch(device);
+        }
+        Ok(())
+    }
+
+    /// Starts the fetches that the window has room for.
+    fn fetch(&mut self, device: DeviceId) {
+        loop {
+            let Some(fetcher) = self.fetchers.get_mut(&device) else { return };
+            let Some(wanted) = fetcher.waiting.front_mut() else { return };
+            let Some(&(key, nanos)) = wanted.weights.front() else {
+                let wanted = fetcher.waiting.pop_front().expect("it was just looked at");
+                fetcher.arriving.push_back(wanted.buffers);
+                continue;
+            };
+            if wanted.buffers.is_empty() {
+                let bytes =
+                    wanted.weights.iter().map(|(key, _)| aligned(key.packed_bytes(self.task)));
+                fetcher.window.begin(bytes.sum());
+            }
+            let Some((offset, after)) = fetcher.window.place(key.packed_bytes(self.task)) else {
+                return;
+            };
+            let ty = key.packed_type(self.task);
+            let buffer = self.buffers.push(Buffer { device, ty });
+            self.uses.push(Vec::new());
+            wanted.buffers.push(buffer);
+            wanted.weights.pop_front();
+            let (name, cause) = (wanted.name.clone(), wanted.cause);
+            let action = Action::Fetch { weight: self.bound.weight(&key), offset };
+            let lane = (device, Queue::Fetch);
+            let step = self.step(&name, lane, action, Vec::new(), vec![buffer], nanos, cause);
+            self.after[step].extend(after);
+        }
+    }
+
     fn compute(
         &mut self,
         graph: &PlacedGraph,
@@ -97,7 +218,7 @@ impl Draft<'_> {
     ) -> Result<()> {
         for (member, part) in parts(self.task, node, op)?.into_iter().enumerate() {
             let device = part.device;
-            let reads: Vec<BufferId> =
+            let mut reads: Vec<BufferId> =
                 part.reads.iter().map(|&input| self.buffer(node.inputs[input], device)).collect();
             let writes: Vec<BufferId> = node
                 .outputs
@@ -113,13 +234,30 @@ impl Draft<'_> {
                     .collect(),
                 reads: reads.iter().map(|&buffer| self.buffers[buffer].ty.clone()).collect(),
                 writes: writes.iter().map(|&buffer| self.buffers[buffer].ty.clone()).collect(),
+                is_fetched: part.fetched().next().is_some(),
             };
             let nanos = run_nanos(self.task.target, device, &part.op, &operands, self.batch)?;
+            let fetched = self.arrived(&part);
+            reads.extend(&fetched);
             let action = Action::Run(self.bound.op(&part));
             let lane = (device, Queue::Compute);
-            self.step(node, lane, action, reads, writes, nanos, cause);
+            let step = self.step(&node.name, lane, action, reads, writes, nanos, cause);
+            if let Some(fetcher) = self.fetchers.get_mut(&device).filter(|_| !fetched.is_empty()) {
+                fetcher.window.read(fetched.len(), step);
+                self.fetch(device);
+            }
         }
         Ok(())
+    }
+
+    /// The buffers that the fetched weights of a part are in.
+    fn arrived(&mut self, part: &Part) -> Vec<BufferId> {
+        if part.fetched().next().is_none() {
+            return Vec::new();
+        }
+        let fetcher = self.fetchers.get_mut(&part.device);
+        let buffers = fetcher.and_then(|fetcher| fetcher.arriving.pop_front());
+        buffers.expect("the window holds the weights of any one node")
     }
 
     fn movement(
@@ -210,26 +348,26 @@ impl Draft<'_> {
         };
         let written = bytes(writes[0]);
         let nanos = move_nanos(self.task.target, device, movement, &incoming, written)?;
-        self.step(node, lane, action, reads, writes, nanos, cause);
+        self.step(&node.name, lane, action, reads, writes, nanos, cause);
         Ok(())
     }
 
     #[expect(clippy::too_many_arguments, reason = "these are the fields of a step")]
     fn step(
         &mut self,
-        node: &Node<Placed>,
+        name: &str,
         lane: (DeviceId, Queue),
         action: Action,
         reads: Vec<BufferId>,
         writes: Vec<BufferId>,
         nanos: f64,
         cause: CauseId,
-    ) {
+    ) -> StepId {
         let number = self.lanes.len();
         let lane = *self.lanes.entry(lane).or_insert(number);
         self.lane_of.push(lane);
         let id = self.steps.push(Step {
-            name: node.name.clone(),
+            name: name.to_owned(),
             action,
             reads: reads.clone(),
             writes: writes.clone(),
@@ -238,21 +376,18 @@ impl Draft<'_> {
             estimate_nanos: nanos.round() as u64,
             cause,
         });
+        self.after.push(reads.iter().map(|&buffer| self.uses[buffer][0]).collect());
         for buffer in writes.into_iter().chain(reads) {
             if !self.uses[buffer].contains(&id) {
                 self.uses[buffer].push(id);
             }
         }
+        id
     }
 
     /// Adds waits and frees, and puts the lanes in the order of devices.
     fn finish(mut self, output: ValueId) -> Program {
-        let mut after: Table<StepId, Vec<StepId>> = self
-            .steps
-            .rows()
-            .iter()
-            .map(|step| step.reads.iter().map(|&buffer| self.uses[buffer][0]).collect())
-            .collect();
+        let mut after = std::mem::take(&mut self.after);
         let count = self.lanes.len();
         let clocks = Clocks::new(count, &self.lane_of, &after);
         let mut order: Vec<Vec<StepId>> = vec![Vec::new(); count];

@@ -78,7 +78,7 @@ impl Device {
                 }
             };
             held.with_context(|| format!("reading {} for {name}", weight.name))?;
-            let goes_on = !is_here || progress(weight.bytes());
+            let goes_on = !is_here || progress(plan.weight_bytes(weight));
             ensure!(goes_on, "another device could not be loaded");
         }
         Ok(Self { name, team, form })

@@ -52,7 +52,9 @@ pub fn calibrate(machine: &mut Machine, isa: Isa, mut progress: impl FnMut(&str)
     for (id, cpus) in &devices {
         let name = machine.devices[*id].name.clone();
         progress(&name);
-        let rates = on_team(cpus, |team| device_rates(team, isa))
+        // Nothing fetches while processors are measured.
+        let beside_fetch = machine.devices[*id].rates.beside_fetch;
+        let rates = on_team(cpus, |team| device_rates(team, isa, beside_fetch))
             .with_context(|| format!("measuring {name}"))?;
         machine.devices[*id].rates = rates;
     }
@@ -81,7 +83,7 @@ fn on_team<T: Send>(cpus: &[u32], work: impl FnOnce(&Team) -> Result<T> + Send) 
     })
 }
 
-fn device_rates(team: &Team, isa: Isa) -> Result<Rates> {
+fn device_rates(team: &Team, isa: Isa, beside_fetch: f64) -> Result<Rates> {
     Ok(Rates {
         source: RateSource::Calibrated,
         read_bytes_per_sec: read_rate(team)?,
@@ -92,6 +94,7 @@ fn device_rates(team: &Team, isa: Isa) -> Result<Rates> {
             .collect::<Result<_>>()?,
         attention_flops_per_sec: attention_rate(team, isa)?,
         cache_bytes_per_sec: cache_rate(team, isa)?,
+        beside_fetch,
     })
 }
 

@@ -145,6 +145,10 @@ impl Lane {
                     run.slots.write(buffer, value.clone());
                 }
             }
+            Action::Fetch { weight, .. } => anyhow::bail!(
+                "{} has no queue that fetches weights, so {weight} cannot come to it",
+                self.device.name
+            ),
         }
         for &buffer in &step.frees {
             run.slots.take(buffer);

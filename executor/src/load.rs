@@ -124,13 +124,13 @@ pub fn load(
     let checkpoint = Arc::new(Checkpoint::open(&file.plan.files, &file.folder)?);
     let plan = Arc::new(file.plan);
     let recorder = options.trace.then(|| Arc::new(Recorder::new(file.fingerprint)));
-    let total = plan.weights.rows().iter().map(|weight| weight.bytes()).sum();
+    let total = plan.weights.rows().iter().map(|weight| plan.weight_bytes(weight)).sum();
     let (events, news) = mpsc::channel();
     let mut lanes = Vec::new();
     for (device, queue) in queues(&plan) {
         let name = &plan.machine.devices[device].name;
-        if queue == Queue::Copy {
-            bail!("{name} has a copy queue, which no CPU device has");
+        if queue != Queue::Compute {
+            bail!("{name} has a {queue} queue, which no CPU device has");
         }
         let starter = Starter {
             plan: Arc::clone(&plan),

@@ -14,6 +14,7 @@ pub mod layout;
 pub mod machine;
 pub mod model;
 pub mod op;
+pub mod packing;
 pub mod plan;
 mod read;
 pub mod split;
@@ -21,5 +22,6 @@ pub mod tensor;
 pub mod text;
 pub mod trace;
 pub mod weight;
+pub mod workspace;
 
 pub use fingerprint::{fingerprint, is_sampled};

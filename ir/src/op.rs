@@ -290,6 +290,24 @@ impl Op {
         self
     }
 
+    /// Whether its matrices may come from another device: the rest needs few rows, or none.
+    pub fn takes_fetched(&self) -> bool {
+        match self {
+            Op::Linear(_) | Op::Experts(_) => true,
+            Op::Embed { .. }
+            | Op::AddPosition { .. }
+            | Op::Norm(_)
+            | Op::Attention(_)
+            | Op::Activate(_)
+            | Op::Gate(_)
+            | Op::Add
+            | Op::SigmoidGate
+            | Op::Route { .. }
+            | Op::SelectRows
+            | Op::SoftCap { .. } => false,
+        }
+    }
+
     /// The cache the operation reads and appends to.
     pub fn cache(&self) -> Option<CacheId> {
         if let Op::Attention(attention) = self { Some(attention.cache) } else { None }

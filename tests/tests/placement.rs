@@ -84,7 +84,7 @@ fn what_a_faster_device_lacks_is_the_cause_of_a_slower_place() {
     let machine = |gpu_bytes| linked(vec![gpu(0, gpu_bytes), numa(0, GIB)]);
     let full = plan(&toy, &machine(GIB), &Options::default());
     let budget = &full.forecast.devices[DeviceId::from_index(0)];
-    let needed = budget.weight_bytes + budget.cache_bytes + budget.buffer_bytes;
+    let needed = budget.needed_bytes();
     let plan = plan(&toy, &machine(needed * 3 / 4), &Options::default());
     let is_limited = |reason: &Reason| match reason {
         Reason::Memory { device, missing_bytes } => device.index() == 0 && *missing_bytes > 0,

@@ -40,7 +40,7 @@ proptest! {
             prop_assert_eq!(found, Vec::<String>::new());
             prop_assert_eq!(memory(&plan), plan.forecast.devices.clone());
             for (before, device) in machine.devices.rows().iter().zip(plan.forecast.devices.rows()) {
-                let held = device.weight_bytes + device.cache_bytes + device.buffer_bytes;
+                let held = device.needed_bytes();
                 prop_assert!(held <= before.memory_bytes, "{} holds {}", before.name, held);
             }
         }

@@ -98,6 +98,7 @@ fn draw_whole(ui: &Ui, scene: &Scene, number: usize, device: &Device, rect: Rect
         (device.weight_bytes, WEIGHTS),
         (device.cache_bytes, CACHE),
         (device.buffer_bytes, ACTIVATIONS),
+        (device.fetch_bytes, STAGING),
     ] {
         let right = left + (bytes as f64 * scale) as f32;
         painter.rect_filled(Rect::from_x_y_ranges(left..=right, bar.y_range()), 0.0, color);
@@ -115,8 +116,12 @@ fn draw_whole(ui: &Ui, scene: &Scene, number: usize, device: &Device, rect: Rect
         Stroke::new(1.0, theme::device(scene, number)),
         StrokeKind::Inside,
     );
+    let fetched = match device.fetch_bytes {
+        0 => String::new(),
+        bytes => format!(" · fetched weights up to {}", quantity::bytes(bytes)),
+    };
     let parts = format!(
-        "weights {} · KV cache {} · buffers up to {} · free {}",
+        "weights {} · KV cache {} · buffers up to {}{fetched} · free {}",
         quantity::bytes(device.weight_bytes),
         quantity::bytes(device.cache_bytes),
         quantity::bytes(device.buffer_bytes),

@@ -14,11 +14,15 @@ impl fmt::Display for Scene {
         for device in &self.devices {
             writeln!(
                 f,
-                "device {}: weights {}, cache {}, buffers {} of {}",
+                "device {}: weights {}, cache {}, buffers {}{} of {}",
                 device.name,
                 bytes(device.weight_bytes),
                 bytes(device.cache_bytes),
                 bytes(device.buffer_bytes),
+                match device.fetch_bytes {
+                    0 => String::new(),
+                    fetch_bytes => format!(", fetched {}", bytes(fetch_bytes)),
+                },
                 bytes(device.capacity_bytes)
             )?;
         }

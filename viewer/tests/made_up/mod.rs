@@ -132,12 +132,13 @@ fn machine(wish: Wish) -> Machine {
             }],
             attention_flops_per_sec: speed * 10.0,
             cache_bytes_per_sec: speed,
+            beside_fetch: 1.0,
         },
     };
     // Token table, head and buffers.
     let rest = u64::from(VOCABULARY * wish.hidden) * 4 + u64::from(wish.hidden) * 2048;
     let gpus = (0..wish.gpus).map(|i| {
-        let kind = DeviceKind::Gpu { ordinal: i };
+        let kind = DeviceKind::Gpu { ordinal: i, reserved_bytes: 0 };
         device(format!("gpu{i}"), kind, layer * u64::from(wish.gpu_layers) + rest, 20e9)
     });
     let nodes = (0..wish.nodes).map(|i| {
@@ -320,12 +321,16 @@ impl Made<'_> {
         let rates = &self.plan.machine.devices[device].rates;
         let nanos = match action {
             Action::Run(op) => {
-                let bytes: u64 = op.weights().iter().map(|&w| self.plan.weights[w].bytes()).sum();
+                let bytes: u64 = op
+                    .weights()
+                    .iter()
+                    .map(|&w| self.plan.weight_bytes(&self.plan.weights[w]))
+                    .sum();
                 let rows = f64::from(self.program.max.tokens).sqrt();
                 rates.step_nanos
                     + (bytes as f64 * rows + moved as f64) / rates.read_bytes_per_sec * 1e9
             }
-            Action::Move { .. } => 4e3 + moved as f64,
+            Action::Move { .. } | Action::Fetch { .. } => 4e3 + moved as f64,
         };
         nanos as u64
     }
@@ -568,7 +573,7 @@ fn forecast(plan: &mut Plan) {
                 .rows()
                 .iter()
                 .filter(|w| w.device == id)
-                .map(Weight::bytes)
+                .map(|weight| weight.bytes(&device.kind))
                 .sum(),
             cache_bytes: plan
                 .caches
@@ -578,6 +583,9 @@ fn forecast(plan: &mut Plan) {
                 .map(|cache| cache.bytes(model.blocks, model.block_tokens))
                 .sum(),
             buffer_bytes: 32 << 10,
+            fetch_bytes: 0,
+            workspace_bytes: 0,
+            reserved_bytes: 0,
             capacity_bytes: device.memory_bytes,
         })
         .collect();

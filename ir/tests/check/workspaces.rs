@@ -1,0 +1,89 @@
+//! Scratch memory of GPUs.
+
+use ir::machine::DeviceKind;
+use ir::plan::{Phase, Plan};
+use ir::tensor::Format;
+use ir::workspace::{ATTENTION_SPLITS, LIBRARY_BYTES, Workspace, workspaces};
+
+use crate::plans::{d, one_device, streamed, w};
+
+/// A plan of so many tokens a prefill.
+fn with_tokens(mut plan: Plan, tokens: u32) -> Plan {
+    plan.programs[0].max.tokens = tokens;
+    plan
+}
+
+fn on_gpu(mut plan: Plan) -> Plan {
+    plan.machine.devices[d(0)].kind = DeviceKind::Gpu { ordinal: 0, reserved_bytes: 0 };
+    plan
+}
+
+#[test]
+fn a_numa_node_has_no_workspace() {
+    let plan = with_tokens(one_device(), 100);
+    assert_eq!(workspaces(&plan)[d(0)], Workspace::default());
+}
+
+#[test]
+fn a_gpu_without_a_lane_has_no_workspace() {
+    let mut plan = streamed();
+    plan.programs.iter_mut().for_each(|program| program.lanes.clear());
+    assert_eq!(workspaces(&plan)[d(0)], Workspace::default());
+}
+
+#[test]
+fn few_rows_are_multiplied_with_packed_matrices() {
+    // Eight tokens of eight features; two rows reach the head, two experts of 16 features are used.
+    let space = workspaces(&with_tokens(streamed(), 8))[d(0)];
+    assert_eq!((space.matrix_bytes, space.library_bytes), (0, 0));
+    assert_eq!(space.input_bytes, 8 * 8 * 2);
+    assert_eq!(space.experts_bytes, 8 * 2 * 16 * 4);
+}
+
+#[test]
+fn many_rows_need_the_largest_packed_matrix_unpacked() {
+    // The experts' matrices are 16 by 8; those of the router and the head are the GPU's own floats.
+    let plan = with_tokens(streamed(), 9);
+    let space = workspaces(&plan)[d(0)];
+    assert_eq!((space.matrix_bytes, space.library_bytes), (16 * 8 * 2, LIBRARY_BYTES));
+    let mut quantised = plan;
+    quantised.programs[0].max.rows = 9;
+    let head = quantised.weights.ids().last().expect("there are weights");
+    quantised.weights[head].format = Format::Q8;
+    assert_eq!(workspaces(&quantised)[d(0)].matrix_bytes, 32 * 8 * 2);
+}
+
+#[test]
+fn floats_of_the_gpu_are_not_unpacked() {
+    let space = workspaces(&with_tokens(on_gpu(one_device()), 9))[d(0)];
+    assert_eq!((space.matrix_bytes, space.library_bytes), (0, LIBRARY_BYTES));
+}
+
+#[test]
+fn decode_attention_leaves_a_term_for_each_part_of_the_context() {
+    // Two heads of four features; decode has one token.
+    let plan = on_gpu(one_device());
+    let terms = 2 * u64::from(ATTENTION_SPLITS) * (4 + 2) * 4;
+    assert_eq!(workspaces(&plan)[d(0)].attention_bytes, 2 * 4 * 4 + terms);
+    let mut prefill = plan;
+    prefill.programs.retain(|program| program.phase == Phase::Prefill);
+    assert_eq!(workspaces(&prefill)[d(0)].attention_bytes, 8 * 2 * 4 * 4);
+}
+
+#[test]
+fn a_run_is_told_tokens_rows_and_blocks() {
+    let space = workspaces(&on_gpu(one_device()))[d(0)];
+    // Eight tokens, two rows; one sequence of 64 tokens in blocks of 16.
+    assert_eq!(space.run_bytes, 3 * 8 * 4 + 2 * 4 + (4 + 2) * 4);
+    // Four rotated features at 64 positions.
+    assert_eq!(space.rotation_bytes, 64 * 4 * 4);
+}
+
+#[test]
+fn absurd_sizes_are_counted_to_the_end_of_the_scale() {
+    let mut plan = with_tokens(streamed(), u32::MAX);
+    plan.weights[w(2)].shape = vec![u32::MAX; 3];
+    plan.model.context = u32::MAX;
+    plan.model.block_tokens = 0;
+    assert!(workspaces(&plan)[d(0)].bytes() > u64::from(u32::MAX));
+}
