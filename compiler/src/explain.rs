@@ -13,7 +13,8 @@ use ir::plan::Plan;
 pub use diff::diff;
 
 use crate::explain::rows::{Row, folded, rows};
-use crate::explain::table::{Table, bytes, nanos};
+pub(crate) use crate::explain::table::bytes;
+use crate::explain::table::{Table, nanos};
 
 /// Everything a plan knows of its own making: layers, devices, programs and the candidates it beat.
 pub fn explain(plan: &Plan) -> String {

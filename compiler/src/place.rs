@@ -25,7 +25,7 @@ use crate::graphs::Graphs;
 use crate::options::{Options, Request};
 use crate::place::candidates::{Arrangement, Prices};
 use crate::place::lay_out::{fetch_weights, lay_out};
-use crate::place::prices::{Pins, Times, missing, priced_batches};
+use crate::place::prices::{Pins, Times, judged_decode, missing, priced_batches};
 use crate::place::units::Units;
 use crate::target::BLOCK_TOKENS;
 use crate::task::Task;
@@ -170,7 +170,7 @@ fn offer(
             continue;
         }
         let forecast = &plan.forecast.programs;
-        let (prefill, decode) = (&forecast[0], &forecast[forecast.len() - 1]);
+        let (prefill, decode) = (&forecast[0], judged_decode(task.target, forecast));
         let times = match task.target.objective {
             crate::Objective::Latency => Times { prefill: prefill.nanos, decode: decode.nanos },
             crate::Objective::Throughput => {

@@ -51,6 +51,8 @@ pub enum DeviceKind {
         ordinal: u32,
         /// What the driver's context and the libraries' code take of the memory that plans may fill.
         reserved_bytes: u64,
+        /// Scratch memory that the vendor library wants for products of many rows.
+        library_bytes: u64,
     },
     /// Cores of one NUMA node.
     Numa {

@@ -13,10 +13,6 @@ use crate::tensor::Dim;
 pub const UNPACKED_ROWS: u32 = 8;
 /// Parts of the context that decode attention works on at once; each leaves a term of the result.
 pub const ATTENTION_SPLITS: u32 = 64;
-/// What the vendor library asks for: NVIDIA recommends 32 MiB for cuBLASLt on Hopper, and larger products take
-/// algorithms that want twice that.
-pub const LIBRARY_BYTES: u64 = 64 << 20;
-
 /// Bytes of each kind of scratch on one device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Workspace {
@@ -69,14 +65,12 @@ pub fn workspaces(plan: &Plan) -> Table<DeviceId, Workspace> {
     for program in &plan.programs {
         for lane in &program.lanes {
             let Some(device) = plan.machine.devices.get(lane.device) else { continue };
-            if !matches!(device.kind, DeviceKind::Gpu { .. }) {
-                continue;
-            }
+            let DeviceKind::Gpu { library_bytes, .. } = device.kind else { continue };
             let space = &mut spaces.rows_mut()[lane.device.index()];
             raise(&mut space.run_bytes, run_bytes(plan, program));
             for step in lane.steps.iter().filter_map(|&step| program.steps.get(step)) {
                 if let Action::Run(op) = &step.action {
-                    let need = Need { plan, program, step, device: lane.device };
+                    let need = Need { plan, program, step, device: lane.device, library_bytes };
                     need.add(op, space);
                 }
             }
@@ -107,6 +101,7 @@ struct Need<'a> {
     program: &'a Program,
     step: &'a Step,
     device: DeviceId,
+    library_bytes: u64,
 }
 
 impl Need<'_> {
@@ -141,7 +136,7 @@ impl Need<'_> {
         if rows <= UNPACKED_ROWS {
             return;
         }
-        raise(&mut space.library_bytes, LIBRARY_BYTES);
+        raise(&mut space.library_bytes, self.library_bytes);
         for weight in op.weights().into_iter().filter_map(|id| self.plan.weights.get(id)) {
             let is_packed = weight.format.block() > 1 || weight.device != self.device;
             if let [.., outputs, inputs] = *weight.shape

@@ -5,14 +5,13 @@ use ir::machine::{
     Device, DeviceKind, Host, LinearRate, Link, Machine, RatePoint, RateSource, Rates,
 };
 use ir::tensor::Format;
-use ir::workspace::LIBRARY_BYTES;
 
 /// Rates are those of real hardware over this: a toy has about a ten-thousandth of a small model's weights.
 const SLOWER: f64 = 1e4;
 /// What an unlimited device has.
 const AMPLE_BYTES: u64 = 1 << 30;
-/// Two thirds of [`crate::toys::Toy::llama`] with its caches and buffers, beside what a library wants for itself.
-const TIGHT_BYTES: u64 = LIBRARY_BYTES + (512 << 10);
+/// Two thirds of [`crate::toys::Toy::llama`] with its caches, buffers and scratch.
+const TIGHT_BYTES: u64 = 672 << 10;
 
 /// The machine of that name, as test files spell it.
 pub fn named(name: &str) -> Option<Machine> {
@@ -33,6 +32,14 @@ pub fn one_gpu() -> Machine {
 /// A small GPU beside two NUMA nodes.
 pub fn one_gpu_two_numa() -> Machine {
     linked(vec![gpu(0, TIGHT_BYTES), numa(0, AMPLE_BYTES), numa(1, AMPLE_BYTES)])
+}
+
+/// A GPU of some bytes, and a NUMA node behind a link that is so fast that even the short prompts of toys are worth
+/// fetching weights for.
+pub fn fast_link(gpu_bytes: u64) -> Machine {
+    let mut machine = linked(vec![gpu(0, gpu_bytes), numa(0, AMPLE_BYTES)]);
+    machine.links.iter_mut().for_each(|link| link.bytes_per_sec *= 4.0);
+    machine
 }
 
 /// Two small GPUs beside two NUMA nodes.
@@ -73,7 +80,7 @@ pub fn h200(gpu_bytes: u64) -> Machine {
         };
     let gpu = Device {
         name: "gpu0".into(),
-        kind: DeviceKind::Gpu { ordinal: 0, reserved_bytes: 640 << 20 },
+        kind: DeviceKind::Gpu { ordinal: 0, reserved_bytes: 640 << 20, library_bytes: 64 << 20 },
         memory_bytes: gpu_bytes,
         // Steps of a captured graph.
         rates: rates(3.7e12, &[(512, 664e12), (2048, 791e12)], 2e3, 411e12, 1.0),
@@ -95,7 +102,7 @@ pub fn h200(gpu_bytes: u64) -> Machine {
 pub fn gpu(ordinal: u32, memory_bytes: u64) -> Device {
     Device {
         name: format!("gpu{ordinal}"),
-        kind: DeviceKind::Gpu { ordinal, reserved_bytes: 0 },
+        kind: DeviceKind::Gpu { ordinal, reserved_bytes: 0, library_bytes: 0 },
         memory_bytes,
         rates: rates(3e12 / SLOWER, 5e3, 3e14 / SLOWER),
     }

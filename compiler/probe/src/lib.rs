@@ -67,7 +67,7 @@ fn differences(machine: &Machine, processors: &Processors, gpus: &[Gpu]) -> Vec<
     }
     for (_, device) in machine.devices.iter() {
         match &device.kind {
-            DeviceKind::Gpu { ordinal, reserved_bytes: _ } => {
+            DeviceKind::Gpu { ordinal, .. } => {
                 let name = &device.name;
                 let planned = there.gpus.get(*ordinal as usize);
                 match gpus.iter().find(|gpu| gpu.ordinal == *ordinal) {
@@ -131,7 +131,11 @@ fn host(processors: &Processors, gpus: &[Gpu]) -> Host {
 fn gpu_device(gpu: &Gpu) -> Device {
     Device {
         name: format!("gpu{}", gpu.ordinal),
-        kind: DeviceKind::Gpu { ordinal: gpu.ordinal, reserved_bytes: nominal::GPU_RESERVED_BYTES },
+        kind: DeviceKind::Gpu {
+            ordinal: gpu.ordinal,
+            reserved_bytes: nominal::GPU_RESERVED_BYTES,
+            library_bytes: nominal::GPU_LIBRARY_BYTES,
+        },
         memory_bytes: usable(gpu.memory_bytes, USABLE_GPU_MEMORY),
         rates: nominal::gpu_rates(gpu),
     }

@@ -16,6 +16,8 @@ const LAUNCH_NANOS: f64 = 5_000.0;
 /// A context takes 527 MiB on an H200 (driver 580, CUDA 13.0) and the vendor library's code 66 MiB; the rest is for
 /// kernels of ours.
 pub(crate) const GPU_RESERVED_BYTES: u64 = 640 << 20;
+/// NVIDIA recommends 32 MiB for cuBLASLt on Hopper; larger products have algorithms that want twice that.
+pub(crate) const GPU_LIBRARY_BYTES: u64 = 64 << 20;
 /// Sixteen Emerald Rapids cores read 97 GB/s beside a copy to an H200, and about 110 GB/s alone; the copy runs at 48
 /// instead of 55 GB/s.
 const BESIDE_FETCH: f64 = 97.0 / 110.0;

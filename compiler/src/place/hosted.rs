@@ -12,6 +12,7 @@ use ir::op::Op;
 use ir::plan::{DeviceForecast, Phase};
 
 use crate::cost::fetch_nanos;
+use crate::explain::bytes;
 use crate::part::WeightKey;
 use crate::place::Offer;
 use crate::place::candidates::Arrangement;
@@ -117,13 +118,13 @@ enum Kept {
 struct Block {
     /// Its nodes in the order they run; those without a matrix go with the others.
     nodes: Vec<Member>,
-    /// Bytes of its matrices at home.
+    /// Bytes of its matrices at home, at most.
     bytes: u64,
 }
 
 struct Member {
     node: NodeId,
-    /// Bytes of its matrices in a fetch window.
+    /// Bytes of its matrices in a fetch window, at most.
     window_bytes: u64,
     /// What fetching them takes while the home computes.
     fetch_nanos: f64,
@@ -196,12 +197,15 @@ impl<'a> Search<'a> {
                 blocks[units.of[id]].get_or_insert_with(|| Block { nodes: Vec::new(), bytes: 0 });
             if node.work.takes_fetched() {
                 for weight in node.work.weights() {
-                    let is_matrix = task.model.weights[weight].shape.len() > 1;
-                    let format =
-                        task.target.format(task.model, weight, home, task.sensitive[weight]);
-                    let key = WeightKey { weight, device: home, format, slice: None };
-                    if is_matrix {
-                        let bytes = key.packed_bytes(task);
+                    // Homes may hold it in different formats; the largest is what there must be room for.
+                    let packed = |&home: &DeviceId| {
+                        let sensitive = task.sensitive[weight];
+                        let format = task.target.format(task.model, weight, home, sensitive);
+                        let key = WeightKey { weight, device: home, format, slice: None };
+                        key.packed_bytes(task)
+                    };
+                    if task.model.weights[weight].shape.len() > 1 {
+                        let bytes = hosts.iter().map(packed).max().unwrap_or(0);
                         block.bytes += bytes;
                         member.window_bytes += aligned(bytes);
                         member.fetch_nanos +=
@@ -225,22 +229,46 @@ impl<'a> Search<'a> {
             |block: &Block| block.nodes.iter().map(|member| member.window_bytes).sum();
         let largest_block: u64 = self.blocks.iter().map(block_bytes).max().unwrap_or(0);
         // One matrix is read while the next one comes; larger windows smooth unevenness and take room from blocks.
-        for window_bytes in [0, 2 * largest_node, 2 * largest_block] {
+        let mut windows = vec![0, 2 * largest_node, 2 * largest_block];
+        windows.dedup();
+        for window_bytes in windows {
             let in_place = Fetching { share: 0.0, in_blocks: true };
             let Some((count, base)) = self.fewest(window_bytes, in_place, price) else { continue };
-            let fits = base.candidate.missing.is_none();
             let decode = base.candidate.decode_nanos;
             offers.push(base);
-            let Some(decode) = decode.filter(|_| fits && window_bytes > 0) else { continue };
-            for fetching in self.fetchings(count, decode as f64) {
-                let arrangement = self.arrange(count, window_bytes, fetching);
-                let is_new = offers.iter().all(|offer| offer.arrangement != arrangement);
-                if is_new && let Ok(offer) = price(&arrangement) {
-                    offers.push(offer);
-                }
+            if let Some(decode) = decode.filter(|_| window_bytes > 0) {
+                offers.extend(self.fetching(count, window_bytes, decode as f64, price));
             }
         }
         offers
+    }
+
+    /// The best offer in which decode fetches a share of what stays.
+    ///
+    /// The best share is near the one for which the link and the home take equally long; whether whole blocks or single
+    /// nodes are fetched is decided there.
+    fn fetching(
+        &self,
+        count: usize,
+        window_bytes: u64,
+        decode_nanos: f64,
+        price: &dyn Fn(&Arrangement) -> anyhow::Result<Offer>,
+    ) -> Option<Offer> {
+        let members = || self.staying(count).flat_map(|block| &block.nodes);
+        let fetch: f64 = members().map(|member| member.fetch_nanos).sum();
+        let home: f64 = members().map(|member| member.home_nanos).sum();
+        // Without fetches decode takes what the home takes, and what no fetch shortens.
+        let even = (decode_nanos / (fetch + home).max(1.0)).min(1.0);
+        let offer = |share: f64, in_blocks: bool| {
+            let fetching = Fetching { share: share.min(1.0), in_blocks };
+            let offer = price(&self.arrange(count, window_bytes, fetching)).ok()?;
+            offer.candidate.missing.is_none().then_some(offer)
+        };
+        let score = |offer: &Option<Offer>| offer.as_ref().map_or(u64::MAX, |offer| offer.score);
+        let (blocks, nodes) = (offer(even, true), offer(even, false));
+        let in_blocks = score(&blocks) <= score(&nodes);
+        let others = [0.85, 0.9, 0.95, 1.05, 1.1].map(|factor| offer(even * factor, in_blocks));
+        [blocks, nodes].into_iter().chain(others).flatten().min_by_key(|offer| offer.score)
     }
 
     /// The fewest blocks that must stay so that the rest fits the GPU, with the price; all of them where it never does.
@@ -278,23 +306,6 @@ impl<'a> Search<'a> {
             }
         }
         Some(best)
-    }
-
-    /// Shares of what stays that decode may fetch: nothing is in [`Self::fewest`]; the best is near where the link
-    /// and the home take equally long.
-    fn fetchings(&self, count: usize, decode_nanos: f64) -> Vec<Fetching> {
-        let members = || self.staying(count).flat_map(|block| &block.nodes);
-        let fetch: f64 = members().map(|member| member.fetch_nanos).sum();
-        let home: f64 = members().map(|member| member.home_nanos).sum();
-        // Without fetches decode takes what the home takes, and what no fetch shortens.
-        let even = decode_nanos / (fetch + home).max(1.0);
-        let mut fetchings = Vec::new();
-        for factor in [0.8, 0.9, 1.0, 1.1] {
-            for in_blocks in [true, false] {
-                fetchings.push(Fetching { share: (even * factor).min(1.0), in_blocks });
-            }
-        }
-        fetchings
     }
 
     /// The `count` blocks that stay, evenly spread; the first ones come late, so that the link has a lead.
@@ -375,10 +386,10 @@ impl<'a> Search<'a> {
             self.task.target.name(self.gpu)
         );
         if window_bytes > 0 {
-            name += &format!(", prefill fetches {} MiB ahead", window_bytes >> 20);
+            name += &format!(", fetching {} ahead", bytes(window_bytes));
         }
         if decode_percent > 0.0 {
-            name += &format!(", decode fetches {decode_percent:.0} %");
+            name += &format!(", {decode_percent:.0} % in decode");
         }
         name
     }

@@ -45,13 +45,22 @@ impl Times {
     }
 }
 
-/// The batches that placements are priced with.
+/// The batches that placements are priced with: prefill, the decode of one sequence, and that of the most sequences,
+/// since no other program takes more memory than these.
 pub(crate) fn priced_batches(target: &Target) -> Vec<Batch> {
     let mut batches = vec![target.prefill(), target.decode(1)];
-    if target.objective == Objective::Throughput && target.max_sequences > 1 {
+    if target.max_sequences > 1 {
         batches.push(target.decode(target.max_sequences));
     }
     batches
+}
+
+/// Of what was worked out for each of [`priced_batches`] that of the decode which placements are judged by.
+pub(crate) fn judged_decode<'p, T>(target: &Target, priced: &'p [T]) -> &'p T {
+    match target.objective {
+        Objective::Latency => &priced[1],
+        Objective::Throughput => &priced[priced.len() - 1],
+    }
 }
 
 /// Units priced on one group.
@@ -95,7 +104,7 @@ pub(crate) fn price_group(
         busy.iter().map(|unit| unit.rows().iter().copied().max().unwrap_or(0)).collect()
     };
     let prefill = times(&plan.programs[0]);
-    let decode = times(plan.programs.last().expect("placements are priced with programs"));
+    let decode = times(judged_decode(task.target, &plan.programs));
     Ok(Priced {
         times: prefill
             .into_iter()
@@ -199,5 +208,5 @@ pub(crate) fn handover(
         (link.latency_nanos + bytes / link.bytes_per_sec * 1e9) as u64
             + machine.devices[to].rates.step_nanos as u64
     };
-    Some(Times { prefill: nanos(&batches[0]), decode: nanos(&batches[batches.len() - 1]) })
+    Some(Times { prefill: nanos(&batches[0]), decode: nanos(judged_decode(target, &batches)) })
 }

@@ -73,7 +73,8 @@ pub(crate) fn tensor_parallel() -> Plan {
 /// fetched over the first one's.
 pub(crate) fn streamed() -> Plan {
     let mut made = Builder::new(2);
-    made.plan.machine.devices[d(0)].kind = DeviceKind::Gpu { ordinal: 0, reserved_bytes: 1 << 10 };
+    made.plan.machine.devices[d(0)].kind =
+        DeviceKind::Gpu { ordinal: 0, reserved_bytes: 1 << 10, library_bytes: 0 };
     made.plan.machine.devices[d(0)].name = "gpu0".into();
     made.program.lanes[1] = Lane { device: d(0), queue: Queue::Fetch, steps: Vec::new() };
     let x = made.embed(0);

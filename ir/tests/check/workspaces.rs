@@ -3,7 +3,7 @@
 use ir::machine::DeviceKind;
 use ir::plan::{Phase, Plan};
 use ir::tensor::Format;
-use ir::workspace::{ATTENTION_SPLITS, LIBRARY_BYTES, Workspace, workspaces};
+use ir::workspace::{ATTENTION_SPLITS, Workspace, workspaces};
 
 use crate::plans::{d, one_device, streamed, w};
 
@@ -13,8 +13,11 @@ fn with_tokens(mut plan: Plan, tokens: u32) -> Plan {
     plan
 }
 
+const LIBRARY_BYTES: u64 = 1000;
+
 fn on_gpu(mut plan: Plan) -> Plan {
-    plan.machine.devices[d(0)].kind = DeviceKind::Gpu { ordinal: 0, reserved_bytes: 0 };
+    plan.machine.devices[d(0)].kind =
+        DeviceKind::Gpu { ordinal: 0, reserved_bytes: 0, library_bytes: LIBRARY_BYTES };
     plan
 }
 
@@ -34,7 +37,7 @@ fn a_gpu_without_a_lane_has_no_workspace() {
 #[test]
 fn few_rows_are_multiplied_with_packed_matrices() {
     // Eight tokens of eight features; two rows reach the head, two experts of 16 features are used.
-    let space = workspaces(&with_tokens(streamed(), 8))[d(0)];
+    let space = workspaces(&with_tokens(on_gpu(streamed()), 8))[d(0)];
     assert_eq!((space.matrix_bytes, space.library_bytes), (0, 0));
     assert_eq!(space.input_bytes, 8 * 8 * 2);
     assert_eq!(space.experts_bytes, 8 * 2 * 16 * 4);
@@ -43,7 +46,7 @@ fn few_rows_are_multiplied_with_packed_matrices() {
 #[test]
 fn many_rows_need_the_largest_packed_matrix_unpacked() {
     // The experts' matrices are 16 by 8; those of the router and the head are the GPU's own floats.
-    let plan = with_tokens(streamed(), 9);
+    let plan = with_tokens(on_gpu(streamed()), 9);
     let space = workspaces(&plan)[d(0)];
     assert_eq!((space.matrix_bytes, space.library_bytes), (16 * 8 * 2, LIBRARY_BYTES));
     let mut quantised = plan;

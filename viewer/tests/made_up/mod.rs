@@ -138,7 +138,7 @@ fn machine(wish: Wish) -> Machine {
     // Token table, head and buffers.
     let rest = u64::from(VOCABULARY * wish.hidden) * 4 + u64::from(wish.hidden) * 2048;
     let gpus = (0..wish.gpus).map(|i| {
-        let kind = DeviceKind::Gpu { ordinal: i, reserved_bytes: 0 };
+        let kind = DeviceKind::Gpu { ordinal: i, reserved_bytes: 0, library_bytes: 0 };
         device(format!("gpu{i}"), kind, layer * u64::from(wish.gpu_layers) + rest, 20e9)
     });
     let nodes = (0..wish.nodes).map(|i| {
