@@ -10,6 +10,8 @@ use crate::view::{Selection, View};
 const WEIGHTS: Color32 = Color32::from_rgb(86, 160, 220);
 const CACHE: Color32 = Color32::from_rgb(0, 158, 115);
 const ACTIVATIONS: Color32 = Color32::from_rgb(225, 195, 90);
+/// Grey: it holds nothing of the model.
+const SCRATCH: Color32 = Color32::from_rgb(130, 130, 130);
 const STAGING: Color32 = Color32::from_rgb(225, 105, 170);
 
 /// Draws the panel.
@@ -99,6 +101,7 @@ fn draw_whole(ui: &Ui, scene: &Scene, number: usize, device: &Device, rect: Rect
         (device.cache_bytes, CACHE),
         (device.buffer_bytes, ACTIVATIONS),
         (device.fetch_bytes, STAGING),
+        (device.scratch_bytes, SCRATCH),
     ] {
         let right = left + (bytes as f64 * scale) as f32;
         painter.rect_filled(Rect::from_x_y_ranges(left..=right, bar.y_range()), 0.0, color);
@@ -116,12 +119,14 @@ fn draw_whole(ui: &Ui, scene: &Scene, number: usize, device: &Device, rect: Rect
         Stroke::new(1.0, theme::device(scene, number)),
         StrokeKind::Inside,
     );
-    let fetched = match device.fetch_bytes {
+    let part = |name: &str, bytes: u64| match bytes {
         0 => String::new(),
-        bytes => format!(" · fetched weights up to {}", quantity::bytes(bytes)),
+        bytes => format!(" · {name} {}", quantity::bytes(bytes)),
     };
+    let fetched = part("fetched weights up to", device.fetch_bytes);
+    let scratch = part("scratch", device.scratch_bytes);
     let parts = format!(
-        "weights {} · KV cache {} · buffers up to {}{fetched} · free {}",
+        "weights {} · KV cache {} · buffers up to {}{fetched}{scratch} · free {}",
         quantity::bytes(device.weight_bytes),
         quantity::bytes(device.cache_bytes),
         quantity::bytes(device.buffer_bytes),

@@ -68,6 +68,8 @@ pub struct Device {
     pub buffer_bytes: u64,
     /// The window that fetched weights pass through.
     pub fetch_bytes: u64,
+    /// Scratch memory of kernels, and what the driver takes.
+    pub scratch_bytes: u64,
 }
 
 /// One row of the timeline.
@@ -318,6 +320,9 @@ impl Scene {
 }
 
 fn devices(plan: &Plan) -> Vec<Device> {
+    let forecast = |id: ir::id::DeviceId, part: fn(&ir::plan::DeviceForecast) -> u64| {
+        plan.forecast.devices.get(id).map_or(0, part)
+    };
     let mut devices: Vec<Device> = plan
         .machine
         .devices
@@ -327,8 +332,11 @@ fn devices(plan: &Plan) -> Vec<Device> {
             is_gpu: matches!(device.kind, ir::machine::DeviceKind::Gpu { .. }),
             is_calibrated: device.rates.source == ir::machine::RateSource::Calibrated,
             capacity_bytes: device.memory_bytes,
-            buffer_bytes: plan.forecast.devices.get(id).map_or(0, |device| device.buffer_bytes),
-            fetch_bytes: plan.forecast.devices.get(id).map_or(0, |device| device.fetch_bytes),
+            buffer_bytes: forecast(id, |device| device.buffer_bytes),
+            fetch_bytes: forecast(id, |device| device.fetch_bytes),
+            scratch_bytes: forecast(id, |device| {
+                device.workspace_bytes.saturating_add(device.reserved_bytes)
+            }),
             ..Device::default()
         })
         .collect();

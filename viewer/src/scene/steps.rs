@@ -192,6 +192,10 @@ fn row(plan: &Plan, program: &Program, number: usize, device: usize) -> Step {
         .filter(|id| buffer(id).is_some_and(|buffer| buffer.device.index() != device));
     let moved_bytes = match step.action {
         Action::Fetch { .. } => step.writes.iter().map(bytes_of).fold(0, u64::saturating_add),
+        // Its sender may be the one that drives it.
+        Action::Move { movement: Move::Transfer { .. }, .. } => {
+            step.reads.iter().map(bytes_of).fold(0, u64::saturating_add)
+        }
         Action::Run(_) | Action::Move { .. } => {
             from_afar.map(bytes_of).fold(0, u64::saturating_add)
         }

@@ -210,11 +210,17 @@ impl super::Device {
         self.capacity_bytes.saturating_sub(self.used_bytes())
     }
 
-    /// Bytes that weights, caches, buffers and fetched weights take.
+    /// Bytes that anything takes.
     pub fn used_bytes(&self) -> u64 {
-        [self.weight_bytes, self.cache_bytes, self.buffer_bytes, self.fetch_bytes]
-            .into_iter()
-            .fold(0, u64::saturating_add)
+        [
+            self.weight_bytes,
+            self.cache_bytes,
+            self.buffer_bytes,
+            self.fetch_bytes,
+            self.scratch_bytes,
+        ]
+        .into_iter()
+        .fold(0, u64::saturating_add)
     }
 }
 

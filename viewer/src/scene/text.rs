@@ -19,10 +19,11 @@ impl fmt::Display for Scene {
                 bytes(device.weight_bytes),
                 bytes(device.cache_bytes),
                 bytes(device.buffer_bytes),
-                match device.fetch_bytes {
-                    0 => String::new(),
-                    fetch_bytes => format!(", fetched {}", bytes(fetch_bytes)),
-                },
+                [("fetched", device.fetch_bytes), ("scratch", device.scratch_bytes)]
+                    .into_iter()
+                    .filter(|(_, part)| *part > 0)
+                    .map(|(name, part)| format!(", {name} {}", bytes(part)))
+                    .collect::<String>(),
                 bytes(device.capacity_bytes)
             )?;
         }
