@@ -182,6 +182,22 @@ fn shares_are_as_asked_in_whole_heads_and_blocks() {
 }
 
 #[test]
+fn ranks_are_gpus_first_then_nodes() {
+    let machine = linked(vec![numa(0, GIB), gpu(0, GIB), numa(1, GIB)]);
+    let toy = Toy { layers: 4, ..Toy::llama() };
+    let options = |request| Options { request, ..Options::default() };
+    let pipeline = parse_pipeline("2").expect("it is a request");
+    let in_stages = plan(&toy, &machine, &options(pipeline));
+    assert_eq!(in_stages.forecast.candidates[0].name, "pipeline gpu0 → numa0");
+    let shared = parse_tensor_parallel("3").expect("it is a request");
+    let shared = plan(&toy, &machine, &options(shared));
+    assert_eq!(shared.forecast.candidates[0].name, "tensor parallel gpu0+numa0+numa1");
+    let many = parse_tensor_parallel("4").expect("it is a request");
+    let refusal = refusal(&toy, &machine, &options(many));
+    assert_eq!(refusal, "4 ranks need as many devices; the machine has 3");
+}
+
+#[test]
 fn more_devices_than_heads_cannot_share_attention() {
     let names: Vec<String> = (0..5).map(|node| format!("numa{node}")).collect();
     let request = Request::TensorParallel(names.iter().map(|name| (name.clone(), None)).collect());

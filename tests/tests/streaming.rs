@@ -2,8 +2,6 @@
 //!
 //! The machine is an H200 with as much memory as a test gives it, and its host.
 
-use std::time::{Duration, Instant};
-
 use compiler::Options;
 use ir::graph::Reason;
 use ir::id::{DeviceId, Id as _};
@@ -11,7 +9,7 @@ use ir::machine::Machine;
 use ir::model::Model;
 use ir::op::Op;
 use ir::plan::{Action, Plan, Program, Queue};
-use tests::machines::{gpu, h200, linked, numa};
+use tests::machines::h200;
 use tests::made_up::{LlamaShape, MadeUp};
 
 const GIB: u64 = 1 << 30;
@@ -74,7 +72,6 @@ fn a_model_that_fits_leaves_the_host_alone() {
 fn half_a_llama_on_the_host_is_fetched_in_prefill_and_shared_in_decode() {
     // Sixteen of 32 blocks: what is left of 16 GB of weights, half of them beside the head.
     let plan = llama(10 * GIB);
-    println!("{}", compiler::explain::explain(&plan));
     let (prefill, decode) = rates(&plan);
     assert!(prefill > 8000.0, "{prefill} tokens/s");
     assert!(decode > 1.2 * 15.8, "{decode} tokens/s");
@@ -87,7 +84,6 @@ fn half_a_llama_on_the_host_is_fetched_in_prefill_and_shared_in_decode() {
 #[test]
 fn a_quarter_of_a_llama_on_the_host() {
     let plan = llama(14 * GIB);
-    println!("{}", compiler::explain::explain(&plan));
     let (prefill, decode) = rates(&plan);
     assert!(prefill > 12_000.0, "{prefill} tokens/s");
     assert!(decode > 1.2 * 28.6, "{decode} tokens/s");
@@ -97,7 +93,6 @@ fn a_quarter_of_a_llama_on_the_host() {
 fn experts_stay_on_the_host_before_anything_else() {
     let options = Options { formats: vec!["q4".parse().expect("it is a format")], ..options() };
     let plan = compile(&model(&MadeUp::mixture()), &h200(3 * GIB), &options);
-    println!("{}", compiler::explain::explain(&plan));
     let (prefill, decode) = rates(&plan);
     assert!(prefill > 3.0 * 2668.0, "{prefill} tokens/s");
     assert!(decode > 1.2 * 118.0, "{decode} tokens/s");
@@ -147,17 +142,4 @@ fn more_memory_is_never_slower() {
         assert!(score <= last, "{gpu_bytes} bytes: {}", best.name);
         last = score;
     }
-}
-
-#[test]
-fn eighty_blocks_beside_a_small_gpu_take_less_than_a_second() {
-    let model = model(&MadeUp::llama(LlamaShape::LLAMA_70B));
-    let machine = linked(vec![gpu(0, 40 * GIB), numa(0, 128 * GIB), numa(1, 128 * GIB)]);
-    let compile = || {
-        let start = Instant::now();
-        compile(&model, &machine, &Options::default());
-        start.elapsed()
-    };
-    let fastest = (0..3).map(|_| compile()).min().expect("it was compiled");
-    assert!(fastest < Duration::from_secs(1), "it took {fastest:?}");
 }
