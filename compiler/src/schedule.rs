@@ -12,7 +12,6 @@ use ir::dag::Node;
 use ir::graph::{Cause, Placed, PlacedGraph, Work};
 use ir::id::{BufferId, CauseId, CollectiveId, DeviceId, Id as _, StepId, Table, ValueId};
 use ir::layout::{Layout, Move};
-use ir::machine::DeviceKind;
 use ir::op::Op;
 use ir::plan::{Action, Buffer, Lane, Program, Queue, Step};
 
@@ -203,7 +202,7 @@ impl Draft<'_> {
             wanted.weights.pop_front();
             let (name, cause) = (wanted.name.clone(), wanted.cause);
             let action = Action::Fetch { weight: self.bound.weight(&key), offset };
-            let lane = (device, Queue::Fetch);
+            let lane = (device, Queue::Copy);
             let step = self.step(&name, lane, action, Vec::new(), vec![buffer], nanos, cause);
             self.after[step].extend(after);
         }
@@ -274,7 +273,9 @@ impl Draft<'_> {
             Move::Transfer { from, to } => {
                 let action =
                     Action::Move { movement: movement.clone(), collective: None, slice: None };
-                let lane = self.transfer_lane(*from, *to);
+                // The receiver copies, in the queue that uses the copy: the sender is done when its value is
+                // where others can read it.
+                let lane = (*to, Queue::Compute);
                 let reads = vec![self.buffer(input, *from)];
                 self.move_step(graph, node, lane, action, reads, *to, 0, cause)?;
             }
@@ -428,16 +429,6 @@ impl Draft<'_> {
             steps: self.steps,
             lanes,
             output,
-        }
-    }
-
-    /// NUMA nodes copy with the cores they compute with; a GPU has a queue for it.
-    fn transfer_lane(&self, from: DeviceId, to: DeviceId) -> (DeviceId, Queue) {
-        let kind = |device: DeviceId| &self.task.target.machine.devices[device].kind;
-        match (kind(from), kind(to)) {
-            (_, DeviceKind::Gpu { .. }) => (to, Queue::Copy),
-            (DeviceKind::Gpu { .. }, DeviceKind::Numa { .. }) => (from, Queue::Copy),
-            (DeviceKind::Numa { .. }, DeviceKind::Numa { .. }) => (to, Queue::Compute),
         }
     }
 

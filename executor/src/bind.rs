@@ -3,27 +3,41 @@
 //! - It is done by the device's own lane thread, so that memory is touched first where it is used.
 //! - What is bound belongs to that thread alone; other devices see only the buffers of a run.
 
-use anyhow::{Context as _, Result, bail, ensure};
+use anyhow::{Context as _, Result, ensure};
 use burn::tensor::Device as BurnDevice;
 use ir::id::DeviceId;
 use ir::machine::DeviceKind;
-use ir::plan::Plan;
+use ir::plan::{Plan, Weight};
 
 use crate::checkpoint::Checkpoint;
 use crate::kernels::cpu::isa::Isa;
-use crate::load::{CpuBackend, Kernels, Options};
-use crate::ops::{own, plain};
+use crate::kernels::gpu::device::Gpu;
+use crate::load::{CpuBackend, GpuDriver, Kernels, Options};
+use crate::ops::{gpu, own, plain};
 use crate::team::Team;
 
 /// One device, ready to compute.
 pub(crate) struct Device {
     pub(crate) name: String,
-    pub(crate) team: Team,
     pub(crate) form: Form,
 }
 
 /// How a device computes, with its weights and caches in that form.
 pub(crate) enum Form {
+    /// A NUMA node.
+    Cpu(Cpu),
+    /// A GPU, with kernels of ours.
+    Gpu(Box<gpu::State>),
+}
+
+/// A NUMA node's threads and what they compute with.
+pub(crate) struct Cpu {
+    pub(crate) team: Team,
+    pub(crate) form: CpuForm,
+}
+
+/// How a NUMA node computes.
+pub(crate) enum CpuForm {
     /// With kernels of ours.
     Own(own::State),
     /// With Burn's operations.
@@ -31,8 +45,8 @@ pub(crate) enum Form {
 }
 
 impl Device {
-    /// Binds the calling thread and its team to the device, reads its weights and makes its caches.
-    /// `progress` is told the bytes of every weight that is there, and says whether to go on.
+    /// Binds the calling thread, and the threads of a NUMA node, to the device, reads its weights and makes its
+    /// caches. `progress` is told the bytes of every weight that is there, and says whether to go on.
     ///
     /// # Errors
     /// When the device is not one of this host, a weight cannot be read, or `progress` says no.
@@ -45,43 +59,78 @@ impl Device {
     ) -> Result<Self> {
         let spec = &plan.machine.devices[id];
         let name = spec.name.clone();
-        let cpus = match &spec.kind {
-            DeviceKind::Numa { cpus, .. } => cpus,
-            DeviceKind::Gpu { .. } => bail!("{name} is a GPU, and this build computes on none"),
-        };
-        let threads = options.threads.map_or(cpus.len(), |most| most.clamp(1, cpus.len()));
-        let cpus = &cpus[..threads];
-        let team = Team::new(cpus).with_context(|| format!("starting the threads of {name}"))?;
-        let mut form = match (options.backend, options.kernels) {
-            (CpuBackend::Flex, Kernels::Own) => {
-                let isa = options.isa.unwrap_or_else(Isa::detect);
-                Form::Own(own::State::new(plan, id, isa, &team)?)
+        let mut form = match &spec.kind {
+            DeviceKind::Numa { cpus, .. } => Form::Cpu(Cpu::new(plan, id, cpus, options)?),
+            DeviceKind::Gpu { ordinal, .. } => {
+                let ordinal = *ordinal as usize;
+                let gpu = match options.gpu_driver {
+                    GpuDriver::Cuda => Gpu::cuda(ordinal),
+                    GpuDriver::Vulkan => Gpu::vulkan(),
+                };
+                let gpu = gpu.with_context(|| format!("opening {name}"))?;
+                let state = gpu::State::new(plan, id, gpu, ordinal);
+                let state = state.with_context(|| format!("taking the memory of {name}"))?;
+                Form::Gpu(Box::new(state))
             }
-            (CpuBackend::Flex, Kernels::Plain) => {
-                Form::Plain(plain::State::new(plan, id, BurnDevice::flex(), cpus)?)
-            }
-            // Kernels of ours know the tensors of flex only.
-            (CpuBackend::NdArray, _) => Form::Plain(plain::State::new(plan, id, ndarray(), cpus)?),
         };
         for weight in plan.weights.rows() {
             let is_here = weight.device == id;
-            let held = match &mut form {
-                Form::Own(state) if is_here => state.weights.hold(weight, checkpoint, &team),
-                Form::Plain(state) if is_here => state.hold(weight, checkpoint),
-                Form::Own(state) => {
-                    state.weights.skip();
-                    Ok(())
-                }
-                Form::Plain(state) => {
-                    state.skip();
-                    Ok(())
-                }
-            };
-            held.with_context(|| format!("reading {} for {name}", weight.name))?;
+            if is_here {
+                let held = form.hold(weight, checkpoint);
+                held.with_context(|| format!("reading {} for {name}", weight.name))?;
+            } else {
+                form.skip();
+            }
             let goes_on = !is_here || progress(plan.weight_bytes(weight));
             ensure!(goes_on, "another device could not be loaded");
         }
-        Ok(Self { name, team, form })
+        if let Form::Gpu(state) = &mut form {
+            state.finish_loading().with_context(|| format!("loading {name}"))?;
+        }
+        Ok(Self { name, form })
+    }
+}
+
+impl Form {
+    fn hold(&mut self, weight: &Weight, checkpoint: &Checkpoint) -> Result<()> {
+        match self {
+            Form::Gpu(state) => state.hold(weight, checkpoint),
+            Form::Cpu(Cpu { team, form: CpuForm::Own(state) }) => {
+                state.weights.hold(weight, checkpoint, team)
+            }
+            Form::Cpu(Cpu { form: CpuForm::Plain(state), .. }) => state.hold(weight, checkpoint),
+        }
+    }
+
+    fn skip(&mut self) {
+        match self {
+            Form::Gpu(state) => state.skip(),
+            Form::Cpu(Cpu { form: CpuForm::Own(state), .. }) => state.weights.skip(),
+            Form::Cpu(Cpu { form: CpuForm::Plain(state), .. }) => state.skip(),
+        }
+    }
+}
+
+impl Cpu {
+    fn new(plan: &Plan, id: DeviceId, cpus: &[u32], options: &Options) -> Result<Self> {
+        let name = &plan.machine.devices[id].name;
+        let threads = options.threads.map_or(cpus.len(), |most| most.clamp(1, cpus.len()));
+        let cpus = &cpus[..threads];
+        let team = Team::new(cpus).with_context(|| format!("starting the threads of {name}"))?;
+        let form = match (options.backend, options.kernels) {
+            (CpuBackend::Flex, Kernels::Own) => {
+                let isa = options.isa.unwrap_or_else(Isa::detect);
+                CpuForm::Own(own::State::new(plan, id, isa, &team)?)
+            }
+            (CpuBackend::Flex, Kernels::Plain) => {
+                CpuForm::Plain(plain::State::new(plan, id, BurnDevice::flex(), cpus)?)
+            }
+            // Kernels of ours know the tensors of flex only.
+            (CpuBackend::NdArray, _) => {
+                CpuForm::Plain(plain::State::new(plan, id, ndarray(), cpus)?)
+            }
+        };
+        Ok(Self { team, form })
     }
 }
 

@@ -45,6 +45,19 @@ impl Checkpoint {
         Ok(())
     }
 
+    /// The bytes of rows that lie one after another in the file; `None` where they do not.
+    pub(crate) fn rows(&self, source: &Source, rows: &Range<usize>) -> Option<&[u8]> {
+        let view = View::of(source).ok()?;
+        let is_dense = view.column_stride() == Some(1)
+            && matches!(view.row_axis, [stride] if stride.stride as usize == view.columns);
+        if !is_dense || rows.end > view.rows {
+            return None;
+        }
+        self.fault_in(source, &view, rows);
+        let row_bytes = view.columns * source.dtype.bytes() as usize;
+        self.contents(source).ok()?.get(rows.start * row_bytes..rows.end * row_bytes)
+    }
+
     /// Maps the pages of neighbouring rows in one call instead of one fault each.
     fn fault_in(&self, source: &Source, view: &View<'_>, rows: &Range<usize>) {
         if rows.is_empty() || view.column_stride() != Some(1) || view.row_axis.len() > 1 {

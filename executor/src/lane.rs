@@ -1,17 +1,18 @@
 //! One thread for each queue of each device: it works through its steps of every run, in order.
 
 use std::collections::VecDeque;
+use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use anyhow::Result;
 use ir::id::{DeviceId, StepId, Table};
-use ir::plan::{Action, Plan, Program, Queue, Step};
+use ir::plan::{Action, Plan, Program, Queue};
 use ir::trace::Span;
 
 use crate::bell::Bell;
-use crate::bind::Device;
+use crate::bind::{Cpu, Device, Form};
 use crate::load::{Fault, FaultKind};
 use crate::moves;
 use crate::ops::{self, Scope};
@@ -35,6 +36,8 @@ pub(crate) struct Lane {
     pub(crate) lanes: Vec<Option<usize>>,
     /// For each program and step whether a step waits for it.
     pub(crate) awaited: Vec<Table<StepId, bool>>,
+    /// For each program that the lane works in, its steps by position, cut where others take part.
+    pub(crate) stretches: Vec<Option<Vec<Range<usize>>>>,
     pub(crate) inbox: Arc<Inbox>,
     pub(crate) recorder: Option<Arc<Recorder>>,
     pub(crate) fault: Option<Fault>,
@@ -88,73 +91,114 @@ impl Lane {
         let program = &plan.programs[run.program];
         let recorder = self.recorder.clone();
         let now = || recorder.as_ref().map_or(0, |recorder| recorder.now());
-        for &id in &program.lanes[lane].steps {
-            let step = &program.steps[id];
+        let steps = &program.lanes[lane].steps;
+        for stretch in self.stretches[run.program].clone().unwrap_or_default() {
+            let stretch = &steps[stretch];
+            let Some(&first) = stretch.first() else { continue };
             let ready = now();
-            if !run.wait_for(&step.waits) {
+            if !run.wait_for(&program.steps[first].waits) {
                 return;
             }
+            let mut at = first;
             let start = now();
             // After a panic the run is over; a cache it was writing is marked as gone.
-            let outcome = catch_unwind(AssertUnwindSafe(|| self.perform(run, program, id, step)));
+            let outcome =
+                catch_unwind(AssertUnwindSafe(|| self.perform(run, program, stretch, &mut at)));
             let failure = match outcome {
                 Ok(Ok(())) => None,
                 Ok(Err(error)) => Some(format!("{error:#}")),
                 Err(payload) => Some(panic_message(&*payload)),
             };
             if let Some(cause) = failure {
-                let step = format!("{id} ({}) of {}", step.name, program.name);
+                let step = format!("{at} ({}) of {}", program.steps[at].name, program.name);
                 run.abort(Failure::Step { step, device: self.device.name.clone(), cause });
                 return;
             }
             let end = now();
-            if self.awaited[run.program][id] {
-                run.finish(id);
-            }
-            if recorder.is_some() {
-                let (run, lane) = (run.number, lane as u32);
-                spans.push(Span { run, step: id, lane, ready, start, end });
+            for &id in stretch {
+                if self.awaited[run.program][id] {
+                    run.finish(id);
+                }
+                if recorder.is_some() {
+                    let (run, lane) = (run.number, lane as u32);
+                    spans.push(Span { run, step: id, lane, ready, start, end });
+                }
             }
         }
     }
 
-    fn perform(&mut self, run: &Run, program: &Program, id: StepId, step: &Step) -> Result<()> {
-        if let Some(fault) = &self.fault {
-            fault.strike(&step.name)?;
+    /// Works through neighbouring steps; `at` is the one under way.
+    fn perform(
+        &mut self,
+        run: &Run,
+        program: &Program,
+        stretch: &[StepId],
+        at: &mut StepId,
+    ) -> Result<()> {
+        for &id in stretch {
+            *at = id;
+            if let Some(fault) = &self.fault {
+                fault.strike(&program.steps[id].name)?;
+            }
         }
-        let inputs =
-            step.reads.iter().map(|&buffer| run.slots.read(buffer)).collect::<Result<Vec<_>>>()?;
-        match &step.action {
-            Action::Run(op) => {
-                let scope = Scope { plan: &self.plan, batch: &run.batch, run: run.number };
-                let outputs = ops::run(op, &mut self.device, scope, inputs)?;
-                anyhow::ensure!(
-                    outputs.len() == step.writes.len(),
-                    "{op} makes {} values, {id} of {} writes {}",
-                    outputs.len(),
-                    program.name,
-                    step.writes.len()
-                );
-                for (&buffer, value) in step.writes.iter().zip(outputs) {
-                    run.slots.write(buffer, value);
+        let scope = Scope { plan: &self.plan, batch: &run.batch, run: run.number };
+        match &mut self.device.form {
+            Form::Cpu(cpu) => {
+                for &id in stretch {
+                    *at = id;
+                    compute(cpu, scope, run, program, id)?;
                 }
             }
-            Action::Move { movement, slice, .. } => {
-                let value = moves::run(movement, *slice, &self.device, inputs)?;
-                for &buffer in &step.writes {
-                    run.slots.write(buffer, value.clone());
-                }
+            Form::Gpu(state) => {
+                let is_traced = self.recorder.is_some();
+                state.run(scope, run.program, stretch, &run.slots, is_traced, at)?;
             }
-            Action::Fetch { weight, .. } => anyhow::bail!(
-                "{} has no queue that fetches weights, so {weight} cannot come to it",
-                self.device.name
-            ),
         }
-        for &buffer in &step.frees {
+        for &buffer in stretch.iter().flat_map(|&id| &program.steps[id].frees) {
             run.slots.take(buffer);
         }
         Ok(())
     }
+}
+
+/// One step of a NUMA node.
+fn compute(
+    cpu: &mut Cpu,
+    scope: Scope<'_>,
+    run: &Run,
+    program: &Program,
+    id: StepId,
+) -> Result<()> {
+    let step = &program.steps[id];
+    let inputs =
+        step.reads.iter().map(|&buffer| run.slots.read(buffer)).collect::<Result<Vec<_>>>()?;
+    match &step.action {
+        Action::Run(op) => {
+            let outputs = ops::run(op, cpu, scope, inputs)?;
+            anyhow::ensure!(
+                outputs.len() == step.writes.len(),
+                "{op} makes {} values, {id} of {} writes {}",
+                outputs.len(),
+                program.name,
+                step.writes.len()
+            );
+            for (&buffer, value) in step.writes.iter().zip(outputs) {
+                run.slots.write(buffer, value);
+            }
+        }
+        Action::Move { movement, slice, .. } => {
+            let value = moves::run(movement, *slice, cpu, inputs)?;
+            for &buffer in &step.writes {
+                run.slots.write(buffer, value.clone());
+            }
+        }
+        Action::Fetch { weight, .. } => {
+            anyhow::bail!(
+                "a NUMA node has no queue that fetches weights, so {weight} stays at home"
+            )
+        }
+    }
+    Ok(())
 }
 
 impl Fault {

@@ -8,13 +8,15 @@ use std::thread;
 
 use anyhow::{Context as _, Result, anyhow, bail};
 use ir::id::DeviceId;
+use ir::machine::Machine;
 use ir::plan::{Plan, Queue};
 
-use crate::bind::Device;
+use crate::bind::{Device, Form};
 use crate::checkpoint::Checkpoint;
 use crate::executor::{Executor, LaneThread};
 use crate::kernels::cpu::isa::Isa;
 use crate::lane::{Inbox, Lane, awaited, queues};
+use crate::ops::gpu;
 use crate::run::panic_message;
 use crate::trace::Recorder;
 
@@ -25,6 +27,8 @@ pub struct Options {
     pub kernels: Kernels,
     /// Which of Burn's CPU backends holds the tensors of CPU devices.
     pub backend: CpuBackend,
+    /// What drives GPUs.
+    pub gpu_driver: GpuDriver,
     /// Which instructions kernels may use; the best there are where `None`.
     pub isa: Option<Isa>,
     /// The most threads of each CPU device; all its processors where `None`.
@@ -53,6 +57,16 @@ pub enum CpuBackend {
     Flex,
     /// `burn-ndarray`, deprecated and slow: it has no kernels of ours.
     NdArray,
+}
+
+/// What drives the GPUs of a plan.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum GpuDriver {
+    /// NVIDIA's, loaded at run time.
+    #[default]
+    Cuda,
+    /// Vulkan: the first device, which may be one in software, stands for every GPU. For tests.
+    Vulkan,
 }
 
 /// A failure that a step is made to have.
@@ -117,7 +131,7 @@ pub fn load(
     options: &Options,
     mut progress: impl FnMut(u64, u64),
 ) -> Result<Executor> {
-    let differences = probe::mismatch(&file.plan.machine)?;
+    let differences = probe::mismatch(&required(&file.plan.machine, options.gpu_driver))?;
     if !differences.is_empty() {
         bail!("the plan is for another machine, compile it here: {}", differences.join("; "));
     }
@@ -129,8 +143,8 @@ pub fn load(
     let mut lanes = Vec::new();
     for (device, queue) in queues(&plan) {
         let name = &plan.machine.devices[device].name;
-        if queue != Queue::Compute {
-            bail!("{name} has a {queue} queue, which no CPU device has");
+        if queue == Queue::Copy {
+            bail!("{name} has a copy queue, which this build does not serve");
         }
         let starter = Starter {
             plan: Arc::clone(&plan),
@@ -165,6 +179,19 @@ pub fn load(
         }
     }
     Ok(executor)
+}
+
+/// The devices that must be here.
+fn required(machine: &Machine, gpu_driver: GpuDriver) -> Machine {
+    let mut required = machine.clone();
+    if gpu_driver == GpuDriver::Vulkan {
+        let is_numa = |device: &&ir::machine::Device| {
+            matches!(device.kind, ir::machine::DeviceKind::Numa { .. })
+        };
+        let devices = machine.devices.rows().iter().filter(is_numa).cloned();
+        required.devices = devices.collect();
+    }
+    required
 }
 
 enum Event {
@@ -211,9 +238,20 @@ impl Starter {
                 |lane: &ir::plan::Lane| lane.device == self.device && lane.queue == self.queue;
             program.lanes.iter().position(is_ours)
         };
+        let lanes: Vec<Option<usize>> = self.plan.programs.iter().map(of_program).collect();
+        let awaited: Vec<_> = self.plan.programs.iter().map(awaited).collect();
+        let cut = |((program, lane), awaited): ((&ir::plan::Program, &Option<usize>), &_)| {
+            let lane = lane.map(|lane| &program.lanes[lane])?;
+            Some(match &device.form {
+                Form::Gpu(_) => gpu::stretches(program, lane, awaited),
+                Form::Cpu(_) => (0..lane.steps.len()).map(|at| at..at + 1).collect(),
+            })
+        };
+        let stretches = self.plan.programs.iter().zip(&lanes).zip(&awaited).map(cut).collect();
         let lane = Lane {
-            lanes: self.plan.programs.iter().map(of_program).collect(),
-            awaited: self.plan.programs.iter().map(awaited).collect(),
+            lanes,
+            awaited,
+            stretches,
             plan: self.plan,
             device,
             inbox: self.inbox,
@@ -235,6 +273,17 @@ impl FromStr for Kernels {
             "own" => Ok(Self::Own),
             "plain" => Ok(Self::Plain),
             _ => bail!("unknown kernels {text:?}: own and plain exist"),
+        }
+    }
+}
+
+impl FromStr for GpuDriver {
+    type Err = anyhow::Error;
+    fn from_str(text: &str) -> Result<Self> {
+        match text {
+            "cuda" => Ok(Self::Cuda),
+            "vulkan" => Ok(Self::Vulkan),
+            _ => bail!("unknown GPU driver {text:?}: cuda and vulkan exist"),
         }
     }
 }

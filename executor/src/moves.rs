@@ -7,7 +7,7 @@ use anyhow::{Context as _, Result, bail, ensure};
 use burn::tensor::{Int, Tensor};
 use ir::layout::Move;
 
-use crate::bind::{Device, Form};
+use crate::bind::{Cpu, CpuForm};
 use crate::kernels::cpu::rows::for_each_row;
 use crate::ops::own::{Input, Output};
 use crate::slots::Value;
@@ -17,14 +17,14 @@ use crate::team::Team;
 pub(crate) fn run(
     movement: &Move,
     slice: Option<(u32, u32)>,
-    device: &Device,
+    cpu: &Cpu,
     inputs: Vec<Value>,
 ) -> Result<Value> {
     let has_ids = inputs.iter().any(|value| matches!(value, Value::Int(_)));
-    match &device.form {
+    match &cpu.form {
         // Ids are few, and every member may read them where they are.
-        Form::Own(_) if !has_ids => own(movement, slice, &device.team, inputs),
-        Form::Own(_) | Form::Plain(_) => plain(movement, slice, &inputs),
+        CpuForm::Own(_) if !has_ids => own(movement, slice, &cpu.team, inputs),
+        CpuForm::Own(_) | CpuForm::Plain(_) => plain(movement, slice, &inputs),
     }
 }
 

@@ -6,7 +6,7 @@
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use anyhow::{Context as _, Result};
-use burn::tensor::{Int, Tensor};
+use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use ir::id::{BufferId, Id as _};
 
 /// A tensor of a run.
@@ -55,6 +55,26 @@ impl Slots {
 }
 
 impl Value {
+    /// An activation in the host's memory.
+    pub(crate) fn of_floats(values: Vec<f32>, rows: usize, columns: usize) -> Self {
+        let data = TensorData::new(values, [rows, columns]);
+        Value::Float(Tensor::from_data(data, &Device::flex()))
+    }
+
+    /// Ids in the host's memory.
+    pub(crate) fn of_ints(values: Vec<i32>, rows: usize, columns: usize) -> Self {
+        let data = TensorData::new(values, [rows, columns]);
+        Value::Int(Tensor::from_data(data, (&Device::flex(), DType::I32)))
+    }
+
+    /// Its elements of 32 bits, row after row.
+    pub(crate) fn into_bytes(self) -> TensorData {
+        match self {
+            Value::Float(tensor) => tensor.into_data(),
+            Value::Int(tensor) => tensor.into_data(),
+        }
+    }
+
     /// The activation in it.
     pub(crate) fn float(&self) -> Result<&Tensor<2>> {
         match self {

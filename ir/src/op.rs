@@ -72,7 +72,7 @@ pub struct Norm {
 }
 
 /// Kinds of normalisation.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum NormKind {
     /// Divides by the root mean square.
     Rms,
@@ -98,7 +98,7 @@ pub struct Linear {
 }
 
 /// What follows the products of a linear.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Then {
     /// One output for each weight.
     Nothing,
@@ -109,7 +109,7 @@ pub enum Then {
 }
 
 /// Elementwise nonlinearities, with the names of `transformers`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Activation {
     /// `max(x, 0)`.
     Relu,

@@ -155,15 +155,13 @@ pub struct Lane {
 
 /// Queues of a device. NUMA nodes do their copies in the compute queue: their cores do both.
 ///
-/// Weights are fetched beside activations, so that an activation never stands behind a layer's weights.
+/// Activations are moved in compute queues, so that none of them ever stands behind a layer's weights.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum Queue {
     /// Computes.
     Compute,
-    /// Copies activations beside it.
+    /// Fetches weights beside it.
     Copy,
-    /// Fetches weights beside both.
-    Fetch,
 }
 
 /// One action of the schedule.

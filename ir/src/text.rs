@@ -198,13 +198,12 @@ impl fmt::Display for Plan {
     }
 }
 
-/// `compute`, `copy`, `fetch`.
+/// `compute`, `copy`.
 impl fmt::Display for Queue {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Queue::Compute => "compute",
             Queue::Copy => "copy",
-            Queue::Fetch => "fetch",
         })
     }
 }

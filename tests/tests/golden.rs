@@ -5,7 +5,7 @@ mod common;
 
 use std::sync::atomic::AtomicBool;
 
-use common::{Shape, compile, engine, golden};
+use common::{Shape, compile, engine, golden, gpu_options};
 use executor::engine::Engine;
 use executor::load::{CpuBackend, Kernels, Options};
 use ir::tensor::DType;
@@ -107,6 +107,13 @@ fn two_stages_give_the_golden_tokens() {
 #[test]
 fn uneven_shares_give_the_golden_tokens() {
     check_all(Shape::Shared, &Options::default());
+}
+
+#[test]
+fn a_gpu_gives_the_golden_tokens_alone_and_beside_a_numa_node() {
+    for shape in Shape::GPU {
+        check_all(shape, &gpu_options());
+    }
 }
 
 #[test]

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use common::{Shape, compile, engine, written};
+use common::{Shape, compile, engine, gpu_options, written};
 use executor::batch::Batch;
 use executor::engine::Engine;
 use executor::load::{self, Fault, FaultKind, Options, PlanFile};
@@ -53,6 +53,30 @@ fn runs_of_one_plan_are_the_same_bit_for_bit() {
         assert_eq!(bits(&first), bits(&second), "{shape:?}");
         let again = logits(&mut engines[0], &[prompt(40), prompt(7)]);
         assert_eq!(bits(&first), bits(&again), "{shape:?}");
+    }
+}
+
+#[test]
+fn captured_runs_of_a_gpu_are_the_same_bit_for_bit() {
+    for shape in Shape::GPU {
+        let mut engine = engine(&compile(MODEL, shape, |_| ()), &gpu_options());
+        let id = engine.open();
+        engine.append(id, &prompt(9)).unwrap();
+        let mut decode = |token: u32| {
+            let logits = engine.advance(&[id]).unwrap().remove(0);
+            engine.append(id, &[token]).unwrap();
+            logits
+        };
+        let first: Vec<Vec<f32>> = (0..5).map(&mut decode).collect();
+        engine.close(id);
+        let id = engine.open();
+        engine.append(id, &prompt(9)).unwrap();
+        for (token, first) in (0..5).zip(&first) {
+            // The second sequence replays what the first one captured.
+            let again = engine.advance(&[id]).unwrap().remove(0);
+            engine.append(id, &[token]).unwrap();
+            assert!(first.iter().zip(&again).all(|(a, b)| a.to_bits() == b.to_bits()), "{shape:?}");
+        }
     }
 }
 

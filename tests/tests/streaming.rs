@@ -46,12 +46,12 @@ fn counts(program: &Program, device: usize) -> (usize, usize) {
     let count = |queue: Queue, counts: &dyn Fn(&Action) -> bool| {
         let lanes = program.lanes.iter().filter(|lane| lane.queue == queue);
         let steps = lanes
-            .filter(|lane| queue == Queue::Fetch || lane.device == DeviceId::from_index(device))
+            .filter(|lane| queue == Queue::Copy || lane.device == DeviceId::from_index(device))
             .flat_map(|lane| &lane.steps);
         steps.filter(|&&step| counts(&program.steps[step].action)).count()
     };
     let computes = |action: &Action| matches!(action, Action::Run(Op::Linear(_) | Op::Experts(_)));
-    (count(Queue::Fetch, &|_| true), count(Queue::Compute, &computes))
+    (count(Queue::Copy, &|_| true), count(Queue::Compute, &computes))
 }
 
 fn chosen(plan: &Plan) -> &str {

@@ -87,6 +87,9 @@ struct RunArguments {
     /// The project's own kernels, or plain Burn operations for comparison
     #[arg(long, value_name = "KIND", default_value = "own", value_parser = ["own", "plain"])]
     kernels: String,
+    /// What drives GPUs; vulkan is for tests without a GPU
+    #[arg(long, value_name = "NAME", default_value = "cuda", value_parser = ["cuda", "vulkan"])]
+    gpu_driver: String,
     /// Use no newer processor features than these; `hybrid-exec features` lists them
     #[arg(long, value_name = "LEVEL")]
     isa: Option<String>,
@@ -233,6 +236,7 @@ impl RunArguments {
     fn options(&self) -> Result<executor::load::Options> {
         Ok(executor::load::Options {
             kernels: self.kernels.parse()?,
+            gpu_driver: self.gpu_driver.parse()?,
             backend: self.cpu_backend.parse()?,
             isa: self.isa.as_deref().map(features::available).transpose()?,
             threads: self.threads,

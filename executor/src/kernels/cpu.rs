@@ -26,4 +26,4 @@ pub mod router;
 pub mod rows;
 
 #[cfg(test)]
-mod testing;
+pub(crate) mod testing;

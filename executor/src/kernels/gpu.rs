@@ -6,6 +6,25 @@
 //! - The same kernels run on CUDA and, for tests without a GPU, on a Vulkan device in software.
 
 pub mod device;
+pub mod matrix;
+
+mod activation;
+mod panel;
+mod words;
+
+pub mod experts;
+pub mod linear;
+
+pub mod cast;
+pub mod epilogue;
+pub mod gemm;
+pub mod unpack;
+pub mod vendor;
+
+pub mod attention;
+mod elementwise;
+mod router;
+pub mod rows;
 
 #[cfg(test)]
 mod testing;

@@ -1,5 +1,6 @@
 //! What each operation of a plan does on a device: with kernels of ours, or in plain Burn form.
 
+pub(crate) mod gpu;
 pub(crate) mod own;
 pub(crate) mod plain;
 
@@ -8,7 +9,7 @@ use ir::op::Op;
 use ir::plan::Plan;
 
 use crate::batch::Batch;
-use crate::bind::{Device, Form};
+use crate::bind::{Cpu, CpuForm};
 use crate::slots::Value;
 
 /// What an operation may read besides its inputs and its device's weights.
@@ -20,16 +21,16 @@ pub(crate) struct Scope<'a> {
     pub(crate) run: u32,
 }
 
-/// Computes one operation; its outputs in order.
+/// Computes one operation on a NUMA node; its outputs in order.
 pub(crate) fn run(
     op: &Op,
-    device: &mut Device,
+    cpu: &mut Cpu,
     scope: Scope<'_>,
     inputs: Vec<Value>,
 ) -> Result<Vec<Value>> {
-    match &mut device.form {
-        Form::Own(state) => own::run(op, &device.team, state, scope, inputs),
-        Form::Plain(state) => {
+    match &mut cpu.form {
+        CpuForm::Own(state) => own::run(op, &cpu.team, state, scope, inputs),
+        CpuForm::Plain(state) => {
             let pool = state.pool.clone();
             pool.install(|| plain::run(op, state, scope, &inputs))
         }

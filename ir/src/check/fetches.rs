@@ -22,7 +22,7 @@ pub(super) fn check(scope: Scope<'_>, order: &Order, found: &mut Vec<Violation>)
         }
     }
     // One lane fetches for a device, and it does so in order.
-    for lane in program.lanes.iter().filter(|lane| lane.queue == Queue::Fetch) {
+    for lane in program.lanes.iter().filter(|lane| lane.queue == Queue::Copy) {
         // By their first bytes; they do not overlap.
         let mut window: BTreeMap<u64, Taken> = BTreeMap::new();
         for &id in &lane.steps {

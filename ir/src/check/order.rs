@@ -9,7 +9,7 @@ use crate::check::{Scope, Violation};
 use crate::id::{CollectiveId, Id, StepId, Table};
 use crate::plan::{Action, Program};
 
-/// Enough for 85 GPUs with three queues each; bounds the clocks at 1 KiB a step.
+/// Two queues for each of 128 devices; bounds the clocks at 1 KiB a step.
 pub(super) const MAX_LANES: usize = 256;
 
 /// Where a step is: its lane, and its place among the lane's steps.

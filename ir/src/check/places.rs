@@ -39,10 +39,8 @@ pub(super) fn check(
             .is_some_and(|device| matches!(device.kind, DeviceKind::Numa { .. }));
         let suits = match (&step.action, lane.queue) {
             (Action::Run(_) | Action::Move { .. }, Queue::Compute) => true,
-            (Action::Move { .. }, Queue::Copy) | (Action::Fetch { .. }, Queue::Fetch) => !is_numa,
-            (Action::Run(_), Queue::Copy | Queue::Fetch)
-            | (Action::Move { .. }, Queue::Fetch)
-            | (Action::Fetch { .. }, Queue::Compute | Queue::Copy) => false,
+            (Action::Move { .. } | Action::Fetch { .. }, Queue::Copy) => !is_numa,
+            (Action::Run(_), Queue::Copy) | (Action::Fetch { .. }, Queue::Compute) => false,
         };
         if !suits {
             found.push(Violation::WrongQueue { step: scope.name(id), queue: lane.queue });

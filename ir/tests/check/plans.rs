@@ -76,7 +76,7 @@ pub(crate) fn streamed() -> Plan {
     made.plan.machine.devices[d(0)].kind =
         DeviceKind::Gpu { ordinal: 0, reserved_bytes: 1 << 10, library_bytes: 0 };
     made.plan.machine.devices[d(0)].name = "gpu0".into();
-    made.program.lanes[1] = Lane { device: d(0), queue: Queue::Fetch, steps: Vec::new() };
+    made.program.lanes[1] = Lane { device: d(0), queue: Queue::Copy, steps: Vec::new() };
     let x = made.embed(0);
     let x = made.fetched_linear("first", x, 0, &[]);
     let first = made.program.steps.ids().last().expect("there is a step");

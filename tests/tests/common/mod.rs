@@ -5,8 +5,9 @@ use std::path::{Path, PathBuf};
 use compiler::Options;
 use compiler::options::Request;
 use executor::engine::Engine;
-use executor::load::{self, PlanFile};
-use ir::machine::Machine;
+use executor::load::{self, GpuDriver, PlanFile};
+use ir::id::DeviceId;
+use ir::machine::{Device, DeviceKind, Link, Machine};
 use ir::plan::Plan;
 use ir::tensor::DType;
 
@@ -19,22 +20,44 @@ pub(crate) enum Shape {
     Pipeline,
     /// Two devices share every layer, one doing three times as much as the other.
     Shared,
+    /// A GPU does everything.
+    Gpu,
+    /// A GPU has the first layers, a NUMA node the others.
+    GpuPipeline,
+    /// A GPU and a NUMA node share every layer.
+    GpuShared,
 }
 
 impl Shape {
+    /// Those of a host without a GPU.
     pub(crate) const ALL: [Shape; 3] = [Shape::One, Shape::Pipeline, Shape::Shared];
+    /// Those with a GPU.
+    pub(crate) const GPU: [Shape; 3] = [Shape::Gpu, Shape::GpuPipeline, Shape::GpuShared];
 
     fn request(self) -> Request {
-        let names = ["numa0", "numa1"].map(str::to_owned);
+        let first = match self {
+            Shape::One | Shape::Pipeline | Shape::Shared => "numa0",
+            Shape::Gpu | Shape::GpuPipeline | Shape::GpuShared => "gpu0",
+        };
+        let [first, second] = [first, "numa1"].map(str::to_owned);
         match self {
-            Shape::One => Request::Pipeline(vec![names[0].clone()]),
-            Shape::Pipeline => Request::Pipeline(names.to_vec()),
-            Shape::Shared => {
-                let [first, second] = names;
+            Shape::One | Shape::Gpu => Request::Pipeline(vec![first]),
+            Shape::Pipeline | Shape::GpuPipeline => Request::Pipeline(vec![first, second]),
+            Shape::Shared | Shape::GpuShared => {
                 Request::TensorParallel(vec![(first, Some(3.0)), (second, Some(1.0))])
             }
         }
     }
+}
+
+/// How plans with a GPU are run here: by CUDA where there is a GPU, else by a Vulkan device in software.
+pub(crate) fn gpu_options() -> load::Options {
+    let gpu_driver = if probe::machine(None).unwrap().host.gpus.is_empty() {
+        GpuDriver::Vulkan
+    } else {
+        GpuDriver::Cuda
+    };
+    load::Options { gpu_driver, ..load::Options::default() }
 }
 
 /// The folder of a golden checkpoint.
@@ -45,6 +68,25 @@ pub(crate) fn golden(name: &str) -> PathBuf {
 /// This host in two devices of each NUMA node; on a single processor they share it.
 pub(crate) fn machine() -> Machine {
     probe::machine(Some(2)).unwrap()
+}
+
+/// The same with a GPU; where this host has none, one as fast as its first device.
+pub(crate) fn gpu_machine() -> Machine {
+    let mut machine = machine();
+    if machine.device("gpu0").is_none() {
+        let numa: Vec<DeviceId> = machine.devices.ids().collect();
+        machine.host.gpus.push("a device in software".to_owned());
+        let gpu = machine.devices.push(Device {
+            name: "gpu0".to_owned(),
+            kind: DeviceKind::Gpu { ordinal: 0, reserved_bytes: 0, library_bytes: 0 },
+            ..machine.devices[numa[0]].clone()
+        });
+        for numa in numa {
+            let link = |from, to| Link { from, to, bytes_per_sec: 1e10, latency_nanos: 1e4 };
+            machine.links.extend([link(gpu, numa), link(numa, gpu)]);
+        }
+    }
+    machine
 }
 
 /// A plan of a golden checkpoint that computes in f32.
@@ -58,7 +100,7 @@ pub(crate) fn compile(name: &str, shape: Shape, change: impl FnOnce(&mut Options
         ..Options::default()
     };
     change(&mut options);
-    compiler::compile(&model, &machine(), &options, &mut |_, _| ()).unwrap()
+    compiler::compile(&model, &gpu_machine(), &options, &mut |_, _| ()).unwrap()
 }
 
 /// Writes a plan where it can be opened from.

@@ -30,11 +30,11 @@ use crate::memory::Region;
 use crate::team::{Chunks, Team};
 
 /// Rows of a vector: 32-bit lanes of an AVX-512 register.
-pub(super) const VECTOR: usize = 16;
+pub const VECTOR: usize = 16;
 /// Rows of a panel.
-pub(super) const PANEL: usize = packing::PANEL_ROWS as usize;
+pub const PANEL: usize = packing::PANEL_ROWS as usize;
 /// Columns of a step of blocks.
-pub(super) const BLOCK_PAIR: usize = packing::BLOCK_PAIR_COLUMNS as usize;
+pub const BLOCK_PAIR: usize = packing::BLOCK_PAIR_COLUMNS as usize;
 /// Depth of a tile of bf16, which pads their columns.
 pub(super) const TILE_DEPTH: usize = packing::BF16_COLUMNS as usize;
 
@@ -59,7 +59,7 @@ pub fn pack(
     columns: usize,
     fill: &(dyn Fn(Range<usize>, &mut [f32]) + Sync),
 ) -> anyhow::Result<PackedMatrix> {
-    let bytes = packing::packed_bytes(format, rows as u64, columns as u64) as usize;
+    let bytes = packed_bytes(format, rows, columns);
     let context = || format!("packing a matrix of {rows} by {columns} in {format}");
     let matrix =
         PackedMatrix { format, rows, columns, region: Region::new(bytes).with_context(context)? };
@@ -92,6 +92,23 @@ pub fn pack(
         }
     });
     Ok(matrix)
+}
+
+/// Packs whole panels of 32 rows from `wide`, the rows of a matrix from the first panel's on, row after row. Rows
+/// that the last panel lacks are zeros.
+///
+/// # Panics
+/// When `packed` is not as long as the panels are.
+pub fn pack_rows(format: Format, columns: usize, wide: &[f32], packed: &mut [u8]) {
+    let size = panel_bytes(format, columns, 2);
+    assert_eq!(packed.len(), (wide.len() / columns).div_ceil(PANEL) * size, "panels of rows");
+    let rows = wide.chunks(PANEL * columns);
+    for (wide, packed) in rows.zip(packed.chunks_exact_mut(size)) {
+        let vectors = (wide.len() / columns).div_ceil(VECTOR);
+        packed.fill(0);
+        let packed = &mut packed[..panel_bytes(format, columns, vectors)];
+        pack_panel(format, columns, vectors, wide, packed);
+    }
 }
 
 impl PackedMatrix {
@@ -140,8 +157,13 @@ impl PackedMatrix {
 }
 
 /// Columns with their padding.
-pub(super) fn padded(format: Format, columns: usize) -> usize {
+pub fn padded(format: Format, columns: usize) -> usize {
     packing::packed_columns(format, columns as u64) as usize
+}
+
+/// Bytes of a packed matrix.
+pub fn packed_bytes(format: Format, rows: usize, columns: usize) -> usize {
+    packing::packed_bytes(format, rows as u64, columns as u64) as usize
 }
 
 fn panels(rows: usize) -> usize {

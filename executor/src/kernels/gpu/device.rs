@@ -10,6 +10,7 @@ use cubecl::bytes::Bytes;
 use cubecl::client::Client;
 use cubecl::prelude::{BufferArg, ElemType};
 use cubecl::server::Handle;
+use cubecl_runtime::runtime::Runtime;
 
 /// Every piece of memory starts at a multiple of this many bytes: the widest load, and what each driver asks of
 /// the start of a binding.
@@ -29,6 +30,8 @@ pub struct Gpu {
 pub struct Span {
     handle: Handle,
     bytes: usize,
+    /// Where CUDA sees its first byte; `None` on other devices.
+    address: Option<u64>,
 }
 
 impl Gpu {
@@ -56,6 +59,11 @@ impl Gpu {
         matches!(self.device, CubeDevice::Cuda(_))
     }
 
+    /// The driver's number for it, where it is driven through CUDA.
+    pub fn ordinal(&self) -> Option<usize> {
+        if let CubeDevice::Cuda(device) = &self.device { Some(device.index) } else { None }
+    }
+
     /// Threads of a plane (a warp): 32 on every NVIDIA GPU, 4 to 8 on software devices.
     pub fn plane(&self) -> u32 {
         self.client.properties().hardware.plane_size_max
@@ -67,10 +75,21 @@ impl Gpu {
     }
 
     /// Takes device memory of its own for as long as the span lives. It holds whatever was there.
-    pub fn allocate(&self, bytes: usize) -> Span {
+    ///
+    /// # Errors
+    /// When there is not as much.
+    pub fn allocate(&self, bytes: usize) -> Result<Span> {
         let bytes = bytes.max(1).next_multiple_of(ALIGNMENT);
         let handle = self.client.memory_persistent_allocation((), |()| self.client.empty(bytes));
-        Span { handle, bytes }
+        let address = match &self.device {
+            CubeDevice::Cuda(_) => {
+                type Server = <cubecl::cuda::CudaRuntime as Runtime>::Server;
+                let resource = self.client.get_resource::<Server>(handle.clone());
+                Some(resource.context("finding GPU memory")?.resource().ptr)
+            }
+            _ => None,
+        };
+        Ok(Span { handle, bytes, address })
     }
 
     /// Copies host memory to the start of a span, in the order of launches.
@@ -118,9 +137,17 @@ impl Span {
         assert!(start + bytes <= self.bytes, "a part lies beyond its span");
         assert!(start.is_multiple_of(ALIGNMENT), "a part starts at byte {start}");
         let after = self.bytes - start - bytes;
-        let handle =
-            self.handle.clone().offset_start(start as u64).offset_end(after as u64);
-        Self { handle, bytes }
+        let handle = self.handle.clone().offset_start(start as u64).offset_end(after as u64);
+        let address = self.address.map(|address| address + start as u64);
+        Self { handle, bytes, address }
+    }
+
+    /// Where CUDA sees its first byte.
+    ///
+    /// # Errors
+    /// On a device that is not driven through CUDA.
+    pub fn address(&self) -> Result<u64> {
+        self.address.context("this memory is not of a CUDA device")
     }
 
     /// Its memory in CubeCL's terms.
@@ -133,7 +160,11 @@ impl Span {
     /// # Panics
     /// When it is shorter than that.
     pub fn argument(&self, count: usize, size: usize) -> BufferArg {
-        assert!(count * size <= self.bytes, "a kernel takes {count} · {size} of {} bytes", self.bytes);
+        assert!(
+            count * size <= self.bytes,
+            "a kernel takes {count} · {size} of {} bytes",
+            self.bytes
+        );
         // SAFETY: the span is as long as the argument says.
         unsafe { BufferArg::from_raw_parts(self.handle.clone(), count) }
     }

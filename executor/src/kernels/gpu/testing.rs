@@ -18,13 +18,13 @@ impl Gpu {
     /// New device memory with these elements.
     pub(crate) fn upload<T: bytemuck::NoUninit>(&self, elements: &[T]) -> Span {
         let bytes: &[u8] = bytemuck::cast_slice(elements);
-        let span = self.allocate(bytes.len());
+        let span = self.allocate(bytes.len()).unwrap();
         self.write(&span, bytes).unwrap();
         span
     }
 
     /// The first `count` elements of a span.
-    pub(crate) fn download<T: bytemuck::AnyBitPattern>(&self, span: &Span, count: usize) -> Vec<T> {
+    pub(crate) fn download<T: bytemuck::Pod>(&self, span: &Span, count: usize) -> Vec<T> {
         let bytes = self.read(span).unwrap();
         bytemuck::pod_collect_to_vec(&bytes[..count * size_of::<T>()])
     }

@@ -1,0 +1,171 @@
+//! Attention of few tokens with long contexts: each context is split over cubes, whose results are merged.
+//!
+//! - The split of a context follows from its length, which is read on the device; the number of splits is fixed.
+//! - The query heads that share a key head are computed together, so that the cache is read once.
+//! - A split leaves, for each head, the largest score, the sum of weights, and the sum of weighted values.
+
+#![expect(unsafe_code, reason = "kernels are launched without checks of every index")]
+
+mod matrix;
+mod merge;
+mod portable;
+mod split;
+
+#[cfg(test)]
+mod tests;
+
+use cubecl::prelude::*;
+use ir::op::Attention;
+use ir::tensor::DType;
+
+use self::split::Split;
+use super::{Cache, Factors, Shape, Tokens};
+use crate::kernels::gpu::device::{ALIGNMENT, Gpu, Span, element};
+
+/// Attention of one token of each sequence, or of few.
+pub struct Decode<'a> {
+    /// Heads, scale, window and cap.
+    pub attention: &'a Attention,
+    /// Keys and values, those of the run's tokens among them.
+    pub cache: Cache<'a>,
+    /// The run; `parts` is not read.
+    pub tokens: Tokens<'a>,
+    /// f32 `[tokens, heads · head_dim]`, as `append` left them.
+    pub queries: &'a Span,
+    /// At least [`Gpu::decode_workspace_bytes`].
+    pub workspace: &'a Span,
+}
+
+/// Where splits leave their results.
+struct Partial {
+    /// f32 `[tokens, heads, splits, head_dim]`: weighted values.
+    values: Span,
+    /// f32 `[tokens, heads, splits, 2]`: largest score, sum of weights.
+    stats: Span,
+}
+
+impl Partial {
+    /// Bytes of the values and of the stats.
+    fn bytes(attention: &Attention, tokens: usize, splits: usize) -> [usize; 2] {
+        let rows = tokens * attention.heads as usize * splits;
+        [rows * attention.head_dim as usize, rows * 2]
+            .map(|count| (count * size_of::<f32>()).next_multiple_of(ALIGNMENT))
+    }
+}
+
+impl Gpu {
+    /// Bytes of workspace that `decode` needs for runs of up to `max_tokens` rows.
+    pub fn decode_workspace_bytes(&self, attention: &Attention, max_tokens: usize) -> usize {
+        let bytes = |tokens| Partial::bytes(attention, tokens, self.splits(attention, tokens));
+        (1..=max_tokens).map(bytes).map(|[values, stats]| values + stats).max().unwrap_or(0)
+    }
+
+    /// Writes attention to `out`, f32 `[tokens, heads · head_dim]`; rows that pad the run become zeros.
+    pub fn decode(&self, call: &Decode<'_>, out: &Span) {
+        self.decode_split(call, self.splits(call.attention, call.tokens.tokens), out);
+    }
+
+    fn decode_split(&self, call: &Decode<'_>, splits: usize, out: &Span) {
+        let shape = Shape::new(call.attention, &call.cache);
+        let split = Split { splits: splits as u32, window: shape.window };
+        let [values, stats] = Partial::bytes(call.attention, call.tokens.tokens, splits);
+        let partial = Partial {
+            values: call.workspace.part(0, values),
+            stats: call.workspace.part(values, stats),
+        };
+        if matrix::serves(shape) && self.multiplies(call.cache.element) {
+            self.decode_matrix(call, shape, split, &partial);
+        } else {
+            self.decode_portable(call, shape, split, &partial);
+        }
+        self.merge(call, shape, split, &partial, out);
+    }
+
+    /// Into how many parts each context of a run is split: into as many as fill the multiprocessors once.
+    fn splits(&self, attention: &Attention, tokens: usize) -> usize {
+        /// Cubes that a multiprocessor holds at once: 128 units of up to 168 registers, heads of 128 elements.
+        const CUBES: usize = 3;
+        /// Beyond it merging costs more than splitting saves.
+        const MOST: usize = 64;
+        let cubes = self.processors() as usize * CUBES;
+        (cubes / (attention.kv_heads as usize * tokens.max(1))).clamp(1, MOST)
+    }
+
+    fn decode_matrix(&self, call: &Decode<'_>, shape: Shape, split: Split, partial: &Partial) {
+        let Decode { cache, tokens, .. } = call;
+        let kept = matrix::Rows::new(shape, cache.element == DType::Bf16);
+        let rows = tokens.tokens * shape.heads as usize;
+        let cached = shape.cached(cache.blocks) / 8;
+        let factors = Factors::new(call.attention);
+        // SAFETY: every index lies within its argument: heads, splits and tokens by the grid, cache rows because the
+        // batch was checked against the cache's blocks.
+        unsafe {
+            matrix::decode::launch_unchecked(
+                &self.client,
+                CubeCount::Static(shape.kv_heads * kept.chunks, split.splits, tokens.tokens as u32),
+                CubeDim::new_2d(matrix::PLANE, matrix::PLANES),
+                call.queries.argument(rows * shape.head_dim as usize, 4),
+                cache.keys.argument(cached, 16),
+                cache.values.argument(cached, 16),
+                tokens.sequence.argument(tokens.tokens, 4),
+                tokens.position.argument(tokens.tokens, 4),
+                tokens.blocks.argument(tokens.sequences * tokens.max_blocks, 4),
+                partial.values.argument(rows * split.splits as usize * shape.head_dim as usize, 4),
+                partial.stats.argument(rows * split.splits as usize * 2, 4),
+                factors.inner,
+                factors.outer,
+                tokens.max_blocks as u32,
+                shape,
+                split,
+                kept,
+            );
+        }
+    }
+
+    fn decode_portable(&self, call: &Decode<'_>, shape: Shape, split: Split, partial: &Partial) {
+        let Decode { cache, tokens, .. } = call;
+        let element_bytes = cache.element.bytes() as usize;
+        let lanes =
+            portable::Lanes::new(shape, self.plane(), self.vector_size(element_bytes, shape));
+        let (rows, size) = (tokens.tokens * shape.heads as usize, lanes.vector as usize);
+        let head_dim = shape.head_dim as usize;
+        let cached = shape.cached(cache.blocks) / size;
+        let factors = Factors::new(call.attention);
+        // SAFETY: every index lies within its argument: heads, splits and tokens by the grid, cache rows because the
+        // batch was checked against the cache's blocks.
+        unsafe {
+            portable::decode::launch_unchecked(
+                &self.client,
+                CubeCount::Static(
+                    shape.kv_heads * lanes.chunks,
+                    split.splits,
+                    tokens.tokens as u32,
+                ),
+                CubeDim::new_2d(lanes.plane, portable::PLANES),
+                size,
+                call.queries.argument(rows * head_dim / size, 4 * size),
+                cache.keys.argument(cached, element_bytes * size),
+                cache.values.argument(cached, element_bytes * size),
+                tokens.sequence.argument(tokens.tokens, 4),
+                tokens.position.argument(tokens.tokens, 4),
+                tokens.blocks.argument(tokens.sequences * tokens.max_blocks, 4),
+                partial.values.argument(rows * split.splits as usize * head_dim, 4),
+                partial.stats.argument(rows * split.splits as usize * 2, 4),
+                factors.inner,
+                factors.outer,
+                tokens.max_blocks as u32,
+                shape,
+                split,
+                lanes,
+                self.is_cuda(),
+                element(cache.element),
+            );
+        }
+    }
+
+    /// Elements that are loaded at once: 16 bytes, but no more than 4 where vectors are those of WGSL.
+    fn vector_size(&self, element_bytes: usize, shape: Shape) -> u32 {
+        let most = if self.is_cuda() { 16 / element_bytes as u32 } else { 4 };
+        most.min(1 << shape.head_dim.trailing_zeros())
+    }
+}

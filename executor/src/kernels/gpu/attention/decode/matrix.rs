@@ -1,0 +1,331 @@
+//! One part of a context with matrix instructions: the query heads of a key head are the rows of the left operand.
+//!
+//! - Every plane takes 16 tokens at a time and keeps a softmax of its own; the planes of a cube are merged at the end.
+//! - Keys and values go from the cache to registers in 16-byte loads, as they lie. That fits the operands because the
+//!   order in which a product runs through its elements is free, as is which column of a result is which element:
+//!   lane `t` multiplies elements `32 c + 8 t ..` of queries and keys, and column `g` of product `j` over values is
+//!   element `64 s + 8 g + j`.
+
+use cubecl::prelude::*;
+
+use super::split::{RUN, Split, parts};
+use crate::kernels::gpu::attention::Shape;
+use crate::kernels::gpu::attention::matrix::{
+    Packed, Sums, interleave, left, multiply, pack, quad_max, quad_sum, right,
+};
+use crate::kernels::gpu::attention::paging::cache_row;
+use crate::kernels::gpu::attention::scores::{UNSEEN, score, weight};
+
+/// Planes of a cube.
+pub(super) const PLANES: u32 = 4;
+/// Lanes of a plane.
+pub(super) const PLANE: u32 = 32;
+
+/// Whether heads are of a size that fits the operands and the registers.
+pub(super) fn serves(shape: Shape) -> bool {
+    shape.head_dim.is_multiple_of(32) && shape.head_dim <= 256
+}
+
+/// How the query heads of a key head are computed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct Rows {
+    /// Query heads of a cube.
+    pub heads: u32,
+    /// Cubes for all query heads of a key head.
+    pub chunks: u32,
+    /// Whether elements are bf16, not f16.
+    pub bf16: bool,
+}
+
+impl Rows {
+    pub(super) fn new(shape: Shape, bf16: bool) -> Self {
+        // Sums of 16 rows of longer heads are more than the registers hold.
+        let most = if shape.head_dim > 128 { 8 } else { 16 };
+        let chunks = shape.group.div_ceil(most);
+        Self { heads: shape.group.div_ceil(chunks), chunks, bf16 }
+    }
+}
+
+/// Cubes: key heads times chunks of their query heads, splits, tokens.
+#[cube(launch_unchecked)]
+pub(super) fn decode(
+    queries: &[f32],
+    keys: &[Packed],
+    values: &[Packed],
+    sequences: &[i32],
+    positions: &[i32],
+    blocks: &[i32],
+    partial: &mut [f32],
+    stats: &mut [f32],
+    inner: f32,
+    outer: f32,
+    max_blocks: u32,
+    #[comptime] shape: Shape,
+    #[comptime] split: Split,
+    #[comptime] rows: Rows,
+) {
+    let head_dim = comptime!(shape.head_dim);
+    let heads = comptime!(rows.heads);
+    let bf16 = comptime!(rows.bf16);
+    // Rows 8 to 15 of the operands are zeros where there are no more heads than 8.
+    let halves = comptime!(if rows.heads > 8 { 2u32 } else { 1u32 });
+    let quarters = comptime!(head_dim / 32);
+    let slices = comptime!(head_dim.div_ceil(64));
+    let vectors = comptime!(head_dim / 8);
+    let token = CUBE_POS_Z;
+    let part = CUBE_POS_Y;
+    let kv_head = CUBE_POS_X / comptime!(rows.chunks);
+    let in_group = CUBE_POS_X % comptime!(rows.chunks) * heads;
+    let plane = UNIT_POS_Y;
+    let g = UNIT_POS_X / 4;
+    let t = UNIT_POS_X % 4;
+
+    let sequence = sequences[token as usize];
+    let range = parts(sequence, positions[token as usize], split);
+    let start = range.base + part * range.share;
+    let stop = u32::min(start + range.share, range.end);
+    if start >= stop {
+        terminate!();
+    }
+    let first_block = u32::cast_from(sequence) * max_blocks;
+
+    // Query heads before the first or behind the last are computed as zeros and not stored.
+    let first_head = i32::cast_from(kv_head * comptime!(shape.group) + in_group)
+        - comptime!(shape.first_head as i32);
+
+    let mut query = Array::<Packed>::new(comptime!((2 * quarters) as usize));
+    #[unroll]
+    for quarter in 0..quarters {
+        #[unroll]
+        for half in 0..2u32 {
+            // Registers of two rows: `g`, and `g + 8` where it is a head.
+            let mut pairs = Array::<u32>::new(4usize);
+            #[unroll]
+            for other in 0..2u32 {
+                pairs[comptime!((2 * other) as usize)] = 0u32;
+                pairs[comptime!((2 * other + 1) as usize)] = 0u32;
+                if comptime!(other < halves) {
+                    let slot = g + 8 * other;
+                    let head = first_head + i32::cast_from(slot);
+                    if is_head(head, slot, in_group, shape, rows) {
+                        let row = token * comptime!(shape.heads) + u32::cast_from(head);
+                        let from = row * head_dim + quarter * 32 + t * 8 + half * 4;
+                        #[unroll]
+                        for pair in 0..2u32 {
+                            pairs[comptime!((2 * other + pair) as usize)] = pack(
+                                queries[(from + 2 * pair) as usize],
+                                queries[(from + 2 * pair + 1) as usize],
+                                bf16,
+                            );
+                        }
+                    }
+                }
+            }
+            query[comptime!((2 * quarter + half) as usize)] =
+                left(pairs[0], pairs[2], pairs[1], pairs[3]);
+        }
+    }
+
+    let mut sums = Array::<Sums>::new(comptime!((8 * slices) as usize));
+    #[unroll]
+    for i in 0..comptime!(8 * slices) {
+        sums[i as usize] = Sums::zeroed();
+    }
+    let mut largest = Array::<f32>::new(2usize);
+    let mut total = Array::<f32>::new(2usize);
+    #[unroll]
+    for half in 0..2usize {
+        largest[half] = UNSEEN;
+        total[half] = 0.0;
+    }
+
+    let mut key = Array::<Packed>::new(comptime!((2 * quarters) as usize));
+    let mut value = Array::<Packed>::new(comptime!((4 * slices) as usize));
+    let mut next = start + plane * RUN;
+    while next < stop {
+        // The tokens behind the last are read as the last: they weigh nothing, but must be numbers.
+        let first_row = cache_row(blocks, first_block, next, kv_head, shape);
+        let last = stop - 1 - next;
+        #[unroll]
+        for half in 0..2u32 {
+            let row = (first_row + u32::min(8 * half + g, last)) * vectors;
+            #[unroll]
+            for quarter in 0..quarters {
+                key[comptime!((half * quarters + quarter) as usize)] =
+                    keys[(row + 4 * quarter + t) as usize];
+            }
+        }
+        #[unroll]
+        for pick in 0..4u32 {
+            let token = 2 * t + comptime!(pick / 2 * 8 + pick % 2);
+            let row = (first_row + u32::min(token, last)) * vectors;
+            #[unroll]
+            for slice in 0..slices {
+                // Of the last slice some elements may be none.
+                let place = u32::min(8 * slice + g, comptime!(vectors - 1));
+                value[comptime!((slice * 4 + pick) as usize)] = values[(row + place) as usize];
+            }
+        }
+
+        let mut scores = Array::<Sums>::new(2usize);
+        #[unroll]
+        for half in 0..2u32 {
+            let mut product = Sums::zeroed();
+            #[unroll]
+            for quarter in 0..quarters {
+                let packed = key[comptime!((half * quarters + quarter) as usize)];
+                product = multiply(
+                    query[comptime!((2 * quarter) as usize)],
+                    right(packed.extract(0usize), packed.extract(1usize)),
+                    product,
+                    bf16,
+                );
+                product = multiply(
+                    query[comptime!((2 * quarter + 1) as usize)],
+                    right(packed.extract(2usize), packed.extract(3usize)),
+                    product,
+                    bf16,
+                );
+            }
+            let mut seen = Sums::empty();
+            #[unroll]
+            for i in 0..4usize {
+                let position = next + 8 * half + 2 * t + comptime!(i as u32 % 2);
+                let inside = position >= range.begin && position < stop;
+                let scored = score(product.extract(i), inner, outer, shape.capped);
+                seen.insert(i, select(inside, scored, UNSEEN));
+            }
+            scores[half as usize] = seen;
+        }
+
+        let mut kept = Array::<f32>::new(2usize);
+        let mut shares = Array::<u32>::new(4usize);
+        #[unroll]
+        for row in 0..2usize {
+            kept[row] = 1.0;
+            shares[row] = 0u32;
+            shares[comptime!(row + 2)] = 0u32;
+            if comptime!((row as u32) < halves) {
+                let a = scores[0].extract(comptime!(2 * row));
+                let b = scores[0].extract(comptime!(2 * row + 1));
+                let c = scores[1].extract(comptime!(2 * row));
+                let d = scores[1].extract(comptime!(2 * row + 1));
+                let above = quad_max(a.max(b).max(c.max(d))).max(largest[row]);
+                kept[row] = weight(largest[row] - above, true);
+                largest[row] = above;
+                let a = weight(a - above, true);
+                let b = weight(b - above, true);
+                let c = weight(c - above, true);
+                let d = weight(d - above, true);
+                total[row] = total[row] * kept[row] + (a + b + c + d);
+                shares[row] = pack(a, b, bf16);
+                shares[comptime!(row + 2)] = pack(c, d, bf16);
+            }
+        }
+        let share = left(shares[0], shares[1], shares[2], shares[3]);
+        #[unroll]
+        for slice in 0..slices {
+            #[unroll]
+            for j in 0..8u32 {
+                let index = comptime!((8 * slice + j) as usize);
+                let mut words = Array::<u32>::new(2usize);
+                #[unroll]
+                for pair in 0..2u32 {
+                    let first = value[comptime!((slice * 4 + 2 * pair) as usize)];
+                    let second = value[comptime!((slice * 4 + 2 * pair + 1) as usize)];
+                    words[pair as usize] = interleave(
+                        first.extract(comptime!((j / 2) as usize)),
+                        second.extract(comptime!((j / 2) as usize)),
+                        comptime!(j % 2 == 1),
+                    );
+                }
+                let mut sum = sums[index];
+                sum.insert(0usize, sum.extract(0usize) * kept[0]);
+                sum.insert(1usize, sum.extract(1usize) * kept[0]);
+                if comptime!(halves == 2) {
+                    sum.insert(2usize, sum.extract(2usize) * kept[1]);
+                    sum.insert(3usize, sum.extract(3usize) * kept[1]);
+                }
+                sums[index] = multiply(share, right(words[0], words[1]), sum, bf16);
+            }
+        }
+        next += comptime!(PLANES * RUN);
+    }
+
+    // Planes meet in shared memory.
+    let mut met = Shared::<[f32]>::new_slice(comptime!((PLANES * heads * head_dim) as usize));
+    let mut met_stats = Shared::<[f32]>::new_slice(comptime!((PLANES * heads * 2) as usize));
+    #[unroll]
+    for half in 0..halves {
+        let slot = g + 8 * half;
+        let sum = quad_sum(total[half as usize]);
+        if slot < heads {
+            let row = plane * heads + slot;
+            if t == 0 {
+                met_stats[(2 * row) as usize] = largest[half as usize];
+                met_stats[(2 * row + 1) as usize] = sum;
+            }
+            #[unroll]
+            for slice in 0..slices {
+                #[unroll]
+                for i in 0..2u32 {
+                    // Column `2 t + i` of product `j`.
+                    let first = 64 * slice + 8 * (2 * t + i);
+                    if first < head_dim {
+                        #[unroll]
+                        for j in 0..8u32 {
+                            met[(row * head_dim + first + j) as usize] = sums
+                                [comptime!((8 * slice + j) as usize)]
+                            .extract(comptime!((2 * half + i) as usize));
+                        }
+                    }
+                }
+            }
+        }
+    }
+    sync_cube();
+    let mut at = plane * PLANE + UNIT_POS_X;
+    while at < comptime!(heads * head_dim) {
+        let slot = at / head_dim;
+        let head = first_head + i32::cast_from(slot);
+        if is_head(head, slot, in_group, shape, rows) {
+            let mut above = UNSEEN.runtime();
+            #[unroll]
+            for other in 0..PLANES {
+                above = above.max(met_stats[(2 * (other * heads + slot)) as usize]);
+            }
+            let mut sum = 0.0f32;
+            let mut all = 0.0f32;
+            #[unroll]
+            for other in 0..PLANES {
+                let row = other * heads + slot;
+                let kept = weight(met_stats[(2 * row) as usize] - above, true);
+                sum += met[(row * head_dim + at % head_dim) as usize] * kept;
+                all += met_stats[(2 * row + 1) as usize] * kept;
+            }
+            let row = (token * comptime!(shape.heads) + u32::cast_from(head))
+                * comptime!(split.splits)
+                + part;
+            partial[(row * head_dim + at % head_dim) as usize] = sum;
+            if at.is_multiple_of(head_dim) {
+                stats[(2 * row) as usize] = above;
+                stats[(2 * row + 1) as usize] = all;
+            }
+        }
+        at += comptime!(PLANES * PLANE);
+    }
+}
+
+/// Whether a row of a cube is a query head of this device and of its key head.
+#[cube]
+fn is_head(
+    head: i32,
+    slot: u32,
+    in_group: u32,
+    #[comptime] shape: Shape,
+    #[comptime] rows: Rows,
+) -> bool {
+    let heads = comptime!(shape.heads as i32);
+    let own = slot < rows.heads && in_group + slot < shape.group;
+    own && head >= 0 && head < heads
+}

@@ -1,0 +1,111 @@
+use ir::tensor::DType;
+
+use super::*;
+use crate::kernels::gpu::attention::testing::*;
+use crate::kernels::gpu::testing::gpu;
+
+fn check(attention: &Attention, run: &Run, element: DType, what: &str) {
+    check_split(attention, run, element, 3, what);
+}
+
+fn check_split(attention: &Attention, run: &Run, element: DType, splits: usize, what: &str) {
+    let Some(gpu) = gpu() else { return };
+    if element == DType::Bf16 && !gpu.multiplies(element) {
+        eprintln!("skipped {what}: the device has no matrix instructions for bf16");
+        return;
+    }
+    let cached = Cached::filled(&gpu, run, attention, element);
+    let features = (attention.heads * attention.head_dim) as usize;
+    let queries: Vec<f32> = noise(run.rows() * features, 9).iter().map(|q| q * 4.0).collect();
+    let on_device = run.upload(&gpu);
+    let out = gpu.poisoned(run.rows() * features * 4);
+    let call = Decode {
+        attention,
+        cache: cached.cache(),
+        tokens: on_device.tokens(),
+        queries: &gpu.upload(&queries),
+        workspace: &gpu.poisoned(Partial::bytes(attention, run.rows(), splits).iter().sum()),
+    };
+    gpu.decode_split(&call, splits, &out);
+    let expected = reference(attention, run, &cached, &queries);
+    let actual: Vec<f32> = gpu.download(&out, run.rows() * features);
+    // Where matrix instructions multiply them, queries and weights are rounded as the cache's elements are.
+    let tolerance = match (element, gpu.multiplies(element)) {
+        (DType::Bf16, _) => 2e-2,
+        (_, true) => 4e-3,
+        (_, false) => 2e-5,
+    };
+    assert_close(&actual, &expected, tolerance, what);
+    assert!(actual[expected.len()..].iter().all(|x| *x == 0.0), "{what}: padding is not zero");
+}
+
+#[test]
+fn tokens_see_their_own_sequence_up_to_themselves() {
+    let run = Run::new(&[(0, 1), (99, 1), (15, 1), (16, 3), (300, 1)]).padded(2);
+    for element in [DType::F32, DType::F16, DType::Bf16] {
+        check(&plain(4, 2, 64), &run, element, "64");
+    }
+}
+
+#[test]
+fn heads_have_many_sizes() {
+    let run = Run::new(&[(40, 1), (77, 1)]);
+    for head_dim in [4, 32, 80, 96, 128, 256] {
+        check(&plain(2, 1, head_dim), &run, DType::F32, &format!("{head_dim} f32"));
+        check(&plain(2, 1, head_dim), &run, DType::F16, &format!("{head_dim} f16"));
+        check(&plain(2, 1, head_dim), &run, DType::Bf16, &format!("{head_dim} bf16"));
+    }
+}
+
+#[test]
+fn groups_are_of_many_sizes() {
+    let run = Run::new(&[(40, 1), (130, 1)]);
+    for (heads, kv_heads) in [(1, 1), (3, 3), (6, 2), (14, 2), (16, 1), (18, 2), (12, 1)] {
+        for head_dim in [32, 256] {
+            let what = format!("{heads}/{kv_heads} of {head_dim}");
+            check(&plain(heads, kv_heads, head_dim), &run, DType::F16, &what);
+        }
+    }
+}
+
+#[test]
+fn a_split_may_cut_a_group() {
+    let run = Run::new(&[(33, 1), (64, 1)]);
+    let cut = Attention { group: 4, first_head: 3, kv_heads: 3, ..plain(6, 1, 32) };
+    check(&cut, &run, DType::F16, "cut group");
+}
+
+#[test]
+fn windows_hide_earlier_tokens() {
+    let run = Run::new(&[(5, 2), (31, 1), (200, 1), (700, 1)]);
+    for window in [1, 7, 32, 100] {
+        let attention = Attention { window: Some(window), ..plain(4, 2, 32) };
+        check(&attention, &run, DType::F16, &format!("window {window}"));
+    }
+}
+
+#[test]
+fn scores_are_capped() {
+    let run = Run::new(&[(50, 1), (3, 1)]);
+    let attention = Attention { soft_cap: Some(1.5), scale: 0.7, ..plain(4, 2, 32) };
+    check(&attention, &run, DType::F16, "cap");
+}
+
+#[test]
+fn long_contexts_are_split_and_merged() {
+    let run = Run::new(&[(4321, 1), (9, 1)]);
+    for splits in [1, 2, 17, 64] {
+        check_split(&plain(4, 2, 64), &run, DType::F16, splits, &format!("{splits} splits"));
+    }
+}
+
+#[test]
+fn the_workspace_is_large_enough_for_every_run() {
+    let Some(gpu) = gpu() else { return };
+    let attention = plain(8, 2, 64);
+    let bytes = gpu.decode_workspace_bytes(&attention, 20);
+    for tokens in 1..=20 {
+        let parts = Partial::bytes(&attention, tokens, gpu.splits(&attention, tokens));
+        assert!(parts.iter().sum::<usize>() <= bytes);
+    }
+}

@@ -1,0 +1,124 @@
+//! Matrix instructions of NVIDIA GPUs, 16 × 8 × 16 with 16-bit elements and f32 sums.
+//!
+//! Of each operand a lane holds what PTX's `mma.m16n8k16` lays down, with `g = lane / 4` and `t = lane % 4`:
+//! - left, 16 rows: pairs of columns `2 t` of row `g`, of row `g + 8`, then columns `2 t + 8` of both;
+//! - right, 8 columns: pairs of rows `2 t` of column `g`, then rows `2 t + 8`;
+//! - sums: columns `2 t` and `2 t + 1` of row `g`, then of row `g + 8`.
+
+use cubecl::ir::FloatKind;
+use cubecl::ir::features::MmaConfig;
+use cubecl::prelude::*;
+use ir::tensor::DType;
+
+use super::registers::held;
+use crate::kernels::gpu::device::{Gpu, element};
+
+/// 16 bytes of a cache: 8 elements.
+pub(super) type Packed = Vector<u32, Const<4>>;
+/// The sums of a lane.
+pub(super) type Sums = Vector<f32, Const<4>>;
+
+impl Gpu {
+    /// Whether matrix instructions multiply elements of this type.
+    pub(super) fn multiplies(&self, dtype: DType) -> bool {
+        let kind = element(dtype);
+        let wanted = MmaConfig {
+            a_type: kind,
+            b_type: kind,
+            cd_type: ElemType::Float(FloatKind::F32),
+            m: 16,
+            n: 8,
+            k: 16,
+        };
+        let features = &self.client.properties().features.matmul;
+        self.is_cuda() && features.mma.contains(&wanted) && features.ldmatrix.contains(&kind)
+    }
+}
+
+/// `left · right + sums`.
+#[cube]
+pub(super) fn multiply(
+    left: Packed,
+    right: Vector<u32, Const<2>>,
+    sums: Sums,
+    #[comptime] bf16: bool,
+) -> Sums {
+    let element = comptime!(if bf16 { "bf16" } else { "f16" });
+    let left = held::<Packed>(left);
+    let right = held::<Vector<u32, Const<2>>>(right);
+    let sums = held::<Sums>(sums);
+    let result: Sums;
+    gpu_asm!(
+        "mma.sync.aligned.m16n8k16.row.col.f32.{element}.{element}.f32 {d}, {a}, {b}, {c};",
+        element = const element,
+        a = in(_) left, b = in(_) right, c = in(_) sums, d = out(_) result,
+        options(pure, nomem),
+    );
+    result
+}
+
+/// Two numbers as neighbouring elements.
+#[cube]
+pub(super) fn pack(first: f32, second: f32, #[comptime] bf16: bool) -> u32 {
+    let first = held::<f32>(first);
+    let second = held::<f32>(second);
+    let element = comptime!(if bf16 { "bf16x2" } else { "f16x2" });
+    let pair: u32;
+    gpu_asm!(
+        "cvt.rn.{element}.f32 {d}, {high}, {low};",
+        element = const element,
+        high = in(_) second, low = in(_) first, d = out(_) pair,
+        options(pure, nomem),
+    );
+    pair
+}
+
+/// The lower, or the upper, elements of two pairs.
+#[cube]
+pub(super) fn interleave(first: u32, second: u32, #[comptime] upper: bool) -> u32 {
+    let first = held::<u32>(first);
+    let second = held::<u32>(second);
+    let order = comptime!(if upper { 0x7632 } else { 0x5410 });
+    let pair: u32;
+    gpu_asm!(
+        "prmt.b32 {d}, {a}, {b}, {order};",
+        order = const order,
+        a = in(_) first, b = in(_) second, d = out(_) pair,
+        options(pure, nomem),
+    );
+    pair
+}
+
+/// The left operand of four registers.
+#[cube]
+pub(super) fn left(a: u32, b: u32, c: u32, d: u32) -> Packed {
+    let mut operand = Packed::empty();
+    operand.insert(0usize, a);
+    operand.insert(1usize, b);
+    operand.insert(2usize, c);
+    operand.insert(3usize, d);
+    operand
+}
+
+/// The right operand of two registers.
+#[cube]
+pub(super) fn right(a: u32, b: u32) -> Vector<u32, Const<2>> {
+    let mut operand = Vector::<u32, Const<2>>::empty();
+    operand.insert(0usize, a);
+    operand.insert(1usize, b);
+    operand
+}
+
+/// The largest of the four lanes that share rows.
+#[cube]
+pub(super) fn quad_max(value: f32) -> f32 {
+    let value = value.max(plane_shuffle_xor(value, 1u32));
+    value.max(plane_shuffle_xor(value, 2u32))
+}
+
+/// The sum over the four lanes that share rows.
+#[cube]
+pub(super) fn quad_sum(value: f32) -> f32 {
+    let value = value + plane_shuffle_xor(value, 1u32);
+    value + plane_shuffle_xor(value, 2u32)
+}

@@ -1,0 +1,273 @@
+//! Rows of activations in a float format, normalised on the way: the input of a vendor library, or a norm by itself.
+
+#![expect(unsafe_code, reason = "kernels are launched without checks of every index")]
+
+use anyhow::Result;
+use cubecl::prelude::{Cast as _, *};
+use ir::op::NormKind;
+use ir::tensor::Format;
+
+use super::device::{Gpu, Span, element};
+use super::matrix::{float_bytes, float_type};
+use super::words::read_size;
+
+/// Units of a cube, which takes a row.
+const UNITS: usize = 256;
+
+/// A normalisation: see [`ir::op::Norm`].
+#[derive(Clone, Copy, Debug)]
+pub struct Norm<'a> {
+    /// What is divided out.
+    pub kind: NormKind,
+    /// Factors, `f32[features]`.
+    pub scale: Option<&'a Span>,
+    /// Terms, `f32[features]`.
+    pub bias: Option<&'a Span>,
+    /// Added to every factor.
+    pub scale_offset: f32,
+    /// Added to the variance.
+    pub epsilon: f32,
+}
+
+/// `out = norm(x) + residual`, in a float format.
+#[derive(Clone, Copy, Debug)]
+pub struct Cast<'a> {
+    /// `f32[tokens, features]`.
+    pub x: &'a Span,
+    /// Rows.
+    pub tokens: usize,
+    /// Columns.
+    pub features: usize,
+    /// Applied to each row.
+    pub norm: Option<Norm<'a>>,
+    /// Added, `f32[tokens, features]`.
+    pub residual: Option<&'a Span>,
+    /// Of the output.
+    pub format: Format,
+    /// `[tokens, features]`; none of the inputs.
+    pub out: &'a Span,
+}
+
+impl Gpu {
+    /// Queues a cast.
+    ///
+    /// # Errors
+    /// When the format has blocks.
+    pub fn cast(&self, cast: &Cast<'_>) -> Result<()> {
+        let Cast { x, tokens, features, norm, residual, format, out } = *cast;
+        let size = read_size(features);
+        let element_bytes = float_bytes(format)?;
+        let floats = |span: &Span, rows: usize| {
+            span.argument(rows * features / size, size * size_of::<f32>())
+        };
+        let row = |span: Option<&Span>| span.map(|span| floats(span, 1)).into();
+        // SAFETY: the spans are as long as the shape says, and the kernel stays within it.
+        unsafe {
+            cast_rows::launch_unchecked(
+                &self.client,
+                CubeCount::new_1d(tokens as u32),
+                CubeDim::new_1d(UNITS as u32),
+                size,
+                floats(x, tokens),
+                row(norm.and_then(|norm| norm.scale)),
+                row(norm.and_then(|norm| norm.bias)),
+                residual.map(|residual| floats(residual, tokens)).into(),
+                out.argument(tokens * features / size, size * element_bytes),
+                norm.map_or(0.0, |norm| norm.scale_offset),
+                norm.map_or(0.0, |norm| norm.epsilon),
+                features / size,
+                norm.map(|norm| norm.kind),
+                self.plane() as usize,
+                element(float_type(format)?),
+            );
+        }
+        Ok(())
+    }
+}
+
+/// A cube for each row, whose units take every `UNITS`-th vector.
+#[cube(launch_unchecked)]
+fn cast_rows<F: Float, N: Size>(
+    x: &[Vector<f32, N>],
+    scale: &ComptimeOption<Box<[Vector<f32, N>]>>,
+    bias: &ComptimeOption<Box<[Vector<f32, N>]>>,
+    residual: &ComptimeOption<Box<[Vector<f32, N>]>>,
+    out: &mut [Vector<F, N>],
+    scale_offset: f32,
+    epsilon: f32,
+    #[comptime] vectors: usize,
+    #[comptime] norm: Option<NormKind>,
+    #[comptime] plane: usize,
+    #[define(F)] _element: ElemType,
+) {
+    let first = CUBE_POS_X as usize * vectors;
+    let size = N::value();
+    let features = comptime!((vectors * size) as f32);
+    let mut mean = f32::new(0.0);
+    let mut factor = f32::new(1.0);
+    if comptime!(matches!(norm, Some(NormKind::Layer))) {
+        mean = row_sum(x, first, 0.0, false, vectors, plane) / features;
+    }
+    if comptime!(norm.is_some()) {
+        let squares = row_sum(x, first, mean, true, vectors, plane);
+        factor = (squares / features + epsilon).inverse_sqrt();
+    }
+    for i in range_stepped(UNIT_POS as usize, vectors, UNITS) {
+        let mut value = (x[first + i] - Vector::new(mean)) * Vector::new(factor);
+        #[comptime]
+        match scale.clone() {
+            ComptimeOption::Some(scale) => value *= scale[i] + Vector::new(scale_offset),
+            ComptimeOption::None => {}
+        }
+        #[comptime]
+        match bias.clone() {
+            ComptimeOption::Some(bias) => value += bias[i],
+            ComptimeOption::None => {}
+        }
+        #[comptime]
+        match residual.clone() {
+            ComptimeOption::Some(residual) => value += residual[first + i],
+            ComptimeOption::None => {}
+        }
+        out[first + i] = Vector::<F, N>::cast_from(value);
+    }
+}
+
+/// The sum of a row's elements less `mean`, or of their squares: for every unit of the cube.
+#[cube]
+fn row_sum<N: Size>(
+    x: &[Vector<f32, N>],
+    first: usize,
+    mean: f32,
+    #[comptime] squared: bool,
+    #[comptime] vectors: usize,
+    #[comptime] plane: usize,
+) -> f32 {
+    let mut sum = f32::new(0.0);
+    for i in range_stepped(UNIT_POS as usize, vectors, UNITS) {
+        let value = x[first + i] - Vector::new(mean);
+        #[unroll]
+        for i in 0..N::value() {
+            let element = value.extract(i);
+            sum += if comptime!(squared) { element * element } else { element };
+        }
+    }
+    let sum = plane_sum(sum);
+    let planes = comptime!(UNITS / plane);
+    let mut sums = Shared::<[f32]>::new_slice(planes);
+    let unit_of_plane = UNIT_POS as usize % plane;
+    if unit_of_plane == 0 {
+        sums[UNIT_POS as usize / plane] = sum;
+    }
+    sync_cube();
+    let mut total = f32::new(0.0);
+    for i in 0..planes {
+        total += sums[i];
+    }
+    total
+}
+
+#[cfg(test)]
+mod tests {
+    use half::{bf16, f16};
+
+    use super::*;
+    use crate::kernels::cpu::testing::{Random, distance};
+    use crate::kernels::gpu::matrix::testing::float_formats;
+    use crate::kernels::gpu::testing::gpu;
+
+    const TOKENS: usize = 3;
+    const EPSILON: f32 = 1e-3;
+
+    fn expected(
+        x: &[f32],
+        features: usize,
+        kind: Option<NormKind>,
+        scale: Option<&[f32]>,
+        bias: Option<&[f32]>,
+        residual: Option<&[f32]>,
+    ) -> Vec<f64> {
+        let mut out = Vec::new();
+        for (token, x) in x.chunks_exact(features).enumerate() {
+            let x: Vec<f64> = x.iter().map(|&x| f64::from(x)).collect();
+            let mean = match kind {
+                Some(NormKind::Layer) => x.iter().sum::<f64>() / features as f64,
+                Some(NormKind::Rms) | None => 0.0,
+            };
+            let squares: f64 = x.iter().map(|x| (x - mean).powi(2)).sum();
+            let root = (squares / features as f64 + f64::from(EPSILON)).sqrt();
+            for (i, x) in x.iter().enumerate() {
+                let value = if kind.is_some() { (x - mean) / root } else { *x };
+                let scale = scale.map_or(1.0, |scale| f64::from(scale[i]) + 1.0);
+                let bias = bias.map_or(0.0, |bias| f64::from(bias[i]));
+                let residual =
+                    residual.map_or(0.0, |residual| f64::from(residual[token * features + i]));
+                out.push(value * scale + bias + residual);
+            }
+        }
+        out
+    }
+
+    fn check(gpu: &Gpu, features: usize, kind: Option<NormKind>, affine: bool, format: Format) {
+        let count = TOKENS * features;
+        // Far from zero, so that a mean that is not subtracted shows.
+        let x: Vec<f32> = Random(3).floats(count).iter().map(|x| x + 2.0).collect();
+        let [scale, bias] = [5, 7].map(|seed| Random(seed).floats(features));
+        let residual = Random(9).floats(count);
+        let [scale_span, bias_span, residual_span] =
+            [&scale, &bias, &residual].map(|values| gpu.upload(values));
+        let out = gpu.poisoned(count * 4);
+        gpu.cast(&Cast {
+            x: &gpu.upload(&x),
+            tokens: TOKENS,
+            features,
+            norm: kind.map(|kind| Norm {
+                kind,
+                scale: affine.then_some(&scale_span),
+                bias: affine.then_some(&bias_span),
+                scale_offset: 1.0,
+                epsilon: EPSILON,
+            }),
+            residual: affine.then_some(&residual_span),
+            format,
+            out: &out,
+        })
+        .unwrap();
+        let normed = affine && kind.is_some();
+        let expected = expected(
+            &x,
+            features,
+            kind,
+            normed.then_some(&scale[..]),
+            normed.then_some(&bias[..]),
+            affine.then_some(&residual[..]),
+        );
+        let (actual, tolerance): (Vec<f32>, _) = match format {
+            Format::F16 => {
+                let narrow = gpu.download::<f16>(&out, count);
+                (narrow.into_iter().map(f16::to_f32).collect(), 5e-4)
+            }
+            Format::Bf16 => {
+                let narrow = gpu.download::<bf16>(&out, count);
+                (narrow.into_iter().map(bf16::to_f32).collect(), 4e-3)
+            }
+            Format::F32 | Format::Q8 | Format::Q4 => (gpu.download(&out, count), 2e-6),
+        };
+        let distance = distance(&actual, &expected);
+        assert!(distance < tolerance, "{distance} away: {features} features, {kind:?}, {format}");
+    }
+
+    #[test]
+    fn every_norm_and_format() {
+        let Some(gpu) = gpu() else { return };
+        for kind in [None, Some(NormKind::Rms), Some(NormKind::Layer)] {
+            for affine in [false, true] {
+                for format in float_formats(&gpu) {
+                    check(&gpu, 1100, kind, affine, format);
+                    check(&gpu, 64, kind, affine, format);
+                    check(&gpu, 37, kind, affine, format);
+                }
+            }
+        }
+    }
+}

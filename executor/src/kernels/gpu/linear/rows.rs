@@ -1,0 +1,171 @@
+//! A few rows of activations through row-major matrices: each plane takes a few rows of a matrix, or a share of
+//! their columns where there are too few rows to keep every processor busy.
+
+use cubecl::prelude::*;
+use ir::op::Then;
+use ir::tensor::Format;
+
+use super::input::Input;
+use super::product::{multiply_four, zeros};
+use super::total::{Output, Shape, Totals};
+use crate::kernels::gpu::words::{Words, half_of};
+
+/// What is known of a row-major matrix, and of how it is shared out, when a kernel is compiled.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct RowShare {
+    pub(super) format: Format,
+    pub(super) columns: usize,
+    /// Planes of a cube that share the same rows.
+    pub(super) splits: usize,
+    /// Planes of a cube that take other rows.
+    pub(super) bands: usize,
+    /// Units of a plane.
+    pub(super) plane: usize,
+}
+
+impl RowShare {
+    /// Columns of a load.
+    pub(super) fn load_columns(self) -> usize {
+        if matches!(self.format, Format::F32) { 4 } else { 8 }
+    }
+}
+
+/// Writes every output: cubes take bands of its rows, output after output.
+#[cube(launch_unchecked)]
+pub(super) fn multiply_rows<N: Size>(
+    input: &Input<N>,
+    weights: &Sequence<Sequence<Box<[Words]>>>,
+    outputs: &mut Sequence<Output>,
+    epsilon: f32,
+    #[comptime] then: Then,
+    #[comptime] shape: Shape,
+    #[comptime] share: RowShare,
+) {
+    let cube = CUBE_POS_X as usize;
+    let plane = UNIT_POS_Y as usize;
+    let tile = comptime!(share.bands * shape.rows);
+    let mut totals = Totals::new(shape);
+    let mut first_cube = 0usize.runtime();
+    #[unroll]
+    for output in 0..outputs.len() {
+        let rows = outputs.index(output).rows;
+        let cubes = rows.div_ceil(tile);
+        if cube >= first_cube && cube < first_cube + cubes {
+            let band = plane % share.bands;
+            let split = plane / share.bands;
+            let first_row = (cube - first_cube) * tile + band * shape.rows;
+            let mut sums = zeros(shape.values());
+            let mut squares = zeros(shape.tokens);
+            let first_load = split * share.plane + UNIT_POS_X as usize;
+            multiply_band(
+                input,
+                &weights[output],
+                first_row,
+                rows,
+                first_load,
+                &mut sums,
+                &mut squares,
+                shape,
+                share,
+            );
+            #[unroll]
+            for value in 0..shape.values() {
+                sums[value] = plane_sum(sums[value]);
+            }
+            if comptime!(shape.is_normed) {
+                #[unroll]
+                for token in 0..shape.tokens {
+                    squares[token] = plane_sum(squares[token]);
+                }
+            }
+            if UNIT_POS_X == 0 {
+                totals.put(split, band, &sums, &squares, shape);
+            }
+        }
+        first_cube += cubes;
+    }
+    sync_cube();
+    let mut first_cube = 0usize.runtime();
+    #[unroll]
+    for output in 0..outputs.len() {
+        let cubes = outputs.index(output).rows.div_ceil(tile);
+        if cube >= first_cube && cube < first_cube + cubes {
+            let first_row = (cube - first_cube) * tile;
+            let bands = share.bands.runtime();
+            let output = outputs.index_mut(output);
+            totals.finish(output, first_row, 0usize, bands, epsilon, share.columns, then, shape);
+        }
+        first_cube += cubes;
+    }
+}
+
+/// Adds a unit's products with the rows of its plane.
+#[cube]
+#[expect(clippy::too_many_arguments, reason = "a kernel's parts have no state of their own")]
+fn multiply_band<N: Size>(
+    input: &Input<N>,
+    weights: &Sequence<Box<[Words]>>,
+    first_row: usize,
+    rows: usize,
+    first_load: usize,
+    sums: &mut Array<f32>,
+    squares: &mut Array<f32>,
+    #[comptime] shape: Shape,
+    #[comptime] share: RowShare,
+) {
+    let columns = comptime!(share.load_columns());
+    let loads = comptime!(share.columns / columns);
+    let values_of_matrix = comptime!(shape.rows * columns);
+    for load in range_stepped(first_load, loads, share.splits * share.plane) {
+        let mut words = Array::<Words>::new(shape.matrices * shape.rows);
+        #[unroll]
+        for matrix in 0..shape.matrices {
+            #[unroll]
+            for row in 0..shape.rows {
+                // Rows beyond the end are never written.
+                let row_in_matrix = (first_row + row).min(rows - 1);
+                words[matrix * shape.rows + row] = weights[matrix][row_in_matrix * loads + load];
+            }
+        }
+        let mut values = Array::<f32>::new(shape.matrices * values_of_matrix);
+        #[unroll]
+        for row in 0..shape.matrices * shape.rows {
+            decode_row(words[row], &mut values, row * columns, share.format);
+        }
+        #[unroll]
+        for four in 0..columns / 4 {
+            let column = load * columns + 4 * four;
+            let factors = input.factors(column);
+            #[unroll]
+            for token in 0..shape.tokens {
+                let x = input.four(token, column, factors, squares, token);
+                #[unroll]
+                for matrix in 0..shape.matrices {
+                    let from = matrix * values_of_matrix + 4 * four;
+                    let to = (matrix * shape.tokens + token) * shape.rows;
+                    multiply_four(&values, from, columns, x, sums, to, shape.rows);
+                }
+            }
+        }
+    }
+}
+
+/// The neighbouring columns of a load to `values[first..]`.
+#[cube]
+pub(in crate::kernels::gpu) fn decode_row(
+    words: Words,
+    values: &mut Array<f32>,
+    #[comptime] first: usize,
+    #[comptime] format: Format,
+) {
+    #[unroll]
+    for i in 0..4usize {
+        let word = words.extract(i);
+        if comptime!(matches!(format, Format::F32)) {
+            values[first + i] = f32::reinterpret(word);
+        } else {
+            values[first + 2 * i] = half_of(word, 0usize, format);
+            values[first + 2 * i + 1] = half_of(word, 1usize, format);
+        }
+    }
+}

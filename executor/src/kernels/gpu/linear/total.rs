@@ -1,0 +1,188 @@
+//! From the sums of a cube's units to outputs: through shared memory, then what follows the products.
+
+use cubecl::prelude::*;
+use ir::op::Then;
+
+use crate::kernels::gpu::activation::activate;
+
+/// One output of a linear.
+#[derive(CubeType, CubeLaunch)]
+pub(in crate::kernels::gpu) struct Output {
+    /// `[tokens, rows]`.
+    pub(in crate::kernels::gpu) out: Box<[f32]>,
+    /// One for each matrix, `[rows]`.
+    pub(in crate::kernels::gpu) biases: Sequence<ComptimeOption<Box<[f32]>>>,
+    /// Added to the output, `[tokens, rows]`.
+    pub(in crate::kernels::gpu) residual: ComptimeOption<Box<[f32]>>,
+    /// Features of a token.
+    pub(in crate::kernels::gpu) rows: usize,
+}
+
+/// A cube's sums in shared memory. Groups of units hold sums of the same rows, which are to be added.
+#[derive(CubeType)]
+pub(in crate::kernels::gpu) struct Totals {
+    /// `[matrix][token][group][row]`.
+    pub(in crate::kernels::gpu) sums: Shared<[f32]>,
+    /// `[token][group][copy]`; every copy of a group is the same.
+    pub(in crate::kernels::gpu) squares: Shared<[f32]>,
+}
+
+/// What is known of a cube's sums when a kernel is compiled.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(in crate::kernels::gpu) struct Shape {
+    /// Rows of activations.
+    pub(in crate::kernels::gpu) tokens: usize,
+    /// Matrices of one output: 2 with a gate.
+    pub(in crate::kernels::gpu) matrices: usize,
+    /// Rows of a unit's sums.
+    pub(in crate::kernels::gpu) rows: usize,
+    /// Units that hold different rows, side by side, in a full tile.
+    pub(in crate::kernels::gpu) slots: usize,
+    /// Groups of a full tile.
+    pub(in crate::kernels::gpu) groups: usize,
+    /// Whether the inputs are divided by their root mean square.
+    pub(in crate::kernels::gpu) is_normed: bool,
+}
+
+impl Shape {
+    /// The sums of one unit.
+    pub(in crate::kernels::gpu) fn values(self) -> usize {
+        self.matrices * self.tokens * self.rows
+    }
+
+    fn sum_cells(self) -> usize {
+        self.groups * self.slots * self.rows
+    }
+
+    fn square_cells(self) -> usize {
+        self.groups * self.slots
+    }
+}
+
+#[cube]
+impl Totals {
+    /// Room for a cube's sums.
+    pub(in crate::kernels::gpu) fn new(#[comptime] shape: Shape) -> Totals {
+        let cells = comptime!(shape.matrices * shape.tokens * shape.sum_cells());
+        let square_cells =
+            comptime!(if shape.is_normed { shape.tokens * shape.square_cells() } else { 1 });
+        Totals { sums: Shared::new_slice(cells), squares: Shared::new_slice(square_cells) }
+    }
+
+    /// Puts a unit's sums, as one of the `slots` units of its group.
+    pub(in crate::kernels::gpu) fn put(
+        &mut self,
+        group: usize,
+        slot: usize,
+        sums: &Array<f32>,
+        squares: &Array<f32>,
+        #[comptime] shape: Shape,
+    ) {
+        let cell = group * shape.slots + slot;
+        #[unroll]
+        for value in 0..shape.matrices * shape.tokens {
+            #[unroll]
+            for row in 0..shape.rows {
+                let at = value * comptime!(shape.sum_cells()) + cell * shape.rows + row;
+                self.sums[at] = sums[value * shape.rows + row];
+            }
+        }
+        if comptime!(shape.is_normed) {
+            #[unroll]
+            for token in 0..shape.tokens {
+                self.squares[token * comptime!(shape.square_cells()) + cell] = squares[token];
+            }
+        }
+    }
+
+    /// Writes an output's rows from `first_row` on, for all tokens, as rows `first_token` and those after it.
+    ///
+    /// A tile of fewer than the shape's slots has as many more groups.
+    #[expect(clippy::too_many_arguments, reason = "a kernel's parts have no state of their own")]
+    pub(in crate::kernels::gpu) fn finish(
+        &self,
+        output: &mut Output,
+        first_row: usize,
+        first_token: usize,
+        slots: usize,
+        epsilon: f32,
+        #[comptime] columns: usize,
+        #[comptime] then: Then,
+        #[comptime] shape: Shape,
+    ) {
+        let rows = slots * shape.rows;
+        for index in range_stepped(UNIT_POS as usize, rows * shape.tokens, CUBE_DIM as usize) {
+            let row = index % rows;
+            let token = index / rows;
+            if first_row + row < output.rows {
+                let at = (first_token + token) * output.rows + first_row + row;
+                let factor = self.factor(token, slots, epsilon, columns, shape);
+                let mut value = factor * self.sum(0usize, token, row, rows, shape)
+                    + bias(&output.biases[0], first_row + row);
+                match then {
+                    Then::Nothing => {}
+                    Then::Activate(activation) => value = activate(value, activation),
+                    Then::Gate(activation) => {
+                        let up = factor * self.sum(1usize, token, row, rows, shape)
+                            + bias(&output.biases[1], first_row + row);
+                        value = activate(value, activation) * up;
+                    }
+                }
+                #[comptime]
+                match output.residual.clone() {
+                    ComptimeOption::Some(residual) => value += residual[at],
+                    ComptimeOption::None => {}
+                }
+                output.out[at] = value;
+            }
+        }
+    }
+
+    /// One over the root mean square of a token's inputs; 1 where there is no norm.
+    fn factor(
+        &self,
+        token: usize,
+        slots: usize,
+        epsilon: f32,
+        #[comptime] columns: usize,
+        #[comptime] shape: Shape,
+    ) -> f32 {
+        if comptime!(shape.is_normed) {
+            let cells = comptime!(shape.square_cells());
+            let mut squares = f32::new(0.0);
+            for cell in range_stepped(0usize, cells, slots) {
+                squares += self.squares[token * cells + cell];
+            }
+            (squares * comptime!(1.0 / columns as f32) + epsilon).inverse_sqrt()
+        } else {
+            f32::new(1.0)
+        }
+    }
+
+    /// The sum of a row of a tile of `rows` rows.
+    fn sum(
+        &self,
+        #[comptime] matrix: usize,
+        token: usize,
+        row: usize,
+        rows: usize,
+        #[comptime] shape: Shape,
+    ) -> f32 {
+        let cells = comptime!(shape.sum_cells());
+        let first = (matrix * shape.tokens + token) * cells;
+        let mut sum = f32::new(0.0);
+        for cell in range_stepped(row, cells, rows) {
+            sum += self.sums[first + cell];
+        }
+        sum
+    }
+}
+
+#[cube]
+fn bias(bias: &ComptimeOption<Box<[f32]>>, row: usize) -> f32 {
+    #[comptime]
+    match bias.clone() {
+        ComptimeOption::Some(bias) => bias[row],
+        ComptimeOption::None => f32::new(0.0),
+    }
+}

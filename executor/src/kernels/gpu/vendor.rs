@@ -1,0 +1,310 @@
+//! Matrix products of many rows by the vendor's library (cuBLASLt), loaded at run time.
+//!
+//! - The library works on a stream of our own, since CubeCL's are private. Events of the whole context put its work
+//!   between CubeCL's launches: all that was queued before a product ends before it, and what is queued after it
+//!   begins after it. Nothing waits on the host.
+//! - Numbers in device memory that one stream writes and another waits for would hold up no third stream, but they
+//!   stall on an H200.
+
+#![expect(
+    unsafe_code,
+    reason = "the vendor's library and driver are called through their C interfaces"
+)]
+
+use std::collections::BTreeMap;
+use std::ffi::c_void;
+use std::sync::Arc;
+
+use anyhow::{Context as _, Result, bail, ensure};
+use cudarc::cublaslt::{result, sys};
+use cudarc::driver::{CudaContext, CudaEvent, CudaStream, sys as driver};
+use ir::tensor::DType;
+
+use super::device::{Gpu, Span};
+
+/// Device memory that the library may use while it multiplies; NVIDIA advises 32 MiB for Hopper.
+pub const WORKSPACE_BYTES: usize = 32 << 20;
+
+/// The library, ready on one GPU.
+pub struct Vendor {
+    handle: sys::cublasLtHandle_t,
+    stream: Arc<CudaStream>,
+    workspace: Span,
+    /// The end of what CubeCL queued, then the end of the products.
+    turns: [CudaEvent; 2],
+    plans: BTreeMap<Shape, Plan>,
+}
+
+/// One product: `out = x · wᵀ`, or `out = x · wᵀ + term`, sums in f32.
+pub struct Product<'a> {
+    /// `[tokens, inputs]` of `element`.
+    pub x: &'a Span,
+    /// `[outputs, inputs]` of `element`.
+    pub w: &'a Span,
+    /// f32 or 16-bit floats.
+    pub element: DType,
+    /// f32 `[tokens, outputs]` that is added.
+    pub term: Option<&'a Span>,
+    /// f32 `[tokens, outputs]`.
+    pub out: &'a Span,
+    /// Rows of `x`.
+    pub tokens: usize,
+    /// Columns of `x`.
+    pub inputs: usize,
+    /// Rows of `w`.
+    pub outputs: usize,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+struct Shape {
+    element: DType,
+    tokens: usize,
+    inputs: usize,
+    outputs: usize,
+}
+
+/// What the library wants to be told about a product, with the algorithm it chose.
+struct Plan {
+    description: sys::cublasLtMatmulDesc_t,
+    w: sys::cublasLtMatrixLayout_t,
+    x: sys::cublasLtMatrixLayout_t,
+    out: sys::cublasLtMatrixLayout_t,
+    algorithm: sys::cublasLtMatmulAlgo_t,
+}
+
+impl Vendor {
+    /// Loads the library for a GPU; `None` where it is not installed.
+    ///
+    /// # Errors
+    /// When it is there and refuses to start.
+    pub fn load(gpu: &Gpu, ordinal: usize) -> Result<Option<Self>> {
+        // SAFETY: the call only looks for the library.
+        if !gpu.is_cuda() || !unsafe { sys::is_culib_present() } {
+            return Ok(None);
+        }
+        let context = CudaContext::new(ordinal).context("opening the GPU's context")?;
+        let stream = context.new_stream().context("making a stream for cuBLASLt")?;
+        let handle = result::create_handle().context("starting cuBLASLt")?;
+        let event = || context.new_event(None).context("making an event for cuBLASLt");
+        let turns = [event()?, event()?];
+        Ok(Some(Self {
+            handle,
+            stream,
+            workspace: gpu.allocate(WORKSPACE_BYTES)?,
+            turns,
+            plans: BTreeMap::new(),
+        }))
+    }
+
+    /// Queues products after all launches made so far; launches made from now on come after them.
+    ///
+    /// # Errors
+    /// When the library has no algorithm for a product or refuses it.
+    pub fn multiply(&mut self, gpu: &Gpu, products: &[Product<'_>]) -> Result<()> {
+        self.stream.context().bind_to_thread().context("binding the GPU's context")?;
+        for product in products {
+            let shape = product.shape();
+            if !self.plans.contains_key(&shape) {
+                self.plans.insert(shape, Plan::new(self.handle, shape)?);
+            }
+        }
+        // CubeCL queues launches through a thread of its own: what it has not passed on is not yet in the context.
+        gpu.client.flush().context("queueing launches")?;
+        let (context, stream) = (self.stream.context().cu_ctx(), self.stream.cu_stream());
+        let [before, after] = self.turns.each_ref().map(CudaEvent::cu_event);
+        // SAFETY: context, stream and events live as long as `self`.
+        unsafe { driver::cuCtxRecordEvent(context, before) }
+            .result()
+            .context("recording what a product comes after")?;
+        // SAFETY: as above.
+        unsafe { driver::cuStreamWaitEvent(stream, before, 0) }
+            .result()
+            .context("waiting for what a product comes after")?;
+        for product in products {
+            self.queue(product)?;
+        }
+        // SAFETY: as above.
+        unsafe { driver::cuEventRecord(after, stream) }.result().context("recording a product")?;
+        // SAFETY: as above.
+        unsafe { driver::cuCtxWaitEvent(context, after) }.result().context("waiting for a product")
+    }
+
+    fn queue(&self, product: &Product<'_>) -> Result<()> {
+        let plan = &self.plans[&product.shape()];
+        product.check()?;
+        let (one, zero) = (1.0_f32, 0.0_f32);
+        let add = if product.term.is_some() { &one } else { &zero };
+        let pointer = |span: &Span| -> Result<*mut c_void> { Ok(span.address()? as *mut c_void) };
+        // SAFETY: the spans are as long as the layouts say (checked above) and alive; scalars are read before
+        // the call returns.
+        unsafe {
+            result::matmul(
+                self.handle,
+                plan.description,
+                (&raw const one).cast(),
+                std::ptr::from_ref(add).cast(),
+                pointer(product.w)?,
+                plan.w,
+                pointer(product.x)?,
+                plan.x,
+                pointer(product.term.unwrap_or(product.out))?,
+                plan.out,
+                pointer(product.out)?,
+                plan.out,
+                &raw const plan.algorithm,
+                pointer(&self.workspace)?,
+                WORKSPACE_BYTES,
+                self.stream.cu_stream().cast(),
+            )
+        }
+        .context("multiplying with cuBLASLt")
+    }
+}
+
+impl Drop for Vendor {
+    fn drop(&mut self) {
+        // What the library answers helps nobody now.
+        for plan in self.plans.values() {
+            // SAFETY: each was made once by the library and is not used again.
+            unsafe {
+                let _ = result::destroy_matmul_desc(plan.description);
+                for layout in [plan.w, plan.x, plan.out] {
+                    let _ = result::destroy_matrix_layout(layout);
+                }
+            }
+        }
+        // SAFETY: as above.
+        let _ = unsafe { result::destroy_handle(self.handle) };
+    }
+}
+
+impl Product<'_> {
+    fn shape(&self) -> Shape {
+        let Self { element, tokens, inputs, outputs, .. } = *self;
+        Shape { element, tokens, inputs, outputs }
+    }
+
+    fn check(&self) -> Result<()> {
+        let size = self.element.bytes() as usize;
+        let holds = |span: &Span, count: usize, size: usize| span.bytes() >= count * size;
+        ensure!(
+            holds(self.x, self.tokens * self.inputs, size)
+                && holds(self.w, self.outputs * self.inputs, size)
+                && holds(self.out, self.tokens * self.outputs, size_of::<f32>())
+                && self.term.is_none_or(|term| {
+                    holds(term, self.tokens * self.outputs, size_of::<f32>())
+                }),
+            "a product's operands are shorter than its shape"
+        );
+        Ok(())
+    }
+}
+
+impl Plan {
+    /// Rows that follow each other are, to the library, columns: it is asked for `outᵀ = w · xᵀ`.
+    fn new(handle: sys::cublasLtHandle_t, shape: Shape) -> Result<Self> {
+        let element = match shape.element {
+            DType::F32 => sys::cudaDataType_t::CUDA_R_32F,
+            DType::F16 => sys::cudaDataType_t::CUDA_R_16F,
+            DType::Bf16 => sys::cudaDataType_t::CUDA_R_16BF,
+            DType::I32 | DType::U8 => bail!("a product of integers is asked for"),
+        };
+        let (tokens, inputs, outputs) =
+            (shape.tokens as u64, shape.inputs as u64, shape.outputs as u64);
+        let description = result::create_matmul_desc(
+            sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
+            sys::cudaDataType_t::CUDA_R_32F,
+        )?;
+        // CUBLAS_OP_T of the library's enumeration of operations.
+        let transposed = 1_i32;
+        // SAFETY: the attribute is read before the call returns.
+        unsafe {
+            result::set_matmul_desc_attribute(
+                description,
+                sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_TRANSA,
+                (&raw const transposed).cast(),
+                size_of_val(&transposed),
+            )?;
+        }
+        let w = result::create_matrix_layout(element, inputs, outputs, inputs as i64)?;
+        let x = result::create_matrix_layout(element, inputs, tokens, inputs as i64)?;
+        let f32 = sys::cudaDataType_t::CUDA_R_32F;
+        let out = result::create_matrix_layout(f32, outputs, tokens, outputs as i64)?;
+        let (preference, workspace_bytes) = (result::create_matmul_pref()?, WORKSPACE_BYTES);
+        // SAFETY: attributes are read before the calls return; what is destroyed is not used again.
+        let heuristic = unsafe {
+            result::set_matmul_pref_attribute(
+                preference,
+                sys::cublasLtMatmulPreferenceAttributes_t::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
+                (&raw const workspace_bytes).cast(),
+                size_of_val(&workspace_bytes),
+            )?;
+            let heuristic =
+                result::get_matmul_algo_heuristic(handle, description, w, x, out, out, preference);
+            result::destroy_matmul_pref(preference)?;
+            heuristic
+        };
+        let heuristic = heuristic.with_context(|| {
+            format!("cuBLASLt has no algorithm for {tokens} × {inputs} × {outputs}")
+        })?;
+        Ok(Self { description, w, x, out, algorithm: heuristic.algo })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use half::bf16;
+
+    use super::super::testing::gpu;
+    use super::*;
+
+    #[test]
+    fn products_fall_between_the_launches_around_them() {
+        let Some(gpu) = gpu() else { return };
+        let Some(mut vendor) = Vendor::load(&gpu, 0).unwrap() else {
+            eprintln!("skipped: no cuBLASLt");
+            return;
+        };
+        let (tokens, inputs, outputs) = (48, 256, 128);
+        let wave = |count: usize, phase: f32| -> Vec<f32> {
+            (0..count).map(|i| (i as f32 * 0.37 + phase).sin()).collect()
+        };
+        let narrow = |wide: &[f32]| wide.iter().map(|&x| bf16::from_f32(x)).collect::<Vec<_>>();
+        let (x, w) = (narrow(&wave(tokens * inputs, 0.0)), narrow(&wave(outputs * inputs, 1.0)));
+        let term = wave(tokens * outputs, 2.0);
+        let (x_span, w_span, term_span) = (gpu.upload(&x), gpu.upload(&w), gpu.upload(&term));
+        let doubled = gpu.poisoned(tokens * outputs * 4);
+        let out = gpu.poisoned(tokens * outputs * 4);
+        for _ in 0..20 {
+            let count = tokens * outputs;
+            gpu.add(&term_span, &term_span, &doubled, count);
+            let product = Product {
+                x: &x_span,
+                w: &w_span,
+                element: DType::Bf16,
+                term: Some(&doubled),
+                out: &out,
+                tokens,
+                inputs,
+                outputs,
+            };
+            vendor.multiply(&gpu, &[product]).unwrap();
+            gpu.add(&out, &term_span, &out, count);
+            let made = gpu.download::<f32>(&out, count);
+            for (i, made) in made.iter().enumerate() {
+                let row = |m: &[bf16], row: usize| m[row * inputs..(row + 1) * inputs].to_vec();
+                let (x, w) = (row(&x, i / outputs), row(&w, i % outputs));
+                let sum: f64 = x
+                    .iter()
+                    .zip(&w)
+                    .map(|(a, b)| f64::from(a.to_f32()) * f64::from(b.to_f32()))
+                    .sum();
+                let expected = sum + 3.0 * f64::from(term[i]);
+                assert!(
+                    (f64::from(*made) - expected).abs() < 1e-3,
+                    "{i}: {made} is not {expected}"
+                );
+            }
+        }
+    }
+}

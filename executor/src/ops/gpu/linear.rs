@@ -1,0 +1,238 @@
+//! Linears: few tokens by kernels that read the matrices as they lie, many by a product of whole matrices.
+
+use anyhow::{Context as _, Result, ensure};
+use ir::id::WeightId;
+use ir::op::{self, NormKind, Then};
+use ir::tensor::{DType, Format};
+
+use super::scratch::Scratch;
+use super::state::{Operand, Operands, State};
+use crate::kernels::gpu::cast::Cast;
+use crate::kernels::gpu::device::{ALIGNMENT, Span};
+use crate::kernels::gpu::epilogue::Epilogue;
+use crate::kernels::gpu::linear::{Linear, MAX_TOKENS, RmsNorm};
+use crate::kernels::gpu::matrix::{Layout, Matrix};
+use crate::kernels::gpu::vendor::Product;
+use crate::ops::Scope;
+
+impl State {
+    /// The outputs of a linear.
+    pub(super) fn linear(
+        &mut self,
+        op: &op::Linear,
+        scope: Scope<'_>,
+        operands: &Operands,
+    ) -> Result<()> {
+        let x = operands.inputs.first().context("the input is missing")?;
+        let residual = match (op.residual, operands.inputs.get(1)) {
+            (false, _) => None,
+            (true, residual) => Some(residual.context("the residual is missing")?),
+        };
+        let own = 1 + usize::from(op.residual);
+        let fetched = operands.inputs.get(own..).unwrap_or_default();
+        let matrices = self.matrices(&op.weights, scope, fetched)?;
+        ensure!(matrices.len() == op.biases.len(), "a linear has no place for every bias");
+        let outputs = &operands.outputs;
+        let made = if matches!(op.then, Then::Gate(_)) { 1 } else { matrices.len() };
+        ensure!(outputs.len() == made, "a linear writes {} outputs", outputs.len());
+        if x.rows <= MAX_TOKENS {
+            self.few(op, x, residual, &matrices, outputs)
+        } else {
+            self.many(op, x, residual, &matrices, outputs)
+        }
+    }
+
+    /// The matrices of an operation: those at home here, and those that were fetched, in order.
+    pub(super) fn matrices(
+        &self,
+        weights: &[WeightId],
+        scope: Scope<'_>,
+        fetched: &[Operand],
+    ) -> Result<Vec<Matrix>> {
+        let mut fetched = fetched.iter();
+        let mut matrix = |&id: &WeightId| -> Result<Matrix> {
+            let weight = &scope.plan.weights[id];
+            if weight.device == self.device {
+                return self.weights.matrix(id).cloned();
+            }
+            let buffer = fetched.next().with_context(|| format!("{id} was not fetched"))?;
+            let [rows, columns] = [0, 1].map(|axis| weight.shape[axis] as usize);
+            Matrix::new(weight.format, Layout::Panels, rows, columns, buffer.span.clone())
+        };
+        weights.iter().map(&mut matrix).collect()
+    }
+
+    fn few(
+        &self,
+        op: &op::Linear,
+        x: &Operand,
+        residual: Option<&Operand>,
+        matrices: &[Matrix],
+        outputs: &[Operand],
+    ) -> Result<()> {
+        let mut input = x.span.clone();
+        let mut rms = None;
+        match &op.norm {
+            None => (),
+            Some(norm) if norm.kind == NormKind::Rms && norm.bias.is_none() => {
+                let scale = norm.scale.map(|id| self.weights.vector(id)).transpose()?;
+                let (scale_offset, epsilon) = (norm.scale_offset, norm.epsilon);
+                rms = Some(RmsNorm { scale, scale_offset, epsilon });
+            }
+            Some(_) => input = self.cast_input(op, x, Format::F32)?,
+        }
+        let biases = self.biases(op)?;
+        let all: Vec<&Matrix> = matrices.iter().collect();
+        let is_gated = matches!(op.then, Then::Gate(_));
+        let mut first = 0;
+        while first < all.len() {
+            // One launch takes neighbours of one kind.
+            let kind = |matrix: &Matrix| (matrix.format(), matrix.layout());
+            let alike =
+                all[first..].iter().take_while(|matrix| kind(matrix) == kind(all[first])).count();
+            let end = if is_gated { all.len() } else { first + alike };
+            let spans: Vec<&Span> = if is_gated {
+                vec![&outputs[0].span]
+            } else {
+                outputs[first..end].iter().map(|out| &out.span).collect()
+            };
+            self.gpu.linear(&Linear {
+                x: &input,
+                tokens: x.rows,
+                norm: rms,
+                matrices: &all[first..end],
+                biases: &biases[first..end],
+                then: op.then,
+                residual: residual.map(|residual| &residual.span),
+                outputs: &spans,
+            })?;
+            first = end;
+        }
+        Ok(())
+    }
+
+    fn many(
+        &mut self,
+        op: &op::Linear,
+        x: &Operand,
+        residual: Option<&Operand>,
+        matrices: &[Matrix],
+        outputs: &[Operand],
+    ) -> Result<()> {
+        let is_gated = matches!(op.then, Then::Gate(_));
+        let product_bytes = |matrix: &Matrix| {
+            (x.rows * matrix.rows() * size_of::<f32>()).next_multiple_of(ALIGNMENT)
+        };
+        let mut converted: Option<(Format, Span)> = None;
+        for (index, matrix) in matrices.iter().enumerate() {
+            let format = self.product_format(matrix.format());
+            let input = match &converted {
+                Some((held, span)) if *held == format => span.clone(),
+                _ => self.cast_input(op, x, format)?,
+            };
+            converted = Some((format, input.clone()));
+            let out = &outputs[if is_gated { 0 } else { index }];
+            let is_direct = op.then == Then::Nothing && op.biases[index].is_none();
+            let target = if is_direct && (residual.is_none() || self.vendor.is_some()) {
+                out.span.clone()
+            } else {
+                let start = if is_gated { index * product_bytes(matrix) } else { 0 };
+                self.scratch.inner.part(start, product_bytes(matrix))
+            };
+            let term = residual.filter(|_| is_direct).map(|residual| residual.span.clone());
+            self.product(x.rows, &input, matrix, format, term.as_ref(), &target, &out.span)?;
+            if is_direct || (is_gated && index == 0) {
+                continue;
+            }
+            let gate = self.scratch.inner.part(0, product_bytes(matrix));
+            let both = [&gate, &target];
+            let biases = self.biases(op)?;
+            let call = Epilogue {
+                products: if is_gated { &both } else { &both[1..] },
+                tokens: x.rows,
+                features: matrix.rows(),
+                biases: if is_gated { &biases } else { &biases[index..=index] },
+                then: op.then,
+                residual: residual.map(|residual| &residual.span),
+                out: &out.span,
+            };
+            self.gpu.epilogue(&call)?;
+        }
+        Ok(())
+    }
+
+    /// `out = x · matrixᵀ (+ term)`. Where the term cannot be added on the way, the product goes to `target` first.
+    #[expect(clippy::too_many_arguments, reason = "a product's operands, each named by its caller")]
+    fn product(
+        &mut self,
+        tokens: usize,
+        x: &Span,
+        matrix: &Matrix,
+        format: Format,
+        term: Option<&Span>,
+        target: &Span,
+        out: &Span,
+    ) -> Result<()> {
+        let unpacked = match matrix.layout() {
+            Layout::RowMajor => None,
+            Layout::Panels => {
+                let bytes = Layout::RowMajor.bytes(format, matrix.rows(), matrix.columns())?;
+                let place = Scratch::first(&self.scratch.matrix, bytes)?;
+                Some(self.gpu.unpack(matrix, format, &place)?)
+            }
+        };
+        let matrix = unpacked.as_ref().unwrap_or(matrix);
+        let (inputs, outputs) = (matrix.columns(), matrix.rows());
+        let Some(vendor) = &mut self.vendor else {
+            self.gpu.gemm(x, tokens, matrix, target)?;
+            if let Some(term) = term {
+                self.gpu.add(target, term, out, tokens * outputs);
+            }
+            return Ok(());
+        };
+        let w = matrix.data();
+        let element = match format {
+            Format::F16 => DType::F16,
+            Format::Bf16 => DType::Bf16,
+            Format::F32 | Format::Q8 | Format::Q4 => DType::F32,
+        };
+        let product = Product { x, w, element, term, out: target, tokens, inputs, outputs };
+        vendor.multiply(&self.gpu, &[product])
+    }
+
+    /// What a product computes with, matrix and input: the vendor's library takes both in one format; without it
+    /// the input stays f32, and so do matrices that are unpacked.
+    fn product_format(&self, held: Format) -> Format {
+        match (held, self.vendor.is_some()) {
+            (_, false) => Format::F32,
+            // Blocks carry f16 scales; bf16 keeps their range, and its rounding is below that of the blocks.
+            (Format::Q8 | Format::Q4, true) => Format::Bf16,
+            (Format::F32 | Format::F16 | Format::Bf16, true) => held,
+        }
+    }
+
+    /// `x`, normalised as the linear wants it.
+    fn cast_input(&self, op: &op::Linear, x: &Operand, format: Format) -> Result<Span> {
+        if format == Format::F32 && op.norm.is_none() {
+            return Ok(x.span.clone());
+        }
+        let bytes = Layout::RowMajor.bytes(format, x.rows, x.columns)?;
+        let out = Scratch::first(&self.scratch.input, bytes)?;
+        let call = Cast {
+            x: &x.span,
+            tokens: x.rows,
+            features: x.columns,
+            norm: op.norm.as_ref().map(|norm| self.norm_weights(norm)).transpose()?,
+            residual: None,
+            format,
+            out: &out,
+        };
+        self.gpu.cast(&call)?;
+        Ok(out)
+    }
+
+    fn biases(&self, op: &op::Linear) -> Result<Vec<Option<&Span>>> {
+        let vector = |bias: &Option<WeightId>| bias.map(|id| self.weights.vector(id)).transpose();
+        op.biases.iter().map(vector).collect()
+    }
+}

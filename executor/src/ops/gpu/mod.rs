@@ -1,0 +1,23 @@
+//! Every operation with this project's GPU kernels, on device memory whose places are known before the first run.
+//!
+//! - Only queueing happens here: nothing waits for the device but what crosses to the host.
+//! - Steps of few tokens that nothing outside waits for are captured once and replayed.
+
+mod attention;
+mod caches;
+mod experts;
+mod frame;
+mod inputs;
+mod linear;
+mod moves;
+mod norm;
+mod replay;
+mod rotations;
+mod scratch;
+mod state;
+mod stretches;
+mod upload;
+mod weights;
+
+pub(crate) use self::state::State;
+pub(crate) use self::stretches::stretches;

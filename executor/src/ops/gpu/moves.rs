@@ -1,0 +1,94 @@
+//! A GPU's part of movements: what crosses devices passes through the host.
+
+use anyhow::{Context as _, Result, bail, ensure};
+use ir::id::{BufferId, StepId};
+use ir::layout::Move;
+use ir::plan::Program;
+
+use super::state::{Operand, State};
+use crate::kernels::gpu::device::Span;
+use crate::ops::Scope;
+use crate::slots::Slots;
+
+impl State {
+    /// Queues one movement of the members' values.
+    pub(super) fn move_values(
+        &self,
+        scope: Scope<'_>,
+        program: usize,
+        step: StepId,
+        movement: &Move,
+        slice: Option<(u32, u32)>,
+        slots: &Slots,
+    ) -> Result<()> {
+        let schedule = &scope.plan.programs[program];
+        let step = &schedule.steps[step];
+        let &[out] = step.writes.as_slice() else { bail!("a movement writes one buffer") };
+        let out = self.operand(schedule, program, out, scope)?;
+        let here: Vec<bool> =
+            step.reads.iter().map(|&id| schedule.buffers[id].device == self.device).collect();
+        let whole = |index: usize, into: &Span| -> Result<Operand> {
+            let buffer = *step.reads.get(index).context("a movement reads nothing")?;
+            if here[index] {
+                return self.operand(schedule, program, buffer, scope);
+            }
+            self.import(schedule, buffer, scope, slots, into)
+        };
+        let staging = &self.scratch.inner;
+        match movement {
+            Move::Transfer { .. } | Move::Broadcast { .. } => {
+                ensure!(!here[0], "a value is moved to where it is");
+                whole(0, &out.span)?;
+            }
+            Move::AllReduce => {
+                // Sums go in the order of the members, so that every member gets the same bits.
+                let mut sum = whole(0, &out.span)?;
+                for index in 1..step.reads.len() {
+                    let term = whole(index, staging)?;
+                    let count = out.rows * out.columns;
+                    self.gpu.add(&sum.span, &term.span, &out.span, count);
+                    sum = Operand { span: out.span.clone(), ..sum };
+                }
+            }
+            Move::Slice { axis: 1 } => {
+                let x = whole(0, staging)?;
+                let (first, kept) = slice.context("a movement that cuts names no slice")?;
+                let shape = [x.rows, x.columns];
+                self.gpu.columns(&x.span, &out.span, shape, first as usize, kept as usize);
+            }
+            Move::AllGather { axis: 1 } => {
+                let mut first = 0;
+                for index in 0..step.reads.len() {
+                    let part = whole(index, staging)?;
+                    let shape = [part.rows, part.columns];
+                    self.gpu.place_columns(&part.span, &out.span, shape, first, out.columns);
+                    first += part.columns;
+                }
+            }
+            Move::Slice { .. } | Move::AllGather { .. } | Move::ReduceScatter { .. } => {
+                bail!("{movement:?} is not done on GPUs")
+            }
+        }
+        Ok(())
+    }
+
+    /// Queues the copy of another device's value to `into`.
+    fn import(
+        &self,
+        schedule: &Program,
+        buffer: BufferId,
+        scope: Scope<'_>,
+        slots: &Slots,
+        into: &Span,
+    ) -> Result<Operand> {
+        let extent = scope.batch.extent();
+        let ty = &schedule.buffers[buffer].ty;
+        let rows = ty.shape.first().map_or(1, |dim| dim.size(extent)) as usize;
+        let columns = ty.features(extent) as usize;
+        let data = slots.read(buffer)?.into_bytes();
+        let bytes = data.as_bytes();
+        ensure!(bytes.len() == rows * columns * size_of::<f32>(), "{buffer} has another size");
+        self.gpu.write(into, bytes)?;
+        Ok(Operand { span: into.part(0, bytes.len()), rows, columns })
+    }
+}

@@ -1,0 +1,273 @@
+//! What a GPU holds between runs, and how it works through a stretch of its lane.
+
+use anyhow::{Context as _, Result, bail, ensure};
+use ir::id::{BufferId, DeviceId, StepId, Table};
+use ir::op::Op;
+use ir::plan::{Action, Plan, Program, Weight};
+use ir::tensor::DType;
+
+use super::caches::Caches;
+use super::frame::Frame;
+use super::inputs::Inputs;
+use super::replay::Replays;
+use super::rotations::Rotations;
+use super::scratch::Scratch;
+use super::stretches::exported;
+use super::weights::Weights;
+use crate::checkpoint::Checkpoint;
+use crate::kernels::gpu::device::{Gpu, Span};
+use crate::kernels::gpu::linear::MAX_TOKENS;
+use crate::kernels::gpu::vendor::Vendor;
+use crate::ops::Scope;
+use crate::slots::{Slots, Value};
+
+/// One GPU's weights, caches and places of buffers.
+pub(crate) struct State {
+    pub(super) gpu: Gpu,
+    pub(super) device: DeviceId,
+    pub(super) vendor: Option<Vendor>,
+    pub(super) weights: Weights,
+    pub(super) caches: Caches,
+    pub(super) rotations: Rotations,
+    pub(super) inputs: Inputs,
+    pub(super) scratch: Scratch,
+    /// Memory of the buffers of every program: one runs at a time.
+    buffers: Span,
+    frames: Vec<Frame>,
+    /// For each program, which buffers others read.
+    exported: Vec<Table<BufferId, bool>>,
+    replays: Replays,
+    /// Number of the run whose batch is on the device.
+    run: Option<u32>,
+}
+
+/// A step's operands and where its results go.
+pub(super) struct Operands {
+    pub(super) inputs: Vec<Operand>,
+    pub(super) outputs: Vec<Operand>,
+}
+
+/// A buffer of the run under way.
+pub(super) struct Operand {
+    pub(super) span: Span,
+    pub(super) rows: usize,
+    pub(super) columns: usize,
+}
+
+impl State {
+    /// Takes the memory of everything but weights, which are added one by one.
+    ///
+    /// # Errors
+    /// When there is not as much memory, or the vendor's library does not start.
+    pub(crate) fn new(plan: &Plan, device: DeviceId, gpu: Gpu, ordinal: usize) -> Result<Self> {
+        let frames: Vec<Frame> =
+            plan.programs.iter().map(|program| Frame::new(program, device)).collect();
+        let bytes = frames.iter().map(|frame| frame.bytes).max().unwrap_or(0);
+        let vendor = Vendor::load(&gpu, ordinal)?;
+        Ok(Self {
+            weights: Weights::new(&gpu)?,
+            caches: Caches::new(plan, device, &gpu)?,
+            rotations: Rotations::new(plan, device, &gpu)?,
+            inputs: Inputs::new(plan, &gpu)?,
+            scratch: Scratch::new(plan, device, &gpu, vendor.is_some())?,
+            vendor,
+            buffers: gpu.allocate(bytes).context("the buffers of its steps")?,
+            frames,
+            exported: plan.programs.iter().map(|program| exported(program, device)).collect(),
+            replays: Replays::default(),
+            run: None,
+            device,
+            gpu,
+        })
+    }
+
+    /// Adds the plan's next weight, which is on another device.
+    pub(crate) fn skip(&mut self) {
+        self.weights.skip();
+    }
+
+    /// Adds the plan's next weight.
+    ///
+    /// # Errors
+    /// When it cannot be read or there is no memory for it.
+    pub(crate) fn hold(&mut self, weight: &Weight, checkpoint: &Checkpoint) -> Result<()> {
+        self.weights.hold(&self.gpu, weight, checkpoint)
+    }
+
+    /// Waits until everything that was loaded is there.
+    ///
+    /// # Errors
+    /// When the device failed.
+    pub(crate) fn finish_loading(&mut self) -> Result<()> {
+        self.weights.finish_loading(&self.gpu)
+    }
+
+    /// Works through a stretch of a lane. `at` is kept at the step that is queued. What other devices read is on
+    /// the host when it returns; `waits` says that the rest must be done on the device, too.
+    ///
+    /// # Errors
+    /// When a step's operands are not what the operation takes, or the device failed.
+    pub(crate) fn run(
+        &mut self,
+        scope: Scope<'_>,
+        program: usize,
+        steps: &[StepId],
+        slots: &Slots,
+        is_traced: bool,
+        at: &mut StepId,
+    ) -> Result<()> {
+        if self.run != Some(scope.run) {
+            self.inputs.fill(&self.gpu, scope.batch)?;
+            self.rotations.fill(&self.gpu, scope)?;
+            self.run = Some(scope.run);
+        }
+        let schedule = &scope.plan.programs[program];
+        let key = (program, steps[0], scope.batch.tokens().len(), scope.batch.rows().len());
+        let is_replayable = !is_traced && self.can_replay(schedule, steps, scope);
+        if !is_replayable {
+            self.queue(scope, program, steps, slots, at)?;
+        } else if !self.replays.replay(key)? {
+            let (gpu, mut replays) = (self.gpu.clone(), std::mem::take(&mut self.replays));
+            let queued =
+                replays.capture(&gpu, key, || self.queue(scope, program, steps, slots, at));
+            self.replays = replays;
+            queued?;
+        }
+        let last = *steps.last().context("a stretch has no steps")?;
+        let mut has_waited = false;
+        for &buffer in &schedule.steps[last].writes {
+            if self.exported[program][buffer] {
+                let value = self.export(schedule, program, buffer, scope)?;
+                slots.write(buffer, value);
+                has_waited = true;
+            }
+        }
+        if is_traced && !has_waited {
+            self.gpu.sync()?;
+        }
+        Ok(())
+    }
+
+    /// Whether a stretch can be captured: nothing but launches that are the same in every run of this size.
+    fn can_replay(&self, program: &Program, steps: &[StepId], scope: Scope<'_>) -> bool {
+        let tokens = scope.batch.tokens().len();
+        steps.len() > 1
+            && (self.vendor.is_none() || tokens <= MAX_TOKENS)
+            && program.phase == ir::plan::Phase::Decode
+            && steps.iter().all(|&id| matches!(program.steps[id].action, Action::Run(_)))
+    }
+
+    fn queue(
+        &mut self,
+        scope: Scope<'_>,
+        program: usize,
+        steps: &[StepId],
+        slots: &Slots,
+        at: &mut StepId,
+    ) -> Result<()> {
+        for &id in steps {
+            *at = id;
+            let schedule = &scope.plan.programs[program];
+            let step = &schedule.steps[id];
+            match &step.action {
+                Action::Run(op) => {
+                    let operand =
+                        |&buffer: &BufferId| self.operand(schedule, program, buffer, scope);
+                    let operands = Operands {
+                        inputs: step.reads.iter().map(operand).collect::<Result<_>>()?,
+                        outputs: step.writes.iter().map(operand).collect::<Result<_>>()?,
+                    };
+                    self.launch(op, scope, &operands)?;
+                }
+                Action::Move { movement, slice, .. } => {
+                    self.move_values(scope, program, id, movement, *slice, slots)?;
+                }
+                Action::Fetch { weight, .. } => {
+                    bail!("a compute queue fetches no weights, so {weight} stays at home")
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// A buffer on this device, as large as it is in this run.
+    pub(super) fn operand(
+        &self,
+        schedule: &Program,
+        program: usize,
+        buffer: BufferId,
+        scope: Scope<'_>,
+    ) -> Result<Operand> {
+        let extent = scope.batch.extent();
+        let ty = &schedule.buffers[buffer].ty;
+        let place = self.frames[program].place(buffer);
+        let place = place.with_context(|| format!("{buffer} is not on this device"))?;
+        let rows = ty.shape.first().map_or(1, |dim| dim.size(extent)) as usize;
+        let columns = ty.features(extent) as usize;
+        ensure!(ty.bytes(extent) as usize <= place.bytes, "{buffer} outgrows its place");
+        Ok(Operand { span: self.buffers.part(place.start, place.bytes), rows, columns })
+    }
+
+    /// A buffer's value on the host, once the device is done with it.
+    fn export(
+        &self,
+        schedule: &Program,
+        program: usize,
+        buffer: BufferId,
+        scope: Scope<'_>,
+    ) -> Result<Value> {
+        let Operand { span, rows, columns } = self.operand(schedule, program, buffer, scope)?;
+        let bytes = self.gpu.read(&span.part(0, rows * columns * size_of::<f32>()))?;
+        match schedule.buffers[buffer].ty.dtype {
+            DType::F32 => Ok(Value::of_floats(bytemuck::pod_collect_to_vec(&bytes), rows, columns)),
+            DType::I32 => Ok(Value::of_ints(bytemuck::pod_collect_to_vec(&bytes), rows, columns)),
+            other => bail!("a buffer of {other} is read by another device"),
+        }
+    }
+
+    /// Queues one operation.
+    fn launch(&mut self, op: &Op, scope: Scope<'_>, operands: &Operands) -> Result<()> {
+        let input = |index: usize| {
+            operands.inputs.get(index).with_context(|| format!("input {index} is missing"))
+        };
+        let out = operands.outputs.first().context("an operation writes nothing")?;
+        let count = out.rows * out.columns;
+        let gpu = &self.gpu;
+        match op {
+            Op::Embed { table, scale } => {
+                let rows = self.inputs.token();
+                self.gather(*table, &rows, 0, *scale, None, out)?;
+            }
+            Op::AddPosition { table, offset } => {
+                let rows = self.inputs.position();
+                self.gather(*table, &rows, *offset, 1.0, Some(&input(0)?.span), out)?;
+            }
+            Op::Norm(norm) => self.norm(norm, input(0)?, operands.inputs.get(1), out)?,
+            Op::Linear(linear) => self.linear(linear, scope, operands)?,
+            Op::Attention(attention) => self.attention(attention, scope, operands)?,
+            Op::Activate(kind) => self.activate(*kind, input(0)?, None, out)?,
+            Op::Gate(kind) => self.activate(*kind, input(0)?, Some(input(1)?), out)?,
+            Op::Add => gpu.add(&input(0)?.span, &input(1)?.span, &out.span, count),
+            Op::SigmoidGate => {
+                let (gate, x) = (&input(0)?.span, &input(1)?.span);
+                gpu.sigmoid_gate(gate, x, &out.span, out.rows, out.columns);
+            }
+            Op::Route { used, renormalise } => {
+                let logits = input(0)?;
+                let weights = operands.outputs.get(1).context("a router writes weights")?;
+                gpu.route(
+                    &logits.span,
+                    [logits.rows, logits.columns],
+                    *used as usize,
+                    *renormalise,
+                    &out.span,
+                    &weights.span,
+                );
+            }
+            Op::Experts(experts) => self.experts(experts, scope, operands)?,
+            Op::SelectRows => self.select_rows(input(0)?, out),
+            Op::SoftCap { cap } => gpu.soft_cap(*cap, &input(0)?.span, &out.span, count),
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,44 @@
+//! Runs of neighbouring steps of one lane that nothing outside the lane takes part in but at their ends.
+
+use std::ops::Range;
+
+use ir::id::{BufferId, DeviceId, StepId, Table};
+use ir::plan::{Action, Lane, Program};
+
+/// For each buffer whether a step of another device reads it, or the caller does.
+pub(super) fn exported(program: &Program, device: DeviceId) -> Table<BufferId, bool> {
+    let mut exported: Table<BufferId, bool> = program.buffers.ids().map(|_| false).collect();
+    let foreign = program.lanes.iter().filter(|lane| lane.device != device);
+    for &step in foreign.flat_map(|lane| &lane.steps) {
+        for &buffer in &program.steps[step].reads {
+            exported[buffer] = program.buffers[buffer].device == device;
+        }
+    }
+    let is_ours = program.buffers[program.output].device == device;
+    exported[program.output] |= is_ours;
+    exported
+}
+
+/// Cuts a lane's steps, by position, so that only the first of a stretch waits for other lanes, or moves
+/// anything, and only the last is waited for or writes what others read.
+pub(crate) fn stretches(
+    program: &Program,
+    lane: &Lane,
+    awaited: &Table<StepId, bool>,
+) -> Vec<Range<usize>> {
+    let exported = exported(program, lane.device);
+    let mut stretches: Vec<Range<usize>> = Vec::new();
+    let mut is_closed = true;
+    for (position, &id) in lane.steps.iter().enumerate() {
+        let step = &program.steps[id];
+        let is_move = !matches!(step.action, Action::Run(_));
+        match stretches.last_mut() {
+            Some(last) if !is_closed && step.waits.is_empty() && !is_move => {
+                last.end = position + 1;
+            }
+            _ => stretches.push(position..position + 1),
+        }
+        is_closed = is_move || awaited[id] || step.writes.iter().any(|&buffer| exported[buffer]);
+    }
+    stretches
+}

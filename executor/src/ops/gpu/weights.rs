@@ -1,0 +1,176 @@
+//! The weights of one GPU: floats row after row, as vendor libraries take them; blocks in the CPU's panels.
+
+use anyhow::{Context as _, Result, bail, ensure};
+use ir::id::{Table, WeightId};
+use ir::plan::Weight;
+use ir::tensor::{DType, Format};
+use ir::weight::Source;
+
+use super::upload::Upload;
+use crate::checkpoint::{Checkpoint, matrices};
+use crate::kernels::cpu::pack::{PANEL, pack_rows, packed_bytes};
+use crate::kernels::gpu::device::{Gpu, Span};
+use crate::kernels::gpu::matrix::{Layout, Matrix, Stack};
+use crate::ops::own::weight_dims;
+
+/// One row for each weight of the plan.
+pub(super) struct Weights {
+    held: Table<WeightId, Held>,
+    upload: Upload,
+}
+
+enum Held {
+    Elsewhere,
+    Vector(Span),
+    Matrix(Matrix),
+    Stack(Stack),
+}
+
+impl Weights {
+    pub(super) fn new(gpu: &Gpu) -> Result<Self> {
+        Ok(Self { held: Table::default(), upload: Upload::new(gpu)? })
+    }
+
+    /// Adds the plan's next weight, which is on another device.
+    pub(super) fn skip(&mut self) {
+        self.held.push(Held::Elsewhere);
+    }
+
+    /// Adds the plan's next weight.
+    pub(super) fn hold(
+        &mut self,
+        gpu: &Gpu,
+        weight: &Weight,
+        checkpoint: &Checkpoint,
+    ) -> Result<()> {
+        let sources = matrices(weight)?;
+        let (rows, columns) = weight_dims(weight);
+        let first = sources.first().context("it has no source")?;
+        if weight.shape.len() < 2 {
+            let mut vector = vec![0.0_f32; columns];
+            checkpoint.read(first, 0..1, &mut vector)?;
+            let span = gpu.allocate(columns * size_of::<f32>())?;
+            gpu.write(&span, bytemuck::cast_slice(&vector))?;
+            self.held.push(Held::Vector(span));
+            return Ok(());
+        }
+        for source in &sources {
+            let shape = source.shape();
+            ensure!(shape == [rows as u32, columns as u32], "its source has shape {shape:?}");
+            checkpoint.contents(source)?;
+        }
+        let format = weight.format;
+        let is_stack = weight.shape.len() > 2;
+        let layout = match Layout::RowMajor.bytes(format, rows, columns) {
+            Ok(_) if !is_stack => Layout::RowMajor,
+            _ => Layout::Panels,
+        };
+        let bytes = layout.bytes(format, rows, columns)?;
+        let span = gpu.allocate(sources.len() * bytes)?;
+        for (index, source) in sources.iter().enumerate() {
+            let matrix = Read { checkpoint, source, format, columns };
+            let place = span.part(index * bytes, bytes);
+            match layout {
+                Layout::RowMajor => self.upload.rows(gpu, &place, rows, bytes / rows, &matrix)?,
+                Layout::Panels => self.upload.panels(gpu, &place, rows, &matrix)?,
+            }
+            checkpoint.forget(source);
+        }
+        self.held.push(if is_stack {
+            Held::Stack(Stack::new(format, sources.len(), rows, columns, span)?)
+        } else {
+            Held::Matrix(Matrix::new(format, layout, rows, columns, span)?)
+        });
+        Ok(())
+    }
+
+    /// Waits until every weight is there, and gives back what loading needed.
+    pub(super) fn finish_loading(&mut self, gpu: &Gpu) -> Result<()> {
+        self.upload.finish()?;
+        gpu.sync()
+    }
+
+    /// A scale or a bias, in f32.
+    pub(super) fn vector(&self, weight: WeightId) -> Result<&Span> {
+        match self.held.get(weight) {
+            Some(Held::Vector(vector)) => Ok(vector),
+            Some(Held::Matrix(_) | Held::Stack(_)) => {
+                bail!("{weight} is a matrix and is read as a vector")
+            }
+            Some(Held::Elsewhere) | None => bail!("{weight} is not on this device"),
+        }
+    }
+
+    /// A matrix `[outputs, inputs]`.
+    pub(super) fn matrix(&self, weight: WeightId) -> Result<&Matrix> {
+        match self.held.get(weight) {
+            Some(Held::Matrix(matrix)) => Ok(matrix),
+            Some(Held::Vector(_)) => bail!("{weight} is a vector and is read as a matrix"),
+            Some(Held::Stack(_)) => bail!("{weight} is a stack and is read as one matrix"),
+            Some(Held::Elsewhere) | None => bail!("{weight} is not on this device"),
+        }
+    }
+
+    /// The matrices of a layer's experts.
+    pub(super) fn stack(&self, weight: WeightId) -> Result<&Stack> {
+        match self.held.get(weight) {
+            Some(Held::Stack(stack)) => Ok(stack),
+            Some(Held::Vector(_) | Held::Matrix(_)) => bail!("{weight} is not a stack"),
+            Some(Held::Elsewhere) | None => bail!("{weight} is not on this device"),
+        }
+    }
+}
+
+/// A matrix of the checkpoint and what becomes of it.
+pub(super) struct Read<'a> {
+    checkpoint: &'a Checkpoint,
+    source: &'a Source,
+    format: Format,
+    columns: usize,
+}
+
+impl Read<'_> {
+    /// Writes rows in the matrix's float format, one after another.
+    pub(super) fn rows(&self, rows: std::ops::Range<usize>, bytes: &mut [u8]) {
+        let stored = (self.source.dtype, self.format);
+        if matches!(
+            stored,
+            (DType::F32, Format::F32) | (DType::F16, Format::F16) | (DType::Bf16, Format::Bf16)
+        ) && let Some(contents) = self.checkpoint.rows(self.source, &rows)
+        {
+            bytes.copy_from_slice(contents);
+            return;
+        }
+        let values = self.values(rows);
+        match self.format {
+            Format::F32 => bytes.copy_from_slice(bytemuck::cast_slice(&values)),
+            Format::F16 => narrow(&values, bytes, |x| half::f16::from_f32(x).to_le_bytes()),
+            Format::Bf16 => narrow(&values, bytes, |x| half::bf16::from_f32(x).to_le_bytes()),
+            Format::Q8 | Format::Q4 => unreachable!("blocks lie in panels"),
+        }
+    }
+
+    /// Writes whole panels, the first of which begins with row `rows.start`.
+    pub(super) fn panels(&self, rows: std::ops::Range<usize>, bytes: &mut [u8]) {
+        let values = self.values(rows);
+        pack_rows(self.format, self.columns, &values, bytes);
+    }
+
+    /// Bytes of a panel.
+    pub(super) fn panel_bytes(&self) -> usize {
+        packed_bytes(self.format, PANEL, self.columns)
+    }
+
+    fn values(&self, rows: std::ops::Range<usize>) -> Vec<f32> {
+        let mut values = vec![0.0; rows.len() * self.columns];
+        self.checkpoint
+            .read(self.source, rows, &mut values)
+            .expect("shape and file have been checked");
+        values
+    }
+}
+
+fn narrow(values: &[f32], bytes: &mut [u8], convert: impl Fn(f32) -> [u8; 2]) {
+    let (places, _) = bytes.as_chunks_mut::<2>();
+    places.iter_mut().zip(values).for_each(|(place, &value)| *place = convert(value));
+}
