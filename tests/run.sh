@@ -3,6 +3,9 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source .ci/packages
+# A display for the viewer's window, OpenGL and Vulkan, all in software.
+install_packages xvfb xdotool libgl1 libegl1 libgl1-mesa-dri libxkbcommon-x11-0 libxcursor1 libxi6 libxrandr2 \
+  libvulkan1 mesa-vulkan-drivers || echo "they are not all there: what needs a display or Vulkan and finds none is skipped"
 
 echo "== format"
 cargo fmt --all --check
@@ -15,6 +18,12 @@ else
   cargo test --release --locked --workspace --all-targets
 fi
 cargo test --release --locked --workspace --doc
+echo "== window"
+programs="${CARGO_TARGET_DIR:-target}/release"
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+"$programs/hybridc" compile models/demo -o "$folder/plan.ron"
+tests/viewer_window.sh "$programs/hybrid-viewer" "$folder/plan.ron"
 echo "== lints"
 cargo clippy --release --locked --workspace --all-targets -- -D warnings
 echo "== documentation"

@@ -1,95 +1,106 @@
-//! Which weights and caches placed graphs put on each device, each once.
+//! Which weights and caches placed graphs put on each device, each once, and what the devices do with them.
 
 use std::collections::HashMap;
 
 use anyhow::Result;
-use ir::id::{CacheId, DeviceId, Table, WeightId};
+use ir::graph::Work;
+use ir::id::{CacheId, DeviceId, NodeId, Table, WeightId};
 use ir::op::Op;
 use ir::plan::Cache;
+use ir::tensor::{Format, TensorType};
 
-use crate::graphs::Graphs;
-use crate::part::{Part, WeightKey, computations, parts};
-use crate::target::BLOCK_TOKENS;
+use crate::graphs::{Graphs, Phases};
+use crate::part::{WeightKey, parts};
 use crate::task::Task;
 
-/// Everything that devices hold from load to exit.
-#[derive(Clone, Debug)]
+/// Everything that devices hold from load to exit, and what all programs compute with it.
+#[derive(Clone, Debug, Default)]
 pub(crate) struct Bound {
     /// The plan's weights.
     pub(crate) weights: Table<WeightId, WeightKey>,
     /// The plan's caches.
     pub(crate) caches: Table<CacheId, Cache>,
-    /// Bytes of weights on each device.
-    pub(crate) weight_bytes: Table<DeviceId, u64>,
-    /// Bytes of one block of all caches on each device.
-    pub(crate) block_bytes: Table<DeviceId, u64>,
-    weight_ids: HashMap<WeightKey, WeightId>,
-    cache_ids: HashMap<(CacheId, DeviceId), CacheId>,
+    /// For each graph what each device does of each node; nothing for movements.
+    pub(crate) parts: Phases<Table<NodeId, Vec<BoundPart>>>,
 }
 
-/// Collects what the computations of all graphs hold.
+/// What one device does of a node, in the plan's terms.
+#[derive(Clone, Debug)]
+pub(crate) struct BoundPart {
+    /// Who does it.
+    pub(crate) device: DeviceId,
+    /// The operation on the plan's weights and caches.
+    pub(crate) op: Op,
+    /// Format and shape of each of its weights.
+    pub(crate) weights: Vec<(Format, Vec<u32>)>,
+    /// Those of them that are fetched.
+    pub(crate) fetched: Vec<Fetched>,
+    /// Which of the node's inputs are read.
+    pub(crate) reads: Vec<usize>,
+}
+
+/// A weight that a device fetches.
+#[derive(Clone, Debug)]
+pub(crate) struct Fetched {
+    /// The plan's row for it.
+    pub(crate) weight: WeightId,
+    /// Its home.
+    pub(crate) home: DeviceId,
+    /// The type of a buffer that it is fetched to.
+    pub(crate) ty: TensorType,
+}
+
+/// Collects what the computations of all graphs hold and do.
 pub(crate) fn bind(task: &Task<'_>, graphs: &Graphs) -> Result<Bound> {
-    let mut bound = Bound {
-        weights: Table::default(),
-        caches: Table::default(),
-        weight_bytes: task.per_device(0),
-        block_bytes: task.per_device(0),
-        weight_ids: HashMap::new(),
-        cache_ids: HashMap::new(),
-    };
-    for (node, op) in graphs.iter().flat_map(computations) {
-        for part in parts(task, node, op)? {
-            for &key in &part.weights {
-                bound.hold_weight(task, key);
-            }
-            if let Op::Attention(attention) = &part.op {
-                let cache = Cache {
-                    name: node.name.clone(),
-                    device: part.device,
-                    dtype: task.target.kv_types[part.device],
-                    kv_heads: attention.kv_heads,
-                    head_dim: attention.head_dim,
+    let mut bound = Bound::default();
+    let mut weight_ids: HashMap<WeightKey, WeightId> = HashMap::new();
+    let mut cache_ids: HashMap<(CacheId, DeviceId), CacheId> = HashMap::new();
+    bound.parts = graphs.placed.try_map(|graph| {
+        let mut all = Table::default();
+        for (_, node) in graph.nodes() {
+            let parts = match &node.work.work {
+                Work::Compute(op) => parts(task, node, op)?,
+                Work::Move(_) => Vec::new(),
+            };
+            let mut bound_parts = Vec::with_capacity(parts.len());
+            for part in parts {
+                let mut id = |key: &WeightKey| {
+                    *weight_ids.entry(*key).or_insert_with(|| bound.weights.push(*key))
                 };
-                bound.hold_cache(attention.cache, cache);
+                let mut keys = part.weights.iter();
+                let mut op = part.op.map_weights(|_| {
+                    id(keys.next().expect("a part has a key for each of its weights"))
+                });
+                let is_fetched = |key: &&WeightKey| key.device != part.device;
+                let fetched = part.weights.iter().filter(is_fetched).map(|key| Fetched {
+                    weight: id(key),
+                    home: key.device,
+                    ty: key.packed_type(task),
+                });
+                let fetched = fetched.collect();
+                if let Op::Attention(attention) = &mut op {
+                    let cache = Cache {
+                        name: node.name.clone(),
+                        device: part.device,
+                        dtype: task.target.kv_types[part.device],
+                        kv_heads: attention.kv_heads,
+                        head_dim: attention.head_dim,
+                    };
+                    let held = cache_ids.entry((attention.cache, part.device));
+                    attention.cache = *held.or_insert_with(|| bound.caches.push(cache));
+                }
+                let held = |key: &WeightKey| (key.format, key.shape(task));
+                bound_parts.push(BoundPart {
+                    device: part.device,
+                    op,
+                    weights: part.weights.iter().map(held).collect(),
+                    fetched,
+                    reads: part.reads,
+                });
             }
+            all.push(bound_parts);
         }
-    }
+        Ok(all)
+    })?;
     Ok(bound)
-}
-
-impl Bound {
-    /// The operation of a part on the plan's weights and caches.
-    pub(crate) fn op(&self, part: &Part) -> Op {
-        let mut keys = part.weights.iter();
-        let mut op = part.op.clone().map_weights(|_| {
-            let key = keys.next().expect("a part has a key for each of its weights");
-            self.weight(key)
-        });
-        if let Op::Attention(attention) = &mut op {
-            attention.cache = self.cache_ids[&(attention.cache, part.device)];
-        }
-        op
-    }
-
-    /// The plan's row for a weight.
-    pub(crate) fn weight(&self, key: &WeightKey) -> WeightId {
-        self.weight_ids[key]
-    }
-
-    fn hold_weight(&mut self, task: &Task<'_>, key: WeightKey) {
-        if !self.weight_ids.contains_key(&key) {
-            let id = self.weights.push(key);
-            self.weight_ids.insert(key, id);
-            self.weight_bytes[key.device] += key.bytes(task);
-        }
-    }
-
-    fn hold_cache(&mut self, of: CacheId, cache: Cache) {
-        let key = (of, cache.device);
-        if !self.cache_ids.contains_key(&key) {
-            self.block_bytes[cache.device] += cache.bytes(1, BLOCK_TOKENS);
-            let id = self.caches.push(cache);
-            self.cache_ids.insert(key, id);
-        }
-    }
 }

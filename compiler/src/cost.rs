@@ -3,18 +3,17 @@
 use anyhow::{Context as _, Result};
 use ir::id::DeviceId;
 use ir::layout::Move;
-use ir::op::{Attention, Experts, Op};
+use ir::op::{Attention, Op, Products};
 use ir::tensor::{Extent, Format, TensorType};
-
 use ir::workspace::UNPACKED_ROWS;
 
 use crate::target::{Batch, Target};
 
 /// What one device computes with, as a price needs it.
 #[derive(Clone, Debug)]
-pub(crate) struct Operands {
+pub(crate) struct Operands<'a> {
     /// Format and shape of each of the operation's weights, in their order.
-    pub(crate) weights: Vec<(Format, Vec<u32>)>,
+    pub(crate) weights: &'a [(Format, Vec<u32>)],
     /// Tensors read.
     pub(crate) reads: Vec<TensorType>,
     /// Tensors written.
@@ -28,7 +27,7 @@ pub(crate) fn run_nanos(
     target: &Target,
     device: DeviceId,
     op: &Op,
-    operands: &Operands,
+    operands: &Operands<'_>,
     batch: &Batch,
 ) -> Result<f64> {
     let rates = &target.machine.devices[device].rates;
@@ -43,24 +42,12 @@ pub(crate) fn run_nanos(
         }
         Ok(nanos)
     };
-    // A kernel for few rows reads panels as they are; for many rows they are unpacked to 16 bits first.
-    let rows = operands.reads.first().map_or(1, |ty| rows_of(ty, batch.extent));
-    let unpacked = if operands.is_fetched && rows > UNPACKED_ROWS {
-        let matrices = operands.weights.iter().filter(|(_, shape)| shape.len() > 1);
-        streamed(
-            matrices
-                .map(|(format, shape)| {
-                    let elements: u64 = shape.iter().map(|&size| u64::from(size)).product();
-                    format.bytes(1, elements) + 2 * elements
-                })
-                .sum(),
-        )
-    } else {
-        0.0
-    };
-    let work = match op {
-        Op::Linear(_) => matrices(rows)? + activations + unpacked,
-        Op::Attention(attention) => {
+    let work = match op.products() {
+        Some(Products::Linear(_)) => {
+            let rows = rows_of(&operands.reads[0], batch.extent);
+            matrices(rows)? + activations + streamed(unpacked_bytes(operands, batch))
+        }
+        Some(Products::Attention(attention)) => {
             let cache = target.kv_types[device].bytes();
             attention_nanos(
                 attention,
@@ -70,22 +57,28 @@ pub(crate) fn run_nanos(
                 rates.cache_bytes_per_sec,
             )
         }
-        Op::Experts(experts) => {
-            experts_nanos(target, device, experts, operands, batch)? + activations + unpacked
+        Some(Products::Experts(_)) => {
+            experts_nanos(target, device, operands, batch)?
+                + activations
+                + streamed(unpacked_bytes(operands, batch))
         }
         // Tables are read only where tokens point: as many rows as are written.
-        Op::Embed { .. }
-        | Op::AddPosition { .. }
-        | Op::Norm(_)
-        | Op::Activate(_)
-        | Op::Gate(_)
-        | Op::Add
-        | Op::SigmoidGate
-        | Op::Route { .. }
-        | Op::SelectRows
-        | Op::SoftCap { .. } => activations,
+        None => activations,
     };
     Ok(rates.step_nanos + work)
+}
+
+/// Bytes read and written to unpack fetched matrices to 16 bits: a product of few rows takes panels as they are.
+fn unpacked_bytes(operands: &Operands<'_>, batch: &Batch) -> u64 {
+    if !operands.is_fetched || rows_of(&operands.reads[0], batch.extent) <= UNPACKED_ROWS {
+        return 0;
+    }
+    let matrices = operands.weights.iter().filter(|(_, shape)| shape.len() > 1);
+    let bytes = matrices.map(|(format, shape)| {
+        let elements: u64 = shape.iter().map(|&size| u64::from(size)).product();
+        format.bytes(1, elements) + 2 * elements
+    });
+    bytes.sum()
 }
 
 /// Nanoseconds of one device's part of a movement.
@@ -186,14 +179,13 @@ fn attention_nanos(
 fn experts_nanos(
     target: &Target,
     device: DeviceId,
-    _: &Experts,
-    operands: &Operands,
+    operands: &Operands<'_>,
     batch: &Batch,
 ) -> Result<f64> {
     let tokens = f64::from(rows_of(&operands.reads[0], batch.extent));
     let used = f64::from(operands.reads[1].features(batch.extent));
     let mut nanos = 0.0;
-    for (format, shape) in &operands.weights {
+    for (format, shape) in operands.weights {
         let experts = f64::from(shape[0]);
         // Experts that any of the tokens chose, as if each chose at random.
         let chosen = experts * (1.0 - (1.0 - used / experts).powf(tokens));

@@ -21,7 +21,7 @@ pub const PLACED_PASSES: &[Pass<PlacedGraph>] = &[
 
 /// A gather that is sliced again into the same parts is the value before it.
 pub fn cancel_gathers(graph: PlacedGraph) -> Result<PlacedGraph> {
-    rebuild(&graph, |node, inputs, made| {
+    rebuild(graph, |node, inputs, made| {
         let Work::Move(Move::Slice { .. }) = node.work.work else { return Rebuilt::Keep };
         let gather = made.node(made.value(inputs[0]).producer);
         let is_gather = matches!(gather.work.work, Work::Move(Move::AllGather { .. }));
@@ -37,7 +37,7 @@ pub fn share_moves(graph: PlacedGraph) -> Result<PlacedGraph> {
     // For each value made by no move, the copies of it and how each is held.
     let mut copies: Table<ValueId, Vec<(ValueId, Layout)>> = Table::default();
     let mut origin: Table<ValueId, ValueId> = Table::default();
-    rebuild(&graph, |node, inputs, made| {
+    rebuild(graph, |node, inputs, made| {
         while origin.len() < made.values().len() {
             let value = ValueId::from_index(origin.len());
             let maker = made.node(made.value(value).producer);
@@ -81,7 +81,7 @@ pub fn scatter_sums(graph: PlacedGraph) -> Result<PlacedGraph> {
             replaced[node.outputs[0]] = true;
         }
     }
-    rebuild(&graph, |node, inputs, made| {
+    rebuild(graph, |node, inputs, made| {
         let Work::Move(Move::Slice { axis }) = node.work.work else { return Rebuilt::Keep };
         if !replaced[node.inputs[0]] {
             return Rebuilt::Keep;
@@ -111,7 +111,7 @@ pub fn drop_unread_moves(graph: PlacedGraph) -> Result<PlacedGraph> {
             }
         }
     }
-    rebuild(&graph, |node, inputs, _| match node.work.work {
+    rebuild(graph, |node, inputs, _| match node.work.work {
         // Nothing that is kept refers to what stands in for its result.
         Work::Move(_) if !is_read[node.outputs[0]] => Rebuilt::Use(inputs[0]),
         Work::Move(_) | Work::Compute(_) => Rebuilt::Keep,
@@ -127,29 +127,30 @@ enum Rebuilt {
     Replace(Box<Placed>, Vec<ValueId>),
 }
 
-/// Copies a graph; `decide` sees each node with its inputs in the new graph, and the new graph.
+/// Builds a graph anew; `decide` sees each node with its inputs in the new graph, and the new graph.
 fn rebuild(
-    graph: &PlacedGraph,
+    graph: PlacedGraph,
     mut decide: impl FnMut(&Node<Placed>, &[ValueId], &PlacedGraph) -> Rebuilt,
 ) -> Result<PlacedGraph> {
     let mut made = PlacedGraph::default();
     let mut renamed: Table<ValueId, ValueId> = Table::default();
-    for (_, node) in graph.nodes() {
+    let (nodes, values, outputs) = graph.into_tables();
+    for node in nodes.into_rows() {
         let inputs: Vec<ValueId> = node.inputs.iter().map(|&value| renamed[value]).collect();
-        let (work, inputs) = match decide(node, &inputs, &made) {
-            Rebuilt::Keep => (node.work.clone(), inputs),
+        let (work, inputs) = match decide(&node, &inputs, &made) {
+            Rebuilt::Keep => (node.work, inputs),
             Rebuilt::Replace(work, inputs) => (*work, inputs),
             Rebuilt::Use(value) => {
                 renamed.push(value);
                 continue;
             }
         };
-        let types: Vec<_> = node.outputs.iter().map(|&v| graph.value(v).ty.clone()).collect();
-        for output in made.push(node.name.clone(), work, &inputs, &types)? {
+        let types: Vec<_> = node.outputs.iter().map(|&value| values[value].ty.clone()).collect();
+        for output in made.push(node.name, work, &inputs, &types)? {
             renamed.push(output);
         }
     }
-    for &output in graph.outputs() {
+    for output in outputs {
         made.return_value(renamed[output]);
     }
     Ok(made)

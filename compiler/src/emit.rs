@@ -3,13 +3,15 @@
 use std::path::{Component, Path, PathBuf};
 
 use anyhow::{Context as _, Result};
+use ir::asked::Asked;
 use ir::model::CheckpointFile;
 use ir::plan::{Candidate, Forecast, ModelInfo, Plan, ProgramForecast, VERSION, Weight};
 use ir::weight::{Slice, Source};
 
-use crate::bind::{Bound, bind};
+use crate::bind::bind;
 use crate::forecast::{contend, simulate};
 use crate::graphs::Graphs;
+use crate::options::Options;
 use crate::part::WeightKey;
 use crate::schedule::{Causes, schedule};
 use crate::target::{BLOCK_TOKENS, Batch};
@@ -17,23 +19,20 @@ use crate::task::Task;
 
 /// The plan of placed graphs with programs for `batches`, and `blocks` cache blocks.
 ///
-/// Weights carry no sources yet: a plan that is only priced needs none.
+/// Weights carry no sources yet, nor the plan what was asked: a plan that is only priced needs neither.
 pub(crate) fn emit(
     task: &Task<'_>,
     graphs: &Graphs,
     batches: &[Batch],
-    blocks: impl FnOnce(&Bound) -> u32,
+    blocks: u32,
 ) -> Result<Plan> {
     let (model, target) = (task.model, task.target);
     let bound = bind(task, graphs)?;
-    let blocks = blocks(&bound);
     let mut causes = Causes::default();
     let programs = batches
         .iter()
         .map(|batch| {
-            let graph = graphs.of(batch.phase);
-            let window_bytes = graphs.window_bytes;
-            let mut program = schedule(task, graph, &bound, batch, window_bytes, &mut causes)?;
+            let mut program = schedule(task, graphs, &bound, batch, &mut causes)?;
             contend(task, &bound, &mut program);
             Ok(program)
         })
@@ -62,6 +61,7 @@ pub(crate) fn emit(
             block_tokens: BLOCK_TOKENS,
             blocks,
         },
+        asked: Asked::default(),
         machine: target.machine.clone(),
         files: model.files.clone(),
         weights,
@@ -87,24 +87,26 @@ pub(crate) fn emit(
     Ok(plan)
 }
 
-/// Adds what only a plan that is kept needs: where its weights are read from, and what else was priced.
+/// Adds what only a plan that is kept needs: where its weights are read from, what was asked and what else was
+/// priced.
 pub(crate) fn complete(
     task: &Task<'_>,
     graphs: &Graphs,
     mut plan: Plan,
-    plan_folder: Option<&Path>,
+    options: &Options,
     candidates: Vec<Candidate>,
 ) -> Result<Plan> {
     let bound = bind(task, graphs)?;
     for (id, key) in bound.weights.iter() {
         plan.weights[id].sources = sources(task, key)?;
     }
-    if let Some(folder) = plan_folder {
+    if let Some(folder) = &options.plan_folder {
         for file in plan.files.rows_mut() {
             *file = CheckpointFile { path: relative(&file.path, folder), ..file.clone() };
         }
         plan.model.folder = relative(&plan.model.folder, folder);
     }
+    plan.asked = options.asked();
     plan.forecast.candidates = candidates;
     Ok(plan)
 }

@@ -8,42 +8,55 @@ use ir::plan::Phase;
 use crate::place::Layouts;
 use crate::{Observer, PLACED_PASSES, insert_moves, run_all};
 
+/// One of something for each phase.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Phases<T> {
+    /// For prefill, and for decode where that has none of its own.
+    pub(crate) prefill: T,
+    /// For decode where it differs.
+    pub(crate) decode: Option<T>,
+}
+
 /// What programs are scheduled from.
 #[derive(Clone, Debug)]
 pub(crate) struct Graphs {
-    /// For prefill, and for decode where that has none of its own.
-    prefill: PlacedGraph,
-    /// For decode where its placement differs.
-    decode: Option<PlacedGraph>,
+    /// Placed work with its movement.
+    pub(crate) placed: Phases<PlacedGraph>,
     /// Bytes of the window that each GPU fetches weights to.
     pub(crate) window_bytes: u64,
 }
 
-impl Graphs {
-    /// Makes movement explicit in each phase.
-    pub(crate) fn new(model: &Model, layouts: &Layouts, observe: Observer<'_>) -> Result<Self> {
-        let mut graph = |nodes| {
-            let graph = insert_moves(&model.layers, nodes)?;
-            observe("insert_moves", &graph);
-            run_all(PLACED_PASSES, graph, observe)
-        };
-        Ok(Self {
-            prefill: graph(&layouts.prefill)?,
-            decode: layouts.decode.as_ref().map(graph).transpose()?,
-            window_bytes: layouts.window_bytes,
-        })
-    }
-
-    /// The graph of a phase.
-    pub(crate) fn of(&self, phase: Phase) -> &PlacedGraph {
+impl<T> Phases<T> {
+    /// That of a phase.
+    pub(crate) fn of(&self, phase: Phase) -> &T {
         match phase {
             Phase::Prefill => &self.prefill,
             Phase::Decode => self.decode.as_ref().unwrap_or(&self.prefill),
         }
     }
 
-    /// Each graph once.
-    pub(crate) fn iter(&self) -> impl Iterator<Item = &PlacedGraph> {
-        [&self.prefill].into_iter().chain(&self.decode)
+    /// Another thing for each.
+    pub(crate) fn try_map<U>(&self, mut make: impl FnMut(&T) -> Result<U>) -> Result<Phases<U>> {
+        Ok(Phases {
+            prefill: make(&self.prefill)?,
+            decode: self.decode.as_ref().map(make).transpose()?,
+        })
+    }
+
+    /// Each once.
+    pub(crate) fn iter_mut(&mut self) -> impl Iterator<Item = &mut T> {
+        [&mut self.prefill].into_iter().chain(&mut self.decode)
+    }
+}
+
+impl Graphs {
+    /// Makes movement explicit in each phase.
+    pub(crate) fn new(model: &Model, layouts: &Layouts, observe: Observer<'_>) -> Result<Self> {
+        let placed = layouts.nodes.try_map(|nodes| {
+            let graph = insert_moves(&model.layers, nodes)?;
+            observe("insert_moves", &graph);
+            run_all(PLACED_PASSES, graph, observe)
+        })?;
+        Ok(Self { placed, window_bytes: layouts.window_bytes })
     }
 }

@@ -75,9 +75,8 @@ pub fn compile(
     let task = Task::new(&model, &target);
     let placement = place(&task, options)?;
     let graphs = Graphs::new(&model, &placement.layouts, observe)?;
-    let plan = emit::emit(&task, &graphs, &target.batches(), |_| placement.blocks)?;
-    let folder = options.plan_folder.as_deref();
-    let plan = emit::complete(&task, &graphs, plan, folder, placement.candidates)?;
+    let plan = emit::emit(&task, &graphs, &target.batches(), placement.blocks)?;
+    let plan = emit::complete(&task, &graphs, plan, options, placement.candidates)?;
     observe("schedule", &plan);
     let found = ir::check::check(&plan);
     assert!(

@@ -112,7 +112,7 @@ struct Compile {
 }
 
 fn main() -> ExitCode {
-    match run(Cli::parse().command) {
+    match command_line::parse().and_then(|cli: Cli| run(cli.command)) {
         Ok(code) => code,
         Err(error) => {
             eprintln!("error: {error:#}");
@@ -130,9 +130,9 @@ fn run(command: Command) -> Result<ExitCode> {
         }
         Command::Check { plan } => return check(&plan),
         Command::Probe { output, split } => {
-            let text = machine_text(&probe::machine(split)?)?;
+            let text = probe::machine(split)?.to_ron()?;
             match output {
-                Some(path) => write(&path, &text)?,
+                Some(path) => command_line::write(&path, text.as_bytes())?,
                 None => print(&text)?,
             }
         }
@@ -161,7 +161,7 @@ fn compile(arguments: &Compile) -> Result<()> {
         }
     };
     let plan = compiler::compile(&model, &machine, &options, &mut observe)?;
-    write(&arguments.output, &plan.to_ron()?)?;
+    command_line::write(&arguments.output, plan.to_ron()?.as_bytes())?;
     if arguments.explain {
         print(&explain(&plan))?;
     }
@@ -233,16 +233,7 @@ fn sound_plan(path: &Path) -> Result<Plan> {
 
 fn read_machine(path: &Path) -> Result<Machine> {
     let text = fs::read_to_string(path).with_context(|| format!("reading {}", path.display()))?;
-    ron::from_str(&text).with_context(|| format!("reading {}: not a machine", path.display()))
-}
-
-fn machine_text(machine: &Machine) -> Result<String> {
-    let style = ron::ser::PrettyConfig::new()
-        .depth_limit(6)
-        .struct_names(false)
-        .indentor("  ")
-        .new_line("\n");
-    Ok(ron::ser::to_string_pretty(machine, style)? + "\n")
+    Machine::from_ron(&text).with_context(|| format!("reading {}", path.display()))
 }
 
 /// The real folder of a file that need not exist yet.
@@ -250,25 +241,6 @@ fn folder_of(path: &Path) -> Result<PathBuf> {
     let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty());
     let folder = parent.unwrap_or(Path::new("."));
     folder.canonicalize().with_context(|| format!("writing {}", path.display()))
-}
-
-/// Whole or not at all: a reader never sees half a file.
-fn write(path: &Path, text: &str) -> Result<()> {
-    let context = || format!("writing {}", path.display());
-    // Devices and pipes cannot be replaced by a file.
-    if fs::metadata(path).is_ok_and(|kind| !kind.is_file() && !kind.is_dir()) {
-        return fs::write(path, text).with_context(context);
-    }
-    let name = path.file_name().filter(|_| !path.is_dir());
-    let mut name = name.with_context(|| format!("{}: it is a folder", context()))?.to_owned();
-    name.push(format!(".{}", std::process::id()));
-    let temporary = path.with_file_name(name);
-    let written = fs::write(&temporary, text).and_then(|()| fs::rename(&temporary, path));
-    if written.is_err() {
-        // What is left of it helps nobody; that it cannot be removed either is no news.
-        let _ = fs::remove_file(&temporary);
-    }
-    written.with_context(context)
 }
 
 /// To standard output; a reader that has gone away is no error.

@@ -4,6 +4,8 @@ use std::path::PathBuf;
 use std::str::FromStr;
 
 use anyhow::{Context as _, Result, anyhow, bail, ensure};
+use ir::asked::Asked;
+pub use ir::asked::{Objective, Request};
 use ir::tensor::{DType, Format};
 use regex::Regex;
 
@@ -39,30 +41,6 @@ pub struct Options {
 /// Longer contexts are asked for, not assumed: their caches take as much memory as weights do.
 pub const DEFAULT_CONTEXT: u32 = 8192;
 
-/// What a placement minimises.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Objective {
-    /// Time from a full prompt to the end of an answer, for one sequence alone.
-    Latency,
-    /// Work of the busiest device for one prompt and answer, at the largest batch.
-    Throughput,
-}
-
-/// The shape a placement must have.
-#[derive(Clone, Debug, PartialEq)]
-pub enum Request {
-    /// Whatever is predicted best.
-    Any,
-    /// Stages on these devices, in this order.
-    Pipeline(Vec<String>),
-    /// All layers shared by these devices, in these proportions, or by their speed.
-    TensorParallel(Vec<(String, Option<f64>)>),
-    /// Stages on so many devices: GPUs first, then NUMA nodes, each in the machine's order.
-    PipelineRanks(usize),
-    /// All layers shared by so many devices, chosen in the same way.
-    TensorParallelRanks(usize),
-}
-
 /// Nodes whose names match a pattern run on a device.
 #[derive(Clone, Debug)]
 pub struct Pin {
@@ -75,6 +53,8 @@ pub struct Pin {
 /// A compute format for the devices whose names match.
 #[derive(Clone, Debug)]
 pub struct FormatRule {
+    /// As it was written.
+    pub text: String,
     /// Matches the whole name of a device.
     pub devices: Regex,
     /// Format of the matrices there.
@@ -100,13 +80,17 @@ impl Default for Options {
     }
 }
 
-impl FromStr for Objective {
-    type Err = anyhow::Error;
-    fn from_str(text: &str) -> Result<Self> {
-        match text {
-            "latency" => Ok(Objective::Latency),
-            "throughput" => Ok(Objective::Throughput),
-            _ => bail!("unknown objective {text:?}: latency and throughput exist"),
+impl Options {
+    /// What of them is not in a plan anyway.
+    pub(crate) fn asked(&self) -> Asked {
+        let pin = |pin: &Pin| format!("{}={}", pin.pattern, pin.device);
+        Asked {
+            objective: self.objective,
+            request: self.request.clone(),
+            pins: self.pins.iter().map(pin).collect(),
+            formats: self.formats.iter().map(|rule| rule.text.clone()).collect(),
+            kv_type: self.kv_type,
+            kv_cache_bytes: self.kv_cache_bytes,
         }
     }
 }
@@ -135,7 +119,7 @@ impl FromStr for FormatRule {
         let pattern = regex::escape(devices).replace(r"\*", ".*").replace(r"\?", ".");
         let devices = Regex::new(&format!("^{pattern}$"))
             .with_context(|| format!("in the format {text:?}"))?;
-        Ok(Self { devices, format })
+        Ok(Self { text: text.to_owned(), devices, format })
     }
 }
 

@@ -66,13 +66,6 @@ fn part(task: &Task<'_>, node: &Node<Placed>, op: &Op, member: usize) -> Result<
     Ok(Part { device, op: local.op, weights, reads: (0..reads).collect() })
 }
 
-impl Part {
-    /// The weights that are held elsewhere.
-    pub(crate) fn fetched(&self) -> impl Iterator<Item = WeightKey> {
-        self.weights.iter().copied().filter(|key| key.device != self.device)
-    }
-}
-
 impl WeightKey {
     /// Sizes of what is held.
     pub(crate) fn shape(&self, task: &Task<'_>) -> Vec<u32> {

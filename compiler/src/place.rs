@@ -18,16 +18,17 @@ use anyhow::{Result, bail, ensure};
 use ir::graph::Placed;
 use ir::id::{DeviceId, NodeId, Table};
 use ir::machine::DeviceKind;
-use ir::plan::{Candidate, DeviceForecast, Phase, Plan};
+use ir::plan::{Candidate, DeviceForecast, Phase};
+use rayon::prelude::*;
 
 use crate::emit::emit;
-use crate::graphs::Graphs;
+use crate::graphs::{Graphs, Phases};
 use crate::options::{Options, Request};
 use crate::place::candidates::{Arrangement, Prices};
 use crate::place::lay_out::{fetch_weights, lay_out};
 use crate::place::prices::{Pins, Times, judged_decode, missing, priced_batches};
 use crate::place::units::Units;
-use crate::target::BLOCK_TOKENS;
+use crate::target::{BLOCK_TOKENS, Batch};
 use crate::task::Task;
 
 /// A decided placement.
@@ -44,10 +45,8 @@ pub(crate) struct Placement {
 /// Where every node of the layer graph runs in each phase, over the same weights and caches.
 #[derive(Clone, Debug)]
 pub(crate) struct Layouts {
-    /// In prefill, and in decode where that is not told apart.
-    pub(crate) prefill: Table<NodeId, Placed>,
-    /// In decode where it differs.
-    pub(crate) decode: Option<Table<NodeId, Placed>>,
+    /// The nodes.
+    pub(crate) nodes: Phases<Table<NodeId, Placed>>,
     /// Bytes of the window that a GPU fetches weights to.
     pub(crate) window_bytes: u64,
 }
@@ -113,10 +112,14 @@ fn offers(
             vec![prices.requested_group(&first(task, *ranks)?, None)?]
         }
     };
+    let priced: Vec<Result<Offer>> = arrangements
+        .par_iter()
+        .map(|arrangement| offer(task, units, pins, arrangement, blocks))
+        .collect();
     let mut offers = Vec::new();
-    for arrangement in arrangements {
+    for offer in priced {
         let is_requested = options.request != Request::Any;
-        match offer(task, units, pins, &arrangement, blocks) {
+        match offer {
             Ok(offer) => offers.push(offer),
             // A candidate nobody asked for may be impossible: no link, no rate for a format, too few heads.
             Err(error) if is_requested => return Err(error),
@@ -161,45 +164,40 @@ fn offer(
     /// Shifts of shares that are tried: each takes what the last one found missing.
     const SHIFTS: usize = 6;
     let mut arrangement = arrangement.clone();
-    let mut shifts = 0;
-    loop {
-        let plan = plan_of(task, units, pins, &arrangement, blocks)?;
-        let missing = missing(&plan);
-        if missing.is_some() && shifts < SHIFTS && arrangement.shift_shares(&plan) {
-            shifts += 1;
-            continue;
+    let batches = priced_batches(task.target);
+    let plan_of = |arrangement: &Arrangement, batches: &[Batch]| {
+        let layouts = layouts(task, units, pins, arrangement)?;
+        let graphs = Graphs::new(task.model, &layouts, &mut |_, _| ())?;
+        emit(task, &graphs, batches, blocks)
+    };
+    for _ in 0..SHIFTS {
+        if !arrangement.can_shift() {
+            break;
         }
-        let forecast = &plan.forecast.programs;
-        let (prefill, decode) = (&forecast[0], judged_decode(task.target, forecast));
-        let times = match task.target.objective {
-            crate::Objective::Latency => Times { prefill: prefill.nanos, decode: decode.nanos },
-            crate::Objective::Throughput => {
-                Times { prefill: prefill.busiest_lane_nanos, decode: decode.busiest_lane_nanos }
-            }
-        };
-        let fits = missing.is_none();
-        let candidate = Candidate {
-            name: arrangement.name(task),
-            prefill_nanos: fits.then_some(prefill.nanos),
-            decode_nanos: fits.then_some(forecast[1].nanos),
-            missing,
-        };
-        let (score, devices) = (times.score(task.target), plan.forecast.devices);
-        return Ok(Offer { arrangement, score, candidate, devices });
+        let plan = plan_of(&arrangement, &batches)?;
+        if missing(&plan).is_none() || !arrangement.shift_shares(&plan) {
+            break;
+        }
     }
-}
-
-/// The plan of an arrangement, with the programs that it is priced by.
-fn plan_of(
-    task: &Task<'_>,
-    units: &Units,
-    pins: &Pins,
-    arrangement: &Arrangement,
-    blocks: u32,
-) -> Result<Plan> {
-    let layouts = layouts(task, units, pins, arrangement)?;
-    let graphs = Graphs::new(task.model, &layouts, &mut |_, _| ())?;
-    emit(task, &graphs, &priced_batches(task.target), |_| blocks)
+    let plan = plan_of(&arrangement, &batches)?;
+    let missing = missing(&plan);
+    let forecast = &plan.forecast.programs;
+    let (prefill, decode) = (&forecast[0], judged_decode(task.target, forecast));
+    let times = match task.target.objective {
+        crate::Objective::Latency => Times { prefill: prefill.nanos, decode: decode.nanos },
+        crate::Objective::Throughput => {
+            Times { prefill: prefill.busiest_lane_nanos, decode: decode.busiest_lane_nanos }
+        }
+    };
+    let fits = missing.is_none();
+    let candidate = Candidate {
+        name: arrangement.name(task),
+        prefill_nanos: fits.then_some(prefill.nanos),
+        decode_nanos: fits.then_some(forecast[1].nanos),
+        missing,
+    };
+    let (score, devices) = (times.score(task.target), plan.forecast.devices);
+    Ok(Offer { arrangement, score, candidate, devices })
 }
 
 /// Where an arrangement runs every node.
@@ -220,11 +218,10 @@ fn layouts(
         }
         Ok(nodes)
     };
-    Ok(Layouts {
-        prefill: layout(Phase::Prefill)?,
-        decode: arrangement.hosted.as_ref().map(|_| layout(Phase::Decode)).transpose()?,
-        window_bytes: arrangement.hosted.as_ref().map_or(0, |hosted| hosted.window_bytes),
-    })
+    let prefill = layout(Phase::Prefill)?;
+    let decode = arrangement.hosted.as_ref().map(|_| layout(Phase::Decode)).transpose()?;
+    let window_bytes = arrangement.hosted.as_ref().map_or(0, |hosted| hosted.window_bytes);
+    Ok(Layouts { nodes: Phases { prefill, decode }, window_bytes })
 }
 
 /// The device that each node is pinned to, with the pattern that did it; the last pin that matches holds.

@@ -10,34 +10,32 @@ use std::collections::{BTreeMap, VecDeque};
 use anyhow::Result;
 use ir::dag::Node;
 use ir::graph::{Cause, Placed, PlacedGraph, Work};
-use ir::id::{BufferId, CauseId, CollectiveId, DeviceId, Id as _, StepId, Table, ValueId};
+use ir::id::{BufferId, CauseId, CollectiveId, DeviceId, Id as _, NodeId, StepId, Table, ValueId};
 use ir::layout::{Layout, Move};
-use ir::op::Op;
 use ir::plan::{Action, Buffer, Lane, Program, Queue, Step};
 
-use crate::bind::Bound;
+use crate::bind::{Bound, BoundPart, Fetched};
 use crate::clock::Clocks;
 use crate::cost::{Operands, fetch_nanos, move_nanos, run_nanos};
 use crate::free::place_frees;
-use crate::part::{Part, WeightKey, computations, local_type, parts};
+use crate::graphs::Graphs;
+use crate::part::local_type;
 use crate::target::Batch;
 use crate::task::Task;
 use crate::window::{Window, aligned};
 
-/// The program of a placed graph for one kind of batch; causes are added to the plan's.
-///
-/// GPUs fetch weights to windows of `window_bytes`.
+/// The program of placed graphs for one kind of batch; causes are added to the plan's.
 pub(crate) fn schedule(
     task: &Task<'_>,
-    graph: &PlacedGraph,
+    graphs: &Graphs,
     bound: &Bound,
     batch: &Batch,
-    window_bytes: u64,
     causes: &mut Causes,
 ) -> Result<Program> {
+    let graph = graphs.placed.of(batch.phase);
+    let parts = bound.parts.of(batch.phase);
     let mut draft = Draft {
         task,
-        bound,
         batch,
         lanes: BTreeMap::new(),
         lane_of: Table::default(),
@@ -49,26 +47,15 @@ pub(crate) fn schedule(
         held: graph.values().ids().map(|_| Vec::new()).collect(),
         collectives: 0,
     };
-    draft.plan_fetches(graph, window_bytes, causes)?;
-    for (_, node) in graph.nodes() {
+    draft.plan_fetches(graph, parts, graphs.window_bytes, causes)?;
+    for (id, node) in graph.nodes() {
         let cause = causes.add(&node.work.cause);
         match &node.work.work {
-            Work::Compute(op) => draft.compute(graph, node, op, cause)?,
+            Work::Compute(_) => draft.compute(graph, node, &parts[id], cause)?,
             Work::Move(movement) => draft.movement(graph, node, movement, cause)?,
         }
     }
     Ok(draft.finish(graph.outputs()[0]))
-}
-
-/// The devices that compute with weights of their own.
-fn computing_nodes(task: &Task<'_>, graph: &PlacedGraph) -> Table<DeviceId, bool> {
-    let mut computing = task.per_device(false);
-    for (node, op) in computations(graph) {
-        if node.work.home.is_none() && op.takes_fetched() {
-            node.work.layouts[0].devices.iter().for_each(|&device| computing[device] = true);
-        }
-    }
-    computing
 }
 
 /// The causes of a plan, each once.
@@ -91,7 +78,6 @@ impl Causes {
 /// A program while its steps are being added.
 struct Draft<'a> {
     task: &'a Task<'a>,
-    bound: &'a Bound,
     batch: &'a Batch,
     /// Number of each lane that has a step; numbers are given in order of first use.
     lanes: BTreeMap<(DeviceId, Queue), usize>,
@@ -123,7 +109,7 @@ struct Wanted {
     name: String,
     cause: CauseId,
     /// Those that are not under way, each with the time it takes.
-    weights: VecDeque<(WeightKey, f64)>,
+    weights: VecDeque<(Fetched, f64)>,
     /// Buffers of those that are.
     buffers: Vec<BufferId>,
 }
@@ -133,41 +119,31 @@ impl Draft<'_> {
     fn plan_fetches(
         &mut self,
         graph: &PlacedGraph,
+        parts: &Table<NodeId, Vec<BoundPart>>,
         window_bytes: u64,
         causes: &mut Causes,
     ) -> Result<()> {
-        let computing = computing_nodes(self.task, graph);
-        for (node, op) in computations(graph).filter(|(node, _)| node.work.home.is_some()) {
-            for part in parts(self.task, node, op)? {
-                let weights: VecDeque<(WeightKey, f64)> = part
-                    .fetched()
-                    .map(|key| {
-                        let is_shared = computing[key.device];
-                        let bytes = key.packed_bytes(self.task);
-                        let nanos = fetch_nanos(
-                            self.task.target,
-                            key.device,
-                            part.device,
-                            bytes,
-                            is_shared,
-                        )?;
-                        Ok((key, nanos))
-                    })
-                    .collect::<Result<_>>()?;
-                if weights.is_empty() {
-                    continue;
-                }
+        let computing = self.computing(parts);
+        for (id, node) in graph.nodes() {
+            for part in parts[id].iter().filter(|part| !part.fetched.is_empty()) {
+                let nanos = |fetched: &Fetched| {
+                    let (home, bytes) = (fetched.home, self.bytes(fetched));
+                    fetch_nanos(self.task.target, home, part.device, bytes, computing[home])
+                };
+                let weights =
+                    part.fetched.iter().map(|fetched| Ok((fetched.clone(), nanos(fetched)?)));
+                let wanted = Wanted {
+                    name: node.name.clone(),
+                    cause: causes.add(&node.work.cause),
+                    weights: weights.collect::<Result<_>>()?,
+                    buffers: Vec::new(),
+                };
                 let fetcher = self.fetchers.entry(part.device).or_insert_with(|| Fetcher {
                     window: Window::new(window_bytes),
                     waiting: VecDeque::new(),
                     arriving: VecDeque::new(),
                 });
-                fetcher.waiting.push_back(Wanted {
-                    name: node.name.clone(),
-                    cause: causes.add(&node.work.cause),
-                    weights,
-                    buffers: Vec::new(),
-                });
+                fetcher.waiting.push_back(wanted);
             }
         }
         let devices: Vec<DeviceId> = self.fetchers.keys().copied().collect();
@@ -177,45 +153,57 @@ impl Draft<'_> {
         Ok(())
     }
 
+    /// The devices that compute with matrices of their own.
+    fn computing(&self, parts: &Table<NodeId, Vec<BoundPart>>) -> Table<DeviceId, bool> {
+        let mut computing = self.task.per_device(false);
+        for part in parts.rows().iter().flatten() {
+            computing[part.device] |= part.op.takes_fetched() && part.fetched.is_empty();
+        }
+        computing
+    }
+
     /// Starts the fetches that the window has room for.
     fn fetch(&mut self, device: DeviceId) {
-        loop {
-            let Some(fetcher) = self.fetchers.get_mut(&device) else { return };
+        while let Some(fetcher) = self.fetchers.get_mut(&device) {
             let Some(wanted) = fetcher.waiting.front_mut() else { return };
-            let Some(&(key, nanos)) = wanted.weights.front() else {
+            let extent = self.batch.extent;
+            if wanted.buffers.is_empty() {
+                let bytes =
+                    wanted.weights.iter().map(|(fetched, _)| aligned(fetched.ty.bytes(extent)));
+                fetcher.window.begin(bytes.sum());
+            }
+            let Some((fetched, nanos)) = wanted.weights.front().cloned() else {
                 let wanted = fetcher.waiting.pop_front().expect("it was just looked at");
                 fetcher.arriving.push_back(wanted.buffers);
                 continue;
             };
-            if wanted.buffers.is_empty() {
-                let bytes =
-                    wanted.weights.iter().map(|(key, _)| aligned(key.packed_bytes(self.task)));
-                fetcher.window.begin(bytes.sum());
-            }
-            let Some((offset, after)) = fetcher.window.place(key.packed_bytes(self.task)) else {
+            let Some((offset, after)) = fetcher.window.place(fetched.ty.bytes(extent)) else {
                 return;
             };
-            let ty = key.packed_type(self.task);
-            let buffer = self.buffers.push(Buffer { device, ty });
+            let buffer = self.buffers.push(Buffer { device, ty: fetched.ty });
             self.uses.push(Vec::new());
             wanted.buffers.push(buffer);
             wanted.weights.pop_front();
             let (name, cause) = (wanted.name.clone(), wanted.cause);
-            let action = Action::Fetch { weight: self.bound.weight(&key), offset };
+            let action = Action::Fetch { weight: fetched.weight, offset };
             let lane = (device, Queue::Copy);
             let step = self.step(&name, lane, action, Vec::new(), vec![buffer], nanos, cause);
             self.after[step].extend(after);
         }
     }
 
+    fn bytes(&self, fetched: &Fetched) -> u64 {
+        fetched.ty.bytes(self.batch.extent)
+    }
+
     fn compute(
         &mut self,
         graph: &PlacedGraph,
         node: &Node<Placed>,
-        op: &Op,
+        parts: &[BoundPart],
         cause: CauseId,
     ) -> Result<()> {
-        for (member, part) in parts(self.task, node, op)?.into_iter().enumerate() {
+        for (member, part) in parts.iter().enumerate() {
             let device = part.device;
             let mut reads: Vec<BufferId> =
                 part.reads.iter().map(|&input| self.buffer(node.inputs[input], device)).collect();
@@ -226,19 +214,15 @@ impl Draft<'_> {
                 .map(|(&value, layout)| self.new_buffer(graph, value, layout, member))
                 .collect();
             let operands = Operands {
-                weights: part
-                    .weights
-                    .iter()
-                    .map(|key| (key.format, key.shape(self.task)))
-                    .collect(),
+                weights: &part.weights,
                 reads: reads.iter().map(|&buffer| self.buffers[buffer].ty.clone()).collect(),
                 writes: writes.iter().map(|&buffer| self.buffers[buffer].ty.clone()).collect(),
-                is_fetched: part.fetched().next().is_some(),
+                is_fetched: !part.fetched.is_empty(),
             };
             let nanos = run_nanos(self.task.target, device, &part.op, &operands, self.batch)?;
-            let fetched = self.arrived(&part);
+            let fetched = self.arrived(part);
             reads.extend(&fetched);
-            let action = Action::Run(self.bound.op(&part));
+            let action = Action::Run(part.op.clone());
             let lane = (device, Queue::Compute);
             let step = self.step(&node.name, lane, action, reads, writes, nanos, cause);
             if let Some(fetcher) = self.fetchers.get_mut(&device).filter(|_| !fetched.is_empty()) {
@@ -250,8 +234,8 @@ impl Draft<'_> {
     }
 
     /// The buffers that the fetched weights of a part are in.
-    fn arrived(&mut self, part: &Part) -> Vec<BufferId> {
-        if part.fetched().next().is_none() {
+    fn arrived(&mut self, part: &BoundPart) -> Vec<BufferId> {
+        if part.fetched.is_empty() {
             return Vec::new();
         }
         let fetcher = self.fetchers.get_mut(&part.device);

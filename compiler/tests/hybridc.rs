@@ -149,6 +149,12 @@ fn bad_input_is_refused_with_one_line() {
         (compile(&["--max-sequences", "0"]), "max-sequences is 0"),
         (compile(&["--objective", "fun"]), "unknown objective \"fun\""),
         (compile(&["--without", "numa0", "--without", "numa1"]), "no device is left"),
+        (compile(&["--contxt", "9"]), "a similar argument exists: '--context'"),
+        (compile(&["--context", "many"]), "invalid value 'many' for '--context <N>'"),
+        (compile(&["--pipeline", "numa0", "--tensor-parallel", "numa1"]), "cannot be used with"),
+        (refusal(&folder, &["compile"]), "not provided: <CHECKPOINT>"),
+        (refusal(&folder, &["compil", demo]), "unrecognized subcommand 'compil'"),
+        (refusal(&folder, &[]), "nothing is asked for; --help lists what can be"),
     ];
     for (line, part) in cases {
         assert!(line.contains(part), "no {part:?} in {line}");

@@ -5,6 +5,7 @@
 
 #![warn(missing_docs)]
 
+pub mod asked;
 pub mod check;
 pub mod dag;
 mod fingerprint;

@@ -1,5 +1,6 @@
 //! The machine as data: its devices, what lies between them and how fast they are.
 
+use anyhow::{Context as _, Result};
 use serde::{Deserialize, Serialize};
 
 use crate::id::{DeviceId, Table};
@@ -38,8 +39,22 @@ pub struct Device {
     pub kind: DeviceKind,
     /// Memory that plans may fill.
     pub memory_bytes: u64,
+    /// Data caches of its processors, the nearest first; none for a GPU. For people: no price depends on them.
+    #[serde(default)]
+    pub cpu_caches: Vec<CpuCache>,
     /// How fast it is.
     pub rates: Rates,
+}
+
+/// One level of a NUMA device's data caches.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CpuCache {
+    /// 1 is the nearest to a core.
+    pub level: u32,
+    /// Bytes of each cache of this level.
+    pub bytes: u64,
+    /// Caches of this level that the device's processors use, be it together with those of other devices.
+    pub count: u32,
 }
 
 /// What a device is.
@@ -124,6 +139,21 @@ pub struct Link {
 }
 
 impl Machine {
+    /// Reads a machine file.
+    pub fn from_ron(text: &str) -> Result<Self> {
+        ron::from_str(text).context("not a machine")
+    }
+
+    /// Writes a machine file; the same machine gives the same bytes.
+    pub fn to_ron(&self) -> Result<String> {
+        let style = ron::ser::PrettyConfig::new()
+            .depth_limit(6)
+            .struct_names(false)
+            .indentor("  ")
+            .new_line("\n");
+        Ok(ron::ser::to_string_pretty(self, style)? + "\n")
+    }
+
     /// The device of that name.
     pub fn device(&self, name: &str) -> Option<DeviceId> {
         self.devices.iter().find(|(_, device)| device.name == name).map(|(id, _)| id)

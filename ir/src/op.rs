@@ -248,7 +248,37 @@ pub fn unscaled_frequencies(base: f64, dims: u32) -> Vec<f32> {
     (0..dims / 2).map(|i| 1.0 / base.powf((2 * i) as f32 / dims as f32)).collect()
 }
 
+/// What an operation multiplies, where that is what its time goes to.
+#[derive(Clone, Copy, Debug)]
+pub enum Products<'a> {
+    /// Activations with matrices.
+    Linear(&'a Linear),
+    /// Queries with keys, and weights with values.
+    Attention(&'a Attention),
+    /// Activations with the matrices of the experts that were chosen for them.
+    Experts(&'a Experts),
+}
+
 impl Op {
+    /// Its products; `None` where it streams activations, with a few operations for each element.
+    pub fn products(&self) -> Option<Products<'_>> {
+        match self {
+            Op::Linear(linear) => Some(Products::Linear(linear)),
+            Op::Attention(attention) => Some(Products::Attention(attention)),
+            Op::Experts(experts) => Some(Products::Experts(experts)),
+            Op::Embed { .. }
+            | Op::AddPosition { .. }
+            | Op::Norm(_)
+            | Op::Activate(_)
+            | Op::Gate(_)
+            | Op::Add
+            | Op::SigmoidGate
+            | Op::Route { .. }
+            | Op::SelectRows
+            | Op::SoftCap { .. } => None,
+        }
+    }
+
     /// Every weight the operation reads, in a fixed order.
     pub fn weights(&self) -> Vec<WeightId> {
         let mut weights = Vec::new();
@@ -292,20 +322,7 @@ impl Op {
 
     /// Whether its matrices may come from another device: the rest needs few rows, or none.
     pub fn takes_fetched(&self) -> bool {
-        match self {
-            Op::Linear(_) | Op::Experts(_) => true,
-            Op::Embed { .. }
-            | Op::AddPosition { .. }
-            | Op::Norm(_)
-            | Op::Attention(_)
-            | Op::Activate(_)
-            | Op::Gate(_)
-            | Op::Add
-            | Op::SigmoidGate
-            | Op::Route { .. }
-            | Op::SelectRows
-            | Op::SoftCap { .. } => false,
-        }
+        matches!(self.products(), Some(Products::Linear(_) | Products::Experts(_)))
     }
 
     /// The cache the operation reads and appends to.

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use anyhow::{Context as _, Result, ensure};
 use serde::{Deserialize, Serialize};
 
+use crate::asked::Asked;
 use crate::graph::Cause;
 use crate::id::{
     BufferId, CacheId, CauseId, CollectiveId, DeviceId, FileId, RopeId, StepId, Table, WeightId,
@@ -18,7 +19,7 @@ use crate::tensor::{DType, Extent, Format, TensorType};
 use crate::weight::Source;
 
 /// Raised whenever a field changes meaning; other plans are refused.
-pub const VERSION: u32 = 2;
+pub const VERSION: u32 = 3;
 
 /// Fetched weights begin at multiples of this: what vendor libraries ask of a matrix.
 pub const FETCH_ALIGNMENT: u64 = 256;
@@ -30,6 +31,8 @@ pub struct Plan {
     pub version: u32,
     /// What is run.
     pub model: ModelInfo,
+    /// What was asked of the compiler.
+    pub asked: Asked,
     /// The machine it was made for.
     pub machine: Machine,
     /// Files that weights are read from.
@@ -277,13 +280,17 @@ impl Plan {
             version: u32,
         }
         let options = ron::Options::default().with_recursion_limit(64);
-        let head: Head = options.from_str(text).context("not a plan")?;
+        let read: Result<Self, _> = options.from_str(text);
+        let version = match &read {
+            Ok(plan) => plan.version,
+            // A plan of another version need not have the fields of this one.
+            Err(_) => options.from_str::<Head>(text).map_or(VERSION, |head| head.version),
+        };
         ensure!(
-            head.version == VERSION,
-            "the plan has version {}, this build reads version {VERSION}: compile it again",
-            head.version
+            version == VERSION,
+            "the plan has version {version}, this build reads version {VERSION}: compile it again"
         );
-        options.from_str(text).context("not a plan")
+        read.context("not a plan")
     }
 
     /// Bytes that a weight takes at home; at most `u64::MAX`, and 0 where it has no home.

@@ -4,7 +4,8 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 source .ci/packages
 
-cargo build --release --locked -p compiler -p executor
+# The whole workspace's programs: these share features, and so builds, with tests/run.sh.
+cargo build --release --locked --workspace --bins
 programs="${CARGO_TARGET_DIR:-target}/release"
 plan="${CARGO_TARGET_DIR:-target}/demo.plan.ron"
 "$programs/hybridc" compile models/demo/model.safetensors -o "$plan"

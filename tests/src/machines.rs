@@ -82,6 +82,7 @@ pub fn h200(gpu_bytes: u64) -> Machine {
         name: "gpu0".into(),
         kind: DeviceKind::Gpu { ordinal: 0, reserved_bytes: 640 << 20, library_bytes: 64 << 20 },
         memory_bytes: gpu_bytes,
+        cpu_caches: Vec::new(),
         // Steps of a captured graph.
         rates: rates(3.7e12, &[(512, 664e12), (2048, 791e12)], 2e3, 411e12, 1.0),
     };
@@ -89,6 +90,7 @@ pub fn h200(gpu_bytes: u64) -> Machine {
         name: "numa0".into(),
         kind: DeviceKind::Numa { node: 0, cpus: (0..16).collect() },
         memory_bytes: 120 << 30,
+        cpu_caches: Vec::new(),
         rates: rates(110e9, &[(64, 8e12), (512, 10e12)], 2e3, 1e12, 97.0 / 110.0),
     };
     let mut machine = linked(vec![gpu, host]);
@@ -104,6 +106,7 @@ pub fn gpu(ordinal: u32, memory_bytes: u64) -> Device {
         name: format!("gpu{ordinal}"),
         kind: DeviceKind::Gpu { ordinal, reserved_bytes: 0, library_bytes: 0 },
         memory_bytes,
+        cpu_caches: Vec::new(),
         rates: rates(3e12 / SLOWER, 5e3, 3e14 / SLOWER),
     }
 }
@@ -114,6 +117,7 @@ pub fn numa(node: u32, memory_bytes: u64) -> Device {
         name: format!("numa{node}"),
         kind: DeviceKind::Numa { node, cpus: (8 * node..8 * (node + 1)).collect() },
         memory_bytes,
+        cpu_caches: Vec::new(),
         rates: rates(1e11 / SLOWER, 1e3, 2e12 / SLOWER),
     }
 }

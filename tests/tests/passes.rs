@@ -25,7 +25,7 @@ fn passes_make_what_their_files_expect() {
     let count = failures.len();
     assert!(
         failures.is_empty(),
-        "{}\n{count} of the files differ; BLESS=1 cargo test -p tests --test passes writes what comes out",
+        "{}\n{count} of the files differ; BLESS=1 cargo test --release --workspace --test passes writes what comes out",
         failures.join("\n")
     );
 }

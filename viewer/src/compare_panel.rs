@@ -1,10 +1,11 @@
 //! Draws a comparison: layer strips side by side, then what differs as tables.
 
-use egui::{Align2, FontId, Rect, RichText, Sense, Stroke, StrokeKind, Ui, pos2, vec2};
+use egui::{Color32, FontId, Rect, RichText, Sense, Stroke, StrokeKind, Ui, pos2, vec2};
 
 use crate::compare::{Comparison, Difference};
 use crate::quantity;
-use crate::scene::Scene;
+use crate::scene::{Block, Scene};
+use crate::text::legend_entry;
 use crate::theme;
 use crate::view::{Selection, View};
 
@@ -33,12 +34,10 @@ pub fn show(ui: &mut Ui, scene: &Scene, other: Option<Other<'_>>, view: &mut Vie
     };
     egui::ScrollArea::vertical().auto_shrink(false).show(ui, |ui| {
         let program = view.program(scene).map(|program| program.name.clone()).unwrap_or_default();
-        ui.horizontal(|ui| {
+        ui.horizontal_wrapped(|ui| {
             ui.strong(format!("Where the layers of {program} run"));
             for (number, device) in scene.devices.iter().enumerate() {
-                let (rect, _) = ui.allocate_exact_size(vec2(12.0, 12.0), Sense::hover());
-                ui.painter().rect_filled(rect, 2.0, theme::device(scene, number));
-                ui.small(&device.name);
+                legend_entry(ui, theme::device(scene, number), &device.name);
             }
         });
         strip(ui, scene, scene, other.first_title, &program, view);
@@ -77,6 +76,9 @@ fn strip(ui: &mut Ui, first: &Scene, scene: &Scene, title: &str, program: &str, 
     let (rect, response) =
         ui.allocate_exact_size(vec2(ui.available_width() - 8.0, 34.0), Sense::click());
     let count = program.blocks.len().max(1) as f32;
+    // Numbers take up to 20 points; where cells are narrower every second, fifth or tenth has one.
+    let labelled = [1, 2, 5, 10, 20, 50].into_iter();
+    let labelled = labelled.clone().find(|&every| rect.width() / count * every as f32 >= 20.0);
     let clicked = response.interact_pointer_pos().filter(|_| response.clicked());
     for (number, block) in program.blocks.iter().enumerate() {
         let left = rect.left() + rect.width() * number as f32 / count;
@@ -86,7 +88,7 @@ fn strip(ui: &mut Ui, first: &Scene, scene: &Scene, title: &str, program: &str, 
         for (part, &device) in block.devices.iter().enumerate() {
             let name = scene.device_name(device);
             let known = first.devices.iter().position(|device| device.name == name);
-            let color = known.map_or(egui::Color32::GRAY, |device| theme::device(first, device));
+            let color = known.map_or(Color32::GRAY, |device| theme::device(first, device));
             let top = cell.top() + cell.height() * part as f32 / parts;
             let height = cell.height() / parts;
             ui.painter().rect_filled(
@@ -95,18 +97,12 @@ fn strip(ui: &mut Ui, first: &Scene, scene: &Scene, title: &str, program: &str, 
                 color,
             );
         }
-        if cell.width() > 18.0 {
-            let text = block.number.map_or_else(
-                || block.title().chars().take(3).collect(),
-                |number| number.to_string(),
-            );
-            ui.painter().text(
-                cell.center(),
-                Align2::CENTER_CENTER,
-                text,
-                FontId::proportional(11.0),
-                egui::Color32::BLACK,
-            );
+        name_cell(ui, cell, block, labelled);
+        if response.hover_pos().is_some_and(|at| cell.contains(at)) {
+            let devices: Vec<String> =
+                block.devices.iter().map(|&device| scene.device_name(device)).collect();
+            let text = format!("{} on {}", block.title(), devices.join(" + "));
+            response.clone().on_hover_text_at_pointer(text);
         }
         let Some(same) = home.iter().position(|other| other.name == block.name) else { continue };
         if matches!(view.selection, Selection::Blocks(from, to) if (from..=to).contains(&same)) {
@@ -124,6 +120,34 @@ fn strip(ui: &mut Ui, first: &Scene, scene: &Scene, title: &str, program: &str, 
     ui.add_space(4.0);
 }
 
+/// Writes the block's number, should it be one of each `labelled`, or what fits of its name in whole words.
+fn name_cell(ui: &Ui, cell: Rect, block: &Block, labelled: Option<u32>) {
+    let galley = |text: &str| {
+        let font = FontId::proportional(11.0);
+        ui.painter().layout_no_wrap(text.to_owned(), font, Color32::BLACK)
+    };
+    let name = match block.number {
+        Some(number) => {
+            let is_labelled = labelled.is_some_and(|every| number.is_multiple_of(every));
+            is_labelled.then(|| galley(&number.to_string()))
+        }
+        None => {
+            let title = block.title();
+            let words = [title.rsplit('_').next(), title.split('_').next()];
+            let names = std::iter::once(title.as_str()).chain(words.into_iter().flatten());
+            names.map(galley).find(|name| name.size().x <= cell.width() - 2.0)
+        }
+    };
+    let Some(name) = name else { return };
+    let place = Rect::from_center_size(cell.center(), name.size());
+    if block.devices.len() > 1 {
+        // Text across stripes of several colors is hard to read.
+        let plate = Color32::from_white_alpha(170);
+        ui.painter().rect_filled(place.expand2(vec2(1.0, 0.0)), 2.0, plate);
+    }
+    ui.painter().galley(place.min, name, Color32::BLACK);
+}
+
 fn table(
     ui: &mut Ui,
     title: &str,
@@ -137,7 +161,8 @@ fn table(
     ui.add_space(6.0);
     ui.strong(title);
     egui::Grid::new(title).num_columns(4).striped(true).spacing([24.0, 4.0]).show(ui, |ui| {
-        for text in ["", first, second, "change"] {
+        let has_changes = rows.iter().any(|row| row.change.is_some());
+        for text in ["", first, second, if has_changes { "change" } else { "" }] {
             ui.label(RichText::new(text).small().color(theme::weak(ui)));
         }
         ui.end_row();

@@ -1,6 +1,7 @@
 //! A plan and a trace read from files, with all that is wrong with them.
 
-use std::fs;
+use std::fs::{self, File};
+use std::io::Read as _;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
@@ -91,8 +92,9 @@ pub fn scene(plan: &Plan, trace: Option<&Trace>, fingerprint: u64) -> Scene {
 
 /// Whether a file holds a trace rather than a plan, by its first lines.
 pub fn is_trace(path: &Path) -> bool {
-    let head =
-        fs::read(path).map(|bytes| bytes[..bytes.len().min(4096)].to_vec()).unwrap_or_default();
+    let mut head = Vec::new();
+    // What cannot be read is not a trace; opening it as a plan says why.
+    let _ = File::open(path).and_then(|file| file.take(4096).read_to_end(&mut head));
     let head = String::from_utf8_lossy(&head);
     !head.contains("model:") && head.contains("runs:")
 }

@@ -49,7 +49,7 @@ struct Arguments {
 }
 
 fn main() -> ExitCode {
-    match run(Arguments::parse()) {
+    match command_line::parse().and_then(run) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("error: {error:#}");
@@ -82,6 +82,7 @@ fn run(arguments: Arguments) -> Result<()> {
     let options = eframe::NativeOptions {
         viewport: egui::ViewportBuilder::default()
             .with_inner_size(arguments.size)
+            .with_min_inner_size([800.0, 500.0])
             .with_drag_and_drop(true),
         ..eframe::NativeOptions::default()
     };
@@ -94,7 +95,7 @@ fn run(arguments: Arguments) -> Result<()> {
     // The error of the window system is not `Sync`.
     eframe::run_native("hybrid-viewer", options, create)
         .map_err(|error| anyhow!("{error}"))
-        .context("opening a window")
+        .context("opening a window; --screenshot needs none")
 }
 
 /// Turns to the panel, program and selection that were asked for.

@@ -4,6 +4,7 @@ use egui::{Align2, Color32, FontId, Mesh, Rect, Sense, Stroke, StrokeKind, Ui, p
 
 use crate::quantity;
 use crate::scene::{Curve, Device, Scene};
+use crate::text::legend_entry;
 use crate::theme;
 use crate::view::{Selection, View};
 
@@ -23,7 +24,7 @@ pub fn show(ui: &mut Ui, scene: &Scene, view: &mut View) {
         _ => "the predicted run".to_owned(),
     };
     let curves = measured.or(planned).unwrap_or_default();
-    ui.horizontal(|ui| {
+    ui.horizontal_wrapped(|ui| {
         ui.label(format!(
             "Left: all bytes of each device. Right: its buffers over {what}, enlarged."
         ));
@@ -33,9 +34,7 @@ pub fn show(ui: &mut Ui, scene: &Scene, view: &mut View) {
             (ACTIVATIONS, "activations"),
             (STAGING, "staging"),
         ] {
-            let (rect, _) = ui.allocate_exact_size(vec2(12.0, 12.0), Sense::hover());
-            ui.painter().rect_filled(rect, 2.0, color);
-            ui.small(name);
+            legend_entry(ui, color, name);
         }
     });
     let height = (ui.available_height() / scene.devices.len().max(1) as f32).clamp(74.0, 170.0);
@@ -119,27 +118,28 @@ fn draw_whole(ui: &Ui, scene: &Scene, number: usize, device: &Device, rect: Rect
         Stroke::new(1.0, theme::device(scene, number)),
         StrokeKind::Inside,
     );
-    let part = |name: &str, bytes: u64| match bytes {
-        0 => String::new(),
-        bytes => format!(" · {name} {}", quantity::bytes(bytes)),
-    };
-    let fetched = part("fetched weights up to", device.fetch_bytes);
-    let scratch = part("scratch", device.scratch_bytes);
-    let parts = format!(
-        "weights {} · KV cache {} · buffers up to {}{fetched}{scratch} · free {}",
-        quantity::bytes(device.weight_bytes),
-        quantity::bytes(device.cache_bytes),
-        quantity::bytes(device.buffer_bytes),
-        quantity::bytes(device.free_bytes())
-    );
-    crate::text::text_within(
-        ui,
-        &painter,
-        pos2(bar.left(), bar.bottom() + 11.0),
-        bar.width(),
-        &parts,
-        theme::weak(ui),
-    );
+    let parts = [
+        ("weights", Some(device.weight_bytes)),
+        ("KV cache", Some(device.cache_bytes)),
+        ("buffers up to", Some(device.buffer_bytes)),
+        ("fetched weights up to", Some(device.fetch_bytes).filter(|&bytes| bytes > 0)),
+        ("scratch", Some(device.scratch_bytes).filter(|&bytes| bytes > 0)),
+        ("free", Some(device.free_bytes())),
+    ];
+    // Lines break between parts only.
+    let parts: Vec<String> = parts
+        .into_iter()
+        .filter_map(|(part, bytes)| Some(format!("{part} {}", quantity::bytes(bytes?))))
+        .map(|part| part.replace(' ', "\u{a0}"))
+        .collect();
+    let parts = parts.join(" · ");
+    let top = pos2(bar.left(), bar.bottom() + 4.0);
+    let font = FontId::proportional(11.0);
+    let mut job = egui::text::LayoutJob::simple(parts, font, theme::weak(ui), bar.width());
+    // As many lines as the row has room for.
+    job.wrap.max_rows = ((rect.bottom() - top.y) / 13.0).max(1.0) as usize;
+    let galley = ui.fonts_mut(|fonts| fonts.layout_job(job));
+    painter.galley(top, galley, theme::weak(ui));
 }
 
 /// Buffers over time: staging below, activations above it.

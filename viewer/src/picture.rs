@@ -1,7 +1,5 @@
 //! The window drawn without a window: PNG and SVG files.
 
-use std::fs;
-use std::io::BufWriter;
 use std::path::Path;
 
 use anyhow::{Context as _, Result};
@@ -72,14 +70,15 @@ fn frames(
 /// Writes pixels as a PNG file.
 pub fn save_png(path: &Path, image: &ColorImage) -> Result<()> {
     let writing = || format!("writing {}", path.display());
-    let file = fs::File::create(path).with_context(writing)?;
+    let mut file = Vec::new();
     let [width, height] = image.size.map(|size| size as u32);
-    let mut encoder = png::Encoder::new(BufWriter::new(file), width, height);
+    let mut encoder = png::Encoder::new(&mut file, width, height);
     encoder.set_color(png::ColorType::Rgb);
     encoder.set_compression(png::Compression::High);
     let pixels: Vec<u8> =
         image.pixels.iter().flat_map(|pixel| [pixel.r(), pixel.g(), pixel.b()]).collect();
     let mut writer = encoder.write_header().with_context(writing)?;
     writer.write_image_data(&pixels).with_context(writing)?;
-    writer.finish().with_context(writing)
+    writer.finish().with_context(writing)?;
+    command_line::write(path, &file)
 }

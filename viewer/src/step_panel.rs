@@ -14,8 +14,8 @@ const ROW_HEIGHT: f32 = 18.0;
 
 /// Columns with their titles and shares of the width.
 const COLUMNS: [(Column, &str, f32); 10] = [
-    (Column::Number, "step", 0.05),
-    (Column::Name, "layer", 0.24),
+    (Column::Number, "step", 0.06),
+    (Column::Name, "layer", 0.23),
     (Column::Verb, "operation", 0.11),
     (Column::Device, "device", 0.08),
     (Column::Format, "format", 0.06),
@@ -33,7 +33,7 @@ pub fn show(ui: &mut Ui, scene: &Scene, view: &mut View) {
         return;
     };
     let rows = sorted(scene, program, view);
-    ui.horizontal(|ui| {
+    ui.horizontal_wrapped(|ui| {
         let label = ui.label("Filter");
         let edit = egui::TextEdit::singleline(&mut view.filter);
         let edit = edit.desired_width(220.0).hint_text("layer, operation or device");
@@ -90,12 +90,20 @@ fn sum_text(program: &Program, rows: &[usize]) -> String {
     format!("predicted {}{}", quantity::nanos(predicted as f64), measured.unwrap_or_default())
 }
 
+/// The columns that a row has room for, with their cells.
 fn columns(rect: Rect) -> impl Iterator<Item = (Column, &'static str, Rect)> {
+    /// Below this, numbers of ten columns are cut.
+    const ALL_WIDTH: f32 = 640.0;
+    let is_shown = move |column: Column| {
+        rect.width() >= ALL_WIDTH || !matches!(column, Column::Format | Column::Flops)
+    };
+    let shown = COLUMNS.into_iter().filter(move |(column, ..)| is_shown(*column));
+    let whole: f32 = shown.clone().map(|(_, _, share)| share).sum();
     let mut left = rect.left();
-    COLUMNS.into_iter().map(move |(column, title, share)| {
-        let cell =
-            Rect::from_min_size(pos2(left, rect.top()), vec2(rect.width() * share, rect.height()));
-        left += rect.width() * share;
+    shown.map(move |(column, title, share)| {
+        let width = rect.width() * share / whole;
+        let cell = Rect::from_min_size(pos2(left, rect.top()), vec2(width, rect.height()));
+        left += width;
         (column, title, cell)
     })
 }
@@ -127,11 +135,11 @@ fn header(ui: &mut Ui, view: &mut View) {
             _ => "",
         };
         let color = if response.hovered() { theme::strong(ui) } else { theme::weak(ui) };
-        ui.painter().text(
+        ui.painter().with_clip_rect(cell.intersect(ui.clip_rect())).text(
             cell.left_center() + vec2(4.0, 0.0),
             Align2::LEFT_CENTER,
             format!("{title}{arrow}"),
-            FontId::proportional(12.5),
+            FontId::proportional(12.0),
             color,
         );
     }

@@ -1,6 +1,6 @@
-//! One line of text where there is little room.
+//! Text where there is little room.
 
-use egui::{Color32, FontId, Pos2, Ui, vec2};
+use egui::{Color32, FontId, Pos2, Rect, Sense, TextStyle, Ui, pos2, vec2};
 
 /// One line of small text, cut at `width`.
 pub fn text_within(
@@ -11,7 +11,8 @@ pub fn text_within(
     text: &str,
     color: Color32,
 ) {
-    if width < 14.0 {
+    // Less room shows a letter or two, which say nothing.
+    if width < 22.0 {
         return;
     }
     let mut job = egui::text::LayoutJob::simple_singleline(
@@ -22,4 +23,19 @@ pub fn text_within(
     job.wrap = egui::text::TextWrapping::truncate_at_width(width);
     let galley = ui.fonts_mut(|fonts| fonts.layout_job(job));
     painter.galley(left_center - vec2(0.0, galley.size().y / 2.0), galley, color);
+}
+
+/// A patch of color and its meaning, which stay together where lines wrap.
+pub fn legend_entry(ui: &mut Ui, color: Color32, meaning: &str) {
+    const PATCH: f32 = 12.0;
+    const GAP: f32 = 6.0;
+    let font = TextStyle::Small.resolve(ui.style());
+    let text_color = ui.visuals().text_color();
+    let galley = ui.painter().layout_no_wrap(meaning.to_owned(), font, text_color);
+    let size = vec2(PATCH + GAP + galley.size().x, galley.size().y.max(PATCH));
+    let (rect, _) = ui.allocate_exact_size(size, Sense::hover());
+    let patch = pos2(rect.left(), rect.center().y - PATCH / 2.0);
+    ui.painter().rect_filled(Rect::from_min_size(patch, vec2(PATCH, PATCH)), 2.0, color);
+    let text = pos2(patch.x + PATCH + GAP, rect.center().y - galley.size().y / 2.0);
+    ui.painter().galley(text, galley, text_color);
 }

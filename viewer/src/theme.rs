@@ -72,8 +72,9 @@ pub fn device(scene: &Scene, device: usize) -> Color32 {
     let Some(row) = scene.devices.get(device) else { return Color32::GRAY };
     let alike = scene.devices[..device].iter().filter(|other| other.is_gpu == row.is_gpu).count();
     let palette = if row.is_gpu { WARM } else { COOL };
+    // Each round of the palette is paler than the one before.
     let round = (alike / palette.len()) as f32;
-    palette[alike % palette.len()].gamma_multiply((1.0 - 0.25 * round).max(0.3)).to_opaque()
+    mix(palette[alike % palette.len()], Color32::WHITE, (0.45 * round).min(0.75))
 }
 
 /// The color of a sort of work.

@@ -115,13 +115,11 @@ fn draw_axis(ui: &Ui, scene: &Scene, view: &View, frame: &Frame, rect: Rect) {
         let x = frame.x(time);
         painter.vline(x, rect.top() + 12.0..=rect.bottom(), line);
         let text = quantity::nanos_in_steps(since, step);
-        painter.text(
-            pos2(x + 3.0, rect.top()),
-            Align2::LEFT_TOP,
-            text,
-            FontId::proportional(11.0),
-            theme::weak(ui),
-        );
+        let galley = painter.layout_no_wrap(text, FontId::proportional(11.0), theme::weak(ui));
+        // A number whose end is cut off is another number.
+        if x + 3.0 + galley.size().x <= frame.bars.right() {
+            painter.galley(pos2(x + 3.0, rect.top()), galley, theme::weak(ui));
+        }
     }
     painter.text(
         rect.left_top(),
@@ -180,7 +178,7 @@ fn draw_runs(ui: &mut Ui, scene: &Scene, view: &mut View, frame: &Frame, rect: R
             ui,
             &painter,
             pos2(left + 4.0, band.center().y),
-            band.right() - left - 6.0,
+            band.right().min(bars.right()) - left - 6.0,
             &text,
             theme::strong(ui),
         );
@@ -289,14 +287,15 @@ fn draw_lane_name(ui: &Ui, scene: &Scene, view: &View, number: usize, row: Rect,
         Rect::from_min_max(pos2(left, row.top()), pos2(row.left() - 4.0, row.bottom()))
             .intersect(ui.clip_rect()),
     );
+    let is_high = row.height() >= 30.0;
     painter.text(
-        pos2(left + 9.0, row.center().y - 6.0),
+        pos2(left + 9.0, row.center().y - if is_high { 6.0 } else { 0.0 }),
         Align2::LEFT_CENTER,
         &lane.name,
         FontId::proportional(12.5),
         theme::strong(ui),
     );
-    let Some(program) = view.program(scene) else { return };
+    let Some(program) = view.program(scene).filter(|_| is_high) else { return };
     if let Some(queue) = program.queues.iter().position(|(lane, _)| *lane == number) {
         let whole = timing.nanos().max(1) as f64;
         let busy = format!("busy {}", quantity::share(timing.busy[queue] as f64 / whole));
@@ -321,7 +320,7 @@ fn draw_idle(ui: &Ui, frame: &Frame, lane: usize, rect: Rect, timing: &Timing, p
         }
         let strip = Rect::from_min_max(pos2(left, rect.bottom() - 3.0), pos2(right, rect.bottom()));
         painter.rect_filled(strip, 0.0, theme::tint(ui, theme::idle(idle.cause), 0.7));
-        let left = left.max(rect.left());
+        let (left, right) = (left.max(rect.left()), right.min(rect.right()));
         if right - left > 50.0 && rect.height() > 10.0 {
             let text = idle_text(program, idle.cause);
             let text = format!("{text}, {}", quantity::nanos((idle.end - idle.start) as f64));
@@ -351,7 +350,13 @@ pub fn idle_text(program: &Program, cause: IdleCause) -> String {
 fn legend(ui: &mut Ui, scene: &Scene) {
     ui.horizontal(|ui| {
         ui.spacing_mut().item_spacing.x = 6.0;
+        // Only what does not push the panel wider.
         let mut chip = |color: Color32, text: &str| {
+            let font = egui::TextStyle::Small.resolve(ui.style());
+            let text_width = ui.painter().layout_no_wrap(text.to_owned(), font, color).size().x;
+            if ui.available_width() < text_width + 34.0 {
+                return;
+            }
             let (rect, _) = ui.allocate_exact_size(vec2(14.0, 4.0), Sense::hover());
             ui.painter().rect_filled(rect, 1.0, color);
             ui.small(text);
@@ -366,7 +371,6 @@ fn legend(ui: &mut Ui, scene: &Scene) {
             color,
             if scene.runs.is_empty() { "critical path" } else { "critical path of the run" },
         );
-        // Only where it does not push the panel wider.
         if ui.available_width() > 420.0 {
             ui.small("· wheel or W S zoom, drag or A D pan, shift-drag adds up, F fits");
         }

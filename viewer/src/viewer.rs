@@ -9,6 +9,8 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::Duration;
 
 use egui::{Key, Modifiers, RichText, Ui, ViewportCommand};
+use ir::asked::Objective;
+use tempfile::TempDir;
 
 use crate::compare::{self, Comparison};
 use crate::document::{Document, is_trace};
@@ -16,7 +18,7 @@ use crate::files::{self, Chosen, Purpose};
 use crate::recent::Recent;
 use crate::scene::Scene;
 use crate::view::{Panel, View};
-use crate::what_if::{Answer, Objective, Question};
+use crate::what_if::{Answer, Question};
 use crate::{
     compare_panel, details_panel, help, keys, memory_panel, placement_panel, search, step_panel,
     theme, timeline_panel,
@@ -44,6 +46,8 @@ pub struct Viewer {
     /// The program that answers what-if questions.
     pub compiler: PathBuf,
     comparison: Option<(usize, Comparison)>,
+    /// Folders of the questions that were asked; they go with the window.
+    answers: Vec<TempDir>,
     chosen: (Sender<Chosen>, Receiver<Chosen>),
     export: Option<(Purpose, PathBuf)>,
     watched: f64,
@@ -54,17 +58,18 @@ impl Viewer {
     pub fn new(document: Option<Document>, compiler: PathBuf) -> Self {
         let view =
             document.as_ref().map_or_else(|| View::new(&Scene::default()), |d| View::new(&d.scene));
-        let objective = document.as_ref().map_or(Objective::Latency, |d| Objective::of(&d.scene));
+        let objective = document.as_ref().map(|document| document.plan.asked.objective);
         Viewer {
             document,
             other: None,
-            objective,
+            objective: objective.unwrap_or_default(),
             view,
             question: None,
             message: None,
             recent: Recent::default(),
             compiler,
             comparison: None,
+            answers: Vec::new(),
             chosen: channel(),
             export: None,
             watched: 0.0,
@@ -77,7 +82,7 @@ impl Viewer {
             Ok(document) => {
                 self.recent.add(plan, trace);
                 self.view = self.view.turn_to(&document.scene);
-                self.objective = Objective::of(&document.scene);
+                self.objective = document.plan.asked.objective;
                 self.document = Some(document);
                 self.comparison = None;
                 self.message = None;
@@ -133,7 +138,7 @@ impl Viewer {
             let scene = &document.scene;
             let view = &mut self.view;
             egui::Panel::right("details")
-                .default_size(310.0)
+                .default_size((ui.available_width() * 0.3).min(310.0))
                 .show(ui, |ui| details_panel::show(ui, scene, view));
             if matches!(view.panel, Panel::Placement | Panel::Steps) {
                 let height = (ui.available_height() * 0.36).max(160.0);

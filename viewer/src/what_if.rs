@@ -2,55 +2,31 @@
 //!
 //! Nothing is decided or priced here: a question becomes a command, its answer is a plan or an error.
 
-use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::mpsc::{Receiver, TryRecvError, channel};
-use std::{env, fs, process, thread};
+use std::{env, thread};
 
 use anyhow::{Context as _, Result, ensure};
 use egui::Pos2;
-use ir::plan::Plan;
-use ir::tensor::Format;
+use ir::asked::{Objective, Request};
 
 use crate::document::Document;
 use crate::scene::Scene;
 use crate::view::Wish;
 
-/// What the compiler is asked to minimise.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Objective {
-    /// Time of one answer.
-    Latency,
-    /// Work of the busiest device.
-    Throughput,
-}
+/// Name of an answer's file.
+const PLAN: &str = "plan.ron";
 
-impl Objective {
-    /// Both.
-    pub const ALL: [Objective; 2] = [Objective::Latency, Objective::Throughput];
-
-    /// As the compiler spells it.
-    pub fn name(self) -> &'static str {
-        match self {
-            Objective::Latency => "latency",
-            Objective::Throughput => "throughput",
-        }
-    }
-
-    /// What a plan seems to be made for: nobody who wants latency takes a placement when another one that was
-    /// priced is faster in prefill and decode.
-    pub fn of(scene: &Scene) -> Self {
-        let Some(chosen) = scene.candidates.first() else { return Objective::Latency };
-        let faster = |nanos: Option<u64>, than: Option<u64>| {
-            nanos.zip(than).is_some_and(|(nanos, than)| nanos < than)
-        };
-        let beaten = scene.candidates.iter().any(|other| {
-            faster(other.prefill_nanos, chosen.prefill_nanos)
-                && faster(other.decode_nanos, chosen.decode_nanos)
-        });
-        if beaten { Objective::Throughput } else { Objective::Latency }
-    }
+/// How a question is asked.
+#[derive(Clone, Copy, Debug)]
+pub struct How {
+    /// What the answer is to minimise.
+    pub objective: Objective,
+    /// The program that was looked at.
+    pub program: usize,
+    /// Where it was asked.
+    pub at: Pos2,
 }
 
 /// A question under way or answered.
@@ -87,25 +63,26 @@ pub fn compiler() -> PathBuf {
 
 impl Question {
     /// Starts the compiler on a wish for a plan; `wake` is called when the answer is there.
+    ///
+    /// `folder` is for the files of this question alone: its answer may be looked at when others are asked.
     pub fn ask(
         compiler: &Path,
         document: &Document,
-        objective: Objective,
-        program: usize,
         wish: &Wish,
-        at: Pos2,
+        how: How,
+        folder: &Path,
         wake: impl FnOnce() + Send + 'static,
     ) -> Self {
+        let How { objective, program, at } = how;
         let title = title(&document.scene, program, wish);
-        let pins = pins(&document.scene, program, wish);
-        let folder = folder();
-        match prepare(document, objective, wish, &pins, &folder) {
+        let pins = pins(document, program, wish);
+        match prepare(document, objective, wish, &pins, folder) {
             Ok(arguments) => {
                 let command = shell_line(compiler, &arguments);
                 let (sender, receiver) = channel();
-                let compiler = compiler.to_owned();
+                let (compiler, plan) = (compiler.to_owned(), folder.join(PLAN));
                 thread::spawn(move || {
-                    let answer = run(&compiler, &arguments, &folder);
+                    let answer = run(&compiler, &arguments, &plan);
                     // The window may have been closed meanwhile: then nobody waits.
                     let _ = sender.send(answer);
                     wake();
@@ -134,7 +111,7 @@ impl Question {
     /// Writes its pins to a file, one a line, as the compiler takes them.
     pub fn save_pins(&self, path: &Path) -> Result<()> {
         let lines: String = self.pins.iter().map(|pin| format!("--pin '{pin}'\n")).collect();
-        fs::write(path, lines).with_context(|| format!("writing {}", path.display()))
+        command_line::write(path, lines.as_bytes())
     }
 }
 
@@ -152,18 +129,10 @@ fn title(scene: &Scene, program: usize, wish: &Wish) -> String {
     }
 }
 
-/// The pin that the wish means, besides those that the plan was made with.
-fn pins(scene: &Scene, program: usize, wish: &Wish) -> Vec<String> {
-    let mut pins = Vec::new();
-    let steps = scene.programs.iter().flat_map(|program| &program.steps);
-    for step in steps {
-        if let Some(pattern) = &step.pin {
-            let pin = format!("{pattern}={}", scene.device_name(step.device));
-            if !pins.contains(&pin) {
-                pins.push(pin);
-            }
-        }
-    }
+/// The pins that the plan was made with, and the one that the wish means.
+fn pins(document: &Document, program: usize, wish: &Wish) -> Vec<String> {
+    let scene = &document.scene;
+    let mut pins = document.plan.asked.pins.clone();
     if let Wish::Move { first, last, device } = wish
         && let Some(blocks) = scene.programs.get(program).and_then(|p| p.blocks.get(*first..=*last))
     {
@@ -181,11 +150,6 @@ fn pins(scene: &Scene, program: usize, wish: &Wish) -> Vec<String> {
         pins.push(format!("{pattern}={}", scene.device_name(*device)));
     }
     pins
-}
-
-/// A folder of this process for machine files and answers.
-fn folder() -> PathBuf {
-    env::temp_dir().join(format!("hybrid-viewer-{}", process::id()))
 }
 
 /// The compiler's arguments, with the machine they name written down.
@@ -214,11 +178,7 @@ fn prepare(
         };
         device.memory_bytes = device.memory_bytes.saturating_mul(factor);
     }
-    fs::create_dir_all(folder).with_context(|| format!("creating {}", folder.display()))?;
-    let text = ron::ser::to_string_pretty(&machine, ron::ser::PrettyConfig::new())
-        .context("writing the machine down")?;
-    fs::write(&machine_path, text)
-        .with_context(|| format!("writing {}", machine_path.display()))?;
+    command_line::write(&machine_path, machine.to_ron()?.as_bytes())?;
 
     let plan_folder = document.plan_path.parent().unwrap_or(Path::new("."));
     let checkpoint = plan_folder.join(&plan.model.folder);
@@ -226,7 +186,7 @@ fn prepare(
         "compile".to_owned(),
         path_text(&checkpoint)?,
         "-o".to_owned(),
-        path_text(&folder.join("plan.ron"))?,
+        path_text(&folder.join(PLAN))?,
         "--machine".to_owned(),
         path_text(&machine_path)?,
         "--context".to_owned(),
@@ -234,17 +194,42 @@ fn prepare(
         "--max-sequences".to_owned(),
         plan.model.max_sequences.to_string(),
         "--objective".to_owned(),
-        objective.name().to_owned(),
+        objective.to_string(),
     ];
     if let Some(prefill) = plan.programs.first() {
         arguments.extend(["--prefill-tokens".to_owned(), prefill.max.tokens.to_string()]);
     }
-    if let Some(cache) = plan.caches.rows().first() {
-        arguments.extend(["--kv-type".to_owned(), cache.dtype.to_string()]);
+    let asked = &plan.asked;
+    let names = |named: &[(String, Option<f64>)]| {
+        let share = |share: &f64| format!(":{share}");
+        let name = |(name, part): &(String, Option<f64>)| {
+            format!("{name}{}", part.as_ref().map(share).unwrap_or_default())
+        };
+        named.iter().map(name).collect::<Vec<_>>().join(",")
+    };
+    match &asked.request {
+        Request::Any => (),
+        Request::Pipeline(stages) => {
+            arguments.extend(["--pipeline".to_owned(), stages.join(",")]);
+        }
+        Request::TensorParallel(members) => {
+            arguments.extend(["--tensor-parallel".to_owned(), names(members)]);
+        }
+        Request::PipelineRanks(ranks) => {
+            arguments.extend(["--pipeline".to_owned(), ranks.to_string()]);
+        }
+        Request::TensorParallelRanks(ranks) => {
+            arguments.extend(["--tensor-parallel".to_owned(), ranks.to_string()]);
+        }
     }
-    arguments.extend(request(document).into_iter().flatten());
-    for (device, format) in formats(plan) {
-        arguments.extend(["--format".to_owned(), format!("{device}={format}")]);
+    if let Some(dtype) = asked.kv_type {
+        arguments.extend(["--kv-type".to_owned(), dtype.to_string()]);
+    }
+    if let Some(bytes) = asked.kv_cache_bytes {
+        arguments.extend(["--kv-cache".to_owned(), bytes.to_string()]);
+    }
+    for format in &asked.formats {
+        arguments.extend(["--format".to_owned(), format.clone()]);
     }
     for pin in pins {
         arguments.extend(["--pin".to_owned(), pin.clone()]);
@@ -255,56 +240,12 @@ fn prepare(
     Ok(arguments)
 }
 
-/// The stages or the split that the plan was asked to have.
-fn request(document: &Document) -> Option<[String; 2]> {
-    let asked = |cause: &ir::graph::Cause| cause.reason == ir::graph::Reason::Requested;
-    document.plan.causes.rows().iter().find(|cause| asked(cause))?;
-    let scene = &document.scene;
-    let blocks = || scene.programs.iter().flat_map(|program| &program.blocks);
-    let names = |devices: &[usize]| {
-        devices.iter().map(|&device| scene.device_name(device)).collect::<Vec<_>>().join(",")
-    };
-    if let Some(shared) = blocks().map(|block| &block.devices).find(|devices| devices.len() > 1) {
-        return Some(["--tensor-parallel".to_owned(), names(shared)]);
-    }
-    let mut stages = Vec::new();
-    for &device in blocks().flat_map(|block| &block.devices) {
-        if !stages.contains(&device) {
-            stages.push(device);
-        }
-    }
-    Some(["--pipeline".to_owned(), names(&stages)])
-}
-
 fn path_text(path: &Path) -> Result<String> {
     let text = path.to_str().with_context(|| format!("{} is not UTF-8", path.display()))?;
     Ok(text.to_owned())
 }
 
-/// Formats in which devices hold their matrices, where that is not how they are stored.
-fn formats(plan: &Plan) -> Vec<(String, Format)> {
-    let mut found: BTreeMap<usize, BTreeMap<Format, u64>> = BTreeMap::new();
-    for weight in plan.weights.rows().iter().filter(|weight| weight.shape.len() > 1) {
-        let stored = weight.sources.first().map(|source| Format::from(source.dtype));
-        let elements: u64 =
-            weight.shape.iter().map(|&size| u64::from(size)).fold(1, u64::saturating_mul);
-        if stored != Some(weight.format) {
-            let device = found.entry(ir::id::Id::index(weight.device)).or_default();
-            let sum = device.entry(weight.format).or_default();
-            *sum = sum.saturating_add(elements);
-        }
-    }
-    let devices = plan.machine.devices.rows();
-    found
-        .into_iter()
-        .filter_map(|(device, formats)| {
-            let (format, _) = formats.into_iter().max_by_key(|&(_, elements)| elements)?;
-            Some((devices.get(device)?.name.clone(), format))
-        })
-        .collect()
-}
-
-fn run(compiler: &Path, arguments: &[String], folder: &Path) -> Result<Document> {
+fn run(compiler: &Path, arguments: &[String], plan: &Path) -> Result<Document> {
     let output = Command::new(compiler)
         .args(arguments)
         .output()
@@ -316,7 +257,7 @@ fn run(compiler: &Path, arguments: &[String], folder: &Path) -> Result<Document>
         "{}",
         if said.is_empty() { "the compiler failed" } else { said }
     );
-    Document::open(&folder.join("plan.ron"), None)
+    Document::open(plan, None)
 }
 
 /// The command as a shell takes it.

@@ -1,6 +1,6 @@
 //! Pictures and exports of made-up plans, compared with ones that someone has looked at.
 //!
-//! `BLESS=1 cargo test -p viewer --test pictures` writes them anew.
+//! `BLESS=1 cargo test --release --workspace --test pictures` writes them anew.
 
 mod made_up;
 
@@ -15,6 +15,7 @@ use viewer::document::Document;
 use viewer::picture::Shot;
 use viewer::theme::Coloring;
 use viewer::view::{Panel, Selection};
+use viewer::what_if::{Answer, Question};
 
 const SHOT: Shot = Shot { size: [1200.0, 760.0], scale: 1.0, dark: true };
 
@@ -100,6 +101,36 @@ fn a_comparison_looks_as_it_did() {
     let larger = Wish { gpu_layers: 8, ..Wish::new(12, 1, 2, Style::Pipeline) };
     viewer.set_other(Document::of(made_up::plan(larger), None, 7));
     check("compare", viewer, SHOT);
+}
+
+#[test]
+fn an_answered_question_looks_as_it_did() {
+    let mut viewer = viewer(Wish::new(12, 1, 2, Style::Pipeline), 0);
+    let larger = Wish { gpu_layers: 8, ..Wish::new(12, 1, 2, Style::Pipeline) };
+    let command =
+        r"hybridc compile model --machine machine.ron --pin '^layers\.(4|5|6|7)(\.|$)=gpu0'";
+    viewer.question = Some(Question {
+        title: "layers 4–7 on gpu0".into(),
+        command: command.into(),
+        pins: vec![r"^layers\.(4|5|6|7)(\.|$)=gpu0".into()],
+        at: egui::pos2(180.0, 300.0),
+        answer: Answer::Plan(Box::new(Document::of(made_up::plan(larger), None, 7))),
+    });
+    check("question", viewer, SHOT);
+}
+
+#[test]
+fn a_small_window_with_findings_and_help_looks_as_it_did() {
+    let mut plan = made_up::plan(Wish::new(6, 2, 0, Style::Tensor));
+    plan.programs[1].steps.rows_mut()[3].waits.clear();
+    plan.programs[1].lanes[0].steps.pop();
+    let mut viewer = Viewer::new(Some(Document::of(plan, None, 7)), "hybridc".into());
+    viewer.view.panel = Panel::Steps;
+    let small = Shot { size: [800.0, 500.0], ..SHOT };
+    check("small", viewer, small);
+    let mut viewer = Viewer::new(None, "hybridc".into());
+    viewer.view.help = true;
+    check("help", viewer, Shot { dark: false, ..small });
 }
 
 #[test]

@@ -2,121 +2,22 @@
 
 #![expect(clippy::unwrap_used, reason = "a test that cannot write its files has failed")]
 
+mod harness;
 mod made_up;
 
 use std::fs;
-use std::os::unix::fs::PermissionsExt as _;
-use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use egui::{Event, Key, Modifiers, MouseWheelUnit, PointerButton, Pos2, Vec2, vec2};
-use egui_kittest::Harness;
+use egui::{Event, Key, Modifiers, MouseWheelUnit, Pos2, Vec2, vec2};
 use egui_kittest::kittest::Queryable as _;
+use harness::{Window, write, write_plan};
+use ir::asked::{Asked, Objective, Request};
+use ir::tensor::DType;
 use made_up::{Style, Wish};
-use tempfile::TempDir;
 use viewer::Viewer;
 use viewer::document::Document;
 use viewer::view::{Panel, Selection};
 use viewer::what_if::Answer;
-
-/// A window on a plan of 12 layers on a GPU and two NUMA nodes, with a trace of it.
-struct Window {
-    folder: TempDir,
-    harness: Harness<'static, Viewer>,
-}
-
-impl Window {
-    fn open() -> Self {
-        let folder = tempfile::tempdir().unwrap();
-        let (plan, trace) = write(folder.path(), "plan", Wish::new(12, 1, 2, Style::Pipeline));
-        let document = Document::open(&plan, Some(&trace)).unwrap();
-        Self::on(folder, Viewer::new(Some(document), "no-such-compiler".into()))
-    }
-
-    fn on(folder: TempDir, viewer: Viewer) -> Self {
-        let mut harness = Harness::builder()
-            .with_size(vec2(1600.0, 1000.0))
-            .with_context_setup(viewer::theme::install)
-            .build_ui_state(|ui, viewer: &mut Viewer| viewer.ui(ui), viewer);
-        harness.run_steps(3);
-        Window { folder, harness }
-    }
-
-    fn viewer(&self) -> &Viewer {
-        self.harness.state()
-    }
-
-    fn click(&mut self, label: &str) {
-        self.harness.get_by_label(label).click();
-        self.harness.run_steps(2);
-    }
-
-    fn press(&mut self, modifiers: Modifiers, key: Key) {
-        self.harness.key_press_modifiers(modifiers, key);
-        self.harness.run_steps(2);
-    }
-
-    fn shows(&self, text: &str) -> bool {
-        self.harness.query_all_by_label_contains(text).next().is_some()
-    }
-
-    fn center(&self, label: &str) -> Pos2 {
-        self.harness.get_by_label(label).rect().center()
-    }
-
-    fn drag(&mut self, from: Pos2, to: Pos2, modifiers: Modifiers) {
-        self.harness.event(Event::ModifiersChanged(modifiers));
-        let button = |pos, pressed| Event::PointerButton {
-            pos,
-            button: PointerButton::Primary,
-            pressed,
-            modifiers,
-        };
-        for events in [
-            vec![Event::PointerMoved(from)],
-            vec![button(from, true)],
-            vec![Event::PointerMoved(from.lerp(to, 0.5))],
-            vec![Event::PointerMoved(to)],
-            vec![button(to, false)],
-        ] {
-            events.into_iter().for_each(|event| self.harness.event(event));
-            self.harness.step();
-        }
-        self.harness.event(Event::ModifiersChanged(Modifiers::NONE));
-        self.harness.run_steps(2);
-    }
-
-    /// A compiler that does what the shell script says.
-    fn compiler(&mut self, script: &str) {
-        let path = self.folder.path().join("hybridc");
-        fs::write(&path, format!("#!/bin/sh\n{script}\n")).unwrap();
-        fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
-        self.harness.state_mut().compiler = path;
-    }
-
-    fn await_answer(&mut self) {
-        for _ in 0..200 {
-            self.harness.run_steps(1);
-            let awaited = matches!(&self.viewer().question, Some(q) if matches!(q.answer, Answer::Awaited(_)));
-            if self.viewer().question.is_some() && !awaited {
-                self.harness.run_steps(2);
-                return;
-            }
-            std::thread::sleep(Duration::from_millis(20));
-        }
-        panic!("the compiler did not answer in 4 s");
-    }
-}
-
-fn write(folder: &Path, name: &str, wish: Wish) -> (PathBuf, PathBuf) {
-    let plan = made_up::plan(wish);
-    let text = plan.to_ron().unwrap();
-    let trace = made_up::trace(&plan, ir::fingerprint(text.as_bytes()), 300);
-    let paths = (folder.join(format!("{name}.ron")), folder.join(format!("{name}-trace.ron")));
-    fs::write(&paths.0, text).unwrap();
-    fs::write(&paths.1, trace.to_ron().unwrap()).unwrap();
-    paths
-}
 
 fn width(viewer: &Viewer) -> f64 {
     let (from, to) = viewer.view.time.expect("the timeline has been drawn");
@@ -253,6 +154,64 @@ fn a_drag_to_another_device_is_priced_by_the_compiler() {
     assert_eq!(fs::read_to_string(pins).unwrap(), "--pin '^layers\\.(4|5|6|7)(\\.|$)=gpu0'\n");
     window.click("Look at this plan");
     assert!(window.harness.query_by_label("layers 0–7, alike").is_some());
+}
+
+#[test]
+fn a_question_repeats_what_the_plan_was_asked_for() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut plan = made_up::plan(Wish::new(4, 0, 2, Style::Tensor));
+    let members = vec![("numa0".to_owned(), Some(3.0)), ("numa1".to_owned(), Some(1.5))];
+    plan.asked = Asked {
+        objective: Objective::Throughput,
+        request: Request::TensorParallel(members),
+        pins: vec!["embed.*=numa1".to_owned()],
+        formats: vec!["numa*=q8".to_owned()],
+        kv_type: Some(DType::F16),
+        kv_cache_bytes: Some(1 << 30),
+    };
+    let (path, _) = write_plan(folder.path(), "plan", &plan);
+    let document = Document::open(&path, None).unwrap();
+    let mut window = Window::on(folder, Viewer::new(Some(document), "no-such-compiler".into()));
+    let arguments = window.folder.path().join("arguments");
+    window.compiler(&format!("echo \"$@\" > {}\nexit 1", arguments.display()));
+    let wish = viewer::view::Wish::Memory { device: 0, factor: 2 };
+    window.harness.state_mut().view.wish = Some((wish, Pos2::new(400.0, 300.0)));
+    window.await_answer();
+    let arguments = fs::read_to_string(arguments).unwrap();
+    for part in [
+        "--objective throughput",
+        "--tensor-parallel numa0:3,numa1:1.5",
+        "--pin embed.*=numa1",
+        "--format numa*=q8",
+        "--kv-type f16",
+        "--kv-cache 1073741824",
+    ] {
+        assert!(arguments.contains(part), "no {part:?} in {arguments}");
+    }
+}
+
+#[test]
+fn an_answer_that_is_looked_at_stays_when_another_is_asked_for() {
+    let mut window = Window::open();
+    let script = |window: &Window, gpu_layers| {
+        let wish = Wish { gpu_layers, ..Wish::new(12, 1, 2, Style::Pipeline) };
+        let (answer, _) = write(window.folder.path(), &format!("answer{gpu_layers}"), wish);
+        format!("while [ \"$1\" != -o ]; do shift; done\ncp {} \"$2\"", answer.display())
+    };
+    let wish = || (viewer::view::Wish::GpuMemory { factor: 2 }, Pos2::new(400.0, 300.0));
+    for gpu_layers in [8, 6] {
+        let script = script(&window, gpu_layers);
+        window.compiler(&script);
+        window.harness.state_mut().view.wish = Some(wish());
+        window.await_answer();
+        if gpu_layers == 8 {
+            window.click("Look at this plan");
+        }
+        // Long enough for changed files to be read again.
+        window.harness.run_steps(12);
+        let is_shown = window.harness.query_by_label("layers 0–7, alike").is_some();
+        assert!(is_shown, "after the answer with {gpu_layers} layers");
+    }
 }
 
 #[test]

@@ -1,8 +1,9 @@
-//! NUMA nodes, cores and memory, as hwloc sees them.
+//! NUMA nodes, cores, caches and memory, as hwloc sees them.
 
 use anyhow::{Context as _, Result, ensure};
 use hwlocality::Topology;
 use hwlocality::object::TopologyObject;
+use hwlocality::object::attributes::ObjectAttributes;
 use hwlocality::object::depth::Depth;
 use hwlocality::object::types::ObjectType;
 
@@ -19,6 +20,8 @@ pub(crate) struct Processors {
     pub(crate) flags: Vec<String>,
     /// Nodes that have cores.
     pub(crate) nodes: Vec<Node>,
+    /// Caches of all nodes.
+    pub(crate) caches: Vec<DataCache>,
 }
 
 /// One NUMA node.
@@ -34,6 +37,17 @@ pub(crate) struct Node {
     pub(crate) all_cpus: Vec<u32>,
 }
 
+/// One cache that holds data.
+#[derive(Clone, Debug)]
+pub(crate) struct DataCache {
+    /// 1 is the nearest to a core.
+    pub(crate) level: u32,
+    /// Its size.
+    pub(crate) bytes: u64,
+    /// Logical processors that use it.
+    pub(crate) cpus: Vec<u32>,
+}
+
 impl Processors {
     /// Fails when hwloc cannot read the topology or finds no node with cores.
     pub(crate) fn read() -> Result<Self> {
@@ -44,7 +58,14 @@ impl Processors {
         ensure!(!nodes.is_empty(), "the topology has no NUMA node with cores");
         limit_memory(&mut nodes);
         let logical = topology.objects_with_type(ObjectType::PU).count() as u32;
-        Ok(Self { model: model(&topology, &cpuinfo), logical, flags: flags(&cpuinfo), nodes })
+        let caches = topology.objects().filter_map(data_cache).collect();
+        Ok(Self {
+            model: model(&topology, &cpuinfo),
+            logical,
+            flags: flags(&cpuinfo),
+            nodes,
+            caches,
+        })
     }
 }
 
@@ -73,6 +94,19 @@ fn node(topology: &Topology, object: &TopologyObject) -> Option<Node> {
         memory_bytes: object.total_memory(),
         cores,
         all_cpus,
+    })
+}
+
+/// `None` for what is no cache, and for a cache whose size the system does not tell.
+fn data_cache(object: &TopologyObject) -> Option<DataCache> {
+    if !object.object_type().is_cpu_data_cache() {
+        return None;
+    }
+    let Some(ObjectAttributes::Cache(cache)) = object.attributes() else { return None };
+    Some(DataCache {
+        level: cache.depth() as u32,
+        bytes: cache.size()?.get(),
+        cpus: object.cpuset()?.iter_set().map(|cpu| usize::from(cpu) as u32).collect(),
     })
 }
 

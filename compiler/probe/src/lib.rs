@@ -7,11 +7,13 @@ mod gpu;
 mod links;
 mod nominal;
 
+use std::cmp::Reverse;
+
 use anyhow::{Context as _, Result, ensure};
 use ir::id::Table;
-use ir::machine::{Device, DeviceKind, Host, Machine};
+use ir::machine::{CpuCache, Device, DeviceKind, Host, Machine};
 
-use crate::cpu::{Node, Processors};
+use crate::cpu::{DataCache, Node, Processors};
 use crate::gpu::Gpu;
 
 /// Share of a node's memory that plans may fill: the rest is for the system and for what the plan does not count.
@@ -137,6 +139,7 @@ fn gpu_device(gpu: &Gpu) -> Device {
             library_bytes: nominal::GPU_LIBRARY_BYTES,
         },
         memory_bytes: usable(gpu.memory_bytes, USABLE_GPU_MEMORY),
+        cpu_caches: Vec::new(),
         rates: nominal::gpu_rates(gpu),
     }
 }
@@ -156,9 +159,24 @@ fn node_device(processors: &Processors, node: &Node, number: u32, part: u32, par
     Device {
         name: format!("numa{number}"),
         memory_bytes: usable(node.memory_bytes / u64::from(parts), USABLE_NODE_MEMORY),
+        cpu_caches: cpu_caches(&processors.caches, &cpus),
         rates: nominal::node_rates(cpus.len() as u32, cores, &processors.flags),
         kind: DeviceKind::Numa { node: node.number, cpus },
     }
+}
+
+/// The caches that these processors use, alike ones counted.
+fn cpu_caches(caches: &[DataCache], cpus: &[u32]) -> Vec<CpuCache> {
+    let mut found: Vec<CpuCache> = Vec::new();
+    for cache in caches.iter().filter(|cache| cache.cpus.iter().any(|cpu| cpus.contains(cpu))) {
+        let (level, bytes) = (cache.level, cache.bytes);
+        match found.iter_mut().find(|known| (known.level, known.bytes) == (level, bytes)) {
+            Some(known) => known.count += 1,
+            None => found.push(CpuCache { level, bytes, count: 1 }),
+        }
+    }
+    found.sort_by_key(|cache| (cache.level, Reverse(cache.bytes)));
+    found
 }
 
 /// Whole pages, so that two descriptions of one machine are alike.
@@ -188,6 +206,7 @@ mod tests {
                 cores: cores.to_vec(),
                 all_cpus: cores.to_vec(),
             }],
+            caches: Vec::new(),
         }
     }
 
@@ -206,6 +225,23 @@ mod tests {
     fn parts_of_a_node_share_its_cores_out() {
         assert_eq!(cpus(&[0, 1, 2], 2), [vec![0, 1], vec![2]]);
         assert_eq!(cpus(&[0], 2), [vec![0], vec![0]]);
+    }
+
+    #[test]
+    fn caches_count_for_every_device_that_uses_them() {
+        let cache = |level, bytes, cpus: &[u32]| DataCache { level, bytes, cpus: cpus.to_vec() };
+        // Two large cores and a small one under a third level of all.
+        let caches = [
+            cache(3, 8 << 20, &[0, 1, 2]),
+            cache(1, 32 << 10, &[2]),
+            cache(1, 48 << 10, &[0]),
+            cache(1, 48 << 10, &[1]),
+        ];
+        let row = |level, bytes, count| CpuCache { level, bytes, count };
+        let third = row(3, 8 << 20, 1);
+        let all = [row(1, 48 << 10, 2), row(1, 32 << 10, 1), third];
+        assert_eq!(cpu_caches(&caches, &[0, 1, 2]), all);
+        assert_eq!(cpu_caches(&caches, &[2]), [row(1, 32 << 10, 1), third]);
     }
 
     #[test]

@@ -24,6 +24,8 @@ pub fn diff(before: &Plan, after: &Plan) -> String {
     fact("context", a.context.to_string(), b.context.to_string());
     fact("sequences", a.max_sequences.to_string(), b.max_sequences.to_string());
     fact("cache blocks", a.blocks.to_string(), b.blocks.to_string());
+    let objective = |plan: &Plan| plan.asked.objective.to_string();
+    fact("minimised", objective(before), objective(after));
     let chosen = |plan: &Plan| plan.forecast.candidates.first().map(|best| best.name.clone());
     fact("placement", chosen(before).unwrap_or_default(), chosen(after).unwrap_or_default());
     for name in program_names(before, after) {

@@ -6,6 +6,7 @@ use anyhow::{Context as _, Result, ensure};
 use ir::id::{DeviceId, NodeId, Table};
 use ir::machine::{Device, DeviceKind};
 use ir::plan::{Phase, Plan};
+use rayon::prelude::*;
 
 use crate::options::Objective;
 use crate::place::group::Group;
@@ -17,6 +18,9 @@ use crate::task::Task;
 
 /// Orders of devices that are tried for pipelines: all orders of five unlike devices.
 const MOST_ORDERS: usize = 120;
+/// Pipelines that are priced exactly: the best by the sums that they are cut by, from which exact prices hardly
+/// depart. As many as there are orders of four unlike devices; each takes some milliseconds.
+const MOST_PIPELINES: usize = 24;
 /// Pairs of devices are shared only on machines this small; beyond, groups of one kind come first.
 const MOST_DEVICES_FOR_PAIRS: usize = 4;
 
@@ -63,29 +67,31 @@ impl<'a> Prices<'a> {
 
     /// Everything worth pricing when nothing is asked for.
     pub(crate) fn simple(&mut self) -> Result<Vec<Arrangement>> {
-        let devices: Vec<DeviceId> = self.task.target.machine.devices.ids().collect();
-        let mut singles = Vec::new();
-        let mut arrangements = Vec::new();
-        for &device in &devices {
-            arrangements.push(self.whole(Group::one(device)));
-            // A device that cannot compute the format stays a candidate, so that the reason is told.
-            if let Ok(priced) = self.price(&Group::one(device)) {
-                singles.push(priced);
-            }
-        }
+        let devices = self.task.target.machine.devices.ids();
+        let alone: Vec<Group> = devices.map(Group::one).collect();
+        // A device that cannot compute the format stays a candidate, so that the reason is told.
+        let mut arrangements: Vec<Arrangement> =
+            alone.iter().map(|group| self.whole(group.clone())).collect();
+        let singles: Vec<Priced> =
+            alone.par_iter().filter_map(|group| self.price(group).ok()).collect();
         let groups = self.groups(&singles);
         arrangements.extend(groups.iter().map(|priced| self.whole(priced.group.clone())));
+        let goal = match self.task.target.objective {
+            Objective::Latency => Goal::Sum,
+            Objective::Throughput => Goal::Busiest,
+        };
+        let mut pipelines: Vec<(u64, Arrangement)> = Vec::new();
         for sequence in self.sequences(&singles, &groups) {
-            let goal = match self.task.target.objective {
-                Objective::Latency => Goal::Sum,
-                Objective::Throughput => Goal::Busiest,
-            };
-            if let Some(arrangement) = self.pipeline(&sequence, goal, false)
-                && !arrangements.contains(&arrangement)
+            if let Some(pipeline) = self.pipeline(&sequence, goal, false)
+                && !arrangements.contains(&pipeline.1)
+                && !pipelines.contains(&pipeline)
             {
-                arrangements.push(arrangement);
+                pipelines.push(pipeline);
             }
         }
+        pipelines.sort_by_key(|(score, _)| *score);
+        pipelines.truncate(MOST_PIPELINES);
+        arrangements.extend(pipelines.into_iter().map(|(_, pipeline)| pipeline));
         Ok(arrangements)
     }
 
@@ -106,9 +112,8 @@ impl<'a> Prices<'a> {
                 .with_context(|| format!("no link leads from {} to {}", names.0, names.1))?;
         }
         // Nothing fits: stages by memory alone show how much is missing where.
-        Ok(self
-            .pipeline(&sequence, Goal::Busiest, true)
-            .unwrap_or_else(|| self.by_memory(&sequence)))
+        let pipeline = self.pipeline(&sequence, Goal::Busiest, true);
+        Ok(pipeline.map_or_else(|| self.by_memory(&sequence), |(_, pipeline)| pipeline))
     }
 
     /// All layers shared by these devices, in these proportions or by their speed.
@@ -238,15 +243,21 @@ impl<'a> Prices<'a> {
         }
     }
 
-    fn pipeline(&self, sequence: &[&Priced], goal: Goal, uses_all: bool) -> Option<Arrangement> {
+    /// The best pipeline of a sequence, and its score.
+    fn pipeline(
+        &self,
+        sequence: &[&Priced],
+        goal: Goal,
+        uses_all: bool,
+    ) -> Option<(u64, Arrangement)> {
         let handover = |from, to| self.handover(from, to);
-        let stages =
+        let (score, stages) =
             cut(self.task.target, sequence, handover, |device| self.free[device], goal, uses_all)?;
         let stages = stages
             .into_iter()
             .map(|(group, range)| (sequence[group].group.clone(), range))
             .collect();
-        Some(Arrangement { stages, has_fixed_shares: false, hosted: None })
+        Some((score, Arrangement { stages, has_fixed_shares: false, hosted: None }))
     }
 
     /// As many units on each device as its memory takes, at least one; the rest on the last.
@@ -333,13 +344,18 @@ impl Arrangement {
         }
     }
 
+    /// Whether other shares could help where memory lacks.
+    pub(crate) fn can_shift(&self) -> bool {
+        !self.has_fixed_shares && self.stages.iter().any(|(group, _)| group.devices.len() > 1)
+    }
+
     /// Gives the work that members of shared groups lack memory for to the members that have some left.
     ///
     /// False where nothing can change.
     pub(crate) fn shift_shares(&mut self, plan: &Plan) -> bool {
         /// Parts are whole heads and blocks, so a share aims a little below the limit.
         const MARGIN: f64 = 0.97;
-        if self.has_fixed_shares {
+        if !self.can_shift() {
             return false;
         }
         let mut changed = false;

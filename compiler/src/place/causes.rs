@@ -38,8 +38,6 @@ pub(crate) fn explain(
 ) -> Result<()> {
     let arrangement = chosen.arrangement;
     let price = |group: &Group| price_group(task, units, pins, group, blocks);
-    let stages: Vec<Priced> =
-        arrangement.stages.iter().map(|(group, _)| price(group)).collect::<Result<_>>()?;
     let others: Vec<Priced> = task
         .target
         .machine
@@ -47,11 +45,18 @@ pub(crate) fn explain(
         .ids()
         .filter_map(|device| price(&Group::one(device)).ok())
         .collect();
+    let known = |group: &Group| others.iter().find(|priced| priced.group == *group).cloned();
+    let stages: Vec<Priced> = arrangement
+        .stages
+        .iter()
+        .map(|(group, _)| known(group).map_or_else(|| price(group), Ok))
+        .collect::<Result<_>>()?;
     let taken: Table<DeviceId, u64> =
         chosen.devices.rows().iter().map(DeviceForecast::needed_bytes).collect();
     let mut causes = Vec::new();
     for unit in 0..units.len() {
         let on: BTreeSet<DeviceId> = layouts
+            .nodes
             .prefill
             .iter()
             .filter(|(id, _)| units.of[*id] == unit)
@@ -62,7 +67,7 @@ pub(crate) fn explain(
             others.iter().filter(|other| !on.iter().eq(&other.group.devices)).collect();
         causes.push(unit_cause(task, options, arrangement, &stages, &elsewhere, &taken, unit));
     }
-    for nodes in [&mut layouts.prefill].into_iter().chain(&mut layouts.decode) {
+    for nodes in layouts.nodes.iter_mut() {
         for (id, placed) in nodes.ids().zip(nodes.rows_mut()) {
             if placed.cause.reason == Reason::FollowsInput {
                 continue;

@@ -9,7 +9,7 @@ use ir::plan::{Plan, Program};
 use ir::tensor::TensorType;
 
 use crate::emit::emit;
-use crate::graphs::Graphs;
+use crate::graphs::{Graphs, Phases};
 use crate::options::Objective;
 use crate::part::{computations, parts};
 use crate::place::Layouts;
@@ -89,7 +89,7 @@ pub(crate) fn price_group(
 ) -> Result<Priced> {
     let group_of = task.model.layers.nodes().map(|_| 0).collect();
     let graphs = arrange(task, std::slice::from_ref(group), &group_of)?;
-    let plan = emit(task, &graphs, &priced_batches(task.target), |_| blocks)?;
+    let plan = emit(task, &graphs, &priced_batches(task.target), blocks)?;
     let unit_of: HashMap<&str, usize> =
         task.model.layers.nodes().map(|(id, node)| (node.name.as_str(), units.of[id])).collect();
     let times = |program: &Program| -> Vec<u64> {
@@ -130,17 +130,17 @@ pub(crate) fn decode_nanos(task: &Task<'_>, device: DeviceId) -> Option<Table<No
     let group_of = layers.nodes().map(|_| 0).collect();
     let graphs = arrange(task, &[Group::one(device)], &group_of).ok()?;
     let blocks = task.target.blocks_per_sequence();
-    let plan = emit(task, &graphs, &[task.target.decode(1)], |_| blocks).ok()?;
+    let plan = emit(task, &graphs, &[task.target.decode(1)], blocks).ok()?;
     // Without movement there is one step for each node, in the same order.
     let steps = plan.programs[0].steps.rows();
     assert_eq!(steps.len(), layers.len(), "insert_moves moved something on one device");
     Some(steps.iter().map(|step| step.estimate_nanos).collect())
 }
 
-/// The placed graph of nodes on groups, with its moves.
+/// The placed graphs of nodes on groups, with their moves.
 fn arrange(task: &Task<'_>, groups: &[Group], group_of: &Table<NodeId, usize>) -> Result<Graphs> {
-    let layouts =
-        Layouts { prefill: lay_out(task.model, groups, group_of)?, decode: None, window_bytes: 0 };
+    let prefill = lay_out(task.model, groups, group_of)?;
+    let layouts = Layouts { nodes: Phases { prefill, decode: None }, window_bytes: 0 };
     Graphs::new(task.model, &layouts, &mut |_, _| ())
 }
 
@@ -155,7 +155,7 @@ fn unit_bytes(
 ) -> Result<Vec<Vec<u64>>> {
     let mut bytes = vec![vec![0; group.devices.len()]; units.len()];
     let nodes = task.model.layers.nodes().map(|(id, _)| id);
-    for (id, (node, op)) in nodes.zip(graphs.iter().flat_map(computations)) {
+    for (id, (node, op)) in nodes.zip(computations(&graphs.placed.prefill)) {
         if pins[id].is_some() {
             continue;
         }

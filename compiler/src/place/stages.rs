@@ -19,7 +19,7 @@ pub(crate) enum Goal {
 /// Ranges of units, each with the index of its group in the sequence.
 pub(crate) type Stages = Vec<(usize, Range<usize>)>;
 
-/// The best stages of `sequence`, in its order, within the `free` bytes of devices.
+/// The best stages of `sequence`, in its order, within the `free` bytes of devices, and their score.
 ///
 /// Groups may be left out unless `uses_all`. `None` when nothing fits.
 pub(crate) fn cut(
@@ -29,7 +29,7 @@ pub(crate) fn cut(
     free: impl Fn(DeviceId) -> u64,
     goal: Goal,
     uses_all: bool,
-) -> Option<Stages> {
+) -> Option<(u64, Stages)> {
     let units = sequence.first()?.times.len();
     let join = |before: u64, stage: u64| match goal {
         Goal::Sum => before + stage,
@@ -41,7 +41,7 @@ pub(crate) fn cut(
         .map(|from| {
             let from = from.group.devices[0];
             let to = sequence.iter().map(|to| to.group.devices[0]);
-            to.map(|to| handover(from, to).map(|times| times.score(target))).collect()
+            to.map(|to| Some(handover(from, to)?.score(target))).collect()
         })
         .collect();
     // Prefix sums over units, per group.
@@ -103,6 +103,7 @@ pub(crate) fn cut(
         .filter(|&group| !uses_all || group == sequence.len() - 1)
         .filter(|&group| best[group][units].is_some())
         .min_by_key(|&group| best[group][units].map(|found| (found.0, found.1)))?;
+    let (score, ..) = best[last][units]?;
     let mut stages = Vec::new();
     let (mut group, mut end) = (last, units);
     loop {
@@ -112,7 +113,7 @@ pub(crate) fn cut(
         (group, end) = (before, start);
     }
     stages.reverse();
-    Some(stages)
+    Some((score, stages))
 }
 
 /// `0, a, a + b, …`

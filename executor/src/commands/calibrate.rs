@@ -7,15 +7,15 @@ use ir::machine::Machine;
 use executor::calibrate::calibrate;
 use executor::kernels::cpu::isa::Isa;
 
-use super::{CalibrateArguments, write_file};
+use super::{CalibrateArguments, check_writable};
 
 pub(super) fn run(arguments: CalibrateArguments) -> Result<()> {
+    check_writable([&arguments.output])?;
     let mut machine = match &arguments.machine {
         Some(path) => {
-            let name = path.display();
-            let text = std::fs::read_to_string(path).with_context(|| format!("reading {name}"))?;
-            ron::from_str::<Machine>(&text)
-                .with_context(|| format!("{name} is not a machine file"))?
+            let reading = || format!("reading {}", path.display());
+            let text = std::fs::read_to_string(path).with_context(reading)?;
+            Machine::from_ron(&text).with_context(reading)?
         }
         None => probe::machine(None)?,
     };
@@ -28,7 +28,5 @@ pub(super) fn run(arguments: CalibrateArguments) -> Result<()> {
         spinner.set_message(format!("measuring {what}"))
     })?;
     spinner.finish_and_clear();
-    let style = ron::ser::PrettyConfig::new().struct_names(false).indentor("  ").new_line("\n");
-    let text = ron::ser::to_string_pretty(&machine, style)? + "\n";
-    write_file(&arguments.output, text.as_bytes())
+    command_line::write(&arguments.output, machine.to_ron()?.as_bytes())
 }

@@ -10,9 +10,9 @@ mod npy;
 mod perplexity;
 mod session;
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
-use anyhow::{Context as _, Result};
+use anyhow::{Result, ensure};
 use clap::{Args, Parser, Subcommand};
 
 use executor::generation::GenerationOverrides;
@@ -57,7 +57,12 @@ struct AnswerArguments {
     #[arg(long)]
     prompt: Option<String>,
     /// Token ids to continue, instead of text
-    #[arg(long, value_delimiter = ',', conflicts_with_all = ["prompt", "chat", "system"])]
+    #[arg(
+        long,
+        value_delimiter = ',',
+        allow_negative_numbers = true,
+        conflicts_with_all = ["prompt", "chat", "system"]
+    )]
     prompt_ids: Option<Vec<u32>>,
     /// Apply the chat template to the prompt
     #[arg(long)]
@@ -104,19 +109,19 @@ struct SamplingArguments {
     #[arg(long, value_name = "N")]
     max_tokens: Option<usize>,
     /// 0 is greedy
-    #[arg(long, value_name = "T")]
+    #[arg(long, value_name = "T", allow_negative_numbers = true)]
     temperature: Option<f32>,
     /// Choose among the K likeliest tokens; 0 is all
     #[arg(long, value_name = "K")]
     top_k: Option<usize>,
     /// Choose among the likeliest tokens that together have this probability
-    #[arg(long, value_name = "P")]
+    #[arg(long, value_name = "P", allow_negative_numbers = true)]
     top_p: Option<f32>,
     /// Choose among tokens at least this likely, relative to the likeliest
-    #[arg(long, value_name = "P")]
+    #[arg(long, value_name = "P", allow_negative_numbers = true)]
     min_p: Option<f32>,
     /// Divide the logits of tokens seen before by this
-    #[arg(long, value_name = "R")]
+    #[arg(long, value_name = "R", allow_negative_numbers = true)]
     repetition_penalty: Option<f32>,
     /// Seed of the sampling
     #[arg(long, value_name = "N")]
@@ -223,17 +228,14 @@ impl SamplingArguments {
     }
 }
 
-fn write_file(path: &Path, contents: &[u8]) -> Result<()> {
-    std::fs::write(path, contents).with_context(|| format!("cannot write {}", path.display()))
-}
-
-/// Fails now rather than after a long run when an output cannot be written; leaves empty files.
+/// Fails now rather than after a long run when an output cannot be written.
 fn check_writable<'a>(paths: impl IntoIterator<Item = &'a PathBuf>) -> Result<()> {
-    paths.into_iter().try_for_each(|path| write_file(path, b""))
+    paths.into_iter().try_for_each(|path| command_line::check_writable(path))
 }
 
 impl RunArguments {
     fn options(&self) -> Result<executor::load::Options> {
+        ensure!(self.threads != Some(0), "--threads 0 leaves nobody to compute");
         Ok(executor::load::Options {
             kernels: self.kernels.parse()?,
             gpu_driver: self.gpu_driver.parse()?,

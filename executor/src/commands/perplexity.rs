@@ -9,7 +9,7 @@ use executor::generation::GenerationOverrides;
 
 use super::answer::print;
 use super::session::Session;
-use super::{PerplexityArguments, check_writable, npy, write_file};
+use super::{PerplexityArguments, check_writable, npy};
 
 pub(super) fn run(arguments: PerplexityArguments) -> Result<()> {
     check_writable(&arguments.logits)?;
@@ -18,7 +18,7 @@ pub(super) fn run(arguments: PerplexityArguments) -> Result<()> {
         Session::open(&arguments.plan, &arguments.run, &GenerationOverrides::default(), false)?;
     let scored = session.engine.perplexity(&ids)?;
     if let Some(path) = &arguments.logits {
-        write_file(path, &npy::encode(&scored.last_logits))?;
+        command_line::write(path, &npy::encode(&scored.last_logits))?;
     }
     let result =
         json!({"tokens": scored.tokens, "nll": scored.nll, "perplexity": scored.perplexity()});

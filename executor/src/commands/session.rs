@@ -15,7 +15,7 @@ use executor::load::{Options, PlanFile, load};
 use executor::text::Tokenizer;
 use executor::trace::perfetto;
 
-use super::{RunArguments, write_file};
+use super::RunArguments;
 
 /// A loaded plan.
 pub(super) struct Session {
@@ -94,10 +94,10 @@ impl Session {
     ) -> Result<()> {
         let Some(recorded) = self.engine.executor().trace() else { return Ok(()) };
         if let Some(path) = trace {
-            write_file(path, recorded.to_ron()?.as_bytes())?;
+            command_line::write(path, recorded.to_ron()?.as_bytes())?;
         }
         if let Some(path) = perfetto_file {
-            write_file(path, perfetto(self.engine.plan(), &recorded)?.as_bytes())?;
+            command_line::write(path, perfetto(self.engine.plan(), &recorded)?.as_bytes())?;
         }
         Ok(())
     }

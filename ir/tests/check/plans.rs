@@ -1,5 +1,6 @@
 //! Sound plans made by hand, for changing until they are not.
 
+use ir::asked::Asked;
 use ir::graph::{Cause, Reason};
 use ir::id::{BufferId, CacheId, DeviceId, Id as _, StepId, Table, WeightId};
 use ir::layout::Move;
@@ -109,6 +110,7 @@ impl Builder {
             name: format!("numa{index}"),
             kind: DeviceKind::Numa { node: 0, cpus: vec![index as u32] },
             memory_bytes: 1 << 20,
+            cpu_caches: Vec::new(),
             rates: rates.clone(),
         };
         let pairs = (0..devices).flat_map(|from| (0..devices).map(move |to| (from, to)));
@@ -146,6 +148,7 @@ impl Builder {
             plan: Plan {
                 version: VERSION,
                 model,
+                asked: Asked::default(),
                 machine,
                 files: Table::from_iter([file]),
                 weights: Table::default(),

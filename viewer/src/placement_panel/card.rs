@@ -126,6 +126,9 @@ pub(super) fn draw_row(
     );
     job.wrap.max_rows = 2;
     let galley = ui.fonts_mut(|fonts| fonts.layout_job(job));
+    if galley.elided {
+        response.on_hover_text_at_pointer(because(block));
+    }
     painter.galley(pos2(left, rect.top() + 38.0), galley, theme::weak(ui));
     if !row.is_group && view.opened.contains(&row.first) {
         draw_steps(ui, view, program, block, rect, columns);

@@ -24,9 +24,10 @@ pub(super) fn draw_edges(ui: &Ui, program: &Program, rows: &[Row], columns: Colu
     let color = theme::kind(Kind::Transfer);
     let body = columns.body;
     let column = |device: usize| columns.left(device) + columns.width / 2.0;
+    let mut labels: Vec<Rect> = Vec::new();
     for ((from, to, sender, receiver), (bytes, count)) in sums {
         let (start, end) = if from == to {
-            let lower = if sender < receiver { 7.0 } else { 18.0 };
+            let lower = if sender < receiver { 8.0 } else { 16.0 };
             let y = body.top() + rows[from].top + rows[from].height + lower;
             (pos2(column(sender), y), pos2(column(receiver), y))
         } else {
@@ -53,10 +54,15 @@ pub(super) fn draw_edges(ui: &Ui, program: &Program, rows: &[Row], columns: Colu
         };
         let galley =
             ui.painter().layout_no_wrap(text, FontId::proportional(11.5), theme::strong(ui));
-        let place = Rect::from_center_size(
+        let mut place = Rect::from_center_size(
             pos2((start.x + end.x) / 2.0, middle),
             galley.size() + vec2(8.0, 2.0),
         );
+        // Edges of one gap have their labels beside each other.
+        while labels.iter().any(|label| label.intersects(place)) {
+            place = place.translate(vec2(place.width() + 4.0, 0.0));
+        }
+        labels.push(place);
         ui.painter().rect(
             place,
             3.0,

@@ -3,7 +3,7 @@
 use ir::graph::Reason;
 use ir::id::{Id as _, WeightId};
 use ir::layout::Move;
-use ir::op::{Attention, Op};
+use ir::op::{Attention, Op, Products};
 use ir::plan::{Action, Cache, ModelInfo, Phase, Plan, Program, Weight};
 use ir::tensor::{Extent, Format, TensorType};
 
@@ -56,8 +56,6 @@ pub struct Step {
     pub gap_nanos: Option<i64>,
     /// The device whose memory kept it away, with the bytes that lacked.
     pub limit: Option<(usize, u64)>,
-    /// The pin that put it here.
-    pub pin: Option<String>,
     /// Steps of other lanes that must end first.
     pub waits: Vec<usize>,
     /// The devices between which it moves.
@@ -215,7 +213,8 @@ fn row(plan: &Plan, program: &Program, number: usize, device: usize) -> Step {
             .iter()
             .map(|weight| plan.weight_bytes(weight))
             .fold(0, u64::saturating_add),
-        cache_bytes: cache.map_or(0, |cache| cache_bytes(cache, &plan.model)),
+        cache_bytes: cache
+            .map_or(0, |cache| cache.bytes(plan.model.blocks, plan.model.block_tokens)),
         buffer_bytes: step
             .reads
             .iter()
@@ -238,10 +237,6 @@ fn row(plan: &Plan, program: &Program, number: usize, device: usize) -> Step {
         limit: cause.and_then(|cause| {
             let Reason::Memory { device, missing_bytes } = &cause.reason else { return None };
             Some((device.index(), *missing_bytes))
-        }),
-        pin: cause.and_then(|cause| {
-            let Reason::Pinned { pattern } = &cause.reason else { return None };
-            Some(pattern.clone())
         }),
         waits: step
             .waits
@@ -331,12 +326,12 @@ fn flops(plan: &Plan, program: &Program, op: &Op, number: usize) -> f64 {
         let shape = plan.weights.get(*id).map(|weight| weight.shape.as_slice()).unwrap_or_default();
         shape.iter().map(|&size| f64::from(size)).product::<f64>()
     };
-    match op {
-        Op::Linear(linear) => {
+    match op.products() {
+        Some(Products::Linear(linear)) => {
             let weights: f64 = linear.weights.iter().map(elements).sum();
             2.0 * weights * rows(step.reads.first())
         }
-        Op::Attention(Attention { heads, head_dim, .. }) => {
+        Some(Products::Attention(Attention { heads, head_dim, .. })) => {
             // A prompt's token sees half of the prompt on average; decode is priced at half of the context.
             let seen = match program.phase {
                 Phase::Prefill => f64::from(program.max.tokens) / 2.0,
@@ -344,7 +339,7 @@ fn flops(plan: &Plan, program: &Program, op: &Op, number: usize) -> f64 {
             };
             4.0 * f64::from(*heads) * f64::from(*head_dim) * rows(step.reads.first()) * seen
         }
-        Op::Experts(experts) => {
+        Some(Products::Experts(experts)) => {
             let one: f64 = [experts.gate, experts.up, experts.down]
                 .iter()
                 .filter_map(|&id| plan.weights.get(id))
@@ -356,16 +351,7 @@ fn flops(plan: &Plan, program: &Program, op: &Op, number: usize) -> f64 {
             let used = ids.map_or(1, |buffer| buffer.ty.features(program.max));
             2.0 * one * f64::from(used) * rows(step.reads.first())
         }
-        Op::Embed { .. }
-        | Op::AddPosition { .. }
-        | Op::Norm(_)
-        | Op::Activate(_)
-        | Op::Gate(_)
-        | Op::Add
-        | Op::SigmoidGate
-        | Op::Route { .. }
-        | Op::SelectRows
-        | Op::SoftCap { .. } => 0.0,
+        None => 0.0,
     }
 }
 

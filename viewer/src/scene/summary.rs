@@ -249,7 +249,7 @@ fn prediction_line(name: &str, summary: &Summary, max_tokens: u32) -> String {
 /// Why something is where it is.
 pub(super) fn reason_text(plan: &Plan, reason: &Reason) -> String {
     match reason {
-        Reason::Fastest => "the whole plan is predicted fastest with it here".to_owned(),
+        Reason::Fastest => "predicted fastest for the whole plan".to_owned(),
         Reason::Pinned { pattern } => format!("pinned here by {pattern}"),
         Reason::Requested => "these stages or this split were asked for".to_owned(),
         Reason::Memory { device, missing_bytes } => format!(

@@ -157,7 +157,7 @@ pub(super) fn draw_bars(
         let step = step.and_then(|program| program.steps.get(bar.step as usize));
         if let (true, true, Some(step)) = (rect.height() >= 11.0, place.width() > NAMED, step) {
             let left = place.left().max(frame.bars.left());
-            let room = place.right() - left - 5.0;
+            let room = place.right().min(frame.bars.right()) - left - 5.0;
             if let Some(name) = fitting_name(ui, &step.name, room) {
                 let color = Color32::from_gray(if luma(look.color) > 120.0 { 10 } else { 240 });
                 let at = pos2(left + 3.0, place.center().y);

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context as _, Result};
+use anyhow::Result;
 use egui::Ui;
 
 use super::WATCH;
@@ -91,7 +91,7 @@ impl Viewer {
     pub fn save_perfetto(&self, path: &Path) -> Result<()> {
         let Some(document) = &self.document else { return Ok(()) };
         let text = perfetto::trace_events(&document.scene).to_string();
-        std::fs::write(path, text).with_context(|| format!("writing {}", path.display()))
+        command_line::write(path, text.as_bytes())
     }
 
     pub(super) fn export(&mut self, ui: &Ui) {
@@ -119,7 +119,7 @@ impl Viewer {
     ) -> Result<()> {
         if as_svg {
             let text = picture::vectors(shot, memory, |ui| self.ui(ui));
-            std::fs::write(path, text).with_context(|| format!("writing {}", path.display()))
+            command_line::write(path, text.as_bytes())
         } else {
             let pixels = picture::pixels(shot, memory, |ui| self.ui(ui));
             picture::save_png(path, &pixels)

@@ -1,16 +1,19 @@
 //! The menu bar.
 
 use egui::{Ui, ViewportCommand};
+use ir::asked::Objective;
 
 use crate::files::{self, Purpose};
 use crate::keys;
 use crate::theme::Coloring;
 use crate::view::{Panel, Wish};
 use crate::viewer::Viewer;
-use crate::what_if::Objective;
 
 impl Viewer {
     pub(super) fn menus(&mut self, ui: &mut Ui) {
+        /// What menus, panels and choosers take in one row.
+        const ROW_WIDTH: f32 = 1000.0;
+        let is_narrow = ui.available_width() < ROW_WIDTH;
         egui::MenuBar::new().ui(ui, |ui| {
             ui.menu_button("File", |ui| self.file_menu(ui));
             ui.menu_button("View", |ui| self.view_menu(ui));
@@ -26,9 +29,14 @@ impl Viewer {
                     self.view.show_panel(panel);
                 }
             }
-            ui.separator();
-            self.choosers(ui);
+            if !is_narrow {
+                ui.separator();
+                self.choosers(ui);
+            }
         });
+        if is_narrow {
+            ui.horizontal(|ui| self.choosers(ui));
+        }
     }
 
     /// Program, run and coloring.
@@ -142,7 +150,7 @@ impl Viewer {
         ui.separator();
         ui.label("Answers minimise");
         for objective in Objective::ALL {
-            ui.radio_value(&mut self.objective, objective, objective.name());
+            ui.radio_value(&mut self.objective, objective, objective.to_string());
         }
     }
 }

@@ -8,7 +8,7 @@ use crate::quantity;
 use crate::theme;
 use crate::view::Panel;
 use crate::viewer::Viewer;
-use crate::what_if::{Answer, Question};
+use crate::what_if::{Answer, How, Question};
 
 impl Viewer {
     /// Starts the compiler when something was wished for, and takes its answer.
@@ -16,15 +16,18 @@ impl Viewer {
         if let (Some((wish, at)), Some(document)) = (self.view.wish.take(), &self.document) {
             let context = ui.ctx().clone();
             let wake = move || context.request_repaint();
-            self.question = Some(Question::ask(
-                &self.compiler,
-                document,
-                self.objective,
-                self.view.program,
-                &wish,
-                at,
-                wake,
-            ));
+            let how = How { objective: self.objective, program: self.view.program, at };
+            match tempfile::Builder::new().prefix("hybrid-viewer").tempdir() {
+                Ok(folder) => {
+                    let question =
+                        Question::ask(&self.compiler, document, &wish, how, folder.path(), wake);
+                    self.question = Some(question);
+                    self.answers.push(folder);
+                }
+                Err(error) => {
+                    self.message = Some(format!("making a folder for the answer: {error}"))
+                }
+            }
         }
         if self.question.as_mut().is_some_and(Question::poll) {
             self.comparison = None;
@@ -91,7 +94,7 @@ impl Viewer {
                 }
                 if !question.command.is_empty() {
                     ui.add_space(4.0);
-                    ui.label(RichText::new(&question.command).monospace().small());
+                    ui.label(RichText::new(&question.command).monospace().size(11.0));
                     ui.horizontal(|ui| {
                         if ui.button("Copy command").clicked() {
                             ui.ctx().copy_text(question.command.clone());

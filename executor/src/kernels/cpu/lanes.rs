@@ -150,3 +150,21 @@ pub(crate) fn to_bf16(value: f32) -> u16 {
     let rounded = (bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16) as u16;
     if value.is_nan() { (bits >> 16) as u16 | 0x40 } else { rounded }
 }
+
+#[cfg(test)]
+mod tests {
+    use half::bf16;
+
+    use super::*;
+
+    #[test]
+    fn rounding_is_to_nearest_even() {
+        let mut bits = 1_u32;
+        for _ in 0..100_000 {
+            bits = bits.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            let value = f32::from_bits(bits);
+            assert_eq!(to_bf16(value), bf16::from_f32(value).to_bits(), "{value}");
+        }
+        assert_eq!(to_bf16(f32::INFINITY), bf16::INFINITY.to_bits());
+    }
+}

@@ -15,7 +15,7 @@ use super::pack::{PANEL, PackedMatrix, Shared, padded};
 use super::tile::{Kernel, MOST_ROWS, Operands, Tile};
 use crate::team::{Chunks, Team};
 
-pub use super::encode::Norm;
+pub use super::norm::Norm;
 
 /// A linear layer's inputs: output `i` is `then(norm(x) · weights[i]ᵀ + biases[i]) + residual`.
 ///

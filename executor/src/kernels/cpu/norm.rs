@@ -66,17 +66,48 @@ impl Kernel for NormRows<'_> {
     }
 }
 
+/// What a norm subtracts from every element of a row, and what it then multiplies by.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Moments {
+    mean: f32,
+    factor: f32,
+}
+
+impl Norm<'_> {
+    /// The norm for the elements of a row from `column` on.
+    #[inline(always)]
+    pub(super) fn at(&self, column: usize) -> Self {
+        Self {
+            scale: self.scale.map(|scale| &scale[column..]),
+            bias: self.bias.map(|bias| &bias[column..]),
+            ..*self
+        }
+    }
+}
+
 /// Normalises one row.
 #[inline(always)]
 pub(super) fn norm_row<L: Lanes>(norm: &Norm, x: &[f32], out: &mut [f32]) {
+    norm_with::<L>(norm, moments::<L>(norm, x), x, out);
+}
+
+/// The moments of one row.
+#[inline(always)]
+pub(super) fn moments<L: Lanes>(norm: &Norm, x: &[f32]) -> Moments {
     let count = x.len() as f32;
     let mean = match norm.kind {
         NormKind::Rms => 0.0,
         NormKind::Layer => sum::<L>(x) / count,
     };
     let variance = sum_of_squares::<L>(x, mean) / count;
-    let factor = L::splat(1.0 / (variance + norm.epsilon).sqrt());
-    let (mean, offset) = (L::splat(mean), L::splat(norm.scale_offset));
+    Moments { mean, factor: 1.0 / (variance + norm.epsilon).sqrt() }
+}
+
+/// Normalises elements of a row whose moments are known.
+#[inline(always)]
+pub(super) fn norm_with<L: Lanes>(norm: &Norm, moments: Moments, x: &[f32], out: &mut [f32]) {
+    let (mean, factor) = (L::splat(moments.mean), L::splat(moments.factor));
+    let offset = L::splat(norm.scale_offset);
     for (i, (x, out)) in x.chunks(LANES).zip(out.chunks_mut(LANES)).enumerate() {
         let mut value = L::read(x).sub(mean).mul(factor);
         if let Some(scale) = norm.scale {

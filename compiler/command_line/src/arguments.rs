@@ -1,0 +1,92 @@
+//! A program's arguments, or one line that says what is wrong with them.
+
+use anyhow::{Result, anyhow};
+use clap::Parser;
+use clap::error::ErrorKind;
+
+/// The arguments that this program was called with.
+///
+/// Where help or the version is asked for, it is printed and the program ends. Fails with one line where the
+/// program does not take what it was given.
+pub fn parse<P: Parser>() -> Result<P> {
+    P::try_parse().map_err(|error| {
+        if matches!(error.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion) {
+            error.exit()
+        }
+        anyhow!("{}", complaint(&error))
+    })
+}
+
+/// What clap says in several lines, without its usage.
+fn complaint(error: &clap::Error) -> String {
+    if error.kind() == ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand {
+        return "nothing is asked for; --help lists what can be".into();
+    }
+    let text = error.to_string();
+    let is_usage = |line: &&str| line.starts_with("Usage:") || line.starts_with("For more");
+    // An option that does not exist is hardly meant as a value.
+    let is_said = |line: &&str| !line.is_empty() && !line.starts_with("tip: to pass");
+    let said = text.lines().take_while(|line| !is_usage(line)).map(str::trim);
+    let mut sentence = String::new();
+    for line in said.filter(is_said) {
+        if sentence.ends_with(':') || line.starts_with('[') {
+            sentence.push(' ');
+        } else if !sentence.is_empty() {
+            sentence.push_str("; ");
+        }
+        sentence.push_str(line);
+    }
+    let sentence = sentence.trim_start_matches("error: ");
+    format!("{sentence}; --help lists what there is")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[derive(Debug, Parser)]
+    #[command(name = "program", arg_required_else_help = true)]
+    struct Arguments {
+        #[arg(long, required = true)]
+        input: String,
+        #[arg(long, value_parser = ["fast", "slow"])]
+        speed: Option<String>,
+        #[arg(long)]
+        count: Option<u32>,
+    }
+
+    fn check(arguments: &[&str], expected: &str) {
+        let all = ["program"].iter().chain(arguments);
+        let error = Arguments::try_parse_from(all).expect_err("they are not taken");
+        assert_eq!(complaint(&error), expected);
+    }
+
+    #[test]
+    fn every_refusal_is_one_line_with_its_cause() {
+        check(&[], "nothing is asked for; --help lists what can be");
+        check(
+            &["--speed", "fast"],
+            "the following required arguments were not provided: --input <INPUT>; \
+             --help lists what there is",
+        );
+        check(
+            &["--input", "a", "--cuont", "3"],
+            "unexpected argument '--cuont' found; tip: a similar argument exists: '--count'; \
+             --help lists what there is",
+        );
+        check(
+            &["--input", "a", "--unheard-of"],
+            "unexpected argument '--unheard-of' found; --help lists what there is",
+        );
+        check(
+            &["--input", "a", "--count", "many"],
+            "invalid value 'many' for '--count <COUNT>': invalid digit found in string; \
+             --help lists what there is",
+        );
+        check(
+            &["--input", "a", "--speed", "warp"],
+            "invalid value 'warp' for '--speed <SPEED>' [possible values: fast, slow]; \
+             --help lists what there is",
+        );
+    }
+}

@@ -1,0 +1,92 @@
+//! Files that a program writes for its user: whole or not at all.
+
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context as _, Result};
+
+/// Writes a file. A reader never sees half of it, and what was there stays where it cannot be written.
+pub fn write(path: &Path, contents: &[u8]) -> Result<()> {
+    let context = || format!("writing {}", path.display());
+    let Some((target, temporary)) = places(path)? else {
+        return fs::write(path, contents).with_context(context);
+    };
+    let written = fs::write(&temporary, contents).and_then(|()| fs::rename(&temporary, target));
+    if written.is_err() {
+        // What is left of it helps nobody; that it cannot be removed either is no news.
+        let _ = fs::remove_file(&temporary);
+    }
+    written.with_context(context)
+}
+
+/// Fails where [`write`] would, before the work whose result is to be written. Changes nothing.
+pub fn check_writable(path: &Path) -> Result<()> {
+    let Some((_, temporary)) = places(path)? else { return Ok(()) };
+    File::create(&temporary)
+        .and_then(|_| fs::remove_file(&temporary))
+        .with_context(|| format!("writing {}", path.display()))
+}
+
+/// The file that `path` leads to, and where it is written first; `None` for devices and pipes, which no file
+/// can replace.
+fn places(path: &Path) -> Result<Option<(PathBuf, PathBuf)>> {
+    if fs::metadata(path).is_ok_and(|kind| !kind.is_file() && !kind.is_dir()) {
+        return Ok(None);
+    }
+    let target = fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
+    let name = target.file_name().filter(|_| !target.is_dir());
+    let name = name.with_context(|| format!("writing {}: it is a folder", path.display()))?;
+    let mut name = name.to_owned();
+    name.push(format!(".{}", std::process::id()));
+    let temporary = target.with_file_name(name);
+    Ok(Some((target, temporary)))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::symlink;
+
+    use super::*;
+
+    fn names(folder: &Path) -> Vec<String> {
+        let entries = fs::read_dir(folder).unwrap();
+        let mut names: Vec<String> =
+            entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+        names.sort();
+        names
+    }
+
+    #[test]
+    fn a_file_is_replaced_as_a_whole_and_through_links() {
+        let folder = tempfile::tempdir().unwrap();
+        let (file, link) = (folder.path().join("file"), folder.path().join("link"));
+        write(&file, b"long before").unwrap();
+        symlink(&file, &link).unwrap();
+        write(&link, b"after").unwrap();
+        assert_eq!(fs::read(&file).unwrap(), b"after");
+        assert_eq!(names(folder.path()), ["file", "link"]);
+    }
+
+    #[test]
+    fn looking_changes_nothing() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("file");
+        check_writable(&file).unwrap();
+        assert_eq!(names(folder.path()), [""; 0]);
+        write(&file, b"kept").unwrap();
+        check_writable(&file).unwrap();
+        assert_eq!(fs::read(&file).unwrap(), b"kept");
+    }
+
+    #[test]
+    fn folders_and_missing_folders_are_refused_and_devices_taken() {
+        let folder = tempfile::tempdir().unwrap();
+        for attempt in [check_writable, |path: &Path| write(path, b"text")] {
+            let error = format!("{:#}", attempt(folder.path()).unwrap_err());
+            assert!(error.ends_with("it is a folder"), "{error}");
+            let error = format!("{:#}", attempt(&folder.path().join("none/file")).unwrap_err());
+            assert!(error.starts_with("writing ") && error.contains("none/file"), "{error}");
+            attempt(Path::new("/dev/null")).unwrap();
+        }
+    }
+}
