@@ -134,7 +134,8 @@ fn rebuild(
 ) -> Result<PlacedGraph> {
     let mut made = PlacedGraph::default();
     let mut renamed: Table<ValueId, ValueId> = Table::default();
-    let (nodes, values, outputs) = graph.into_tables();
+    let outputs = graph.outputs().to_vec();
+    let (nodes, values) = graph.into_tables();
     for node in nodes.into_rows() {
         let inputs: Vec<ValueId> = node.inputs.iter().map(|&value| renamed[value]).collect();
         let (work, inputs) = match decide(&node, &inputs, &made) {

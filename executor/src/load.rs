@@ -243,8 +243,9 @@ impl Starter {
         let cut = |((program, lane), awaited): ((&ir::plan::Program, &Option<usize>), &_)| {
             let lane = lane.map(|lane| &program.lanes[lane])?;
             Some(match &device.form {
-                Form::Gpu(_) => gpu::stretches(program, lane, awaited),
-                Form::Cpu(_) => (0..lane.steps.len()).map(|at| at..at + 1).collect(),
+                Form::Gpu(_) if self.recorder.is_none() => gpu::stretches(program, lane, awaited),
+                // A GPU's steps are recorded one by one, each with its end on the device.
+                Form::Gpu(_) | Form::Cpu(_) => (0..lane.steps.len()).map(|at| at..at + 1).collect(),
             })
         };
         let stretches = self.plan.programs.iter().zip(&lanes).zip(&awaited).map(cut).collect();

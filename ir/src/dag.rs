@@ -113,9 +113,9 @@ impl<W> Dag<W> {
         &self.values
     }
 
-    /// Nodes, values and results, for building another graph of them.
-    pub fn into_tables(self) -> (Table<NodeId, Node<W>>, Table<ValueId, Value>, Vec<ValueId>) {
-        (self.nodes, self.values, self.outputs)
+    /// Nodes and values, for building another graph of them.
+    pub fn into_tables(self) -> (Table<NodeId, Node<W>>, Table<ValueId, Value>) {
+        (self.nodes, self.values)
     }
 
     /// For each value the nodes that read it, in order; a node that reads it twice is there twice.

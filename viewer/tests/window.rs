@@ -1,7 +1,5 @@
 //! The window under test: clicks, keys and drags, and what they lead to.
 
-#![expect(clippy::unwrap_used, reason = "a test that cannot write its files has failed")]
-
 mod harness;
 mod made_up;
 

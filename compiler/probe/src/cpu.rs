@@ -56,6 +56,11 @@ impl Processors {
         let mut nodes: Vec<Node> =
             topology.objects_at_depth(Depth::NUMANode).filter_map(|o| node(&topology, o)).collect();
         ensure!(!nodes.is_empty(), "the topology has no NUMA node with cores");
+        let has_memory = nodes.iter().any(|node| node.memory_bytes > 0);
+        ensure!(
+            has_memory,
+            "the system tells of no memory: mount /sys, which the topology is read from"
+        );
         limit_memory(&mut nodes);
         let logical = topology.objects_with_type(ObjectType::PU).count() as u32;
         let caches = topology.objects().filter_map(data_cache).collect();
