@@ -8,10 +8,10 @@ use std::thread;
 
 use anyhow::{Context as _, Result, anyhow, bail};
 use ir::id::DeviceId;
-use ir::machine::Machine;
+use ir::machine::{Device, DeviceKind, Machine};
 use ir::plan::{Plan, Queue};
 
-use crate::bind::{Device, Form};
+use crate::bind::{self, Form};
 use crate::checkpoint::Checkpoint;
 use crate::executor::{Executor, LaneThread};
 use crate::kernels::cpu::isa::Isa;
@@ -183,15 +183,12 @@ pub fn load(
 
 /// The devices that must be here.
 fn required(machine: &Machine, gpu_driver: GpuDriver) -> Machine {
-    let mut required = machine.clone();
-    if gpu_driver == GpuDriver::Vulkan {
-        let is_numa = |device: &&ir::machine::Device| {
-            matches!(device.kind, ir::machine::DeviceKind::Numa { .. })
-        };
-        let devices = machine.devices.rows().iter().filter(is_numa).cloned();
-        required.devices = devices.collect();
-    }
-    required
+    let is_required = |device: &&Device| match device.kind {
+        DeviceKind::Numa { .. } => true,
+        DeviceKind::Gpu { .. } => gpu_driver == GpuDriver::Cuda,
+    };
+    let devices = machine.devices.rows().iter().filter(is_required).cloned().collect();
+    Machine { devices, ..machine.clone() }
 }
 
 enum Event {
@@ -219,7 +216,7 @@ impl Starter {
         // Nobody listens any more when another lane has failed; then the inbox is closed, too.
         let tell = |event| drop(self.events.send(event));
         let bound = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-            Device::bind(&self.plan, self.device, &self.checkpoint, &self.options, |bytes| {
+            bind::Device::bind(&self.plan, self.device, &self.checkpoint, &self.options, |bytes| {
                 // The inbox is closed when another lane has failed to load.
                 tell(Event::Loaded(bytes));
                 !self.inbox.is_closed()

@@ -68,7 +68,7 @@ impl Value {
     }
 
     /// Its elements of 32 bits, row after row.
-    pub(crate) fn into_bytes(self) -> TensorData {
+    pub(crate) fn into_data(self) -> TensorData {
         match self {
             Value::Float(tensor) => tensor.into_data(),
             Value::Int(tensor) => tensor.into_data(),

@@ -77,6 +77,16 @@ impl Format {
         }
     }
 
+    /// The type of its elements; `None` for blocks.
+    pub fn float(self) -> Option<DType> {
+        match self {
+            Format::F32 => Some(DType::F32),
+            Format::F16 => Some(DType::F16),
+            Format::Bf16 => Some(DType::Bf16),
+            Format::Q8 | Format::Q4 => None,
+        }
+    }
+
     /// Bytes of a matrix of `rows` × `columns`, each row padded to whole blocks; at most `u64::MAX`.
     pub fn bytes(self, rows: u64, columns: u64) -> u64 {
         let blocks = columns.div_ceil(u64::from(self.block()));

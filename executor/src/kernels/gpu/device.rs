@@ -3,12 +3,10 @@
 #![expect(unsafe_code, reason = "kernels are given raw pieces of device memory")]
 
 use anyhow::{Context as _, Result, ensure};
-use burn::tensor::{DType, Shape};
 use burn_cubecl::CubeDevice;
-use burn_cubecl::tensor::CubeTensor;
 use cubecl::bytes::Bytes;
 use cubecl::client::Client;
-use cubecl::prelude::{BufferArg, ElemType};
+use cubecl::prelude::{BufferArg, CubeCount, CubeDim, ElemType};
 use cubecl::server::Handle;
 use cubecl_runtime::runtime::Runtime;
 
@@ -72,6 +70,18 @@ impl Gpu {
     /// Multiprocessors, as far as the driver tells.
     pub fn processors(&self) -> u32 {
         self.client.properties().hardware.num_streaming_multiprocessors.unwrap_or(1)
+    }
+
+    /// Cubes and their size for `units` threads in all.
+    pub(super) fn grid(&self, units: usize) -> (CubeCount, CubeDim) {
+        /// Threads of a cube: eight planes of an NVIDIA GPU.
+        const THREADS: usize = 256;
+        /// The most cubes along one axis, by WebGPU's default limits.
+        const AXIS: usize = 65535;
+        let cubes = units.div_ceil(THREADS).max(1);
+        let rows = cubes.div_ceil(AXIS);
+        let count = CubeCount::Static(cubes.div_ceil(rows) as u32, rows as u32, 1);
+        (count, CubeDim::new_1d(THREADS as u32))
     }
 
     /// Takes device memory of its own for as long as the span lives. It holds whatever was there.
@@ -149,11 +159,6 @@ impl Span {
         self.address.context("this memory is not of a CUDA device")
     }
 
-    /// Its memory in CubeCL's terms.
-    pub fn handle(&self) -> &Handle {
-        &self.handle
-    }
-
     /// As a kernel's argument: `count` elements or vectors of `size` bytes each.
     ///
     /// # Panics
@@ -166,14 +171,6 @@ impl Span {
         );
         // SAFETY: the span is as long as the argument says.
         unsafe { BufferArg::from_raw_parts(self.handle.clone(), count) }
-    }
-
-    /// As a Burn tensor of `[rows, columns]` elements of 32 bits.
-    pub fn tensor(&self, gpu: &Gpu, rows: usize, columns: usize, dtype: DType) -> CubeTensor {
-        let shape = Shape::new([rows, columns]);
-        let bytes = rows * columns * size_of::<f32>();
-        let handle = self.part(0, bytes).handle;
-        CubeTensor::new_contiguous(gpu.client.clone(), gpu.device.clone(), shape, handle, dtype)
     }
 }
 

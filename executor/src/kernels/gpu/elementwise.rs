@@ -3,12 +3,12 @@
 use cubecl::prelude::*;
 
 use super::device::{Gpu, Span};
-use super::rows::vector_size;
+use super::words::read_size;
 
 impl Gpu {
     /// `out = a + b` over `count` floats; `out` may be either of them.
     pub fn add(&self, a: &Span, b: &Span, out: &Span, count: usize) {
-        let size = vector_size(count);
+        let size = read_size(count);
         let vectors = count / size;
         let (cubes, dim) = self.grid(vectors);
         let [a, b, out] = [a, b, out].map(|span| span.argument(vectors, size * size_of::<f32>()));

@@ -3,7 +3,7 @@
 #[cfg(test)]
 pub(super) mod testing;
 
-use anyhow::{Result, bail, ensure};
+use anyhow::{Context as _, Result, bail, ensure};
 use ir::tensor::{DType, Format};
 
 use super::device::Span;
@@ -163,7 +163,10 @@ impl Stack {
 
 /// Bytes of an element of a format without blocks.
 pub(super) fn float_bytes(format: Format) -> Result<usize> {
-    Ok(float_type(format)?.bytes() as usize)
+    let float = format.float().with_context(|| {
+        format!("blocks of {format} have no row-major layout: keep them in panels")
+    })?;
+    Ok(float.bytes() as usize)
 }
 
 /// The type of the elements of a format without blocks.

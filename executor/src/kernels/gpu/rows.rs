@@ -2,10 +2,11 @@
 
 use anyhow::{Result, bail};
 use cubecl::prelude::*;
-use ir::tensor::{DType, Format};
+use ir::tensor::DType;
 
 use super::device::{Gpu, Span, element};
 use super::matrix::{Layout, Matrix};
+use super::words::read_size;
 
 /// Which rows of a table are picked, and what becomes of them.
 pub struct Gather<'a> {
@@ -29,11 +30,9 @@ impl Gpu {
     /// # Errors
     /// When the table is held in a way that rows cannot be picked from.
     pub fn gather(&self, table: &Matrix, call: &Gather<'_>, out: &Span) -> Result<()> {
-        let dtype = match (table.layout(), table.format()) {
-            (Layout::RowMajor, Format::F32) => DType::F32,
-            (Layout::RowMajor, Format::F16) => DType::F16,
-            (Layout::RowMajor, Format::Bf16) => DType::Bf16,
-            (layout, format) => bail!("no rows are picked from {layout:?} in {format}"),
+        let (layout, format) = (table.layout(), table.format());
+        let (Layout::RowMajor, Some(dtype)) = (layout, format.float()) else {
+            bail!("no rows are picked from {layout:?} in {format}");
         };
         self.pick(table.data(), table.rows(), dtype, call, out);
         Ok(())
@@ -45,7 +44,7 @@ impl Gpu {
     }
 
     fn pick(&self, x: &Span, x_rows: usize, dtype: DType, call: &Gather<'_>, out: &Span) {
-        let (size, features) = (vector_size(call.features), call.features);
+        let (size, features) = (read_size(call.features), call.features);
         let (vectors, all) = (features / size, call.count * features / size);
         let (count, dim) = self.grid(all);
         let floats = |span: &Span| span.argument(all, size * size_of::<f32>());
@@ -65,23 +64,6 @@ impl Gpu {
             element(dtype),
         );
     }
-
-    /// Cubes and their size for `units` threads in all.
-    pub(super) fn grid(&self, units: usize) -> (CubeCount, CubeDim) {
-        /// Threads of a cube: eight planes of an NVIDIA GPU.
-        const THREADS: usize = 256;
-        /// The most cubes along one axis, by WebGPU's default limits.
-        const AXIS: usize = 65535;
-        let cubes = units.div_ceil(THREADS).max(1);
-        let rows = cubes.div_ceil(AXIS);
-        let count = CubeCount::Static(cubes.div_ceil(rows) as u32, rows as u32, 1);
-        (count, CubeDim::new_1d(THREADS as u32))
-    }
-}
-
-/// Elements that are loaded at once: as many as 16 bytes of f32 hold, where rows divide into such.
-pub(super) fn vector_size(features: usize) -> usize {
-    [4, 2, 1].into_iter().find(|size| features.is_multiple_of(*size)).unwrap_or(1)
 }
 
 #[cube(launch)]
@@ -113,6 +95,7 @@ fn gather<F: Float, N: Size>(
 #[cfg(test)]
 mod tests {
     use half::f16;
+    use ir::tensor::Format;
 
     use super::super::testing::gpu;
     use super::*;

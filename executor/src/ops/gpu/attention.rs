@@ -1,7 +1,6 @@
 //! Attention over this device's caches.
 
 use anyhow::{Result, ensure};
-use ir::id::WeightId;
 use ir::op::{self, Norm};
 
 use super::scratch::Scratch;
@@ -70,7 +69,7 @@ impl State {
 
     fn head_norm(&self, norm: &Option<Norm>) -> Result<NormWeights<'_>> {
         let Some(norm) = norm else { return Ok(NormWeights::default()) };
-        let vector = |id: Option<WeightId>| id.map(|id| self.weights.vector(id)).transpose();
-        Ok(NormWeights { scale: vector(norm.scale)?, bias: vector(norm.bias)? })
+        let (scale, bias) = (self.weights.optional(norm.scale)?, self.weights.optional(norm.bias)?);
+        Ok(NormWeights { scale, bias })
     }
 }

@@ -3,7 +3,7 @@
 use anyhow::{Context as _, Result, ensure};
 use ir::id::WeightId;
 use ir::op::{self, NormKind, Then};
-use ir::tensor::{DType, Format};
+use ir::tensor::Format;
 
 use super::scratch::Scratch;
 use super::state::{Operand, Operands, State};
@@ -13,24 +13,17 @@ use crate::kernels::gpu::epilogue::Epilogue;
 use crate::kernels::gpu::linear::{Linear, MAX_TOKENS, RmsNorm};
 use crate::kernels::gpu::matrix::{Layout, Matrix};
 use crate::kernels::gpu::vendor::Product;
-use crate::ops::Scope;
 
 impl State {
     /// The outputs of a linear.
-    pub(super) fn linear(
-        &mut self,
-        op: &op::Linear,
-        scope: Scope<'_>,
-        operands: &Operands,
-    ) -> Result<()> {
+    pub(super) fn linear(&mut self, op: &op::Linear, operands: &Operands) -> Result<()> {
         let x = operands.inputs.first().context("the input is missing")?;
         let residual = match (op.residual, operands.inputs.get(1)) {
             (false, _) => None,
             (true, residual) => Some(residual.context("the residual is missing")?),
         };
-        let own = 1 + usize::from(op.residual);
-        let fetched = operands.inputs.get(own..).unwrap_or_default();
-        let matrices = self.matrices(&op.weights, scope, fetched)?;
+        let matrix = |&id: &WeightId| self.weights.matrix(id).cloned();
+        let matrices = op.weights.iter().map(matrix).collect::<Result<Vec<Matrix>>>()?;
         ensure!(matrices.len() == op.biases.len(), "a linear has no place for every bias");
         let outputs = &operands.outputs;
         let made = if matches!(op.then, Then::Gate(_)) { 1 } else { matrices.len() };
@@ -40,26 +33,6 @@ impl State {
         } else {
             self.many(op, x, residual, &matrices, outputs)
         }
-    }
-
-    /// The matrices of an operation: those at home here, and those that were fetched, in order.
-    pub(super) fn matrices(
-        &self,
-        weights: &[WeightId],
-        scope: Scope<'_>,
-        fetched: &[Operand],
-    ) -> Result<Vec<Matrix>> {
-        let mut fetched = fetched.iter();
-        let mut matrix = |&id: &WeightId| -> Result<Matrix> {
-            let weight = &scope.plan.weights[id];
-            if weight.device == self.device {
-                return self.weights.matrix(id).cloned();
-            }
-            let buffer = fetched.next().with_context(|| format!("{id} was not fetched"))?;
-            let [rows, columns] = [0, 1].map(|axis| weight.shape[axis] as usize);
-            Matrix::new(weight.format, Layout::Panels, rows, columns, buffer.span.clone())
-        };
-        weights.iter().map(&mut matrix).collect()
     }
 
     fn few(
@@ -75,7 +48,7 @@ impl State {
         match &op.norm {
             None => (),
             Some(norm) if norm.kind == NormKind::Rms && norm.bias.is_none() => {
-                let scale = norm.scale.map(|id| self.weights.vector(id)).transpose()?;
+                let scale = self.weights.optional(norm.scale)?;
                 let (scale_offset, epsilon) = (norm.scale_offset, norm.epsilon);
                 rms = Some(RmsNorm { scale, scale_offset, epsilon });
             }
@@ -132,15 +105,18 @@ impl State {
             };
             converted = Some((format, input.clone()));
             let out = &outputs[if is_gated { 0 } else { index }];
-            let is_direct = op.then == Then::Nothing && op.biases[index].is_none();
-            let target = if is_direct && (residual.is_none() || self.vendor.is_some()) {
+            // Only the vendor's library adds a term on the way.
+            let is_direct = op.then == Then::Nothing
+                && op.biases[index].is_none()
+                && (residual.is_none() || self.vendor.is_some());
+            let target = if is_direct {
                 out.span.clone()
             } else {
                 let start = if is_gated { index * product_bytes(matrix) } else { 0 };
                 self.scratch.inner.part(start, product_bytes(matrix))
             };
             let term = residual.filter(|_| is_direct).map(|residual| residual.span.clone());
-            self.product(x.rows, &input, matrix, format, term.as_ref(), &target, &out.span)?;
+            self.product(x.rows, &input, matrix, format, term.as_ref(), &target)?;
             if is_direct || (is_gated && index == 0) {
                 continue;
             }
@@ -161,8 +137,7 @@ impl State {
         Ok(())
     }
 
-    /// `out = x · matrixᵀ (+ term)`. Where the term cannot be added on the way, the product goes to `target` first.
-    #[expect(clippy::too_many_arguments, reason = "a product's operands, each named by its caller")]
+    /// `out = x · matrixᵀ (+ term)`; a term is for the vendor's library.
     fn product(
         &mut self,
         tokens: usize,
@@ -170,7 +145,6 @@ impl State {
         matrix: &Matrix,
         format: Format,
         term: Option<&Span>,
-        target: &Span,
         out: &Span,
     ) -> Result<()> {
         let unpacked = match matrix.layout() {
@@ -184,19 +158,11 @@ impl State {
         let matrix = unpacked.as_ref().unwrap_or(matrix);
         let (inputs, outputs) = (matrix.columns(), matrix.rows());
         let Some(vendor) = &mut self.vendor else {
-            self.gpu.gemm(x, tokens, matrix, target)?;
-            if let Some(term) = term {
-                self.gpu.add(target, term, out, tokens * outputs);
-            }
-            return Ok(());
+            return self.gpu.gemm(x, tokens, matrix, out);
         };
         let w = matrix.data();
-        let element = match format {
-            Format::F16 => DType::F16,
-            Format::Bf16 => DType::Bf16,
-            Format::F32 | Format::Q8 | Format::Q4 => DType::F32,
-        };
-        let product = Product { x, w, element, term, out: target, tokens, inputs, outputs };
+        let element = format.float().context("a product is made of floats")?;
+        let product = Product { x, w, element, term, out, tokens, inputs, outputs };
         vendor.multiply(&self.gpu, &[product])
     }
 
@@ -232,7 +198,6 @@ impl State {
     }
 
     fn biases(&self, op: &op::Linear) -> Result<Vec<Option<&Span>>> {
-        let vector = |bias: &Option<WeightId>| bias.map(|id| self.weights.vector(id)).transpose();
-        op.biases.iter().map(vector).collect()
+        op.biases.iter().map(|&bias| self.weights.optional(bias)).collect()
     }
 }

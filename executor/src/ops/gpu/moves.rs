@@ -5,7 +5,7 @@ use ir::id::{BufferId, StepId};
 use ir::layout::Move;
 use ir::plan::Program;
 
-use super::state::{Operand, State};
+use super::state::{Operand, State, dims};
 use crate::kernels::gpu::device::Span;
 use crate::ops::Scope;
 use crate::slots::Slots;
@@ -81,11 +81,8 @@ impl State {
         slots: &Slots,
         into: &Span,
     ) -> Result<Operand> {
-        let extent = scope.batch.extent();
-        let ty = &schedule.buffers[buffer].ty;
-        let rows = ty.shape.first().map_or(1, |dim| dim.size(extent)) as usize;
-        let columns = ty.features(extent) as usize;
-        let data = slots.read(buffer)?.into_bytes();
+        let (rows, columns) = dims(&schedule.buffers[buffer].ty, scope.batch.extent());
+        let data = slots.read(buffer)?.into_data();
         let bytes = data.as_bytes();
         ensure!(bytes.len() == rows * columns * size_of::<f32>(), "{buffer} has another size");
         self.gpu.write(into, bytes)?;

@@ -34,12 +34,10 @@ impl State {
 
     /// A norm with its weights.
     pub(super) fn norm_weights<'a>(&'a self, norm: &op::Norm) -> Result<Norm<'a>> {
-        let vector =
-            |weight: Option<WeightId>| weight.map(|id| self.weights.vector(id)).transpose();
         Ok(Norm {
             kind: norm.kind,
-            scale: vector(norm.scale)?,
-            bias: vector(norm.bias)?,
+            scale: self.weights.optional(norm.scale)?,
+            bias: self.weights.optional(norm.bias)?,
             epsilon: norm.epsilon,
             scale_offset: norm.scale_offset,
         })

@@ -1,8 +1,8 @@
 //! Device memory that lasts no longer than an operation.
 
 use anyhow::{Context as _, Result, ensure};
-use ir::id::DeviceId;
-use ir::op::{Attention, Linear, Op, Then};
+use ir::id::{BufferId, DeviceId};
+use ir::op::{Attention, Linear, Op, Products, Then};
 use ir::plan::{Action, Plan, Program};
 use ir::tensor::Format;
 
@@ -15,7 +15,8 @@ pub(super) struct Scratch {
     pub(super) input: Span,
     /// A matrix, unpacked.
     pub(super) matrix: Span,
-    /// Products before what follows them; queries before attention; an expert's inner activations.
+    /// Products before what follows them; queries before attention; an expert's inner activations; what a
+    /// movement brings.
     pub(super) inner: Span,
     /// What the splits of a context leave.
     pub(super) partial: Span,
@@ -64,8 +65,11 @@ impl Sizes {
         for program in &plan.programs {
             let lanes = program.lanes.iter().filter(|lane| lane.device == device);
             for &id in lanes.flat_map(|lane| &lane.steps) {
-                let Action::Run(op) = &program.steps[id].action else { continue };
-                let own = Self::of_op(plan, program, op, has_vendor, &partial_bytes);
+                let step = &program.steps[id];
+                let own = match &step.action {
+                    Action::Run(op) => Self::of_op(plan, program, op, has_vendor, &partial_bytes),
+                    Action::Move { .. } => Self::of_move(program, &step.reads),
+                };
                 most = Self {
                     input: most.input.max(own.input),
                     matrix: most.matrix.max(own.matrix),
@@ -85,31 +89,28 @@ impl Sizes {
         partial_bytes: impl Fn(&Attention, usize) -> usize,
     ) -> Self {
         let tokens = program.max.tokens as usize;
-        match op {
-            Op::Linear(linear) => Self::of_linear(plan, tokens, linear, has_vendor),
-            Op::Attention(attention) => Self {
+        match op.products() {
+            Some(Products::Linear(linear)) => Self::of_linear(plan, tokens, linear, has_vendor),
+            Some(Products::Attention(attention)) => Self {
                 inner: tokens * (attention.heads * attention.head_dim) as usize * size_of::<f32>(),
                 partial: partial_bytes(attention, program.max_sequences as usize),
                 ..Self::default()
             },
-            Op::Experts(experts) => {
+            Some(Products::Experts(experts)) => {
                 let shape = &plan.weights[experts.gate].shape;
                 // Each token's chosen experts, at most all of them.
                 let chosen = tokens * shape[0] as usize;
                 let inner = chosen.min(tokens * MOST_USED) * shape[1] as usize * size_of::<f32>();
                 Self { inner, ..Self::default() }
             }
-            Op::Embed { .. }
-            | Op::AddPosition { .. }
-            | Op::Norm(_)
-            | Op::Activate(_)
-            | Op::Gate(_)
-            | Op::Add
-            | Op::SigmoidGate
-            | Op::Route { .. }
-            | Op::SelectRows
-            | Op::SoftCap { .. } => Self::default(),
+            None => Self::default(),
         }
+    }
+
+    /// The largest term or part, which comes from another device before it is added or placed.
+    fn of_move(program: &Program, reads: &[BufferId]) -> Self {
+        let bytes = reads.iter().map(|&id| program.buffers[id].ty.bytes(program.max) as usize);
+        Self { inner: bytes.max().unwrap_or(0), ..Self::default() }
     }
 
     fn of_linear(plan: &Plan, tokens: usize, linear: &Linear, has_vendor: bool) -> Self {

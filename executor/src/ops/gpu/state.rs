@@ -4,7 +4,7 @@ use anyhow::{Context as _, Result, bail, ensure};
 use ir::id::{BufferId, DeviceId, StepId, Table};
 use ir::op::Op;
 use ir::plan::{Action, Plan, Program, Weight};
-use ir::tensor::DType;
+use ir::tensor::{DType, Extent, TensorType};
 
 use super::caches::Caches;
 use super::frame::Frame;
@@ -52,6 +52,12 @@ pub(super) struct Operand {
     pub(super) span: Span,
     pub(super) rows: usize,
     pub(super) columns: usize,
+}
+
+/// Rows and columns of a buffer in a run of that size.
+pub(super) fn dims(ty: &TensorType, extent: Extent) -> (usize, usize) {
+    let rows = ty.shape.first().map_or(1, |dim| dim.size(extent));
+    (rows as usize, ty.features(extent) as usize)
 }
 
 impl State {
@@ -103,7 +109,7 @@ impl State {
     }
 
     /// Works through a stretch of a lane. `at` is kept at the step that is queued. What other devices read is on
-    /// the host when it returns; `waits` says that the rest must be done on the device, too.
+    /// the host when it returns; where steps are traced, all else is done on the device, too.
     ///
     /// # Errors
     /// When a step's operands are not what the operation takes, or the device failed.
@@ -199,8 +205,7 @@ impl State {
         let ty = &schedule.buffers[buffer].ty;
         let place = self.frames[program].place(buffer);
         let place = place.with_context(|| format!("{buffer} is not on this device"))?;
-        let rows = ty.shape.first().map_or(1, |dim| dim.size(extent)) as usize;
-        let columns = ty.features(extent) as usize;
+        let (rows, columns) = dims(ty, extent);
         ensure!(ty.bytes(extent) as usize <= place.bytes, "{buffer} outgrows its place");
         Ok(Operand { span: self.buffers.part(place.start, place.bytes), rows, columns })
     }
@@ -242,7 +247,7 @@ impl State {
                 self.gather(*table, &rows, *offset, 1.0, Some(&input(0)?.span), out)?;
             }
             Op::Norm(norm) => self.norm(norm, input(0)?, operands.inputs.get(1), out)?,
-            Op::Linear(linear) => self.linear(linear, scope, operands)?,
+            Op::Linear(linear) => self.linear(linear, operands)?,
             Op::Attention(attention) => self.attention(attention, scope, operands)?,
             Op::Activate(kind) => self.activate(*kind, input(0)?, None, out)?,
             Op::Gate(kind) => self.activate(*kind, input(0)?, Some(input(1)?), out)?,
@@ -263,7 +268,7 @@ impl State {
                     &weights.span,
                 );
             }
-            Op::Experts(experts) => self.experts(experts, scope, operands)?,
+            Op::Experts(experts) => self.experts(experts, operands)?,
             Op::SelectRows => self.select_rows(input(0)?, out),
             Op::SoftCap { cap } => gpu.soft_cap(*cap, &input(0)?.span, &out.span, count),
         }

@@ -101,6 +101,11 @@ impl Weights {
         }
     }
 
+    /// A scale or a bias where there is one.
+    pub(super) fn optional(&self, weight: Option<WeightId>) -> Result<Option<&Span>> {
+        weight.map(|id| self.vector(id)).transpose()
+    }
+
     /// A matrix `[outputs, inputs]`.
     pub(super) fn matrix(&self, weight: WeightId) -> Result<&Matrix> {
         match self.held.get(weight) {
