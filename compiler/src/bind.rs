@@ -1,14 +1,15 @@
-//! Which weights and caches a placed graph puts on each device, each once, and what the devices do with them.
+//! Which weights and caches placed graphs put on each device, each once, and what the devices do with them.
 
 use std::collections::HashMap;
 
 use anyhow::Result;
-use ir::graph::{PlacedGraph, Work};
+use ir::graph::Work;
 use ir::id::{CacheId, DeviceId, NodeId, Table, WeightId};
 use ir::op::Op;
 use ir::plan::Cache;
-use ir::tensor::Format;
+use ir::tensor::{Format, TensorType};
 
+use crate::graphs::{Graphs, Phases};
 use crate::part::{WeightKey, parts};
 use crate::task::Task;
 
@@ -19,8 +20,8 @@ pub(crate) struct Bound {
     pub(crate) weights: Table<WeightId, WeightKey>,
     /// The plan's caches.
     pub(crate) caches: Table<CacheId, Cache>,
-    /// What each device does of each node; nothing for movements.
-    pub(crate) parts: Table<NodeId, Vec<BoundPart>>,
+    /// For each graph what each device does of each node; nothing for movements.
+    pub(crate) parts: Phases<Table<NodeId, Vec<BoundPart>>>,
 }
 
 /// What one device does of a node, in the plan's terms.
@@ -32,47 +33,74 @@ pub(crate) struct BoundPart {
     pub(crate) op: Op,
     /// Format and shape of each of its weights.
     pub(crate) weights: Vec<(Format, Vec<u32>)>,
+    /// Those of them that are fetched.
+    pub(crate) fetched: Vec<Fetched>,
     /// Which of the node's inputs are read.
     pub(crate) reads: Vec<usize>,
 }
 
-/// Collects what a graph's computations hold and do.
-pub(crate) fn bind(task: &Task<'_>, graph: &PlacedGraph) -> Result<Bound> {
+/// A weight that a device fetches.
+#[derive(Clone, Debug)]
+pub(crate) struct Fetched {
+    /// The plan's row for it.
+    pub(crate) weight: WeightId,
+    /// Its home.
+    pub(crate) home: DeviceId,
+    /// The type of a buffer that it is fetched to.
+    pub(crate) ty: TensorType,
+}
+
+/// Collects what the computations of all graphs hold and do.
+pub(crate) fn bind(task: &Task<'_>, graphs: &Graphs) -> Result<Bound> {
     let mut bound = Bound::default();
     let mut weight_ids: HashMap<WeightKey, WeightId> = HashMap::new();
     let mut cache_ids: HashMap<(CacheId, DeviceId), CacheId> = HashMap::new();
-    for (_, node) in graph.nodes() {
-        let parts = match &node.work.work {
-            Work::Compute(op) => parts(task, node, op)?,
-            Work::Move(_) => Vec::new(),
-        };
-        let mut bound_parts = Vec::with_capacity(parts.len());
-        for part in parts {
-            let mut keys = part.weights.iter();
-            let mut op = part.op.map_weights(|_| {
-                let key = *keys.next().expect("a part has a key for each of its weights");
-                *weight_ids.entry(key).or_insert_with(|| bound.weights.push(key))
-            });
-            if let Op::Attention(attention) = &mut op {
-                let cache = Cache {
-                    name: node.name.clone(),
-                    device: part.device,
-                    dtype: task.target.kv_types[part.device],
-                    kv_heads: attention.kv_heads,
-                    head_dim: attention.head_dim,
+    bound.parts = graphs.placed.try_map(|graph| {
+        let mut all = Table::default();
+        for (_, node) in graph.nodes() {
+            let parts = match &node.work.work {
+                Work::Compute(op) => parts(task, node, op)?,
+                Work::Move(_) => Vec::new(),
+            };
+            let mut bound_parts = Vec::with_capacity(parts.len());
+            for part in parts {
+                let mut id = |key: &WeightKey| {
+                    *weight_ids.entry(*key).or_insert_with(|| bound.weights.push(*key))
                 };
-                let held = cache_ids.entry((attention.cache, part.device));
-                attention.cache = *held.or_insert_with(|| bound.caches.push(cache));
+                let mut keys = part.weights.iter();
+                let mut op = part.op.map_weights(|_| {
+                    id(keys.next().expect("a part has a key for each of its weights"))
+                });
+                let is_fetched = |key: &&WeightKey| key.device != part.device;
+                let fetched = part.weights.iter().filter(is_fetched).map(|key| Fetched {
+                    weight: id(key),
+                    home: key.device,
+                    ty: key.packed_type(task),
+                });
+                let fetched = fetched.collect();
+                if let Op::Attention(attention) = &mut op {
+                    let cache = Cache {
+                        name: node.name.clone(),
+                        device: part.device,
+                        dtype: task.target.kv_types[part.device],
+                        kv_heads: attention.kv_heads,
+                        head_dim: attention.head_dim,
+                    };
+                    let held = cache_ids.entry((attention.cache, part.device));
+                    attention.cache = *held.or_insert_with(|| bound.caches.push(cache));
+                }
+                let held = |key: &WeightKey| (key.format, key.shape(task));
+                bound_parts.push(BoundPart {
+                    device: part.device,
+                    op,
+                    weights: part.weights.iter().map(held).collect(),
+                    fetched,
+                    reads: part.reads,
+                });
             }
-            let held = |key: &WeightKey| (key.format, key.shape(task));
-            bound_parts.push(BoundPart {
-                device: part.device,
-                op,
-                weights: part.weights.iter().map(held).collect(),
-                reads: part.reads,
-            });
+            all.push(bound_parts);
         }
-        bound.parts.push(bound_parts);
-    }
+        Ok(all)
+    })?;
     Ok(bound)
 }

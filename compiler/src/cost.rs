@@ -5,6 +5,7 @@ use ir::id::DeviceId;
 use ir::layout::Move;
 use ir::op::{Attention, Op, Products};
 use ir::tensor::{Extent, Format, TensorType};
+use ir::workspace::UNPACKED_ROWS;
 
 use crate::target::{Batch, Target};
 
@@ -17,6 +18,8 @@ pub(crate) struct Operands<'a> {
     pub(crate) reads: Vec<TensorType>,
     /// Tensors written.
     pub(crate) writes: Vec<TensorType>,
+    /// Whether the matrices were fetched, packed as another device holds them.
+    pub(crate) is_fetched: bool,
 }
 
 /// Nanoseconds of one computation on a device. Fails when the device does not compute a weight's format.
@@ -41,7 +44,8 @@ pub(crate) fn run_nanos(
     };
     let work = match op.products() {
         Some(Products::Linear(_)) => {
-            matrices(rows_of(&operands.reads[0], batch.extent))? + activations
+            let rows = rows_of(&operands.reads[0], batch.extent);
+            matrices(rows)? + activations + streamed(unpacked_bytes(operands, batch))
         }
         Some(Products::Attention(attention)) => {
             let cache = target.kv_types[device].bytes();
@@ -53,11 +57,28 @@ pub(crate) fn run_nanos(
                 rates.cache_bytes_per_sec,
             )
         }
-        Some(Products::Experts(_)) => experts_nanos(target, device, operands, batch)? + activations,
+        Some(Products::Experts(_)) => {
+            experts_nanos(target, device, operands, batch)?
+                + activations
+                + streamed(unpacked_bytes(operands, batch))
+        }
         // Tables are read only where tokens point: as many rows as are written.
         None => activations,
     };
     Ok(rates.step_nanos + work)
+}
+
+/// Bytes read and written to unpack fetched matrices to 16 bits: a product of few rows takes panels as they are.
+fn unpacked_bytes(operands: &Operands<'_>, batch: &Batch) -> u64 {
+    if !operands.is_fetched || rows_of(&operands.reads[0], batch.extent) <= UNPACKED_ROWS {
+        return 0;
+    }
+    let matrices = operands.weights.iter().filter(|(_, shape)| shape.len() > 1);
+    let bytes = matrices.map(|(format, shape)| {
+        let elements: u64 = shape.iter().map(|&size| u64::from(size)).product();
+        format.bytes(1, elements) + 2 * elements
+    });
+    bytes.sum()
 }
 
 /// Nanoseconds of one device's part of a movement.
@@ -91,6 +112,23 @@ pub(crate) fn move_nanos(
         | Move::Slice { .. } => incoming.iter().map(|(_, bytes)| bytes).sum::<u64>() + written,
     };
     Ok(rates.step_nanos + latency + crossing + seconds(local as f64, rates.read_bytes_per_sec))
+}
+
+/// Nanoseconds of bringing a weight from its home to a GPU; `is_shared` where the home computes at the same time.
+///
+/// Fails when no link leads there.
+pub(crate) fn fetch_nanos(
+    target: &Target,
+    home: DeviceId,
+    device: DeviceId,
+    bytes: u64,
+    is_shared: bool,
+) -> Result<f64> {
+    let link = target.machine.link(home, device).with_context(|| {
+        format!("no link leads from {} to {}", target.name(home), target.name(device))
+    })?;
+    let share = if is_shared { target.machine.devices[home].rates.beside_fetch } else { 1.0 };
+    Ok(link.latency_nanos + seconds(bytes as f64, link.bytes_per_sec * share))
 }
 
 /// Nanoseconds of `amount` at a rate per second.

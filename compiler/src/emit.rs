@@ -1,37 +1,41 @@
-//! Writes a placed graph down as a plan: tables of what is held, programs over them, and the forecast.
+//! Writes placed graphs down as a plan: tables of what is held, programs over them, and the forecast.
 
 use std::path::{Component, Path, PathBuf};
 
 use anyhow::{Context as _, Result};
 use ir::asked::Asked;
-use ir::graph::PlacedGraph;
 use ir::model::CheckpointFile;
 use ir::plan::{Candidate, Forecast, ModelInfo, Plan, ProgramForecast, VERSION, Weight};
 use ir::weight::{Slice, Source};
 
 use crate::bind::bind;
-use crate::forecast::simulate;
+use crate::forecast::{contend, simulate};
+use crate::graphs::Graphs;
 use crate::options::Options;
 use crate::part::WeightKey;
 use crate::schedule::{Causes, schedule};
 use crate::target::{BLOCK_TOKENS, Batch};
 use crate::task::Task;
 
-/// The plan of a placed graph with programs for `batches`, and `blocks` cache blocks.
+/// The plan of placed graphs with programs for `batches`, and `blocks` cache blocks.
 ///
 /// Weights carry no sources yet, nor the plan what was asked: a plan that is only priced needs neither.
 pub(crate) fn emit(
     task: &Task<'_>,
-    graph: &PlacedGraph,
+    graphs: &Graphs,
     batches: &[Batch],
     blocks: u32,
 ) -> Result<Plan> {
     let (model, target) = (task.model, task.target);
-    let bound = bind(task, graph)?;
+    let bound = bind(task, graphs)?;
     let mut causes = Causes::default();
     let programs = batches
         .iter()
-        .map(|batch| schedule(task, graph, &bound, batch, &mut causes))
+        .map(|batch| {
+            let mut program = schedule(task, graphs, &bound, batch, &mut causes)?;
+            contend(task, &bound, &mut program);
+            Ok(program)
+        })
         .collect::<Result<Vec<_>>>()?;
     let weights = bound
         .weights
@@ -87,12 +91,12 @@ pub(crate) fn emit(
 /// priced.
 pub(crate) fn complete(
     task: &Task<'_>,
-    graph: &PlacedGraph,
+    graphs: &Graphs,
     mut plan: Plan,
     options: &Options,
     candidates: Vec<Candidate>,
 ) -> Result<Plan> {
-    let bound = bind(task, graph)?;
+    let bound = bind(task, graphs)?;
     for (id, key) in bound.weights.iter() {
         plan.weights[id].sources = sources(task, key)?;
     }

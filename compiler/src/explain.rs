@@ -13,7 +13,8 @@ use ir::plan::Plan;
 pub use diff::diff;
 
 use crate::explain::rows::{Row, folded, rows};
-use crate::explain::table::{Table, bytes, nanos};
+pub(crate) use crate::explain::table::bytes;
+use crate::explain::table::{Table, nanos};
 
 /// Everything a plan knows of its own making: layers, devices, programs and the candidates it beat.
 pub fn explain(plan: &Plan) -> String {
@@ -61,8 +62,8 @@ fn layers(plan: &Plan) -> Table {
             row.name(),
             row.devices(&plan.machine),
             bytes(row.bytes),
-            nanos(row.prefill_nanos),
-            nanos(row.decode_nanos),
+            nanos(row.prefill.nanos),
+            nanos(row.decode.nanos),
             why(&row, &plan.machine),
             runner_up(&row.cause, &plan.machine),
         ]);
@@ -91,16 +92,18 @@ fn runner_up(cause: &Cause, machine: &Machine) -> String {
 }
 
 fn devices(plan: &Plan) -> Table {
-    let mut table =
-        Table::new(&["device", "weights", "KV cache", "buffers", "used of", "capacity"]);
+    let mut table = Table::new(&[
+        "device", "weights", "KV cache", "buffers", "fetched", "scratch", "used of", "capacity",
+    ]);
     for (device, budget) in plan.forecast.devices.iter() {
-        let used = budget.weight_bytes + budget.cache_bytes + budget.buffer_bytes;
-        let share = 100.0 * used as f64 / budget.capacity_bytes.max(1) as f64;
+        let share = 100.0 * budget.needed_bytes() as f64 / budget.capacity_bytes.max(1) as f64;
         table.row(vec![
             name(&plan.machine, device).into(),
             bytes(budget.weight_bytes),
             bytes(budget.cache_bytes),
             bytes(budget.buffer_bytes),
+            bytes(budget.fetch_bytes),
+            bytes(budget.workspace_bytes + budget.reserved_bytes),
             format!("{share:.1} %"),
             bytes(budget.capacity_bytes),
         ]);

@@ -1,7 +1,10 @@
 //! Predicted times of a program, from the estimates of its steps.
 
-use ir::id::{Id as _, StepId, Table};
-use ir::plan::Program;
+use ir::id::{DeviceId, Id as _, StepId, Table};
+use ir::plan::{Action, Program};
+
+use crate::bind::Bound;
+use crate::task::Task;
 
 /// How long one run takes, alone on the machine.
 #[derive(Clone, Debug)]
@@ -14,26 +17,92 @@ pub(crate) struct Times {
 
 /// Runs a program in thought: a step begins when its lane is free and what it waits for is over.
 pub(crate) fn simulate(program: &Program) -> Times {
-    let mut ends: Table<StepId, u64> = program.steps.ids().map(|_| 0).collect();
-    let mut lane_of: Table<StepId, usize> = program.steps.ids().map(|_| 0).collect();
-    for (lane, steps) in program.lanes.iter().enumerate() {
-        for &step in &steps.steps {
-            lane_of[step] = lane;
-        }
-    }
-    let mut free = vec![0u64; program.lanes.len()];
+    let mut clock = Clock::new(program);
     let mut busy = vec![0u64; program.lanes.len()];
-    // The scheduler numbers steps so that each comes after what it depends on, in its lane too.
     for (id, step) in program.steps.iter() {
-        let lane = lane_of[id];
-        let waited = step.waits.iter().map(|&wait| ends[wait]).max().unwrap_or(0);
-        debug_assert!(step.waits.iter().all(|wait| wait.index() < id.index()));
-        ends[id] = free[lane].max(waited) + step.estimate_nanos;
-        free[lane] = ends[id];
+        let (lane, start) = clock.start(program, id);
+        clock.end(id, start + step.estimate_nanos);
         busy[lane] += step.estimate_nanos;
     }
     Times {
-        nanos: ends.rows().iter().copied().max().unwrap_or(0),
+        nanos: clock.ends.rows().iter().copied().max().unwrap_or(0),
         busiest_lane_nanos: busy.into_iter().max().unwrap_or(0),
+    }
+}
+
+/// Lengthens what NUMA nodes compute while a GPU fetches from their memory.
+///
+/// Only the time that a step would need to read its weights is longer; a product of many rows reads them in the
+/// shadow of its arithmetic.
+pub(crate) fn contend(task: &Task<'_>, bound: &Bound, program: &mut Program) {
+    let has_fetches = program.steps.rows().iter().any(|s| matches!(s.action, Action::Fetch { .. }));
+    if !has_fetches {
+        return;
+    }
+    // For each home when it is read by a link.
+    let mut fetches: Table<DeviceId, Vec<(u64, u64)>> = task.per_device(Vec::new());
+    let mut clock = Clock::new(program);
+    for id in program.steps.ids() {
+        let (lane, start) = clock.start(program, id);
+        let device = program.lanes[lane].device;
+        let step = &mut program.steps[id];
+        match &step.action {
+            Action::Fetch { weight, .. } => {
+                let home = bound.weights[*weight].device;
+                fetches[home].push((start, start + step.estimate_nanos));
+            }
+            Action::Run(op) if !fetches[device].is_empty() => {
+                let rates = &task.target.machine.devices[device].rates;
+                let bytes: u64 = op.weights().iter().map(|&id| bound.weights[id].bytes(task)).sum();
+                let reading = bytes as f64 / rates.read_bytes_per_sec * 1e9;
+                let alone = step.estimate_nanos;
+                let slowed = reading.min(alone as f64) * (1.0 / rates.beside_fetch - 1.0);
+                let end = start + alone;
+                let overlap: u64 = fetches[device]
+                    .iter()
+                    .map(|&(from, to)| to.min(end).saturating_sub(from.max(start)))
+                    .sum();
+                let share = overlap.min(alone) as f64 / alone.max(1) as f64;
+                step.estimate_nanos += (slowed * share) as u64;
+            }
+            Action::Run(_) | Action::Move { .. } => (),
+        }
+        clock.end(id, start + program.steps[id].estimate_nanos);
+    }
+}
+
+/// When lanes and steps are done.
+struct Clock {
+    lane_of: Table<StepId, usize>,
+    ends: Table<StepId, u64>,
+    free: Vec<u64>,
+}
+
+impl Clock {
+    fn new(program: &Program) -> Self {
+        let mut lane_of: Table<StepId, usize> = program.steps.ids().map(|_| 0).collect();
+        for (lane, steps) in program.lanes.iter().enumerate() {
+            for &step in &steps.steps {
+                lane_of[step] = lane;
+            }
+        }
+        let ends = program.steps.ids().map(|_| 0).collect();
+        Self { lane_of, ends, free: vec![0; program.lanes.len()] }
+    }
+
+    /// The lane of the next step and when it starts.
+    ///
+    /// The scheduler numbers steps so that each comes after what it depends on, in its lane too.
+    fn start(&self, program: &Program, id: StepId) -> (usize, u64) {
+        let lane = self.lane_of[id];
+        let waits = &program.steps[id].waits;
+        debug_assert!(waits.iter().all(|wait| wait.index() < id.index()));
+        let waited = waits.iter().map(|&wait| self.ends[wait]).max().unwrap_or(0);
+        (lane, self.free[lane].max(waited))
+    }
+
+    fn end(&mut self, id: StepId, at: u64) {
+        self.ends[id] = at;
+        self.free[self.lane_of[id]] = at;
     }
 }

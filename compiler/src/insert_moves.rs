@@ -55,6 +55,7 @@ impl Inserted {
                 needs: vec![have],
                 layouts: vec![layout.clone()],
                 inner: Vec::new(),
+                home: None,
                 cause: Cause { reason: Reason::Mismatch, runner_up: None },
             };
             let ty = self.graph.value(value).ty.clone();

@@ -18,8 +18,10 @@ mod cost;
 mod emit;
 mod forecast;
 mod free;
+mod graphs;
 mod part;
 mod schedule;
+mod window;
 
 pub mod explain;
 
@@ -33,6 +35,7 @@ pub use fuse::LAYER_PASSES;
 pub use insert_moves::insert_moves;
 pub use options::{Objective, Options};
 
+use crate::graphs::Graphs;
 use crate::place::place;
 use crate::target::Target;
 use crate::task::Task;
@@ -71,11 +74,9 @@ pub fn compile(
     let model = Model { layers, ..model.clone() };
     let task = Task::new(&model, &target);
     let placement = place(&task, options)?;
-    let placed = insert_moves(&model.layers, &placement.nodes)?;
-    observe("insert_moves", &placed);
-    let placed = run_all(PLACED_PASSES, placed, observe)?;
-    let plan = emit::emit(&task, &placed, &target.batches(), placement.blocks)?;
-    let plan = emit::complete(&task, &placed, plan, options, placement.candidates)?;
+    let graphs = Graphs::new(&model, &placement.layouts, observe)?;
+    let plan = emit::emit(&task, &graphs, &target.batches(), placement.blocks)?;
+    let plan = emit::complete(&task, &graphs, plan, options, placement.candidates)?;
     observe("schedule", &plan);
     let found = ir::check::check(&plan);
     assert!(

@@ -83,10 +83,15 @@ struct Compile {
     /// What to minimise: latency or throughput.
     #[arg(long, default_value = "latency")]
     objective: String,
-    /// Stages on these devices, in this order: numa0,numa1.
-    #[arg(long, value_name = "DEVICES", conflicts_with = "tensor_parallel")]
+    /// Stages on these devices, in this order: numa0,numa1; or on so many, GPUs first: 2.
+    #[arg(
+        long,
+        visible_alias = "pipeline-parallel",
+        value_name = "DEVICES",
+        conflicts_with = "tensor_parallel"
+    )]
     pipeline: Option<String>,
-    /// All layers shared by these devices: numa0,numa1 or numa0:3,numa1:1.
+    /// All layers shared by these devices: numa0,numa1 or numa0:3,numa1:1; or by so many, GPUs first: 4.
     #[arg(long, value_name = "DEVICES")]
     tensor_parallel: Option<String>,
     /// Run layers whose names match on a device: 'layers.[0-9].*=numa0'. May be repeated.

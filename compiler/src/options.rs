@@ -123,13 +123,19 @@ impl FromStr for FormatRule {
     }
 }
 
-/// `numa0,numa1`.
+/// `numa0,numa1`, or a number of ranks.
 pub fn parse_pipeline(text: &str) -> Result<Request> {
+    if let Some(ranks) = parse_ranks(text)? {
+        return Ok(Request::PipelineRanks(ranks));
+    }
     Ok(Request::Pipeline(text.split(',').map(|name| name.trim().to_owned()).collect()))
 }
 
-/// `numa0,numa1` or `numa0:3,numa1:1`.
+/// `numa0,numa1`, `numa0:3,numa1:1`, or a number of ranks.
 pub fn parse_tensor_parallel(text: &str) -> Result<Request> {
+    if let Some(ranks) = parse_ranks(text)? {
+        return Ok(Request::TensorParallelRanks(ranks));
+    }
     let members = text.split(',').map(|member| {
         let Some((name, share)) = member.split_once(':') else {
             return Ok((member.trim().to_owned(), None));
@@ -146,6 +152,16 @@ pub fn parse_tensor_parallel(text: &str) -> Result<Request> {
         "either all devices of a tensor split have a share or none has"
     );
     Ok(Request::TensorParallel(members))
+}
+
+/// A number of ranks, where the text is a number.
+fn parse_ranks(text: &str) -> Result<Option<usize>> {
+    if !text.trim().chars().all(|c| c.is_ascii_digit()) || text.trim().is_empty() {
+        return Ok(None);
+    }
+    let ranks = text.trim().parse().with_context(|| format!("{text} ranks are too many"))?;
+    ensure!(ranks > 0, "0 ranks run nothing");
+    Ok(Some(ranks))
 }
 
 /// `4GiB`, `512MB`, `1.5G`, plain bytes.
@@ -201,6 +217,14 @@ mod tests {
         assert!(!rule.devices.is_match("xnuma1"));
         let all: FormatRule = "bf16".parse().unwrap();
         assert!(all.devices.is_match("gpu0"));
+    }
+
+    #[test]
+    fn a_number_asks_for_ranks() {
+        assert_eq!(parse_tensor_parallel("4").unwrap(), Request::TensorParallelRanks(4));
+        assert_eq!(parse_pipeline(" 2 ").unwrap(), Request::PipelineRanks(2));
+        assert!(parse_pipeline("0").is_err());
+        assert_eq!(parse_pipeline("2a").unwrap(), Request::Pipeline(vec!["2a".into()]));
     }
 
     #[test]

@@ -6,8 +6,9 @@ use ir::graph::{Placed, PlacedGraph};
 use ir::id::{DeviceId, WeightId};
 use ir::layout::{Layout, Share};
 use ir::op::Op;
+use ir::packing::{held_bytes, packed_type};
 use ir::split;
-use ir::tensor::{Dim, Format, TensorType};
+use ir::tensor::{Dim, Extent, Format, TensorType};
 use ir::weight::Slice;
 
 use crate::task::Task;
@@ -54,8 +55,10 @@ fn part(task: &Task<'_>, node: &Node<Placed>, op: &Op, member: usize) -> Result<
         .into_iter()
         .zip(&local.slices)
         .map(|(weight, &slice)| {
-            let format = task.target.format(task.model, weight, device, task.sensitive[weight]);
-            WeightKey { weight, device, format, slice }
+            let is_matrix = task.model.weights[weight].shape.len() > 1;
+            let home = node.work.home.filter(|_| is_matrix).unwrap_or(device);
+            let format = task.target.format(task.model, weight, home, task.sensitive[weight]);
+            WeightKey { weight, device: home, format, slice }
         })
         .collect();
     let has_residual = matches!(op, Op::Linear(linear) if linear.residual);
@@ -75,10 +78,18 @@ impl WeightKey {
 
     /// Bytes of what is held.
     pub(crate) fn bytes(&self, task: &Task<'_>) -> u64 {
-        let shape = self.shape(task);
-        let columns = u64::from(*shape.last().unwrap_or(&1));
-        let rows = shape.iter().rev().skip(1).map(|&size| u64::from(size)).product();
-        self.format.bytes(rows, columns)
+        let kind = &task.target.machine.devices[self.device].kind;
+        held_bytes(kind, self.format, &self.shape(task))
+    }
+
+    /// The type of a buffer that it is fetched to.
+    pub(crate) fn packed_type(&self, task: &Task<'_>) -> TensorType {
+        packed_type(self.format, &self.shape(task)).expect("only matrices are held elsewhere")
+    }
+
+    /// Bytes of such a buffer.
+    pub(crate) fn packed_bytes(&self, task: &Task<'_>) -> u64 {
+        self.packed_type(task).bytes(Extent { tokens: 1, rows: 1 })
     }
 }
 

@@ -2,11 +2,13 @@
 //!
 //! - Candidates hold the plans that people make by hand: all on one device, layers split in order, all layers
 //!   shared. So the result is never predicted slower than the best of those.
+//! - Matrices stay on NUMA nodes beside a GPU only where the model fits no GPUs.
 //! - A price is that of the finished schedule, so byte limits are exact.
 
 mod candidates;
 mod causes;
 mod group;
+mod hosted;
 mod lay_out;
 mod prices;
 mod stages;
@@ -15,14 +17,16 @@ mod units;
 use anyhow::{Result, bail, ensure};
 use ir::graph::Placed;
 use ir::id::{DeviceId, NodeId, Table};
-use ir::plan::Candidate;
+use ir::machine::DeviceKind;
+use ir::plan::{Candidate, DeviceForecast, Phase};
 use rayon::prelude::*;
 
 use crate::emit::emit;
+use crate::graphs::{Graphs, Phases};
 use crate::options::{Options, Request};
 use crate::place::candidates::{Arrangement, Prices};
-use crate::place::lay_out::lay_out;
-use crate::place::prices::{Pins, Times, arrange, missing, priced_batches};
+use crate::place::lay_out::{fetch_weights, lay_out};
+use crate::place::prices::{Pins, Times, judged_decode, missing, priced_batches};
 use crate::place::units::Units;
 use crate::target::{BLOCK_TOKENS, Batch};
 use crate::task::Task;
@@ -31,11 +35,20 @@ use crate::task::Task;
 #[derive(Clone, Debug)]
 pub(crate) struct Placement {
     /// Layouts and cause of every node of the layer graph.
-    pub(crate) nodes: Table<NodeId, Placed>,
+    pub(crate) layouts: Layouts,
     /// Blocks of every cache.
     pub(crate) blocks: u32,
     /// Everything that was priced, best first.
     pub(crate) candidates: Vec<Candidate>,
+}
+
+/// Where every node of the layer graph runs in each phase, over the same weights and caches.
+#[derive(Clone, Debug)]
+pub(crate) struct Layouts {
+    /// The nodes.
+    pub(crate) nodes: Phases<Table<NodeId, Placed>>,
+    /// Bytes of the window that a GPU fetches weights to.
+    pub(crate) window_bytes: u64,
 }
 
 /// An arrangement with its exact price.
@@ -44,6 +57,8 @@ struct Offer {
     /// The lowest is best.
     score: u64,
     candidate: Candidate,
+    /// What each device would hold.
+    devices: Table<DeviceId, DeviceForecast>,
 }
 
 /// Places the task's model.
@@ -65,11 +80,11 @@ pub(crate) fn place(task: &Task<'_>, options: &Options) -> Result<Placement> {
     let Some(best) = offers.iter().find(|offer| offer.candidate.missing.is_none()) else {
         bail!("{}", too_large(task, &offers));
     };
-    let groups = best.arrangement.groups(&units, &pins);
-    let mut nodes = lay_out(task.model, &groups.0, &groups.1)?;
-    causes::explain(task, options, &units, &pins, &best.arrangement, blocks, &mut nodes)?;
+    let mut layouts = layouts(task, &units, &pins, &best.arrangement)?;
+    let chosen = causes::Chosen { arrangement: &best.arrangement, devices: &best.devices };
+    causes::explain(task, options, &units, &pins, &chosen, blocks, &mut layouts)?;
     let candidates = offers.into_iter().map(|offer| offer.candidate).collect();
-    Ok(Placement { nodes, blocks, candidates })
+    Ok(Placement { layouts, blocks, candidates })
 }
 
 /// All candidates that the request allows, priced: those that fit first, by score.
@@ -92,6 +107,10 @@ fn offers(
             let shares: Option<Vec<f64>> = members.iter().map(|(_, share)| *share).collect();
             vec![prices.requested_group(&devices, shares)?]
         }
+        Request::PipelineRanks(ranks) => vec![prices.requested_pipeline(&first(task, *ranks)?)?],
+        Request::TensorParallelRanks(ranks) => {
+            vec![prices.requested_group(&first(task, *ranks)?, None)?]
+        }
     };
     let priced: Vec<Result<Offer>> = arrangements
         .par_iter()
@@ -107,6 +126,10 @@ fn offers(
             Err(_) => (),
         }
     }
+    if options.request == Request::Any && !offers.iter().any(|offer| fits_gpus(task, offer)) {
+        let price = |arrangement: &Arrangement| offer(task, units, pins, arrangement, blocks);
+        offers.extend(hosted::offers(task, units, pins, &price));
+    }
     if offers.is_empty() {
         // All of them are impossible; the first says why.
         let mut prices = Prices::new(task, units, pins, blocks);
@@ -117,6 +140,15 @@ fn offers(
         Some((_, bytes)) => (bytes, 0),
     });
     Ok(offers)
+}
+
+/// Whether the whole model is on GPUs and they have the memory.
+fn fits_gpus(task: &Task<'_>, offer: &Offer) -> bool {
+    let mut devices = offer.arrangement.stages.iter().flat_map(|(group, _)| &group.devices);
+    let is_gpu = |&device: &DeviceId| {
+        matches!(task.target.machine.devices[device].kind, DeviceKind::Gpu { .. })
+    };
+    offer.candidate.missing.is_none() && devices.all(is_gpu)
 }
 
 /// The exact price of an arrangement.
@@ -134,15 +166,15 @@ fn offer(
     let mut arrangement = arrangement.clone();
     let batches = priced_batches(task.target);
     let plan_of = |arrangement: &Arrangement, batches: &[Batch]| {
-        let (groups, group_of) = arrangement.groups(units, pins);
-        emit(task, &arrange(task, &groups, &group_of)?, batches, blocks)
+        let layouts = layouts(task, units, pins, arrangement)?;
+        let graphs = Graphs::new(task.model, &layouts, &mut |_, _| ())?;
+        emit(task, &graphs, batches, blocks)
     };
     for _ in 0..SHIFTS {
         if !arrangement.can_shift() {
             break;
         }
-        // Times are of no interest yet, and no program takes more bytes than the first.
-        let plan = plan_of(&arrangement, &batches[..1])?;
+        let plan = plan_of(&arrangement, &batches)?;
         if missing(&plan).is_none() || !arrangement.shift_shares(&plan) {
             break;
         }
@@ -150,7 +182,7 @@ fn offer(
     let plan = plan_of(&arrangement, &batches)?;
     let missing = missing(&plan);
     let forecast = &plan.forecast.programs;
-    let (prefill, decode) = (&forecast[0], &forecast[forecast.len() - 1]);
+    let (prefill, decode) = (&forecast[0], judged_decode(task.target, forecast));
     let times = match task.target.objective {
         crate::Objective::Latency => Times { prefill: prefill.nanos, decode: decode.nanos },
         crate::Objective::Throughput => {
@@ -164,7 +196,32 @@ fn offer(
         decode_nanos: fits.then_some(forecast[1].nanos),
         missing,
     };
-    Ok(Offer { arrangement, score: times.score(task.target), candidate })
+    let (score, devices) = (times.score(task.target), plan.forecast.devices);
+    Ok(Offer { arrangement, score, candidate, devices })
+}
+
+/// Where an arrangement runs every node.
+fn layouts(
+    task: &Task<'_>,
+    units: &Units,
+    pins: &Pins,
+    arrangement: &Arrangement,
+) -> Result<Layouts> {
+    let layout = |phase: Phase| -> Result<Table<NodeId, Placed>> {
+        let (groups, group_of) = arrangement.groups(units, pins, phase);
+        let mut nodes = lay_out(task.model, &groups, &group_of)?;
+        if let Some(hosted) = &arrangement.hosted {
+            fetch_weights(&mut nodes, |node| {
+                let hosting = hosted.nodes[node].filter(|hosting| hosting.is_fetched(phase));
+                hosting.map(|hosting| hosting.home)
+            });
+        }
+        Ok(nodes)
+    };
+    let prefill = layout(Phase::Prefill)?;
+    let decode = arrangement.hosted.as_ref().map(|_| layout(Phase::Decode)).transpose()?;
+    let window_bytes = arrangement.hosted.as_ref().map_or(0, |hosted| hosted.window_bytes);
+    Ok(Layouts { nodes: Phases { prefill, decode }, window_bytes })
 }
 
 /// The device that each node is pinned to, with the pattern that did it; the last pin that matches holds.
@@ -224,6 +281,24 @@ fn named<'n>(task: &Task<'_>, names: impl Iterator<Item = &'n str>) -> Result<Ve
         ensure!(!devices.contains(&device), "{name} is named twice");
         devices.push(device);
     }
+    Ok(devices)
+}
+
+/// The devices that get ranks: GPUs first, then NUMA nodes.
+fn first(task: &Task<'_>, ranks: usize) -> Result<Vec<DeviceId>> {
+    let machine = &task.target.machine;
+    let mut devices: Vec<DeviceId> = machine.devices.ids().collect();
+    // The sort is stable: the machine's order stays.
+    devices.sort_by_key(|&id| match machine.devices[id].kind {
+        DeviceKind::Gpu { .. } => 0,
+        DeviceKind::Numa { .. } => 1,
+    });
+    ensure!(
+        ranks <= devices.len(),
+        "{ranks} ranks need as many devices; the machine has {}",
+        devices.len()
+    );
+    devices.truncate(ranks);
     Ok(devices)
 }
 

@@ -2,33 +2,38 @@
 //!
 //! - Steps are numbered in the order of the graph, and lanes keep that order: every lane issues the collectives
 //!   it shares with another in the same order, and no wait can close a circle.
+//! - A weight is fetched as soon as the window has room for it, so its step comes right after the one that makes room.
 //! - A wait stands only where lane order and other waits do not imply it.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 
 use anyhow::Result;
 use ir::dag::Node;
 use ir::graph::{Cause, Placed, PlacedGraph, Work};
-use ir::id::{BufferId, CauseId, CollectiveId, DeviceId, Id as _, StepId, Table, ValueId};
+use ir::id::{BufferId, CauseId, CollectiveId, DeviceId, Id as _, NodeId, StepId, Table, ValueId};
 use ir::layout::{Layout, Move};
 use ir::plan::{Action, Buffer, Lane, Program, Queue, Step};
 
-use crate::bind::{Bound, BoundPart};
+use crate::bind::{Bound, BoundPart, Fetched};
 use crate::clock::Clocks;
-use crate::cost::{Operands, move_nanos, run_nanos};
+use crate::cost::{Operands, fetch_nanos, move_nanos, run_nanos};
 use crate::free::place_frees;
+use crate::graphs::Graphs;
 use crate::part::local_type;
 use crate::target::Batch;
 use crate::task::Task;
+use crate::window::{Window, aligned};
 
-/// The program of a placed graph for one kind of batch; causes are added to the plan's.
+/// The program of placed graphs for one kind of batch; causes are added to the plan's.
 pub(crate) fn schedule(
     task: &Task<'_>,
-    graph: &PlacedGraph,
+    graphs: &Graphs,
     bound: &Bound,
     batch: &Batch,
     causes: &mut Causes,
 ) -> Result<Program> {
+    let graph = graphs.placed.of(batch.phase);
+    let parts = bound.parts.of(batch.phase);
     let mut draft = Draft {
         task,
         batch,
@@ -37,13 +42,16 @@ pub(crate) fn schedule(
         steps: Table::default(),
         buffers: Table::default(),
         uses: Table::default(),
+        after: Table::default(),
+        fetchers: BTreeMap::new(),
         held: graph.values().ids().map(|_| Vec::new()).collect(),
         collectives: 0,
     };
+    draft.plan_fetches(graph, parts, graphs.window_bytes, causes)?;
     for (id, node) in graph.nodes() {
         let cause = causes.add(&node.work.cause);
         match &node.work.work {
-            Work::Compute(_) => draft.compute(graph, node, &bound.parts[id], cause)?,
+            Work::Compute(_) => draft.compute(graph, node, &parts[id], cause)?,
             Work::Move(movement) => draft.movement(graph, node, movement, cause)?,
         }
     }
@@ -78,12 +86,116 @@ struct Draft<'a> {
     buffers: Table<BufferId, Buffer>,
     /// The writer of each buffer, then its readers.
     uses: Table<BufferId, Vec<StepId>>,
+    /// Earlier steps that each step depends on.
+    after: Table<StepId, Vec<StepId>>,
+    /// The weights that each GPU has yet to fetch.
+    fetchers: BTreeMap<DeviceId, Fetcher>,
     /// Who holds each value, and where.
     held: Table<ValueId, Vec<(DeviceId, BufferId)>>,
     collectives: usize,
 }
 
+/// What one GPU fetches.
+struct Fetcher {
+    window: Window,
+    /// Nodes whose weights are not all under way, in the order they run.
+    waiting: VecDeque<Wanted>,
+    /// Buffers of nodes whose weights are under way, in the order the nodes run.
+    arriving: VecDeque<Vec<BufferId>>,
+}
+
+/// The weights that one node wants.
+struct Wanted {
+    name: String,
+    cause: CauseId,
+    /// Those that are not under way, each with the time it takes.
+    weights: VecDeque<(Fetched, f64)>,
+    /// Buffers of those that are.
+    buffers: Vec<BufferId>,
+}
+
 impl Draft<'_> {
+    /// Lists what each GPU fetches, and starts as much as there is room for.
+    fn plan_fetches(
+        &mut self,
+        graph: &PlacedGraph,
+        parts: &Table<NodeId, Vec<BoundPart>>,
+        window_bytes: u64,
+        causes: &mut Causes,
+    ) -> Result<()> {
+        let computing = self.computing(parts);
+        for (id, node) in graph.nodes() {
+            for part in parts[id].iter().filter(|part| !part.fetched.is_empty()) {
+                let nanos = |fetched: &Fetched| {
+                    let (home, bytes) = (fetched.home, self.bytes(fetched));
+                    fetch_nanos(self.task.target, home, part.device, bytes, computing[home])
+                };
+                let weights =
+                    part.fetched.iter().map(|fetched| Ok((fetched.clone(), nanos(fetched)?)));
+                let wanted = Wanted {
+                    name: node.name.clone(),
+                    cause: causes.add(&node.work.cause),
+                    weights: weights.collect::<Result<_>>()?,
+                    buffers: Vec::new(),
+                };
+                let fetcher = self.fetchers.entry(part.device).or_insert_with(|| Fetcher {
+                    window: Window::new(window_bytes),
+                    waiting: VecDeque::new(),
+                    arriving: VecDeque::new(),
+                });
+                fetcher.waiting.push_back(wanted);
+            }
+        }
+        let devices: Vec<DeviceId> = self.fetchers.keys().copied().collect();
+        for device in devices {
+            self.fetch(device);
+        }
+        Ok(())
+    }
+
+    /// The devices that compute with matrices of their own.
+    fn computing(&self, parts: &Table<NodeId, Vec<BoundPart>>) -> Table<DeviceId, bool> {
+        let mut computing = self.task.per_device(false);
+        for part in parts.rows().iter().flatten() {
+            computing[part.device] |= part.op.takes_fetched() && part.fetched.is_empty();
+        }
+        computing
+    }
+
+    /// Starts the fetches that the window has room for.
+    fn fetch(&mut self, device: DeviceId) {
+        while let Some(fetcher) = self.fetchers.get_mut(&device) {
+            let Some(wanted) = fetcher.waiting.front_mut() else { return };
+            let extent = self.batch.extent;
+            if wanted.buffers.is_empty() {
+                let bytes =
+                    wanted.weights.iter().map(|(fetched, _)| aligned(fetched.ty.bytes(extent)));
+                fetcher.window.begin(bytes.sum());
+            }
+            let Some((fetched, nanos)) = wanted.weights.front().cloned() else {
+                let wanted = fetcher.waiting.pop_front().expect("it was just looked at");
+                fetcher.arriving.push_back(wanted.buffers);
+                continue;
+            };
+            let Some((offset, after)) = fetcher.window.place(fetched.ty.bytes(extent)) else {
+                return;
+            };
+            let buffer = self.buffers.push(Buffer { device, ty: fetched.ty });
+            self.uses.push(Vec::new());
+            wanted.buffers.push(buffer);
+            wanted.weights.pop_front();
+            let (name, cause) = (wanted.name.clone(), wanted.cause);
+            let action = Action::Fetch { weight: fetched.weight, offset };
+            let lane = (device, Queue::Copy);
+            let step = self.step(&name, lane, action, Vec::new(), vec![buffer], nanos, cause);
+            self.after[step].extend(after);
+        }
+    }
+
+    fn bytes(&self, fetched: &Fetched) -> u64 {
+        fetched.ty.bytes(self.batch.extent)
+    }
+
     fn compute(
         &mut self,
         graph: &PlacedGraph,
@@ -93,7 +205,7 @@ impl Draft<'_> {
     ) -> Result<()> {
         for (member, part) in parts.iter().enumerate() {
             let device = part.device;
-            let reads: Vec<BufferId> =
+            let mut reads: Vec<BufferId> =
                 part.reads.iter().map(|&input| self.buffer(node.inputs[input], device)).collect();
             let writes: Vec<BufferId> = node
                 .outputs
@@ -105,13 +217,30 @@ impl Draft<'_> {
                 weights: &part.weights,
                 reads: reads.iter().map(|&buffer| self.buffers[buffer].ty.clone()).collect(),
                 writes: writes.iter().map(|&buffer| self.buffers[buffer].ty.clone()).collect(),
+                is_fetched: !part.fetched.is_empty(),
             };
             let nanos = run_nanos(self.task.target, device, &part.op, &operands, self.batch)?;
+            let fetched = self.arrived(part);
+            reads.extend(&fetched);
             let action = Action::Run(part.op.clone());
             let lane = (device, Queue::Compute);
-            self.step(node, lane, action, reads, writes, nanos, cause);
+            let step = self.step(&node.name, lane, action, reads, writes, nanos, cause);
+            if let Some(fetcher) = self.fetchers.get_mut(&device).filter(|_| !fetched.is_empty()) {
+                fetcher.window.read(fetched.len(), step);
+                self.fetch(device);
+            }
         }
         Ok(())
+    }
+
+    /// The buffers that the fetched weights of a part are in.
+    fn arrived(&mut self, part: &BoundPart) -> Vec<BufferId> {
+        if part.fetched.is_empty() {
+            return Vec::new();
+        }
+        let fetcher = self.fetchers.get_mut(&part.device);
+        let buffers = fetcher.and_then(|fetcher| fetcher.arriving.pop_front());
+        buffers.expect("the window holds the weights of any one node")
     }
 
     fn movement(
@@ -204,26 +333,26 @@ impl Draft<'_> {
         };
         let written = bytes(writes[0]);
         let nanos = move_nanos(self.task.target, device, movement, &incoming, written)?;
-        self.step(node, lane, action, reads, writes, nanos, cause);
+        self.step(&node.name, lane, action, reads, writes, nanos, cause);
         Ok(())
     }
 
     #[expect(clippy::too_many_arguments, reason = "these are the fields of a step")]
     fn step(
         &mut self,
-        node: &Node<Placed>,
+        name: &str,
         lane: (DeviceId, Queue),
         action: Action,
         reads: Vec<BufferId>,
         writes: Vec<BufferId>,
         nanos: f64,
         cause: CauseId,
-    ) {
+    ) -> StepId {
         let number = self.lanes.len();
         let lane = *self.lanes.entry(lane).or_insert(number);
         self.lane_of.push(lane);
         let id = self.steps.push(Step {
-            name: node.name.clone(),
+            name: name.to_owned(),
             action,
             reads: reads.clone(),
             writes: writes.clone(),
@@ -232,21 +361,18 @@ impl Draft<'_> {
             estimate_nanos: nanos.round() as u64,
             cause,
         });
+        self.after.push(reads.iter().map(|&buffer| self.uses[buffer][0]).collect());
         for buffer in writes.into_iter().chain(reads) {
             if !self.uses[buffer].contains(&id) {
                 self.uses[buffer].push(id);
             }
         }
+        id
     }
 
     /// Adds waits and frees, and puts the lanes in the order of devices.
     fn finish(mut self, output: ValueId) -> Program {
-        let mut after: Table<StepId, Vec<StepId>> = self
-            .steps
-            .rows()
-            .iter()
-            .map(|step| step.reads.iter().map(|&buffer| self.uses[buffer][0]).collect())
-            .collect();
+        let mut after = std::mem::take(&mut self.after);
         let count = self.lanes.len();
         let clocks = Clocks::new(count, &self.lane_of, &after);
         let mut order: Vec<Vec<StepId>> = vec![Vec::new(); count];

@@ -190,8 +190,13 @@ fn check_machine(machine: &Machine) -> Result<()> {
                 && positive(rates.attention_flops_per_sec)
                 && positive(rates.cache_bytes_per_sec)
                 && rates.step_nanos.is_finite()
-                && rates.step_nanos >= 0.0,
+                && rates.step_nanos >= 0.0
+                && positive(rates.beside_fetch),
             "the machine gives {name} a rate that is not positive"
+        );
+        ensure!(
+            rates.beside_fetch <= 1.0,
+            "the machine gives {name} more than all of its rate beside a fetch"
         );
         for rate in &rates.linear {
             let points = &rate.points;
@@ -265,6 +270,6 @@ fn kv_type(format: Option<Format>, stored: DType) -> DType {
         (Format::F32, _) => DType::F32,
         (Format::F16, _) => DType::F16,
         (Format::Bf16, _) | (Format::Q8 | Format::Q4, DType::Bf16) => DType::Bf16,
-        (Format::Q8 | Format::Q4, DType::F32 | DType::F16 | DType::I32) => DType::F16,
+        (Format::Q8 | Format::Q4, DType::F32 | DType::F16 | DType::I32 | DType::U8) => DType::F16,
     }
 }

@@ -10,6 +10,7 @@ use ir::machine::DeviceKind;
 use ir::plan::{Plan, Weight};
 
 use crate::checkpoint::Checkpoint;
+use crate::fetch::{Homes, Window, fetched};
 use crate::kernels::cpu::isa::Isa;
 use crate::kernels::gpu::device::Gpu;
 use crate::load::{CpuBackend, GpuDriver, Kernels, Options};
@@ -61,7 +62,7 @@ impl Device {
         let name = spec.name.clone();
         let mut form = match &spec.kind {
             DeviceKind::Numa { cpus, .. } => Form::Cpu(Cpu::new(plan, id, cpus, options)?),
-            DeviceKind::Gpu { ordinal } => {
+            DeviceKind::Gpu { ordinal, .. } => {
                 let ordinal = *ordinal as usize;
                 let gpu = match options.gpu_driver {
                     GpuDriver::Cuda => Gpu::cuda(ordinal),
@@ -81,13 +82,27 @@ impl Device {
             } else {
                 form.skip();
             }
-            let goes_on = !is_here || progress(weight.bytes());
+            let goes_on = !is_here || progress(plan.weight_bytes(weight));
             ensure!(goes_on, "another device could not be loaded");
         }
         if let Form::Gpu(state) = &mut form {
             state.finish_loading().with_context(|| format!("loading {name}"))?;
         }
         Ok(Self { name, form })
+    }
+
+    /// The weights at home on this device that GPUs fetch.
+    pub(crate) fn homes(&self, plan: &Plan) -> Homes {
+        let Form::Cpu(Cpu { form: CpuForm::Own(state), .. }) = &self.form else {
+            return Homes::new();
+        };
+        let weights = plan.machine.devices.ids().flat_map(|gpu| fetched(plan, gpu));
+        weights.filter_map(|weight| Some((weight, state.weights.home(weight)?))).collect()
+    }
+
+    /// Where fetched weights are wanted on this device; `None` where none are.
+    pub(crate) fn window(&self) -> Option<Window> {
+        if let Form::Gpu(state) = &self.form { state.window() } else { None }
     }
 }
 

@@ -2,11 +2,14 @@
 //!
 //! Every figure is the best of a few rounds: what the hardware gives when nothing else uses it.
 
+mod gpu;
+mod links;
+
 use std::hint::black_box;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, Result, anyhow, ensure};
+use anyhow::{Context as _, Result, anyhow};
 use ir::id::DeviceId;
 use ir::machine::{DeviceKind, LinearRate, Machine, RatePoint, RateSource, Rates};
 use ir::op::Then;
@@ -17,6 +20,7 @@ use crate::kernels::cpu::cache::{Cache, CacheShape, Element};
 use crate::kernels::cpu::isa::Isa;
 use crate::kernels::cpu::linear::{Linear, linear};
 use crate::kernels::cpu::pack::{PackedMatrix, pack};
+use crate::kernels::gpu::device::Gpu;
 use crate::memory::Region;
 use crate::team::Team;
 
@@ -35,7 +39,7 @@ const MOST_TIME: Duration = Duration::from_millis(150);
 /// Bytes that are streamed: several times the last-level cache of one socket's share.
 const STREAMED_BYTES: usize = 512 << 20;
 
-/// Replaces the rates of all CPU devices of `machine`, and of the links between them, by measured ones.
+/// Replaces the rates of all devices of `machine`, and of their links but those between GPUs, by measured ones.
 /// `progress` is told what is measured next.
 ///
 /// # Errors
@@ -52,25 +56,56 @@ pub fn calibrate(machine: &mut Machine, isa: Isa, mut progress: impl FnMut(&str)
     for (id, cpus) in &devices {
         let name = machine.devices[*id].name.clone();
         progress(&name);
-        let rates = on_team(cpus, |team| device_rates(team, isa))
+        // Nothing fetches while processors are measured.
+        let beside_fetch = machine.devices[*id].rates.beside_fetch;
+        let rates = on_team(cpus, |team| device_rates(team, isa, beside_fetch))
             .with_context(|| format!("measuring {name}"))?;
         machine.devices[*id].rates = rates;
     }
     for (from, from_cpus) in &devices {
         for (to, to_cpus) in devices.iter().filter(|(to, _)| to != from) {
-            let name = |id: &DeviceId| machine.devices[*id].name.clone();
-            let label = format!("{} to {}", name(from), name(to));
+            let label = label(machine, *from, *to);
             progress(&label);
-            let (bytes_per_sec, latency_nanos) =
-                link_rates(from_cpus, to_cpus).with_context(|| format!("measuring {label}"))?;
-            for link in machine.links.iter_mut().filter(|link| link.from == *from && link.to == *to)
-            {
-                link.bytes_per_sec = bytes_per_sec;
-                link.latency_nanos = latency_nanos;
-            }
+            let speed = links::between_nodes(from_cpus, to_cpus);
+            set(machine, *from, *to, speed.with_context(|| format!("measuring {label}"))?);
+        }
+    }
+    let gpus: Vec<(DeviceId, usize)> = machine
+        .devices
+        .iter()
+        .filter_map(|(id, device)| match &device.kind {
+            DeviceKind::Gpu { ordinal, .. } => Some((id, *ordinal as usize)),
+            DeviceKind::Numa { .. } => None,
+        })
+        .collect();
+    for &(id, ordinal) in &gpus {
+        let name = machine.devices[id].name.clone();
+        progress(&name);
+        let gpu = Gpu::cuda(ordinal).with_context(|| format!("opening {name}"))?;
+        let rates = gpu::rates(&gpu, gpu::Sizes::FULL);
+        machine.devices[id].rates = rates.with_context(|| format!("measuring {name}"))?;
+        for (node, cpus) in &devices {
+            let label = label(machine, *node, id);
+            progress(&label);
+            let bus = on_team(cpus, |team| links::bus(&gpu, ordinal, team));
+            let bus = bus.with_context(|| format!("measuring {label}"))?;
+            set(machine, *node, id, bus.to_gpu);
+            set(machine, id, *node, bus.from_gpu);
+            machine.devices[*node].rates.beside_fetch = bus.beside_fetch;
         }
     }
     Ok(())
+}
+
+fn label(machine: &Machine, from: DeviceId, to: DeviceId) -> String {
+    format!("{} to {}", machine.devices[from].name, machine.devices[to].name)
+}
+
+fn set(machine: &mut Machine, from: DeviceId, to: DeviceId, speed: links::Speed) {
+    for link in machine.links.iter_mut().filter(|link| link.from == from && link.to == to) {
+        link.bytes_per_sec = speed.bytes_per_sec;
+        link.latency_nanos = speed.latency_nanos;
+    }
 }
 
 /// Runs `work` on a thread of its own with a team: a team binds the thread that makes it.
@@ -81,7 +116,7 @@ fn on_team<T: Send>(cpus: &[u32], work: impl FnOnce(&Team) -> Result<T> + Send) 
     })
 }
 
-fn device_rates(team: &Team, isa: Isa) -> Result<Rates> {
+fn device_rates(team: &Team, isa: Isa, beside_fetch: f64) -> Result<Rates> {
     Ok(Rates {
         source: RateSource::Calibrated,
         read_bytes_per_sec: read_rate(team)?,
@@ -92,6 +127,7 @@ fn device_rates(team: &Team, isa: Isa) -> Result<Rates> {
             .collect::<Result<_>>()?,
         attention_flops_per_sec: attention_rate(team, isa)?,
         cache_bytes_per_sec: cache_rate(team, isa)?,
+        beside_fetch,
     })
 }
 
@@ -254,68 +290,6 @@ impl Layer {
         attention(team, isa, &work, &mut cache, &mut self.out[..q]);
         Ok(())
     }
-}
-
-/// Bytes per second and nanoseconds of an empty message, from memory that one device's cores have touched to
-/// memory of another's.
-fn link_rates(from: &[u32], to: &[u32]) -> Result<(f64, f64)> {
-    const BYTES: usize = 64 << 20;
-    let mut source = Region::new(BYTES)?;
-    on_team(from, |team| {
-        touch(team, source.as_mut_slice());
-        Ok(())
-    })?;
-    let words: &[u64] = source.as_slice();
-    let nanos = on_team(to, |team| {
-        let mut target = Region::new(BYTES)?;
-        touch(team, target.as_mut_slice());
-        let slots = Pieces::of(team, target.as_mut_slice());
-        best(|| {
-            slots.fill(team, |range, piece| piece.copy_from_slice(&words[range]));
-            Ok(())
-        })
-    })?;
-    Ok((BYTES as f64 / nanos * 1e9, round_trip_nanos(from, to)? / 2.0))
-}
-
-/// Time from one device's thread to the other's and back through a flag in shared memory.
-fn round_trip_nanos(from: &[u32], to: &[u32]) -> Result<f64> {
-    use std::sync::atomic::{AtomicU32, Ordering};
-    const TURNS: u32 = 2000;
-    ensure!(!from.is_empty() && !to.is_empty(), "a device has no cores");
-    let flag = AtomicU32::new(0);
-    let wait = |value: u32| {
-        let mut looks = 0u32;
-        while flag.load(Ordering::Acquire) != value {
-            std::hint::spin_loop();
-            looks += 1;
-            // Two devices may share a core; then only one of them can look at a time.
-            if looks.is_multiple_of(1 << 12) {
-                thread::yield_now();
-            }
-        }
-    };
-    thread::scope(|scope| {
-        let echo = scope.spawn(|| {
-            on_team(&to[..1], |_| {
-                for turn in 0..TURNS {
-                    wait(2 * turn + 1);
-                    flag.store(2 * turn + 2, Ordering::Release);
-                }
-                Ok(())
-            })
-        });
-        let nanos = on_team(&from[..1], |_| {
-            let start = Instant::now();
-            for turn in 0..TURNS {
-                flag.store(2 * turn + 1, Ordering::Release);
-                wait(2 * turn + 2);
-            }
-            Ok(start.elapsed().as_nanos() as f64 / f64::from(TURNS))
-        });
-        echo.join().map_err(|_| anyhow!("a thread panicked"))??;
-        nanos
-    })
 }
 
 /// A slice cut into one piece for each member of a team.

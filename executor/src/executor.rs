@@ -35,12 +35,13 @@ pub(crate) struct LaneThread {
 }
 
 impl Executor {
-    pub(crate) fn new(
-        plan: Arc<Plan>,
-        lanes: Vec<LaneThread>,
-        recorder: Option<Arc<Recorder>>,
-    ) -> Self {
-        Self { plan, lanes, recorder, started: Mutex::default() }
+    pub(crate) fn new(plan: Arc<Plan>, recorder: Option<Arc<Recorder>>) -> Self {
+        Self { plan, lanes: Vec::new(), recorder, started: Mutex::default() }
+    }
+
+    /// Takes over a lane that has started.
+    pub(crate) fn add(&mut self, lane: LaneThread) {
+        self.lanes.push(lane);
     }
 
     /// The plan that is run.

@@ -1,5 +1,7 @@
 //! One thread for each queue of each device: it works through its steps of every run, in order.
 
+pub(crate) mod fetching;
+
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -102,14 +104,7 @@ impl Lane {
             let mut at = first;
             let start = now();
             // After a panic the run is over; a cache it was writing is marked as gone.
-            let outcome =
-                catch_unwind(AssertUnwindSafe(|| self.perform(run, program, stretch, &mut at)));
-            let failure = match outcome {
-                Ok(Ok(())) => None,
-                Ok(Err(error)) => Some(format!("{error:#}")),
-                Err(payload) => Some(panic_message(&*payload)),
-            };
-            if let Some(cause) = failure {
+            if let Err(cause) = guarded(|| self.perform(run, program, stretch, &mut at)) {
                 let step = format!("{at} ({}) of {}", program.steps[at].name, program.name);
                 run.abort(Failure::Step { step, device: self.device.name.clone(), cause });
                 return;
@@ -161,6 +156,15 @@ impl Lane {
     }
 }
 
+/// Does work that may fail or panic; what went wrong.
+fn guarded(work: impl FnOnce() -> Result<()>) -> Result<(), String> {
+    match catch_unwind(AssertUnwindSafe(work)) {
+        Ok(Ok(())) => Ok(()),
+        Ok(Err(error)) => Err(format!("{error:#}")),
+        Err(payload) => Err(panic_message(&*payload)),
+    }
+}
+
 /// One step of a NUMA node.
 fn compute(
     cpu: &mut Cpu,
@@ -192,6 +196,11 @@ fn compute(
                 run.slots.write(buffer, value.clone());
             }
         }
+        Action::Fetch { weight, .. } => {
+            anyhow::bail!(
+                "a NUMA node has no queue that fetches weights, so {weight} stays at home"
+            )
+        }
     }
     Ok(())
 }
@@ -208,11 +217,15 @@ impl Fault {
     }
 }
 
-/// For each step of a program whether a step of another lane waits for it.
+/// For each step of a program whether another lane waits for it, in this run or before the next.
 pub(crate) fn awaited(program: &Program) -> Table<StepId, bool> {
     let mut awaited: Table<StepId, bool> = program.steps.ids().map(|_| false).collect();
     for &wait in program.steps.rows().iter().flat_map(|step| &step.waits) {
         awaited[wait] = true;
+    }
+    let devices = program.lanes.iter().map(|lane| lane.device);
+    for step in devices.filter_map(|device| fetching::last_read(program, device)) {
+        awaited[step] = true;
     }
     awaited
 }

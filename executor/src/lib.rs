@@ -12,6 +12,7 @@ mod bind;
 mod checkpoint;
 pub mod engine;
 pub mod executor;
+mod fetch;
 mod lane;
 pub mod load;
 mod moves;

@@ -1,5 +1,6 @@
 //! From a plan's file to an executor that is ready: check again, then bind every device.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
@@ -14,7 +15,9 @@ use ir::plan::{Plan, Queue};
 use crate::bind::{self, Form};
 use crate::checkpoint::Checkpoint;
 use crate::executor::{Executor, LaneThread};
+use crate::fetch::{Fetcher, Homes, Window, fetched};
 use crate::kernels::cpu::isa::Isa;
+use crate::lane::fetching::FetchLane;
 use crate::lane::{Inbox, Lane, awaited, queues};
 use crate::ops::gpu;
 use crate::run::panic_message;
@@ -138,46 +141,54 @@ pub fn load(
     let checkpoint = Arc::new(Checkpoint::open(&file.plan.files, &file.folder)?);
     let plan = Arc::new(file.plan);
     let recorder = options.trace.then(|| Arc::new(Recorder::new(file.fingerprint)));
-    let total = plan.weights.rows().iter().map(|weight| weight.bytes()).sum();
+    let total = plan.weights.rows().iter().map(|weight| plan.weight_bytes(weight)).sum();
     let (events, news) = mpsc::channel();
-    let mut lanes = Vec::new();
-    for (device, queue) in queues(&plan) {
-        let name = &plan.machine.devices[device].name;
-        if queue == Queue::Copy {
-            bail!("{name} has a copy queue, which this build does not serve");
-        }
-        let starter = Starter {
-            plan: Arc::clone(&plan),
-            device,
-            queue,
-            checkpoint: Arc::clone(&checkpoint),
-            options: options.clone(),
-            recorder: recorder.clone(),
-            inbox: Arc::new(Inbox::default()),
-            events: events.clone(),
-        };
-        let inbox = Arc::clone(&starter.inbox);
-        let thread = thread::Builder::new()
-            .name(name.clone())
-            .spawn(move || starter.start())
-            .with_context(|| format!("starting the thread of {name}"))?;
-        lanes.push(LaneThread { inbox, thread: Some(thread) });
+    let starter = Starter {
+        plan: Arc::clone(&plan),
+        checkpoint,
+        options: options.clone(),
+        recorder: recorder.clone(),
+        events,
+    };
+    // When anything fails from here on, the executor ends the lanes that did start.
+    let mut executor = Executor::new(Arc::clone(&plan), recorder);
+    let queues = queues(&plan);
+    let on = |wanted| queues.iter().filter(move |(_, queue)| *queue == wanted);
+    let fetching: Vec<DeviceId> = on(Queue::Copy).map(|&(device, _)| device).collect();
+    // A NUMA node may hold weights for GPUs and compute nothing.
+    let homes = fetching.iter().flat_map(|&gpu| fetched(&plan, gpu));
+    let homes = homes.map(|weight| plan.weights[weight].device);
+    let computing: BTreeSet<DeviceId> =
+        on(Queue::Compute).map(|&(device, _)| device).chain(homes).collect();
+    for &device in &computing {
+        executor.add(starter.start(device)?);
     }
-    // From here on a failure closes the inboxes of the lanes that did start.
-    let executor = Executor::new(plan, lanes, recorder);
-    drop(events);
-    let (mut loaded, mut ready) = (0, 0);
-    while ready < executor.lanes() {
-        match news.recv() {
-            Ok(Event::Loaded(bytes)) => {
-                loaded += bytes;
-                progress(loaded, total);
+    let mut loaded = 0;
+    let mut held = Held::default();
+    let mut wait_for = |lanes: usize, held: &mut Held| {
+        let mut ready = 0;
+        while ready < lanes {
+            match news.recv() {
+                Ok(Event::Loaded(bytes)) => {
+                    loaded += bytes;
+                    progress(loaded, total);
+                }
+                Ok(Event::Ready(shared)) => {
+                    held.homes.extend(shared.homes);
+                    held.windows.extend(shared.windows);
+                    ready += 1;
+                }
+                Ok(Event::Failed(error)) => return Err(error),
+                Err(mpsc::RecvError) => return Err(anyhow!("a lane ended while it was loading")),
             }
-            Ok(Event::Ready) => ready += 1,
-            Ok(Event::Failed(error)) => return Err(error),
-            Err(mpsc::RecvError) => return Err(anyhow!("a lane ended while it was loading")),
         }
+        Ok(())
+    };
+    wait_for(computing.len(), &mut held)?;
+    for &device in &fetching {
+        executor.add(starter.start_fetching(device, &mut held)?);
     }
+    wait_for(fetching.len(), &mut held)?;
     Ok(executor)
 }
 
@@ -193,74 +204,146 @@ fn required(machine: &Machine, gpu_driver: GpuDriver) -> Machine {
 
 enum Event {
     Loaded(u64),
-    Ready,
+    Ready(Held),
     Failed(anyhow::Error),
 }
 
-/// What a lane thread needs to come up.
+/// What lanes that compute hold and lanes that fetch use.
+#[derive(Default)]
+struct Held {
+    homes: Homes,
+    windows: BTreeMap<DeviceId, Window>,
+}
+
+/// What lane threads need to come up.
+#[derive(Clone)]
 struct Starter {
     plan: Arc<Plan>,
-    device: DeviceId,
-    queue: Queue,
     checkpoint: Arc<Checkpoint>,
     options: Options,
     recorder: Option<Arc<Recorder>>,
-    inbox: Arc<Inbox>,
     events: mpsc::Sender<Event>,
 }
 
 impl Starter {
+    /// Starts the lane of a device that computes; it tells how that went.
+    fn start(&self, device: DeviceId) -> Result<LaneThread> {
+        let starter = self.clone();
+        self.spawn(device, Queue::Compute, move |inbox| starter.compute(device, inbox))
+    }
+
+    /// Starts the lane of a GPU that fetches; it tells how that went.
+    fn start_fetching(&self, device: DeviceId, held: &mut Held) -> Result<LaneThread> {
+        let name = &self.plan.machine.devices[device].name;
+        let window = held.windows.remove(&device);
+        let window = window.with_context(|| format!("{name} fetches weights and has no window"))?;
+        let home = |weight| {
+            let home = held.homes.get(&weight).cloned();
+            let home = home.with_context(|| {
+                let name = &self.plan.weights[weight].name;
+                format!("{name} is fetched, which takes CPU devices with kernels of our own")
+            })?;
+            Ok((weight, home))
+        };
+        let homes = fetched(&self.plan, device).map(home).collect::<Result<Homes>>()?;
+        let starter = self.clone();
+        self.spawn(device, Queue::Copy, move |inbox| starter.fetch(device, window, homes, inbox))
+    }
+
+    fn spawn(
+        &self,
+        device: DeviceId,
+        queue: Queue,
+        work: impl FnOnce(Arc<Inbox>) + Send + 'static,
+    ) -> Result<LaneThread> {
+        let name = format!("{} {queue}", self.plan.machine.devices[device].name);
+        let inbox = Arc::new(Inbox::default());
+        let its_inbox = Arc::clone(&inbox);
+        let thread = thread::Builder::new()
+            .name(name.clone())
+            .spawn(move || work(its_inbox))
+            .with_context(|| format!("starting the thread of {name}"))?;
+        Ok(LaneThread { inbox, thread: Some(thread) })
+    }
+
     /// Binds the device and serves; tells how the binding went.
-    fn start(self) {
-        let name = self.plan.machine.devices[self.device].name.clone();
+    fn compute(self, device: DeviceId, inbox: Arc<Inbox>) {
+        let name = self.plan.machine.devices[device].name.clone();
         // Nobody listens any more when another lane has failed; then the inbox is closed, too.
         let tell = |event| drop(self.events.send(event));
         let bound = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-            bind::Device::bind(&self.plan, self.device, &self.checkpoint, &self.options, |bytes| {
+            bind::Device::bind(&self.plan, device, &self.checkpoint, &self.options, |bytes| {
                 // The inbox is closed when another lane has failed to load.
                 tell(Event::Loaded(bytes));
-                !self.inbox.is_closed()
+                !inbox.is_closed()
             })
         }));
-        let device = match bound {
-            Ok(Ok(device)) => device,
+        let bound = match bound {
+            Ok(Ok(bound)) => bound,
             Ok(Err(error)) => return tell(Event::Failed(error)),
             Err(payload) => {
                 let cause = panic_message(&*payload);
                 return tell(Event::Failed(anyhow!("loading {name} failed: {cause}")));
             }
         };
-        let of_program = |program: &ir::plan::Program| {
-            let is_ours =
-                |lane: &ir::plan::Lane| lane.device == self.device && lane.queue == self.queue;
-            program.lanes.iter().position(is_ours)
-        };
-        let lanes: Vec<Option<usize>> = self.plan.programs.iter().map(of_program).collect();
+        let lanes = self.lanes(device, Queue::Compute);
         let awaited: Vec<_> = self.plan.programs.iter().map(awaited).collect();
         let cut = |((program, lane), awaited): ((&ir::plan::Program, &Option<usize>), &_)| {
             let lane = lane.map(|lane| &program.lanes[lane])?;
-            Some(match &device.form {
+            Some(match &bound.form {
                 Form::Gpu(_) if self.recorder.is_none() => gpu::stretches(program, lane, awaited),
                 // A GPU's steps are recorded one by one, each with its end on the device.
                 Form::Gpu(_) | Form::Cpu(_) => (0..lane.steps.len()).map(|at| at..at + 1).collect(),
             })
         };
         let stretches = self.plan.programs.iter().zip(&lanes).zip(&awaited).map(cut).collect();
+        let held = Held {
+            homes: bound.homes(&self.plan),
+            windows: bound.window().map(|window| (device, window)).into_iter().collect(),
+        };
         let lane = Lane {
             lanes,
             awaited,
             stretches,
             plan: self.plan,
-            device,
-            inbox: self.inbox,
+            device: bound,
+            inbox,
             recorder: self.recorder,
             fault: self.options.fault,
         };
         // The maps are closed before the lane says that it is ready.
         drop(self.checkpoint);
-        drop(self.events.send(Event::Ready));
+        drop(self.events.send(Event::Ready(held)));
         drop(self.events);
         lane.serve();
+    }
+
+    /// Pins what is fetched and serves; tells how the pinning went.
+    fn fetch(self, device: DeviceId, window: Window, homes: Homes, inbox: Arc<Inbox>) {
+        let fetcher = match Fetcher::new(window, homes) {
+            Ok(fetcher) => fetcher,
+            Err(error) => return drop(self.events.send(Event::Failed(error))),
+        };
+        let lane = FetchLane {
+            lanes: self.lanes(device, Queue::Copy),
+            plan: self.plan,
+            device,
+            fetcher,
+            inbox,
+            recorder: self.recorder,
+            fault: self.options.fault,
+        };
+        drop(self.checkpoint);
+        drop(self.events.send(Event::Ready(Held::default())));
+        drop(self.events);
+        lane.serve();
+    }
+
+    /// For each program the index of a queue's lane in it.
+    fn lanes(&self, device: DeviceId, queue: Queue) -> Vec<Option<usize>> {
+        let is_it = |lane: &ir::plan::Lane| lane.device == device && lane.queue == queue;
+        let of = |program: &ir::plan::Program| program.lanes.iter().position(is_it);
+        self.plan.programs.iter().map(of).collect()
     }
 }
 

@@ -90,6 +90,11 @@ impl Run {
         !self.is_aborted()
     }
 
+    /// Whether steps of other lanes have ended.
+    pub(crate) fn has_done(&self, steps: &[StepId]) -> bool {
+        steps.iter().all(|step| self.done[step.index()].load(Ordering::SeqCst))
+    }
+
     /// Tells other lanes that a step which some of them wait for has ended.
     pub(crate) fn finish(&self, step: StepId) {
         self.done[step.index()].store(true, Ordering::SeqCst);

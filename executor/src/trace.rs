@@ -76,10 +76,6 @@ pub fn perfetto(plan: &Plan, trace: &Trace) -> Result<String> {
     for (track, ((device, queue), number)) in tracks.iter_mut().enumerate() {
         *number = track + 1;
         let device = &plan.machine.devices.rows()[*device as usize].name;
-        let queue = match queue {
-            Queue::Compute => "compute",
-            Queue::Copy => "copy",
-        };
         events.push(name_event(*number, &format!("{device} {queue}")));
     }
     for run in &trace.runs {

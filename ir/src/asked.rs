@@ -45,6 +45,10 @@ pub enum Request {
     Pipeline(Vec<String>),
     /// All layers shared by the devices of these names, in these proportions, or by their speed.
     TensorParallel(Vec<(String, Option<f64>)>),
+    /// Stages on so many devices: GPUs first, then NUMA nodes, each in the machine's order.
+    PipelineRanks(usize),
+    /// All layers shared by so many devices, chosen in the same way.
+    TensorParallelRanks(usize),
 }
 
 impl Objective {

@@ -4,7 +4,9 @@
 //!
 //! - every id names a row, and the model's limits, programs, weights, caches and ropes make sense by themselves;
 //! - every step is in exactly one lane, and lane order, waits and collectives have no cycle, so no run can deadlock;
-//! - a step computes only on buffers, weights and caches of its own lane's device, and moves only along links;
+//! - a step computes only on buffers, weights and caches of its own lane's device, or on weights that were fetched
+//!   there for it, and moves and fetches only along links;
+//! - no weight is fetched over another that may still be read;
 //! - every buffer is written once, then read, then freed once, in an order that lanes and waits enforce;
 //! - a collective is one alike step on each of its members;
 //! - reads and writes have the types that the action expects;
@@ -18,6 +20,7 @@ use crate::plan::{Plan, Program};
 mod buffers;
 mod collectives;
 mod experts;
+mod fetches;
 mod ids;
 mod limits;
 mod memory;
@@ -58,6 +61,7 @@ pub fn check_program(plan: &Plan, program: &Program) -> Vec<Violation> {
     if let Some(order) = Order::of(program) {
         experts::check(scope, &order, &mut found);
         buffers::check(scope, &order, &mut found);
+        fetches::check(scope, &order, &mut found);
     }
     found
 }

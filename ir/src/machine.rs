@@ -64,6 +64,10 @@ pub enum DeviceKind {
     Gpu {
         /// The driver's number for it.
         ordinal: u32,
+        /// What the driver's context and the libraries' code take of the memory that plans may fill.
+        reserved_bytes: u64,
+        /// Scratch memory that the vendor library wants for products of many rows.
+        library_bytes: u64,
     },
     /// Cores of one NUMA node.
     Numa {
@@ -89,6 +93,9 @@ pub struct Rates {
     pub attention_flops_per_sec: f64,
     /// KV cache read when one token a sequence is fed.
     pub cache_bytes_per_sec: f64,
+    /// What a NUMA node's cores keep of their read rate while a GPU fetches from the same memory, and what the link
+    /// keeps of its own: more than 0, at most 1.
+    pub beside_fetch: f64,
 }
 
 /// Where rates come from.

@@ -320,6 +320,11 @@ impl Op {
         self
     }
 
+    /// Whether its matrices may come from another device: the rest needs few rows, or none.
+    pub fn takes_fetched(&self) -> bool {
+        matches!(self.products(), Some(Products::Linear(_) | Products::Experts(_)))
+    }
+
     /// The cache the operation reads and appends to.
     pub fn cache(&self) -> Option<CacheId> {
         if let Op::Attention(attention) = self { Some(attention.cache) } else { None }

@@ -11,14 +11,18 @@ use crate::id::{
     BufferId, CacheId, CauseId, CollectiveId, DeviceId, FileId, RopeId, StepId, Table, WeightId,
 };
 use crate::layout::Move;
-use crate::machine::Machine;
+use crate::machine::{DeviceKind, Machine};
 use crate::model::CheckpointFile;
 use crate::op::{Op, Rope};
+use crate::packing::{held_bytes, packed_type};
 use crate::tensor::{DType, Extent, Format, TensorType};
 use crate::weight::Source;
 
 /// Raised whenever a field changes meaning; other plans are refused.
-pub const VERSION: u32 = 2;
+pub const VERSION: u32 = 3;
+
+/// Fetched weights begin at multiples of this: what vendor libraries ask of a matrix.
+pub const FETCH_ALIGNMENT: u64 = 256;
 
 /// A model placed on a machine, with a proven schedule for each phase.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -33,7 +37,7 @@ pub struct Plan {
     pub machine: Machine,
     /// Files that weights are read from.
     pub files: Table<FileId, CheckpointFile>,
-    /// Weights, each on one device.
+    /// Weights, each on one device: its home.
     pub weights: Table<WeightId, Weight>,
     /// Paged KV caches, each on one device.
     pub caches: Table<CacheId, Cache>,
@@ -73,7 +77,7 @@ pub struct ModelInfo {
 pub struct Weight {
     /// The checkpoint's name for it.
     pub name: String,
-    /// Where it is held.
+    /// Its home: where it is held.
     pub device: DeviceId,
     /// How it is held: vectors as `F32`, matrices in the compute format.
     pub format: Format,
@@ -153,11 +157,13 @@ pub struct Lane {
 }
 
 /// Queues of a device. NUMA nodes do their copies in the compute queue: their cores do both.
+///
+/// Activations are moved in compute queues, so that none of them ever stands behind a layer's weights.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum Queue {
     /// Computes.
     Compute,
-    /// Copies beside it.
+    /// Fetches weights beside it.
     Copy,
 }
 
@@ -186,7 +192,20 @@ pub struct Step {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum Action {
     /// Computes on buffers of its own device.
+    ///
+    /// A linear's or a mixture's matrices may be at home on a NUMA node: after its ordinary operands the step then
+    /// reads one buffer for each of [`Plan::fetched`], in that order.
     Run(Op),
+    /// Brings a weight from the NUMA node that is its home to a GPU, as it is packed there, for one run.
+    ///
+    /// The bytes lie in the device's fetch window, which is one region and belongs to one run at a time: a run's
+    /// fetches start when no step of the run before it will read the window any more.
+    Fetch {
+        /// The weight; it has two axes or more.
+        weight: WeightId,
+        /// Where its bytes begin in the window, a multiple of [`FETCH_ALIGNMENT`].
+        offset: u64,
+    },
     /// One device's part of a movement: it reads buffers of the members, in their order, and writes its own.
     Move {
         /// The movement.
@@ -218,6 +237,12 @@ pub struct DeviceForecast {
     pub cache_bytes: u64,
     /// Most bytes of buffers at one time, over all programs.
     pub buffer_bytes: u64,
+    /// The window that fetched weights pass through.
+    pub fetch_bytes: u64,
+    /// Scratch memory of its kernels.
+    pub workspace_bytes: u64,
+    /// What the driver and libraries take of a GPU that is used.
+    pub reserved_bytes: u64,
     /// What the device has.
     pub capacity_bytes: u64,
 }
@@ -268,6 +293,25 @@ impl Plan {
         read.context("not a plan")
     }
 
+    /// Bytes that a weight takes at home; at most `u64::MAX`, and 0 where it has no home.
+    pub fn weight_bytes(&self, weight: &Weight) -> u64 {
+        self.machine.devices.get(weight.device).map_or(0, |device| weight.bytes(&device.kind))
+    }
+
+    /// The weights of `op` that a step of `device` reads from buffers, because their home is elsewhere: the last
+    /// of its reads, one for each, in this order.
+    pub fn fetched(&self, op: &Op, device: DeviceId) -> Vec<WeightId> {
+        let is_fetched = |weight: &WeightId| {
+            let weight = self.weights.get(*weight);
+            weight.is_some_and(|weight| weight.shape.len() > 1 && weight.device != device)
+        };
+        if op.takes_fetched() {
+            op.weights().into_iter().filter(is_fetched).collect()
+        } else {
+            Vec::new()
+        }
+    }
+
     /// Writes a plan; the same plan gives the same bytes.
     pub fn to_ron(&self) -> Result<String> {
         let style = ron::ser::PrettyConfig::new()
@@ -280,11 +324,32 @@ impl Plan {
 }
 
 impl Weight {
-    /// Bytes it takes on its device; at most `u64::MAX`.
-    pub fn bytes(&self) -> u64 {
-        let columns = u64::from(*self.shape.last().unwrap_or(&1));
-        let rows = self.shape.iter().rev().skip(1).map(|&size| u64::from(size));
-        self.format.bytes(rows.fold(1, u64::saturating_mul), columns)
+    /// Bytes it takes on a device of that kind; at most `u64::MAX`.
+    pub fn bytes(&self, kind: &DeviceKind) -> u64 {
+        held_bytes(kind, self.format, &self.shape)
+    }
+
+    /// The type of a buffer that it is fetched to; `None` for a vector.
+    pub fn packed_type(&self) -> Option<TensorType> {
+        packed_type(self.format, &self.shape)
+    }
+}
+
+impl DeviceForecast {
+    /// Everything that must be there at once; at most `u64::MAX`.
+    pub fn needed_bytes(&self) -> u64 {
+        let Self {
+            weight_bytes,
+            cache_bytes,
+            buffer_bytes,
+            fetch_bytes,
+            workspace_bytes,
+            reserved_bytes,
+            capacity_bytes: _,
+        } = *self;
+        [weight_bytes, cache_bytes, buffer_bytes, fetch_bytes, workspace_bytes, reserved_bytes]
+            .into_iter()
+            .fold(0, u64::saturating_add)
     }
 }
 

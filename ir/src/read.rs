@@ -142,6 +142,7 @@ fn tensor_type(line: &mut Line<'_>) -> Result<TensorType> {
         "f16" => DType::F16,
         "bf16" => DType::Bf16,
         "i32" => DType::I32,
+        "u8" => DType::U8,
         word => bail!("unknown element type {word:?}"),
     };
     line.expect("[")?;

@@ -17,6 +17,8 @@ pub enum DType {
     Bf16,
     /// Signed 32-bit integer: token and expert ids.
     I32,
+    /// A byte of a packed weight, whatever it means there.
+    U8,
 }
 
 /// How a weight matrix is held while it is computed with.
@@ -105,7 +107,7 @@ impl From<DType> for Format {
     /// The format that keeps every bit of what a checkpoint stores.
     fn from(dtype: DType) -> Self {
         match dtype {
-            DType::F32 | DType::I32 => Format::F32,
+            DType::F32 | DType::I32 | DType::U8 => Format::F32,
             DType::F16 => Format::F16,
             DType::Bf16 => Format::Bf16,
         }
@@ -132,6 +134,15 @@ impl DType {
         match self {
             DType::F32 | DType::I32 => 4,
             DType::F16 | DType::Bf16 => 2,
+            DType::U8 => 1,
+        }
+    }
+
+    /// Whether elements are numbers of a model: what weights, activations and caches are made of.
+    pub fn is_float(self) -> bool {
+        match self {
+            DType::F32 | DType::F16 | DType::Bf16 => true,
+            DType::I32 | DType::U8 => false,
         }
     }
 }
@@ -172,6 +183,7 @@ impl fmt::Display for DType {
             DType::F16 => "f16",
             DType::Bf16 => "bf16",
             DType::I32 => "i32",
+            DType::U8 => "u8",
         })
     }
 }

@@ -7,7 +7,7 @@ use crate::graph::{Placed, Work};
 use crate::id::{DeviceId, WeightId};
 use crate::layout::{Layout, Move, Share};
 use crate::op::{Activation, Norm, NormKind, Op, Then};
-use crate::plan::{Action, Plan, Step};
+use crate::plan::{Action, Plan, Queue, Step};
 
 impl fmt::Display for Op {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -156,6 +156,9 @@ impl fmt::Display for Placed {
             let inner: Vec<String> = self.inner.iter().map(u32::to_string).collect();
             write!(f, " inner={}", inner.join("+"))?;
         }
+        if let Some(home) = self.home {
+            write!(f, " home={home}")?;
+        }
         if self.needs.iter().any(|need| *need != self.layouts[0]) {
             write!(f, " needs {}", list(&self.needs))?;
         }
@@ -195,6 +198,16 @@ impl fmt::Display for Plan {
     }
 }
 
+/// `compute`, `copy`.
+impl fmt::Display for Queue {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Queue::Compute => "compute",
+            Queue::Copy => "copy",
+        })
+    }
+}
+
 /// `b1 = rms_norm(w1 eps=0.00001) (b0) after s3 free b0  ; layers.0.norm ~4us`.
 impl fmt::Display for Step {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -202,6 +215,9 @@ impl fmt::Display for Step {
             Action::Run(op) => write!(f, "{} = {op} ({})", list(&self.writes), list(&self.reads))?,
             Action::Move { movement, .. } => {
                 write!(f, "{} = {movement} ({})", list(&self.writes), list(&self.reads))?;
+            }
+            Action::Fetch { weight, offset } => {
+                write!(f, "{} = fetch {weight} at={offset}", list(&self.writes))?;
             }
         }
         if !self.waits.is_empty() {

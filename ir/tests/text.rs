@@ -151,8 +151,13 @@ fn op() -> impl Strategy<Value = Op> {
 }
 
 fn tensor_type() -> impl Strategy<Value = TensorType> {
-    let dtype =
-        prop_oneof![Just(DType::F32), Just(DType::F16), Just(DType::Bf16), Just(DType::I32)];
+    let dtype = prop_oneof![
+        Just(DType::F32),
+        Just(DType::F16),
+        Just(DType::Bf16),
+        Just(DType::I32),
+        Just(DType::U8)
+    ];
     let dim = prop_oneof![Just(Dim::Tokens), Just(Dim::Rows), any::<u32>().prop_map(Dim::Fixed)];
     (dtype, vec(dim, 0..4)).prop_map(|(dtype, shape)| TensorType { dtype, shape })
 }
@@ -215,13 +220,14 @@ proptest! {
                 vec(layout(), 3),
                 any::<bool>(),
                 vec(any::<u32>(), 0..3),
+                option::of(id()),
             )),
             1..12,
         )
     ) {
         let mut graph = PlacedGraph::default();
         let mut values: Vec<ValueId> = Vec::new();
-        for (name, (work, layouts, needs, needs_the_same, inner), types, reads) in nodes {
+        for (name, (work, layouts, needs, needs_the_same, inner, home), types, reads) in nodes {
             let inputs: Vec<ValueId> = if values.is_empty() { vec![] } else {
                 reads.iter().map(|read| *read.get(&values)).collect()
             };
@@ -232,7 +238,7 @@ proptest! {
                 .map(|(input, _)| if needs_the_same { layouts[0].clone() } else { needs[input % 3].clone() })
                 .collect();
             let cause = Cause { reason: Reason::FollowsInput, runner_up: None };
-            let placed = Placed { work, needs, layouts, inner, cause };
+            let placed = Placed { work, needs, layouts, inner, home, cause };
             values.extend(graph.push(name, placed, &inputs, &types).expect("its inputs exist"));
         }
         graph.return_value(values[values.len() - 1]);

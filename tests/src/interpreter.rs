@@ -183,7 +183,7 @@ impl Interpreter {
             (Op::Route { used, renormalise }, [logits]) => {
                 route(logits, *used as usize, *renormalise)
             }
-            (Op::Experts(experts), [x, ids, weights]) => {
+            (Op::Experts(experts), [x, ids, weights, ..]) => {
                 vec![self.experts(experts, x, ids, weights)]
             }
             (Op::SelectRows, [x]) => {

@@ -10,8 +10,8 @@ use ir::tensor::Format;
 const SLOWER: f64 = 1e4;
 /// What an unlimited device has.
 const AMPLE_BYTES: u64 = 1 << 30;
-/// Two thirds of [`crate::toys::Toy::llama`] with its caches and buffers.
-const TIGHT_BYTES: u64 = 512 << 10;
+/// Two thirds of [`crate::toys::Toy::llama`] with its caches, buffers and scratch.
+const TIGHT_BYTES: u64 = 896 << 10;
 
 /// The machine of that name, as test files spell it.
 pub fn named(name: &str) -> Option<Machine> {
@@ -34,6 +34,14 @@ pub fn one_gpu_two_numa() -> Machine {
     linked(vec![gpu(0, TIGHT_BYTES), numa(0, AMPLE_BYTES), numa(1, AMPLE_BYTES)])
 }
 
+/// A GPU of some bytes, and a NUMA node behind a link that is so fast that even the short prompts of toys are worth
+/// fetching weights for.
+pub fn fast_link(gpu_bytes: u64) -> Machine {
+    let mut machine = linked(vec![gpu(0, gpu_bytes), numa(0, AMPLE_BYTES)]);
+    machine.links.iter_mut().for_each(|link| link.bytes_per_sec *= 4.0);
+    machine
+}
+
 /// Two small GPUs beside two NUMA nodes.
 pub fn two_gpu_two_numa() -> Machine {
     linked(vec![
@@ -49,11 +57,54 @@ pub fn two_numa() -> Machine {
     linked(vec![numa(0, AMPLE_BYTES), numa(1, AMPLE_BYTES)])
 }
 
+/// An H200 of which `gpu_bytes` may be used, and its host's 16 cores, as fast as they were measured.
+pub fn h200(gpu_bytes: u64) -> Machine {
+    let curve = |format: Format, bytes_per_sec: f64, flops: &[(u32, f64)]| {
+        let weights_per_sec = bytes_per_sec / (format.bytes(1, 64) as f64 / 64.0);
+        let few = RatePoint { tokens: 1, weights_per_sec };
+        let many = flops.iter().map(|&(tokens, flops)| RatePoint {
+            tokens,
+            weights_per_sec: weights_per_sec.min(flops / 2.0 / f64::from(tokens)),
+        });
+        LinearRate { format, points: [few].into_iter().chain(many).collect() }
+    };
+    let rates =
+        |bytes_per_sec: f64, flops: &[(u32, f64)], step_nanos, attention, beside_fetch| Rates {
+            source: RateSource::Nominal,
+            read_bytes_per_sec: bytes_per_sec,
+            step_nanos,
+            linear: Format::ALL.map(|format| curve(format, bytes_per_sec, flops)).to_vec(),
+            attention_flops_per_sec: attention,
+            cache_bytes_per_sec: bytes_per_sec * 0.8,
+            beside_fetch,
+        };
+    let gpu = Device {
+        name: "gpu0".into(),
+        kind: DeviceKind::Gpu { ordinal: 0, reserved_bytes: 640 << 20, library_bytes: 32 << 20 },
+        memory_bytes: gpu_bytes,
+        cpu_caches: Vec::new(),
+        // Steps of a captured graph.
+        rates: rates(3.7e12, &[(512, 664e12), (2048, 791e12)], 2e3, 411e12, 1.0),
+    };
+    let host = Device {
+        name: "numa0".into(),
+        kind: DeviceKind::Numa { node: 0, cpus: (0..16).collect() },
+        memory_bytes: 120 << 30,
+        cpu_caches: Vec::new(),
+        rates: rates(110e9, &[(64, 8e12), (512, 10e12)], 2e3, 1e12, 97.0 / 110.0),
+    };
+    let mut machine = linked(vec![gpu, host]);
+    for link in &mut machine.links {
+        (link.bytes_per_sec, link.latency_nanos) = (55e9, 10e3);
+    }
+    machine
+}
+
 /// A GPU: 3 TB/s and 300 TFLOP/s over `SLOWER`, 5 µs a launch.
 pub fn gpu(ordinal: u32, memory_bytes: u64) -> Device {
     Device {
         name: format!("gpu{ordinal}"),
-        kind: DeviceKind::Gpu { ordinal },
+        kind: DeviceKind::Gpu { ordinal, reserved_bytes: 0, library_bytes: 0 },
         memory_bytes,
         cpu_caches: Vec::new(),
         rates: rates(3e12 / SLOWER, 5e3, 3e14 / SLOWER),
@@ -109,5 +160,6 @@ fn rates(read_bytes_per_sec: f64, step_nanos: f64, flops_per_sec: f64) -> Rates 
         linear: Format::ALL.map(linear).to_vec(),
         attention_flops_per_sec: flops_per_sec / 2.0,
         cache_bytes_per_sec: read_bytes_per_sec,
+        beside_fetch: 0.9,
     }
 }

@@ -46,6 +46,16 @@ impl LlamaShape {
         kv_heads: 8,
     };
 
+    /// The shape of Llama 3 8B.
+    pub const LLAMA_8B: Self = Self {
+        vocabulary: 128_256,
+        hidden: 4096,
+        intermediate: 14_336,
+        layers: 32,
+        heads: 32,
+        kv_heads: 8,
+    };
+
     /// The smallest shape with grouped heads.
     pub const TINY: Self =
         Self { vocabulary: 32, hidden: 16, intermediate: 24, layers: 2, heads: 4, kv_heads: 2 };
@@ -86,6 +96,58 @@ impl MadeUp {
             "num_attention_heads": heads,
             "num_key_value_heads": kv_heads,
             "max_position_embeddings": 4096,
+        });
+        let tensors =
+            tensors.into_iter().map(|(name, shape)| (name, "BF16".into(), shape)).collect();
+        Self { config, tensors }
+    }
+
+    /// A mixture of Qwen3's kind with 15 B parameters in bfloat16: 24 blocks of 128 experts, 8 of them used.
+    pub fn mixture() -> Self {
+        const VOCABULARY: u64 = 151_936;
+        const HIDDEN: u64 = 2048;
+        const EXPERTS: u64 = 128;
+        const INNER: u64 = 768;
+        const HEADS: u64 = 32;
+        const KV_HEADS: u64 = 4;
+        const HEAD_DIM: u64 = 128;
+        const LAYERS: u64 = 24;
+        let mut tensors = vec![
+            ("model.embed_tokens.weight".to_owned(), vec![VOCABULARY, HIDDEN]),
+            ("lm_head.weight".to_owned(), vec![VOCABULARY, HIDDEN]),
+            ("model.norm.weight".to_owned(), vec![HIDDEN]),
+        ];
+        for layer in 0..LAYERS {
+            let mut push = |part: &str, shape: &[u64]| {
+                tensors.push((format!("model.layers.{layer}.{part}.weight"), shape.to_vec()));
+            };
+            push("input_layernorm", &[HIDDEN]);
+            push("post_attention_layernorm", &[HIDDEN]);
+            push("self_attn.q_proj", &[HEADS * HEAD_DIM, HIDDEN]);
+            push("self_attn.k_proj", &[KV_HEADS * HEAD_DIM, HIDDEN]);
+            push("self_attn.v_proj", &[KV_HEADS * HEAD_DIM, HIDDEN]);
+            push("self_attn.o_proj", &[HIDDEN, HEADS * HEAD_DIM]);
+            push("self_attn.q_norm", &[HEAD_DIM]);
+            push("self_attn.k_norm", &[HEAD_DIM]);
+            push("mlp.gate", &[EXPERTS, HIDDEN]);
+            for expert in 0..EXPERTS {
+                push(&format!("mlp.experts.{expert}.gate_proj"), &[INNER, HIDDEN]);
+                push(&format!("mlp.experts.{expert}.up_proj"), &[INNER, HIDDEN]);
+                push(&format!("mlp.experts.{expert}.down_proj"), &[HIDDEN, INNER]);
+            }
+        }
+        let config = json!({
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "vocab_size": VOCABULARY,
+            "hidden_size": HIDDEN,
+            "moe_intermediate_size": INNER,
+            "num_experts": EXPERTS,
+            "num_experts_per_tok": 8,
+            "num_hidden_layers": LAYERS,
+            "num_attention_heads": HEADS,
+            "num_key_value_heads": KV_HEADS,
+            "head_dim": HEAD_DIM,
+            "max_position_embeddings": 8192,
         });
         let tensors =
             tensors.into_iter().map(|(name, shape)| (name, "BF16".into(), shape)).collect();

@@ -5,7 +5,7 @@ mod common;
 
 use std::sync::atomic::AtomicBool;
 
-use common::{Shape, compile, engine, golden, gpu_options};
+use common::{Shape, compile, engine, fetches, golden, gpu_options};
 use executor::engine::Engine;
 use executor::load::{CpuBackend, Kernels, Options};
 use ir::tensor::DType;
@@ -83,14 +83,18 @@ fn deviation(prompt: &Value, logits: &[f32]) -> f32 {
 
 fn check_all(shape: Shape, options: &Options) {
     let mut failures = Vec::new();
+    let mut fetching = 0;
     for name in goldens() {
         let plan = compile(&name, shape, |_| ());
+        fetching += usize::from(plan.programs.iter().all(fetches));
         let worst = check(&name, &mut engine(&plan, options));
         assert!(worst < LOGITS, "{name}: a logit is off by {worst}");
         if worst > CLOSE {
             failures.push(format!("{name}: {worst}"));
         }
     }
+    // Some are little more than their tables, which are not fetched.
+    assert!(shape != Shape::GpuFetching || fetching >= 6, "{fetching} plans fetch weights");
     assert!(failures.is_empty(), "logits are off by more than {CLOSE}: {failures:?}");
 }
 

@@ -84,7 +84,7 @@ fn what_a_faster_device_lacks_is_the_cause_of_a_slower_place() {
     let machine = |gpu_bytes| linked(vec![gpu(0, gpu_bytes), numa(0, GIB)]);
     let full = plan(&toy, &machine(GIB), &Options::default());
     let budget = &full.forecast.devices[DeviceId::from_index(0)];
-    let needed = budget.weight_bytes + budget.cache_bytes + budget.buffer_bytes;
+    let needed = budget.needed_bytes();
     let plan = plan(&toy, &machine(needed * 3 / 4), &Options::default());
     let is_limited = |reason: &Reason| match reason {
         Reason::Memory { device, missing_bytes } => device.index() == 0 && *missing_bytes > 0,
@@ -179,6 +179,22 @@ fn shares_are_as_asked_in_whole_heads_and_blocks() {
         gates.next().expect("both hold a part").shape[0]
     };
     assert_eq!((rows(0), rows(1)), (96, 32));
+}
+
+#[test]
+fn ranks_are_gpus_first_then_nodes() {
+    let machine = linked(vec![numa(0, GIB), gpu(0, GIB), numa(1, GIB)]);
+    let toy = Toy { layers: 4, ..Toy::llama() };
+    let options = |request| Options { request, ..Options::default() };
+    let pipeline = parse_pipeline("2").expect("it is a request");
+    let in_stages = plan(&toy, &machine, &options(pipeline));
+    assert_eq!(in_stages.forecast.candidates[0].name, "pipeline gpu0 → numa0");
+    let shared = parse_tensor_parallel("3").expect("it is a request");
+    let shared = plan(&toy, &machine, &options(shared));
+    assert_eq!(shared.forecast.candidates[0].name, "tensor parallel gpu0+numa0+numa1");
+    let many = parse_tensor_parallel("4").expect("it is a request");
+    let refusal = refusal(&toy, &machine, &options(many));
+    assert_eq!(refusal, "4 ranks need as many devices; the machine has 3");
 }
 
 #[test]

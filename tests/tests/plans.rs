@@ -32,6 +32,16 @@ fn mixture() {
 }
 
 #[test]
+fn fetched_weights() {
+    let model = Toy { layers: 4, ..Toy::llama() }.model().expect("the toy is a model");
+    let options = Options { context: Some(128), prefill_tokens: 64, ..Options::default() };
+    let machine = machines::fast_link(600 << 10);
+    let plan = compiler::compile(&model, &machine, &options, &mut |_, _| ());
+    let plan = plan.expect("the toy fits").to_string();
+    insta::assert_snapshot!("llama fetched to a gpu", plan);
+}
+
+#[test]
 fn requested_shapes() {
     let stages = parse_pipeline("numa1,gpu0").expect("it is a request");
     let machine = machines::one_gpu_two_numa();

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use common::{Shape, compile, engine, gpu_options, written};
+use common::{Shape, compile, engine, fetches, gpu_options, written};
 use executor::batch::Batch;
 use executor::engine::Engine;
 use executor::load::{self, Fault, FaultKind, Options, PlanFile};
@@ -59,7 +59,9 @@ fn runs_of_one_plan_are_the_same_bit_for_bit() {
 #[test]
 fn captured_runs_of_a_gpu_are_the_same_bit_for_bit() {
     for shape in Shape::GPU {
-        let mut engine = engine(&compile(MODEL, shape, |_| ()), &gpu_options());
+        let plan = compile(MODEL, shape, |_| ());
+        assert_eq!(plan.programs.iter().all(fetches), shape == Shape::GpuFetching);
+        let mut engine = engine(&plan, &gpu_options());
         let id = engine.open();
         engine.append(id, &prompt(9)).unwrap();
         let mut decode = |token: u32| {
@@ -242,7 +244,8 @@ fn plans_that_do_not_fit_their_surroundings_are_refused() {
     let message = opened(unsound.to_ron().unwrap());
     assert!(message.contains("plan.ron is unsound"), "{message}");
     let text = plan.to_ron().unwrap();
-    let message = opened(text.replacen("version: 2", "version: 999", 1));
+    let message =
+        opened(text.replacen(&format!("version: {}", ir::plan::VERSION), "version: 999", 1));
     assert!(message.contains("plan.ron") && message.contains("version 999"), "{message}");
     let message = opened(text[..text.len() / 2].to_owned());
     assert!(message.contains("plan.ron"), "{message}");

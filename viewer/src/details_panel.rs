@@ -256,6 +256,12 @@ fn show_device(ui: &mut Ui, scene: &Scene, view: &mut View, program: &Program, n
     row(ui, "weights", quantity::bytes(device.weight_bytes));
     row(ui, "KV cache", quantity::bytes(device.cache_bytes));
     row(ui, "buffers", quantity::bytes(device.buffer_bytes));
+    if device.fetch_bytes > 0 {
+        row(ui, "fetched weights", quantity::bytes(device.fetch_bytes));
+    }
+    if device.scratch_bytes > 0 {
+        row(ui, "scratch", quantity::bytes(device.scratch_bytes));
+    }
     row(ui, "free", quantity::bytes(device.free_bytes()));
     ui.add_space(4.0);
     let timing = view.timing(scene);

@@ -11,6 +11,8 @@ use crate::view::{Selection, View};
 const WEIGHTS: Color32 = Color32::from_rgb(86, 160, 220);
 const CACHE: Color32 = Color32::from_rgb(0, 158, 115);
 const ACTIVATIONS: Color32 = Color32::from_rgb(225, 195, 90);
+/// Grey: it holds nothing of the model.
+const SCRATCH: Color32 = Color32::from_rgb(130, 130, 130);
 const STAGING: Color32 = Color32::from_rgb(225, 105, 170);
 
 /// Draws the panel.
@@ -97,6 +99,8 @@ fn draw_whole(ui: &Ui, scene: &Scene, number: usize, device: &Device, rect: Rect
         (device.weight_bytes, WEIGHTS),
         (device.cache_bytes, CACHE),
         (device.buffer_bytes, ACTIVATIONS),
+        (device.fetch_bytes, STAGING),
+        (device.scratch_bytes, SCRATCH),
     ] {
         let right = left + (bytes as f64 * scale) as f32;
         painter.rect_filled(Rect::from_x_y_ranges(left..=right, bar.y_range()), 0.0, color);
@@ -115,14 +119,19 @@ fn draw_whole(ui: &Ui, scene: &Scene, number: usize, device: &Device, rect: Rect
         StrokeKind::Inside,
     );
     let parts = [
-        ("weights", device.weight_bytes),
-        ("KV cache", device.cache_bytes),
-        ("buffers up to", device.buffer_bytes),
-        ("free", device.free_bytes()),
+        ("weights", Some(device.weight_bytes)),
+        ("KV cache", Some(device.cache_bytes)),
+        ("buffers up to", Some(device.buffer_bytes)),
+        ("fetched weights up to", Some(device.fetch_bytes).filter(|&bytes| bytes > 0)),
+        ("scratch", Some(device.scratch_bytes).filter(|&bytes| bytes > 0)),
+        ("free", Some(device.free_bytes())),
     ];
     // Lines break between parts only.
-    let parts = parts
-        .map(|(part, bytes)| format!("{part} {}", quantity::bytes(bytes)).replace(' ', "\u{a0}"));
+    let parts: Vec<String> = parts
+        .into_iter()
+        .filter_map(|(part, bytes)| Some(format!("{part} {}", quantity::bytes(bytes?))))
+        .map(|part| part.replace(' ', "\u{a0}"))
+        .collect();
     let parts = parts.join(" · ");
     let top = pos2(bar.left(), bar.bottom() + 4.0);
     let font = FontId::proportional(11.0);

@@ -66,6 +66,10 @@ pub struct Device {
     pub cache_bytes: u64,
     /// The most bytes of buffers at one time, as forecast.
     pub buffer_bytes: u64,
+    /// The window that fetched weights pass through.
+    pub fetch_bytes: u64,
+    /// Scratch memory of kernels, and what the driver takes.
+    pub scratch_bytes: u64,
 }
 
 /// One row of the timeline.
@@ -252,10 +256,7 @@ impl Scene {
 
     fn lane_name(&self, kind: &LaneKind) -> String {
         match kind {
-            LaneKind::Queue(device, Queue::Compute) => {
-                format!("{} compute", self.device_name(*device))
-            }
-            LaneKind::Queue(device, Queue::Copy) => format!("{} copy", self.device_name(*device)),
+            LaneKind::Queue(device, queue) => format!("{} {queue}", self.device_name(*device)),
             LaneKind::Link(from, to) => {
                 format!("{} → {}", self.device_name(*from), self.device_name(*to))
             }
@@ -319,6 +320,9 @@ impl Scene {
 }
 
 fn devices(plan: &Plan) -> Vec<Device> {
+    let forecast = |id: ir::id::DeviceId, part: fn(&ir::plan::DeviceForecast) -> u64| {
+        plan.forecast.devices.get(id).map_or(0, part)
+    };
     let mut devices: Vec<Device> = plan
         .machine
         .devices
@@ -328,13 +332,18 @@ fn devices(plan: &Plan) -> Vec<Device> {
             is_gpu: matches!(device.kind, ir::machine::DeviceKind::Gpu { .. }),
             is_calibrated: device.rates.source == ir::machine::RateSource::Calibrated,
             capacity_bytes: device.memory_bytes,
-            buffer_bytes: plan.forecast.devices.get(id).map_or(0, |device| device.buffer_bytes),
+            buffer_bytes: forecast(id, |device| device.buffer_bytes),
+            fetch_bytes: forecast(id, |device| device.fetch_bytes),
+            scratch_bytes: forecast(id, |device| {
+                device.workspace_bytes.saturating_add(device.reserved_bytes)
+            }),
             ..Device::default()
         })
         .collect();
     for weight in plan.weights.rows() {
         if let Some(device) = devices.get_mut(weight.device.index()) {
-            device.weight_bytes = device.weight_bytes.saturating_add(steps::weight_bytes(weight));
+            let bytes = plan.weight_bytes(weight);
+            device.weight_bytes = device.weight_bytes.saturating_add(bytes);
         }
     }
     for cache in plan.caches.rows() {

@@ -215,6 +215,12 @@ fn prepare(
         Request::TensorParallel(members) => {
             arguments.extend(["--tensor-parallel".to_owned(), names(members)]);
         }
+        Request::PipelineRanks(ranks) => {
+            arguments.extend(["--pipeline".to_owned(), ranks.to_string()]);
+        }
+        Request::TensorParallelRanks(ranks) => {
+            arguments.extend(["--tensor-parallel".to_owned(), ranks.to_string()]);
+        }
     }
     if let Some(dtype) = asked.kv_type {
         arguments.extend(["--kv-type".to_owned(), dtype.to_string()]);

@@ -18,8 +18,8 @@ use crate::gpu::Gpu;
 
 /// Share of a node's memory that plans may fill: the rest is for the system and for what the plan does not count.
 const USABLE_NODE_MEMORY: f64 = 0.9;
-/// Share of a GPU's memory that plans may fill: driver context, libraries and fragmentation take the rest.
-const USABLE_GPU_MEMORY: f64 = 0.92;
+/// Share of a GPU's memory that plans may fill: the driver keeps 0.43 % of an H200 for itself, and pages are 2 MiB.
+const USABLE_GPU_MEMORY: f64 = 0.985;
 
 /// This machine: GPUs first, then NUMA nodes with one logical processor a core.
 ///
@@ -69,7 +69,7 @@ fn differences(machine: &Machine, processors: &Processors, gpus: &[Gpu]) -> Vec<
     }
     for (_, device) in machine.devices.iter() {
         match &device.kind {
-            DeviceKind::Gpu { ordinal } => {
+            DeviceKind::Gpu { ordinal, .. } => {
                 let name = &device.name;
                 let planned = there.gpus.get(*ordinal as usize);
                 match gpus.iter().find(|gpu| gpu.ordinal == *ordinal) {
@@ -133,7 +133,11 @@ fn host(processors: &Processors, gpus: &[Gpu]) -> Host {
 fn gpu_device(gpu: &Gpu) -> Device {
     Device {
         name: format!("gpu{}", gpu.ordinal),
-        kind: DeviceKind::Gpu { ordinal: gpu.ordinal },
+        kind: DeviceKind::Gpu {
+            ordinal: gpu.ordinal,
+            reserved_bytes: nominal::GPU_RESERVED_BYTES,
+            library_bytes: nominal::GPU_LIBRARY_BYTES,
+        },
         memory_bytes: usable(gpu.memory_bytes, USABLE_GPU_MEMORY),
         cpu_caches: Vec::new(),
         rates: nominal::gpu_rates(gpu),

@@ -35,11 +35,11 @@ pub(crate) fn all(devices: &Table<DeviceId, Device>, gpus: &[Gpu]) -> Vec<Link> 
                         (SOCKET_BYTES_PER_SEC, SOCKET_LATENCY_NANOS)
                     }
                 }
-                (DeviceKind::Gpu { ordinal }, DeviceKind::Numa { .. })
-                | (DeviceKind::Numa { .. }, DeviceKind::Gpu { ordinal }) => {
+                (DeviceKind::Gpu { ordinal, .. }, DeviceKind::Numa { .. })
+                | (DeviceKind::Numa { .. }, DeviceKind::Gpu { ordinal, .. }) => {
                     (pcie(*ordinal), PCIE_LATENCY_NANOS)
                 }
-                (DeviceKind::Gpu { ordinal: a }, DeviceKind::Gpu { ordinal: b }) => {
+                (DeviceKind::Gpu { ordinal: a, .. }, DeviceKind::Gpu { ordinal: b, .. }) => {
                     let has_nvlink = |ordinal| gpu(ordinal).is_some_and(|gpu| gpu.has_nvlink);
                     if has_nvlink(*a) && has_nvlink(*b) {
                         (NVLINK_BYTES_PER_SEC, PEER_LATENCY_NANOS)

@@ -39,7 +39,7 @@ pub fn diff(before: &Plan, after: &Plan) -> String {
         let used = |plan: &Plan| {
             let Some(device) = plan.machine.device(&name) else { return "-".into() };
             let Some(budget) = plan.forecast.devices.get(device) else { return "-".into() };
-            bytes(budget.weight_bytes + budget.cache_bytes + budget.buffer_bytes)
+            bytes(budget.needed_bytes())
         };
         fact(&format!("bytes on {name}"), used(before), used(after));
     }

@@ -1,103 +1,149 @@
-//! The layers of a plan as rows: one for each transformer block, alike neighbours folded into one.
+//! The layers of a plan as rows: one for each transformer block, alike ones folded into one.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use ir::graph::{Cause, Reason};
-use ir::id::{DeviceId, Id as _};
+use ir::id::{CacheId, DeviceId, Id as _, WeightId};
 use ir::machine::Machine;
-use ir::op::Op;
 use ir::plan::{Action, Phase, Plan, Program};
 
 use crate::task::Task;
 
-/// One block, or several alike ones that follow each other.
+/// One block, or several alike ones.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Row {
-    /// First and last block; `None` before and after the blocks.
-    blocks: Option<(u32, u32)>,
+    /// Ranges of blocks, first and last; none before and after the blocks.
+    blocks: Vec<(u32, u32)>,
     /// Whether blocks came before.
     is_head: bool,
-    /// Who computes in it, in the order they come up.
-    on: Vec<DeviceId>,
     /// Weights and caches.
     pub(super) bytes: u64,
-    /// Time in a prefill of the largest extent.
-    pub(super) prefill_nanos: u64,
-    /// Time in a decode step of one sequence.
-    pub(super) decode_nanos: u64,
+    /// What happens in a prefill of the largest extent.
+    pub(super) prefill: Work,
+    /// What happens in a decode step of one sequence.
+    pub(super) decode: Work,
     /// Of its first layer that was decided about.
     pub(super) cause: Cause,
 }
 
+/// Who computes a row in one phase, and how long that takes.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(super) struct Work {
+    /// Who computes, in the order they come up.
+    on: Vec<DeviceId>,
+    /// Homes of the weights that are fetched.
+    from: BTreeSet<DeviceId>,
+    /// Work of the busiest device: members of a shared row work in step.
+    pub(super) nanos: u64,
+}
+
 impl Row {
+    /// `block 3`, `blocks 0-7`, `blocks 0, 2, 4`.
     pub(super) fn name(&self) -> String {
-        match self.blocks {
-            Some((first, last)) if first == last => format!("block {first}"),
-            Some((first, last)) => format!("blocks {first}-{last}"),
-            None if self.is_head => "head".into(),
-            None => "embedding".into(),
+        /// Ranges that are written out: what a line of a table has room for.
+        const MOST_RANGES: usize = 4;
+        let range = |&(first, last): &(u32, u32)| match first == last {
+            true => first.to_string(),
+            false => format!("{first}-{last}"),
+        };
+        let ranges: Vec<String> = self.blocks.iter().map(range).collect();
+        match self.blocks.as_slice() {
+            [] if self.is_head => "head".into(),
+            [] => "embedding".into(),
+            [(first, last)] if first == last => format!("block {first}"),
+            [.., last] if self.blocks.len() > MOST_RANGES => {
+                let count: u32 = self.blocks.iter().map(|(first, last)| last - first + 1).sum();
+                let begin = ranges[..MOST_RANGES - 1].join(", ");
+                format!("blocks {begin}, … {} ({count})", range(last))
+            }
+            [..] => format!("blocks {}", ranges.join(", ")),
         }
     }
 
+    /// `gpu0`; `gpu0←numa0, decode gpu0+numa0` where a phase fetches weights or computes elsewhere.
     pub(super) fn devices(&self, machine: &Machine) -> String {
-        let names: Vec<&str> = self.on.iter().map(|&device| super::name(machine, device)).collect();
-        names.join("+")
+        let names = |devices: &mut dyn Iterator<Item = &DeviceId>| {
+            let names: Vec<&str> = devices.map(|&device| super::name(machine, device)).collect();
+            names.join("+")
+        };
+        let place = |work: &Work| {
+            let on = names(&mut work.on.iter());
+            if work.from.is_empty() {
+                return on;
+            }
+            format!("{on}←{}", names(&mut work.from.iter()))
+        };
+        let (prefill, decode) = (place(&self.prefill), place(&self.decode));
+        if prefill == decode || self.decode.on.is_empty() {
+            return prefill;
+        }
+        format!("{prefill}, decode {decode}")
     }
 }
+
+/// What a row is about: a block, or what stands before or behind all blocks.
+type Key = (Option<u32>, bool);
 
 /// One row for each block, in the order they run.
 pub(super) fn rows(plan: &Plan) -> Vec<Row> {
     let Some(prefill) = plan.programs.first() else { return Vec::new() };
     let decode = plan.programs.iter().find(|program| program.phase == Phase::Decode);
-    let mut rows: Vec<Row> = Vec::new();
-    let mut row_of = Vec::new();
-    for (_, step) in prefill.steps.iter() {
+    let mut rows: Vec<(Key, Row)> = Vec::new();
+    let mut keys: BTreeMap<&str, Key> = BTreeMap::new();
+    // Weights may be fetched before anything is computed, so that only computations tell the order.
+    for step in prefill.steps.rows().iter().filter(|step| matches!(step.action, Action::Run(_))) {
         let block = Task::block(&step.name);
-        let is_head = block.is_none() && rows.iter().any(|row| row.blocks.is_some());
-        let known = rows
-            .iter()
-            .position(|row| row.blocks.map(|(first, _)| first) == block && row.is_head == is_head);
-        row_of.push(known.unwrap_or_else(|| {
-            rows.push(Row {
-                blocks: block.map(|block| (block, block)),
-                is_head,
-                on: Vec::new(),
+        let is_head = block.is_none() && rows.iter().any(|((block, _), _)| block.is_some());
+        let key = *keys.entry(&step.name).or_insert((block, is_head));
+        if !rows.iter().any(|(known, _)| *known == key) {
+            let row = Row {
+                blocks: key.0.map(|block| (block, block)).into_iter().collect(),
+                is_head: key.1,
                 bytes: 0,
-                prefill_nanos: 0,
-                decode_nanos: 0,
+                prefill: Work::default(),
+                decode: Work::default(),
                 cause: Cause { reason: Reason::FollowsInput, runner_up: None },
-            });
-            rows.len() - 1
-        }));
+            };
+            rows.push((key, row));
+        }
     }
-    for (index, row) in rows.iter_mut().enumerate() {
-        fill(plan, prefill, &row_of, index, row);
-        row.prefill_nanos = busiest(plan, prefill, &row_of, index);
-        // Programs over one placement have the same steps.
-        let alike = decode.filter(|decode| decode.steps.len() == row_of.len());
-        row.decode_nanos = alike.map_or(0, |decode| busiest(plan, decode, &row_of, index));
+    for (key, row) in &mut rows {
+        let is_here = |name: &str| keys.get(name) == Some(key);
+        let mut held = Held::default();
+        row.prefill = work(plan, prefill, &is_here, &mut held);
+        row.decode = decode.map(|d| work(plan, d, &is_here, &mut held)).unwrap_or_default();
+        row.bytes = held.bytes(plan);
+        row.cause = held.cause.unwrap_or_else(|| row.cause.clone());
     }
-    rows
+    rows.into_iter().map(|(_, row)| row).collect()
 }
 
-/// Neighbours that differ in nothing but their numbers and times become one row with the sums of both.
+/// Rows that differ in nothing but their numbers and times become one row with the sums of all.
 pub(super) fn folded(rows: Vec<Row>) -> Vec<Row> {
     let mut folded: Vec<(Row, u64)> = Vec::new();
     for row in rows {
-        let last = folded.last_mut().filter(|(last, each)| {
-            let follows = last.blocks.zip(row.blocks).is_some_and(|(a, b)| a.1 + 1 == b.0);
-            follows && last.on == row.on && *each == row.bytes && is_alike(&last.cause, &row.cause)
+        let known = folded.iter_mut().find(|(known, each)| {
+            let are_blocks = !known.blocks.is_empty() && !row.blocks.is_empty();
+            let same_place = |a: &Work, b: &Work| a.on == b.on && a.from == b.from;
+            are_blocks
+                && *each == row.bytes
+                && same_place(&known.prefill, &row.prefill)
+                && same_place(&known.decode, &row.decode)
+                && is_alike(&known.cause, &row.cause)
         });
-        let Some((last, _)) = last else {
+        let Some((known, _)) = known else {
             let each = row.bytes;
             folded.push((row, each));
             continue;
         };
-        last.blocks = last.blocks.zip(row.blocks).map(|(a, b)| (a.0, b.1));
-        last.bytes += row.bytes;
-        last.prefill_nanos += row.prefill_nanos;
-        last.decode_nanos += row.decode_nanos;
-        if let (Some(sum), Some(term)) = (&mut last.cause.runner_up, &row.cause.runner_up) {
+        match known.blocks.last_mut() {
+            Some((_, last)) if *last + 1 == row.blocks[0].0 => *last += 1,
+            Some(_) | None => known.blocks.extend(row.blocks),
+        }
+        known.bytes += row.bytes;
+        known.prefill.nanos += row.prefill.nanos;
+        known.decode.nanos += row.decode.nanos;
+        if let (Some(sum), Some(term)) = (&mut known.cause.runner_up, &row.cause.runner_up) {
             sum.gap_nanos += term.gap_nanos;
         }
     }
@@ -114,50 +160,64 @@ fn is_alike(a: &Cause, b: &Cause) -> bool {
     same_reason && devices(a) == devices(b)
 }
 
-fn fill(plan: &Plan, program: &Program, row_of: &[usize], index: usize, row: &mut Row) {
-    let (mut weights, mut caches) = (BTreeSet::new(), BTreeSet::new());
-    let mut decided = false;
-    for lane in &program.lanes {
-        for &id in &lane.steps {
-            let Some(step) = program.steps.get(id).filter(|_| row_of[id.index()] == index) else {
-                continue;
-            };
-            let Action::Run(op) = &step.action else { continue };
-            if !row.on.contains(&lane.device) {
-                row.on.push(lane.device);
-            }
-            weights.extend(op.weights());
-            if let Op::Attention(attention) = op {
-                caches.insert(attention.cache);
-            }
-            if let Some(cause) = plan.causes.get(step.cause)
-                && !decided
-                && cause.reason != Reason::FollowsInput
-            {
-                row.cause = cause.clone();
-                decided = true;
-            }
-        }
-    }
-    let model = &plan.model;
-    row.bytes = weights.into_iter().filter_map(|id| plan.weights.get(id)).map(|w| w.bytes()).sum();
-    row.bytes += caches
-        .into_iter()
-        .filter_map(|id| plan.caches.get(id))
-        .map(|cache| cache.bytes(model.blocks, model.block_tokens))
-        .sum::<u64>();
+/// What the steps of a row hold, and why.
+#[derive(Default)]
+struct Held {
+    weights: BTreeSet<WeightId>,
+    caches: BTreeSet<CacheId>,
+    cause: Option<Cause>,
 }
 
-/// The work of the row's busiest device: members of a shared row work in step.
-fn busiest(plan: &Plan, program: &Program, row_of: &[usize], index: usize) -> u64 {
+impl Held {
+    fn bytes(&self, plan: &Plan) -> u64 {
+        let weights = self.weights.iter().filter_map(|&id| plan.weights.get(id));
+        let caches = self.caches.iter().filter_map(|&id| plan.caches.get(id));
+        let (blocks, block_tokens) = (plan.model.blocks, plan.model.block_tokens);
+        weights.map(|weight| plan.weight_bytes(weight)).sum::<u64>()
+            + caches.map(|cache| cache.bytes(blocks, block_tokens)).sum::<u64>()
+    }
+
+    /// Notes the cause of a step that was decided about; what lies between decisions follows.
+    fn explain(&mut self, cause: Option<&Cause>) {
+        let is_limit = |cause: &Cause| matches!(cause.reason, Reason::Memory { .. });
+        let Some(cause) = cause.filter(|cause| cause.reason != Reason::FollowsInput) else {
+            return;
+        };
+        // Of a block that is torn apart the part that found no room is what asks for an explanation.
+        if self.cause.as_ref().is_none_or(|known| !is_limit(known) && is_limit(cause)) {
+            self.cause = Some(cause.clone());
+        }
+    }
+}
+
+/// What a program does in the row that `is_here` tells by the names of steps.
+fn work(plan: &Plan, program: &Program, is_here: &dyn Fn(&str) -> bool, held: &mut Held) -> Work {
+    let mut work = Work::default();
     let mut busy = vec![0u64; plan.machine.devices.len()];
     for lane in &program.lanes {
-        for &id in lane.steps.iter().filter(|id| row_of.get(id.index()) == Some(&index)) {
-            let nanos = program.steps.get(id).map_or(0, |step| step.estimate_nanos);
+        let steps = lane.steps.iter().filter_map(|&id| program.steps.get(id));
+        for step in steps.filter(|step| is_here(&step.name)) {
+            match &step.action {
+                Action::Run(op) => {
+                    if !work.on.contains(&lane.device) {
+                        work.on.push(lane.device);
+                    }
+                    held.weights.extend(op.weights());
+                    held.caches.extend(op.cache());
+                    held.explain(plan.causes.get(step.cause));
+                }
+                Action::Move { .. } => (),
+                Action::Fetch { weight, .. } => {
+                    work.from.extend(plan.weights.get(*weight).map(|weight| weight.device));
+                    // It is done beside what the device computes.
+                    continue;
+                }
+            }
             if let Some(busy) = busy.get_mut(lane.device.index()) {
-                *busy += nanos;
+                *busy += step.estimate_nanos;
             }
         }
     }
-    busy.into_iter().max().unwrap_or(0)
+    work.nanos = busy.into_iter().max().unwrap_or(0);
+    work
 }

@@ -38,7 +38,7 @@ impl fmt::Display for Table {
 }
 
 /// `1.50 GiB`.
-pub(super) fn bytes(bytes: u64) -> String {
+pub(crate) fn bytes(bytes: u64) -> String {
     let units = [("GiB", 30), ("MiB", 20), ("KiB", 10)];
     match units.into_iter().find(|&(_, shift)| bytes >> shift > 0) {
         Some((unit, shift)) => format!("{:.2} {unit}", bytes as f64 / (1u64 << shift) as f64),

@@ -5,11 +5,12 @@ use std::ops::Range;
 use anyhow::{Context as _, Result, ensure};
 use ir::id::{DeviceId, NodeId, Table};
 use ir::machine::{Device, DeviceKind};
-use ir::plan::Plan;
+use ir::plan::{Phase, Plan};
 use rayon::prelude::*;
 
 use crate::options::Objective;
 use crate::place::group::Group;
+use crate::place::hosted::Hosted;
 use crate::place::prices::{Pins, Priced, Times, handover, price_group};
 use crate::place::stages::{Goal, cut};
 use crate::place::units::Units;
@@ -30,6 +31,8 @@ pub(crate) struct Arrangement {
     pub(crate) stages: Vec<(Group, Range<usize>)>,
     /// Whether the user fixed the shares of groups.
     pub(crate) has_fixed_shares: bool,
+    /// What stays beside the GPU of the only stage.
+    pub(crate) hosted: Option<Hosted>,
 }
 
 /// Prices of groups, each worked out once.
@@ -135,7 +138,8 @@ impl<'a> Prices<'a> {
     }
 
     fn whole(&self, group: Group) -> Arrangement {
-        Arrangement { stages: vec![(group, 0..self.units.len())], has_fixed_shares: false }
+        let stages = vec![(group, 0..self.units.len())];
+        Arrangement { stages, has_fixed_shares: false, hosted: None }
     }
 
     fn price(&self, group: &Group) -> Result<Priced> {
@@ -253,7 +257,7 @@ impl<'a> Prices<'a> {
             .into_iter()
             .map(|(group, range)| (sequence[group].group.clone(), range))
             .collect();
-        Some((score, Arrangement { stages, has_fixed_shares: false }))
+        Some((score, Arrangement { stages, has_fixed_shares: false, hosted: None }))
     }
 
     /// As many units on each device as its memory takes, at least one; the rest on the last.
@@ -275,7 +279,7 @@ impl<'a> Prices<'a> {
             stages.push((priced.group.clone(), start..end));
             start = end;
         }
-        Arrangement { stages, has_fixed_shares: false }
+        Arrangement { stages, has_fixed_shares: false, hosted: None }
     }
 
     fn handover(&self, from: DeviceId, to: DeviceId) -> Option<Times> {
@@ -291,19 +295,26 @@ pub(crate) fn handover_of(task: &Task<'_>, from: DeviceId, to: DeviceId) -> Opti
 }
 
 impl Arrangement {
-    /// The group of every node: its stage's, or that of its pin.
-    pub(crate) fn groups(&self, units: &Units, pins: &Pins) -> (Vec<Group>, Table<NodeId, usize>) {
+    /// The group of every node in a phase: its stage's, or that of its pin or of the home that computes it.
+    pub(crate) fn groups(
+        &self,
+        units: &Units,
+        pins: &Pins,
+        phase: Phase,
+    ) -> (Vec<Group>, Table<NodeId, usize>) {
         let mut groups: Vec<Group> = self.stages.iter().map(|(group, _)| group.clone()).collect();
         let mut group_of = Table::default();
         for (id, pin) in pins.iter() {
             let unit = units.of[id];
             let stage = self.stages.iter().position(|(_, range)| range.contains(&unit));
             let stage = stage.expect("stages cover all units");
-            let Some((device, _)) = pin else {
+            let hosting = self.hosted.as_ref().and_then(|hosted| hosted.nodes[id]);
+            let home = hosting.filter(|hosting| !hosting.is_fetched(phase));
+            let Some(device) = pin.as_ref().map(|pin| pin.0).or(home.map(|home| home.home)) else {
                 group_of.push(stage);
                 continue;
             };
-            let alone = Group::one(*device);
+            let alone = Group::one(device);
             let known = groups.iter().position(|group| *group == alone);
             group_of.push(known.unwrap_or_else(|| {
                 groups.push(alone);
@@ -320,6 +331,9 @@ impl Arrangement {
                 group.devices.iter().map(|&device| task.target.name(device)).collect();
             names.join("+")
         };
+        if let Some(hosted) = &self.hosted {
+            return hosted.name.clone();
+        }
         match self.stages.as_slice() {
             [(only, _)] if only.devices.len() == 1 => format!("all on {}", group(only)),
             [(only, _)] => format!("tensor parallel {}", group(only)),
@@ -354,8 +368,8 @@ impl Arrangement {
                 .map(|&device| {
                     let bytes = &plan.forecast.devices[device];
                     let held = (bytes.weight_bytes + bytes.cache_bytes).max(1) as f64;
-                    let room = bytes.capacity_bytes.saturating_sub(bytes.buffer_bytes);
-                    room as f64 / held
+                    let other = bytes.needed_bytes() - bytes.weight_bytes - bytes.cache_bytes;
+                    bytes.capacity_bytes.saturating_sub(other) as f64 / held
                 })
                 .collect();
             let lacking: Vec<bool> = room.iter().map(|&room| room < 1.0).collect();

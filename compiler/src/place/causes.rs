@@ -3,15 +3,25 @@
 use std::collections::BTreeSet;
 
 use anyhow::Result;
-use ir::graph::{Cause, Placed, Reason, RunnerUp};
-use ir::id::{DeviceId, NodeId, Table};
+use ir::graph::{Cause, Reason, RunnerUp};
+use ir::id::{DeviceId, Table};
+use ir::plan::DeviceForecast;
 
 use crate::options::{Options, Request};
+use crate::place::Layouts;
 use crate::place::candidates::{Arrangement, handover_of};
 use crate::place::group::Group;
 use crate::place::prices::{Pins, Priced, price_group};
 use crate::place::units::Units;
 use crate::task::Task;
+
+/// The arrangement that was chosen.
+pub(crate) struct Chosen<'a> {
+    /// Who does what.
+    pub(crate) arrangement: &'a Arrangement,
+    /// What each device holds for it.
+    pub(crate) devices: &'a Table<DeviceId, DeviceForecast>,
+}
 
 /// Writes the cause of every node that holds weights or a cache.
 ///
@@ -22,10 +32,11 @@ pub(crate) fn explain(
     options: &Options,
     units: &Units,
     pins: &Pins,
-    arrangement: &Arrangement,
+    chosen: &Chosen<'_>,
     blocks: u32,
-    nodes: &mut Table<NodeId, Placed>,
+    layouts: &mut Layouts,
 ) -> Result<()> {
+    let arrangement = chosen.arrangement;
     let price = |group: &Group| price_group(task, units, pins, group, blocks);
     let others: Vec<Priced> = task
         .target
@@ -35,14 +46,18 @@ pub(crate) fn explain(
         .filter_map(|device| price(&Group::one(device)).ok())
         .collect();
     let known = |group: &Group| others.iter().find(|priced| priced.group == *group).cloned();
-    let stages = arrangement.stages.iter();
-    let chosen: Vec<Priced> = stages
+    let stages: Vec<Priced> = arrangement
+        .stages
+        .iter()
         .map(|(group, _)| known(group).map_or_else(|| price(group), Ok))
         .collect::<Result<_>>()?;
-    let taken = taken_bytes(task, arrangement, &chosen);
+    let taken: Table<DeviceId, u64> =
+        chosen.devices.rows().iter().map(DeviceForecast::needed_bytes).collect();
     let mut causes = Vec::new();
     for unit in 0..units.len() {
-        let on: BTreeSet<DeviceId> = nodes
+        let on: BTreeSet<DeviceId> = layouts
+            .nodes
+            .prefill
             .iter()
             .filter(|(id, _)| units.of[*id] == unit)
             .flat_map(|(_, placed)| placed.layouts[0].devices.iter().copied())
@@ -50,35 +65,51 @@ pub(crate) fn explain(
         // Where the unit is alone already is no other place.
         let elsewhere: Vec<&Priced> =
             others.iter().filter(|other| !on.iter().eq(&other.group.devices)).collect();
-        causes.push(unit_cause(task, options, arrangement, &chosen, &elsewhere, &taken, unit));
+        causes.push(unit_cause(task, options, arrangement, &stages, &elsewhere, &taken, unit));
     }
-    for (id, placed) in (0..nodes.len()).map(ir::id::Id::from_index).zip(nodes.rows_mut()) {
-        if placed.cause.reason == Reason::FollowsInput {
-            continue;
-        }
-        placed.cause = causes[units.of[id]].clone();
-        if let Some((_, pattern)) = &pins[id] {
-            placed.cause.reason = Reason::Pinned { pattern: pattern.clone() };
+    for nodes in layouts.nodes.iter_mut() {
+        for (id, placed) in nodes.ids().zip(nodes.rows_mut()) {
+            if placed.cause.reason == Reason::FollowsInput {
+                continue;
+            }
+            let unit = units.of[id];
+            let hosting = arrangement.hosted.as_ref().and_then(|hosted| hosted.nodes[id]);
+            placed.cause = match hosting {
+                Some(hosting) => {
+                    hosted_cause(task, &others, &taken, arrangement, hosting.home, unit)
+                }
+                None => causes[unit].clone(),
+            };
+            if let Some((_, pattern)) = &pins[id] {
+                placed.cause.reason = Reason::Pinned { pattern: pattern.clone() };
+            }
         }
     }
     Ok(())
 }
 
-/// Bytes that each device's stages take.
-fn taken_bytes(
+/// Why a unit's matrices stay beside the GPU: it has no room for them.
+fn hosted_cause(
     task: &Task<'_>,
+    others: &[Priced],
+    taken: &Table<DeviceId, u64>,
     arrangement: &Arrangement,
-    chosen: &[Priced],
-) -> Table<DeviceId, u64> {
-    let mut taken = task.per_device(0);
-    for ((group, range), priced) in arrangement.stages.iter().zip(chosen) {
-        for (member, &device) in group.devices.iter().enumerate() {
-            taken[device] += priced.buffers[member];
-            taken[device] +=
-                priced.bytes[range.clone()].iter().map(|unit| unit[member]).sum::<u64>();
-        }
-    }
-    taken
+    home: DeviceId,
+    unit: usize,
+) -> Cause {
+    let gpu = arrangement.stages[0].0.devices[0];
+    let priced = |device| others.iter().find(|other| other.group.devices[0] == device);
+    let (Some(there), Some(here)) = (priced(gpu), priced(home)) else {
+        return Cause { reason: Reason::Fastest, runner_up: None };
+    };
+    let capacity = task.target.machine.devices[gpu].memory_bytes;
+    let missing_bytes = (taken[gpu] + there.bytes[unit][0]).saturating_sub(capacity);
+    let gap_nanos = there.times[unit].decode as i64 - here.times[unit].decode as i64;
+    let reason = match missing_bytes {
+        0 => Reason::Fastest,
+        _ => Reason::Memory { device: gpu, missing_bytes },
+    };
+    Cause { reason, runner_up: Some(RunnerUp { devices: vec![gpu], gap_nanos }) }
 }
 
 fn unit_cause(

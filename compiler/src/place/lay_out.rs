@@ -7,7 +7,7 @@
 use anyhow::{Context as _, Result};
 use ir::dag::Node;
 use ir::graph::{Cause, Placed, Reason, Work};
-use ir::id::{NodeId, Table, ValueId};
+use ir::id::{DeviceId, NodeId, Table, ValueId};
 use ir::layout::{Layout, Share};
 use ir::model::Model;
 use ir::op::{Attention, Linear, Op, Then};
@@ -34,6 +34,18 @@ pub(crate) fn lay_out(
         placed.push(work);
     }
     Ok(placed)
+}
+
+/// Lets nodes that take fetched weights fetch them from the home that `home` gives.
+pub(crate) fn fetch_weights(
+    nodes: &mut Table<NodeId, Placed>,
+    home: impl Fn(NodeId) -> Option<DeviceId>,
+) {
+    for (id, placed) in nodes.ids().zip(nodes.rows_mut()) {
+        if matches!(&placed.work, Work::Compute(op) if op.takes_fetched()) {
+            placed.home = home(id);
+        }
+    }
 }
 
 /// For each value the parts its features are cut into, where they are.
@@ -103,6 +115,7 @@ fn place_node(
         needs,
         layouts,
         inner,
+        home: None,
         cause: Cause { reason, runner_up: None },
     })
 }

@@ -3,22 +3,21 @@
 use std::collections::HashMap;
 
 use anyhow::Result;
-use ir::graph::PlacedGraph;
 use ir::id::{DeviceId, NodeId, Table};
 use ir::machine::Machine;
 use ir::plan::{Plan, Program};
 use ir::tensor::TensorType;
 
 use crate::emit::emit;
-use crate::insert_moves::insert_moves;
+use crate::graphs::{Graphs, Phases};
 use crate::options::Objective;
 use crate::part::{computations, parts};
+use crate::place::Layouts;
 use crate::place::group::Group;
 use crate::place::lay_out::lay_out;
 use crate::place::units::Units;
 use crate::target::{BLOCK_TOKENS, Batch, Target};
 use crate::task::Task;
-use crate::{PLACED_PASSES, run_all};
 
 /// Tokens of the answer that a placement is judged by: a chat answer of a paragraph.
 const ANSWER_TOKENS: u64 = 128;
@@ -46,13 +45,22 @@ impl Times {
     }
 }
 
-/// The batches that placements are priced with.
+/// The batches that placements are priced with: prefill, the decode of one sequence, and that of the most sequences,
+/// since no other program takes more memory than these.
 pub(crate) fn priced_batches(target: &Target) -> Vec<Batch> {
     let mut batches = vec![target.prefill(), target.decode(1)];
-    if target.objective == Objective::Throughput && target.max_sequences > 1 {
+    if target.max_sequences > 1 {
         batches.push(target.decode(target.max_sequences));
     }
     batches
+}
+
+/// Of what was worked out for each of [`priced_batches`] that of the decode which placements are judged by.
+pub(crate) fn judged_decode<'p, T>(target: &Target, priced: &'p [T]) -> &'p T {
+    match target.objective {
+        Objective::Latency => &priced[1],
+        Objective::Throughput => &priced[priced.len() - 1],
+    }
 }
 
 /// Units priced on one group.
@@ -64,7 +72,7 @@ pub(crate) struct Priced {
     pub(crate) times: Vec<Times>,
     /// For each unit the bytes on each member: weights and caches.
     pub(crate) bytes: Vec<Vec<u64>>,
-    /// The most bytes of buffers on each member.
+    /// Bytes on each member that are neither: buffers, and what a device that is used needs besides.
     pub(crate) buffers: Vec<u64>,
 }
 
@@ -80,8 +88,8 @@ pub(crate) fn price_group(
     blocks: u32,
 ) -> Result<Priced> {
     let group_of = task.model.layers.nodes().map(|_| 0).collect();
-    let graph = arrange(task, std::slice::from_ref(group), &group_of)?;
-    let plan = emit(task, &graph, &priced_batches(task.target), blocks)?;
+    let graphs = arrange(task, std::slice::from_ref(group), &group_of)?;
+    let plan = emit(task, &graphs, &priced_batches(task.target), blocks)?;
     let unit_of: HashMap<&str, usize> =
         task.model.layers.nodes().map(|(id, node)| (node.name.as_str(), units.of[id])).collect();
     let times = |program: &Program| -> Vec<u64> {
@@ -96,32 +104,44 @@ pub(crate) fn price_group(
         busy.iter().map(|unit| unit.rows().iter().copied().max().unwrap_or(0)).collect()
     };
     let prefill = times(&plan.programs[0]);
-    let decode = times(plan.programs.last().expect("placements are priced with programs"));
+    let decode = times(judged_decode(task.target, &plan.programs));
     Ok(Priced {
         times: prefill
             .into_iter()
             .zip(decode)
             .map(|(prefill, decode)| Times { prefill, decode })
             .collect(),
-        bytes: unit_bytes(task, units, pins, group, &graph, blocks)?,
+        bytes: unit_bytes(task, units, pins, group, &graphs, blocks)?,
         buffers: group
             .devices
             .iter()
-            .map(|&device| plan.forecast.devices[device].buffer_bytes)
+            .map(|&device| {
+                let bytes = &plan.forecast.devices[device];
+                bytes.needed_bytes() - bytes.weight_bytes - bytes.cache_bytes
+            })
             .collect(),
         group: group.clone(),
     })
 }
 
-/// The placed graph of nodes on groups, with its moves.
-pub(crate) fn arrange(
-    task: &Task<'_>,
-    groups: &[Group],
-    group_of: &Table<NodeId, usize>,
-) -> Result<PlacedGraph> {
-    let nodes = lay_out(task.model, groups, group_of)?;
-    let graph = insert_moves(&task.model.layers, &nodes)?;
-    run_all(PLACED_PASSES, graph, &mut |_, _| ())
+/// Time of each node in a decode step of one sequence when the device does everything; `None` where it cannot.
+pub(crate) fn decode_nanos(task: &Task<'_>, device: DeviceId) -> Option<Table<NodeId, u64>> {
+    let layers = &task.model.layers;
+    let group_of = layers.nodes().map(|_| 0).collect();
+    let graphs = arrange(task, &[Group::one(device)], &group_of).ok()?;
+    let blocks = task.target.blocks_per_sequence();
+    let plan = emit(task, &graphs, &[task.target.decode(1)], blocks).ok()?;
+    // Without movement there is one step for each node, in the same order.
+    let steps = plan.programs[0].steps.rows();
+    assert_eq!(steps.len(), layers.len(), "insert_moves moved something on one device");
+    Some(steps.iter().map(|step| step.estimate_nanos).collect())
+}
+
+/// The placed graphs of nodes on groups, with their moves.
+fn arrange(task: &Task<'_>, groups: &[Group], group_of: &Table<NodeId, usize>) -> Result<Graphs> {
+    let prefill = lay_out(task.model, groups, group_of)?;
+    let layouts = Layouts { nodes: Phases { prefill, decode: None }, window_bytes: 0 };
+    Graphs::new(task.model, &layouts, &mut |_, _| ())
 }
 
 /// Weights and caches of each unit on each member. Pinned nodes are elsewhere.
@@ -130,12 +150,12 @@ fn unit_bytes(
     units: &Units,
     pins: &Pins,
     group: &Group,
-    graph: &PlacedGraph,
+    graphs: &Graphs,
     blocks: u32,
 ) -> Result<Vec<Vec<u64>>> {
     let mut bytes = vec![vec![0; group.devices.len()]; units.len()];
     let nodes = task.model.layers.nodes().map(|(id, _)| id);
-    for (id, (node, op)) in nodes.zip(computations(graph)) {
+    for (id, (node, op)) in nodes.zip(computations(&graphs.placed.prefill)) {
         if pins[id].is_some() {
             continue;
         }
@@ -162,8 +182,8 @@ fn unit_bytes(
 /// Bytes that a plan lacks on the device that lacks most.
 pub(crate) fn missing(plan: &Plan) -> Option<(DeviceId, u64)> {
     let lacking = plan.forecast.devices.iter().filter_map(|(device, bytes)| {
-        let needed = bytes.weight_bytes + bytes.cache_bytes + bytes.buffer_bytes;
-        needed.checked_sub(bytes.capacity_bytes).filter(|&bytes| bytes > 0).map(|b| (device, b))
+        let missing = bytes.needed_bytes().saturating_sub(bytes.capacity_bytes);
+        (missing > 0).then_some((device, missing))
     });
     lacking.max_by_key(|&(device, bytes)| (bytes, std::cmp::Reverse(device)))
 }
@@ -188,5 +208,5 @@ pub(crate) fn handover(
         (link.latency_nanos + bytes / link.bytes_per_sec * 1e9) as u64
             + machine.devices[to].rates.step_nanos as u64
     };
-    Some(Times { prefill: nanos(&batches[0]), decode: nanos(&batches[batches.len() - 1]) })
+    Some(Times { prefill: nanos(&batches[0]), decode: nanos(judged_decode(target, &batches)) })
 }

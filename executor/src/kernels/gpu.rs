@@ -27,4 +27,4 @@ mod router;
 pub mod rows;
 
 #[cfg(test)]
-mod testing;
+pub(crate) mod testing;

@@ -89,7 +89,7 @@ fn scatter_problem(
             Action::Move { slice: Some(slice), .. } => {
                 Some((program.lanes[home.lane].device, slice))
             }
-            Action::Move { slice: None, .. } | Action::Run(_) => None,
+            Action::Move { slice: None, .. } | Action::Run(_) | Action::Fetch { .. } => None,
         })
         .collect();
     let mut end = 0;

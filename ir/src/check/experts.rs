@@ -38,7 +38,7 @@ pub(super) fn check(scope: Scope<'_>, order: &Order, found: &mut Vec<Violation>)
                     found.push(Violation::Shape { step: scope.name(id), problem });
                 }
             }
-            Action::Run(_) => (),
+            Action::Run(_) | Action::Fetch { .. } => (),
             Action::Move { .. } => {
                 let read: Option<Vec<u32>> =
                     step.reads.iter().map(|buffer| bounds.get(buffer).copied()).collect();

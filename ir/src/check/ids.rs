@@ -76,6 +76,7 @@ pub(super) fn check_program(scope: Scope<'_>, found: &mut Vec<Violation>) {
                     row(&plan.ropes, rope, found, holder);
                 }
             }
+            Action::Fetch { weight, offset: _ } => row(&plan.weights, *weight, found, holder),
             Action::Move { movement: Move::Transfer { from, to }, .. } => {
                 row(devices, *from, found, holder);
                 row(devices, *to, found, holder);

@@ -4,13 +4,21 @@
 //! measured by the progress of one lane of the device, and a buffer counts from the first moment at which its
 //! writer can have started to the last at which the step that frees it can be unfinished. Where a device's own
 //! lane writes and frees all its buffers the bound is exact.
+//! On GPUs every buffer has a place, and so have weights and caches, each at a multiple of 256 bytes: what is counted is
+//! what is taken, in one piece, before the first run.
+//! Fetched weights lie in a window of their own, which is as large as the last byte that any of them takes.
+//! A GPU that is used also holds the workspace of its kernels and what the driver takes.
 
 use crate::check::Violation;
 use crate::check::order::{Home, Order};
+use crate::frame::Frame;
 use crate::id::{BufferId, DeviceId, Id as _, StepId, Table};
-use crate::plan::{DeviceForecast, Lane, Plan, Program};
+use crate::machine::DeviceKind;
+use crate::plan::{Action, DeviceForecast, Lane, Plan, Program};
+use crate::tensor::DType;
+use crate::workspace::{WORKSPACE_ALIGNMENT, workspaces};
 
-/// Bytes each device holds: weights, caches, and the most buffers at one time over all programs.
+/// Bytes each device holds: weights, caches, the most buffers at one time over all programs, and scratch.
 ///
 /// Where a program's order is broken, all its buffers count at once.
 pub fn memory(plan: &Plan) -> Table<DeviceId, DeviceForecast> {
@@ -25,12 +33,15 @@ pub fn memory(plan: &Plan) -> Table<DeviceId, DeviceForecast> {
         .collect();
     for (_, weight) in plan.weights.iter() {
         if let Some(device) = devices.rows_mut().get_mut(weight.device.index()) {
-            device.weight_bytes = device.weight_bytes.saturating_add(weight.bytes());
+            let bytes = placed(plan, weight.device, plan.weight_bytes(weight));
+            device.weight_bytes = device.weight_bytes.saturating_add(bytes);
         }
     }
     for (_, cache) in plan.caches.iter() {
         if let Some(device) = devices.rows_mut().get_mut(cache.device.index()) {
+            // Keys and values are placed apart.
             let bytes = cache.bytes(plan.model.blocks, plan.model.block_tokens);
+            let bytes = placed(plan, cache.device, bytes / 2).saturating_mul(2);
             device.cache_bytes = device.cache_bytes.saturating_add(bytes);
         }
     }
@@ -38,19 +49,52 @@ pub fn memory(plan: &Plan) -> Table<DeviceId, DeviceForecast> {
         for (device, bytes) in buffer_peaks(plan, program).iter() {
             devices[device].buffer_bytes = devices[device].buffer_bytes.max(*bytes);
         }
+        for (device, end) in fetch_ends(program) {
+            if let Some(device) = devices.rows_mut().get_mut(device.index()) {
+                device.fetch_bytes = device.fetch_bytes.max(end);
+            }
+        }
+        for lane in &program.lanes {
+            if let Some(DeviceKind::Gpu { reserved_bytes, .. }) =
+                plan.machine.devices.get(lane.device).map(|device| &device.kind)
+            {
+                devices[lane.device].reserved_bytes = *reserved_bytes;
+            }
+        }
+    }
+    for (device, space) in workspaces(plan).iter() {
+        devices[device].workspace_bytes = space.bytes();
     }
     devices
 }
 
 pub(super) fn check(plan: &Plan, found: &mut Vec<Violation>) {
     for (id, bytes) in memory(plan).iter() {
-        let DeviceForecast { weight_bytes, cache_bytes, buffer_bytes, capacity_bytes } = *bytes;
-        let needed_bytes = weight_bytes.saturating_add(cache_bytes).saturating_add(buffer_bytes);
+        let (needed_bytes, capacity_bytes) = (bytes.needed_bytes(), bytes.capacity_bytes);
         if needed_bytes > capacity_bytes {
             let device = plan.machine.devices[id].name.clone();
             found.push(Violation::Memory { device, needed_bytes, capacity_bytes });
         }
     }
+}
+
+/// Bytes with what lies between them and the next place.
+fn placed(plan: &Plan, device: DeviceId, bytes: u64) -> u64 {
+    match plan.machine.devices.get(device).map(|device| &device.kind) {
+        Some(DeviceKind::Gpu { .. }) => {
+            bytes.checked_next_multiple_of(WORKSPACE_ALIGNMENT).unwrap_or(u64::MAX)
+        }
+        Some(DeviceKind::Numa { .. }) | None => bytes,
+    }
+}
+
+/// Where each fetched weight ends in the window of its device.
+fn fetch_ends(program: &Program) -> impl Iterator<Item = (DeviceId, u64)> {
+    program.steps.rows().iter().filter_map(|step| {
+        let Action::Fetch { offset, .. } = step.action else { return None };
+        let buffer = step.writes.first().and_then(|&buffer| program.buffers.get(buffer))?;
+        Some((buffer.device, offset.saturating_add(buffer.ty.bytes(program.max))))
+    })
 }
 
 /// A buffer's size and the steps between which it is held.
@@ -80,7 +124,7 @@ fn buffer_peaks(plan: &Plan, program: &Program) -> Table<DeviceId, u64> {
     }
     let mut on: Table<DeviceId, Vec<&Held>> =
         plan.machine.devices.ids().map(|_| Vec::new()).collect();
-    for (id, buffer) in program.buffers.iter() {
+    for (id, buffer) in program.buffers.iter().filter(|(_, buffer)| buffer.ty.dtype != DType::U8) {
         if let Some(on) = on.rows_mut().get_mut(buffer.device.index()) {
             on.push(&held[id]);
         }
@@ -88,6 +132,9 @@ fn buffer_peaks(plan: &Plan, program: &Program) -> Table<DeviceId, u64> {
     let order = Order::of(program);
     on.iter()
         .map(|(device, held)| {
+            if let DeviceKind::Gpu { .. } = plan.machine.devices[device].kind {
+                return Frame::new(program, device).bytes();
+            }
             let all = held.iter().map(|held| held.bytes).fold(0, u64::saturating_add);
             let Some(order) = &order else { return all };
             let lanes = program.lanes.iter().enumerate();

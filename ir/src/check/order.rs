@@ -129,7 +129,7 @@ impl Order {
 fn collective(program: &Program, step: StepId) -> Option<CollectiveId> {
     match program.steps[step].action {
         Action::Move { collective, .. } => collective,
-        Action::Run(_) => None,
+        Action::Run(_) | Action::Fetch { .. } => None,
     }
 }
 

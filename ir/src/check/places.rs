@@ -1,16 +1,17 @@
-//! What a step reads and writes is on its device, or at the other end of a link.
+//! What a step reads and writes is on its device, or at the other end of a link; a weight from elsewhere was fetched.
 //!
 //! Any step may free any buffer: that is the run's bookkeeping, no work of a device.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use crate::check::order::Home;
 use crate::check::{Scope, Violation};
-use crate::id::{BufferId, DeviceId, StepId, Table};
+use crate::id::{BufferId, DeviceId, StepId, Table, WeightId};
 use crate::layout::Move;
 use crate::machine::DeviceKind;
 use crate::op::Op;
-use crate::plan::{Action, Queue, Step};
+use crate::plan::{Action, Program, Queue, Step};
+use crate::tensor::DType;
 
 pub(super) fn check(
     scope: Scope<'_>,
@@ -20,6 +21,7 @@ pub(super) fn check(
     let Scope { plan, program } = scope;
     let links: BTreeSet<(DeviceId, DeviceId)> =
         plan.machine.links.iter().map(|link| (link.from, link.to)).collect();
+    let fetched = fetched(program);
     let mut caches = BTreeSet::new();
     for (id, step) in program.steps.iter() {
         if let Action::Run(op) = &step.action
@@ -35,22 +37,40 @@ pub(super) fn check(
             .devices
             .get(lane.device)
             .is_some_and(|device| matches!(device.kind, DeviceKind::Numa { .. }));
-        let computes = matches!(step.action, Action::Run(_));
-        if lane.queue == Queue::Copy && (computes || is_numa) {
-            found.push(Violation::WrongQueue { step: scope.name(id) });
+        let suits = match (&step.action, lane.queue) {
+            (Action::Run(_) | Action::Move { .. }, Queue::Compute) => true,
+            (Action::Move { .. } | Action::Fetch { .. }, Queue::Copy) => !is_numa,
+            (Action::Run(_), Queue::Copy) | (Action::Fetch { .. }, Queue::Compute) => false,
+        };
+        if !suits {
+            found.push(Violation::WrongQueue { step: scope.name(id), queue: lane.queue });
         }
-        let place = Place { scope, links: &links, device: lane.device, id, step };
+        let place =
+            Place { scope, links: &links, fetched: &fetched, device: lane.device, id, step };
         match &step.action {
             Action::Run(op) => place.check_run(op, found),
             Action::Move { movement, .. } => place.check_move(movement, found),
+            Action::Fetch { weight, offset: _ } => place.check_fetch(*weight, found),
         }
     }
+}
+
+/// The weight that each buffer is fetched for.
+fn fetched(program: &Program) -> BTreeMap<BufferId, WeightId> {
+    let steps = program.steps.rows().iter();
+    steps
+        .filter_map(|step| match step.action {
+            Action::Fetch { weight, .. } => Some((*step.writes.first()?, weight)),
+            Action::Run(_) | Action::Move { .. } => None,
+        })
+        .collect()
 }
 
 /// One step and the device whose lane runs it.
 struct Place<'a> {
     scope: Scope<'a>,
     links: &'a BTreeSet<(DeviceId, DeviceId)>,
+    fetched: &'a BTreeMap<BufferId, WeightId>,
     device: DeviceId,
     id: StepId,
     step: &'a Step,
@@ -62,8 +82,26 @@ impl Place<'_> {
         for &buffer in reads.iter().chain(writes) {
             self.check_buffer(buffer, self.device, found);
         }
+        let plan = self.scope.plan;
+        let mut expected = plan.fetched(op, self.device).into_iter();
+        // What was fetched comes last.
+        let is_packed = |buffer: &&BufferId| {
+            let buffer = self.scope.program.buffers.get(**buffer);
+            buffer.is_some_and(|buffer| buffer.ty.dtype == DType::U8)
+        };
+        let ordinary = reads.len() - reads.iter().rev().take_while(is_packed).count();
+        for &buffer in &reads[ordinary..] {
+            let weight = expected.next();
+            if weight.is_none() || self.fetched.get(&buffer) != weight.as_ref() {
+                found.push(Violation::StrangeWeight { step: self.name(), buffer });
+            }
+        }
+        let lacking: Vec<WeightId> = expected.collect();
+        let can_be_fetched = plan.fetched(op, self.device);
         for weight in op.weights() {
-            if self.scope.plan.weights.get(weight).is_some_and(|w| w.device != self.device) {
+            let is_elsewhere = plan.weights.get(weight).is_some_and(|w| w.device != self.device);
+            let is_read = can_be_fetched.contains(&weight) && !lacking.contains(&weight);
+            if is_elsewhere && !is_read {
                 found.push(Violation::ForeignWeight { step: self.name(), weight });
             }
         }
@@ -98,14 +136,34 @@ impl Place<'_> {
             self.check_buffer(buffer, target, found);
         }
         for sender in senders {
-            if sender != target && !self.links.contains(&(sender, target)) {
-                let name = |device| match self.scope.plan.machine.devices.get(device) {
-                    Some(device) => device.name.clone(),
-                    None => device.to_string(),
-                };
-                let (from, to) = (name(sender), name(target));
-                found.push(Violation::NoLink { step: self.name(), from, to });
+            self.check_link(sender, target, found);
+        }
+    }
+
+    fn check_fetch(&self, weight: WeightId, found: &mut Vec<Violation>) {
+        for &buffer in &self.step.writes {
+            self.check_buffer(buffer, self.device, found);
+        }
+        let machine = &self.scope.plan.machine;
+        let Some(home) = self.scope.plan.weights.get(weight).map(|weight| weight.device) else {
+            return;
+        };
+        match machine.devices.get(home).map(|home| &home.kind) {
+            Some(DeviceKind::Numa { .. }) => self.check_link(home, self.device, found),
+            Some(DeviceKind::Gpu { .. }) | None => {
+                found.push(Violation::NothingToFetch { step: self.name(), weight });
             }
+        }
+    }
+
+    fn check_link(&self, sender: DeviceId, target: DeviceId, found: &mut Vec<Violation>) {
+        if sender != target && !self.links.contains(&(sender, target)) {
+            let name = |device| match self.scope.plan.machine.devices.get(device) {
+                Some(device) => device.name.clone(),
+                None => device.to_string(),
+            };
+            let (from, to) = (name(sender), name(target));
+            found.push(Violation::NoLink { step: self.name(), from, to });
         }
     }
 

@@ -5,7 +5,7 @@ use anyhow::{Result, bail, ensure};
 use crate::check::{Scope, Violation};
 use crate::id::WeightId;
 use crate::op::{Attention, Experts, Linear, Norm, Op, Then};
-use crate::plan::{Action, Plan, Step};
+use crate::plan::{Action, FETCH_ALIGNMENT, Plan, Step};
 use crate::tensor::{DType, Dim, TensorType};
 
 mod moves;
@@ -41,10 +41,24 @@ fn step_types(scope: Scope<'_>, step: &Step) -> Result<()> {
             let named = op.weights().into_iter().all(|weight| plan.weights.get(weight).is_some())
                 && op.cache().is_none_or(|cache| plan.caches.get(cache).is_some())
                 && op.rope().is_none_or(|rope| plan.ropes.get(rope).is_some());
-            if named { (Run { plan, reads: &reads, writes: &writes }).check(op) } else { Ok(()) }
+            // Which weights were fetched to the last reads is a matter of places.
+            let packed = reads.iter().rev().take_while(|ty| ty.dtype == DType::U8).count();
+            let reads = &reads[..reads.len() - packed];
+            if named { (Run { plan, reads, writes: &writes }).check(op) } else { Ok(()) }
         }
         Action::Move { movement, collective, slice } => {
             moves::check(movement, collective.is_some(), *slice, &reads, &writes)
+        }
+        Action::Fetch { weight, offset } => {
+            let ([], [y]) = types(&reads, &writes)?;
+            let Some(weight) = scope.plan.weights.get(*weight) else { return Ok(()) };
+            let Some(packed) = weight.packed_type() else { bail!("a vector is fetched") };
+            same(&packed, y)?;
+            ensure!(
+                offset.is_multiple_of(FETCH_ALIGNMENT),
+                "it begins at byte {offset} of the window, which is no multiple of {FETCH_ALIGNMENT}"
+            );
+            Ok(())
         }
     }
 }
@@ -280,7 +294,7 @@ fn types<'a, const READS: usize, const WRITES: usize>(
 
 /// Rows and features of an activation.
 fn rows_of(ty: &TensorType) -> Result<(Dim, u32)> {
-    ensure!(ty.dtype != DType::I32, "{ty} where floats are expected");
+    ensure!(ty.dtype.is_float(), "{ty} where floats are expected");
     rows_of_any(ty)
 }
 

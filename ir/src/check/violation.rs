@@ -4,6 +4,7 @@ use std::fmt;
 
 use crate::check::Scope;
 use crate::id::{BufferId, CacheId, CollectiveId, RopeId, StepId, WeightId};
+use crate::plan::Queue;
 
 /// A step as people find it: its row, its layer and its program.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -96,10 +97,12 @@ pub enum Violation {
         /// How often lanes name it.
         times: usize,
     },
-    /// A step computes in a copy queue, or a NUMA device has one.
+    /// A step does in a queue what that queue is not for, or a NUMA device has a queue beside its compute queue.
     WrongQueue {
         /// The step.
         step: StepName,
+        /// The queue.
+        queue: Queue,
     },
     /// Lane order, waits and collectives form a cycle.
     Deadlock {
@@ -113,12 +116,33 @@ pub enum Violation {
         /// The buffer.
         buffer: BufferId,
     },
-    /// A step computes with a weight of another device.
+    /// A step computes with a weight of another device that was not fetched for it.
     ForeignWeight {
         /// The step.
         step: StepName,
         /// The weight.
         weight: WeightId,
+    },
+    /// A step fetches a weight that no NUMA node holds.
+    NothingToFetch {
+        /// The step.
+        step: StepName,
+        /// The weight.
+        weight: WeightId,
+    },
+    /// A step reads a fetched weight that it does not compute with.
+    StrangeWeight {
+        /// The step.
+        step: StepName,
+        /// The buffer with the weight.
+        buffer: BufferId,
+    },
+    /// A weight is fetched to bytes of the window where another may still be read.
+    Overwrite {
+        /// The step that fetches.
+        step: StepName,
+        /// The buffer of the other weight.
+        buffer: BufferId,
     },
     /// A step computes with a cache of another device.
     ForeignCache {
@@ -277,8 +301,8 @@ impl fmt::Display for Violation {
             }
             Self::NotInOneLane { step, times: 0 } => write!(f, "{step} is in no lane"),
             Self::NotInOneLane { step, times } => write!(f, "{step} is in lanes {times} times"),
-            Self::WrongQueue { step } => {
-                write!(f, "{step} is in a copy queue, where it cannot run")
+            Self::WrongQueue { step, queue } => {
+                write!(f, "{step} is in a {queue} queue, where it cannot run")
             }
             Self::Deadlock { step } => write!(f, "{step} waits for itself"),
             Self::ForeignBuffer { step, buffer } => {
@@ -286,6 +310,15 @@ impl fmt::Display for Violation {
             }
             Self::ForeignWeight { step, weight } => {
                 write!(f, "{step} computes with {weight}, which is on another device")
+            }
+            Self::NothingToFetch { step, weight } => {
+                write!(f, "{step} fetches {weight}, which no NUMA node holds")
+            }
+            Self::StrangeWeight { step, buffer } => {
+                write!(f, "{step} reads {buffer}, which holds no weight that it computes with")
+            }
+            Self::Overwrite { step, buffer } => {
+                write!(f, "{step} fetches over {buffer}, which may still be read")
             }
             Self::ForeignCache { step, cache } => {
                 write!(f, "{step} computes with {cache}, which is on another device")

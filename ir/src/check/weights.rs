@@ -3,7 +3,7 @@
 use crate::check::Violation;
 use crate::op::{Frequencies, Rope};
 use crate::plan::{Cache, Plan, Weight};
-use crate::tensor::{DType, Format};
+use crate::tensor::Format;
 use crate::weight::Source;
 
 pub(super) fn check(plan: &Plan, found: &mut Vec<Violation>) {
@@ -14,7 +14,7 @@ pub(super) fn check(plan: &Plan, found: &mut Vec<Violation>) {
     }
     for (id, cache) in plan.caches.iter() {
         let Cache { name, dtype, kv_heads, head_dim, device: _ } = cache;
-        if *dtype == DType::I32 || *kv_heads == 0 || *head_dim == 0 {
+        if !dtype.is_float() || *kv_heads == 0 || *head_dim == 0 {
             let problem = format!("{kv_heads} heads of {head_dim} features in {dtype}");
             found.push(Violation::Cache { cache: id, name: name.clone(), problem });
         }
@@ -55,6 +55,9 @@ fn weight_problems(plan: &Plan, weight: &Weight) -> Vec<String> {
 
 fn source_problems(plan: &Plan, source: &Source, shape: &[u32]) -> Vec<String> {
     let mut problems = Vec::new();
+    if !source.dtype.is_float() {
+        problems.push(format!("a source of {} elements", source.dtype));
+    }
     if source.axes.iter().any(|axis| !(1..=2).contains(&axis.len())) {
         problems.push("an axis of a source has one or two strides".into());
     }

@@ -16,12 +16,14 @@ pub(super) fn read(line: &mut Line<'_>) -> Result<Placed> {
         None => Work::Compute(op::read(line)?),
     };
     let inner = line.field(" inner=", |line| line.separated("+", Line::count))?;
+    let home = line.field(" home=", |line| line.row("d"))?;
     let needs = line.field(" needs ", |line| line.list(layout))?;
     Ok(Placed {
         work,
         needs: needs.unwrap_or_default(),
         layouts,
         inner: inner.unwrap_or_default(),
+        home,
         cause: Cause { reason: Reason::FollowsInput, runner_up: None },
     })
 }

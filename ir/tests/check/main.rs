@@ -2,6 +2,7 @@
 
 mod buffers;
 mod collectives;
+mod fetches;
 mod memory;
 mod moved;
 mod order;
@@ -9,6 +10,7 @@ mod places;
 mod plans;
 mod shapes;
 mod tables;
+mod workspaces;
 
 use ir::check::check;
 use ir::id::StepId;
@@ -17,7 +19,9 @@ use ir::plan::{Action, Plan, Program, Step};
 
 #[test]
 fn plans_made_with_care_are_sound() {
-    for plan in [plans::one_device(), plans::pipeline(), plans::tensor_parallel()] {
+    for plan in
+        [plans::one_device(), plans::pipeline(), plans::tensor_parallel(), plans::streamed()]
+    {
         finds(plan, |_| (), &[]);
     }
 }
@@ -52,6 +56,7 @@ fn finds_in_op(plan: Plan, step: &str, change: impl FnOnce(&mut Op), expected: &
         |step| match &mut step.action {
             Action::Run(op) => change(op),
             Action::Move { movement, .. } => panic!("{movement} is no operation"),
+            Action::Fetch { weight, .. } => panic!("a fetch of {weight} is no operation"),
         },
         expected,
     );

@@ -10,7 +10,7 @@ use proptest::collection::vec;
 use proptest::{prop_assert, proptest};
 
 use crate::finds;
-use crate::plans::{d, one_device, pipeline, s, tensor_parallel};
+use crate::plans::{PANEL_BYTES, d, one_device, pipeline, s, streamed, tensor_parallel};
 
 /// Bytes of buffers at a time, of eight tokens of `features` each.
 fn rows(features: u64) -> u64 {
@@ -22,7 +22,7 @@ fn a_device_holds_no_more_than_it_has() {
     finds(
         one_device(),
         |plan| plan.machine.devices[d(0)].memory_bytes = 5000,
-        &["numa0 would hold 7648 bytes and has 5000"],
+        &["numa0 would hold 42016 bytes and has 5000"],
     );
 }
 
@@ -49,14 +49,34 @@ fn a_buffer_counts_until_the_reader_of_another_device_is_done() {
     assert_eq!(memory(&plan)[d(0)].buffer_bytes, rows(8 + 100));
 }
 
+#[test]
+fn fetched_weights_take_their_window_and_no_buffers() {
+    let held = memory(&streamed());
+    // One panel of the linears, four of each stack of the mixture.
+    assert_eq!(held[d(0)].fetch_bytes, (1 + 3 * 4) * PANEL_BYTES);
+    assert_eq!(held[d(1)].fetch_bytes, 0);
+    // The mixture's input, ids, weights and result, each at a multiple of 256 bytes.
+    assert_eq!(held[d(0)].buffer_bytes, 4 * 256);
+}
+
+#[test]
+fn the_window_counts_against_the_capacity() {
+    finds(
+        streamed(),
+        |plan| plan.machine.devices[d(0)].memory_bytes = 28_000,
+        &["gpu0 would hold 32768 bytes and has 28000"],
+    );
+}
+
 proptest! {
     #[test]
     fn no_interleaving_of_lanes_holds_more_than_the_bound(choices in vec(0usize..64, 64)) {
-        for plan in [one_device(), pipeline(), tensor_parallel()] {
+        for plan in [one_device(), pipeline(), tensor_parallel(), streamed()] {
             let bound = memory(&plan);
             let held = held_by_one_run(&plan.programs[0], &choices);
             for (device, bytes) in held {
-                prop_assert!(bytes <= bound[device].buffer_bytes, "{device} holds {bytes}");
+                let bound = bound[device].buffer_bytes + bound[device].fetch_bytes;
+                prop_assert!(bytes <= bound, "{device} holds {bytes}");
             }
         }
     }

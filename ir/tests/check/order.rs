@@ -76,7 +76,7 @@ fn more_lanes_than_are_checked_are_refused() {
             for ordinal in 0..128 {
                 let mut gpu = plan.machine.devices[d(0)].clone();
                 gpu.name = format!("gpu{ordinal}");
-                gpu.kind = DeviceKind::Gpu { ordinal };
+                gpu.kind = DeviceKind::Gpu { ordinal, reserved_bytes: 0, library_bytes: 0 };
                 let device = plan.machine.devices.push(gpu);
                 for queue in [Queue::Compute, Queue::Copy] {
                     plan.programs[0].lanes.push(Lane { device, queue, steps: vec![] });

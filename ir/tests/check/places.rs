@@ -99,7 +99,8 @@ fn nothing_computes_in_a_copy_queue() {
     finds(
         one_device(),
         |plan| {
-            plan.machine.devices[d(0)].kind = DeviceKind::Gpu { ordinal: 0 };
+            plan.machine.devices[d(0)].kind =
+                DeviceKind::Gpu { ordinal: 0, reserved_bytes: 0, library_bytes: 0 };
             copy_last(&mut plan.programs[0]);
         },
         &["s12 (head) of prefill is in a copy queue, where it cannot run"],

@@ -70,6 +70,25 @@ pub(crate) fn tensor_parallel() -> Plan {
     made.head(0, wholes[0])
 }
 
+/// A GPU that computes two linears and a mixture with weights of a NUMA device; the second linear's weight is
+/// fetched over the first one's.
+pub(crate) fn streamed() -> Plan {
+    let mut made = Builder::new(2);
+    made.plan.machine.devices[d(0)].kind =
+        DeviceKind::Gpu { ordinal: 0, reserved_bytes: 1 << 10, library_bytes: 0 };
+    made.plan.machine.devices[d(0)].name = "gpu0".into();
+    made.program.lanes[1] = Lane { device: d(0), queue: Queue::Copy, steps: Vec::new() };
+    let x = made.embed(0);
+    let x = made.fetched_linear("first", x, 0, &[]);
+    let first = made.program.steps.ids().last().expect("there is a step");
+    let x = made.fetched_mixture(x, PANEL_BYTES);
+    let x = made.fetched_linear("second", x, 0, &[first]);
+    made.head(0, x)
+}
+
+/// A weight of 8 features in bfloat16: one panel of 32 rows and 32 columns.
+pub(crate) const PANEL_BYTES: u64 = 2048;
+
 struct Builder {
     plan: Plan,
     program: Program,
@@ -85,6 +104,7 @@ impl Builder {
             linear: vec![],
             attention_flops_per_sec: 1e10,
             cache_bytes_per_sec: 1e10,
+            beside_fetch: 1.0,
         };
         let device = |index: usize| Device {
             name: format!("numa{index}"),
@@ -262,6 +282,64 @@ impl Builder {
         self.run(lane, "attention", op, &[q, k, v], heads * HEAD_DIM)
     }
 
+    /// Brings a weight of the second device to the first.
+    fn fetch(
+        &mut self,
+        name: &str,
+        shape: &[u32],
+        offset: u64,
+        waits: &[StepId],
+    ) -> (WeightId, BufferId) {
+        let weight = self.weight(1, shape);
+        let ty = self.plan.weights[weight].packed_type().expect("it is a matrix");
+        let action = Action::Fetch { weight, offset };
+        let buffer = self.step(1, name, action, &[], &[ty])[0];
+        self.program.buffers[buffer].device = d(0);
+        let step = self.program.steps.ids().last().expect("a step was added");
+        self.program.steps[step].waits.extend(waits);
+        (weight, buffer)
+    }
+
+    fn fetched_linear(
+        &mut self,
+        name: &str,
+        x: BufferId,
+        offset: u64,
+        waits: &[StepId],
+    ) -> BufferId {
+        let (weight, buffer) =
+            self.fetch(&format!("fetch of {name}"), &[FEATURES, FEATURES], offset, waits);
+        let op = Op::Linear(Linear {
+            norm: None,
+            weights: vec![weight],
+            biases: vec![None],
+            then: Then::Nothing,
+            residual: false,
+        });
+        self.run(0, name, op, &[x, buffer], FEATURES)
+    }
+
+    fn fetched_mixture(&mut self, x: BufferId, offset: u64) -> BufferId {
+        let chosen = self.route(0, x);
+        // Four experts of one panel each.
+        let [gate, up, down] = [
+            ("gate", 0, [4, 16, FEATURES]),
+            ("up", 4, [4, 16, FEATURES]),
+            ("down", 8, [4, FEATURES, 16]),
+        ]
+        .map(|(name, panels, shape)| {
+            self.fetch(&format!("fetch of {name}"), &shape, offset + panels * PANEL_BYTES, &[])
+        });
+        let op = Op::Experts(Experts {
+            gate: gate.0,
+            up: up.0,
+            down: down.0,
+            activation: Activation::Silu,
+        });
+        let reads = [x, chosen[0], chosen[1], gate.1, up.1, down.1];
+        self.run(0, "experts", op, &reads, FEATURES)
+    }
+
     fn attention_block(&mut self, lane: usize, x: BufferId) -> BufferId {
         let norm = Norm {
             kind: NormKind::Rms,
@@ -283,10 +361,7 @@ impl Builder {
     }
 
     fn mixture_block(&mut self, lane: usize, x: BufferId) -> BufferId {
-        let logits = self.linear(lane, "router", x, FEATURES, 4);
-        let ids = TensorType { dtype: DType::I32, ..TensorType::activation(2) };
-        let route = Action::Run(Op::Route { used: 2, renormalise: true });
-        let chosen = self.step(lane, "route", route, &[logits], &[ids, TensorType::activation(2)]);
+        let chosen = self.route(lane, x);
         let op = Op::Experts(Experts {
             gate: self.weight(lane, &[4, 16, FEATURES]),
             up: self.weight(lane, &[4, 16, FEATURES]),
@@ -294,6 +369,13 @@ impl Builder {
             activation: Activation::Silu,
         });
         self.run(lane, "experts", op, &[x, chosen[0], chosen[1]], FEATURES)
+    }
+
+    fn route(&mut self, lane: usize, x: BufferId) -> Vec<BufferId> {
+        let logits = self.linear(lane, "router", x, FEATURES, 4);
+        let ids = TensorType { dtype: DType::I32, ..TensorType::activation(2) };
+        let route = Action::Run(Op::Route { used: 2, renormalise: true });
+        self.step(lane, "route", route, &[logits], &[ids, TensorType::activation(2)])
     }
 
     fn transfer(&mut self, from: usize, to: usize, x: BufferId) -> BufferId {

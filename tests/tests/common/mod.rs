@@ -8,7 +8,7 @@ use executor::engine::Engine;
 use executor::load::{self, GpuDriver, PlanFile};
 use ir::id::DeviceId;
 use ir::machine::{Device, DeviceKind, Link, Machine};
-use ir::plan::Plan;
+use ir::plan::{Plan, Program, Queue};
 use ir::tensor::DType;
 
 /// Ways to place a model on the devices of this host.
@@ -26,22 +26,26 @@ pub(crate) enum Shape {
     GpuPipeline,
     /// A GPU and a NUMA node share every layer.
     GpuShared,
+    /// A GPU computes everything, with weights of which two fifths are at home on slow NUMA nodes.
+    GpuFetching,
 }
 
 impl Shape {
     /// Those of a host without a GPU.
     pub(crate) const ALL: [Shape; 3] = [Shape::One, Shape::Pipeline, Shape::Shared];
     /// Those with a GPU.
-    pub(crate) const GPU: [Shape; 3] = [Shape::Gpu, Shape::GpuPipeline, Shape::GpuShared];
+    pub(crate) const GPU: [Shape; 4] =
+        [Shape::Gpu, Shape::GpuPipeline, Shape::GpuShared, Shape::GpuFetching];
 
     fn request(self) -> Request {
         let first = match self {
             Shape::One | Shape::Pipeline | Shape::Shared => "numa0",
-            Shape::Gpu | Shape::GpuPipeline | Shape::GpuShared => "gpu0",
+            Shape::Gpu | Shape::GpuPipeline | Shape::GpuShared | Shape::GpuFetching => "gpu0",
         };
         let [first, second] = [first, "numa1"].map(str::to_owned);
         match self {
             Shape::One | Shape::Gpu => Request::Pipeline(vec![first]),
+            Shape::GpuFetching => Request::Any,
             Shape::Pipeline | Shape::GpuPipeline => Request::Pipeline(vec![first, second]),
             Shape::Shared | Shape::GpuShared => {
                 Request::TensorParallel(vec![(first, Some(3.0)), (second, Some(1.0))])
@@ -78,7 +82,7 @@ pub(crate) fn gpu_machine() -> Machine {
         machine.host.gpus.push("a device in software".to_owned());
         let gpu = machine.devices.push(Device {
             name: "gpu0".to_owned(),
-            kind: DeviceKind::Gpu { ordinal: 0 },
+            kind: DeviceKind::Gpu { ordinal: 0, reserved_bytes: 0, library_bytes: 0 },
             ..machine.devices[numa[0]].clone()
         });
         for numa in numa {
@@ -100,8 +104,40 @@ pub(crate) fn compile(name: &str, shape: Shape, change: impl FnOnce(&mut Options
         ..Options::default()
     };
     change(&mut options);
-    let machine = if Shape::GPU.contains(&shape) { gpu_machine() } else { machine() };
-    compiler::compile(&model, &machine, &options, &mut |_, _| ()).unwrap()
+    let mut machine = if Shape::GPU.contains(&shape) { gpu_machine() } else { machine() };
+    let compile = |machine: &Machine, options: &Options| {
+        compiler::compile(&model, machine, options, &mut |_, _| ()).unwrap()
+    };
+    if shape == Shape::GpuFetching {
+        let alone = Options { request: Shape::Gpu.request(), ..options.clone() };
+        let alone = compile(&machine, &alone);
+        leave_out(&mut machine, &alone);
+    }
+    compile(&machine, &options)
+}
+
+/// Takes so much memory from the GPU that two fifths of the weights of `alone`, which is all on it, do not fit, and
+/// makes it so fast that they are fetched.
+fn leave_out(machine: &mut Machine, alone: &Plan) {
+    let gpu = machine.device("gpu0").unwrap();
+    let held = &alone.forecast.devices[gpu];
+    machine.devices[gpu].memory_bytes = held.needed_bytes() - held.weight_bytes * 2 / 5;
+    machine.devices[gpu].rates = tests::machines::gpu(0, 0).rates;
+    machine
+        .links
+        .iter_mut()
+        .for_each(|link| (link.bytes_per_sec, link.latency_nanos) = (1e12, 1.0));
+    for device in machine.devices.ids().filter(|&device| device != gpu).collect::<Vec<_>>() {
+        let rates = &mut machine.devices[device].rates;
+        rates.step_nanos *= 1e4;
+        let linear = rates.linear.iter_mut().flat_map(|linear| &mut linear.points);
+        linear.for_each(|point| point.weights_per_sec /= 1e4);
+    }
+}
+
+/// Whether a program brings weights to a GPU.
+pub(crate) fn fetches(program: &Program) -> bool {
+    program.lanes.iter().any(|lane| lane.queue == Queue::Copy && !lane.steps.is_empty())
 }
 
 /// Writes a plan where it can be opened from.

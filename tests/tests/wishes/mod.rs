@@ -61,14 +61,21 @@ pub(crate) fn toy() -> impl Strategy<Value = Toy> {
     )
 }
 
-/// Up to three GPUs and three NUMA nodes, with between 64 KiB and 64 MiB each; sometimes a link is missing.
+/// Up to three GPUs with between 64 KiB and 1 MiB, and three NUMA nodes with up to 64 MiB each; sometimes links
+/// are fast, and sometimes one is missing.
 pub(crate) fn machine() -> impl Strategy<Value = Machine> {
-    let memory = || (16u32..27).prop_map(|bits| 1u64 << bits);
-    let devices = (prop::collection::vec(memory(), 0..4), prop::collection::vec(memory(), 1..4));
-    (devices, prop::option::weighted(0.2, any::<Index>())).prop_map(|((gpus, nodes), lost)| {
+    let node = (16u32..26).prop_map(|bits| 1u64 << bits);
+    let devices =
+        (prop::collection::vec((64u64 << 10)..1 << 20, 0..4), prop::collection::vec(node, 1..4));
+    let links = (any::<bool>(), prop::option::weighted(0.2, any::<Index>()));
+    (devices, links).prop_map(|((gpus, nodes), (are_fast, lost))| {
         let gpus = (0..).zip(gpus).map(|(ordinal, bytes)| gpu(ordinal, bytes));
         let nodes = (0..).zip(nodes).map(|(node, bytes)| numa(node, bytes));
         let mut machine = linked(gpus.chain(nodes).collect());
+        if are_fast {
+            // Then toys, whose prompts are short, are worth fetching.
+            machine.links.iter_mut().for_each(|link| link.bytes_per_sec *= 100.0);
+        }
         if let Some(lost) = lost
             && !machine.links.is_empty()
         {

@@ -100,8 +100,10 @@ pub(crate) fn draw_memory_bar(
 ) {
     painter.rect_filled(bar, 2.0, ui.visuals().extreme_bg_color);
     let mut left = bar.left();
-    let parts =
-        [(device.weight_bytes, 1.0), (device.cache_bytes, 0.65), (device.buffer_bytes, 0.4)];
+    let passing_bytes = [device.buffer_bytes, device.fetch_bytes, device.scratch_bytes]
+        .into_iter()
+        .fold(0, u64::saturating_add);
+    let parts = [(device.weight_bytes, 1.0), (device.cache_bytes, 0.65), (passing_bytes, 0.4)];
     for (bytes, strength) in parts {
         let width = bar.width() * (bytes as f64 / device.capacity_bytes.max(1) as f64) as f32;
         let right = (left + width).min(bar.right());

@@ -174,7 +174,12 @@ fn limit(program: &Program, steps: &[usize]) -> Option<(usize, u64)> {
     limited.max_by_key(|&(_, lost)| lost)
 }
 
-/// Everything that makes two blocks alike: work, shapes, formats, places and reasons, but no names or transfers.
+/// Whether a step brings a weight, which only some blocks need.
+fn is_fetch(step: &super::Step) -> bool {
+    step.verb == "fetch"
+}
+
+/// Everything that makes two blocks alike: work, shapes, formats, places and reasons, but no names or moved activations.
 fn signature(program: &Program, steps: &[usize]) -> String {
     let rows = steps.iter().map(|&step| &program.steps[step]);
     let describe = |step: &super::Step| {
@@ -184,7 +189,7 @@ fn signature(program: &Program, steps: &[usize]) -> String {
         format!("{verb} {device} {format} {} {} {limit:?}", step.weight_bytes, step.cache_bytes)
     };
     let mut described: Vec<String> =
-        rows.filter(|step| step.kind != Kind::Transfer).map(describe).collect();
+        rows.filter(|step| step.kind != Kind::Transfer || is_fetch(step)).map(describe).collect();
     // Devices that work beside each other have no order among them.
     described.sort_unstable();
     described.join("; ")

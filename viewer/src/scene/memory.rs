@@ -52,7 +52,7 @@ pub(super) fn lifetimes(program: &Program) -> Vec<Lifetime> {
     for (id, step) in program.steps.iter() {
         for buffer in &step.writes {
             if let Some(place @ None) = written.get_mut(buffer.index()) {
-                *place = Some((id.index(), matches!(step.action, Action::Move { .. })));
+                *place = Some((id.index(), !matches!(step.action, Action::Run(_))));
             }
         }
         for buffer in &step.frees {

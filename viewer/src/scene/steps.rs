@@ -174,6 +174,7 @@ fn row(plan: &Plan, program: &Program, number: usize, device: usize) -> Step {
     let (op, action) = match &step.action {
         Action::Run(op) => (Some(op), op.to_string()),
         Action::Move { movement, .. } => (None, movement.to_string()),
+        Action::Fetch { weight, .. } => (None, format!("fetch {weight}")),
     };
     let weights: Vec<&Weight> = op
         .map(Op::weights)
@@ -182,12 +183,21 @@ fn row(plan: &Plan, program: &Program, number: usize, device: usize) -> Step {
         .filter_map(|id: WeightId| plan.weights.get(id))
         .collect();
     let cache = op.and_then(Op::cache).and_then(|id| plan.caches.get(id));
-    let path = path(program, number, device);
+    let path = path(plan, program, number, device);
     let from_afar = step
         .reads
         .iter()
         .filter(|id| buffer(id).is_some_and(|buffer| buffer.device.index() != device));
-    let moved_bytes = from_afar.map(bytes_of).fold(0, u64::saturating_add);
+    let moved_bytes = match step.action {
+        Action::Fetch { .. } => step.writes.iter().map(bytes_of).fold(0, u64::saturating_add),
+        // Its sender may be the one that drives it.
+        Action::Move { movement: Move::Transfer { .. }, .. } => {
+            step.reads.iter().map(bytes_of).fold(0, u64::saturating_add)
+        }
+        Action::Run(_) | Action::Move { .. } => {
+            from_afar.map(bytes_of).fold(0, u64::saturating_add)
+        }
+    };
     Step {
         number,
         name: step.name.clone(),
@@ -198,10 +208,10 @@ fn row(plan: &Plan, program: &Program, number: usize, device: usize) -> Step {
         reads: step.reads.iter().map(tensor).collect(),
         writes: step.writes.iter().map(tensor).collect(),
         weights: weights.iter().map(|weight| describe(weight)).collect(),
-        format: weights.iter().max_by_key(|weight| weight_bytes(weight)).map(|w| w.format),
+        format: weights.iter().max_by_key(|weight| plan.weight_bytes(weight)).map(|w| w.format),
         weight_bytes: weights
             .iter()
-            .map(|weight| weight_bytes(weight))
+            .map(|weight| plan.weight_bytes(weight))
             .fold(0, u64::saturating_add),
         cache_bytes: cache
             .map_or(0, |cache| cache.bytes(plan.model.blocks, plan.model.block_tokens)),
@@ -262,21 +272,25 @@ fn kind(action: &Action) -> Kind {
             }
             Move::Slice { .. } => Kind::Elementwise,
         },
+        Action::Fetch { .. } => Kind::Transfer,
     }
 }
 
-/// The link that a transfer or broadcast uses. Members of collectives are gathered later.
-fn path(program: &Program, number: usize, device: usize) -> Option<LaneKind> {
+/// The link that a transfer, broadcast or fetch uses. Members of collectives are gathered later.
+fn path(plan: &Plan, program: &Program, number: usize, device: usize) -> Option<LaneKind> {
     let step = &program.steps.rows()[number];
-    let Action::Move { movement, .. } = &step.action else { return None };
     let link = |from: usize, to: usize| (from != to).then_some(LaneKind::Link(from, to));
-    match movement {
-        Move::Transfer { from, to } => link(from.index(), to.index()),
-        Move::Broadcast { from } => link(from.index(), device),
-        Move::AllReduce
-        | Move::AllGather { .. }
-        | Move::ReduceScatter { .. }
-        | Move::Slice { .. } => None,
+    match &step.action {
+        Action::Run(_) => None,
+        Action::Fetch { weight, .. } => link(plan.weights.get(*weight)?.device.index(), device),
+        Action::Move { movement, .. } => match movement {
+            Move::Transfer { from, to } => link(from.index(), to.index()),
+            Move::Broadcast { from } => link(from.index(), device),
+            Move::AllReduce
+            | Move::AllGather { .. }
+            | Move::ReduceScatter { .. }
+            | Move::Slice { .. } => None,
+        },
     }
 }
 
@@ -350,13 +364,6 @@ fn describe(weight: &Weight) -> String {
 pub(super) fn tensor_bytes(ty: &TensorType, extent: Extent) -> u64 {
     let elements = ty.shape.iter().map(|dim| u64::from(dim.size(extent)));
     elements.fold(ty.dtype.bytes(), u64::saturating_mul)
-}
-
-/// As `Weight::bytes`, for sizes that may be absurd.
-pub(super) fn weight_bytes(weight: &Weight) -> u64 {
-    let columns = u64::from(*weight.shape.last().unwrap_or(&1));
-    let rows = weight.shape.iter().rev().skip(1).map(|&size| u64::from(size));
-    rows.fold(weight.format.bytes(1, columns), u64::saturating_mul)
 }
 
 /// As `Cache::bytes`, for sizes that may be absurd.

@@ -207,15 +207,20 @@ impl Scene {
 impl super::Device {
     /// Bytes that nothing takes.
     pub fn free_bytes(&self) -> u64 {
-        self.capacity_bytes
-            .saturating_sub(self.weight_bytes)
-            .saturating_sub(self.cache_bytes)
-            .saturating_sub(self.buffer_bytes)
+        self.capacity_bytes.saturating_sub(self.used_bytes())
     }
 
-    /// Bytes that weights, caches and buffers take.
+    /// Bytes that anything takes.
     pub fn used_bytes(&self) -> u64 {
-        self.weight_bytes.saturating_add(self.cache_bytes).saturating_add(self.buffer_bytes)
+        [
+            self.weight_bytes,
+            self.cache_bytes,
+            self.buffer_bytes,
+            self.fetch_bytes,
+            self.scratch_bytes,
+        ]
+        .into_iter()
+        .fold(0, u64::saturating_add)
     }
 }
 

@@ -14,11 +14,16 @@ impl fmt::Display for Scene {
         for device in &self.devices {
             writeln!(
                 f,
-                "device {}: weights {}, cache {}, buffers {} of {}",
+                "device {}: weights {}, cache {}, buffers {}{} of {}",
                 device.name,
                 bytes(device.weight_bytes),
                 bytes(device.cache_bytes),
                 bytes(device.buffer_bytes),
+                [("fetched", device.fetch_bytes), ("scratch", device.scratch_bytes)]
+                    .into_iter()
+                    .filter(|(_, part)| *part > 0)
+                    .map(|(name, part)| format!(", {name} {}", bytes(part)))
+                    .collect::<String>(),
                 bytes(device.capacity_bytes)
             )?;
         }

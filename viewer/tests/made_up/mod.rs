@@ -122,12 +122,13 @@ fn machine(wish: Wish) -> Machine {
             }],
             attention_flops_per_sec: speed * 10.0,
             cache_bytes_per_sec: speed,
+            beside_fetch: 1.0,
         },
     };
     // Token table, head and buffers.
     let rest = u64::from(VOCABULARY * wish.hidden) * 4 + u64::from(wish.hidden) * 2048;
     let gpus = (0..wish.gpus).map(|i| {
-        let kind = DeviceKind::Gpu { ordinal: i };
+        let kind = DeviceKind::Gpu { ordinal: i, reserved_bytes: 0, library_bytes: 0 };
         device(format!("gpu{i}"), kind, layer * u64::from(wish.gpu_layers) + rest, 20e9)
     });
     let nodes = (0..wish.nodes).map(|i| {
@@ -158,7 +159,7 @@ fn forecast(plan: &mut Plan) {
                 .rows()
                 .iter()
                 .filter(|w| w.device == id)
-                .map(Weight::bytes)
+                .map(|weight| weight.bytes(&device.kind))
                 .sum(),
             cache_bytes: plan
                 .caches
@@ -168,6 +169,9 @@ fn forecast(plan: &mut Plan) {
                 .map(|cache| cache.bytes(model.blocks, model.block_tokens))
                 .sum(),
             buffer_bytes: 32 << 10,
+            fetch_bytes: 0,
+            workspace_bytes: 0,
+            reserved_bytes: 0,
             capacity_bytes: device.memory_bytes,
         })
         .collect();

@@ -92,12 +92,16 @@ impl Made<'_> {
         let rates = &self.plan.machine.devices[device].rates;
         let nanos = match action {
             Action::Run(op) => {
-                let bytes: u64 = op.weights().iter().map(|&w| self.plan.weights[w].bytes()).sum();
+                let bytes: u64 = op
+                    .weights()
+                    .iter()
+                    .map(|&w| self.plan.weight_bytes(&self.plan.weights[w]))
+                    .sum();
                 let rows = f64::from(self.program.max.tokens).sqrt();
                 rates.step_nanos
                     + (bytes as f64 * rows + moved as f64) / rates.read_bytes_per_sec * 1e9
             }
-            Action::Move { .. } => 4e3 + moved as f64,
+            Action::Move { .. } | Action::Fetch { .. } => 4e3 + moved as f64,
         };
         nanos as u64
     }

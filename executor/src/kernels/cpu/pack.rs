@@ -22,6 +22,7 @@ use std::ops::Range;
 
 use anyhow::Context as _;
 use half::{bf16, f16};
+use ir::packing;
 use ir::tensor::Format;
 
 use super::quantize::{BLOCK, Block, quantize_4, quantize_8};
@@ -31,11 +32,11 @@ use crate::team::{Chunks, Team};
 /// Rows of a vector: 32-bit lanes of an AVX-512 register.
 pub const VECTOR: usize = 16;
 /// Rows of a panel.
-pub const PANEL: usize = 2 * VECTOR;
+pub const PANEL: usize = packing::PANEL_ROWS as usize;
 /// Columns of a step of blocks.
-pub const BLOCK_PAIR: usize = 2 * BLOCK;
+pub const BLOCK_PAIR: usize = packing::BLOCK_PAIR_COLUMNS as usize;
 /// Depth of a tile of bf16, which pads their columns.
-pub(super) const TILE_DEPTH: usize = 32;
+pub(super) const TILE_DEPTH: usize = packing::BF16_COLUMNS as usize;
 
 /// A weight matrix, packed.
 pub struct PackedMatrix {
@@ -58,7 +59,7 @@ pub fn pack(
     columns: usize,
     fill: &(dyn Fn(Range<usize>, &mut [f32]) + Sync),
 ) -> anyhow::Result<PackedMatrix> {
-    let bytes = panels(rows) * panel_bytes(format, columns, 2);
+    let bytes = packed_bytes(format, rows, columns);
     let context = || format!("packing a matrix of {rows} by {columns} in {format}");
     let matrix =
         PackedMatrix { format, rows, columns, region: Region::new(bytes).with_context(context)? };
@@ -157,16 +158,12 @@ impl PackedMatrix {
 
 /// Columns with their padding.
 pub fn padded(format: Format, columns: usize) -> usize {
-    match format {
-        Format::F32 | Format::F16 => columns,
-        Format::Bf16 => columns.next_multiple_of(TILE_DEPTH),
-        Format::Q8 | Format::Q4 => columns.next_multiple_of(BLOCK_PAIR),
-    }
+    packing::packed_columns(format, columns as u64) as usize
 }
 
-/// Bytes of a packed matrix: what a plan has to count.
+/// Bytes of a packed matrix.
 pub fn packed_bytes(format: Format, rows: usize, columns: usize) -> usize {
-    panels(rows) * panel_bytes(format, columns, 2)
+    packing::packed_bytes(format, rows as u64, columns as u64) as usize
 }
 
 fn panels(rows: usize) -> usize {
@@ -174,14 +171,7 @@ fn panels(rows: usize) -> usize {
 }
 
 fn panel_bytes(format: Format, columns: usize, vectors: usize) -> usize {
-    let columns = padded(format, columns);
-    let vector = match format {
-        Format::F32 => columns * VECTOR * 4,
-        Format::F16 | Format::Bf16 => columns * VECTOR * 2,
-        Format::Q8 => columns / BLOCK * (VECTOR * 2 + VECTOR * BLOCK),
-        Format::Q4 => columns / BLOCK * (VECTOR * 2 + VECTOR * BLOCK / 2),
-    };
-    vectors * vector
+    packing::panel_bytes(format, columns as u64) as usize / 2 * vectors
 }
 
 /// Packs one panel from its rows, `wide`, row after row.

@@ -176,12 +176,13 @@ impl Span {
 
 /// The element type of a kernel's generic float.
 pub(crate) fn element(dtype: ir::tensor::DType) -> ElemType {
-    use cubecl::ir::{FloatKind, IntKind};
+    use cubecl::ir::{FloatKind, IntKind, UIntKind};
     use ir::tensor::DType as Stored;
     match dtype {
         Stored::F32 => ElemType::Float(FloatKind::F32),
         Stored::F16 => ElemType::Float(FloatKind::F16),
         Stored::Bf16 => ElemType::Float(FloatKind::BF16),
         Stored::I32 => ElemType::Int(IntKind::I32),
+        Stored::U8 => ElemType::UInt(UIntKind::U8),
     }
 }

@@ -29,7 +29,7 @@ use super::words::{Words, read_size};
 use crate::kernels::cpu::pack::PANEL;
 
 /// Tokens that one launch takes at most: with more, sums no longer fit a unit's registers.
-pub const MAX_TOKENS: usize = 8;
+pub const MAX_TOKENS: usize = ir::workspace::UNPACKED_ROWS as usize;
 
 /// Planes that share a panel: with a task of each of their units on its way, 32 KB. Memory that delivers
 /// 4.8 TB/s after about 0.7 µs to each of 132 processors needs 25 KB from each.

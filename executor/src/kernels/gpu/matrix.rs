@@ -3,14 +3,14 @@
 #[cfg(test)]
 pub(super) mod testing;
 
-use anyhow::{Context as _, Result, bail, ensure};
+use anyhow::{Context as _, Result, ensure};
 use ir::tensor::{DType, Format};
 
 use super::device::Span;
 use crate::kernels::cpu::pack::packed_bytes;
 
-/// Bytes that one unit loads at once. Every row of a row-major matrix is a multiple of this long.
-pub(super) const LOAD_BYTES: usize = 16;
+/// Bytes that one unit loads at once.
+pub(super) const LOAD_BYTES: usize = ir::packing::LOAD_BYTES as usize;
 
 /// How the elements of a matrix follow one another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -163,18 +163,12 @@ impl Stack {
 
 /// Bytes of an element of a format without blocks.
 pub(super) fn float_bytes(format: Format) -> Result<usize> {
-    let float = format.float().with_context(|| {
-        format!("blocks of {format} have no row-major layout: keep them in panels")
-    })?;
-    Ok(float.bytes() as usize)
+    Ok(float_type(format)?.bytes() as usize)
 }
 
 /// The type of the elements of a format without blocks.
 pub(super) fn float_type(format: Format) -> Result<DType> {
-    match format {
-        Format::F32 => Ok(DType::F32),
-        Format::F16 => Ok(DType::F16),
-        Format::Bf16 => Ok(DType::Bf16),
-        Format::Q8 | Format::Q4 => bail!("blocks of {format} are held in panels, and nowhere else"),
-    }
+    format.float().with_context(|| {
+        format!("blocks of {format} have no row-major layout: keep them in panels")
+    })
 }

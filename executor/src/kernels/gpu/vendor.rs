@@ -3,6 +3,7 @@
 //! - The library works on a stream of our own, since CubeCL's are private. Events of the whole context put its work
 //!   between CubeCL's launches: all that was queued before a product ends before it, and what is queued after it
 //!   begins after it. Nothing waits on the host.
+//! - Copies of weights that are made meanwhile would be drawn into that order; beside them the host waits instead.
 //! - Numbers in device memory that one stream writes and another waits for would hold up no third stream, but they
 //!   stall on an H200.
 
@@ -33,6 +34,18 @@ pub struct Vendor {
     /// The end of what CubeCL queued, then the end of the products.
     turns: [CudaEvent; 2],
     plans: BTreeMap<Shape, Plan>,
+    /// How products are put between launches.
+    pub order: Order,
+}
+
+/// Ways to put products between CubeCL's launches.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Order {
+    /// By events of the whole context. Copies that are on their way in it take part in that order: products wait for
+    /// them, and they for products.
+    Device,
+    /// By waiting on the host: for work beside which copies are made.
+    Host,
 }
 
 /// One product: `out = x · wᵀ`, or `out = x · wᵀ + term`, sums in f32.
@@ -72,7 +85,13 @@ struct Plan {
     algorithm: sys::cublasLtMatmulAlgo_t,
 }
 
-impl Vendor {
+/// The library, started.
+pub struct Library {
+    context: Arc<CudaContext>,
+    handle: sys::cublasLtHandle_t,
+}
+
+impl Library {
     /// Loads the library for a GPU; `None` where it is not installed.
     ///
     /// # Errors
@@ -83,17 +102,24 @@ impl Vendor {
             return Ok(None);
         }
         let context = CudaContext::new(ordinal).context("opening the GPU's context")?;
-        let stream = context.new_stream().context("making a stream for cuBLASLt")?;
+        context.bind_to_thread().context("binding the GPU's context")?;
         let handle = result::create_handle().context("starting cuBLASLt")?;
+        Ok(Some(Self { context, handle }))
+    }
+}
+
+impl Vendor {
+    /// The library with [`WORKSPACE_BYTES`] of memory.
+    ///
+    /// # Errors
+    /// When the driver has no more streams.
+    pub fn new(library: Library, workspace: Span) -> Result<Self> {
+        let Library { context, handle } = library;
+        let stream = context.new_stream().context("making a stream for cuBLASLt")?;
         let event = || context.new_event(None).context("making an event for cuBLASLt");
         let turns = [event()?, event()?];
-        Ok(Some(Self {
-            handle,
-            stream,
-            workspace: gpu.allocate(WORKSPACE_BYTES)?,
-            turns,
-            plans: BTreeMap::new(),
-        }))
+        let (plans, order) = (BTreeMap::new(), Order::Device);
+        Ok(Self { handle, stream, workspace, turns, plans, order })
     }
 
     /// Queues products after all launches made so far; launches made from now on come after them.
@@ -107,6 +133,11 @@ impl Vendor {
             if !self.plans.contains_key(&shape) {
                 self.plans.insert(shape, Plan::new(self.handle, shape)?);
             }
+        }
+        if self.order == Order::Host {
+            gpu.sync()?;
+            products.iter().try_for_each(|product| self.queue(product))?;
+            return self.stream.synchronize().context("multiplying with cuBLASLt");
         }
         // CubeCL queues launches through a thread of its own: what it has not passed on is not yet in the context.
         gpu.client.flush().context("queueing launches")?;
@@ -207,7 +238,7 @@ impl Plan {
             DType::F32 => sys::cudaDataType_t::CUDA_R_32F,
             DType::F16 => sys::cudaDataType_t::CUDA_R_16F,
             DType::Bf16 => sys::cudaDataType_t::CUDA_R_16BF,
-            DType::I32 => bail!("a product of integers is asked for"),
+            DType::I32 | DType::U8 => bail!("a product of integers is asked for"),
         };
         let (tokens, inputs, outputs) =
             (shape.tokens as u64, shape.inputs as u64, shape.outputs as u64);
@@ -261,10 +292,11 @@ mod tests {
     #[test]
     fn products_fall_between_the_launches_around_them() {
         let Some(gpu) = gpu() else { return };
-        let Some(mut vendor) = Vendor::load(&gpu, 0).unwrap() else {
+        let Some(library) = Library::load(&gpu, 0).unwrap() else {
             eprintln!("skipped: no cuBLASLt");
             return;
         };
+        let mut vendor = Vendor::new(library, gpu.allocate(WORKSPACE_BYTES).unwrap()).unwrap();
         let (tokens, inputs, outputs) = (48, 256, 128);
         let wave = |count: usize, phase: f32| -> Vec<f32> {
             (0..count).map(|i| (i as f32 * 0.37 + phase).sin()).collect()
@@ -275,7 +307,8 @@ mod tests {
         let (x_span, w_span, term_span) = (gpu.upload(&x), gpu.upload(&w), gpu.upload(&term));
         let doubled = gpu.poisoned(tokens * outputs * 4);
         let out = gpu.poisoned(tokens * outputs * 4);
-        for _ in 0..20 {
+        for order in [Order::Device, Order::Host].repeat(10) {
+            vendor.order = order;
             let count = tokens * outputs;
             gpu.add(&term_span, &term_span, &doubled, count);
             let product = Product {

@@ -7,8 +7,9 @@ use ir::id::{CacheId, DeviceId};
 use ir::plan::Plan;
 use ir::tensor::DType;
 
+use super::memory::Memory;
 use crate::kernels::gpu::attention::Cache;
-use crate::kernels::gpu::device::{Gpu, Span};
+use crate::kernels::gpu::device::Span;
 
 /// Keys and values of the layers of one device.
 pub(super) struct Caches {
@@ -25,13 +26,13 @@ struct Held {
 
 impl Caches {
     /// Takes the memory of every cache that the plan puts on a device.
-    pub(super) fn new(plan: &Plan, device: DeviceId, gpu: &Gpu) -> Result<Self> {
+    pub(super) fn new(plan: &Plan, device: DeviceId, memory: &mut Memory) -> Result<Self> {
         let (blocks, block_tokens) = (plan.model.blocks, plan.model.block_tokens);
         let mut caches = BTreeMap::new();
         for (id, cache) in plan.caches.iter().filter(|(_, cache)| cache.device == device) {
             let bytes = cache.bytes(blocks, block_tokens) as usize / 2;
-            let take =
-                || gpu.allocate(bytes).with_context(|| format!("the cache of {}", cache.name));
+            let mut take =
+                || memory.take(bytes).with_context(|| format!("the cache of {}", cache.name));
             let (keys, values) = (take()?, take()?);
             caches.insert(id, Held { keys, values, element: cache.dtype });
         }

@@ -4,7 +4,9 @@
 
 use anyhow::{Result, ensure};
 use ir::plan::Plan;
+use ir::workspace::RunSizes;
 
+use super::memory::Memory;
 use crate::batch::Batch;
 use crate::kernels::gpu::attention::Tokens;
 use crate::kernels::gpu::device::{ALIGNMENT, Gpu, Span};
@@ -12,19 +14,10 @@ use crate::kernels::gpu::device::{ALIGNMENT, Gpu, Span};
 /// Places of the parts, and what they hold of the run under way.
 pub(super) struct Inputs {
     all: Span,
-    sizes: Sizes,
+    sizes: RunSizes,
     /// Of the run under way.
     tokens: usize,
     sequences: usize,
-}
-
-/// The most of each that a run has.
-#[derive(Clone, Copy)]
-struct Sizes {
-    tokens: usize,
-    rows: usize,
-    sequences: usize,
-    blocks: usize,
 }
 
 /// Parts in the order in which they lie.
@@ -50,64 +43,48 @@ const PARTS: [Part; 7] = [
     Part::Counting,
 ];
 
-impl Sizes {
-    fn of(plan: &Plan) -> Self {
-        let most = |size: fn(&ir::plan::Program) -> u32| {
-            plan.programs.iter().map(size).max().unwrap_or(0) as usize
+impl Part {
+    /// Numbers of 32 bits in it.
+    fn count(self, sizes: RunSizes) -> usize {
+        let count = match self {
+            Part::Token | Part::Position | Part::Sequence | Part::Counting => sizes.tokens,
+            Part::Wanted => sizes.rows,
+            Part::Parts => sizes.sequences * 3,
+            Part::Blocks => sizes.sequences * sizes.blocks,
         };
-        Self {
-            tokens: most(|program| program.max.tokens),
-            rows: most(|program| program.max.rows),
-            sequences: most(|program| program.max_sequences),
-            blocks: plan.model.context.div_ceil(plan.model.block_tokens) as usize,
-        }
+        count as usize
     }
 
-    /// Numbers of 32 bits in a part.
-    fn count(self, part: Part) -> usize {
-        match part {
-            Part::Token | Part::Position | Part::Sequence | Part::Counting => self.tokens,
-            Part::Wanted => self.rows,
-            Part::Parts => self.sequences * 3,
-            Part::Blocks => self.sequences * self.blocks,
-        }
+    fn start(self, sizes: RunSizes) -> usize {
+        PARTS.iter().take(self as usize).map(|part| part.bytes(sizes)).sum()
     }
 
-    fn start(self, part: Part) -> usize {
-        let before = PARTS.iter().take(part as usize);
-        before.map(|&part| self.bytes(part)).sum()
-    }
-
-    fn bytes(self, part: Part) -> usize {
-        (self.count(part) * size_of::<i32>()).next_multiple_of(ALIGNMENT)
-    }
-
-    fn all_bytes(self) -> usize {
-        PARTS.iter().map(|&part| self.bytes(part)).sum()
+    fn bytes(self, sizes: RunSizes) -> usize {
+        (self.count(sizes) * size_of::<i32>()).next_multiple_of(ALIGNMENT)
     }
 }
 
 impl Inputs {
-    pub(super) fn new(plan: &Plan, gpu: &Gpu) -> Result<Self> {
-        let sizes = Sizes::of(plan);
-        let all = gpu.allocate(sizes.all_bytes())?;
+    pub(super) fn new(plan: &Plan, memory: &mut Memory) -> Result<Self> {
+        let sizes = RunSizes::of(plan);
+        let all = memory.take(sizes.bytes() as usize)?;
         Ok(Self { all, sizes, tokens: 0, sequences: 0 })
     }
 
     /// Queues the copy of a run's batch.
     pub(super) fn fill(&mut self, gpu: &Gpu, batch: &Batch) -> Result<()> {
         let sizes = self.sizes;
-        let mut words = vec![0_i32; sizes.all_bytes() / size_of::<i32>()];
+        let mut words = vec![0_i32; self.all.bytes() / size_of::<i32>()];
         let mut put = |part: Part, values: &mut dyn Iterator<Item = i32>| {
-            let start = sizes.start(part) / size_of::<i32>();
-            let place = &mut words[start..start + sizes.count(part)];
+            let start = part.start(sizes) / size_of::<i32>();
+            let place = &mut words[start..start + part.count(sizes)];
             place.iter_mut().zip(values).for_each(|(place, value)| *place = value);
         };
         let number = |value: &u32| value.cast_signed();
         put(Part::Token, &mut batch.tokens().iter().map(number));
         put(Part::Position, &mut batch.positions().iter().map(number));
         put(Part::Wanted, &mut batch.rows().iter().map(number));
-        put(Part::Counting, &mut (0..sizes.tokens as i32));
+        put(Part::Counting, &mut (0..sizes.tokens.cast_signed()));
         let parts = batch.parts();
         put(
             Part::Sequence,
@@ -122,13 +99,16 @@ impl Inputs {
         );
         for part in parts {
             // A sequence may hold blocks beyond what this run reaches, never more than a context.
-            ensure!(part.blocks.len() <= sizes.blocks, "a sequence holds too many cache blocks");
+            ensure!(
+                part.blocks.len() <= sizes.blocks as usize,
+                "a sequence holds too many cache blocks"
+            );
         }
         put(
             Part::Blocks,
             &mut parts.iter().flat_map(|part| {
                 let blocks = part.blocks.iter().map(number);
-                blocks.chain(std::iter::repeat(0)).take(sizes.blocks)
+                blocks.chain(std::iter::repeat(0)).take(sizes.blocks as usize)
             }),
         );
         (self.tokens, self.sequences) = (batch.tokens().len(), parts.len());
@@ -164,11 +144,11 @@ impl Inputs {
             position: &self.part(Part::Position),
             parts: &self.part(Part::Parts),
             blocks: &self.part(Part::Blocks),
-            max_blocks: self.sizes.blocks,
+            max_blocks: self.sizes.blocks as usize,
         })
     }
 
     fn part(&self, part: Part) -> Span {
-        self.all.part(self.sizes.start(part), self.sizes.bytes(part))
+        self.all.part(part.start(self.sizes), part.bytes(self.sizes))
     }
 }

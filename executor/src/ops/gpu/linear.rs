@@ -2,7 +2,7 @@
 
 use anyhow::{Context as _, Result, ensure};
 use ir::id::WeightId;
-use ir::op::{self, NormKind, Then};
+use ir::op::{self, NormKind, Op, Then};
 use ir::tensor::Format;
 
 use super::scratch::Scratch;
@@ -13,25 +13,40 @@ use crate::kernels::gpu::epilogue::Epilogue;
 use crate::kernels::gpu::linear::{Linear, MAX_TOKENS, RmsNorm};
 use crate::kernels::gpu::matrix::{Layout, Matrix};
 use crate::kernels::gpu::vendor::Product;
+use crate::ops::Scope;
 
 impl State {
     /// The outputs of a linear.
-    pub(super) fn linear(&mut self, op: &op::Linear, operands: &Operands) -> Result<()> {
+    pub(super) fn linear(
+        &mut self,
+        op: &Op,
+        linear: &op::Linear,
+        scope: Scope<'_>,
+        operands: &Operands,
+    ) -> Result<()> {
         let x = operands.inputs.first().context("the input is missing")?;
-        let residual = match (op.residual, operands.inputs.get(1)) {
+        let residual = match (linear.residual, operands.inputs.get(1)) {
             (false, _) => None,
             (true, residual) => Some(residual.context("the residual is missing")?),
         };
-        let matrix = |&id: &WeightId| self.weights.matrix(id).cloned();
-        let matrices = op.weights.iter().map(matrix).collect::<Result<Vec<Matrix>>>()?;
-        ensure!(matrices.len() == op.biases.len(), "a linear has no place for every bias");
+        let fetched = self.fetched(op, scope, operands)?;
+        let matrix = |id: &WeightId| match fetched.get(id) {
+            None => self.weights.matrix(*id).cloned(),
+            Some(span) => {
+                let weight = &scope.plan.weights[*id];
+                let [rows, columns] = [0, 1].map(|axis| weight.shape[axis] as usize);
+                Matrix::new(weight.format, Layout::Panels, rows, columns, span.clone())
+            }
+        };
+        let matrices = linear.weights.iter().map(matrix).collect::<Result<Vec<Matrix>>>()?;
+        ensure!(matrices.len() == linear.biases.len(), "a linear has no place for every bias");
         let outputs = &operands.outputs;
-        let made = if matches!(op.then, Then::Gate(_)) { 1 } else { matrices.len() };
+        let made = if matches!(linear.then, Then::Gate(_)) { 1 } else { matrices.len() };
         ensure!(outputs.len() == made, "a linear writes {} outputs", outputs.len());
         if x.rows <= MAX_TOKENS {
-            self.few(op, x, residual, &matrices, outputs)
+            self.few(linear, x, residual, &matrices, outputs)
         } else {
-            self.many(op, x, residual, &matrices, outputs)
+            self.many(linear, x, residual, &matrices, outputs)
         }
     }
 
@@ -171,7 +186,6 @@ impl State {
     fn product_format(&self, held: Format) -> Format {
         match (held, self.vendor.is_some()) {
             (_, false) => Format::F32,
-            // Blocks carry f16 scales; bf16 keeps their range, and its rounding is below that of the blocks.
             (Format::Q8 | Format::Q4, true) => Format::Bf16,
             (Format::F32 | Format::F16 | Format::Bf16, true) => held,
         }

@@ -6,9 +6,9 @@
 mod attention;
 mod caches;
 mod experts;
-mod frame;
 mod inputs;
 mod linear;
+mod memory;
 mod moves;
 mod norm;
 mod replay;

@@ -9,8 +9,10 @@ use anyhow::{Context as _, Result};
 use ir::id::{DeviceId, RopeId};
 use ir::op::Rope;
 use ir::plan::{Action, Plan};
+use ir::workspace::rotation_rows;
 
 use super::inputs::Inputs;
+use super::memory::Memory;
 use crate::kernels::gpu::attention::append::Rotation;
 use crate::kernels::gpu::device::{Gpu, Span};
 use crate::ops::Scope;
@@ -29,14 +31,18 @@ struct Table {
 
 impl Rotations {
     /// Makes the tables of all positions and takes the memory of the others.
-    pub(super) fn new(plan: &Plan, device: DeviceId, gpu: &Gpu) -> Result<Self> {
+    pub(super) fn new(
+        plan: &Plan,
+        device: DeviceId,
+        gpu: &Gpu,
+        memory: &mut Memory,
+    ) -> Result<Self> {
         let mut tables = BTreeMap::new();
-        let most_tokens = plan.programs.iter().map(|program| program.max.tokens).max().unwrap_or(0);
         for id in used(plan, device) {
             let rope = plan.ropes[id].clone();
             let is_per_run = rope.frequencies.follow_length();
-            let rows = if is_per_run { most_tokens } else { plan.model.context } as usize;
-            let span = gpu.allocate(rows * rope.dims as usize * size_of::<f32>())?;
+            let rows = rotation_rows(plan, id) as usize;
+            let span = memory.take(rows * rope.dims as usize * size_of::<f32>())?;
             if !is_per_run {
                 let mut values = Vec::with_capacity(rows * rope.dims as usize);
                 fill(&rope, 0..rows as u32, 0, &mut values);

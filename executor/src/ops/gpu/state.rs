@@ -1,23 +1,29 @@
 //! What a GPU holds between runs, and how it works through a stretch of its lane.
 
+use std::collections::BTreeMap;
+
 use anyhow::{Context as _, Result, bail, ensure};
-use ir::id::{BufferId, DeviceId, StepId, Table};
+use ir::frame::Frame;
+use ir::id::{BufferId, DeviceId, StepId, Table, WeightId};
 use ir::op::Op;
-use ir::plan::{Action, Plan, Program, Weight};
+use ir::plan::{Action, Lane, Plan, Program, Queue, Weight};
 use ir::tensor::{DType, Extent, TensorType};
+use ir::workspace::workspace;
 
 use super::caches::Caches;
-use super::frame::Frame;
 use super::inputs::Inputs;
+use super::memory::Memory;
 use super::replay::Replays;
 use super::rotations::Rotations;
 use super::scratch::Scratch;
 use super::stretches::exported;
 use super::weights::Weights;
 use crate::checkpoint::Checkpoint;
+use crate::fetch::Window;
 use crate::kernels::gpu::device::{Gpu, Span};
 use crate::kernels::gpu::linear::MAX_TOKENS;
-use crate::kernels::gpu::vendor::Vendor;
+use crate::kernels::gpu::vendor::{Library, Order, Vendor, WORKSPACE_BYTES};
+use crate::lane::fetching::releases;
 use crate::ops::Scope;
 use crate::slots::{Slots, Value};
 
@@ -31,9 +37,15 @@ pub(crate) struct State {
     pub(super) rotations: Rotations,
     pub(super) inputs: Inputs,
     pub(super) scratch: Scratch,
+    /// What is left for weights while a plan is loaded.
+    memory: Memory,
     /// Memory of the buffers of every program: one runs at a time.
     buffers: Span,
     frames: Vec<Frame>,
+    /// Memory that fetched weights pass through; `None` where none are.
+    window: Option<Span>,
+    /// For each program, which steps a copy queue waits for.
+    releases: Vec<Table<StepId, bool>>,
     /// For each program, which buffers others read.
     exported: Vec<Table<BufferId, bool>>,
     replays: Replays,
@@ -68,23 +80,42 @@ impl State {
     pub(crate) fn new(plan: &Plan, device: DeviceId, gpu: Gpu, ordinal: usize) -> Result<Self> {
         let frames: Vec<Frame> =
             plan.programs.iter().map(|program| Frame::new(program, device)).collect();
-        let bytes = frames.iter().map(|frame| frame.bytes).max().unwrap_or(0);
-        let vendor = Vendor::load(&gpu, ordinal)?;
+        let bytes = frames.iter().map(Frame::bytes).max().unwrap_or(0) as usize;
+        let library = Library::load(&gpu, ordinal)?;
+        let library_bytes = if library.is_some() { WORKSPACE_BYTES } else { 0 };
+        let space = workspace(plan, device, library_bytes as u64);
+        let mut memory = Memory::new(plan, device, &space, &gpu)?;
+        let window_bytes = ir::check::memory(plan)[device].fetch_bytes as usize;
+        let window = (window_bytes > 0).then(|| memory.take(window_bytes)).transpose();
+        let window = window.context("the window of fetched weights")?;
+        let vendor = library.map(|library| {
+            let workspace = memory.take(space.library_bytes as usize)?;
+            Vendor::new(library, workspace)
+        });
         Ok(Self {
             weights: Weights::new(&gpu)?,
-            caches: Caches::new(plan, device, &gpu)?,
-            rotations: Rotations::new(plan, device, &gpu)?,
-            inputs: Inputs::new(plan, &gpu)?,
-            scratch: Scratch::new(plan, device, &gpu, vendor.is_some())?,
-            vendor,
-            buffers: gpu.allocate(bytes).context("the buffers of its steps")?,
+            caches: Caches::new(plan, device, &mut memory)?,
+            rotations: Rotations::new(plan, device, &gpu, &mut memory)?,
+            inputs: Inputs::new(plan, &mut memory)?,
+            scratch: Scratch::new(&space, &mut memory)?,
+            vendor: vendor.transpose()?,
+            buffers: memory.take(bytes).context("the buffers of its steps")?,
+            memory,
             frames,
+            window,
+            releases: plan.programs.iter().map(|program| releases(program, device)).collect(),
             exported: plan.programs.iter().map(|program| exported(program, device)).collect(),
             replays: Replays::default(),
             run: None,
             device,
             gpu,
         })
+    }
+
+    /// Where fetched weights are wanted.
+    pub(crate) fn window(&self) -> Option<Window> {
+        let span = self.window.clone()?;
+        Some(Window { gpu: self.gpu.clone(), span })
     }
 
     /// Adds the plan's next weight, which is on another device.
@@ -97,7 +128,7 @@ impl State {
     /// # Errors
     /// When it cannot be read or there is no memory for it.
     pub(crate) fn hold(&mut self, weight: &Weight, checkpoint: &Checkpoint) -> Result<()> {
-        self.weights.hold(&self.gpu, weight, checkpoint)
+        self.weights.hold(&self.gpu, &mut self.memory, weight, checkpoint)
     }
 
     /// Waits until everything that was loaded is there.
@@ -129,6 +160,13 @@ impl State {
         }
         let schedule = &scope.plan.programs[program];
         let key = (program, steps[0], scope.batch.tokens().len(), scope.batch.rows().len());
+        if let Some(vendor) = &mut self.vendor {
+            let fetches = |lane: &Lane| lane.device == self.device && lane.queue == Queue::Copy;
+            vendor.order = match schedule.lanes.iter().any(fetches) {
+                true => Order::Host,
+                false => Order::Device,
+            };
+        }
         let is_replayable = !is_traced && self.can_replay(schedule, steps, scope);
         if !is_replayable {
             self.queue(scope, program, steps, slots, at)?;
@@ -148,7 +186,7 @@ impl State {
                 has_waited = true;
             }
         }
-        if is_traced && !has_waited {
+        if (is_traced || self.releases[program][last]) && !has_waited {
             self.gpu.sync()?;
         }
         Ok(())
@@ -188,6 +226,9 @@ impl State {
                 Action::Move { movement, slice, .. } => {
                     self.move_values(scope, program, id, movement, *slice, slots)?;
                 }
+                Action::Fetch { weight, .. } => {
+                    bail!("a compute queue fetches no weights, so {weight} stays at home")
+                }
             }
         }
         Ok(())
@@ -203,11 +244,29 @@ impl State {
     ) -> Result<Operand> {
         let extent = scope.batch.extent();
         let ty = &schedule.buffers[buffer].ty;
+        let (rows, columns) = dims(ty, extent);
+        if let (Some(place), Some(window)) = (self.frames[program].fetched(buffer), &self.window) {
+            let span = window.part(place.start as usize, place.bytes as usize);
+            return Ok(Operand { span, rows, columns });
+        }
         let place = self.frames[program].place(buffer);
         let place = place.with_context(|| format!("{buffer} is not on this device"))?;
-        let (rows, columns) = dims(ty, extent);
-        ensure!(ty.bytes(extent) as usize <= place.bytes, "{buffer} outgrows its place");
-        Ok(Operand { span: self.buffers.part(place.start, place.bytes), rows, columns })
+        ensure!(ty.bytes(extent) <= place.bytes, "{buffer} outgrows its place");
+        let span = self.buffers.part(place.start as usize, place.bytes as usize);
+        Ok(Operand { span, rows, columns })
+    }
+
+    /// Where the weights lie that an operation reads from the window, as panels.
+    pub(super) fn fetched(
+        &self,
+        op: &Op,
+        scope: Scope<'_>,
+        operands: &Operands,
+    ) -> Result<BTreeMap<WeightId, Span>> {
+        let weights = scope.plan.fetched(op, self.device);
+        let ordinary = operands.inputs.len().checked_sub(weights.len());
+        let spans = &operands.inputs[ordinary.context("a weight was not fetched")?..];
+        Ok(weights.into_iter().zip(spans.iter().map(|operand| operand.span.clone())).collect())
     }
 
     /// A buffer's value on the host, once the device is done with it.
@@ -223,7 +282,7 @@ impl State {
         match schedule.buffers[buffer].ty.dtype {
             DType::F32 => Ok(Value::of_floats(bytemuck::pod_collect_to_vec(&bytes), rows, columns)),
             DType::I32 => Ok(Value::of_ints(bytemuck::pod_collect_to_vec(&bytes), rows, columns)),
-            other @ (DType::F16 | DType::Bf16) => {
+            other @ (DType::F16 | DType::Bf16 | DType::U8) => {
                 bail!("a buffer of {other} is read by another device")
             }
         }
@@ -247,7 +306,7 @@ impl State {
                 self.gather(*table, &rows, *offset, 1.0, Some(&input(0)?.span), out)?;
             }
             Op::Norm(norm) => self.norm(norm, input(0)?, operands.inputs.get(1), out)?,
-            Op::Linear(linear) => self.linear(linear, operands)?,
+            Op::Linear(linear) => self.linear(op, linear, scope, operands)?,
             Op::Attention(attention) => self.attention(attention, scope, operands)?,
             Op::Activate(kind) => self.activate(*kind, input(0)?, None, out)?,
             Op::Gate(kind) => self.activate(*kind, input(0)?, Some(input(1)?), out)?,
@@ -268,7 +327,7 @@ impl State {
                     &weights.span,
                 );
             }
-            Op::Experts(experts) => self.experts(experts, operands)?,
+            Op::Experts(experts) => self.experts(op, experts, scope, operands)?,
             Op::SelectRows => self.select_rows(input(0)?, out),
             Op::SoftCap { cap } => gpu.soft_cap(*cap, &input(0)?.span, &out.span, count),
         }

@@ -2,10 +2,12 @@
 
 use anyhow::{Context as _, Result, bail, ensure};
 use ir::id::{Table, WeightId};
+use ir::packing::gpu_has_panels;
 use ir::plan::Weight;
 use ir::tensor::{DType, Format};
 use ir::weight::Source;
 
+use super::memory::Memory;
 use super::upload::Upload;
 use crate::checkpoint::{Checkpoint, matrices};
 use crate::kernels::cpu::pack::{PANEL, pack_rows, packed_bytes};
@@ -40,6 +42,7 @@ impl Weights {
     pub(super) fn hold(
         &mut self,
         gpu: &Gpu,
+        memory: &mut Memory,
         weight: &Weight,
         checkpoint: &Checkpoint,
     ) -> Result<()> {
@@ -49,7 +52,7 @@ impl Weights {
         if weight.shape.len() < 2 {
             let mut vector = vec![0.0_f32; columns];
             checkpoint.read(first, 0..1, &mut vector)?;
-            let span = gpu.allocate(columns * size_of::<f32>())?;
+            let span = memory.take(columns * size_of::<f32>())?;
             gpu.write(&span, bytemuck::cast_slice(&vector))?;
             self.held.push(Held::Vector(span));
             return Ok(());
@@ -61,12 +64,12 @@ impl Weights {
         }
         let format = weight.format;
         let is_stack = weight.shape.len() > 2;
-        let layout = match Layout::RowMajor.bytes(format, rows, columns) {
-            Ok(_) if !is_stack => Layout::RowMajor,
-            _ => Layout::Panels,
+        let layout = match gpu_has_panels(format, &weight.shape) {
+            false => Layout::RowMajor,
+            true => Layout::Panels,
         };
         let bytes = layout.bytes(format, rows, columns)?;
-        let span = gpu.allocate(sources.len() * bytes)?;
+        let span = memory.take(sources.len() * bytes)?;
         for (index, source) in sources.iter().enumerate() {
             let matrix = Read { checkpoint, source, format, columns };
             let place = span.part(index * bytes, bytes);

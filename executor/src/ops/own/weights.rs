@@ -6,6 +6,7 @@ use ir::op;
 use ir::plan::Weight;
 
 use crate::checkpoint::{Checkpoint, matrices};
+use crate::fetch::Home;
 use crate::kernels::cpu::norm::Norm;
 use crate::kernels::cpu::pack::{PackedMatrix, pack};
 use crate::team::Team;
@@ -20,7 +21,7 @@ enum Held {
     Elsewhere,
     Vector(Vec<f32>),
     /// One matrix, or one for each expert of a stack.
-    Matrices(Vec<PackedMatrix>),
+    Matrices(Home),
 }
 
 impl Weights {
@@ -56,7 +57,7 @@ impl Weights {
             stack.push(pack(team, weight.format, rows, columns, &fill)?);
             checkpoint.forget(source);
         }
-        self.held.push(Held::Matrices(stack));
+        self.held.push(Held::Matrices(stack.into()));
         Ok(())
     }
 
@@ -83,6 +84,14 @@ impl Weights {
             Some(Held::Matrices(stack)) => Ok(stack),
             Some(Held::Vector(_)) => bail!("{weight} is a vector and is read as a matrix"),
             Some(Held::Elsewhere) | None => bail!("{weight} is not on this device"),
+        }
+    }
+
+    /// A matrix or a stack, for a GPU that fetches it.
+    pub(crate) fn home(&self, weight: WeightId) -> Option<Home> {
+        match self.held.get(weight)? {
+            Held::Matrices(stack) => Some(Home::clone(stack)),
+            Held::Vector(_) | Held::Elsewhere => None,
         }
     }
 

@@ -1,6 +1,6 @@
 //! Types of moves: what arrives is what was sent, cut or joined as the movement says.
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Context as _, Result, bail, ensure};
 
 use super::{same, types};
 use crate::layout::Move;
@@ -19,6 +19,9 @@ pub(super) fn check(
         Move::ReduceScatter { .. } => (true, true),
         Move::Slice { .. } => (false, true),
     };
+    if let Some(packed) = reads.iter().chain(writes).find(|ty| ty.dtype == DType::U8) {
+        bail!("{movement} of {packed}");
+    }
     ensure!(is_collective == joins, "{movement} with the wrong kind of membership");
     ensure!(slice.is_some() == cuts, "{movement} with slice {slice:?}");
     match *movement {
@@ -58,7 +61,7 @@ pub(super) fn check(
 /// The type of a sum of terms.
 fn sum<'a>(terms: &[&'a TensorType]) -> Result<&'a TensorType> {
     let first = terms.first().context("a sum of nothing")?;
-    ensure!(first.dtype != DType::I32, "a sum of {first}");
+    ensure!(first.dtype.is_float(), "a sum of {first}");
     terms.iter().try_for_each(|term| same(first, term))?;
     Ok(first)
 }
@@ -88,7 +91,7 @@ fn fixed(ty: &TensorType, axis: u8) -> Result<u32> {
     match ty.shape.get(usize::from(axis)) {
         Some(&Dim::Fixed(size)) => Ok(size),
         Some(Dim::Tokens | Dim::Rows) | None => {
-            anyhow::bail!("{ty} has no axis {axis} that could be cut")
+            bail!("{ty} has no axis {axis} that could be cut")
         }
     }
 }

@@ -17,10 +17,11 @@ mod tests;
 use cubecl::prelude::*;
 use ir::op::Attention;
 use ir::tensor::DType;
+use ir::workspace;
 
 use self::split::Split;
 use super::{Cache, Factors, Shape, Tokens};
-use crate::kernels::gpu::device::{ALIGNMENT, Gpu, Span, element};
+use crate::kernels::gpu::device::{Gpu, Span, element};
 
 /// Attention of one token of each sequence, or of few.
 pub struct Decode<'a> {
@@ -32,7 +33,7 @@ pub struct Decode<'a> {
     pub tokens: Tokens<'a>,
     /// f32 `[tokens, heads · head_dim]`, as `append` left them.
     pub queries: &'a Span,
-    /// At least [`Gpu::decode_workspace_bytes`].
+    /// At least `partial_bytes` of [`workspace::Workspace`].
     pub workspace: &'a Span,
 }
 
@@ -47,19 +48,12 @@ struct Partial {
 impl Partial {
     /// Bytes of the values and of the stats.
     fn bytes(attention: &Attention, tokens: usize, splits: usize) -> [usize; 2] {
-        let rows = tokens * attention.heads as usize * splits;
-        [rows * attention.head_dim as usize, rows * 2]
-            .map(|count| (count * size_of::<f32>()).next_multiple_of(ALIGNMENT))
+        let terms = workspace::attention_terms(attention, tokens as u32, splits as u32);
+        terms.map(|bytes| bytes as usize)
     }
 }
 
 impl Gpu {
-    /// Bytes of workspace that `decode` needs for runs of up to `max_tokens` rows.
-    pub fn decode_workspace_bytes(&self, attention: &Attention, max_tokens: usize) -> usize {
-        let bytes = |tokens| Partial::bytes(attention, tokens, self.splits(attention, tokens));
-        (1..=max_tokens).map(bytes).map(|[values, stats]| values + stats).max().unwrap_or(0)
-    }
-
     /// Writes attention to `out`, f32 `[tokens, heads · head_dim]`; rows that pad the run become zeros.
     pub fn decode(&self, call: &Decode<'_>, out: &Span) {
         self.decode_split(call, self.splits(call.attention, call.tokens.tokens), out);
@@ -85,10 +79,9 @@ impl Gpu {
     fn splits(&self, attention: &Attention, tokens: usize) -> usize {
         /// Cubes that a multiprocessor holds at once: 128 units of up to 168 registers, heads of 128 elements.
         const CUBES: usize = 3;
-        /// Beyond it merging costs more than splitting saves.
-        const MOST: usize = 64;
+        let most = workspace::attention_splits(attention.kv_heads, tokens as u32) as usize;
         let cubes = self.processors() as usize * CUBES;
-        (cubes / (attention.kv_heads as usize * tokens.max(1))).clamp(1, MOST)
+        (cubes / (attention.kv_heads as usize * tokens.max(1))).clamp(1, most)
     }
 
     fn decode_matrix(&self, call: &Decode<'_>, shape: Shape, split: Split, partial: &Partial) {

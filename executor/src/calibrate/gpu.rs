@@ -1,0 +1,397 @@
+//! How fast a GPU is, with the kernels that plans run.
+//!
+//! Launches are queued in rows and waited for once, so that what is measured is the device and not the host.
+
+use anyhow::{Context as _, Result};
+use half::bf16;
+use ir::id::{CacheId, Id as _};
+use ir::machine::{LinearRate, RatePoint, RateSource, Rates};
+use ir::op::{self, Then};
+use ir::tensor::{DType, Format};
+use ir::workspace;
+
+use super::{best, made_up};
+use crate::kernels::cpu::pack::{PANEL, pack_rows};
+use crate::kernels::gpu::attention::decode::Decode;
+use crate::kernels::gpu::attention::prefill::Prefill;
+use crate::kernels::gpu::attention::{Cache, Tokens};
+use crate::kernels::gpu::device::{Gpu, Span};
+use crate::kernels::gpu::linear::{Linear, MAX_TOKENS};
+use crate::kernels::gpu::matrix::{Layout, Matrix};
+use crate::kernels::gpu::vendor::{Library, Product, Vendor, WORKSPACE_BYTES};
+
+/// How large measured things are.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Sizes {
+    /// Columns of matrices: the features of an 8 B model.
+    columns: usize,
+    /// Bytes of the matrix that memory bounds: several times a second-level cache.
+    streamed_bytes: usize,
+    /// Rows of the matrix that arithmetic bounds.
+    rows: usize,
+    /// Tokens at which linears are measured: with the first matrix up to [`MAX_TOKENS`], then with the second.
+    tokens: &'static [u32],
+    /// Tokens of an attended prompt.
+    prompt: usize,
+    /// Launches in a row.
+    launches: usize,
+}
+
+impl Sizes {
+    /// Those of a real GPU.
+    pub(super) const FULL: Self = Self {
+        columns: 4096,
+        streamed_bytes: 256 << 20,
+        rows: 14336,
+        tokens: &[1, 2, 4, 8, 16, 64, 256, 512, 2048],
+        prompt: 2048,
+        launches: 20,
+    };
+    /// Those of a device in software.
+    #[cfg(test)]
+    const SMALL: Self = Self {
+        columns: 128,
+        streamed_bytes: 64 << 10,
+        rows: 96,
+        tokens: &[1, 8, 16],
+        prompt: 64,
+        launches: 2,
+    };
+}
+
+/// Heads of the measured attention: those of an 8 B model.
+const HEADS: u32 = 32;
+const KV_HEADS: u32 = 8;
+const HEAD_DIM: u32 = 128;
+const BLOCK_TOKENS: usize = 32;
+
+struct Meter<'a> {
+    gpu: &'a Gpu,
+    vendor: Option<Vendor>,
+    sizes: Sizes,
+}
+
+/// The rates of a GPU.
+///
+/// # Errors
+/// When it has no memory to measure with, or fails.
+pub(super) fn rates(gpu: &Gpu, sizes: Sizes) -> Result<Rates> {
+    let library = gpu.ordinal().map(|ordinal| Library::load(gpu, ordinal)).transpose()?.flatten();
+    let vendor = library.map(|library| Vendor::new(library, gpu.allocate(WORKSPACE_BYTES)?));
+    let mut meter = Meter { gpu, vendor: vendor.transpose()?, sizes };
+    let linear: Vec<LinearRate> =
+        Format::ALL.into_iter().map(|format| meter.linear(format)).collect::<Result<_>>()?;
+    let bf16 = linear.iter().find(|rate| rate.format == Format::Bf16);
+    let read_bytes_per_sec = bf16.context("bf16 is measured")?.weights_per_sec(1) * 2.0;
+    Ok(Rates {
+        source: RateSource::Calibrated,
+        read_bytes_per_sec,
+        step_nanos: meter.step_nanos()?,
+        linear,
+        attention_flops_per_sec: meter.attention_flops()?,
+        cache_bytes_per_sec: meter.cache_bytes()?,
+        beside_fetch: 1.0,
+    })
+}
+
+impl Meter<'_> {
+    /// Nanoseconds of one launch of many.
+    fn time(&self, launches: usize, mut launch: impl FnMut() -> Result<()>) -> Result<f64> {
+        let nanos = best(|| {
+            (0..launches).try_for_each(|_| launch())?;
+            self.gpu.sync()
+        })?;
+        Ok(nanos / launches as f64)
+    }
+
+    /// Time of a step that has next to nothing to do, as one of a captured row.
+    fn step_nanos(&self) -> Result<f64> {
+        const STEPS: usize = 200;
+        let span = self.gpu.allocate(256)?;
+        let launch = || self.gpu.add(&span, &span, &span, 64);
+        // The first launch compiles the kernel.
+        launch();
+        self.gpu.sync()?;
+        let client = &self.gpu.client;
+        let started = client.graph_prepare().and_then(|()| client.start_capture());
+        let graph = started.and_then(|()| {
+            (0..STEPS).for_each(|_| launch());
+            client.stop_capture()
+        });
+        match graph {
+            Ok(graph) => {
+                let nanos = best(|| {
+                    replay(&graph)?;
+                    self.gpu.sync()
+                })?;
+                Ok(nanos / STEPS as f64)
+            }
+            // A device that captures nothing launches step by step.
+            Err(_) => self.time(STEPS, || {
+                launch();
+                Ok(())
+            }),
+        }
+    }
+
+    fn linear(&mut self, format: Format) -> Result<LinearRate> {
+        let Sizes { columns, streamed_bytes, rows, tokens, launches, .. } = self.sizes;
+        let row_bytes = format.bytes(1, columns as u64) as usize;
+        let large = self.matrix(format, (streamed_bytes / row_bytes).next_multiple_of(PANEL))?;
+        let small = self.matrix(format, rows)?;
+        let mut points = Vec::new();
+        for &tokens in tokens {
+            let count = tokens as usize;
+            let matrix = if count <= MAX_TOKENS { &large } else { &small };
+            let out = self.gpu.allocate(count * matrix.rows() * size_of::<f32>())?;
+            let nanos = if count <= MAX_TOKENS {
+                let x = self.floats(count * columns)?;
+                let call = Linear {
+                    x: &x,
+                    tokens: count,
+                    norm: None,
+                    matrices: &[matrix],
+                    biases: &[None],
+                    then: Then::Nothing,
+                    residual: None,
+                    outputs: &[&out],
+                };
+                self.time(launches, || self.gpu.linear(&call))?
+            } else {
+                self.product(matrix, count, &out)?
+            };
+            let weights = (matrix.rows() * matrix.columns()) as f64;
+            points.push(RatePoint { tokens, weights_per_sec: weights / nanos * 1e9 });
+        }
+        Ok(LinearRate { format, points })
+    }
+
+    /// Nanoseconds of a product of many tokens, with the unpacking of a packed matrix.
+    fn product(&mut self, matrix: &Matrix, tokens: usize, out: &Span) -> Result<f64> {
+        let (inputs, outputs) = (matrix.columns(), matrix.rows());
+        let element = match self.vendor {
+            Some(_) => workspace::product_type(matrix.format()),
+            None => DType::F32,
+        };
+        let format = [Format::F32, Format::F16, Format::Bf16]
+            .into_iter()
+            .find(|format| format.float() == Some(element))
+            .context("products are made in floats")?;
+        let place = self.gpu.allocate(Layout::RowMajor.bytes(format, outputs, inputs)?)?;
+        let x = match element {
+            DType::F32 => self.floats(tokens * inputs)?,
+            DType::F16 | DType::Bf16 | DType::I32 | DType::U8 => self.narrow(tokens * inputs)?,
+        };
+        let (gpu, launches) = (self.gpu.clone(), self.sizes.launches);
+        let nanos = best(|| {
+            for _ in 0..launches {
+                let unpacked = match matrix.layout() {
+                    Layout::RowMajor => None,
+                    Layout::Panels => Some(gpu.unpack(matrix, format, &place)?),
+                };
+                let matrix = unpacked.as_ref().unwrap_or(matrix);
+                let w = matrix.data();
+                match &mut self.vendor {
+                    Some(vendor) => {
+                        let term = None;
+                        let product =
+                            Product { x: &x, w, element, term, out, tokens, inputs, outputs };
+                        vendor.multiply(&gpu, &[product])?;
+                    }
+                    None => gpu.gemm(&x, tokens, matrix, out)?,
+                }
+            }
+            gpu.sync()
+        })?;
+        Ok(nanos / launches as f64)
+    }
+
+    /// Operations a second of a prompt's attention.
+    fn attention_flops(&self) -> Result<f64> {
+        let prompt = self.sizes.prompt;
+        let layer = Layer::new(self, prompt, prompt)?;
+        let nanos = self.time(self.sizes.launches, || {
+            let Layer { attention, queries, out, .. } = &layer;
+            let (cache, tokens) = (layer.cache(), layer.tokens());
+            self.gpu.prefill(&Prefill { attention, cache, tokens, queries }, out);
+            Ok(())
+        })?;
+        // A multiplication and an addition for each score and each value, for the triangle that is seen.
+        let seen = prompt * (prompt + 1) / 2;
+        Ok((4 * HEADS as usize * HEAD_DIM as usize * seen) as f64 / nanos * 1e9)
+    }
+
+    /// Bytes of keys and values per second when one token looks back.
+    fn cache_bytes(&self) -> Result<f64> {
+        /// Of caches of which none is still near when its turn comes again: 134 MB in all.
+        const LAYERS: usize = 8;
+        let past = 2 * self.sizes.prompt;
+        let layers = (0..LAYERS).map(|_| Layer::new(self, 1, past)).collect::<Result<Vec<_>>>()?;
+        let [values, stats] = workspace::attention_terms(
+            &layers[0].attention,
+            1,
+            workspace::attention_splits(KV_HEADS, 1),
+        );
+        let workspace = self.gpu.allocate((values + stats) as usize)?;
+        let mut turns = layers.iter().cycle();
+        let nanos = self.time(2 * LAYERS, || {
+            let layer = turns.next().context("there are layers")?;
+            let Layer { attention, queries, out, .. } = layer;
+            let (cache, tokens) = (layer.cache(), layer.tokens());
+            let call = Decode { attention, cache, tokens, queries, workspace: &workspace };
+            self.gpu.decode(&call, out);
+            Ok(())
+        })?;
+        let bytes = past * 2 * (KV_HEADS * HEAD_DIM) as usize * 2;
+        Ok(bytes as f64 / nanos * 1e9)
+    }
+
+    /// A matrix as plans hold it, of made-up weights.
+    fn matrix(&self, format: Format, rows: usize) -> Result<Matrix> {
+        let columns = self.sizes.columns;
+        let layout = if format.float().is_some() { Layout::RowMajor } else { Layout::Panels };
+        let values: Vec<f32> = (0..PANEL * columns).map(made_up).collect();
+        let bytes = layout.bytes(format, rows, columns)?;
+        let pattern = match format {
+            Format::F32 => bytemuck::pod_collect_to_vec(&values),
+            Format::F16 => narrowed(&values, |x| half::f16::from_f32(x).to_le_bytes()),
+            Format::Bf16 => narrowed(&values, |x| bf16::from_f32(x).to_le_bytes()),
+            Format::Q8 | Format::Q4 => {
+                let mut panel = vec![0; layout.bytes(format, PANEL, columns)?];
+                pack_rows(format, columns, &values, &mut panel);
+                panel
+            }
+        };
+        let span = self.filled(bytes, &pattern)?;
+        Matrix::new(format, layout, rows, columns, span)
+    }
+
+    fn floats(&self, count: usize) -> Result<Span> {
+        let values: Vec<f32> = (0..1 << 12).map(made_up).collect();
+        self.filled(count * size_of::<f32>(), bytemuck::cast_slice(&values))
+    }
+
+    /// 16-bit numbers that are small both as f16 and as bf16.
+    fn narrow(&self, count: usize) -> Result<Span> {
+        let values: Vec<f32> = (0..1 << 12).map(made_up).collect();
+        self.filled(count * 2, &narrowed(&values, |x| bf16::from_f32(x / 1e3).to_le_bytes()))
+    }
+
+    fn filled(&self, bytes: usize, pattern: &[u8]) -> Result<Span> {
+        let span = self.gpu.allocate(bytes)?;
+        let contents: Vec<u8> = pattern.iter().copied().cycle().take(bytes).collect();
+        self.gpu.write(&span, &contents)?;
+        Ok(span)
+    }
+}
+
+fn narrowed(values: &[f32], narrow: impl Fn(f32) -> [u8; 2]) -> Vec<u8> {
+    values.iter().flat_map(|&value| narrow(value)).collect()
+}
+
+#[expect(unsafe_code, reason = "replayed launches find their memory by address")]
+fn replay(graph: &cubecl::client::Graph) -> Result<()> {
+    // SAFETY: the launches use one span, which lives as long as the measurement.
+    unsafe { graph.replay() }.context("replaying captured steps")
+}
+
+/// One layer's cache for one sequence, and a run of its last tokens.
+struct Layer {
+    attention: op::Attention,
+    keys: Span,
+    values: Span,
+    queries: Span,
+    out: Span,
+    sequence: Span,
+    position: Span,
+    parts: Span,
+    blocks: Span,
+    tokens: usize,
+    cached: usize,
+}
+
+impl Layer {
+    /// The last `tokens` tokens of a sequence of `length`.
+    fn new(meter: &Meter<'_>, tokens: usize, length: usize) -> Result<Self> {
+        let gpu = meter.gpu;
+        let cached = length.div_ceil(BLOCK_TOKENS);
+        let elements = cached * BLOCK_TOKENS * (KV_HEADS * HEAD_DIM) as usize;
+        let width = (HEADS * HEAD_DIM) as usize;
+        let integers = |values: &[i32]| -> Result<Span> {
+            let span = gpu.allocate(size_of_val(values))?;
+            gpu.write(&span, bytemuck::cast_slice(values))?;
+            Ok(span)
+        };
+        let past = (length - tokens) as i32;
+        Ok(Self {
+            attention: op::Attention {
+                cache: CacheId::from_index(0),
+                heads: HEADS,
+                kv_heads: KV_HEADS,
+                head_dim: HEAD_DIM,
+                group: HEADS / KV_HEADS,
+                first_head: 0,
+                scale: 1.0 / (HEAD_DIM as f32).sqrt(),
+                window: None,
+                soft_cap: None,
+                q_norm: None,
+                k_norm: None,
+                rope: None,
+            },
+            keys: meter.narrow(elements)?,
+            values: meter.narrow(elements)?,
+            queries: meter.floats(tokens * width)?,
+            out: gpu.allocate(tokens * width * size_of::<f32>())?,
+            sequence: integers(&vec![0; tokens])?,
+            position: integers(&(past..past + tokens as i32).collect::<Vec<_>>())?,
+            parts: integers(&[0, tokens as i32, past])?,
+            blocks: integers(&(0..cached as i32).collect::<Vec<_>>())?,
+            tokens,
+            cached,
+        })
+    }
+
+    fn cache(&self) -> Cache<'_> {
+        Cache {
+            keys: &self.keys,
+            values: &self.values,
+            element: DType::F16,
+            blocks: self.cached,
+            block_tokens: BLOCK_TOKENS,
+        }
+    }
+
+    fn tokens(&self) -> Tokens<'_> {
+        Tokens {
+            tokens: self.tokens,
+            sequences: 1,
+            sequence: &self.sequence,
+            position: &self.position,
+            parts: &self.parts,
+            blocks: &self.blocks,
+            max_blocks: self.cached,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::kernels::gpu::testing::gpu;
+
+    #[test]
+    fn every_rate_is_measured() {
+        let Some(gpu) = gpu() else { return };
+        let rates = rates(&gpu, Sizes::SMALL).unwrap();
+        let points = rates.linear.iter().flat_map(|rate| &rate.points);
+        let others = [
+            rates.read_bytes_per_sec,
+            rates.step_nanos,
+            rates.attention_flops_per_sec,
+            rates.cache_bytes_per_sec,
+        ];
+        let all: Vec<f64> = points.map(|point| point.weights_per_sec).chain(others).collect();
+        assert_eq!(all.len(), 5 * 3 + 4);
+        assert!(all.iter().all(|rate| rate.is_finite() && *rate > 0.0), "{all:?}");
+    }
+}

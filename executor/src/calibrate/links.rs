@@ -1,0 +1,141 @@
+//! How fast devices reach each other's memory.
+
+#![expect(unsafe_code, reason = "pinned memory is copied by the driver")]
+
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::thread;
+use std::time::Instant;
+
+use anyhow::{Result, anyhow, ensure};
+
+use super::{Pieces, best, on_team, read_rate, touch};
+use crate::fetch::Link;
+use crate::kernels::gpu::device::Gpu;
+use crate::memory::Region;
+use crate::team::Team;
+
+/// One direction of a link.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Speed {
+    pub(super) bytes_per_sec: f64,
+    /// Of an empty message.
+    pub(super) latency_nanos: f64,
+}
+
+/// The bus between a NUMA node and a GPU.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Bus {
+    pub(super) to_gpu: Speed,
+    pub(super) from_gpu: Speed,
+    /// Share of its rate at which the node reads its memory while the GPU fetches from there.
+    pub(super) beside_fetch: f64,
+}
+
+/// Weights are copied from pinned memory, activations as runs move them.
+pub(super) fn bus(gpu: &Gpu, ordinal: usize, team: &Team) -> Result<Bus> {
+    const BYTES: usize = 128 << 20;
+    /// Activations of one token.
+    const FEW_BYTES: usize = 16 << 10;
+    let mut source = Region::new(BYTES)?;
+    touch(team, source.as_mut_slice());
+    let target = gpu.allocate(BYTES)?;
+    let mut link = Link::new(ordinal)?;
+    link.pin(&source)?;
+    let (address, contents) = (target.address()?, source.as_slice::<u8>());
+    let copy = || {
+        // SAFETY: both are as long, nobody reads the target, and the copy ends before they do.
+        unsafe { link.copy(address, contents) }?;
+        link.wait()
+    };
+    let to_gpu = BYTES as f64 / best(copy)? * 1e9;
+    let from_gpu = BYTES as f64 / best(|| gpu.read(&target).map(drop))? * 1e9;
+    let few = target.part(0, FEW_BYTES);
+    let back = best(|| gpu.read(&few).map(drop))?;
+    let both = best(|| {
+        gpu.write(&few, &contents[..FEW_BYTES])?;
+        gpu.read(&few).map(drop)
+    })?;
+    let alone = read_rate(team)?;
+    let has_ended = AtomicBool::new(false);
+    let beside = thread::scope(|scope| {
+        let copies = scope.spawn(|| {
+            while !has_ended.load(Ordering::Relaxed) {
+                copy()?;
+            }
+            Ok::<(), anyhow::Error>(())
+        });
+        let beside = read_rate(team);
+        has_ended.store(true, Ordering::Relaxed);
+        copies.join().map_err(|_| anyhow!("a thread panicked"))??;
+        beside
+    })?;
+    Ok(Bus {
+        to_gpu: Speed { bytes_per_sec: to_gpu, latency_nanos: (both - back).max(1.0) },
+        from_gpu: Speed { bytes_per_sec: from_gpu, latency_nanos: back },
+        beside_fetch: (beside / alone).min(1.0),
+    })
+}
+
+/// From memory that one device's cores have touched to
+/// memory of another's.
+pub(super) fn between_nodes(from: &[u32], to: &[u32]) -> Result<Speed> {
+    const BYTES: usize = 64 << 20;
+    let mut source = Region::new(BYTES)?;
+    on_team(from, |team| {
+        touch(team, source.as_mut_slice());
+        Ok(())
+    })?;
+    let words: &[u64] = source.as_slice();
+    let nanos = on_team(to, |team| {
+        let mut target = Region::new(BYTES)?;
+        touch(team, target.as_mut_slice());
+        let slots = Pieces::of(team, target.as_mut_slice());
+        best(|| {
+            slots.fill(team, |range, piece| piece.copy_from_slice(&words[range]));
+            Ok(())
+        })
+    })?;
+    Ok(Speed {
+        bytes_per_sec: BYTES as f64 / nanos * 1e9,
+        latency_nanos: round_trip_nanos(from, to)? / 2.0,
+    })
+}
+
+/// Time from one device's thread to the other's and back through a flag in shared memory.
+fn round_trip_nanos(from: &[u32], to: &[u32]) -> Result<f64> {
+    const TURNS: u32 = 2000;
+    ensure!(!from.is_empty() && !to.is_empty(), "a device has no cores");
+    let flag = AtomicU32::new(0);
+    let wait = |value: u32| {
+        let mut looks = 0u32;
+        while flag.load(Ordering::Acquire) != value {
+            std::hint::spin_loop();
+            looks += 1;
+            // Two devices may share a core; then only one of them can look at a time.
+            if looks.is_multiple_of(1 << 12) {
+                thread::yield_now();
+            }
+        }
+    };
+    thread::scope(|scope| {
+        let echo = scope.spawn(|| {
+            on_team(&to[..1], |_| {
+                for turn in 0..TURNS {
+                    wait(2 * turn + 1);
+                    flag.store(2 * turn + 2, Ordering::Release);
+                }
+                Ok(())
+            })
+        });
+        let nanos = on_team(&from[..1], |_| {
+            let start = Instant::now();
+            for turn in 0..TURNS {
+                flag.store(2 * turn + 1, Ordering::Release);
+                wait(2 * turn + 2);
+            }
+            Ok(start.elapsed().as_nanos() as f64 / f64::from(TURNS))
+        });
+        echo.join().map_err(|_| anyhow!("a thread panicked"))??;
+        nanos
+    })
+}

@@ -1,0 +1,202 @@
+//! Weights on their way from the NUMA nodes that hold them to the window of a GPU.
+//!
+//! - What a run may fetch is pinned once, when the plan is loaded, where it lies: a pinned page is read over the link at
+//!   its full rate, beside all computing.
+//! - Copies are queued on a stream of their own and in pieces, so that activations on their way to the same GPU stand
+//!   behind a piece, not behind a layer.
+
+#![expect(unsafe_code, reason = "host memory is pinned and copied by the driver's C interface")]
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use anyhow::{Context as _, Result, ensure};
+use cudarc::driver::{CudaContext, CudaEvent, CudaStream, result, sys};
+use ir::id::{DeviceId, WeightId};
+use ir::plan::{Action, Plan};
+
+use crate::kernels::cpu::pack::PackedMatrix;
+use crate::kernels::gpu::device::{Gpu, Span};
+use crate::memory::Region;
+
+/// Bytes that are copied at once: 80 µs of a PCIe 5 link, many times the cost of a copy's start.
+const PIECE_BYTES: usize = 4 << 20;
+
+/// A weight at home: one matrix, or one for each expert of a stack.
+pub(crate) type Home = Arc<[PackedMatrix]>;
+
+/// The weights that are fetched, at home.
+pub(crate) type Homes = BTreeMap<WeightId, Home>;
+
+/// Where a GPU wants what is fetched.
+pub(crate) struct Window {
+    pub(crate) gpu: Gpu,
+    pub(crate) span: Span,
+}
+
+/// Brings weights to one GPU.
+pub(crate) struct Fetcher {
+    window: Window,
+    /// `None` where the GPU is not driven through CUDA: then copies are made one by one.
+    link: Option<Link>,
+    homes: Homes,
+}
+
+/// A weight on its way.
+pub(crate) struct Fetch(Option<CudaEvent>);
+
+/// The way from pinned host memory to one GPU.
+pub(crate) struct Link {
+    stream: Arc<CudaStream>,
+    pinned: Vec<Pinned>,
+}
+
+/// Pages that the driver keeps where they are.
+struct Pinned(usize);
+
+/// The weights that any run brings to a GPU.
+pub(crate) fn fetched(plan: &Plan, gpu: DeviceId) -> impl Iterator<Item = WeightId> {
+    plan.programs.iter().flat_map(move |program| {
+        let lanes = program.lanes.iter().filter(move |lane| lane.device == gpu);
+        lanes.flat_map(|lane| &lane.steps).filter_map(|&step| {
+            let Action::Fetch { weight, .. } = program.steps[step].action else { return None };
+            Some(weight)
+        })
+    })
+}
+
+impl Fetcher {
+    /// Pins the weights at home.
+    ///
+    /// # Errors
+    /// When the driver has no more streams. Pages that cannot be pinned are copied all the same, slowly.
+    pub(crate) fn new(window: Window, homes: Homes) -> Result<Self> {
+        let Some(ordinal) = window.gpu.ordinal() else {
+            return Ok(Self { window, homes, link: None });
+        };
+        let mut link = Link::new(ordinal)?;
+        for matrix in homes.values().flat_map(|home| home.iter()) {
+            if let Err(error) = link.pin(matrix.region()) {
+                tracing::warn!("weights are fetched slowly: {error:#}");
+                break;
+            }
+        }
+        Ok(Self { window, homes, link: Some(link) })
+    }
+
+    /// Queues the copy of a weight to byte `offset` of the window, after those that are queued already.
+    ///
+    /// # Errors
+    /// When the weight is not at home here, or the driver refuses.
+    pub(crate) fn start(&self, weight: WeightId, offset: u64) -> Result<Fetch> {
+        let home = self.homes.get(&weight).with_context(|| format!("{weight} is not fetched"))?;
+        let bytes: usize = home.iter().map(PackedMatrix::bytes).sum();
+        let place = self.window.span.part(offset as usize, bytes);
+        let contents = home.iter().map(|matrix| matrix.region().as_slice::<u8>());
+        let Some(link) = &self.link else {
+            self.window.gpu.write(&place, &contents.collect::<Vec<_>>().concat())?;
+            self.window.gpu.sync()?;
+            return Ok(Fetch(None));
+        };
+        let mut target = place.address()?;
+        for bytes in contents {
+            // SAFETY: the target lies in the window, whose bytes nobody reads until the step that this belongs to has
+            // ended; the source is held by `self`, whose link waits for its copies.
+            unsafe { link.copy(target, bytes) }
+                .with_context(|| format!("copying {weight} to the GPU"))?;
+            target += bytes.len() as u64;
+        }
+        Ok(Fetch(Some(link.stream.record_event(None).context("recording an event")?)))
+    }
+}
+
+impl Link {
+    /// A link with a stream of its own.
+    ///
+    /// # Errors
+    /// When there is no such GPU, or it has no more streams.
+    pub(crate) fn new(ordinal: usize) -> Result<Self> {
+        let context = CudaContext::new(ordinal).context("opening the GPU's context")?;
+        let stream = context.new_stream().context("making a stream for weights")?;
+        Ok(Self { stream, pinned: Vec::new() })
+    }
+
+    /// Keeps a region's pages where they are for as long as the link lives; the region must outlive it.
+    ///
+    /// # Errors
+    /// When the system lets nobody pin as much.
+    pub(crate) fn pin(&mut self, region: &Region) -> Result<()> {
+        self.stream.context().bind_to_thread().context("binding the GPU's context")?;
+        self.pinned.extend(Pinned::new(region)?);
+        Ok(())
+    }
+
+    /// Queues a copy to an address of the GPU, in pieces.
+    ///
+    /// # Safety
+    /// The target has as many bytes, which nobody uses until the copy has ended, and the source lives until then.
+    ///
+    /// # Errors
+    /// When the driver refuses.
+    pub(crate) unsafe fn copy(&self, target: u64, source: &[u8]) -> Result<()> {
+        self.stream.context().bind_to_thread().context("binding the GPU's context")?;
+        for (number, piece) in source.chunks(PIECE_BYTES).enumerate() {
+            let target = target + (number * PIECE_BYTES) as u64;
+            // SAFETY: as the caller says.
+            unsafe { result::memcpy_htod_async(target, piece, self.stream.cu_stream()) }?;
+        }
+        Ok(())
+    }
+
+    /// Waits for all copies.
+    ///
+    /// # Errors
+    /// When the device failed.
+    pub(crate) fn wait(&self) -> Result<()> {
+        self.stream.synchronize().context("copying to the GPU")
+    }
+}
+
+impl Drop for Link {
+    fn drop(&mut self) {
+        // A context that has failed copies nothing any more.
+        let _ = self.stream.synchronize();
+        self.pinned.clear();
+    }
+}
+
+impl Fetch {
+    /// Waits until the weight is there.
+    ///
+    /// # Errors
+    /// When the device failed.
+    pub(crate) fn wait(self) -> Result<()> {
+        match self.0 {
+            Some(event) => event.synchronize().context("copying weights to the GPU"),
+            None => Ok(()),
+        }
+    }
+}
+
+impl Pinned {
+    /// `None` where another GPU's lane has pinned it.
+    fn new(region: &Region) -> Result<Option<Self>> {
+        ensure!(region.bytes() > 0, "there is nothing to pin");
+        let flags = sys::CU_MEMHOSTREGISTER_PORTABLE;
+        // SAFETY: the region is mapped, and unmapped only after `self` is gone.
+        let done =
+            unsafe { sys::cuMemHostRegister_v2(region.as_ptr().cast(), region.bytes(), flags) };
+        if done == sys::CUresult::CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED {
+            return Ok(None);
+        }
+        done.result().with_context(|| format!("pinning {} bytes", region.bytes()))?;
+        Ok(Some(Self(region.as_ptr().expose_provenance())))
+    }
+}
+
+impl Drop for Pinned {
+    fn drop(&mut self) {
+        // SAFETY: it was pinned by `new`. What the driver answers helps nobody now.
+        let _ = unsafe { sys::cuMemHostUnregister(std::ptr::with_exposed_provenance_mut(self.0)) };
+    }
+}

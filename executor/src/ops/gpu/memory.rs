@@ -1,0 +1,57 @@
+//! The memory of one GPU: taken in one piece when a plan is loaded, so that nothing is rounded up twice and nothing is
+//! left to chance later.
+
+use anyhow::{Context as _, Result, ensure};
+use cudarc::driver::CudaContext;
+use ir::id::DeviceId;
+use ir::plan::Plan;
+use ir::workspace::Workspace;
+
+use crate::kernels::gpu::device::{ALIGNMENT, Gpu, Span};
+
+/// What is left of it.
+pub(super) struct Memory {
+    all: Span,
+    used: usize,
+}
+
+impl Memory {
+    /// Takes all that a plan counts for a device, but for what the driver takes by itself.
+    ///
+    /// # Errors
+    /// When there is not as much.
+    pub(super) fn new(plan: &Plan, device: DeviceId, space: &Workspace, gpu: &Gpu) -> Result<Self> {
+        let counted = &ir::check::memory(plan)[device];
+        let parts = [
+            counted.weight_bytes,
+            counted.cache_bytes,
+            counted.buffer_bytes,
+            counted.fetch_bytes,
+            space.bytes(),
+        ];
+        let bytes = parts.into_iter().map(|part| (part as usize).next_multiple_of(ALIGNMENT)).sum();
+        if let Some(ordinal) = gpu.ordinal() {
+            let context = CudaContext::new(ordinal).context("opening the GPU's context")?;
+            let (free, _) = context.mem_get_info().context("asking for free memory")?;
+            ensure!(
+                bytes <= free,
+                "the plan takes {bytes} bytes and {free} are free: end other programs on this GPU, or compile \
+                 with a smaller --gpu-memory"
+            );
+        }
+        Ok(Self { all: gpu.allocate(bytes).with_context(|| format!("{bytes} bytes"))?, used: 0 })
+    }
+
+    /// Hands out a piece.
+    ///
+    /// # Errors
+    /// When more is taken than the plan counts.
+    pub(super) fn take(&mut self, bytes: usize) -> Result<Span> {
+        let taken = bytes.next_multiple_of(ALIGNMENT);
+        let left = self.all.bytes() - self.used;
+        ensure!(taken <= left, "{bytes} bytes are taken of {left} that the plan has left");
+        let span = self.all.part(self.used, taken);
+        self.used += taken;
+        Ok(span)
+    }
+}

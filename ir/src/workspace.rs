@@ -1,0 +1,280 @@
+//! Scratch memory of GPUs, read off a plan: the compiler counts it, the executor allocates it once.
+//!
+//! - Every part is as large as the largest use of it in any program, and no two parts overlap.
+//! - NUMA nodes have none: their kernels use buffers.
+
+use std::collections::BTreeSet;
+
+use crate::id::{DeviceId, RopeId, Table};
+use crate::machine::DeviceKind;
+use crate::op::{Attention, Experts, Linear, NormKind, Op, Products, Then};
+use crate::packing::has_panels;
+use crate::plan::{Action, Plan, Program, Step};
+use crate::tensor::{DType, Dim, Format};
+
+/// Up to so many rows a linear reads a matrix as it lies; more are multiplied by the vendor's library, for which a
+/// packed matrix is unpacked first.
+pub const UNPACKED_ROWS: u32 = 8;
+/// The most parts that decode attention splits a context into: beyond it merging costs more than splitting saves.
+pub const ATTENTION_SPLITS: u32 = 64;
+/// Parts of contexts, over all tokens and key heads of a run, that keep the largest GPU busy: three cubes on each of
+/// up to 170 multiprocessors.
+const ATTENTION_CUBES: u32 = 512;
+/// Every part, and every piece of one, starts at a multiple of so many bytes.
+pub const WORKSPACE_ALIGNMENT: u64 = 256;
+
+/// Bytes of each kind of scratch on one device.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Workspace {
+    /// A product's input as its matrix takes it.
+    pub input_bytes: u64,
+    /// One matrix, row after row: a packed one before the vendor's library multiplies with it.
+    pub matrix_bytes: u64,
+    /// Products before what follows them; queries after their rotation; what lies between the matrices of a mixture's
+    /// chosen experts; what a movement brings.
+    pub inner_bytes: u64,
+    /// What decode attention finds in each part of the contexts.
+    pub partial_bytes: u64,
+    /// What a run is told: tokens, positions, sequences, rows and cache blocks.
+    pub run_bytes: u64,
+    /// Cosines and sines of rotary embeddings.
+    pub rotation_bytes: u64,
+    /// The vendor library's own.
+    pub library_bytes: u64,
+}
+
+/// The most of each thing that a run tells a device.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct RunSizes {
+    /// Tokens of all sequences.
+    pub tokens: u32,
+    /// Rows whose logits are wanted.
+    pub rows: u32,
+    /// Sequences.
+    pub sequences: u32,
+    /// Cache blocks of one sequence.
+    pub blocks: u32,
+}
+
+impl Workspace {
+    /// Bytes of all parts; at most `u64::MAX`.
+    pub fn bytes(&self) -> u64 {
+        self.parts().into_iter().map(aligned).fold(0, u64::saturating_add)
+    }
+
+    fn parts(&self) -> [u64; 7] {
+        let Self {
+            input_bytes,
+            matrix_bytes,
+            inner_bytes,
+            partial_bytes,
+            run_bytes,
+            rotation_bytes,
+            library_bytes,
+        } = *self;
+        [
+            input_bytes,
+            matrix_bytes,
+            inner_bytes,
+            partial_bytes,
+            run_bytes,
+            rotation_bytes,
+            library_bytes,
+        ]
+    }
+}
+
+/// The workspace of each device; empty for those that are no GPU or have no lane.
+pub fn workspaces(plan: &Plan) -> Table<DeviceId, Workspace> {
+    let space = |(id, device): (DeviceId, &crate::machine::Device)| match device.kind {
+        DeviceKind::Gpu { library_bytes, .. } => workspace(plan, id, library_bytes),
+        DeviceKind::Numa { .. } => Workspace::default(),
+    };
+    plan.machine.devices.iter().map(space).collect()
+}
+
+/// The workspace of a GPU where the vendor's library takes so many bytes; 0 where it is not there, and products are
+/// made in f32.
+pub fn workspace(plan: &Plan, device: DeviceId, library_bytes: u64) -> Workspace {
+    let mut space = Workspace::default();
+    let mut ropes = BTreeSet::new();
+    let mut has_lane = false;
+    for program in &plan.programs {
+        for lane in program.lanes.iter().filter(|lane| lane.device == device) {
+            has_lane = true;
+            for step in lane.steps.iter().filter_map(|&step| program.steps.get(step)) {
+                let need = Need { plan, program, step, device, library_bytes };
+                match &step.action {
+                    Action::Run(op) => {
+                        need.add(op, &mut space);
+                        ropes.extend(op.rope());
+                    }
+                    Action::Move { .. } => need.add_movement(&mut space),
+                    Action::Fetch { .. } => (),
+                }
+            }
+        }
+    }
+    if has_lane {
+        space.run_bytes = RunSizes::of(plan).bytes();
+    }
+    let rotations = ropes.into_iter().map(|rope| rotation_bytes(plan, rope));
+    space.rotation_bytes = rotations.fold(0, u64::saturating_add);
+    space
+}
+
+/// Parts that decode attention splits each context into, in a run of so many tokens.
+pub fn attention_splits(kv_heads: u32, tokens: u32) -> u32 {
+    (ATTENTION_CUBES / kv_heads.saturating_mul(tokens).max(1)).clamp(1, ATTENTION_SPLITS)
+}
+
+/// Bytes of the values, f32 `[tokens, heads, splits, head_dim]`, and of the largest score and the sum of weights,
+/// f32 `[tokens, heads, splits, 2]`, that decode attention leaves.
+pub fn attention_terms(attention: &Attention, tokens: u32, splits: u32) -> [u64; 2] {
+    let Attention { heads, head_dim, .. } = *attention;
+    [head_dim, 2].map(|each| aligned(product(&[tokens, heads, splits, each], 4)))
+}
+
+/// Rows of the table of a rotary embedding: all positions, or the tokens of a run where it is made for each.
+pub fn rotation_rows(plan: &Plan, rope: RopeId) -> u32 {
+    let follows = plan.ropes.get(rope).is_some_and(|rope| rope.frequencies.follow_length());
+    if follows { RunSizes::of(plan).tokens } else { plan.model.context }
+}
+
+impl RunSizes {
+    /// The largest over all programs.
+    pub fn of(plan: &Plan) -> Self {
+        let most = |size: fn(&Program) -> u32| plan.programs.iter().map(size).max().unwrap_or(0);
+        Self {
+            tokens: most(|program| program.max.tokens),
+            rows: most(|program| program.max.rows),
+            sequences: most(|program| program.max_sequences),
+            blocks: plan.model.context.div_ceil(plan.model.block_tokens.max(1)),
+        }
+    }
+
+    /// Bytes of all parts, each a list of 32-bit integers: token ids, positions, sequences and numbers of the tokens;
+    /// wanted rows; first token, tokens and past of each sequence; its blocks.
+    pub fn bytes(self) -> u64 {
+        let Self { tokens, rows, sequences, blocks } = self;
+        let of_tokens = aligned(product(&[tokens], 4)).saturating_mul(4);
+        let others = [product(&[rows], 4), product(&[sequences, 3], 4)];
+        let blocks = product(&[sequences, blocks], 4);
+        others.into_iter().chain([blocks]).map(aligned).fold(of_tokens, u64::saturating_add)
+    }
+}
+
+fn aligned(bytes: u64) -> u64 {
+    bytes.checked_next_multiple_of(WORKSPACE_ALIGNMENT).unwrap_or(u64::MAX)
+}
+
+fn raise(most: &mut u64, bytes: u64) {
+    *most = bytes.max(*most);
+}
+
+fn product(sizes: &[u32], element_bytes: u64) -> u64 {
+    sizes.iter().map(|&size| u64::from(size)).fold(element_bytes, u64::saturating_mul)
+}
+
+fn rotation_bytes(plan: &Plan, rope: RopeId) -> u64 {
+    let dims = plan.ropes.get(rope).map_or(0, |rope| rope.dims);
+    aligned(product(&[rotation_rows(plan, rope), dims], 4))
+}
+
+/// One step.
+struct Need<'a> {
+    plan: &'a Plan,
+    program: &'a Program,
+    step: &'a Step,
+    device: DeviceId,
+    library_bytes: u64,
+}
+
+impl Need<'_> {
+    fn add(&self, op: &Op, space: &mut Workspace) {
+        match op.products() {
+            Some(Products::Linear(linear)) => self.add_linear(linear, space),
+            Some(Products::Experts(experts)) => self.add_experts(experts, space),
+            Some(Products::Attention(attention)) => self.add_attention(attention, space),
+            None => (),
+        }
+    }
+
+    fn add_linear(&self, linear: &Linear, space: &mut Workspace) {
+        let (rows, features) = (self.size(0, 0), self.size(0, 1));
+        // Kernels for few rows normalise on the way where the norm is a plain root mean square.
+        let is_cast = linear
+            .norm
+            .as_ref()
+            .is_some_and(|norm| norm.kind != NormKind::Rms || norm.bias.is_some());
+        if is_cast {
+            raise(&mut space.input_bytes, product(&[rows.min(UNPACKED_ROWS), features], 4));
+        }
+        if rows <= UNPACKED_ROWS {
+            return;
+        }
+        raise(&mut space.library_bytes, self.library_bytes);
+        let has_library = self.library_bytes > 0;
+        for (index, weight) in linear.weights.iter().enumerate() {
+            let Some(weight) = self.plan.weights.get(*weight) else { continue };
+            let [outputs, inputs] = *weight.shape else { continue };
+            let element = if has_library { product_type(weight.format).bytes() } else { 4 };
+            if element != 4 || linear.norm.is_some() {
+                raise(&mut space.input_bytes, product(&[rows, features], element));
+            }
+            let kind = self.plan.machine.devices.get(weight.device).map(|device| &device.kind);
+            if kind.is_some_and(|kind| has_panels(kind, weight.format, &weight.shape)) {
+                raise(&mut space.matrix_bytes, product(&[outputs, inputs], element));
+            }
+            let has_bias = linear.biases.get(index).is_some_and(Option::is_some);
+            let is_direct =
+                linear.then == Then::Nothing && !has_bias && (!linear.residual || has_library);
+            if !is_direct {
+                let products = if matches!(linear.then, Then::Gate(_)) { 2 } else { 1 };
+                let bytes = aligned(product(&[rows, outputs], 4));
+                raise(&mut space.inner_bytes, bytes.saturating_mul(products));
+            }
+        }
+    }
+
+    fn add_experts(&self, experts: &Experts, space: &mut Workspace) {
+        let gate = self.plan.weights.get(experts.gate);
+        let inner = gate.and_then(|gate| gate.shape.get(1)).copied().unwrap_or(0);
+        let (tokens, used) = (self.size(0, 0), self.size(1, 1));
+        raise(&mut space.inner_bytes, product(&[tokens, used, inner], 4));
+    }
+
+    fn add_attention(&self, attention: &Attention, space: &mut Workspace) {
+        let Attention { heads, kv_heads, head_dim, .. } = *attention;
+        raise(&mut space.inner_bytes, product(&[self.program.max.tokens, heads, head_dim], 4));
+        let most = self.program.max_sequences;
+        // Beyond so many tokens a context is not split, and the terms only grow.
+        let candidates = (1..=most.min(ATTENTION_CUBES)).chain([most]);
+        for tokens in candidates {
+            let terms = attention_terms(attention, tokens, attention_splits(kv_heads, tokens));
+            raise(&mut space.partial_bytes, terms[0].saturating_add(terms[1]));
+        }
+    }
+
+    /// The largest term or part comes from another device before it is added or placed.
+    fn add_movement(&self, space: &mut Workspace) {
+        for buffer in self.step.reads.iter().filter_map(|&id| self.program.buffers.get(id)) {
+            if buffer.device != self.device {
+                raise(&mut space.inner_bytes, buffer.ty.bytes(self.program.max));
+            }
+        }
+    }
+
+    /// Size of an axis of a buffer that is read.
+    fn size(&self, read: usize, axis: usize) -> u32 {
+        let buffer = self.step.reads.get(read).and_then(|&id| self.program.buffers.get(id));
+        let dim = buffer.and_then(|buffer| buffer.ty.shape.get(axis));
+        dim.map_or(0, |dim: &Dim| dim.size(self.program.max))
+    }
+}
+
+/// What the vendor's library multiplies a matrix of that format in.
+pub fn product_type(format: Format) -> DType {
+    // Blocks carry f16 scales; bf16 keeps their range, and its rounding is below that of the blocks.
+    format.float().unwrap_or(DType::Bf16)
+}

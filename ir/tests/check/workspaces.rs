@@ -1,0 +1,102 @@
+//! Scratch memory of GPUs.
+
+use ir::machine::DeviceKind;
+use ir::plan::Plan;
+use ir::tensor::Format;
+use ir::workspace::{
+    ATTENTION_SPLITS, WORKSPACE_ALIGNMENT, Workspace, attention_splits, workspace, workspaces,
+};
+
+use crate::plans::{d, one_device, streamed, w};
+
+/// A plan of so many tokens a prefill.
+fn with_tokens(mut plan: Plan, tokens: u32) -> Plan {
+    plan.programs[0].max.tokens = tokens;
+    plan
+}
+
+const LIBRARY_BYTES: u64 = 1000;
+
+fn on_gpu(mut plan: Plan) -> Plan {
+    plan.machine.devices[d(0)].kind =
+        DeviceKind::Gpu { ordinal: 0, reserved_bytes: 0, library_bytes: LIBRARY_BYTES };
+    plan
+}
+
+#[test]
+fn a_numa_node_has_no_workspace() {
+    let plan = with_tokens(one_device(), 100);
+    assert_eq!(workspaces(&plan)[d(0)], Workspace::default());
+}
+
+#[test]
+fn a_gpu_without_a_lane_has_no_workspace() {
+    let mut plan = streamed();
+    plan.programs.iter_mut().for_each(|program| program.lanes.clear());
+    assert_eq!(workspaces(&plan)[d(0)], Workspace::default());
+}
+
+#[test]
+fn few_rows_are_multiplied_with_matrices_as_they_lie() {
+    // Eight tokens of eight features; two rows reach the head, two experts of 16 features are used.
+    let space = workspaces(&with_tokens(on_gpu(streamed()), 8))[d(0)];
+    assert_eq!((space.input_bytes, space.matrix_bytes, space.library_bytes), (0, 0, 0));
+    assert_eq!(space.inner_bytes, 8 * 2 * 16 * 4);
+}
+
+#[test]
+fn many_rows_need_the_largest_packed_matrix_unpacked() {
+    // The linears' matrices are 8 by 8, in bfloat16 and fetched; those of the router and the head are the GPU's own
+    // floats.
+    let plan = with_tokens(on_gpu(streamed()), 9);
+    let space = workspaces(&plan)[d(0)];
+    assert_eq!((space.matrix_bytes, space.library_bytes), (8 * 8 * 2, LIBRARY_BYTES));
+    assert_eq!(space.input_bytes, 9 * 8 * 2);
+    let mut quantised = plan;
+    quantised.programs[0].max.rows = 9;
+    let head = quantised.weights.ids().last().expect("there are weights");
+    quantised.weights[head].format = Format::Q8;
+    assert_eq!(workspaces(&quantised)[d(0)].matrix_bytes, 32 * 8 * 2);
+}
+
+#[test]
+fn without_the_library_products_are_made_in_f32() {
+    let plan = with_tokens(on_gpu(streamed()), 9);
+    let space = workspace(&plan, d(0), 0);
+    assert_eq!((space.matrix_bytes, space.library_bytes), (8 * 8 * 4, 0));
+}
+
+#[test]
+fn floats_of_the_gpu_are_not_unpacked() {
+    let space = workspaces(&with_tokens(on_gpu(one_device()), 9))[d(0)];
+    assert_eq!((space.matrix_bytes, space.library_bytes), (0, LIBRARY_BYTES));
+}
+
+#[test]
+fn decode_attention_leaves_a_term_for_each_part_of_the_context() {
+    // Two heads of four features share one key head; one sequence.
+    let space = workspaces(&on_gpu(one_device()))[d(0)];
+    let splits = u64::from(attention_splits(1, 1));
+    assert_eq!(splits, u64::from(ATTENTION_SPLITS));
+    assert_eq!(space.partial_bytes, 2 * splits * 4 * 4 + 2 * splits * 2 * 4);
+    // Queries of eight tokens.
+    assert!(space.inner_bytes >= 8 * 2 * 4 * 4);
+}
+
+#[test]
+fn a_run_is_told_tokens_rows_and_blocks() {
+    let space = workspaces(&on_gpu(one_device()))[d(0)];
+    // Eight tokens, four times; two rows; one sequence of 64 tokens in blocks of 16: all of them short.
+    assert_eq!(space.run_bytes, 7 * WORKSPACE_ALIGNMENT);
+    // Four rotated features at 64 positions.
+    assert_eq!(space.rotation_bytes, 64 * 4 * 4);
+}
+
+#[test]
+fn absurd_sizes_are_counted_to_the_end_of_the_scale() {
+    let mut plan = with_tokens(streamed(), u32::MAX);
+    plan.weights[w(2)].shape = vec![u32::MAX; 3];
+    plan.model.context = u32::MAX;
+    plan.model.block_tokens = 0;
+    assert!(workspaces(&plan)[d(0)].bytes() > u64::from(u32::MAX));
+}

@@ -1,0 +1,25 @@
+//! How long a large model takes to place beside a small GPU; alone in its file, since other tests would slow it down.
+
+use std::time::{Duration, Instant};
+
+use compiler::Options;
+use tests::machines::{gpu, linked, numa};
+use tests::made_up::{LlamaShape, MadeUp};
+
+const GIB: u64 = 1 << 30;
+
+#[test]
+fn eighty_blocks_beside_a_small_gpu_take_less_than_a_second() {
+    let folder = tempfile::tempdir().expect("a folder for the headers");
+    MadeUp::llama(LlamaShape::LLAMA_70B).write(folder.path(), 4).expect("headers are written");
+    let model = models::lower(folder.path()).expect("the headers are a model");
+    let machine = linked(vec![gpu(0, 40 * GIB), numa(0, 128 * GIB), numa(1, 128 * GIB)]);
+    let compile = || {
+        let start = Instant::now();
+        let plan = compiler::compile(&model, &machine, &Options::default(), &mut |_, _| ());
+        plan.expect("it fits");
+        start.elapsed()
+    };
+    let fastest = (0..3).map(|_| compile()).min().expect("it was compiled");
+    assert!(fastest < Duration::from_secs(1), "it took {fastest:?}");
+}
