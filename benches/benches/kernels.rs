@@ -26,7 +26,7 @@ fn main() -> Result<()> {
     let cpus: Vec<u32> = (0..std::thread::available_parallelism()?.get() as u32).collect();
     let team = Team::new(&cpus)?;
     let isa = Isa::detect();
-    let limit = read_rate(&team)?;
+    let limit = read_rate(&team, 0)?;
     let mut shares = Vec::new();
     for format in Format::ALL {
         let many = matrix(&team, format, MANY_ROWS)?;

@@ -3,7 +3,8 @@
 use anyhow::{Context as _, Result};
 use ir::id::DeviceId;
 use ir::layout::Move;
-use ir::op::{Attention, Op, Products};
+use ir::machine::DeviceKind;
+use ir::op::{Attention, Linear, Op, Products, Then};
 use ir::tensor::{Extent, Format, TensorType};
 use ir::workspace::UNPACKED_ROWS;
 
@@ -43,9 +44,15 @@ pub(crate) fn run_nanos(
         Ok(nanos)
     };
     let work = match op.products() {
-        Some(Products::Linear(_)) => {
+        Some(Products::Linear(linear)) => {
             let rows = rows_of(&operands.reads[0], batch.extent);
-            matrices(rows)? + activations + streamed(unpacked_bytes(operands, batch))
+            let is_gpu = matches!(target.machine.devices[device].kind, DeviceKind::Gpu { .. });
+            let beside = if is_gpu && rows > UNPACKED_ROWS {
+                streamed(pass_bytes(linear, operands, batch))
+            } else {
+                activations
+            };
+            matrices(rows)? + beside + streamed(unpacked_bytes(operands, batch))
         }
         Some(Products::Attention(attention)) => {
             let cache = target.kv_types[device].bytes();
@@ -66,6 +73,23 @@ pub(crate) fn run_nanos(
         None => activations,
     };
     Ok(rates.step_nanos + work)
+}
+
+/// Bytes that a GPU moves before and after the products of a linear of many rows: the input is narrowed to 16 bits,
+/// and what follows a product reads it again.
+fn pass_bytes(linear: &Linear, operands: &Operands<'_>, batch: &Batch) -> u64 {
+    let input = operands.reads[0].bytes(batch.extent);
+    let outputs: u64 = operands.writes.iter().map(|ty| ty.bytes(batch.extent)).sum();
+    let has_bias = linear.biases.iter().any(Option::is_some);
+    let after = match linear.then {
+        Then::Gate(_) => 3 * outputs,
+        Then::Activate(_) => 2 * outputs,
+        Then::Nothing if has_bias => 2 * outputs,
+        // The library adds a residual on the way.
+        Then::Nothing if linear.residual => outputs,
+        Then::Nothing => 0,
+    };
+    input + input / 2 + after
 }
 
 /// Bytes read and written to unpack fetched matrices to 16 bits: a product of few rows takes panels as they are.

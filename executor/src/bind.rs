@@ -3,6 +3,8 @@
 //! - It is done by the device's own lane thread, so that memory is touched first where it is used.
 //! - What is bound belongs to that thread alone; other devices see only the buffers of a run.
 
+use std::sync::Arc;
+
 use anyhow::{Context as _, Result, ensure};
 use burn::tensor::Device as BurnDevice;
 use ir::id::DeviceId;
@@ -15,7 +17,12 @@ use crate::kernels::cpu::isa::Isa;
 use crate::kernels::gpu::device::Gpu;
 use crate::load::{CpuBackend, GpuDriver, Kernels, Options};
 use crate::ops::{gpu, own, plain};
+use crate::peers::Peers;
 use crate::team::Team;
+
+/// Processors that a NUMA node leaves to the threads that drive GPUs, a quarter of its own at most: one for launches,
+/// one for CubeCL's thread, one for fetches. The others read memory as fast as all of them.
+const SPARED_CPUS: usize = 3;
 
 /// One device, ready to compute.
 pub(crate) struct Device {
@@ -56,6 +63,7 @@ impl Device {
         id: DeviceId,
         checkpoint: &Checkpoint,
         options: &Options,
+        peers: &Arc<Peers>,
         progress: impl Fn(u64) -> bool,
     ) -> Result<Self> {
         let spec = &plan.machine.devices[id];
@@ -69,7 +77,7 @@ impl Device {
                     GpuDriver::Vulkan => Gpu::vulkan(),
                 };
                 let gpu = gpu.with_context(|| format!("opening {name}"))?;
-                let state = gpu::State::new(plan, id, gpu, ordinal);
+                let state = gpu::State::new(plan, id, gpu, ordinal, Arc::clone(peers));
                 let state = state.with_context(|| format!("taking the memory of {name}"))?;
                 Form::Gpu(Box::new(state))
             }
@@ -129,7 +137,13 @@ impl Form {
 impl Cpu {
     fn new(plan: &Plan, id: DeviceId, cpus: &[u32], options: &Options) -> Result<Self> {
         let name = &plan.machine.devices[id].name;
-        let threads = options.threads.map_or(cpus.len(), |most| most.clamp(1, cpus.len()));
+        // The threads that drive GPUs would take their time from members for whom all others wait.
+        let drives_gpus =
+            plan.programs.iter().flat_map(|program| &program.lanes).any(|lane| {
+                matches!(plan.machine.devices[lane.device].kind, DeviceKind::Gpu { .. })
+            });
+        let spared = if drives_gpus { SPARED_CPUS.min(cpus.len() / 4) } else { 0 };
+        let threads = options.threads.unwrap_or(cpus.len() - spared).clamp(1, cpus.len());
         let cpus = &cpus[..threads];
         let team = Team::new(cpus).with_context(|| format!("starting the threads of {name}"))?;
         let form = match (options.backend, options.kernels) {

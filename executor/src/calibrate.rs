@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, anyhow};
 use ir::id::DeviceId;
-use ir::machine::{DeviceKind, LinearRate, Machine, RatePoint, RateSource, Rates};
+use ir::machine::{Device, DeviceKind, LinearRate, Machine, RatePoint, RateSource, Rates};
 use ir::op::Then;
 use ir::tensor::Format;
 
@@ -19,15 +19,17 @@ use crate::kernels::cpu::attention::{Attention, Sequence, attention};
 use crate::kernels::cpu::cache::{Cache, CacheShape, Element};
 use crate::kernels::cpu::isa::Isa;
 use crate::kernels::cpu::linear::{Linear, linear};
-use crate::kernels::cpu::pack::{PackedMatrix, pack};
+use crate::kernels::cpu::pack::{PANEL, PackedMatrix, pack};
 use crate::kernels::gpu::device::Gpu;
 use crate::memory::Region;
 use crate::team::Team;
 
 /// Columns of the measured matrices: the features of a 1 B to 3 B model.
 const COLUMNS: usize = 2048;
-/// Rows of the matrix that memory bounds. In q4 it has 75 MB, beyond the caches of one socket's share of cores.
+/// The least rows of the matrix that memory bounds.
 const MANY_ROWS: usize = 65_536;
+/// Measured memory is so many times as large as the caches.
+const CACHES: usize = 4;
 /// Rows of the matrix that arithmetic bounds.
 const FEW_ROWS: usize = 4096;
 /// Tokens at which linears are measured with the large matrix, and with the small one.
@@ -36,7 +38,7 @@ const MANY_TOKENS: [u32; 3] = [64, 128, 512];
 /// Rounds of a measurement end at the first of these: enough of them, or enough time.
 const MOST_ROUNDS: usize = 7;
 const MOST_TIME: Duration = Duration::from_millis(150);
-/// Bytes that are streamed: several times the last-level cache of one socket's share.
+/// The least bytes that are streamed.
 const STREAMED_BYTES: usize = 512 << 20;
 
 /// Replaces the rates of all devices of `machine`, and of their links but those between GPUs, by measured ones.
@@ -58,7 +60,8 @@ pub fn calibrate(machine: &mut Machine, isa: Isa, mut progress: impl FnMut(&str)
         progress(&name);
         // Nothing fetches while processors are measured.
         let beside_fetch = machine.devices[*id].rates.beside_fetch;
-        let rates = on_team(cpus, |team| device_rates(team, isa, beside_fetch))
+        let cached = last_caches(&machine.devices[*id]);
+        let rates = on_team(cpus, |team| device_rates(team, isa, cached, beside_fetch))
             .with_context(|| format!("measuring {name}"))?;
         machine.devices[*id].rates = rates;
     }
@@ -87,7 +90,8 @@ pub fn calibrate(machine: &mut Machine, isa: Isa, mut progress: impl FnMut(&str)
         for (node, cpus) in &devices {
             let label = label(machine, *node, id);
             progress(&label);
-            let bus = on_team(cpus, |team| links::bus(&gpu, ordinal, team));
+            let cached = last_caches(&machine.devices[*node]);
+            let bus = on_team(cpus, |team| links::bus(&gpu, ordinal, team, cached));
             let bus = bus.with_context(|| format!("measuring {label}"))?;
             set(machine, *node, id, bus.to_gpu);
             set(machine, id, *node, bus.from_gpu);
@@ -116,14 +120,21 @@ fn on_team<T: Send>(cpus: &[u32], work: impl FnOnce(&Team) -> Result<T> + Send) 
     })
 }
 
-fn device_rates(team: &Team, isa: Isa, beside_fetch: f64) -> Result<Rates> {
+/// Bytes of a device's last-level caches.
+fn last_caches(device: &Device) -> usize {
+    let caches = device.cpu_caches.iter();
+    let last = caches.max_by_key(|cache| cache.level);
+    last.map_or(0, |cache| cache.bytes as usize * cache.count as usize)
+}
+
+fn device_rates(team: &Team, isa: Isa, cached: usize, beside_fetch: f64) -> Result<Rates> {
     Ok(Rates {
         source: RateSource::Calibrated,
-        read_bytes_per_sec: read_rate(team)?,
+        read_bytes_per_sec: read_rate(team, cached)?,
         step_nanos: step_nanos(team, isa)?,
         linear: Format::ALL
             .into_iter()
-            .map(|format| linear_rate(team, isa, format))
+            .map(|format| linear_rate(team, isa, cached, format))
             .collect::<Result<_>>()?,
         attention_flops_per_sec: attention_rate(team, isa)?,
         cache_bytes_per_sec: cache_rate(team, isa)?,
@@ -131,9 +142,11 @@ fn device_rates(team: &Team, isa: Isa, beside_fetch: f64) -> Result<Rates> {
     })
 }
 
-/// Bytes per second of all members reading memory that none of them has cached.
-pub fn read_rate(team: &Team) -> Result<f64> {
-    let mut region = Region::new(STREAMED_BYTES)?;
+/// Bytes per second of all members reading memory that none of them has cached; the last-level caches hold
+/// `cached` bytes.
+pub fn read_rate(team: &Team, cached: usize) -> Result<f64> {
+    let bytes = STREAMED_BYTES.max(CACHES * cached);
+    let mut region = Region::new(bytes)?;
     touch(team, region.as_mut_slice());
     let words: &[u64] = region.as_slice();
     let nanos = best(|| {
@@ -148,7 +161,7 @@ pub fn read_rate(team: &Team) -> Result<f64> {
         });
         Ok(())
     })?;
-    Ok(STREAMED_BYTES as f64 / nanos * 1e9)
+    Ok(bytes as f64 / nanos * 1e9)
 }
 
 /// Time of a step that has next to nothing to do.
@@ -161,9 +174,11 @@ fn step_nanos(team: &Team, isa: Isa) -> Result<f64> {
     Ok(nanos / STEPS as f64)
 }
 
-fn linear_rate(team: &Team, isa: Isa, format: Format) -> Result<LinearRate> {
+fn linear_rate(team: &Team, isa: Isa, cached: usize, format: Format) -> Result<LinearRate> {
     let mut points = Vec::new();
-    for (rows, all_tokens) in [(MANY_ROWS, &FEW_TOKENS[..]), (FEW_ROWS, &MANY_TOKENS[..])] {
+    let row_bytes = format.bytes(1, COLUMNS as u64) as usize;
+    let many_rows = MANY_ROWS.max((CACHES * cached / row_bytes).next_multiple_of(PANEL));
+    for (rows, all_tokens) in [(many_rows, &FEW_TOKENS[..]), (FEW_ROWS, &MANY_TOKENS[..])] {
         let matrix = packed(team, format, rows, COLUMNS)?;
         for &tokens in all_tokens {
             let count = tokens as usize;

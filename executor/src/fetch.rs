@@ -2,12 +2,12 @@
 //!
 //! - What a run may fetch is pinned once, when the plan is loaded, where it lies: a pinned page is read over the link at
 //!   its full rate, beside all computing.
-//! - Copies are queued on a stream of their own and in pieces, so that activations on their way to the same GPU stand
-//!   behind a piece, not behind a layer.
+//! - Copies are queued on a stream of their own and in pieces, few at a time, so that activations on their way to the
+//!   same GPU stand behind some pieces, not behind a layer.
 
 #![expect(unsafe_code, reason = "host memory is pinned and copied by the driver's C interface")]
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
 use anyhow::{Context as _, Result, ensure};
@@ -19,8 +19,10 @@ use crate::kernels::cpu::pack::PackedMatrix;
 use crate::kernels::gpu::device::{Gpu, Span};
 use crate::memory::Region;
 
-/// Bytes that are copied at once: 80 µs of a PCIe 5 link, many times the cost of a copy's start.
-const PIECE_BYTES: usize = 4 << 20;
+/// Bytes that are copied at once: 40 µs of a PCIe 5 link, many times the cost of a copy's start.
+const PIECE_BYTES: usize = 2 << 20;
+/// Pieces that are queued at once: while the host learns of the end of one, the link works on the others.
+const QUEUED_PIECES: usize = 3;
 
 /// A weight at home: one matrix, or one for each expert of a stack.
 pub(crate) type Home = Arc<[PackedMatrix]>;
@@ -43,12 +45,14 @@ pub(crate) struct Fetcher {
 }
 
 /// A weight on its way.
-pub(crate) struct Fetch(Option<CudaEvent>);
+pub(crate) struct Fetch(Option<Arc<CudaEvent>>);
 
 /// The way from pinned host memory to one GPU.
 pub(crate) struct Link {
     stream: Arc<CudaStream>,
     pinned: Vec<Pinned>,
+    /// The ends of the pieces that are queued.
+    queued: VecDeque<Arc<CudaEvent>>,
 }
 
 /// Pages that the driver keeps where they are.
@@ -84,29 +88,36 @@ impl Fetcher {
         Ok(Self { window, homes, link: Some(link) })
     }
 
-    /// Queues the copy of a weight to byte `offset` of the window, after those that are queued already.
+    /// Copies a weight to byte `offset` of the window, all but the last pieces, which are queued; `between` is called
+    /// after each piece.
     ///
     /// # Errors
     /// When the weight is not at home here, or the driver refuses.
-    pub(crate) fn start(&self, weight: WeightId, offset: u64) -> Result<Fetch> {
+    pub(crate) fn start(
+        &mut self,
+        weight: WeightId,
+        offset: u64,
+        mut between: impl FnMut(),
+    ) -> Result<Fetch> {
         let home = self.homes.get(&weight).with_context(|| format!("{weight} is not fetched"))?;
         let bytes: usize = home.iter().map(PackedMatrix::bytes).sum();
         let place = self.window.span.part(offset as usize, bytes);
         let contents = home.iter().map(|matrix| matrix.region().as_slice::<u8>());
-        let Some(link) = &self.link else {
+        let Some(link) = &mut self.link else {
             self.window.gpu.write(&place, &contents.collect::<Vec<_>>().concat())?;
             self.window.gpu.sync()?;
             return Ok(Fetch(None));
         };
         let mut target = place.address()?;
-        for bytes in contents {
+        for piece in contents.flat_map(|bytes| bytes.chunks(PIECE_BYTES)) {
             // SAFETY: the target lies in the window, whose bytes nobody reads until the step that this belongs to has
             // ended; the source is held by `self`, whose link waits for its copies.
-            unsafe { link.copy(target, bytes) }
+            unsafe { link.copy(target, piece) }
                 .with_context(|| format!("copying {weight} to the GPU"))?;
-            target += bytes.len() as u64;
+            target += piece.len() as u64;
+            between();
         }
-        Ok(Fetch(Some(link.stream.record_event(None).context("recording an event")?)))
+        Ok(Fetch(link.queued.back().cloned()))
     }
 }
 
@@ -118,7 +129,13 @@ impl Link {
     pub(crate) fn new(ordinal: usize) -> Result<Self> {
         let context = CudaContext::new(ordinal).context("opening the GPU's context")?;
         let stream = context.new_stream().context("making a stream for weights")?;
-        Ok(Self { stream, pinned: Vec::new() })
+        let mut mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+        // SAFETY: the old mode is written to a variable of this function. This thread takes no part in captures, and
+        // what it does to its own stream does not disturb those of others.
+        unsafe { sys::cuThreadExchangeStreamCaptureMode(&raw mut mode) }
+            .result()
+            .context("leaving captures of other threads alone")?;
+        Ok(Self { stream, pinned: Vec::new(), queued: VecDeque::new() })
     }
 
     /// Keeps a region's pages where they are for as long as the link lives; the region must outlive it.
@@ -131,20 +148,23 @@ impl Link {
         Ok(())
     }
 
-    /// Queues a copy to an address of the GPU, in pieces.
+    /// Queues a copy to an address of the GPU once there is room for it.
     ///
     /// # Safety
     /// The target has as many bytes, which nobody uses until the copy has ended, and the source lives until then.
     ///
     /// # Errors
     /// When the driver refuses.
-    pub(crate) unsafe fn copy(&self, target: u64, source: &[u8]) -> Result<()> {
+    pub(crate) unsafe fn copy(&mut self, target: u64, source: &[u8]) -> Result<()> {
         self.stream.context().bind_to_thread().context("binding the GPU's context")?;
-        for (number, piece) in source.chunks(PIECE_BYTES).enumerate() {
-            let target = target + (number * PIECE_BYTES) as u64;
-            // SAFETY: as the caller says.
-            unsafe { result::memcpy_htod_async(target, piece, self.stream.cu_stream()) }?;
+        while self.queued.len() >= QUEUED_PIECES
+            && let Some(first) = self.queued.pop_front()
+        {
+            first.synchronize()?;
         }
+        // SAFETY: as the caller says.
+        unsafe { result::memcpy_htod_async(target, source, self.stream.cu_stream()) }?;
+        self.queued.push_back(Arc::new(self.stream.record_event(None)?));
         Ok(())
     }
 
@@ -152,7 +172,8 @@ impl Link {
     ///
     /// # Errors
     /// When the device failed.
-    pub(crate) fn wait(&self) -> Result<()> {
+    pub(crate) fn wait(&mut self) -> Result<()> {
+        self.queued.clear();
         self.stream.synchronize().context("copying to the GPU")
     }
 }
@@ -166,6 +187,11 @@ impl Drop for Link {
 }
 
 impl Fetch {
+    /// Whether the weight is there.
+    pub(crate) fn is_done(&self) -> bool {
+        self.0.as_ref().is_none_or(|event| event.is_complete())
+    }
+
     /// Waits until the weight is there.
     ///
     /// # Errors

@@ -18,6 +18,7 @@ use crate::bind::{Cpu, Device, Form};
 use crate::load::{Fault, FaultKind};
 use crate::moves;
 use crate::ops::{self, Scope};
+use crate::peers::Peers;
 use crate::run::{Failure, Run, panic_message};
 use crate::trace::Recorder;
 
@@ -40,6 +41,7 @@ pub(crate) struct Lane {
     pub(crate) awaited: Vec<Table<StepId, bool>>,
     /// For each program that the lane works in, its steps by position, cut where others take part.
     pub(crate) stretches: Vec<Option<Vec<Range<usize>>>>,
+    pub(crate) peers: Arc<Peers>,
     pub(crate) inbox: Arc<Inbox>,
     pub(crate) recorder: Option<Arc<Recorder>>,
     pub(crate) fault: Option<Fault>,
@@ -98,7 +100,10 @@ impl Lane {
             let stretch = &steps[stretch];
             let Some(&first) = stretch.first() else { continue };
             let ready = now();
-            if !run.wait_for(&program.steps[first].waits) {
+            // Members of a sum over GPUs wait for each other on the devices.
+            let is_sum = self.peers.is_sum(run.program, first);
+            let waits = if is_sum { &[] } else { program.steps[first].waits.as_slice() };
+            if !run.wait_for(waits) {
                 return;
             }
             let mut at = first;
@@ -217,11 +222,14 @@ impl Fault {
     }
 }
 
-/// For each step of a program whether another lane waits for it, in this run or before the next.
-pub(crate) fn awaited(program: &Program) -> Table<StepId, bool> {
+/// For each step of a program whether another lane waits for it on the host, in this run or before the next; `sums` are
+/// the steps that do not.
+pub(crate) fn awaited(program: &Program, sums: &Table<StepId, bool>) -> Table<StepId, bool> {
     let mut awaited: Table<StepId, bool> = program.steps.ids().map(|_| false).collect();
-    for &wait in program.steps.rows().iter().flat_map(|step| &step.waits) {
-        awaited[wait] = true;
+    for (_, step) in program.steps.iter().filter(|(id, _)| !sums[*id]) {
+        for &wait in &step.waits {
+            awaited[wait] = true;
+        }
     }
     let devices = program.lanes.iter().map(|lane| lane.device);
     for step in devices.filter_map(|device| fetching::last_read(program, device)) {

@@ -17,6 +17,7 @@ mod lane;
 pub mod load;
 mod moves;
 mod ops;
+mod peers;
 pub mod run;
 mod slots;
 pub mod trace;

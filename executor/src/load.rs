@@ -20,6 +20,7 @@ use crate::kernels::cpu::isa::Isa;
 use crate::lane::fetching::FetchLane;
 use crate::lane::{Inbox, Lane, awaited, queues};
 use crate::ops::gpu;
+use crate::peers::Peers;
 use crate::run::panic_message;
 use crate::trace::Recorder;
 
@@ -148,6 +149,7 @@ pub fn load(
         checkpoint,
         options: options.clone(),
         recorder: recorder.clone(),
+        peers: Arc::new(Peers::new(&plan, options)),
         events,
     };
     // When anything fails from here on, the executor ends the lanes that did start.
@@ -222,6 +224,7 @@ struct Starter {
     checkpoint: Arc<Checkpoint>,
     options: Options,
     recorder: Option<Arc<Recorder>>,
+    peers: Arc<Peers>,
     events: mpsc::Sender<Event>,
 }
 
@@ -272,7 +275,8 @@ impl Starter {
         // Nobody listens any more when another lane has failed; then the inbox is closed, too.
         let tell = |event| drop(self.events.send(event));
         let bound = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-            bind::Device::bind(&self.plan, device, &self.checkpoint, &self.options, |bytes| {
+            let (plan, checkpoint, options) = (&self.plan, &self.checkpoint, &self.options);
+            bind::Device::bind(plan, device, checkpoint, options, &self.peers, |bytes| {
                 // The inbox is closed when another lane has failed to load.
                 tell(Event::Loaded(bytes));
                 !inbox.is_closed()
@@ -287,16 +291,22 @@ impl Starter {
             }
         };
         let lanes = self.lanes(device, Queue::Compute);
-        let awaited: Vec<_> = self.plan.programs.iter().map(awaited).collect();
-        let cut = |((program, lane), awaited): ((&ir::plan::Program, &Option<usize>), &_)| {
-            let lane = lane.map(|lane| &program.lanes[lane])?;
+        let programs = self.plan.programs.iter().enumerate();
+        let awaited =
+            programs.clone().map(|(index, program)| awaited(program, self.peers.sums(index)));
+        let awaited: Vec<_> = awaited.collect();
+        let cut = |(index, program): (usize, &ir::plan::Program)| {
+            let lane = lanes[index].map(|lane| &program.lanes[lane])?;
+            let sums = self.peers.sums(index);
             Some(match &bound.form {
-                Form::Gpu(_) if self.recorder.is_none() => gpu::stretches(program, lane, awaited),
+                Form::Gpu(_) if self.recorder.is_none() => {
+                    gpu::stretches(program, lane, &awaited[index], sums)
+                }
                 // A GPU's steps are recorded one by one, each with its end on the device.
                 Form::Gpu(_) | Form::Cpu(_) => (0..lane.steps.len()).map(|at| at..at + 1).collect(),
             })
         };
-        let stretches = self.plan.programs.iter().zip(&lanes).zip(&awaited).map(cut).collect();
+        let stretches = programs.map(cut).collect();
         let held = Held {
             homes: bound.homes(&self.plan),
             windows: bound.window().map(|window| (device, window)).into_iter().collect(),
@@ -305,6 +315,7 @@ impl Starter {
             lanes,
             awaited,
             stretches,
+            peers: self.peers,
             plan: self.plan,
             device: bound,
             inbox,

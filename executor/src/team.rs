@@ -1,8 +1,8 @@
 //! A team: the threads of one device, each bound to a logical CPU, that do one piece of work together.
 //!
 //! - A dispatch costs one store for the caller and one cache line a member while the workers spin.
-//! - Idle workers spin for [`SPIN`], give way, and then park; a worker that notices that its CPU is
-//!   wanted by somebody else parks at once until that has stopped.
+//! - Idle workers spin for [`SPIN`], give way again and again for [`IDLE`], and then park; a worker that notices
+//!   that its CPU is wanted by somebody else parks at once until that has stopped.
 //! - A member that panics ends the run: the panic goes on in the caller, and no barrier hangs.
 
 #![expect(unsafe_code, reason = "workers borrow the caller's closure for the length of one run")]
@@ -28,6 +28,9 @@ use crate::memory::Arena;
 /// How long a worker spins for the next run: longer than the gap between two steps of a lane
 /// (below 10 µs), shorter than a scheduler's slice.
 const SPIN: Duration = Duration::from_micros(50);
+/// How long an idle worker gives way before it parks: longer than a lane waits for a GPU within one run, since
+/// waking some ten threads takes a millisecond and more on virtual machines.
+const IDLE: Duration = Duration::from_millis(20);
 /// A yield that takes longer than this gave the CPU to somebody else (alone it takes below 1 µs).
 const SHARED_CPU: Duration = Duration::from_micros(5);
 /// How long a waiter inside a run gives way before it sleeps instead.
@@ -273,6 +276,22 @@ impl Barrier<'_> {
     }
 }
 
+/// Gives way until there is something to do, for [`IDLE`] at most; whether somebody else wanted the CPU.
+fn give_way(is_called: impl Fn() -> bool) -> bool {
+    let start = Instant::now();
+    let mut taken = 0;
+    while start.elapsed() < IDLE {
+        let before = Instant::now();
+        thread::yield_now();
+        // One long yield may have been an interrupt.
+        taken += u32::from(before.elapsed() > SHARED_CPU);
+        if taken > 1 || spin_for(SPIN / 10, &is_called) {
+            break;
+        }
+    }
+    taken > 1
+}
+
 impl Shared {
     /// A worker's life: wait for a run, take part, say so.
     fn serve(&self, member: usize) {
@@ -297,10 +316,9 @@ impl Shared {
         let is_called =
             || self.epoch.0.load(Ordering::SeqCst) != seen || self.closing.load(Ordering::SeqCst);
         if !spin_for(*spin, is_called) {
-            let start = Instant::now();
-            thread::yield_now();
             // Spinning costs nothing on a CPU of one's own and everything on a shared one.
-            *spin = if start.elapsed() > SHARED_CPU { Duration::ZERO } else { SPIN };
+            let is_shared = give_way(is_called);
+            *spin = if is_shared { Duration::ZERO } else { SPIN };
             while !is_called() {
                 seat.parked.store(true, Ordering::SeqCst);
                 if !is_called() {

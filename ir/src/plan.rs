@@ -1,5 +1,6 @@
 //! The compiler's product and the executor's whole input: `plan.ron`.
 
+use std::collections::BTreeSet;
 use std::path::PathBuf;
 
 use anyhow::{Context as _, Result, ensure};
@@ -17,6 +18,7 @@ use crate::op::{Op, Rope};
 use crate::packing::{held_bytes, packed_type};
 use crate::tensor::{DType, Extent, Format, TensorType};
 use crate::weight::Source;
+use crate::workspace::EXCHANGE_MEMBERS;
 
 /// Raised whenever a field changes meaning; other plans are refused.
 pub const VERSION: u32 = 3;
@@ -310,6 +312,19 @@ impl Plan {
         } else {
             Vec::new()
         }
+    }
+
+    /// Whether a step is one GPU's part of a sum over GPUs alone: they can make it without the host.
+    pub fn is_peer_sum(&self, program: &Program, step: &Step) -> bool {
+        let Action::Move { movement: Move::AllReduce, .. } = step.action else { return false };
+        let gpu = |buffer: &BufferId| {
+            let device = program.buffers.get(*buffer)?.device;
+            let kind = &self.machine.devices.get(device)?.kind;
+            matches!(kind, DeviceKind::Gpu { .. }).then_some(device)
+        };
+        let members: Option<BTreeSet<DeviceId>> = step.reads.iter().map(gpu).collect();
+        let count = step.reads.len();
+        (2..=EXCHANGE_MEMBERS).contains(&count) && members.is_some_and(|set| set.len() == count)
     }
 
     /// Writes a plan; the same plan gives the same bytes.

@@ -23,6 +23,17 @@ const ATTENTION_CUBES: u32 = 512;
 /// Every part, and every piece of one, starts at a multiple of so many bytes.
 pub const WORKSPACE_ALIGNMENT: u64 = 256;
 
+/// Members of a sum over GPUs at most.
+pub const EXCHANGE_MEMBERS: usize = 8;
+/// Cubes of a sum over GPUs at most.
+pub const EXCHANGE_CUBES: u32 = 64;
+/// Bytes of an exchange before its inboxes: flags of eight members, counters, and tables of addresses.
+pub const EXCHANGE_HEADER_BYTES: u64 = 4096;
+/// Inboxes of an exchange: two for each of two runs.
+pub const EXCHANGE_INBOXES: u32 = 4;
+/// Bytes of a term that an inbox takes at a time.
+pub const EXCHANGE_PIECE_BYTES: u64 = 4 << 20;
+
 /// Bytes of each kind of scratch on one device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Workspace {
@@ -41,6 +52,8 @@ pub struct Workspace {
     pub rotation_bytes: u64,
     /// The vendor library's own.
     pub library_bytes: u64,
+    /// Where other GPUs leave the terms of sums.
+    pub exchange_bytes: u64,
 }
 
 /// The most of each thing that a run tells a device.
@@ -62,7 +75,7 @@ impl Workspace {
         self.parts().into_iter().map(aligned).fold(0, u64::saturating_add)
     }
 
-    fn parts(&self) -> [u64; 7] {
+    fn parts(&self) -> [u64; 8] {
         let Self {
             input_bytes,
             matrix_bytes,
@@ -71,6 +84,7 @@ impl Workspace {
             run_bytes,
             rotation_bytes,
             library_bytes,
+            exchange_bytes,
         } = *self;
         [
             input_bytes,
@@ -80,6 +94,7 @@ impl Workspace {
             run_bytes,
             rotation_bytes,
             library_bytes,
+            exchange_bytes,
         ]
     }
 }
@@ -108,6 +123,9 @@ pub fn workspace(plan: &Plan, device: DeviceId, library_bytes: u64) -> Workspace
                     Action::Run(op) => {
                         need.add(op, &mut space);
                         ropes.extend(op.rope());
+                    }
+                    Action::Move { .. } if plan.is_peer_sum(program, step) => {
+                        raise(&mut space.exchange_bytes, exchange_bytes(step.reads.len()));
                     }
                     Action::Move { .. } => need.add_movement(&mut space),
                     Action::Fetch { .. } => (),
@@ -162,6 +180,12 @@ impl RunSizes {
         let blocks = product(&[sequences, blocks], 4);
         others.into_iter().chain([blocks]).map(aligned).fold(of_tokens, u64::saturating_add)
     }
+}
+
+/// Bytes of an exchange for the terms of so many members.
+fn exchange_bytes(members: usize) -> u64 {
+    let inboxes = u64::from(EXCHANGE_INBOXES) * members as u64;
+    EXCHANGE_HEADER_BYTES + inboxes * EXCHANGE_PIECE_BYTES
 }
 
 fn aligned(bytes: u64) -> u64 {

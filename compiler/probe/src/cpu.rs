@@ -115,17 +115,27 @@ fn data_cache(object: &TopologyObject) -> Option<DataCache> {
     })
 }
 
-/// A container's limit holds for all nodes together; each keeps its share.
+/// Brings the nodes' memory to what the system and the container have for all of them; each keeps its share.
+///
+/// Sandboxes tell of a node only the memory that has been used so far, and of the system all there is.
 fn limit_memory(nodes: &mut [Node]) {
     let limit: Option<u64> =
         kernel_file("/sys/fs/cgroup/memory.max").ok().and_then(|text| text.parse().ok());
-    let total: u64 = nodes.iter().map(|node| node.memory_bytes).sum();
-    if let Some(limit) = limit.filter(|&limit| limit < total) {
+    let system = kernel_file("/proc/meminfo").ok().and_then(|text| total_bytes(&text));
+    let told: u64 = nodes.iter().map(|node| node.memory_bytes).sum();
+    let total = told.max(system.unwrap_or(0)).min(limit.unwrap_or(u64::MAX));
+    if total != told {
         for node in nodes {
-            let share = node.memory_bytes as f64 / total as f64;
-            node.memory_bytes = (limit as f64 * share) as u64;
+            let share = node.memory_bytes as f64 / told.max(1) as f64;
+            node.memory_bytes = (total as f64 * share) as u64;
         }
     }
+}
+
+/// The system's memory, as `/proc/meminfo` tells it.
+fn total_bytes(meminfo: &str) -> Option<u64> {
+    let kibibytes: u64 = field(meminfo, "MemTotal")?.trim_end_matches("kB").trim().parse().ok()?;
+    kibibytes.checked_mul(1024)
 }
 
 fn model(topology: &Topology, cpuinfo: &str) -> String {

@@ -95,43 +95,39 @@ pub(super) fn rates(gpu: &Gpu, sizes: Sizes) -> Result<Rates> {
 }
 
 impl Meter<'_> {
-    /// Nanoseconds of one launch of many.
+    /// Nanoseconds of one launch of many, captured and replayed as decode steps are.
     fn time(&self, launches: usize, mut launch: impl FnMut() -> Result<()>) -> Result<f64> {
+        // The first launch compiles the kernel.
+        launch()?;
+        self.gpu.sync()?;
+        let client = &self.gpu.client;
+        let started = client.graph_prepare().and_then(|()| client.start_capture());
+        let graph = match started {
+            Ok(()) => {
+                (0..launches).try_for_each(|_| launch())?;
+                client.stop_capture()
+            }
+            Err(error) => Err(error),
+        };
         let nanos = best(|| {
-            (0..launches).try_for_each(|_| launch())?;
+            match &graph {
+                Ok(graph) => replay(graph)?,
+                // A device that captures nothing launches step by step.
+                Err(_) => (0..launches).try_for_each(|_| launch())?,
+            }
             self.gpu.sync()
         })?;
         Ok(nanos / launches as f64)
     }
 
-    /// Time of a step that has next to nothing to do, as one of a captured row.
+    /// Time of a step that has next to nothing to do.
     fn step_nanos(&self) -> Result<f64> {
         const STEPS: usize = 200;
         let span = self.gpu.allocate(256)?;
-        let launch = || self.gpu.add(&span, &span, &span, 64);
-        // The first launch compiles the kernel.
-        launch();
-        self.gpu.sync()?;
-        let client = &self.gpu.client;
-        let started = client.graph_prepare().and_then(|()| client.start_capture());
-        let graph = started.and_then(|()| {
-            (0..STEPS).for_each(|_| launch());
-            client.stop_capture()
-        });
-        match graph {
-            Ok(graph) => {
-                let nanos = best(|| {
-                    replay(&graph)?;
-                    self.gpu.sync()
-                })?;
-                Ok(nanos / STEPS as f64)
-            }
-            // A device that captures nothing launches step by step.
-            Err(_) => self.time(STEPS, || {
-                launch();
-                Ok(())
-            }),
-        }
+        self.time(STEPS, || {
+            self.gpu.add(&span, &span, &span, 64);
+            Ok(())
+        })
     }
 
     fn linear(&mut self, format: Format) -> Result<LinearRate> {
@@ -291,7 +287,7 @@ fn narrowed(values: &[f32], narrow: impl Fn(f32) -> [u8; 2]) -> Vec<u8> {
 
 #[expect(unsafe_code, reason = "replayed launches find their memory by address")]
 fn replay(graph: &cubecl::client::Graph) -> Result<()> {
-    // SAFETY: the launches use one span, which lives as long as the measurement.
+    // SAFETY: the launches use spans that live as long as the measurement.
     unsafe { graph.replay() }.context("replaying captured steps")
 }
 

@@ -32,7 +32,7 @@ pub(super) struct Bus {
 }
 
 /// Weights are copied from pinned memory, activations as runs move them.
-pub(super) fn bus(gpu: &Gpu, ordinal: usize, team: &Team) -> Result<Bus> {
+pub(super) fn bus(gpu: &Gpu, ordinal: usize, team: &Team, cached: usize) -> Result<Bus> {
     const BYTES: usize = 128 << 20;
     /// Activations of one token.
     const FEW_BYTES: usize = 16 << 10;
@@ -42,12 +42,12 @@ pub(super) fn bus(gpu: &Gpu, ordinal: usize, team: &Team) -> Result<Bus> {
     let mut link = Link::new(ordinal)?;
     link.pin(&source)?;
     let (address, contents) = (target.address()?, source.as_slice::<u8>());
-    let copy = || {
+    let mut copy = || {
         // SAFETY: both are as long, nobody reads the target, and the copy ends before they do.
         unsafe { link.copy(address, contents) }?;
         link.wait()
     };
-    let to_gpu = BYTES as f64 / best(copy)? * 1e9;
+    let to_gpu = BYTES as f64 / best(&mut copy)? * 1e9;
     let from_gpu = BYTES as f64 / best(|| gpu.read(&target).map(drop))? * 1e9;
     let few = target.part(0, FEW_BYTES);
     let back = best(|| gpu.read(&few).map(drop))?;
@@ -55,7 +55,7 @@ pub(super) fn bus(gpu: &Gpu, ordinal: usize, team: &Team) -> Result<Bus> {
         gpu.write(&few, &contents[..FEW_BYTES])?;
         gpu.read(&few).map(drop)
     })?;
-    let alone = read_rate(team)?;
+    let alone = read_rate(team, cached)?;
     let has_ended = AtomicBool::new(false);
     let beside = thread::scope(|scope| {
         let copies = scope.spawn(|| {
@@ -64,7 +64,7 @@ pub(super) fn bus(gpu: &Gpu, ordinal: usize, team: &Team) -> Result<Bus> {
             }
             Ok::<(), anyhow::Error>(())
         });
-        let beside = read_rate(team);
+        let beside = read_rate(team, cached);
         has_ended.store(true, Ordering::Relaxed);
         copies.join().map_err(|_| anyhow!("a thread panicked"))??;
         beside

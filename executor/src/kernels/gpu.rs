@@ -23,6 +23,7 @@ pub mod vendor;
 
 pub mod attention;
 mod elementwise;
+pub mod peers;
 mod router;
 pub mod rows;
 

@@ -1,6 +1,7 @@
 //! The lane of a GPU that fetches weights beside its computing.
 //!
-//! - Two weights are on their way at a time, so that the link never waits for this thread.
+//! - The last pieces of a weight are on their way while the first of the next are queued, so that the link never waits
+//!   for this thread.
 //! - Nothing is on its way while the lane waits for steps of others: whoever waits for a weight gets it.
 //! - A run's first weight is fetched when the run before has read the last of its own: all share one window.
 
@@ -16,9 +17,6 @@ use crate::fetch::{Fetch, Fetcher};
 use crate::load::Fault;
 use crate::run::{Failure, Run};
 use crate::trace::Recorder;
-
-/// Weights that are on their way when the next is queued.
-const AHEAD: usize = 1;
 
 /// What the thread of a copy queue works with.
 pub(crate) struct FetchLane {
@@ -65,7 +63,7 @@ pub(crate) fn releases(program: &Program, device: DeviceId) -> Table<StepId, boo
 
 impl FetchLane {
     /// A lane thread's life.
-    pub(crate) fn serve(self) {
+    pub(crate) fn serve(mut self) {
         let mut before: Option<Arc<Run>> = None;
         while let Some(run) = self.inbox.next() {
             let Some(lane) = self.lanes[run.program] else { continue };
@@ -83,84 +81,108 @@ impl FetchLane {
         }
     }
 
-    fn work(&self, run: &Run, lane: usize, spans: &mut Vec<Span>) {
-        let program = &self.plan.programs[run.program];
-        let now = || self.recorder.as_ref().map_or(0, |recorder| recorder.now());
-        let mut under_way = VecDeque::new();
-        let mut end = 0;
+    fn work(&mut self, run: &Run, lane: usize, spans: &mut Vec<Span>) {
+        let Self { plan, device, fetcher, recorder, fault, .. } = self;
+        let program = &plan.programs[run.program];
+        let mut fetches = Fetches {
+            run,
+            program,
+            lane,
+            device: &plan.machine.devices[*device].name,
+            recorder: recorder.as_deref(),
+            under_way: VecDeque::new(),
+            last_end: 0,
+            spans,
+        };
         for &id in &program.lanes[lane].steps {
             let step = &program.steps[id];
-            if !run.has_done(&step.waits) {
-                while let Some(first) = under_way.pop_front() {
-                    if !self.finish(run, lane, first, &mut end, spans) {
-                        return;
-                    }
-                }
+            if !run.has_done(&step.waits) && !fetches.finish_all() {
+                return;
             }
-            let ready = now();
+            let ready = fetches.now();
             if !run.wait_for(&step.waits) {
                 return;
             }
-            let start = now();
+            let start = fetches.now();
             let mut started = None;
             let outcome = guarded(|| {
                 let Action::Fetch { weight, offset } = step.action else {
                     anyhow::bail!("a copy queue computes nothing")
                 };
-                if let Some(fault) = &self.fault {
+                if let Some(fault) = fault {
                     fault.strike(&step.name)?;
                 }
-                started = Some(self.fetcher.start(weight, offset)?);
+                started = Some(fetcher.start(weight, offset, || fetches.finish_done())?);
                 Ok(())
             });
             match (outcome, started) {
                 (Ok(()), Some(fetch)) => {
-                    under_way.push_back(OnItsWay { step: id, fetch, ready, start });
+                    fetches.under_way.push_back(OnItsWay { step: id, fetch, ready, start });
                 }
-                (Err(cause), _) => return self.fail(run, id, cause),
+                (Err(cause), _) => return fetches.fail(id, cause),
                 (Ok(()), None) => return,
             }
-            if under_way.len() > AHEAD
-                && let Some(first) = under_way.pop_front()
-                && !self.finish(run, lane, first, &mut end, spans)
-            {
-                return;
-            }
+            fetches.finish_done();
         }
-        for last in under_way {
-            if !self.finish(run, lane, last, &mut end, spans) {
-                return;
-            }
+        fetches.finish_all();
+    }
+}
+
+/// The fetches of one run.
+struct Fetches<'a> {
+    run: &'a Run,
+    program: &'a Program,
+    lane: usize,
+    /// Its name.
+    device: &'a str,
+    recorder: Option<&'a Recorder>,
+    under_way: VecDeque<OnItsWay>,
+    /// When the last weight was there.
+    last_end: u64,
+    spans: &'a mut Vec<Span>,
+}
+
+impl Fetches<'_> {
+    fn now(&self) -> u64 {
+        self.recorder.map_or(0, Recorder::now)
+    }
+
+    /// Tells of the weights that are there by now.
+    fn finish_done(&mut self) {
+        while let Some(first) = self.under_way.pop_front_if(|first| first.fetch.is_done()) {
+            self.finish(first);
         }
     }
 
-    /// Waits for a weight; `last_end` is when the one before was there. False when the device failed.
-    fn finish(
-        &self,
-        run: &Run,
-        lane: usize,
-        on_its_way: OnItsWay,
-        last_end: &mut u64,
-        spans: &mut Vec<Span>,
-    ) -> bool {
-        let OnItsWay { step, fetch, ready, start } = on_its_way;
-        if let Err(cause) = guarded(|| fetch.wait()) {
-            self.fail(run, step, cause);
-            return false;
-        }
-        run.finish(step);
-        if let Some(recorder) = &self.recorder {
-            let (start, end) = (start.max(*last_end), recorder.now());
-            *last_end = end;
-            spans.push(Span { run: run.number, step, lane: lane as u32, ready, start, end });
+    /// Waits for all weights; false when the device failed.
+    fn finish_all(&mut self) -> bool {
+        while let Some(first) = self.under_way.pop_front() {
+            if !self.finish(first) {
+                return false;
+            }
         }
         true
     }
 
-    fn fail(&self, run: &Run, step: StepId, cause: String) {
-        let program = &self.plan.programs[run.program];
-        let step = format!("{step} ({}) of {}", program.steps[step].name, program.name);
-        let device = self.plan.machine.devices[self.device].name.clone();
-        run.abort(Failure::Step { step, device, cause });
+    /// Waits for a weight; false when the device failed.
+    fn finish(&mut self, on_its_way: OnItsWay) -> bool {
+        let OnItsWay { step, fetch, ready, start } = on_its_way;
+        if let Err(cause) = guarded(|| fetch.wait()) {
+            self.fail(step, cause);
+            return false;
+        }
+        self.run.finish(step);
+        if self.recorder.is_some() {
+            let (start, end) = (start.max(self.last_end), self.now());
+            self.last_end = end;
+            let (run, lane) = (self.run.number, self.lane as u32);
+            self.spans.push(Span { run, step, lane, ready, start, end });
+        }
+        true
+    }
+
+    fn fail(&self, step: StepId, cause: String) {
+        let step = format!("{step} ({}) of {}", self.program.steps[step].name, self.program.name);
+        self.run.abort(Failure::Step { step, device: self.device.to_owned(), cause });
     }
 }

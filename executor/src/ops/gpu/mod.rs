@@ -16,6 +16,7 @@ mod rotations;
 mod scratch;
 mod state;
 mod stretches;
+mod sums;
 mod upload;
 mod weights;
 

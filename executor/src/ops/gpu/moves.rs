@@ -4,10 +4,13 @@ use anyhow::{Context as _, Result, bail, ensure};
 use ir::id::{BufferId, StepId};
 use ir::layout::Move;
 use ir::plan::Program;
+use ir::tensor::DType;
 
 use super::state::{Operand, State, dims};
 use crate::kernels::gpu::device::Span;
 use crate::ops::Scope;
+use crate::ops::own::Input;
+use crate::peers::members;
 use crate::slots::Slots;
 
 impl State {
@@ -72,6 +75,25 @@ impl State {
         Ok(())
     }
 
+    /// Queues this GPU's part of a sum that GPUs make among themselves.
+    pub(super) fn sum_over_peers(
+        &mut self,
+        scope: Scope<'_>,
+        program: usize,
+        step: StepId,
+    ) -> Result<()> {
+        let schedule = &scope.plan.programs[program];
+        let step = &schedule.steps[step];
+        let members = members(schedule, &step.reads);
+        let own = members.iter().position(|&member| member == self.device);
+        let term = step.reads[own.context("a GPU sums terms of others")?];
+        let &[out] = step.writes.as_slice() else { bail!("a movement writes one buffer") };
+        let term = self.operand(schedule, program, term, scope)?;
+        let out = self.operand(schedule, program, out, scope)?;
+        let count = out.rows * out.columns;
+        self.sums.sum(&self.gpu, &members, &term.span, &out.span, count)
+    }
+
     /// Queues the copy of another device's value to `into`.
     fn import(
         &self,
@@ -82,10 +104,20 @@ impl State {
         into: &Span,
     ) -> Result<Operand> {
         let (rows, columns) = dims(&schedule.buffers[buffer].ty, scope.batch.extent());
-        let data = slots.read(buffer)?.into_data();
-        let bytes = data.as_bytes();
-        ensure!(bytes.len() == rows * columns * size_of::<f32>(), "{buffer} has another size");
-        self.gpu.write(into, bytes)?;
-        Ok(Operand { span: into.part(0, bytes.len()), rows, columns })
+        let count = rows * columns * size_of::<f32>();
+        let value = slots.read(buffer)?;
+        let write = |bytes: &[u8]| {
+            ensure!(bytes.len() == count, "{buffer} has another size");
+            self.gpu.write(into, bytes)
+        };
+        match Input::of(value.clone()) {
+            Ok(input) if schedule.buffers[buffer].ty.dtype == DType::I32 => {
+                write(bytemuck::cast_slice(input.ints()?))?;
+            }
+            Ok(input) => write(bytemuck::cast_slice(input.floats()?))?,
+            // Tensors of other backends are copied to be seen.
+            Err(_) => write(value.into_data().as_bytes())?,
+        }
+        Ok(Operand { span: into.part(0, count), rows, columns })
     }
 }

@@ -1,6 +1,7 @@
 //! What a GPU holds between runs, and how it works through a stretch of its lane.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use anyhow::{Context as _, Result, bail, ensure};
 use ir::frame::Frame;
@@ -17,6 +18,7 @@ use super::replay::Replays;
 use super::rotations::Rotations;
 use super::scratch::Scratch;
 use super::stretches::exported;
+use super::sums::Sums;
 use super::weights::Weights;
 use crate::checkpoint::Checkpoint;
 use crate::fetch::Window;
@@ -25,6 +27,7 @@ use crate::kernels::gpu::linear::MAX_TOKENS;
 use crate::kernels::gpu::vendor::{Library, Order, Vendor, WORKSPACE_BYTES};
 use crate::lane::fetching::releases;
 use crate::ops::Scope;
+use crate::peers::Peers;
 use crate::slots::{Slots, Value};
 
 /// One GPU's weights, caches and places of buffers.
@@ -37,6 +40,7 @@ pub(crate) struct State {
     pub(super) rotations: Rotations,
     pub(super) inputs: Inputs,
     pub(super) scratch: Scratch,
+    pub(super) sums: Sums,
     /// What is left for weights while a plan is loaded.
     memory: Memory,
     /// Memory of the buffers of every program: one runs at a time.
@@ -77,7 +81,13 @@ impl State {
     ///
     /// # Errors
     /// When there is not as much memory, or the vendor's library does not start.
-    pub(crate) fn new(plan: &Plan, device: DeviceId, gpu: Gpu, ordinal: usize) -> Result<Self> {
+    pub(crate) fn new(
+        plan: &Plan,
+        device: DeviceId,
+        gpu: Gpu,
+        ordinal: usize,
+        peers: Arc<Peers>,
+    ) -> Result<Self> {
         let frames: Vec<Frame> =
             plan.programs.iter().map(|program| Frame::new(program, device)).collect();
         let bytes = frames.iter().map(Frame::bytes).max().unwrap_or(0) as usize;
@@ -85,6 +95,10 @@ impl State {
         let library_bytes = if library.is_some() { WORKSPACE_BYTES } else { 0 };
         let space = workspace(plan, device, library_bytes as u64);
         let mut memory = Memory::new(plan, device, &space, &gpu)?;
+        let programs = plan.programs.iter().enumerate();
+        let exported =
+            programs.map(|(index, program)| exported(program, device, peers.sums(index)));
+        let exported = exported.collect();
         let window_bytes = ir::check::memory(plan)[device].fetch_bytes as usize;
         let window = (window_bytes > 0).then(|| memory.take(window_bytes)).transpose();
         let window = window.context("the window of fetched weights")?;
@@ -100,11 +114,12 @@ impl State {
             scratch: Scratch::new(&space, &mut memory)?,
             vendor: vendor.transpose()?,
             buffers: memory.take(bytes).context("the buffers of its steps")?,
-            memory,
             frames,
             window,
             releases: plan.programs.iter().map(|program| releases(program, device)).collect(),
-            exported: plan.programs.iter().map(|program| exported(program, device)).collect(),
+            exported,
+            sums: Sums::new(peers, device, ordinal, &space, &mut memory)?,
+            memory,
             replays: Replays::default(),
             run: None,
             device,
@@ -156,6 +171,7 @@ impl State {
         if self.run != Some(scope.run) {
             self.inputs.fill(&self.gpu, scope.batch)?;
             self.rotations.fill(&self.gpu, scope)?;
+            self.sums.start(&self.gpu, scope.run)?;
             self.run = Some(scope.run);
         }
         let schedule = &scope.plan.programs[program];
@@ -167,7 +183,7 @@ impl State {
                 false => Order::Device,
             };
         }
-        let is_replayable = !is_traced && self.can_replay(schedule, steps, scope);
+        let is_replayable = !is_traced && self.can_replay(program, schedule, steps, scope);
         if !is_replayable {
             self.queue(scope, program, steps, slots, at)?;
         } else if !self.replays.replay(key)? {
@@ -193,12 +209,21 @@ impl State {
     }
 
     /// Whether a stretch can be captured: nothing but launches that are the same in every run of this size.
-    fn can_replay(&self, program: &Program, steps: &[StepId], scope: Scope<'_>) -> bool {
+    fn can_replay(
+        &self,
+        index: usize,
+        program: &Program,
+        steps: &[StepId],
+        scope: Scope<'_>,
+    ) -> bool {
         let tokens = scope.batch.tokens().len();
+        let is_launch = |&id: &StepId| {
+            matches!(program.steps[id].action, Action::Run(_)) || self.sums.peers.is_sum(index, id)
+        };
         steps.len() > 1
             && (self.vendor.is_none() || tokens <= MAX_TOKENS)
             && program.phase == ir::plan::Phase::Decode
-            && steps.iter().all(|&id| matches!(program.steps[id].action, Action::Run(_)))
+            && steps.iter().all(is_launch)
     }
 
     fn queue(
@@ -222,6 +247,9 @@ impl State {
                         outputs: step.writes.iter().map(operand).collect::<Result<_>>()?,
                     };
                     self.launch(op, scope, &operands)?;
+                }
+                Action::Move { .. } if self.sums.peers.is_sum(program, id) => {
+                    self.sum_over_peers(scope, program, id)?;
                 }
                 Action::Move { movement, slice, .. } => {
                     self.move_values(scope, program, id, movement, *slice, slots)?;
@@ -280,7 +308,13 @@ impl State {
         let Operand { span, rows, columns } = self.operand(schedule, program, buffer, scope)?;
         let bytes = self.gpu.read(&span.part(0, rows * columns * size_of::<f32>()))?;
         match schedule.buffers[buffer].ty.dtype {
-            DType::F32 => Ok(Value::of_floats(bytemuck::pod_collect_to_vec(&bytes), rows, columns)),
+            DType::F32 => {
+                let values: Vec<f32> = bytemuck::pod_collect_to_vec(&bytes);
+                if values.first().is_some_and(|value| value.is_nan()) {
+                    self.sums.check(&self.gpu)?;
+                }
+                Ok(Value::of_floats(values, rows, columns))
+            }
             DType::I32 => Ok(Value::of_ints(bytemuck::pod_collect_to_vec(&bytes), rows, columns)),
             other @ (DType::F16 | DType::Bf16 | DType::U8) => {
                 bail!("a buffer of {other} is read by another device")

@@ -5,11 +5,15 @@ use std::ops::Range;
 use ir::id::{BufferId, DeviceId, StepId, Table};
 use ir::plan::{Action, Lane, Program};
 
-/// For each buffer whether a step of another device reads it, or the caller does.
-pub(super) fn exported(program: &Program, device: DeviceId) -> Table<BufferId, bool> {
+/// For each buffer whether a step of another device reads it on the host, or the caller does.
+pub(super) fn exported(
+    program: &Program,
+    device: DeviceId,
+    sums: &Table<StepId, bool>,
+) -> Table<BufferId, bool> {
     let mut exported: Table<BufferId, bool> = program.buffers.ids().map(|_| false).collect();
     let foreign = program.lanes.iter().filter(|lane| lane.device != device);
-    for &step in foreign.flat_map(|lane| &lane.steps) {
+    for &step in foreign.flat_map(|lane| &lane.steps).filter(|&&step| !sums[step]) {
         for &buffer in &program.steps[step].reads {
             exported[buffer] = program.buffers[buffer].device == device;
         }
@@ -20,20 +24,21 @@ pub(super) fn exported(program: &Program, device: DeviceId) -> Table<BufferId, b
 }
 
 /// Cuts a lane's steps, by position, so that only the first of a stretch waits for other lanes, or moves
-/// anything, and only the last is waited for or writes what others read.
+/// anything on the host, and only the last is waited for or writes what others read.
 pub(crate) fn stretches(
     program: &Program,
     lane: &Lane,
     awaited: &Table<StepId, bool>,
+    sums: &Table<StepId, bool>,
 ) -> Vec<Range<usize>> {
-    let exported = exported(program, lane.device);
+    let exported = exported(program, lane.device, sums);
     let mut stretches: Vec<Range<usize>> = Vec::new();
     let mut is_closed = true;
     for (position, &id) in lane.steps.iter().enumerate() {
         let step = &program.steps[id];
-        let is_move = !matches!(step.action, Action::Run(_));
+        let is_move = !matches!(step.action, Action::Run(_)) && !sums[id];
         match stretches.last_mut() {
-            Some(last) if !is_closed && step.waits.is_empty() && !is_move => {
+            Some(last) if !is_closed && (sums[id] || step.waits.is_empty()) && !is_move => {
                 last.end = position + 1;
             }
             _ => stretches.push(position..position + 1),

@@ -1,0 +1,90 @@
+//! Sums over GPUs, made without the host.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use anyhow::{Context as _, Result, bail};
+use ir::id::DeviceId;
+use ir::workspace::Workspace;
+
+use super::memory::Memory;
+use crate::kernels::gpu::device::{Gpu, Span};
+use crate::kernels::gpu::peers::{Group, TABLE_BYTES, TABLES, TABLES_START};
+use crate::peers::Peers;
+
+/// One GPU's place to meet others.
+pub(super) struct Sums {
+    pub(super) peers: Arc<Peers>,
+    device: DeviceId,
+    /// `None` where it makes no sums.
+    exchange: Option<Span>,
+    /// Tables of addresses that are on the device.
+    tables: BTreeMap<Vec<DeviceId>, Span>,
+}
+
+impl Sums {
+    pub(super) fn new(
+        peers: Arc<Peers>,
+        device: DeviceId,
+        ordinal: usize,
+        space: &Workspace,
+        memory: &mut Memory,
+    ) -> Result<Self> {
+        let bytes = space.exchange_bytes as usize;
+        let exchange = (bytes > 0).then(|| memory.take(bytes)).transpose()?;
+        if let Some(Ok(address)) = exchange.as_ref().map(Span::address) {
+            peers.register(device, ordinal, address);
+        }
+        Ok(Self { peers, device, exchange, tables: BTreeMap::new() })
+    }
+
+    /// Prepares for a run.
+    pub(super) fn start(&self, gpu: &Gpu, run: u32) -> Result<()> {
+        match &self.exchange {
+            Some(exchange) if gpu.is_cuda() => gpu.start_sums(exchange, run),
+            Some(_) | None => Ok(()),
+        }
+    }
+
+    /// Queues `out = ` the sum of the members' terms, of which `term` is this device's.
+    pub(super) fn sum(
+        &mut self,
+        gpu: &Gpu,
+        members: &[DeviceId],
+        term: &Span,
+        out: &Span,
+        count: usize,
+    ) -> Result<()> {
+        let exchange = self.exchange.as_ref().context("the plan counts no exchange")?;
+        let number = self.tables.len();
+        let table = match self.tables.get(members) {
+            Some(table) => table,
+            None if number == TABLES => bail!("a GPU sums with more than {TABLES} groups of GPUs"),
+            None => {
+                let addresses = self.peers.addresses(self.device, members)?;
+                let table = exchange.part(TABLES_START + number * TABLE_BYTES, TABLE_BYTES);
+                gpu.write(&table, bytemuck::cast_slice(&addresses))?;
+                self.tables.entry(members.to_vec()).or_insert(table)
+            }
+        };
+        let rank = members.iter().position(|member| *member == self.device);
+        let group = Group {
+            addresses: table,
+            members: members.len() as u32,
+            rank: rank.context("a GPU sums terms of others")? as u32,
+        };
+        gpu.sum_over_peers(&group, term, out, count);
+        Ok(())
+    }
+
+    /// Fails when a member never came.
+    pub(super) fn check(&self, gpu: &Gpu) -> Result<()> {
+        let Some(exchange) = self.exchange.as_ref().filter(|_| gpu.is_cuda()) else {
+            return Ok(());
+        };
+        match gpu.lost_member(exchange)? {
+            Some(member) => bail!("GPU {member} of a sum over GPUs did not come in time"),
+            None => Ok(()),
+        }
+    }
+}
