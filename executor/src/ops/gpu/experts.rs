@@ -5,7 +5,7 @@ use ir::op;
 
 use super::scratch::Scratch;
 use super::state::{Operands, State};
-use crate::kernels::gpu::experts::Experts;
+use crate::kernels::gpu::experts::{Experts, workspace_bytes};
 
 impl State {
     /// The weighted sum of the chosen experts.
@@ -17,7 +17,7 @@ impl State {
         let [gate, up, down] = [op.gate, op.up, op.down].map(|stack| self.weights.stack(stack));
         let (gate, up, down) = (gate?, up?, down?);
         let used = ids.columns;
-        let inner = x.rows * used * gate.rows() * size_of::<f32>();
+        let inner = workspace_bytes(x.rows, used, gate.experts(), gate.columns(), gate.rows());
         let call = Experts {
             x: &x.span,
             tokens: x.rows,

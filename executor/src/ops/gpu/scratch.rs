@@ -7,6 +7,7 @@ use ir::plan::{Action, Plan, Program};
 use ir::tensor::Format;
 
 use crate::kernels::gpu::device::{ALIGNMENT, Gpu, Span};
+use crate::kernels::gpu::experts::workspace_bytes;
 use crate::kernels::gpu::linear::MAX_TOKENS;
 
 /// What operations of one device need at most; one works at a time.
@@ -98,9 +99,10 @@ impl Sizes {
             },
             Some(Products::Experts(experts)) => {
                 let shape = &plan.weights[experts.gate].shape;
+                let [held, intermediate, features] = [0, 1, 2].map(|axis| shape[axis] as usize);
                 // Each token's chosen experts, at most all of them.
-                let chosen = tokens * shape[0] as usize;
-                let inner = chosen.min(tokens * MOST_USED) * shape[1] as usize * size_of::<f32>();
+                let used = held.min(MOST_USED);
+                let inner = workspace_bytes(tokens, used, held, features, intermediate);
                 Self { inner, ..Self::default() }
             }
             None => Self::default(),

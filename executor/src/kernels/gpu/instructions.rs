@@ -10,10 +10,10 @@ use cubecl::ir::features::MmaConfig;
 use cubecl::prelude::*;
 use ir::tensor::DType;
 
+use super::device::{Gpu, element};
 use super::registers::held;
-use crate::kernels::gpu::device::{Gpu, element};
 
-/// 16 bytes of a cache: 8 elements.
+/// 16 bytes: 8 elements.
 pub(super) type Packed = Vector<u32, Const<4>>;
 /// The sums of a lane.
 pub(super) type Sums = Vector<f32, Const<4>>;
