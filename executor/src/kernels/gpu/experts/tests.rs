@@ -82,16 +82,19 @@ impl Layer {
                 Some(form) => gpu.experts_in_form(&call, form).unwrap(),
                 None => gpu.experts(&call).unwrap(),
             }
-            let distance = distance(&gpu.download(&out, tokens * features), &expected);
+            let actual = gpu.download(&out, tokens * features);
+            let distance = distance(&actual, &expected);
             let what = &self.what;
             assert!(distance < tolerance, "{distance} away: {what}, {tokens} tokens, {form:?}");
+            actual
         };
         if tokens <= MAX_TOKENS {
             run(None, 5e-6);
         } else {
             run(Some(Form::Portable), 5e-6);
             // Matrix instructions take the input, and the gated rows, in 16 bits.
-            run(None, 1e-2);
+            let actual = run(None, 1e-2);
+            assert_eq!(actual, run(None, 1e-2), "a second run of {} differs", self.what);
         }
     }
 

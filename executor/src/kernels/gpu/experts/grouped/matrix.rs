@@ -164,6 +164,7 @@ pub(super) fn multiply_tiles<N: Size>(
     load(&mut portion, weights, is_up, walk, t, 0usize.runtime(), panel);
     let mut stage = 0usize.runtime();
     for step in 0..steps {
+        // Of the copies under way only the newest step's is not waited for.
         gpu_asm!("cp.async.wait_group 1;");
         sync_cube();
         if step + comptime!(STAGES - 1) < steps {

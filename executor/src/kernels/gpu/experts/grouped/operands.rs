@@ -11,14 +11,21 @@ use cubecl::prelude::*;
 use ir::tensor::Format;
 
 use crate::kernels::cpu::pack::BLOCK_PAIR;
-use crate::kernels::gpu::instructions::{Packed, interleave, left, pack};
-use crate::kernels::gpu::panel::{
-    BLOCK_OFFSET, Panel, SCALE_LOADS, Walk, block_factor, decode_codes,
-};
+use crate::kernels::gpu::instructions::{Packed, interleave, left, of_byte, pack};
+use crate::kernels::gpu::panel::{Panel, SCALE_LOADS, Walk};
 use crate::kernels::gpu::words::{Words, half_of};
 
 /// Columns of a block, whatever the format.
 const BLOCK: usize = BLOCK_PAIR / 2;
+
+/// How many steps of [`of_byte()`] make one.
+const CODE_STEPS: f32 = 256.0;
+
+/// What [`of_byte()`] gives for an element of zero, in steps. Its product with a scale is exact.
+fn offset(format: Format) -> f32 {
+    let code = if matches!(format, Format::Q8) { 128.0 } else { 8.0 };
+    128.0 * CODE_STEPS + code
+}
 
 /// Blocks of a portion.
 pub(super) fn portion_blocks(panel: Panel) -> usize {
@@ -161,22 +168,33 @@ impl Portion {
     ) -> Array<Packed> {
         let mut operands = Array::<Packed>::new(4usize);
         let mut scales = Array::<f32>::new(4usize);
+        let mut offsets = Array::<f32>::new(4usize);
         if comptime!(panel.blocks() > 0) {
             #[unroll]
             for row in 0..4usize {
                 let pair = self.scales[comptime!(2 * block + row / 2)];
                 let scale = half_of(pair, comptime!(row % 2), Format::F16);
-                scales[row] = scale * comptime!(block_factor(panel.format));
+                scales[row] = scale * CODE_STEPS;
+                offsets[row] = scale * comptime!(offset(panel.format));
             }
         }
         #[unroll]
         for step in 0..2usize {
             if comptime!(panel.blocks() > 0) {
                 let mut values = Array::<f32>::new(16usize);
-                decode_codes(self.words[step], &mut values, 0usize, 4usize, block, panel);
                 #[unroll]
-                for i in 0..16usize {
-                    values[i] = (values[i] - BLOCK_OFFSET) * scales[comptime!(i / 4)];
+                for row in 0..4usize {
+                    let word = self.words[step].extract(row);
+                    let codes = match comptime!((panel.format, block)) {
+                        (Format::Q4, 0) => word & 0x0f0f_0f0fu32,
+                        (Format::Q4, _) => (word >> 4u32) & 0x0f0f_0f0fu32,
+                        (Format::F32 | Format::F16 | Format::Bf16 | Format::Q8, _) => word,
+                    };
+                    #[unroll]
+                    for column in 0..4usize {
+                        values[comptime!(4 * row + column)] =
+                            fma(of_byte(codes, column), scales[row], -offsets[row]);
+                    }
                 }
                 #[unroll]
                 for rows in 0..2usize {
