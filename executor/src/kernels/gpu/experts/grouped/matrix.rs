@@ -75,7 +75,7 @@ pub(super) fn rows_of_cube(stacks: usize) -> usize {
     PLANES * PLANE_ROWS / stacks
 }
 
-/// Cubes: rows of the stacks, tiles. See [`super::Pass`] for what is read and written.
+/// Cubes: rows of the stacks, tiles. See `Pass` for what is read and written.
 ///
 /// Of four neighbouring rows `out` takes f32, or pairs of 16 bits with two stacks.
 #[cube(launch_unchecked)]

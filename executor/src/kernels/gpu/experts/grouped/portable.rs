@@ -20,7 +20,7 @@ pub(super) const UNITS: usize = SIDE * SIDE;
 /// Columns between two barriers.
 const DEPTH: usize = BLOCK_PAIR;
 
-/// Cubes: panels, tiles. See [`super::Pass`] for what is read and written.
+/// Cubes: panels, tiles. See `Pass` for what is read and written.
 #[cube(launch_unchecked)]
 pub(super) fn multiply_tiles<N: Size>(
     input: &[Vector<f32, N>],
