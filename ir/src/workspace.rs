@@ -3,6 +3,8 @@
 //! - Every part is as large as the largest use of it in any program, and no two parts overlap.
 //! - NUMA nodes have none: their kernels use buffers.
 
+pub mod experts;
+
 use std::collections::BTreeSet;
 
 use crate::id::{DeviceId, RopeId, Table};
@@ -31,8 +33,8 @@ pub const EXCHANGE_CUBES: u32 = 64;
 pub const EXCHANGE_HEADER_BYTES: u64 = 4096;
 /// Inboxes of an exchange: two for each of two runs.
 pub const EXCHANGE_INBOXES: u32 = 4;
-/// Bytes of a term that an inbox takes at a time.
-pub const EXCHANGE_PIECE_BYTES: u64 = 4 << 20;
+/// Bytes of a term that an inbox takes at a time at most: the time of a piece is many times that of its flags.
+const MOST_PIECE_BYTES: u64 = 4 << 20;
 
 /// Bytes of each kind of scratch on one device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -125,7 +127,8 @@ pub fn workspace(plan: &Plan, device: DeviceId, library_bytes: u64) -> Workspace
                         ropes.extend(op.rope());
                     }
                     Action::Move { .. } if plan.is_peer_sum(program, step) => {
-                        raise(&mut space.exchange_bytes, exchange_bytes(step.reads.len()));
+                        let bytes = exchange_bytes(plan, step.reads.len());
+                        raise(&mut space.exchange_bytes, bytes);
                     }
                     Action::Move { .. } => need.add_movement(&mut space),
                     Action::Fetch { .. } => (),
@@ -182,10 +185,21 @@ impl RunSizes {
     }
 }
 
+/// Bytes of the pieces in which GPUs pass each other terms: the same for all sums of a plan.
+pub fn exchange_piece_bytes(plan: &Plan) -> u64 {
+    let sums = plan.programs.iter().flat_map(|program| {
+        let steps = program.steps.rows().iter().filter(|step| plan.is_peer_sum(program, step));
+        let written = steps.flat_map(|step| &step.writes);
+        let buffers = written.filter_map(|&buffer| program.buffers.get(buffer));
+        buffers.map(|buffer| buffer.ty.bytes(program.max))
+    });
+    aligned(sums.max().unwrap_or(0)).min(MOST_PIECE_BYTES)
+}
+
 /// Bytes of an exchange for the terms of so many members.
-fn exchange_bytes(members: usize) -> u64 {
+fn exchange_bytes(plan: &Plan, members: usize) -> u64 {
     let inboxes = u64::from(EXCHANGE_INBOXES) * members as u64;
-    EXCHANGE_HEADER_BYTES + inboxes * EXCHANGE_PIECE_BYTES
+    EXCHANGE_HEADER_BYTES + inboxes * exchange_piece_bytes(plan)
 }
 
 fn aligned(bytes: u64) -> u64 {
@@ -262,10 +276,11 @@ impl Need<'_> {
     }
 
     fn add_experts(&self, experts: &Experts, space: &mut Workspace) {
-        let gate = self.plan.weights.get(experts.gate);
-        let inner = gate.and_then(|gate| gate.shape.get(1)).copied().unwrap_or(0);
+        let gate = self.plan.weights.get(experts.gate).map(|gate| gate.shape.as_slice());
+        let Some(&[experts, intermediate, features]) = gate else { return };
         let (tokens, used) = (self.size(0, 0), self.size(1, 1));
-        raise(&mut space.inner_bytes, product(&[tokens, used, inner], 4));
+        let sizes = experts::Experts { tokens, used, experts, features, intermediate };
+        raise(&mut space.inner_bytes, sizes.bytes());
     }
 
     fn add_attention(&self, attention: &Attention, space: &mut Workspace) {

@@ -154,6 +154,38 @@ fn bf16_deviates_little_more_than_that_of_torch() {
     }
 }
 
+/// The logits after each prompt, one prompt after the other.
+fn logits(name: &str, format: &str, shape: Shape, options: &Options) -> Vec<f32> {
+    let plan = compile(name, shape, |options| options.formats = vec![format.parse().unwrap()]);
+    let mut engine = engine(&plan, options);
+    let prompts = &expected(name)["prompts"];
+    let after = |prompt: &Value| {
+        let id = engine.open();
+        engine.append(id, &ids(&prompt["ids"])).unwrap();
+        let logits = engine.advance(&[id]).unwrap().remove(0);
+        engine.close(id);
+        logits
+    };
+    prompts.as_array().unwrap().iter().flat_map(after).collect()
+}
+
+#[test]
+fn a_gpu_computes_blocks_as_processors_do() {
+    /// Processors round activations to 8 bits, which moves these logits by up to 0.4; rounding weights to 4 bits
+    /// moves them by 3 to 8.
+    const TOLERANCE: f32 = 0.6;
+    for format in ["q8", "q4"] {
+        for name in ["gpt2", "gemma3", "llama3", "qwen3-moe"] {
+            let on_cpu = logits(name, format, Shape::One, &Options::default());
+            let on_gpu = logits(name, format, Shape::Gpu, &gpu_options());
+            for (a, b) in on_cpu.iter().zip(&on_gpu) {
+                let off = (a - b).abs();
+                assert!(off < TOLERANCE, "{name} in {format}: a logit is off by {off}");
+            }
+        }
+    }
+}
+
 /// Every golden checkpoint in the tree.
 fn goldens() -> Vec<String> {
     let folder = golden("");

@@ -9,7 +9,9 @@ pub mod device;
 pub mod matrix;
 
 mod activation;
+mod instructions;
 mod panel;
+mod registers;
 mod words;
 
 pub mod experts;

@@ -50,7 +50,8 @@ pub(crate) fn distance(actual: &[f32], expected: &[f64]) -> f64 {
     let largest = expected.iter().fold(0.0_f64, |largest, value| largest.max(value.abs()));
     let distances = actual.iter().zip(expected).map(|(&a, b)| (f64::from(a) - b).abs());
     // `max` would drop what is not a number.
-    distances.fold(0.0, |worst, d| if d <= worst { worst } else { d }) / largest.max(1e-30)
+    let worse = |worst: f64, d: f64| if worst.is_nan() || d <= worst { worst } else { d };
+    distances.fold(0.0, worse) / largest.max(1e-30)
 }
 
 /// By the Taylor series, which in 64 bits is good to 1e-12 up to 4.

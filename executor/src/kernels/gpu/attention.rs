@@ -8,10 +8,8 @@
 
 pub mod append;
 pub mod decode;
-mod matrix;
 mod paging;
 pub mod prefill;
-mod registers;
 mod scores;
 
 #[cfg(test)]

@@ -68,12 +68,12 @@ impl Panel {
     }
 
     /// The columns that the panels hold, with their padding.
-    fn padded(self) -> usize {
+    pub(super) fn padded(self) -> usize {
         padded(self.format, self.columns)
     }
 
     /// Loads of one vector's step of a block pair, scales included.
-    fn pair_stride(self) -> usize {
+    pub(super) fn pair_stride(self) -> usize {
         packed_bytes(self.format, PANEL, BLOCK_PAIR) / LOAD_BYTES / 2
     }
 
@@ -84,7 +84,7 @@ impl Panel {
 }
 
 /// Loads of one vector's scales in a step of blocks: two halves for each row.
-const SCALE_LOADS: usize = VECTOR * 4 / LOAD_BYTES;
+pub(super) const SCALE_LOADS: usize = VECTOR * 4 / LOAD_BYTES;
 
 /// Where a unit walks.
 #[derive(CubeType, Clone, Copy)]

@@ -12,7 +12,7 @@
 #![expect(unsafe_code, reason = "kernels are given addresses in the memory of other GPUs")]
 
 use cubecl::prelude::*;
-use ir::workspace::{EXCHANGE_CUBES, EXCHANGE_HEADER_BYTES, EXCHANGE_PIECE_BYTES};
+use ir::workspace::{EXCHANGE_CUBES, EXCHANGE_HEADER_BYTES};
 
 use super::device::{Gpu, Span};
 use super::registers::held;
@@ -45,6 +45,8 @@ pub struct Group<'a> {
     pub members: u32,
     /// Which this GPU is.
     pub rank: u32,
+    /// Bytes that an inbox takes at a time, a multiple of 256: the same on all members.
+    pub piece_bytes: usize,
 }
 
 impl Gpu {
@@ -73,7 +75,7 @@ impl Gpu {
     /// `out` becomes the sum of the terms of all members, f32 each, `count` numbers, a multiple of 4. Every member
     /// queues the same sums in the same order.
     pub fn sum_over_peers(&self, group: &Group<'_>, term: &Span, out: &Span, count: usize) {
-        let piece = EXCHANGE_PIECE_BYTES as usize;
+        let piece = group.piece_bytes;
         let bytes = count * size_of::<f32>();
         for start in (0..bytes).step_by(piece) {
             let length = piece.min(bytes - start);
@@ -92,6 +94,7 @@ impl Gpu {
                     group.addresses.argument(group.members as usize, 8),
                     vectors.div_ceil(cubes),
                     vectors,
+                    piece as u32,
                     group.rank,
                     group.members,
                 );
@@ -107,6 +110,7 @@ fn sum(
     addresses: &[u64],
     share: u32,
     vectors: u32,
+    piece_bytes: u32,
     #[comptime] rank: u32,
     #[comptime] members: u32,
 ) {
@@ -122,7 +126,7 @@ fn sum(
     #[unroll]
     for peer in 0..members {
         if comptime!(peer != rank) {
-            let place = letters(addresses[peer as usize], inbox, rank, members);
+            let place = letters(addresses[peer as usize], inbox, rank, piece_bytes, members);
             let mut at = start + unit;
             while at < end {
                 store_four(place + u64::cast_from(at) * 16, term[at as usize]);
@@ -163,7 +167,9 @@ fn sum(
             if comptime!(member == rank) {
                 all += term[at as usize];
             } else {
-                all += load_four(letters(own, inbox, member, members) + u64::cast_from(at) * 16);
+                all += load_four(
+                    letters(own, inbox, member, piece_bytes, members) + u64::cast_from(at) * 16,
+                );
             }
         }
         if is_lost {
@@ -180,9 +186,15 @@ fn sum(
 
 /// Where a member's term lies in an inbox of an exchange.
 #[cube]
-fn letters(exchange: u64, inbox: u32, member: u32, #[comptime] members: u32) -> u64 {
+fn letters(
+    exchange: u64,
+    inbox: u32,
+    member: u32,
+    piece_bytes: u32,
+    #[comptime] members: u32,
+) -> u64 {
     let place = u64::cast_from(inbox * members + member);
-    exchange + comptime!(EXCHANGE_HEADER_BYTES) + place * comptime!(EXCHANGE_PIECE_BYTES)
+    exchange + comptime!(EXCHANGE_HEADER_BYTES) + place * u64::cast_from(piece_bytes)
 }
 
 /// Where the flag of a member's cube lies in an exchange.

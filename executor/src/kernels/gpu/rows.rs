@@ -1,9 +1,12 @@
 //! Rows picked by number: of a table for tokens and positions, of an activation for what is wanted.
 
-use anyhow::{Result, bail};
+mod panels;
+
+use anyhow::{Context as _, Result, ensure};
 use cubecl::prelude::*;
 use ir::tensor::DType;
 
+use self::panels::{Table, gather_panels};
 use super::device::{Gpu, Span, element};
 use super::matrix::{Layout, Matrix};
 use super::words::read_size;
@@ -28,19 +31,48 @@ impl Gpu {
     /// `out[i] = table[rows[i] + offset] · scale (+ base[i])`, in f32.
     ///
     /// # Errors
-    /// When the table is held in a way that rows cannot be picked from.
+    /// When its rows are of another width than those made.
     pub fn gather(&self, table: &Matrix, call: &Gather<'_>, out: &Span) -> Result<()> {
-        let (layout, format) = (table.layout(), table.format());
-        let (Layout::RowMajor, Some(dtype)) = (layout, format.float()) else {
-            bail!("no rows are picked from {layout:?} in {format}");
-        };
-        self.pick(table.data(), table.rows(), dtype, call, out);
+        ensure!(
+            table.columns() == call.features,
+            "rows of {} elements are picked from a table of {}",
+            call.features,
+            table.columns()
+        );
+        match table.layout() {
+            Layout::RowMajor => {
+                let dtype = table.format().float().context("blocks are held in panels")?;
+                self.pick(table.data(), table.rows(), dtype, call, out);
+            }
+            Layout::Panels => self.pick_from_panels(table, call, out),
+        }
         Ok(())
     }
 
     /// `out[i] = x[rows[i] + offset] · scale (+ base[i])` for f32 `x: [x_rows, features]`.
     pub fn select(&self, x: &Span, x_rows: usize, call: &Gather<'_>, out: &Span) {
         self.pick(x, x_rows, DType::F32, call, out);
+    }
+
+    fn pick_from_panels(&self, table: &Matrix, call: &Gather<'_>, out: &Span) {
+        let shape = Table { format: table.format(), columns: table.columns() };
+        let all = call.count * shape.words();
+        let (count, dim) = self.grid(all);
+        let floats = |span: &Span| span.argument(call.count * call.features, size_of::<f32>());
+        gather_panels::launch(
+            &self.client,
+            count,
+            dim,
+            table.data().argument(table.data().bytes() / size_of::<u32>(), size_of::<u32>()),
+            call.rows.argument(call.count, size_of::<u32>()),
+            call.base.map(floats).into(),
+            floats(out),
+            call.scale,
+            call.offset,
+            table.rows(),
+            all,
+            shape,
+        );
     }
 
     fn pick(&self, x: &Span, x_rows: usize, dtype: DType, call: &Gather<'_>, out: &Span) {

@@ -50,7 +50,7 @@ impl Gpu {
 }
 
 /// Neighbouring columns of a task: of one block where there are blocks.
-fn part_columns(panel: Panel) -> usize {
+pub(super) fn part_columns(panel: Panel) -> usize {
     panel.task_columns() / panel.blocks().max(1)
 }
 
@@ -103,11 +103,7 @@ fn unpack_task<F: Float, N: Size>(
     #[unroll]
     for part in 0..comptime!(panel.blocks().max(1)) {
         let mut values = Array::<f32>::new(comptime!(panel.rows() * part_columns));
-        if comptime!(panel.blocks() == 0) {
-            decode_floats(&words, 0usize, &mut values, 0usize, panel);
-        } else {
-            decode_part(weights, walk, task, &words, &mut values, part, panel);
-        }
+        decode_part(weights, walk, task, &words, &mut values, part, panel);
         let first_column = task_column(task, panel) + comptime!(part * BLOCK_PAIR / 2);
         #[unroll]
         for row in 0..comptime!(panel.rows()) {
@@ -124,9 +120,26 @@ fn unpack_task<F: Float, N: Size>(
     }
 }
 
-/// A task's part of one block, element by element to `values[row][column]`.
+/// Decodes a task, or its part of one block, element by element to `values[row][column]`.
 #[cube]
-fn decode_part(
+pub(super) fn decode_part(
+    weights: &[Words],
+    walk: Walk,
+    task: usize,
+    words: &Array<Words>,
+    values: &mut Array<f32>,
+    #[comptime] block: usize,
+    #[comptime] panel: Panel,
+) {
+    if comptime!(panel.blocks() == 0) {
+        decode_floats(words, 0usize, values, 0usize, panel);
+    } else {
+        decode_block(weights, walk, task, words, values, block, panel);
+    }
+}
+
+#[cube]
+fn decode_block(
     weights: &[Words],
     walk: Walk,
     task: usize,

@@ -34,8 +34,7 @@ impl State {
         };
         let (gate, up, down) = (stack(experts.gate)?, stack(experts.up)?, stack(experts.down)?);
         let used = ids.columns;
-        let inner = x.rows * used * gate.rows() * size_of::<f32>();
-        let call = Experts {
+        let mut call = Experts {
             x: &x.span,
             tokens: x.rows,
             used,
@@ -46,9 +45,11 @@ impl State {
             up: &up,
             down: &down,
             activation: experts.activation,
-            workspace: &Scratch::first(&self.scratch.inner, inner)?,
+            workspace: &self.scratch.inner,
             out: &out.span,
         };
+        let workspace = Scratch::first(&self.scratch.inner, call.sizes().bytes() as usize)?;
+        call.workspace = &workspace;
         self.gpu.experts(&call)
     }
 }

@@ -118,7 +118,7 @@ impl State {
             window,
             releases: plan.programs.iter().map(|program| releases(program, device)).collect(),
             exported,
-            sums: Sums::new(peers, device, ordinal, &space, &mut memory)?,
+            sums: Sums::new(peers, plan, device, ordinal, &space, &mut memory)?,
             memory,
             replays: Replays::default(),
             run: None,

@@ -5,7 +5,8 @@ use std::sync::Arc;
 
 use anyhow::{Context as _, Result, bail};
 use ir::id::DeviceId;
-use ir::workspace::Workspace;
+use ir::plan::Plan;
+use ir::workspace::{Workspace, exchange_piece_bytes};
 
 use super::memory::Memory;
 use crate::kernels::gpu::device::{Gpu, Span};
@@ -18,6 +19,8 @@ pub(super) struct Sums {
     device: DeviceId,
     /// `None` where it makes no sums.
     exchange: Option<Span>,
+    /// Bytes that members pass each other at a time.
+    piece_bytes: usize,
     /// Tables of addresses that are on the device.
     tables: BTreeMap<Vec<DeviceId>, Span>,
 }
@@ -25,6 +28,7 @@ pub(super) struct Sums {
 impl Sums {
     pub(super) fn new(
         peers: Arc<Peers>,
+        plan: &Plan,
         device: DeviceId,
         ordinal: usize,
         space: &Workspace,
@@ -35,7 +39,8 @@ impl Sums {
         if let Some(Ok(address)) = exchange.as_ref().map(Span::address) {
             peers.register(device, ordinal, address);
         }
-        Ok(Self { peers, device, exchange, tables: BTreeMap::new() })
+        let piece_bytes = exchange_piece_bytes(plan) as usize;
+        Ok(Self { peers, device, exchange, piece_bytes, tables: BTreeMap::new() })
     }
 
     /// Prepares for a run.
@@ -72,6 +77,7 @@ impl Sums {
             addresses: table,
             members: members.len() as u32,
             rank: rank.context("a GPU sums terms of others")? as u32,
+            piece_bytes: self.piece_bytes,
         };
         gpu.sum_over_peers(&group, term, out, count);
         Ok(())

@@ -11,7 +11,7 @@ use super::memory::Memory;
 use super::upload::Upload;
 use crate::checkpoint::{Checkpoint, matrices};
 use crate::kernels::cpu::pack::{PANEL, pack_rows, packed_bytes};
-use crate::kernels::gpu::device::{Gpu, Span};
+use crate::kernels::gpu::device::{ALIGNMENT, Gpu, Span};
 use crate::kernels::gpu::matrix::{Layout, Matrix, Stack};
 use crate::ops::own::weight_dims;
 
@@ -70,7 +70,16 @@ impl Weights {
         };
         let bytes = layout.bytes(format, rows, columns)?;
         let span = memory.take(sources.len() * bytes)?;
-        for (index, source) in sources.iter().enumerate() {
+        let is_placed = sources.len() == 1 || bytes.is_multiple_of(ALIGNMENT);
+        if !is_placed {
+            // The matrices of the stack begin where no copy may: they are put together on the host.
+            let mut stack = vec![0; sources.len() * bytes];
+            for (source, place) in sources.iter().zip(stack.chunks_mut(bytes)) {
+                Read { checkpoint, source, format, columns }.panels(0..rows, place);
+            }
+            gpu.write(&span, &stack)?;
+        }
+        for (index, source) in sources.iter().enumerate().filter(|_| is_placed) {
             let matrix = Read { checkpoint, source, format, columns };
             let place = span.part(index * bytes, bytes);
             match layout {

@@ -2,7 +2,7 @@
 
 use cubecl::prelude::*;
 
-use super::registers::held;
+use crate::kernels::gpu::registers::held;
 
 /// A score below every other, of which differences are still numbers.
 pub(super) const UNSEEN: f32 = -1e30;

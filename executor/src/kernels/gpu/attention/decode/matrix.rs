@@ -10,11 +10,11 @@ use cubecl::prelude::*;
 
 use super::split::{RUN, Split, parts};
 use crate::kernels::gpu::attention::Shape;
-use crate::kernels::gpu::attention::matrix::{
-    Packed, Sums, interleave, left, multiply, pack, quad_max, quad_sum, right,
-};
 use crate::kernels::gpu::attention::paging::cache_row;
 use crate::kernels::gpu::attention::scores::{UNSEEN, score, weight};
+use crate::kernels::gpu::instructions::{
+    Packed, Sums, interleave, left, multiply, pack, quad_max, quad_sum, right,
+};
 
 /// Planes of a cube.
 pub(super) const PLANES: u32 = 4;

@@ -11,11 +11,11 @@ use half::bf16;
 
 use super::tiles::tile;
 use crate::kernels::gpu::attention::Shape;
-use crate::kernels::gpu::attention::matrix::{
-    Packed, Sums, left, multiply, pack, quad_max, quad_sum, right,
-};
 use crate::kernels::gpu::attention::paging::{cache_row, first_seen};
 use crate::kernels::gpu::attention::scores::{UNSEEN, score, weight};
+use crate::kernels::gpu::instructions::{
+    Packed, Sums, left, multiply, pack, quad_max, quad_sum, right,
+};
 
 /// Lanes of a plane.
 pub(super) const PLANE: u32 = 32;

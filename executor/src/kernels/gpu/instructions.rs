@@ -10,10 +10,10 @@ use cubecl::ir::features::MmaConfig;
 use cubecl::prelude::*;
 use ir::tensor::DType;
 
+use super::device::{Gpu, element};
 use super::registers::held;
-use crate::kernels::gpu::device::{Gpu, element};
 
-/// 16 bytes of a cache: 8 elements.
+/// 16 bytes: 8 elements.
 pub(super) type Packed = Vector<u32, Const<4>>;
 /// The sums of a lane.
 pub(super) type Sums = Vector<f32, Const<4>>;
@@ -87,6 +87,22 @@ pub(super) fn interleave(first: u32, second: u32, #[comptime] upper: bool) -> u3
         options(pure, nomem),
     );
     pair
+}
+
+/// 128 and as many 256ths as a byte of a word says, in one instruction.
+#[cube]
+pub(super) fn of_byte(word: u32, #[comptime] byte: usize) -> f32 {
+    let word = held::<u32>(word);
+    // Sign and exponent of numbers from 128 on, and the byte as the middle one of the mantissa's three.
+    let order = comptime!(0x7404 | (byte as u32) << 4);
+    let number: u32;
+    gpu_asm!(
+        "prmt.b32 {d}, {a}, 0x43000000, {order};",
+        order = const order,
+        a = in(_) word, d = out(_) number,
+        options(pure, nomem),
+    );
+    f32::reinterpret(number)
 }
 
 /// The left operand of four registers.

@@ -1,0 +1,224 @@
+//! Experts for a few tokens: one launch writes every slot's gated rows, a second one the weighted sums of what
+//! `down` makes of them. Each slot reads its expert's matrices by itself.
+
+#![expect(unsafe_code, reason = "kernels are launched without checks of every index")]
+
+use cubecl::prelude::*;
+use ir::op::Then;
+
+use super::Experts;
+use crate::kernels::cpu::pack::PANEL;
+use crate::kernels::gpu::device::{Gpu, Span};
+use crate::kernels::gpu::linear::PANEL_PLANES;
+use crate::kernels::gpu::linear::input::{Input, InputLaunch};
+use crate::kernels::gpu::linear::panels::put_slots;
+use crate::kernels::gpu::linear::product::{multiply_task, zeros};
+use crate::kernels::gpu::linear::total::{Output, OutputLaunch, Shape, Totals};
+use crate::kernels::gpu::matrix::{LOAD_BYTES, Stack};
+use crate::kernels::gpu::panel::{Panel, Walk, panel_vectors};
+use crate::kernels::gpu::words::{Words, read_size};
+
+/// Planes that share a panel of `down`. There are few such panels and each stands for all of a token's experts,
+/// so a cube is as large as cubes get.
+const DOWN_PLANES: usize = 32;
+
+impl Gpu {
+    /// Queues the experts of a few tokens; `workspace` is `f32[tokens · used, intermediate]`.
+    pub(super) fn experts_of_few(&self, experts: &Experts<'_>) {
+        self.gate_experts(experts);
+        self.sum_experts(experts);
+    }
+
+    fn gate_experts(&self, experts: &Experts<'_>) {
+        let Experts { gate, up, tokens, used, .. } = *experts;
+        let panel = Panel { format: gate.format(), columns: gate.columns() };
+        let plane = self.plane() as usize;
+        let units = PANEL_PLANES / 2 * plane;
+        let shape = shape(panel, 2, units, plane);
+        let out = output(experts.workspace, tokens * used, gate.rows(), 2);
+        // SAFETY: the spans are as long as the shapes say, and the kernel stays within those.
+        unsafe {
+            gate_experts::launch_unchecked(
+                &self.client,
+                CubeCount::new_2d((tokens * used) as u32, gate.rows().div_ceil(PANEL) as u32),
+                CubeDim::new_1d(units as u32),
+                read_size(panel.columns),
+                input(experts.x, tokens, panel),
+                [gate, up].map(words).into(),
+                integers(experts.ids, tokens * used),
+                out,
+                experts.first_expert,
+                gate.experts() as i32,
+                used,
+                Then::Gate(experts.activation),
+                shape,
+                panel,
+                plane,
+            );
+        }
+    }
+
+    fn sum_experts(&self, experts: &Experts<'_>) {
+        let Experts { down, tokens, used, .. } = *experts;
+        let panel = Panel { format: down.format(), columns: down.columns() };
+        let plane = self.plane() as usize;
+        let units = DOWN_PLANES * plane;
+        let shape = shape(panel, 1, units, plane);
+        // SAFETY: as above.
+        unsafe {
+            sum_experts::launch_unchecked(
+                &self.client,
+                CubeCount::new_2d(tokens as u32, down.rows().div_ceil(PANEL) as u32),
+                CubeDim::new_1d(units as u32),
+                read_size(panel.columns),
+                input(experts.workspace, tokens * used, panel),
+                [words(down)].into(),
+                integers(experts.ids, tokens * used),
+                experts.weights.argument(tokens * used, size_of::<f32>()),
+                output(experts.out, tokens, down.rows(), 1),
+                experts.first_expert,
+                down.experts() as i32,
+                used,
+                shape,
+                panel,
+                plane,
+            );
+        }
+    }
+}
+
+fn shape(panel: Panel, matrices: usize, units: usize, plane: usize) -> Shape {
+    Shape {
+        tokens: 1,
+        matrices,
+        rows: panel.rows(),
+        slots: panel.slots(),
+        groups: units / plane.max(panel.slots()),
+        is_normed: false,
+    }
+}
+
+fn input<N: Size>(x: &Span, rows: usize, panel: Panel) -> InputLaunch<N> {
+    let size = read_size(panel.columns);
+    let x = x.argument(rows * panel.columns / size, size * size_of::<f32>());
+    InputLaunch::new(x, None.into(), 0.0, panel.columns, panel.covered(), false)
+}
+
+fn words(stack: &Stack) -> BufferArg {
+    stack.data().argument(stack.data().bytes() / LOAD_BYTES, LOAD_BYTES)
+}
+
+fn integers(ids: &Span, count: usize) -> BufferArg {
+    ids.argument(count, size_of::<i32>())
+}
+
+fn output(out: &Span, tokens: usize, rows: usize, matrices: usize) -> OutputLaunch {
+    let biases = (0..matrices).map(|_| None.into()).collect();
+    OutputLaunch::new(out.argument(tokens * rows, size_of::<f32>()), biases, None.into(), rows)
+}
+
+/// A cube for each slot and panel of gate and up.
+#[cube(launch_unchecked)]
+fn gate_experts<N: Size>(
+    input: &Input<N>,
+    weights: &Sequence<Box<[Words]>>,
+    ids: &[i32],
+    output: &mut Output,
+    first_expert: i32,
+    experts: i32,
+    used: usize,
+    #[comptime] then: Then,
+    #[comptime] shape: Shape,
+    #[comptime] panel: Panel,
+    #[comptime] plane: usize,
+) {
+    let slot = CUBE_POS_X as usize;
+    let number = CUBE_POS_Y as usize;
+    let unit = UNIT_POS as usize;
+    let vectors = panel_vectors(output.rows, number);
+    let slots = vectors * comptime!(panel.slots() / 2);
+    let mut totals = Totals::new(shape);
+    let mut sums = zeros(shape.values());
+    let mut squares = zeros(1usize);
+    let expert = ids[slot] - first_expert;
+    if expert >= 0 && expert < experts {
+        let start = expert_start(expert as usize, number, output.rows, panel);
+        let walk = Walk { start, vectors, slot: unit % slots };
+        let stride = CUBE_DIM as usize / slots;
+        for task in range_stepped(unit / slots, panel.tasks(), stride) {
+            multiply_task(
+                input,
+                slot / used,
+                weights,
+                walk,
+                task,
+                &mut sums,
+                &mut squares,
+                1usize,
+                panel,
+            );
+        }
+    }
+    put_slots(&mut totals, &mut sums, &mut squares, shape, plane);
+    sync_cube();
+    totals.finish(output, number * PANEL, slot, slots, 0.0, panel.columns, then, shape);
+}
+
+/// A cube for each token and panel of down, whose units share out the tasks of all its experts.
+#[cube(launch_unchecked)]
+fn sum_experts<N: Size>(
+    input: &Input<N>,
+    weights: &Sequence<Box<[Words]>>,
+    ids: &[i32],
+    expert_weights: &[f32],
+    output: &mut Output,
+    first_expert: i32,
+    experts: i32,
+    used: usize,
+    #[comptime] shape: Shape,
+    #[comptime] panel: Panel,
+    #[comptime] plane: usize,
+) {
+    let token = CUBE_POS_X as usize;
+    let number = CUBE_POS_Y as usize;
+    let unit = UNIT_POS as usize;
+    let vectors = panel_vectors(output.rows, number);
+    let slots = vectors * comptime!(panel.slots() / 2);
+    let tasks = comptime!(panel.tasks());
+    let mut totals = Totals::new(shape);
+    let mut sums = zeros(shape.values());
+    let mut squares = zeros(1usize);
+    for index in range_stepped(unit / slots, used * tasks, CUBE_DIM as usize / slots) {
+        let slot = token * used + index / tasks;
+        let expert = ids[slot] - first_expert;
+        if expert >= 0 && expert < experts {
+            let start = expert_start(expert as usize, number, output.rows, panel);
+            let walk = Walk { start, vectors, slot: unit % slots };
+            let mut products = zeros(shape.values());
+            multiply_task(
+                input,
+                slot,
+                weights,
+                walk,
+                index % tasks,
+                &mut products,
+                &mut squares,
+                1usize,
+                panel,
+            );
+            #[unroll]
+            for value in 0..comptime!(shape.values()) {
+                sums[value] += expert_weights[slot] * products[value];
+            }
+        }
+    }
+    put_slots(&mut totals, &mut sums, &mut squares, shape, plane);
+    sync_cube();
+    totals.finish(output, number * PANEL, token, slots, 0.0, panel.columns, Then::Nothing, shape);
+}
+
+/// The first load of a panel of an expert's matrix.
+#[cube]
+fn expert_start(expert: usize, number: usize, rows: usize, #[comptime] panel: Panel) -> usize {
+    (expert * rows.div_ceil(PANEL) + number) * comptime!(panel.stride())
+}

@@ -1,0 +1,327 @@
+//! Tiles with matrix instructions: weights go from panels to registers, the tile's input through shared memory.
+//!
+//! - A plane computes 32 rows for all slots of the tile, so that a tile's cubes decode every weight once. With two
+//!   stacks these are 16 rows of the gate and the same of up, which are neighbours within the plane.
+//! - Input is copied two steps ahead into one of three stages, with one barrier a step; weights are loaded a portion
+//!   ahead.
+//! - Rows of a stage are 64 bytes longer than a step, so that lanes read from different banks.
+
+use cubecl::prelude::barrier::copy_async_checked;
+use cubecl::prelude::*;
+use ir::op::Then;
+
+use super::operands::{Portion, portion_blocks};
+use crate::kernels::cpu::pack::{BLOCK_PAIR, PANEL};
+use crate::kernels::gpu::activation::activate;
+use crate::kernels::gpu::instructions::{Packed, Sums, multiply, pack, right};
+use crate::kernels::gpu::panel::{Panel, Walk, panel_vectors};
+use crate::kernels::gpu::words::Words;
+
+/// Lanes of a plane.
+pub(super) const PLANE: usize = 32;
+/// Planes of a cube: with 64 slots a lane needs about 160 registers, and three such cubes fit a multiprocessor.
+pub(super) const PLANES: usize = 4;
+/// Rows of a plane, of all stacks.
+const PLANE_ROWS: usize = PANEL;
+/// Columns of a step.
+const STEP: usize = BLOCK_PAIR;
+/// Steps of input that have a place in shared memory.
+const STAGES: usize = 3;
+/// 16-byte vectors of a slot's columns in a step.
+const VECTORS: usize = STEP / 8;
+/// 16-byte vectors from slot to slot.
+const STRIDE: usize = VECTORS + 4;
+
+/// What is known of a tile when a kernel is compiled.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct Tile {
+    /// A multiple of 16.
+    pub(super) slots: usize,
+    /// Whether elements are bf16, not f16.
+    pub(super) is_bf16: bool,
+    /// Whether gated rows are.
+    pub(super) makes_bf16: bool,
+}
+
+impl Tile {
+    /// 16-byte vectors from stage to stage.
+    fn stage(self) -> usize {
+        self.slots * STRIDE
+    }
+
+    /// 16-byte vectors that a unit copies in a step, from as many slots.
+    fn copies(self) -> usize {
+        self.slots * VECTORS / (PLANE * PLANES)
+    }
+}
+
+/// Whether rows of so many elements are whole vectors.
+pub(super) fn serves(columns: usize) -> bool {
+    columns.is_multiple_of(8)
+}
+
+/// Slots of a tile where experts have so many on average: few enough that most tiles are full, and as many as
+/// registers hold sums of.
+pub(super) fn tile(mean: usize) -> usize {
+    match mean {
+        0..=12 => 16,
+        13..=40 => 32,
+        _ => 64,
+    }
+}
+
+/// Rows of each of `stacks` stacks that a cube computes.
+pub(super) fn rows_of_cube(stacks: usize) -> usize {
+    PLANES * PLANE_ROWS / stacks
+}
+
+/// Cubes: rows of the stacks, tiles. See `Pass` for what is read and written.
+///
+/// Of four neighbouring rows `out` takes f32, or pairs of 16 bits with two stacks.
+#[cube(launch_unchecked)]
+pub(super) fn multiply_tiles<N: Size>(
+    input: &[Packed],
+    weights: &Sequence<Box<[Words]>>,
+    tiles: &[u32],
+    order: &[u32],
+    out: &mut [Vector<u32, N>],
+    rows: usize,
+    used: usize,
+    #[comptime] then: Then,
+    #[comptime] tile: Tile,
+    #[comptime] panel: Panel,
+) {
+    let number = 3 * CUBE_POS_Y as usize;
+    let expert = tiles[number] as usize;
+    let first = tiles[number + 1] as usize;
+    let count = tiles[number + 2] as usize;
+    if count == 0 {
+        terminate!();
+    }
+    let is_gate = comptime!(weights.len() == 2);
+    let lane = UNIT_POS_X as usize;
+    let plane = UNIT_POS_Y as usize;
+    let (g, t) = (lane / 4, lane % 4);
+    let steps = comptime!(panel.columns.div_ceil(STEP));
+
+    // Which rows of the tile a unit copies; those beyond the last slot are copies of that one.
+    let unit = plane * PLANE + lane;
+    let mut copied = Array::<usize>::new(comptime!(tile.copies()));
+    #[unroll]
+    for i in 0..comptime!(tile.copies()) {
+        let slot = unit / VECTORS + comptime!(i * PLANE * PLANES / VECTORS);
+        let slot = first + slot.min(count - 1);
+        let mut row = slot;
+        if is_gate {
+            row = order[slot] as usize / used;
+        }
+        copied[i] = row * comptime!(panel.columns / 8);
+    }
+    let mut staged =
+        Shared::<[Packed]>::new_aligned_slice(comptime!(STAGES * tile.stage()), 16usize);
+    #[unroll]
+    for step in 0..comptime!(STAGES - 1) {
+        if comptime!(step < steps) {
+            copy_step(
+                input,
+                &mut staged,
+                &copied,
+                comptime!(step * tile.stage()).runtime(),
+                step.runtime(),
+                tile,
+                panel,
+            );
+        }
+        gpu_asm!("cp.async.commit_group;");
+    }
+
+    // Four neighbouring rows of a stack are the lane's; those beyond the last are computed as others and not stored.
+    let is_up = is_gate && g >= 4;
+    let mut place = CUBE_POS_X as usize * comptime!(PLANES * 8) + plane * 8 + g;
+    if is_gate {
+        place = CUBE_POS_X as usize * comptime!(PLANES * 4) + plane * 4 + g % 4;
+    }
+    let row = 4 * place;
+    let panels = rows.div_ceil(PANEL);
+    let panel_number = (row / PANEL).min(panels - 1);
+    let vectors = panel_vectors(rows, panel_number);
+    let walk = Walk {
+        start: (expert * panels + panel_number) * comptime!(panel.stride()),
+        vectors,
+        slot: place % (4 * vectors),
+    };
+
+    let mut sums = Array::<Sums>::new(comptime!(tile.slots / 4));
+    #[unroll]
+    for i in 0..comptime!(tile.slots / 4) {
+        sums[i] = Sums::zeroed();
+    }
+    let blocks = comptime!(portion_blocks(panel));
+    let portions = comptime!(STEP / 32 / blocks);
+    let last_portion = comptime!(steps * portions - 1);
+    let mut portion = Portion::new(panel);
+    let mut next = Portion::new(panel);
+    load(&mut portion, weights, is_up, walk, t, 0usize.runtime(), panel);
+    let mut stage = 0usize.runtime();
+    for step in 0..steps {
+        // Of the copies under way only the newest step's is not waited for.
+        gpu_asm!("cp.async.wait_group 1;");
+        sync_cube();
+        if step + comptime!(STAGES - 1) < steps {
+            let behind = select(stage == 0, comptime!(STAGES * tile.stage()).runtime(), stage);
+            copy_step(
+                input,
+                &mut staged,
+                &copied,
+                behind - comptime!(tile.stage()),
+                step + comptime!(STAGES - 1),
+                tile,
+                panel,
+            );
+        }
+        gpu_asm!("cp.async.commit_group;");
+        #[unroll]
+        for part in 0..portions {
+            let following = (step * portions + comptime!(part + 1)).min(last_portion.runtime());
+            load(&mut next, weights, is_up, walk, t, following, panel);
+            #[unroll]
+            for block in 0..blocks {
+                let operands = portion.operands(block, panel);
+                let from = stage + g * STRIDE + t + comptime!(4 * (part * blocks + block));
+                #[unroll]
+                for i in 0..comptime!(tile.slots / 8) {
+                    let x = staged[from + comptime!(8 * i * STRIDE)];
+                    let x_first = right(x.extract(0usize), x.extract(1usize));
+                    let x_second = right(x.extract(2usize), x.extract(3usize));
+                    #[unroll]
+                    for pair in 0..2usize {
+                        let at = comptime!(2 * i + pair);
+                        let sum = multiply(operands[pair], x_first, sums[at], tile.is_bf16);
+                        sums[at] =
+                            multiply(operands[comptime!(2 + pair)], x_second, sum, tile.is_bf16);
+                    }
+                }
+            }
+            portion.set(&next, panel);
+        }
+        stage += comptime!(tile.stage());
+        if stage == comptime!(STAGES * tile.stage()) {
+            stage = 0;
+        }
+    }
+
+    #[unroll]
+    for i in 0..comptime!(tile.slots / 8) {
+        let sums_of_pair = (sums[comptime!(2 * i)], sums[comptime!(2 * i + 1)]);
+        let even = four_rows(sums_of_pair.0, sums_of_pair.1, 0usize);
+        let odd = four_rows(sums_of_pair.0, sums_of_pair.1, 1usize);
+        let slot = comptime!(8 * i) + 2 * t;
+        match then {
+            Then::Nothing => {
+                store(out, order, first, slot, count, row, rows, even);
+                store(out, order, first, slot + 1, count, row, rows, odd);
+            }
+            Then::Activate(_) => comptime!(unreachable!("experts are gated or not at all")),
+            Then::Gate(activation) => {
+                // Of two slots the gate's lane computes the first, up's lane the second.
+                let slot = slot + select(is_up, 1usize, 0usize);
+                let mut values = Array::<f32>::new(4usize);
+                #[unroll]
+                for j in 0..4usize {
+                    let kept = select(is_up, odd.extract(j), even.extract(j));
+                    let sent = select(is_up, even.extract(j), odd.extract(j));
+                    let other = plane_shuffle_xor(sent, 16u32);
+                    let gate = select(is_up, other, kept);
+                    let up = select(is_up, kept, other);
+                    values[j] = activate(gate, activation) * up;
+                }
+                if slot < count && row < rows {
+                    let mut packed = Vector::<u32, N>::empty();
+                    packed.insert(0usize, pack(values[0], values[1], tile.makes_bf16));
+                    packed.insert(1usize, pack(values[2], values[3], tile.makes_bf16));
+                    out[((first + slot) * rows + row) / 4] = packed;
+                }
+            }
+        }
+    }
+}
+
+/// Loads a portion of the lane's stack.
+#[cube]
+fn load(
+    portion: &mut Portion,
+    weights: &Sequence<Box<[Words]>>,
+    is_up: bool,
+    walk: Walk,
+    t: usize,
+    number: usize,
+    #[comptime] panel: Panel,
+) {
+    if comptime!(weights.len() == 2) {
+        if is_up {
+            portion.load(&weights[1], walk, t, number, panel);
+        } else {
+            portion.load(&weights[0], walk, t, number, panel);
+        }
+    } else {
+        portion.load(&weights[0], walk, t, number, panel);
+    }
+}
+
+/// Starts to copy a step of the tile's input; columns behind the last become zeros.
+#[cube]
+fn copy_step(
+    input: &[Packed],
+    staged: &mut Shared<[Packed]>,
+    rows: &Array<usize>,
+    stage: usize,
+    step: usize,
+    #[comptime] tile: Tile,
+    #[comptime] panel: Panel,
+) {
+    let unit = UNIT_POS_Y as usize * PLANE + UNIT_POS_X as usize;
+    let vector = step * VECTORS + unit % VECTORS;
+    let is_inside = vector < comptime!(panel.columns / 8);
+    let vector = select(is_inside, vector, 0usize);
+    let count = select(is_inside, 1usize, 0usize);
+    #[unroll]
+    for i in 0..comptime!(tile.copies()) {
+        let slot = unit / VECTORS + comptime!(i * PLANE * PLANES / VECTORS);
+        let from = rows[i] + vector;
+        let to = stage + slot * STRIDE + unit % VECTORS;
+        copy_async_checked(&input[from..from + count], &mut staged[to..to + 1], comptime!(4u32));
+    }
+}
+
+/// A lane's rows for the first or the second of its two slots.
+#[cube]
+fn four_rows(upper: Sums, lower: Sums, #[comptime] slot: usize) -> Sums {
+    let mut rows = Sums::empty();
+    rows.insert(0usize, upper.extract(slot));
+    rows.insert(1usize, upper.extract(comptime!(2 + slot)));
+    rows.insert(2usize, lower.extract(slot));
+    rows.insert(3usize, lower.extract(comptime!(2 + slot)));
+    rows
+}
+
+/// Stores four rows of a slot of the tile, where the slots are, if there is such a slot and such rows.
+#[cube]
+fn store<N: Size>(
+    out: &mut [Vector<u32, N>],
+    order: &[u32],
+    first: usize,
+    slot: usize,
+    count: usize,
+    row: usize,
+    rows: usize,
+    values: Sums,
+) {
+    if slot < count && row < rows {
+        let mut words = Vector::<u32, N>::empty();
+        #[unroll]
+        for i in 0..4usize {
+            words.insert(i, u32::reinterpret(values.extract(i)));
+        }
+        out[(order[first + slot] as usize * rows + row) / 4] = words;
+    }
+}

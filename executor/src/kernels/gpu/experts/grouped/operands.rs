@@ -1,0 +1,241 @@
+//! Weights from panels, as they lie, to left operands of matrix instructions.
+//!
+//! - The order in which a product runs through its columns is free, as is which row of a result is which row of a
+//!   matrix. Lane `4 g + t` multiplies columns `32 b + 8 t ..` of block `b`: the first four of them in one
+//!   instruction, the others in the next.
+//! - Its rows are four neighbours, those of a 16-byte load: the first two are rows `g` and `g + 8` of one operand, the
+//!   others of a second one.
+//! - A *portion* is what a lane loads at once: a block of 32 columns, two in q4.
+
+use cubecl::prelude::*;
+use ir::tensor::Format;
+
+use crate::kernels::cpu::pack::BLOCK_PAIR;
+use crate::kernels::gpu::instructions::{Packed, interleave, left, of_byte, pack};
+use crate::kernels::gpu::panel::{Panel, SCALE_LOADS, Walk};
+use crate::kernels::gpu::words::{Words, half_of};
+
+/// Columns of a block, whatever the format.
+const BLOCK: usize = BLOCK_PAIR / 2;
+
+/// How many steps of [`of_byte()`] make one.
+const CODE_STEPS: f32 = 256.0;
+
+/// What [`of_byte()`] gives for an element of zero, in steps. Its product with a scale is exact.
+fn offset(format: Format) -> f32 {
+    let code = if matches!(format, Format::Q8) { 128.0 } else { 8.0 };
+    128.0 * CODE_STEPS + code
+}
+
+/// Blocks of a portion.
+pub(super) fn portion_blocks(panel: Panel) -> usize {
+    panel.blocks().max(1)
+}
+
+/// Words of a portion, in fours.
+pub(super) fn portion_words(panel: Panel) -> usize {
+    match panel.format {
+        Format::Q8 | Format::Q4 => 2,
+        Format::Bf16 | Format::F16 => 4,
+        Format::F32 => unreachable!("f32 is not multiplied as 16-bit elements"),
+    }
+}
+
+/// A lane's part of a portion.
+#[derive(CubeType)]
+pub(super) struct Portion {
+    /// `[load][row]`; in f16 `[columns 2 i, 2 i + 1][column][pair of rows]`.
+    words: Array<Words>,
+    /// `[block]`: pairs of f16 scales.
+    scales: Array<u32>,
+}
+
+#[cube]
+impl Portion {
+    /// Room for a portion.
+    pub(super) fn new(#[comptime] panel: Panel) -> Portion {
+        Portion {
+            words: Array::new(comptime!(portion_words(panel))),
+            scales: Array::new(comptime!(2 * portion_blocks(panel))),
+        }
+    }
+
+    /// Becomes another.
+    pub(super) fn set(&mut self, other: &Portion, #[comptime] panel: Panel) {
+        #[unroll]
+        for i in 0..comptime!(portion_words(panel)) {
+            self.words[i] = other.words[i];
+        }
+        if comptime!(panel.blocks() > 0) {
+            #[unroll]
+            for i in 0..comptime!(2 * portion_blocks(panel)) {
+                self.scales[i] = other.scales[i];
+            }
+        }
+    }
+
+    /// Loads the portion of that number; `walk.slot` counts in four rows, `t` is the lane's.
+    pub(super) fn load(
+        &mut self,
+        weights: &[Words],
+        walk: Walk,
+        t: usize,
+        number: usize,
+        #[comptime] panel: Panel,
+    ) {
+        match comptime!(panel.format) {
+            Format::Q8 => {
+                let pair = walk.start + number / 2 * comptime!(panel.pair_stride()) * walk.vectors;
+                let block = number % 2;
+                let first = pair + SCALE_LOADS * walk.vectors;
+                #[unroll]
+                for i in 0..2usize {
+                    let group = block * 8 + 2 * t + i;
+                    self.words[i] = weights[first + group * 4 * walk.vectors + walk.slot];
+                }
+                self.load_scales(weights, pair, block, walk, 0usize);
+            }
+            Format::Q4 => {
+                let pair = walk.start + number * comptime!(panel.pair_stride()) * walk.vectors;
+                let first = pair + SCALE_LOADS * walk.vectors;
+                #[unroll]
+                for i in 0..2usize {
+                    let group = 2 * t + i;
+                    self.words[i] = weights[first + group * 4 * walk.vectors + walk.slot];
+                }
+                #[unroll]
+                for block in 0..2usize {
+                    self.load_scales(weights, pair, block.runtime(), walk, 2 * block);
+                }
+            }
+            Format::Bf16 => {
+                // Columns beyond the last meet zeros: any number does.
+                let last = comptime!(panel.padded() / 2 - 1);
+                #[unroll]
+                for i in 0..4usize {
+                    let columns = min(number * comptime!(BLOCK / 2) + 4 * t + i, last.runtime());
+                    self.words[i] = weights[walk.start + columns * 4 * walk.vectors + walk.slot];
+                }
+            }
+            Format::F16 => {
+                let last = comptime!(panel.padded() - 1);
+                let is_upper = walk.slot % 2 == 1;
+                #[unroll]
+                for i in 0..4usize {
+                    let mut both = Words::empty();
+                    #[unroll]
+                    for j in 0..2usize {
+                        let column =
+                            min(number * BLOCK + 8 * t + comptime!(2 * i + j), last.runtime());
+                        let at = walk.start + column * 2 * walk.vectors + walk.slot / 2;
+                        let rows = weights[at];
+                        #[unroll]
+                        for k in 0..2usize {
+                            let word = select(is_upper, rows.extract(2 + k), rows.extract(k));
+                            both.insert(comptime!(2 * j + k), word);
+                        }
+                    }
+                    self.words[i] = both;
+                }
+            }
+            Format::F32 => comptime!(unreachable!("f32 is not multiplied as 16-bit elements")),
+        }
+    }
+
+    /// Loads the scales of a block of a pair: halves of eight rows, of which four are the lane's.
+    fn load_scales(
+        &mut self,
+        weights: &[Words],
+        pair: usize,
+        block: usize,
+        walk: Walk,
+        #[comptime] to: usize,
+    ) {
+        let halves =
+            weights[pair + block * walk.vectors * comptime!(SCALE_LOADS / 2) + walk.slot / 2];
+        let is_upper = walk.slot % 2 == 1;
+        #[unroll]
+        for i in 0..2usize {
+            self.scales[to + i] = select(is_upper, halves.extract(2 + i), halves.extract(i));
+        }
+    }
+
+    /// The left operands of a block: of the first columns for both pairs of rows, then of the others.
+    pub(super) fn operands(
+        &self,
+        #[comptime] block: usize,
+        #[comptime] panel: Panel,
+    ) -> Array<Packed> {
+        let mut operands = Array::<Packed>::new(4usize);
+        let mut scales = Array::<f32>::new(4usize);
+        let mut offsets = Array::<f32>::new(4usize);
+        if comptime!(panel.blocks() > 0) {
+            #[unroll]
+            for row in 0..4usize {
+                let pair = self.scales[comptime!(2 * block + row / 2)];
+                let scale = half_of(pair, comptime!(row % 2), Format::F16);
+                scales[row] = scale * CODE_STEPS;
+                offsets[row] = scale * comptime!(offset(panel.format));
+            }
+        }
+        #[unroll]
+        for step in 0..2usize {
+            if comptime!(panel.blocks() > 0) {
+                let mut values = Array::<f32>::new(16usize);
+                #[unroll]
+                for row in 0..4usize {
+                    let word = self.words[step].extract(row);
+                    let codes = match comptime!((panel.format, block)) {
+                        (Format::Q4, 0) => word & 0x0f0f_0f0fu32,
+                        (Format::Q4, _) => (word >> 4u32) & 0x0f0f_0f0fu32,
+                        (Format::F32 | Format::F16 | Format::Bf16 | Format::Q8, _) => word,
+                    };
+                    #[unroll]
+                    for column in 0..4usize {
+                        values[comptime!(4 * row + column)] =
+                            fma(of_byte(codes, column), scales[row], -offsets[row]);
+                    }
+                }
+                #[unroll]
+                for rows in 0..2usize {
+                    let first = comptime!(8 * rows);
+                    operands[comptime!(2 * step + rows)] = left(
+                        pack(values[first], values[comptime!(first + 1)], true),
+                        pack(values[comptime!(first + 4)], values[comptime!(first + 5)], true),
+                        pack(values[comptime!(first + 2)], values[comptime!(first + 3)], true),
+                        pack(values[comptime!(first + 6)], values[comptime!(first + 7)], true),
+                    );
+                }
+            } else {
+                let first = self.words[comptime!(2 * step)];
+                let second = self.words[comptime!(2 * step + 1)];
+                #[unroll]
+                for rows in 0..2usize {
+                    operands[comptime!(2 * step + rows)] = match comptime!(panel.format) {
+                        Format::F16 => {
+                            let (a, b) = (first.extract(rows), first.extract(comptime!(2 + rows)));
+                            let (c, d) =
+                                (second.extract(rows), second.extract(comptime!(2 + rows)));
+                            left(
+                                interleave(a, b, false),
+                                interleave(a, b, true),
+                                interleave(c, d, false),
+                                interleave(c, d, true),
+                            )
+                        }
+                        Format::Bf16 => left(
+                            first.extract(comptime!(2 * rows)),
+                            first.extract(comptime!(2 * rows + 1)),
+                            second.extract(comptime!(2 * rows)),
+                            second.extract(comptime!(2 * rows + 1)),
+                        ),
+                        Format::F32 | Format::Q8 | Format::Q4 => {
+                            comptime!(unreachable!("blocks are decoded above"))
+                        }
+                    };
+                }
+            }
+        }
+        operands
+    }
+}

@@ -1,0 +1,197 @@
+//! Rows picked from a matrix in panels, word by word: a row's words lie a vector or two apart.
+
+use cubecl::prelude::*;
+use ir::tensor::Format;
+
+use crate::kernels::cpu::pack::{BLOCK_PAIR, PANEL, packed_bytes, padded};
+use crate::kernels::gpu::panel::panel_vectors;
+use crate::kernels::gpu::words::half_of;
+
+/// What is known of a table when a kernel is compiled.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct Table {
+    pub(super) format: Format,
+    pub(super) columns: usize,
+}
+
+impl Table {
+    /// Words that hold something of a row, each for one unit.
+    pub(super) fn words(self) -> usize {
+        let columns = match self.format {
+            Format::F32 | Format::F16 => 1,
+            Format::Bf16 => 2,
+            Format::Q8 => 4,
+            Format::Q4 => 8,
+        };
+        padded(self.format, self.columns) / columns
+    }
+
+    /// Words from one panel to the next.
+    fn stride(self) -> usize {
+        packed_bytes(self.format, PANEL, self.columns) / size_of::<u32>()
+    }
+
+    /// Words of a row in a block pair, less its two scales, which are one word.
+    fn pair_words(self) -> usize {
+        packed_bytes(self.format, PANEL, BLOCK_PAIR) / size_of::<u32>() / PANEL - 1
+    }
+}
+
+/// `out[i] = table[rows[i] + offset] · scale (+ base[i])`; each unit takes a word of the table.
+#[cube(launch)]
+pub(super) fn gather_panels(
+    words: &[u32],
+    rows: &[u32],
+    base: &ComptimeOption<Box<[f32]>>,
+    out: &mut [f32],
+    scale: f32,
+    offset: u32,
+    table_rows: usize,
+    all: usize,
+    #[comptime] table: Table,
+) {
+    let at = ABSOLUTE_POS;
+    if at < all {
+        let (index, word) = (at / comptime!(table.words()), at % comptime!(table.words()));
+        let row = rows[index] as usize + offset as usize;
+        let number = row / PANEL;
+        let lanes = panel_vectors(table_rows, number) * comptime!(PANEL / 2);
+        let start = number * comptime!(table.stride());
+        let lane = row % PANEL;
+        let first = index * table.columns;
+        match comptime!(table.format) {
+            Format::F32 => {
+                let value = f32::reinterpret(words[start + word * lanes + lane]);
+                put(out, base, first, word, scale * value, table);
+            }
+            Format::F16 => {
+                let pair = words[start + (word * lanes + lane) / 2];
+                put(out, base, first, word, scale * half_at(pair, lane), table);
+            }
+            Format::Bf16 => {
+                let pair = words[start + word * lanes + lane];
+                #[unroll]
+                for i in 0..2usize {
+                    let value = half_of(pair, i, Format::Bf16);
+                    put(out, base, first, 2 * word + i, scale * value, table);
+                }
+            }
+            Format::Q8 => {
+                let (pair, group) =
+                    (word / comptime!(table.pair_words()), word % comptime!(table.pair_words()));
+                let start = start + pair * lanes * comptime!(table.pair_words() + 1);
+                let block = group / comptime!(table.pair_words() / 2);
+                let factor = scale * half_at(words[start + (block * lanes + lane) / 2], lane);
+                let codes = words[start + (group + 1) * lanes + lane];
+                #[unroll]
+                for i in 0..4usize {
+                    let value = factor * code(codes, 8 * i, 8u32);
+                    put(out, base, first, 4 * word + i, value, table);
+                }
+            }
+            Format::Q4 => {
+                let (pair, group) =
+                    (word / comptime!(table.pair_words()), word % comptime!(table.pair_words()));
+                let start = start + pair * lanes * comptime!(table.pair_words() + 1);
+                let codes = words[start + (group + 1) * lanes + lane];
+                #[unroll]
+                for block in 0..2usize {
+                    let factor = scale * half_at(words[start + (block * lanes + lane) / 2], lane);
+                    let column = pair * BLOCK_PAIR + comptime!(block * BLOCK_PAIR / 2) + 4 * group;
+                    #[unroll]
+                    for i in 0..4usize {
+                        let value = factor * code(codes, 8 * i + 4 * block, 4u32);
+                        put(out, base, first, column + i, value, table);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// The half of a word that is a lane's, where lanes are in pairs.
+#[cube]
+fn half_at(word: u32, lane: usize) -> f32 {
+    let (lower, upper) = (half_of(word, 0usize, Format::F16), half_of(word, 1usize, Format::F16));
+    select(lane % 2 == 1, upper, lower)
+}
+
+/// A block's code of so many bits from a word's bit `lowest` on, less what stands for zero.
+#[cube]
+fn code(word: u32, #[comptime] lowest: usize, #[comptime] bits: u32) -> f32 {
+    let code = (word >> comptime!(lowest as u32)) & comptime!((1u32 << bits) - 1);
+    f32::cast_from(code) - comptime!((1u32 << (bits - 1)) as f32)
+}
+
+#[cube]
+fn put(
+    out: &mut [f32],
+    base: &ComptimeOption<Box<[f32]>>,
+    first: usize,
+    column: usize,
+    value: f32,
+    #[comptime] table: Table,
+) {
+    if column < table.columns {
+        let mut value = value;
+        #[comptime]
+        match base.clone() {
+            ComptimeOption::Some(base) => value += base[first + column],
+            ComptimeOption::None => {}
+        }
+        out[first + column] = value;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::kernels::gpu::device::Gpu;
+    use crate::kernels::gpu::matrix::testing::panels;
+    use crate::kernels::gpu::rows::Gather;
+    use crate::kernels::gpu::testing::gpu;
+
+    use super::*;
+
+    const ROWS: [u32; 5] = [38, 0, 2, 31, 2];
+    const OFFSET: u32 = 2;
+
+    fn check(gpu: &Gpu, format: Format, table_rows: usize, features: usize, with_base: bool) {
+        let table = panels(gpu, format, table_rows, features, 3);
+        let count = ROWS.len() * features;
+        let base: Vec<f32> = (0..count).map(|i| i as f32 * 0.25).collect();
+        let base_span = gpu.upload(&base);
+        let out = gpu.poisoned(count * 4);
+        let call = Gather {
+            rows: &gpu.upload(&ROWS),
+            offset: OFFSET,
+            scale: 1.5,
+            base: with_base.then_some(&base_span),
+            count: ROWS.len(),
+            features,
+        };
+        gpu.gather(&table.matrix, &call, &out).unwrap();
+        for (i, actual) in gpu.download::<f32>(&out, count).into_iter().enumerate() {
+            let row = (ROWS[i / features] + OFFSET) as usize;
+            let base = if with_base { f64::from(base[i]) } else { 0.0 };
+            let expected = table.values[row * features + i % features] * 1.5 + base;
+            let distance = (f64::from(actual) - expected).abs();
+            assert!(
+                distance <= 1e-6 * expected.abs(),
+                "{actual} is not {expected}: {format}, {table_rows} by {features}, element {i}"
+            );
+        }
+    }
+
+    #[test]
+    fn rows_of_every_format_are_picked_scaled_and_added() {
+        let Some(gpu) = gpu() else { return };
+        for format in Format::ALL {
+            for with_base in [false, true] {
+                // The last panel has one vector, then two.
+                check(&gpu, format, 41, 72, with_base);
+                check(&gpu, format, 64, 128, with_base);
+                check(&gpu, format, 50, 37, with_base);
+            }
+        }
+    }
+}
