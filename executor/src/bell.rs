@@ -1,19 +1,17 @@
-//! Waiting for something that another thread does: spin briefly, then sleep until the bell rings.
+//! Waiting for something that another thread does: spin briefly, give way for a while, then sleep until the bell rings.
 
-use std::hint::spin_loop;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Condvar, Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-/// How long a waiter spins: longer than the gap between two steps of unlike lanes of a tensor-parallel
-/// layer (tens of microseconds), shorter than a scheduler's slice.
-const SPIN: Duration = Duration::from_micros(50);
+use crate::waiting::{SPIN, give_way, spin_for};
+
+/// How long a waiter gives way before it sleeps: longer than one device waits for another within a layer, since waking a
+/// thread takes tens of microseconds, and more on virtual machines.
+const AWAKE: Duration = Duration::from_millis(2);
 /// How often a sleeper looks without a ring: for what is raised by those who know no bell, as signal
 /// handlers are. A twentieth of a second is no delay to a person.
 const LOOK: Duration = Duration::from_millis(50);
-/// Pauses between two looks at the clock: 64 take about 1 µs.
-const PAUSES: u32 = 64;
-
 /// A place to wait at. What is waited for lives elsewhere, in atomics.
 #[derive(Default)]
 pub(crate) struct Bell {
@@ -28,14 +26,12 @@ impl Bell {
         if is_ready() {
             return;
         }
-        let start = Instant::now();
-        while start.elapsed() < SPIN {
-            for _ in 0..PAUSES {
-                if is_ready() {
-                    return;
-                }
-                spin_loop();
-            }
+        if spin_for(SPIN, &is_ready) {
+            return;
+        }
+        give_way(AWAKE, &is_ready);
+        if is_ready() {
+            return;
         }
         let mut guard = self.lock.lock().unwrap_or_else(PoisonError::into_inner);
         // Sequentially consistent with the store that makes `is_ready` hold: either this thread sees

@@ -25,5 +25,6 @@ pub mod trace;
 pub mod kernels;
 pub mod memory;
 pub mod team;
+mod waiting;
 
 pub mod calibrate;

@@ -9,7 +9,6 @@
 
 use std::any::Any;
 use std::cell::UnsafeCell;
-use std::hint::spin_loop;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -24,22 +23,15 @@ use hwlocality::cpu::binding::CpuBindingFlags;
 use hwlocality::cpu::cpuset::CpuSet;
 
 use crate::memory::Arena;
+use crate::waiting::{SPIN, give_way, spin_for};
 
-/// How long a worker spins for the next run: longer than the gap between two steps of a lane
-/// (below 10 µs), shorter than a scheduler's slice.
-const SPIN: Duration = Duration::from_micros(50);
 /// How long an idle worker gives way before it parks: longer than a lane waits for a GPU within one run, since
 /// waking some ten threads takes a millisecond and more on virtual machines.
 const IDLE: Duration = Duration::from_millis(20);
-/// A yield that takes longer than this gave the CPU to somebody else (alone it takes below 1 µs).
-const SHARED_CPU: Duration = Duration::from_micros(5);
 /// How long a waiter inside a run gives way before it sleeps instead.
 const PATIENCE: Duration = Duration::from_millis(2);
 /// Length of such a sleep.
 const NAP: Duration = Duration::from_micros(50);
-/// Pauses between two looks at the clock: 64 take about 1 µs.
-const PAUSES: u32 = 64;
-
 /// The threads of one device; the thread that made the team is member 0.
 pub struct Team {
     shared: Arc<Shared>,
@@ -276,22 +268,6 @@ impl Barrier<'_> {
     }
 }
 
-/// Gives way until there is something to do, for [`IDLE`] at most; whether somebody else wanted the CPU.
-fn give_way(is_called: impl Fn() -> bool) -> bool {
-    let start = Instant::now();
-    let mut taken = 0;
-    while start.elapsed() < IDLE {
-        let before = Instant::now();
-        thread::yield_now();
-        // One long yield may have been an interrupt.
-        taken += u32::from(before.elapsed() > SHARED_CPU);
-        if taken > 1 || spin_for(SPIN / 10, &is_called) {
-            break;
-        }
-    }
-    taken > 1
-}
-
 impl Shared {
     /// A worker's life: wait for a run, take part, say so.
     fn serve(&self, member: usize) {
@@ -317,7 +293,7 @@ impl Shared {
             || self.epoch.0.load(Ordering::SeqCst) != seen || self.closing.load(Ordering::SeqCst);
         if !spin_for(*spin, is_called) {
             // Spinning costs nothing on a CPU of one's own and everything on a shared one.
-            let is_shared = give_way(is_called);
+            let is_shared = give_way(IDLE, is_called);
             *spin = if is_shared { Duration::ZERO } else { SPIN };
             while !is_called() {
                 seat.parked.store(true, Ordering::SeqCst);
@@ -352,22 +328,6 @@ pub(crate) fn bind(topology: &Topology, cpu: u32) -> anyhow::Result<()> {
     topology
         .bind_cpu(&CpuSet::from(index), CpuBindingFlags::THREAD)
         .with_context(|| format!("binding a thread to cpu {cpu}"))
-}
-
-/// Spins until `is_done` or `limit` is over; says which.
-fn spin_for(limit: Duration, is_done: impl Fn() -> bool) -> bool {
-    let start = Instant::now();
-    loop {
-        for _ in 0..PAUSES {
-            if is_done() {
-                return true;
-            }
-            spin_loop();
-        }
-        if start.elapsed() >= limit {
-            return false;
-        }
-    }
 }
 
 /// Waits for other members, which are busy or have lost their CPU: spins, then gives way, then sleeps.

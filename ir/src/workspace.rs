@@ -116,6 +116,7 @@ pub fn workspace(plan: &Plan, device: DeviceId, library_bytes: u64) -> Workspace
     let mut space = Workspace::default();
     let mut ropes = BTreeSet::new();
     let mut has_lane = false;
+    let mut members = 0;
     for program in &plan.programs {
         for lane in program.lanes.iter().filter(|lane| lane.device == device) {
             has_lane = true;
@@ -127,14 +128,16 @@ pub fn workspace(plan: &Plan, device: DeviceId, library_bytes: u64) -> Workspace
                         ropes.extend(op.rope());
                     }
                     Action::Move { .. } if plan.is_peer_sum(program, step) => {
-                        let bytes = exchange_bytes(plan, step.reads.len());
-                        raise(&mut space.exchange_bytes, bytes);
+                        members = members.max(step.reads.len());
                     }
                     Action::Move { .. } => need.add_movement(&mut space),
                     Action::Fetch { .. } => (),
                 }
             }
         }
+    }
+    if members > 0 {
+        space.exchange_bytes = exchange_bytes(plan, members);
     }
     if has_lane {
         space.run_bytes = RunSizes::of(plan).bytes();

@@ -106,12 +106,10 @@ impl Gpu {
     /// # Errors
     /// When the span is shorter.
     pub fn write(&self, span: &Span, bytes: &[u8]) -> Result<()> {
-        /// Small enough for CubeCL to pass it through pinned memory, and for the allocator to use memory again.
-        const PIECE_BYTES: usize = 1 << 20;
         ensure!(bytes.len() <= span.bytes, "{} bytes are written to {}", bytes.len(), span.bytes);
-        for (number, piece) in bytes.chunks(PIECE_BYTES).enumerate() {
-            let place = span.part(number * PIECE_BYTES, piece.len());
-            self.client.write(&place.handle, Bytes::from_bytes_vec(piece.to_vec()));
+        if !bytes.is_empty() {
+            let part = span.part(0, bytes.len());
+            self.client.write(&part.handle, Bytes::from_bytes_vec(bytes.to_vec()));
         }
         Ok(())
     }

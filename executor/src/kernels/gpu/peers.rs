@@ -55,11 +55,11 @@ impl Gpu {
     /// # Errors
     /// When the exchange is too short.
     pub fn start_sums(&self, exchange: &Span, run: u32) -> anyhow::Result<()> {
-        let counters = [run % (u32::MAX / SUMS) * SUMS; EXCHANGE_CUBES as usize];
-        self.write(
-            &exchange.part(COUNTERS as usize, size_of_val(&counters)),
-            bytemuck::cast_slice(&counters),
-        )
+        let mut words = vec![run % (u32::MAX / SUMS) * SUMS; EXCHANGE_CUBES as usize];
+        // Behind the counters: nobody is lost yet.
+        words.push(0);
+        let bytes = size_of_val(words.as_slice());
+        self.write(&exchange.part(COUNTERS as usize, bytes), bytemuck::cast_slice(&words))
     }
 
     /// The member that never came, if there is one.
@@ -147,7 +147,11 @@ fn sum(
     sync_cube();
     if unit < members && unit != rank {
         let flag = own + flag_of(unit, cube);
+        // Where one sum was lost, the others of the run are, too.
         let mut looks = 0u32;
+        if load_word(own + comptime!(LOST)) > 0 {
+            looks = PATIENCE.runtime();
+        }
         // Flags only grow, and are behind by less than half of all numbers.
         while look(flag) - number >= 0x8000_0000u32 && looks < PATIENCE {
             looks += 1;

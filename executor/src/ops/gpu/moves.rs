@@ -108,7 +108,7 @@ impl State {
         let value = slots.read(buffer)?;
         let write = |bytes: &[u8]| {
             ensure!(bytes.len() == count, "{buffer} has another size");
-            self.gpu.write(into, bytes)
+            self.arrivals.write(&self.gpu, into, bytes)
         };
         match Input::of(value.clone()) {
             Ok(input) if schedule.buffers[buffer].ty.dtype == DType::I32 => {

@@ -11,6 +11,7 @@ use ir::plan::{Action, Lane, Plan, Program, Queue, Weight};
 use ir::tensor::{DType, Extent, TensorType};
 use ir::workspace::workspace;
 
+use super::arrivals::Arrivals;
 use super::caches::Caches;
 use super::inputs::Inputs;
 use super::memory::Memory;
@@ -41,6 +42,7 @@ pub(crate) struct State {
     pub(super) inputs: Inputs,
     pub(super) scratch: Scratch,
     pub(super) sums: Sums,
+    pub(super) arrivals: Arrivals,
     /// What is left for weights while a plan is loaded.
     memory: Memory,
     /// Memory of the buffers of every program: one runs at a time.
@@ -111,6 +113,7 @@ impl State {
             caches: Caches::new(plan, device, &mut memory)?,
             rotations: Rotations::new(plan, device, &gpu, &mut memory)?,
             inputs: Inputs::new(plan, &mut memory)?,
+            arrivals: Arrivals::new(plan, device, &gpu)?,
             scratch: Scratch::new(&space, &mut memory)?,
             vendor: vendor.transpose()?,
             buffers: memory.take(bytes).context("the buffers of its steps")?,
@@ -176,14 +179,13 @@ impl State {
         }
         let schedule = &scope.plan.programs[program];
         let key = (program, steps[0], scope.batch.tokens().len(), scope.batch.rows().len());
+        let is_copy = |lane: &Lane| lane.device == self.device && lane.queue == Queue::Copy;
+        let has_fetches = schedule.lanes.iter().any(is_copy);
         if let Some(vendor) = &mut self.vendor {
-            let fetches = |lane: &Lane| lane.device == self.device && lane.queue == Queue::Copy;
-            vendor.order = match schedule.lanes.iter().any(fetches) {
-                true => Order::Host,
-                false => Order::Device,
-            };
+            vendor.order = if has_fetches { Order::Host } else { Order::Device };
         }
-        let is_replayable = !is_traced && self.can_replay(program, schedule, steps, scope);
+        // Beside fetches a replay takes longer than the few launches of a stretch.
+        let is_replayable = !is_traced && !has_fetches && self.can_replay(schedule, steps, scope);
         if !is_replayable {
             self.queue(scope, program, steps, slots, at)?;
         } else if !self.replays.replay(key)? {
@@ -208,22 +210,14 @@ impl State {
         Ok(())
     }
 
-    /// Whether a stretch can be captured: nothing but launches that are the same in every run of this size.
-    fn can_replay(
-        &self,
-        index: usize,
-        program: &Program,
-        steps: &[StepId],
-        scope: Scope<'_>,
-    ) -> bool {
+    /// Whether a stretch can be captured: nothing but launches that are the same in every run of this size. Sums over
+    /// GPUs are left out: a GPU would wait for a peer that may not launch while this one is captured.
+    fn can_replay(&self, program: &Program, steps: &[StepId], scope: Scope<'_>) -> bool {
         let tokens = scope.batch.tokens().len();
-        let is_launch = |&id: &StepId| {
-            matches!(program.steps[id].action, Action::Run(_)) || self.sums.peers.is_sum(index, id)
-        };
         steps.len() > 1
             && (self.vendor.is_none() || tokens <= MAX_TOKENS)
             && program.phase == ir::plan::Phase::Decode
-            && steps.iter().all(is_launch)
+            && steps.iter().all(|&id| matches!(program.steps[id].action, Action::Run(_)))
     }
 
     fn queue(

@@ -11,7 +11,7 @@ use rayon::prelude::*;
 
 use super::weights::Read;
 use crate::kernels::cpu::pack::PANEL;
-use crate::kernels::gpu::device::{Gpu, Span};
+use crate::kernels::gpu::device::{ALIGNMENT, Gpu, Span};
 
 /// Bytes that are converted at a time: large against the cost of a copy's start, small against memory.
 const STAGE_BYTES: usize = 32 << 20;
@@ -60,20 +60,28 @@ impl Upload {
         self.units(gpu, place, rows, unit, row_bytes, &|rows, bytes| matrix.rows(rows, bytes))
     }
 
-    /// Panels of 32 rows, the last of which may lack some.
+    /// The panels of matrices of so many rows, one matrix after the other; a panel has 32 rows, the last of a matrix may
+    /// lack some.
     pub(super) fn panels(
         &mut self,
         gpu: &Gpu,
         place: &Span,
         rows: usize,
-        matrix: &Read<'_>,
+        matrices: &[Read<'_>],
     ) -> Result<()> {
-        let panel_bytes = matrix.panel_bytes();
-        let unit = 2 * (PIECE_BYTES / panel_bytes / 2).max(1);
+        let panel_bytes = matrices.first().map_or(ALIGNMENT, Read::panel_bytes);
+        let of_each = rows.div_ceil(PANEL);
+        // So many panels end where a copy may begin.
+        let aligned = (1..=ALIGNMENT).find(|count| (count * panel_bytes).is_multiple_of(ALIGNMENT));
+        let aligned = aligned.unwrap_or(ALIGNMENT);
+        let unit = aligned * (PIECE_BYTES / 4 / panel_bytes / aligned).max(1);
         let fill = |panels: Range<usize>, bytes: &mut [u8]| {
-            matrix.panels(panels.start * PANEL..rows.min(panels.end * PANEL), bytes);
+            for (panel, bytes) in panels.zip(bytes.chunks_mut(panel_bytes)) {
+                let first = panel % of_each * PANEL;
+                matrices[panel / of_each].panels(first..rows.min(first + PANEL), bytes);
+            }
         };
-        self.units(gpu, place, rows.div_ceil(PANEL), unit, panel_bytes, &fill)
+        self.units(gpu, place, matrices.len() * of_each, unit, panel_bytes, &fill)
     }
 
     /// `count` units of `size` bytes (the last may be shorter), `piece` of them at a time to each core.

@@ -11,7 +11,7 @@ use super::memory::Memory;
 use super::upload::Upload;
 use crate::checkpoint::{Checkpoint, matrices};
 use crate::kernels::cpu::pack::{PANEL, pack_rows, packed_bytes};
-use crate::kernels::gpu::device::{ALIGNMENT, Gpu, Span};
+use crate::kernels::gpu::device::{Gpu, Span};
 use crate::kernels::gpu::matrix::{Layout, Matrix, Stack};
 use crate::ops::own::weight_dims;
 
@@ -70,24 +70,17 @@ impl Weights {
         };
         let bytes = layout.bytes(format, rows, columns)?;
         let span = memory.take(sources.len() * bytes)?;
-        let is_placed = sources.len() == 1 || bytes.is_multiple_of(ALIGNMENT);
-        if !is_placed {
-            // The matrices of the stack begin where no copy may: they are put together on the host.
-            let mut stack = vec![0; sources.len() * bytes];
-            for (source, place) in sources.iter().zip(stack.chunks_mut(bytes)) {
-                Read { checkpoint, source, format, columns }.panels(0..rows, place);
+        let read = |source| Read { checkpoint, source, format, columns };
+        let matrices: Vec<Read<'_>> = sources.iter().map(read).collect();
+        match (layout, matrices.as_slice()) {
+            (Layout::RowMajor, [matrix]) => {
+                self.upload.rows(gpu, &span, rows, bytes / rows, matrix)?;
             }
-            gpu.write(&span, &stack)?;
-        }
-        for (index, source) in sources.iter().enumerate().filter(|_| is_placed) {
-            let matrix = Read { checkpoint, source, format, columns };
-            let place = span.part(index * bytes, bytes);
-            match layout {
-                Layout::RowMajor => self.upload.rows(gpu, &place, rows, bytes / rows, &matrix)?,
-                Layout::Panels => self.upload.panels(gpu, &place, rows, &matrix)?,
+            (Layout::RowMajor | Layout::Panels, matrices) => {
+                self.upload.panels(gpu, &span, rows, matrices)?;
             }
-            checkpoint.forget(source);
         }
+        sources.iter().for_each(|source| checkpoint.forget(source));
         self.held.push(if is_stack {
             Held::Stack(Stack::new(format, sources.len(), rows, columns, span)?)
         } else {
