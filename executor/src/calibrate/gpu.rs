@@ -14,7 +14,7 @@ use super::{best, made_up};
 use crate::kernels::cpu::pack::{PANEL, pack_rows};
 use crate::kernels::gpu::attention::decode::Decode;
 use crate::kernels::gpu::attention::prefill::Prefill;
-use crate::kernels::gpu::attention::{Cache, Tokens};
+use crate::kernels::gpu::attention::{Cache, Reach, Tokens};
 use crate::kernels::gpu::device::{Gpu, Span};
 use crate::kernels::gpu::linear::{Linear, MAX_TOKENS};
 use crate::kernels::gpu::matrix::{Layout, Matrix};
@@ -366,6 +366,7 @@ impl Layer {
             parts: &self.parts,
             blocks: &self.blocks,
             max_blocks: self.cached,
+            reach: Reach::of(self.cached * BLOCK_TOKENS),
         }
     }
 }

@@ -12,9 +12,9 @@ use ir::tensor::{DType, Extent, TensorType};
 use ir::workspace::workspace;
 
 use super::caches::Caches;
-use super::inputs::Inputs;
+use super::inputs::{Inputs, reach};
 use super::memory::Memory;
-use super::replay::Replays;
+use super::replay::{Key, Replays};
 use super::rotations::Rotations;
 use super::scratch::Scratch;
 use super::stretches::exported;
@@ -175,7 +175,15 @@ impl State {
             self.run = Some(scope.run);
         }
         let schedule = &scope.plan.programs[program];
-        let key = (program, steps[0], scope.batch.tokens().len(), scope.batch.rows().len());
+        let batch = scope.batch;
+        let key = Key {
+            program,
+            step: steps[0],
+            tokens: batch.tokens().len(),
+            sequences: batch.parts().len(),
+            rows: batch.rows().len(),
+            reach: reach(batch),
+        };
         if let Some(vendor) = &mut self.vendor {
             let fetches = |lane: &Lane| lane.device == self.device && lane.queue == Queue::Copy;
             vendor.order = match schedule.lanes.iter().any(fetches) {
@@ -208,7 +216,7 @@ impl State {
         Ok(())
     }
 
-    /// Whether a stretch can be captured: nothing but launches that are the same in every run of this size.
+    /// Whether a stretch can be captured: nothing but launches that are the same in every run of this size and reach.
     fn can_replay(
         &self,
         index: usize,

@@ -1,6 +1,7 @@
 //! Attention of few tokens with long contexts: each context is split over cubes, whose results are merged.
 //!
 //! - The split of a context follows from its length, which is read on the device; the number of splits is fixed.
+//! - Short contexts are one split each, which leaves attention itself: nothing is merged.
 //! - The query heads that share a key head are computed together, so that the cache is read once.
 //! - A split leaves, for each head, the largest score, the sum of weights, and the sum of weighted values.
 
@@ -20,7 +21,7 @@ use ir::tensor::DType;
 use ir::workspace;
 
 use self::split::Split;
-use super::{Cache, Factors, Shape, Tokens};
+use super::{Cache, Factors, Reach, SHORT_CONTEXT, Shape, Tokens};
 use crate::kernels::gpu::device::{Gpu, Span, element};
 
 /// Attention of one token of each sequence, or of few.
@@ -39,9 +40,9 @@ pub struct Decode<'a> {
 
 /// Where splits leave their results.
 struct Partial {
-    /// f32 `[tokens, heads, splits, head_dim]`: weighted values.
+    /// f32 `[tokens, heads, splits, head_dim]`: weighted values; attention where there is one split.
     values: Span,
-    /// f32 `[tokens, heads, splits, 2]`: largest score, sum of weights.
+    /// f32 `[tokens, heads, splits, 2]`: largest score, sum of weights; nothing where there is one split.
     stats: Span,
 }
 
@@ -56,15 +57,16 @@ impl Partial {
 impl Gpu {
     /// Writes attention to `out`, f32 `[tokens, heads · head_dim]`; rows that pad the run become zeros.
     pub fn decode(&self, call: &Decode<'_>, out: &Span) {
-        self.decode_split(call, self.splits(call.attention, call.tokens.tokens), out);
+        self.decode_split(call, self.splits(call.attention, &call.tokens), out);
     }
 
     fn decode_split(&self, call: &Decode<'_>, splits: usize, out: &Span) {
         let shape = Shape::new(call.attention, &call.cache);
         let split = Split { splits: splits as u32, window: shape.window };
         let [values, stats] = Partial::bytes(call.attention, call.tokens.tokens, splits);
+        let is_whole = splits == 1;
         let partial = Partial {
-            values: call.workspace.part(0, values),
+            values: if is_whole { out.clone() } else { call.workspace.part(0, values) },
             stats: call.workspace.part(values, stats),
         };
         if matrix::serves(shape) && self.multiplies(call.cache.element) {
@@ -72,13 +74,21 @@ impl Gpu {
         } else {
             self.decode_portable(call, shape, split, &partial);
         }
-        self.merge(call, shape, split, &partial, out);
+        if !is_whole {
+            self.merge(call, shape, split, &partial, out);
+        }
     }
 
-    /// Into how many parts each context of a run is split: into as many as fill the multiprocessors once.
-    fn splits(&self, attention: &Attention, tokens: usize) -> usize {
+    /// Into how many parts each context of a run is split: short ones into one, others into as many as fill the
+    /// multiprocessors once.
+    fn splits(&self, attention: &Attention, tokens: &Tokens<'_>) -> usize {
         /// Cubes that a multiprocessor holds at once: 128 units of up to 168 registers, heads of 128 elements.
         const CUBES: usize = 3;
+        let is_narrow = attention.window.is_some_and(|window| window as usize <= SHORT_CONTEXT);
+        if tokens.reach == Reach::Short || is_narrow {
+            return 1;
+        }
+        let tokens = tokens.tokens;
         let most = workspace::attention_splits(attention.kv_heads, tokens as u32) as usize;
         let cubes = self.processors() as usize * CUBES;
         (cubes / (attention.kv_heads as usize * tokens.max(1))).clamp(1, most)

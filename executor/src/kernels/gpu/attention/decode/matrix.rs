@@ -84,14 +84,26 @@ pub(super) fn decode(
     let range = parts(sequence, positions[token as usize], split);
     let start = range.base + part * range.share;
     let stop = u32::min(start + range.share, range.end);
-    if start >= stop {
-        terminate!();
-    }
-    let first_block = u32::cast_from(sequence) * max_blocks;
-
     // Query heads before the first or behind the last are computed as zeros and not stored.
     let first_head = i32::cast_from(kv_head * comptime!(shape.group) + in_group)
         - comptime!(shape.first_head as i32);
+
+    if start >= stop {
+        if comptime!(split.is_whole()) {
+            let mut at = plane * PLANE + UNIT_POS_X;
+            while at < comptime!(heads * head_dim) {
+                let slot = at / head_dim;
+                let head = first_head + i32::cast_from(slot);
+                if is_head(head, slot, in_group, shape, rows) {
+                    let row = token * comptime!(shape.heads) + u32::cast_from(head);
+                    partial[(row * head_dim + at % head_dim) as usize] = 0.0;
+                }
+                at += comptime!(PLANES * PLANE);
+            }
+        }
+        terminate!();
+    }
+    let first_block = u32::cast_from(sequence) * max_blocks;
 
     let mut query = Array::<Packed>::new(comptime!((2 * quarters) as usize));
     #[unroll]
@@ -306,10 +318,14 @@ pub(super) fn decode(
             let row = (token * comptime!(shape.heads) + u32::cast_from(head))
                 * comptime!(split.splits)
                 + part;
-            partial[(row * head_dim + at % head_dim) as usize] = sum;
-            if at.is_multiple_of(head_dim) {
-                stats[(2 * row) as usize] = above;
-                stats[(2 * row + 1) as usize] = all;
+            if comptime!(split.is_whole()) {
+                partial[(row * head_dim + at % head_dim) as usize] = sum / all;
+            } else {
+                partial[(row * head_dim + at % head_dim) as usize] = sum;
+                if at.is_multiple_of(head_dim) {
+                    stats[(2 * row) as usize] = above;
+                    stats[(2 * row + 1) as usize] = all;
+                }
             }
         }
         at += comptime!(PLANES * PLANE);
