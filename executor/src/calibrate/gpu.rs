@@ -234,7 +234,14 @@ impl Meter<'_> {
             let layer = turns.next().context("there are layers")?;
             let Layer { attention, queries, out, .. } = layer;
             let (cache, tokens) = (layer.cache(), layer.tokens());
-            let call = Decode { attention, cache, tokens, queries, workspace: &workspace };
+            let call = Decode {
+                attention,
+                cache,
+                tokens,
+                queries,
+                fresh: None,
+                workspace: &workspace,
+            };
             self.gpu.decode(&call, out);
             Ok(())
         })?;

@@ -2,12 +2,14 @@
 //!
 //! - A run appends first: heads are normalised and turned, keys and values go into the cache, queries into a span.
 //! - Then it attends: `decode` splits the context of few tokens, `prefill` works on tiles of many.
+//! - With matrix instructions, `decode` appends by itself.
 //! - What a run is about (sequences, positions, lengths, blocks) is read from device memory, so that launches depend
 //!   on nothing but the shape of the largest run they serve, and on its reach.
 //! - Scores are kept times log2(e): weights are powers of two of their distance to the largest.
 
 pub mod append;
 pub mod decode;
+mod heads;
 mod paging;
 pub mod prefill;
 mod scores;

@@ -9,6 +9,7 @@
 
 mod matrix;
 mod merge;
+mod newest;
 mod portable;
 mod split;
 
@@ -21,6 +22,7 @@ use ir::tensor::DType;
 use ir::workspace;
 
 use self::split::Split;
+use super::append::Append;
 use super::{Cache, Factors, Reach, SHORT_CONTEXT, Shape, Tokens};
 use crate::kernels::gpu::device::{Gpu, Span, element};
 
@@ -32,8 +34,10 @@ pub struct Decode<'a> {
     pub cache: Cache<'a>,
     /// The run; `parts` is not read.
     pub tokens: Tokens<'a>,
-    /// f32 `[tokens, heads · head_dim]`, as `append` left them.
+    /// f32 `[tokens, heads · head_dim]`, as `append` left them; not read where something is fresh.
     pub queries: &'a Span,
+    /// What is appended first, one token of each sequence, where [`Gpu::decode_appends`].
+    pub fresh: Option<&'a Append<'a>>,
     /// At least `partial_bytes` of [`workspace::Workspace`].
     pub workspace: &'a Span,
 }
@@ -55,6 +59,11 @@ impl Partial {
 }
 
 impl Gpu {
+    /// Whether decode can append in its own launch.
+    pub fn decode_appends(&self, attention: &Attention, cache: &Cache<'_>) -> bool {
+        matrix::serves(attention.head_dim) && self.multiplies(cache.element)
+    }
+
     /// Writes attention to `out`, f32 `[tokens, heads · head_dim]`; rows that pad the run become zeros.
     pub fn decode(&self, call: &Decode<'_>, out: &Span) {
         self.decode_split(call, self.splits(call.attention, &call.tokens), out);
@@ -69,9 +78,13 @@ impl Gpu {
             values: if is_whole { out.clone() } else { call.workspace.part(0, values) },
             stats: call.workspace.part(values, stats),
         };
-        if matrix::serves(shape) && self.multiplies(call.cache.element) {
+        if self.decode_appends(call.attention, &call.cache) {
             self.decode_matrix(call, shape, split, &partial);
         } else {
+            assert!(
+                call.fresh.is_none(),
+                "decode appends on no device without matrix instructions"
+            );
             self.decode_portable(call, shape, split, &partial);
         }
         if !is_whole {
@@ -100,6 +113,7 @@ impl Gpu {
         let rows = tokens.tokens * shape.heads as usize;
         let cached = shape.cached(cache.blocks) / 8;
         let factors = Factors::new(call.attention);
+        let queries = call.fresh.map_or(call.queries, |append| append.queries);
         // SAFETY: every index lies within its argument: heads, splits and tokens by the grid, cache rows because the
         // batch was checked against the cache's blocks.
         unsafe {
@@ -107,7 +121,8 @@ impl Gpu {
                 &self.client,
                 CubeCount::Static(shape.kv_heads * kept.chunks, split.splits, tokens.tokens as u32),
                 CubeDim::new_2d(matrix::PLANE, matrix::PLANES),
-                call.queries.argument(rows * shape.head_dim as usize, 4),
+                queries.argument(rows * shape.head_dim as usize, 4),
+                call.fresh.map(Append::fresh).into(),
                 cache.keys.argument(cached, 16),
                 cache.values.argument(cached, 16),
                 tokens.sequence.argument(tokens.tokens, 4),

@@ -1,3 +1,5 @@
+mod newest;
+
 use ir::tensor::DType;
 
 use super::*;
@@ -24,6 +26,7 @@ fn check_split(attention: &Attention, run: &Run, element: DType, splits: usize, 
         cache: cached.cache(),
         tokens: on_device.tokens(),
         queries: &gpu.upload(&queries),
+        fresh: None,
         workspace: &gpu.poisoned(Partial::bytes(attention, run.rows(), splits).iter().sum()),
     };
     gpu.decode_split(&call, splits, &out);
