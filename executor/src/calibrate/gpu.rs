@@ -151,6 +151,7 @@ impl Meter<'_> {
                     then: Then::Nothing,
                     residual: None,
                     outputs: &[&out],
+                    ahead: &[],
                 };
                 self.time(launches, || self.gpu.linear(&call))?
             } else {
@@ -240,6 +241,7 @@ impl Meter<'_> {
                 tokens,
                 queries,
                 fresh: None,
+                ahead: &[],
                 workspace: &workspace,
             };
             self.gpu.decode(&call, out);

@@ -55,6 +55,7 @@ impl State {
                         tokens,
                         queries: &queries,
                         fresh: appends.then_some(&append),
+                        ahead: &operands.ahead,
                         workspace: &self.scratch.partial,
                     };
                     self.gpu.decode(&call, &out.span);

@@ -22,6 +22,7 @@ use super::sums::Sums;
 use super::weights::Weights;
 use crate::checkpoint::Checkpoint;
 use crate::fetch::Window;
+use crate::kernels::gpu::ahead::Region;
 use crate::kernels::gpu::device::{Gpu, Span};
 use crate::kernels::gpu::linear::MAX_TOKENS;
 use crate::kernels::gpu::vendor::{Library, Order, Vendor, WORKSPACE_BYTES};
@@ -61,6 +62,8 @@ pub(crate) struct State {
 pub(super) struct Operands {
     pub(super) inputs: Vec<Operand>,
     pub(super) outputs: Vec<Operand>,
+    /// What its launches ask for ahead.
+    pub(super) ahead: Vec<Region>,
 }
 
 /// A buffer of the run under way.
@@ -242,7 +245,8 @@ impl State {
         slots: &Slots,
         at: &mut StepId,
     ) -> Result<()> {
-        for &id in steps {
+        let tokens = scope.batch.tokens().len();
+        for (position, &id) in steps.iter().enumerate() {
             *at = id;
             let schedule = &scope.plan.programs[program];
             let step = &schedule.steps[id];
@@ -253,6 +257,7 @@ impl State {
                     let operands = Operands {
                         inputs: step.reads.iter().map(operand).collect::<Result<_>>()?,
                         outputs: step.writes.iter().map(operand).collect::<Result<_>>()?,
+                        ahead: self.ahead(op, schedule, &steps[position + 1..], tokens)?,
                     };
                     self.launch(op, scope, &operands)?;
                 }

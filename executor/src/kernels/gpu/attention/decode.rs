@@ -24,6 +24,7 @@ use ir::workspace;
 use self::split::Split;
 use super::append::Append;
 use super::{Cache, Factors, Reach, SHORT_CONTEXT, Shape, Tokens};
+use crate::kernels::gpu::ahead::{Region, argument};
 use crate::kernels::gpu::device::{Gpu, Span, element};
 
 /// Attention of one token of each sequence, or of few.
@@ -38,6 +39,8 @@ pub struct Decode<'a> {
     pub queries: &'a Span,
     /// What is appended first, one token of each sequence, where [`Gpu::decode_appends`].
     pub fresh: Option<&'a Append<'a>>,
+    /// What is asked for ahead, where matrix instructions serve.
+    pub ahead: &'a [Region],
     /// At least `partial_bytes` of [`workspace::Workspace`].
     pub workspace: &'a Span,
 }
@@ -113,13 +116,18 @@ impl Gpu {
         let rows = tokens.tokens * shape.heads as usize;
         let cached = shape.cached(cache.blocks) / 8;
         let factors = Factors::new(call.attention);
+        let across = shape.kv_heads * kept.chunks;
+        // Cubes beyond the splits ask for what comes next, so that every processor takes part in that.
+        let is_asking = !call.ahead.is_empty();
+        let wanted = if is_asking { self.processors() } else { 0 };
+        let asking = wanted.div_ceil(across * tokens.tokens as u32);
         let queries = call.fresh.map_or(call.queries, |append| append.queries);
         // SAFETY: every index lies within its argument: heads, splits and tokens by the grid, cache rows because the
         // batch was checked against the cache's blocks.
         unsafe {
             matrix::decode::launch_unchecked(
                 &self.client,
-                CubeCount::Static(shape.kv_heads * kept.chunks, split.splits, tokens.tokens as u32),
+                CubeCount::Static(across, split.splits.max(asking), tokens.tokens as u32),
                 CubeDim::new_2d(matrix::PLANE, matrix::PLANES),
                 queries.argument(rows * shape.head_dim as usize, 4),
                 call.fresh.map(Append::fresh).into(),
@@ -130,6 +138,7 @@ impl Gpu {
                 tokens.blocks.argument(tokens.sequences * tokens.max_blocks, 4),
                 partial.values.argument(rows * split.splits as usize * shape.head_dim as usize, 4),
                 partial.stats.argument(rows * split.splits as usize * 2, 4),
+                argument(call.ahead),
                 factors.inner,
                 factors.outer,
                 tokens.max_blocks as u32,

@@ -10,6 +10,7 @@ use cubecl::prelude::*;
 
 use super::newest::{Place, prepare};
 use super::split::{RUN, Split, parts};
+use crate::kernels::gpu::ahead::{Regions, ask_at_once};
 use crate::kernels::gpu::attention::Shape;
 use crate::kernels::gpu::attention::heads::Fresh;
 use crate::kernels::gpu::attention::paging::cache_row;
@@ -53,7 +54,7 @@ impl Rows {
     }
 }
 
-/// Cubes: key heads times chunks of their query heads, splits, tokens.
+/// Cubes: key heads times chunks of their query heads, splits and what only asks ahead, tokens.
 #[cube(launch_unchecked)]
 pub(super) fn decode(
     queries: &[f32],
@@ -65,6 +66,7 @@ pub(super) fn decode(
     blocks: &[i32],
     partial: &mut [f32],
     stats: &mut [f32],
+    ahead: &Regions,
     inner: f32,
     outer: f32,
     max_blocks: u32,
@@ -87,6 +89,8 @@ pub(super) fn decode(
     let g = UNIT_POS_X / 4;
     let t = UNIT_POS_X % 4;
 
+    ask_at_once(ahead, plane, PLANES.runtime());
+
     let sequence = sequences[token as usize];
     let range = parts(sequence, positions[token as usize], split);
     let start = range.base + part * range.share;
@@ -96,7 +100,7 @@ pub(super) fn decode(
         - comptime!(shape.first_head as i32);
 
     if start >= stop {
-        if comptime!(split.is_whole()) {
+        if comptime!(split.is_whole()) && part == 0 {
             let mut at = plane * PLANE + UNIT_POS_X;
             while at < comptime!(heads * head_dim) {
                 let slot = at / head_dim;

@@ -27,6 +27,7 @@ fn check_split(attention: &Attention, run: &Run, element: DType, splits: usize, 
         tokens: on_device.tokens(),
         queries: &gpu.upload(&queries),
         fresh: None,
+        ahead: &[],
         workspace: &gpu.poisoned(Partial::bytes(attention, run.rows(), splits).iter().sum()),
     };
     gpu.decode_split(&call, splits, &out);
@@ -141,5 +142,41 @@ fn no_run_is_split_further_than_plans_count() {
     for tokens in 1..=20 {
         let splits = gpu.splits(&attention, &Tokens { tokens, ..run.tokens() });
         assert!(splits as u32 <= workspace::attention_splits(attention.kv_heads, tokens as u32));
+    }
+}
+
+#[test]
+fn asking_ahead_changes_no_bit() {
+    let Some(gpu) = gpu() else { return };
+    if !gpu.asks_ahead() {
+        eprintln!("skipped: the device asks for nothing ahead");
+        return;
+    }
+    let run = Run::new(&[(40, 1), (255, 1)]).padded(1);
+    let attention = plain(8, 2, 128);
+    let cached = Cached::filled(&gpu, &run, &attention, DType::F16);
+    let count = run.rows() * 8 * 128;
+    let queries = gpu.upload(&noise(count, 9));
+    let span = gpu.poisoned(1 << 20);
+    let next = [Region::new(&span, span.bytes()).unwrap()];
+    for splits in [1, 3] {
+        let of = |ahead: &[Region]| {
+            let on_device = run.upload(&gpu);
+            let out = gpu.poisoned(count * 4);
+            let call = Decode {
+                attention: &attention,
+                cache: cached.cache(),
+                tokens: on_device.tokens(),
+                queries: &queries,
+                fresh: None,
+                ahead,
+                workspace: &gpu
+                    .poisoned(Partial::bytes(&attention, run.rows(), splits).iter().sum()),
+            };
+            gpu.decode_split(&call, splits, &out);
+            let out: Vec<f32> = gpu.download(&out, count);
+            out.into_iter().map(f32::to_bits).collect::<Vec<u32>>()
+        };
+        assert_eq!(of(&next), of(&[]), "{splits} splits");
     }
 }
