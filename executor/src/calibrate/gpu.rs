@@ -14,7 +14,7 @@ use super::{best, made_up};
 use crate::kernels::cpu::pack::{PANEL, pack_rows};
 use crate::kernels::gpu::attention::decode::Decode;
 use crate::kernels::gpu::attention::prefill::Prefill;
-use crate::kernels::gpu::attention::{Cache, Tokens};
+use crate::kernels::gpu::attention::{Cache, Reach, Tokens};
 use crate::kernels::gpu::device::{Gpu, Span};
 use crate::kernels::gpu::linear::{Linear, MAX_TOKENS};
 use crate::kernels::gpu::matrix::{Layout, Matrix};
@@ -151,6 +151,7 @@ impl Meter<'_> {
                     then: Then::Nothing,
                     residual: None,
                     outputs: &[&out],
+                    ahead: &[],
                 };
                 self.time(launches, || self.gpu.linear(&call))?
             } else {
@@ -234,7 +235,15 @@ impl Meter<'_> {
             let layer = turns.next().context("there are layers")?;
             let Layer { attention, queries, out, .. } = layer;
             let (cache, tokens) = (layer.cache(), layer.tokens());
-            let call = Decode { attention, cache, tokens, queries, workspace: &workspace };
+            let call = Decode {
+                attention,
+                cache,
+                tokens,
+                queries,
+                fresh: None,
+                ahead: &[],
+                workspace: &workspace,
+            };
             self.gpu.decode(&call, out);
             Ok(())
         })?;
@@ -366,6 +375,7 @@ impl Layer {
             parts: &self.parts,
             blocks: &self.blocks,
             max_blocks: self.cached,
+            reach: Reach::of(self.cached * BLOCK_TOKENS),
         }
     }
 }

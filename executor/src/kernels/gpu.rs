@@ -9,6 +9,7 @@ pub mod device;
 pub mod matrix;
 
 mod activation;
+pub mod ahead;
 mod instructions;
 mod panel;
 mod registers;

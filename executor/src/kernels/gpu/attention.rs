@@ -2,12 +2,14 @@
 //!
 //! - A run appends first: heads are normalised and turned, keys and values go into the cache, queries into a span.
 //! - Then it attends: `decode` splits the context of few tokens, `prefill` works on tiles of many.
+//! - With matrix instructions, `decode` appends by itself.
 //! - What a run is about (sequences, positions, lengths, blocks) is read from device memory, so that launches depend
-//!   on nothing but the shape of the largest run they serve.
+//!   on nothing but the shape of the largest run they serve, and on its reach.
 //! - Scores are kept times log2(e): weights are powers of two of their distance to the largest.
 
 pub mod append;
 pub mod decode;
+mod heads;
 mod paging;
 pub mod prefill;
 mod scores;
@@ -52,6 +54,28 @@ pub struct Tokens<'a> {
     pub blocks: &'a Span,
     /// Blocks of the longest sequence.
     pub max_blocks: usize,
+    /// How far its tokens look back at most.
+    pub reach: Reach,
+}
+
+/// How long the contexts of a run are: launches that are captured for one reach serve no other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Reach {
+    /// No context is longer than [`SHORT_CONTEXT`].
+    Short,
+    /// Contexts have any length.
+    Long,
+}
+
+/// Tokens of a context that is not split. To read four times 64 tokens one after another takes a cube about as long
+/// as it takes to launch a merge and to wait for it, two to three microseconds on an H200.
+pub const SHORT_CONTEXT: usize = 256;
+
+impl Reach {
+    /// That of a run whose longest context, new tokens included, has so many tokens.
+    pub fn of(longest: usize) -> Self {
+        if longest <= SHORT_CONTEXT { Self::Short } else { Self::Long }
+    }
 }
 
 /// What a kernel is built for.

@@ -22,6 +22,7 @@ use ir::op::Then;
 use self::input::InputLaunch;
 use self::rows::RowShare;
 use self::total::{Output, OutputLaunch, Shape};
+use super::ahead::{Region, argument};
 use super::device::{Gpu, Span};
 use super::matrix::{LOAD_BYTES, Layout, Matrix};
 use super::panel::Panel;
@@ -72,6 +73,8 @@ pub struct Linear<'a> {
     pub residual: Option<&'a Span>,
     /// One for each matrix, or one for gate and up, `f32[tokens, rows]`. None of the inputs.
     pub outputs: &'a [&'a Span],
+    /// What it asks for ahead at its end.
+    pub ahead: &'a [Region],
 }
 
 impl Gpu {
@@ -117,6 +120,7 @@ impl Gpu {
                 linear.input(panel.covered()),
                 linear.weights(),
                 linear.outputs(),
+                argument(linear.ahead),
                 linear.norm.map_or(0.0, |norm| norm.epsilon),
                 linear.then,
                 shape,
@@ -154,6 +158,7 @@ impl Gpu {
                 linear.input(share.columns),
                 linear.weights(),
                 linear.outputs(),
+                argument(linear.ahead),
                 linear.norm.map_or(0.0, |norm| norm.epsilon),
                 linear.then,
                 shape,

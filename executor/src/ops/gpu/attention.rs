@@ -44,11 +44,20 @@ impl State {
                     key_norm,
                     rotation,
                 };
-                self.gpu.append(&append, &queries);
+                let appends = is_decode && self.gpu.decode_appends(op, &cache);
+                if !appends {
+                    self.gpu.append(&append, &queries);
+                }
                 if is_decode {
-                    let workspace = &self.scratch.partial;
-                    let call =
-                        Decode { attention: op, cache, tokens, queries: &queries, workspace };
+                    let call = Decode {
+                        attention: op,
+                        cache,
+                        tokens,
+                        queries: &queries,
+                        fresh: appends.then_some(&append),
+                        ahead: &operands.ahead,
+                        workspace: &self.scratch.partial,
+                    };
                     self.gpu.decode(&call, &out.span);
                 } else {
                     let call = Prefill { attention: op, cache, tokens, queries: &queries };

@@ -8,7 +8,7 @@ use ir::workspace::RunSizes;
 
 use super::memory::Memory;
 use crate::batch::Batch;
-use crate::kernels::gpu::attention::Tokens;
+use crate::kernels::gpu::attention::{Reach, Tokens};
 use crate::kernels::gpu::device::{ALIGNMENT, Gpu, Span};
 
 /// Places of the parts, and what they hold of the run under way.
@@ -18,6 +18,7 @@ pub(super) struct Inputs {
     /// Of the run under way.
     tokens: usize,
     sequences: usize,
+    reach: Reach,
 }
 
 /// Parts in the order in which they lie.
@@ -68,7 +69,7 @@ impl Inputs {
     pub(super) fn new(plan: &Plan, memory: &mut Memory) -> Result<Self> {
         let sizes = RunSizes::of(plan);
         let all = memory.take(sizes.bytes() as usize)?;
-        Ok(Self { all, sizes, tokens: 0, sequences: 0 })
+        Ok(Self { all, sizes, tokens: 0, sequences: 0, reach: Reach::Long })
     }
 
     /// Queues the copy of a run's batch.
@@ -112,6 +113,7 @@ impl Inputs {
             }),
         );
         (self.tokens, self.sequences) = (batch.tokens().len(), parts.len());
+        self.reach = reach(batch);
         gpu.write(&self.all, bytemuck::cast_slice(&words))
     }
 
@@ -145,10 +147,17 @@ impl Inputs {
             parts: &self.part(Part::Parts),
             blocks: &self.part(Part::Blocks),
             max_blocks: self.sizes.blocks as usize,
+            reach: self.reach,
         })
     }
 
     fn part(&self, part: Part) -> Span {
         self.all.part(part.start(self.sizes), part.bytes(self.sizes))
     }
+}
+
+/// How far the tokens of a run look back.
+pub(super) fn reach(batch: &Batch) -> Reach {
+    let lengths = batch.parts().iter().map(|part| part.past + part.tokens);
+    Reach::of(lengths.max().unwrap_or(0))
 }

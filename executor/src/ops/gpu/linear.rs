@@ -44,7 +44,7 @@ impl State {
         let made = if matches!(linear.then, Then::Gate(_)) { 1 } else { matrices.len() };
         ensure!(outputs.len() == made, "a linear writes {} outputs", outputs.len());
         if x.rows <= MAX_TOKENS {
-            self.few(linear, x, residual, &matrices, outputs)
+            self.few(linear, x, residual, &matrices, operands)
         } else {
             self.many(linear, x, residual, &matrices, outputs)
         }
@@ -56,8 +56,9 @@ impl State {
         x: &Operand,
         residual: Option<&Operand>,
         matrices: &[Matrix],
-        outputs: &[Operand],
+        operands: &Operands,
     ) -> Result<()> {
+        let outputs = &operands.outputs;
         let mut input = x.span.clone();
         let mut rms = None;
         match &op.norm {
@@ -93,6 +94,7 @@ impl State {
                 then: op.then,
                 residual: residual.map(|residual| &residual.span),
                 outputs: &spans,
+                ahead: if end == all.len() { &operands.ahead } else { &[] },
             })?;
             first = end;
         }

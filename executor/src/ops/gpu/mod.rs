@@ -3,6 +3,7 @@
 //! - Only queueing happens here: nothing waits for the device but what crosses to the host.
 //! - Steps of few tokens that nothing outside waits for are captured once and replayed.
 
+mod ahead;
 mod arrivals;
 mod attention;
 mod caches;

@@ -1,4 +1,4 @@
-//! Launches that were captured once, replayed in later runs of the same size.
+//! Launches that were captured once, replayed in later runs of the same size and reach.
 
 #![expect(unsafe_code, reason = "replayed launches find their memory by address")]
 
@@ -9,10 +9,22 @@ use anyhow::{Context as _, Result};
 use cubecl::client::Graph;
 use ir::id::StepId;
 
+use crate::kernels::gpu::attention::Reach;
 use crate::kernels::gpu::device::Gpu;
 
-/// Program, first step, tokens and wanted rows: what decides which launches a stretch makes.
-pub(super) type Key = (usize, StepId, usize, usize);
+/// What decides which launches a stretch makes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Key {
+    pub(super) program: usize,
+    /// The first of its steps.
+    pub(super) step: StepId,
+    pub(super) tokens: usize,
+    pub(super) sequences: usize,
+    /// Wanted rows.
+    pub(super) rows: usize,
+    /// How far back attention looks.
+    pub(super) reach: Reach,
+}
 
 /// Captured stretches.
 #[derive(Default)]

@@ -13,9 +13,9 @@ use ir::workspace::workspace;
 
 use super::arrivals::Arrivals;
 use super::caches::Caches;
-use super::inputs::Inputs;
+use super::inputs::{Inputs, reach};
 use super::memory::Memory;
-use super::replay::Replays;
+use super::replay::{Key, Replays};
 use super::rotations::Rotations;
 use super::scratch::Scratch;
 use super::stretches::exported;
@@ -23,6 +23,7 @@ use super::sums::Sums;
 use super::weights::Weights;
 use crate::checkpoint::Checkpoint;
 use crate::fetch::Window;
+use crate::kernels::gpu::ahead::Region;
 use crate::kernels::gpu::device::{Gpu, Span};
 use crate::kernels::gpu::linear::MAX_TOKENS;
 use crate::kernels::gpu::vendor::{Library, Order, Vendor, WORKSPACE_BYTES};
@@ -63,6 +64,8 @@ pub(crate) struct State {
 pub(super) struct Operands {
     pub(super) inputs: Vec<Operand>,
     pub(super) outputs: Vec<Operand>,
+    /// What its launches ask for ahead.
+    pub(super) ahead: Vec<Region>,
 }
 
 /// A buffer of the run under way.
@@ -178,7 +181,15 @@ impl State {
             self.run = Some(scope.run);
         }
         let schedule = &scope.plan.programs[program];
-        let key = (program, steps[0], scope.batch.tokens().len(), scope.batch.rows().len());
+        let batch = scope.batch;
+        let key = Key {
+            program,
+            step: steps[0],
+            tokens: batch.tokens().len(),
+            sequences: batch.parts().len(),
+            rows: batch.rows().len(),
+            reach: reach(batch),
+        };
         let is_copy = |lane: &Lane| lane.device == self.device && lane.queue == Queue::Copy;
         let has_fetches = schedule.lanes.iter().any(is_copy);
         if let Some(vendor) = &mut self.vendor {
@@ -210,7 +221,7 @@ impl State {
         Ok(())
     }
 
-    /// Whether a stretch can be captured: nothing but launches that are the same in every run of this size. Sums over
+    /// Whether a stretch can be captured: nothing but launches that are the same in every run of this size and reach. Sums over
     /// GPUs are left out: a GPU would wait for a peer that may not launch while this one is captured.
     fn can_replay(&self, program: &Program, steps: &[StepId], scope: Scope<'_>) -> bool {
         let tokens = scope.batch.tokens().len();
@@ -228,7 +239,8 @@ impl State {
         slots: &Slots,
         at: &mut StepId,
     ) -> Result<()> {
-        for &id in steps {
+        let tokens = scope.batch.tokens().len();
+        for (position, &id) in steps.iter().enumerate() {
             *at = id;
             let schedule = &scope.plan.programs[program];
             let step = &schedule.steps[id];
@@ -239,6 +251,7 @@ impl State {
                     let operands = Operands {
                         inputs: step.reads.iter().map(operand).collect::<Result<_>>()?,
                         outputs: step.writes.iter().map(operand).collect::<Result<_>>()?,
+                        ahead: self.ahead(op, schedule, &steps[position + 1..], tokens)?,
                     };
                     self.launch(op, scope, &operands)?;
                 }

@@ -1,6 +1,7 @@
 //! Attention of few tokens with long contexts: each context is split over cubes, whose results are merged.
 //!
 //! - The split of a context follows from its length, which is read on the device; the number of splits is fixed.
+//! - Short contexts are one split each, which leaves attention itself: nothing is merged.
 //! - The query heads that share a key head are computed together, so that the cache is read once.
 //! - A split leaves, for each head, the largest score, the sum of weights, and the sum of weighted values.
 
@@ -8,6 +9,7 @@
 
 mod matrix;
 mod merge;
+mod newest;
 mod portable;
 mod split;
 
@@ -20,7 +22,9 @@ use ir::tensor::DType;
 use ir::workspace;
 
 use self::split::Split;
-use super::{Cache, Factors, Shape, Tokens};
+use super::append::Append;
+use super::{Cache, Factors, Reach, SHORT_CONTEXT, Shape, Tokens};
+use crate::kernels::gpu::ahead::{Region, argument};
 use crate::kernels::gpu::device::{Gpu, Span, element};
 
 /// Attention of one token of each sequence, or of few.
@@ -31,17 +35,21 @@ pub struct Decode<'a> {
     pub cache: Cache<'a>,
     /// The run; `parts` is not read.
     pub tokens: Tokens<'a>,
-    /// f32 `[tokens, heads · head_dim]`, as `append` left them.
+    /// f32 `[tokens, heads · head_dim]`, as `append` left them; not read where something is fresh.
     pub queries: &'a Span,
+    /// What is appended first, one token of each sequence, where [`Gpu::decode_appends`].
+    pub fresh: Option<&'a Append<'a>>,
+    /// What is asked for ahead, where matrix instructions serve.
+    pub ahead: &'a [Region],
     /// At least `partial_bytes` of [`workspace::Workspace`].
     pub workspace: &'a Span,
 }
 
 /// Where splits leave their results.
 struct Partial {
-    /// f32 `[tokens, heads, splits, head_dim]`: weighted values.
+    /// f32 `[tokens, heads, splits, head_dim]`: weighted values; attention where there is one split.
     values: Span,
-    /// f32 `[tokens, heads, splits, 2]`: largest score, sum of weights.
+    /// f32 `[tokens, heads, splits, 2]`: largest score, sum of weights; nothing where there is one split.
     stats: Span,
 }
 
@@ -54,31 +62,49 @@ impl Partial {
 }
 
 impl Gpu {
+    /// Whether decode can append in its own launch.
+    pub fn decode_appends(&self, attention: &Attention, cache: &Cache<'_>) -> bool {
+        matrix::serves(attention.head_dim) && self.multiplies(cache.element)
+    }
+
     /// Writes attention to `out`, f32 `[tokens, heads · head_dim]`; rows that pad the run become zeros.
     pub fn decode(&self, call: &Decode<'_>, out: &Span) {
-        self.decode_split(call, self.splits(call.attention, call.tokens.tokens), out);
+        self.decode_split(call, self.splits(call.attention, &call.tokens), out);
     }
 
     fn decode_split(&self, call: &Decode<'_>, splits: usize, out: &Span) {
         let shape = Shape::new(call.attention, &call.cache);
         let split = Split { splits: splits as u32, window: shape.window };
         let [values, stats] = Partial::bytes(call.attention, call.tokens.tokens, splits);
+        let is_whole = splits == 1;
         let partial = Partial {
-            values: call.workspace.part(0, values),
+            values: if is_whole { out.clone() } else { call.workspace.part(0, values) },
             stats: call.workspace.part(values, stats),
         };
-        if matrix::serves(shape) && self.multiplies(call.cache.element) {
+        if self.decode_appends(call.attention, &call.cache) {
             self.decode_matrix(call, shape, split, &partial);
         } else {
+            assert!(
+                call.fresh.is_none(),
+                "decode appends on no device without matrix instructions"
+            );
             self.decode_portable(call, shape, split, &partial);
         }
-        self.merge(call, shape, split, &partial, out);
+        if !is_whole {
+            self.merge(call, shape, split, &partial, out);
+        }
     }
 
-    /// Into how many parts each context of a run is split: into as many as fill the multiprocessors once.
-    fn splits(&self, attention: &Attention, tokens: usize) -> usize {
+    /// Into how many parts each context of a run is split: short ones into one, others into as many as fill the
+    /// multiprocessors once.
+    fn splits(&self, attention: &Attention, tokens: &Tokens<'_>) -> usize {
         /// Cubes that a multiprocessor holds at once: 128 units of up to 168 registers, heads of 128 elements.
         const CUBES: usize = 3;
+        let is_narrow = attention.window.is_some_and(|window| window as usize <= SHORT_CONTEXT);
+        if tokens.reach == Reach::Short || is_narrow {
+            return 1;
+        }
+        let tokens = tokens.tokens;
         let most = workspace::attention_splits(attention.kv_heads, tokens as u32) as usize;
         let cubes = self.processors() as usize * CUBES;
         (cubes / (attention.kv_heads as usize * tokens.max(1))).clamp(1, most)
@@ -90,14 +116,21 @@ impl Gpu {
         let rows = tokens.tokens * shape.heads as usize;
         let cached = shape.cached(cache.blocks) / 8;
         let factors = Factors::new(call.attention);
+        let across = shape.kv_heads * kept.chunks;
+        // Cubes beyond the splits ask for what comes next, so that every processor takes part in that.
+        let is_asking = !call.ahead.is_empty();
+        let wanted = if is_asking { self.processors() } else { 0 };
+        let asking = wanted.div_ceil(across * tokens.tokens as u32);
+        let queries = call.fresh.map_or(call.queries, |append| append.queries);
         // SAFETY: every index lies within its argument: heads, splits and tokens by the grid, cache rows because the
         // batch was checked against the cache's blocks.
         unsafe {
             matrix::decode::launch_unchecked(
                 &self.client,
-                CubeCount::Static(shape.kv_heads * kept.chunks, split.splits, tokens.tokens as u32),
+                CubeCount::Static(across, split.splits.max(asking), tokens.tokens as u32),
                 CubeDim::new_2d(matrix::PLANE, matrix::PLANES),
-                call.queries.argument(rows * shape.head_dim as usize, 4),
+                queries.argument(rows * shape.head_dim as usize, 4),
+                call.fresh.map(Append::fresh).into(),
                 cache.keys.argument(cached, 16),
                 cache.values.argument(cached, 16),
                 tokens.sequence.argument(tokens.tokens, 4),
@@ -105,6 +138,7 @@ impl Gpu {
                 tokens.blocks.argument(tokens.sequences * tokens.max_blocks, 4),
                 partial.values.argument(rows * split.splits as usize * shape.head_dim as usize, 4),
                 partial.stats.argument(rows * split.splits as usize * 2, 4),
+                argument(call.ahead),
                 factors.inner,
                 factors.outer,
                 tokens.max_blocks as u32,

@@ -5,7 +5,7 @@ use ir::id::{CacheId, Id as _};
 use ir::op::Attention;
 use ir::tensor::DType;
 
-use super::{Cache, Tokens};
+use super::{Cache, Reach, Tokens};
 use crate::kernels::gpu::device::{Gpu, Span};
 
 pub(super) const BLOCK_TOKENS: usize = 16;
@@ -53,6 +53,7 @@ pub(super) struct OnDevice {
     tokens: usize,
     sequences: usize,
     max_blocks: usize,
+    reach: Reach,
     sequence: Span,
     position: Span,
     parts: Span,
@@ -61,9 +62,15 @@ pub(super) struct OnDevice {
 
 impl Run {
     pub(super) fn new(parts: &[(usize, usize)]) -> Self {
-        let longest = parts.iter().map(|(past, new)| past + new).max().unwrap();
-        let max_blocks = longest.div_ceil(BLOCK_TOKENS) + 1;
-        Self { parts: parts.to_vec(), padding: 0, max_blocks }
+        let parts = parts.to_vec();
+        let mut run = Self { parts, padding: 0, max_blocks: 0 };
+        run.max_blocks = run.longest().div_ceil(BLOCK_TOKENS) + 1;
+        run
+    }
+
+    /// Tokens of the longest context.
+    fn longest(&self) -> usize {
+        self.parts.iter().map(|(past, new)| past + new).max().unwrap()
     }
 
     pub(super) fn padded(mut self, rows: usize) -> Self {
@@ -123,6 +130,7 @@ impl Run {
             tokens: self.rows(),
             sequences: self.parts.len(),
             max_blocks: self.max_blocks,
+            reach: Reach::of(self.longest()),
             sequence: gpu.upload(&sequence),
             position: gpu.upload(&position),
             parts: gpu.upload(&parts),
@@ -145,6 +153,7 @@ impl OnDevice {
             parts: &self.parts,
             blocks: &self.blocks,
             max_blocks: self.max_blocks,
+            reach: self.reach,
         }
     }
 }

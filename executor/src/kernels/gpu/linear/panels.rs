@@ -7,6 +7,7 @@ use super::input::Input;
 use super::product::{multiply_task, zeros};
 use super::total::{Output, Shape, Totals};
 use crate::kernels::cpu::pack::PANEL;
+use crate::kernels::gpu::ahead::{Regions, ask_at_the_end};
 use crate::kernels::gpu::panel::{Panel, Walk, panel_vectors};
 use crate::kernels::gpu::words::Words;
 
@@ -16,6 +17,7 @@ pub(super) fn multiply_panels<N: Size>(
     input: &Input<N>,
     weights: &Sequence<Sequence<Box<[Words]>>>,
     outputs: &mut Sequence<Output>,
+    ahead: &Regions,
     epsilon: f32,
     #[comptime] then: Then,
     #[comptime] shape: Shape,
@@ -56,6 +58,8 @@ pub(super) fn multiply_panels<N: Size>(
         }
         first_cube += cubes;
     }
+    let units = comptime!(plane as u32);
+    ask_at_the_end(ahead, UNIT_POS / units, CUBE_DIM / units);
     sync_cube();
     let mut first_cube = 0usize.runtime();
     #[unroll]

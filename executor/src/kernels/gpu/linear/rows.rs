@@ -8,6 +8,7 @@ use ir::tensor::Format;
 use super::input::Input;
 use super::product::{multiply_four, zeros};
 use super::total::{Output, Shape, Totals};
+use crate::kernels::gpu::ahead::{Regions, ask_at_the_end};
 use crate::kernels::gpu::words::{Words, half_of};
 
 /// What is known of a row-major matrix, and of how it is shared out, when a kernel is compiled.
@@ -36,6 +37,7 @@ pub(super) fn multiply_rows<N: Size>(
     input: &Input<N>,
     weights: &Sequence<Sequence<Box<[Words]>>>,
     outputs: &mut Sequence<Output>,
+    ahead: &Regions,
     epsilon: f32,
     #[comptime] then: Then,
     #[comptime] shape: Shape,
@@ -84,6 +86,7 @@ pub(super) fn multiply_rows<N: Size>(
         }
         first_cube += cubes;
     }
+    ask_at_the_end(ahead, UNIT_POS_Y, CUBE_DIM_Y);
     sync_cube();
     let mut first_cube = 0usize.runtime();
     #[unroll]

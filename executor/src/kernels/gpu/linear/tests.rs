@@ -3,6 +3,7 @@ use ir::tensor::Format;
 
 use super::{Linear, MAX_TOKENS, ROW_PLANES, RmsNorm};
 use crate::kernels::cpu::testing::{Random, distance, erf_in_64_bits};
+use crate::kernels::gpu::ahead::Region;
 use crate::kernels::gpu::device::{Gpu, Span};
 use crate::kernels::gpu::matrix::testing::{Sample, panels, row_major};
 use crate::kernels::gpu::matrix::{Layout, Matrix};
@@ -144,6 +145,7 @@ fn check(gpu: &Gpu, case: Case<'_>, splits: Option<usize>) {
         then: case.then,
         residual: case.residual.then_some(&residual),
         outputs: &outputs.iter().collect::<Vec<_>>(),
+        ahead: &[],
     };
     match splits {
         Some(splits) => gpu.multiply_rows(&linear, splits),
@@ -253,10 +255,50 @@ fn what_does_not_fit_is_refused() {
             then: Then::Nothing,
             residual: None,
             outputs,
+            ahead: &[],
         })
     };
     assert!(linear(&[], 1, &[]).is_err());
     assert!(linear(&[&narrow, &wide], 1, &[&x, &x]).is_err());
     assert!(linear(&[&narrow], MAX_TOKENS + 1, &[&x]).is_err());
     assert!(linear(&[&narrow], 1, &[]).is_err());
+}
+
+#[test]
+fn asking_ahead_changes_no_bit() {
+    let Some(gpu) = gpu() else { return };
+    if !gpu.asks_ahead() {
+        eprintln!("skipped: the device asks for nothing ahead");
+        return;
+    }
+    let (x, _) = floats(&gpu, 256, 3);
+    let spans = [300 << 10, 80].map(|bytes| gpu.poisoned(bytes));
+    let next = spans.each_ref().map(|span| Region::new(span, span.bytes()).unwrap());
+    for sample in [
+        row_major(&gpu, Format::Bf16, 4096, 256, 1),
+        row_major(&gpu, Format::F16, 8, 256, 1),
+        panels(&gpu, Format::Q8, 96, 256, 1),
+    ] {
+        let rows = sample.matrix.rows();
+        let of = |ahead: &[Region]| {
+            let out = gpu.poisoned(rows * 4);
+            gpu.linear(&Linear {
+                x: &x,
+                tokens: 1,
+                norm: None,
+                matrices: &[&sample.matrix],
+                biases: &[None],
+                then: Then::Nothing,
+                residual: None,
+                outputs: &[&out],
+                ahead,
+            })
+            .unwrap();
+            let out: Vec<f32> = gpu.download(&out, rows);
+            out.into_iter().map(f32::to_bits).collect::<Vec<u32>>()
+        };
+        let expected = of(&[]);
+        assert_eq!(of(&next), expected);
+        assert_eq!(of(&next[1..]), expected);
+    }
 }

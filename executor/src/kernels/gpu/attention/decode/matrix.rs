@@ -8,8 +8,11 @@
 
 use cubecl::prelude::*;
 
+use super::newest::{Place, prepare};
 use super::split::{RUN, Split, parts};
+use crate::kernels::gpu::ahead::{Regions, ask_at_once};
 use crate::kernels::gpu::attention::Shape;
+use crate::kernels::gpu::attention::heads::Fresh;
 use crate::kernels::gpu::attention::paging::cache_row;
 use crate::kernels::gpu::attention::scores::{UNSEEN, score, weight};
 use crate::kernels::gpu::instructions::{
@@ -22,8 +25,8 @@ pub(super) const PLANES: u32 = 4;
 pub(super) const PLANE: u32 = 32;
 
 /// Whether heads are of a size that fits the operands and the registers.
-pub(super) fn serves(shape: Shape) -> bool {
-    shape.head_dim.is_multiple_of(32) && shape.head_dim <= 256
+pub(super) fn serves(head_dim: u32) -> bool {
+    head_dim.is_multiple_of(32) && head_dim <= 256
 }
 
 /// How the query heads of a key head are computed.
@@ -44,19 +47,26 @@ impl Rows {
         let chunks = shape.group.div_ceil(most);
         Self { heads: shape.group.div_ceil(chunks), chunks, bf16 }
     }
+
+    /// Halves of the left operand with heads: rows 8 to 15 are zeros where there are no more heads than 8.
+    fn halves(self) -> u32 {
+        if self.heads > 8 { 2 } else { 1 }
+    }
 }
 
-/// Cubes: key heads times chunks of their query heads, splits, tokens.
+/// Cubes: key heads times chunks of their query heads, splits and what only asks ahead, tokens.
 #[cube(launch_unchecked)]
 pub(super) fn decode(
     queries: &[f32],
-    keys: &[Packed],
-    values: &[Packed],
+    fresh: &ComptimeOption<Fresh>,
+    keys: &mut [Packed],
+    values: &mut [Packed],
     sequences: &[i32],
     positions: &[i32],
     blocks: &[i32],
     partial: &mut [f32],
     stats: &mut [f32],
+    ahead: &Regions,
     inner: f32,
     outer: f32,
     max_blocks: u32,
@@ -67,8 +77,7 @@ pub(super) fn decode(
     let head_dim = comptime!(shape.head_dim);
     let heads = comptime!(rows.heads);
     let bf16 = comptime!(rows.bf16);
-    // Rows 8 to 15 of the operands are zeros where there are no more heads than 8.
-    let halves = comptime!(if rows.heads > 8 { 2u32 } else { 1u32 });
+    let halves = comptime!(rows.halves());
     let quarters = comptime!(head_dim / 32);
     let slices = comptime!(head_dim.div_ceil(64));
     let vectors = comptime!(head_dim / 8);
@@ -80,49 +89,51 @@ pub(super) fn decode(
     let g = UNIT_POS_X / 4;
     let t = UNIT_POS_X % 4;
 
+    ask_at_once(ahead, plane, PLANES.runtime());
+
     let sequence = sequences[token as usize];
     let range = parts(sequence, positions[token as usize], split);
     let start = range.base + part * range.share;
     let stop = u32::min(start + range.share, range.end);
-    if start >= stop {
-        terminate!();
-    }
-    let first_block = u32::cast_from(sequence) * max_blocks;
-
     // Query heads before the first or behind the last are computed as zeros and not stored.
     let first_head = i32::cast_from(kv_head * comptime!(shape.group) + in_group)
         - comptime!(shape.first_head as i32);
 
-    let mut query = Array::<Packed>::new(comptime!((2 * quarters) as usize));
-    #[unroll]
-    for quarter in 0..quarters {
-        #[unroll]
-        for half in 0..2u32 {
-            // Registers of two rows: `g`, and `g + 8` where it is a head.
-            let mut pairs = Array::<u32>::new(4usize);
-            #[unroll]
-            for other in 0..2u32 {
-                pairs[comptime!((2 * other) as usize)] = 0u32;
-                pairs[comptime!((2 * other + 1) as usize)] = 0u32;
-                if comptime!(other < halves) {
-                    let slot = g + 8 * other;
-                    let head = first_head + i32::cast_from(slot);
-                    if is_head(head, slot, in_group, shape, rows) {
-                        let row = token * comptime!(shape.heads) + u32::cast_from(head);
-                        let from = row * head_dim + quarter * 32 + t * 8 + half * 4;
-                        #[unroll]
-                        for pair in 0..2u32 {
-                            pairs[comptime!((2 * other + pair) as usize)] = pack(
-                                queries[(from + 2 * pair) as usize],
-                                queries[(from + 2 * pair + 1) as usize],
-                                bf16,
-                            );
-                        }
-                    }
+    if start >= stop {
+        if comptime!(split.is_whole()) && part == 0 {
+            let mut at = plane * PLANE + UNIT_POS_X;
+            while at < comptime!(heads * head_dim) {
+                let slot = at / head_dim;
+                let head = first_head + i32::cast_from(slot);
+                if is_head(head, slot, in_group, shape, rows) {
+                    let row = token * comptime!(shape.heads) + u32::cast_from(head);
+                    partial[(row * head_dim + at % head_dim) as usize] = 0.0;
                 }
+                at += comptime!(PLANES * PLANE);
             }
-            query[comptime!((2 * quarter + half) as usize)] =
-                left(pairs[0], pairs[2], pairs[1], pairs[3]);
+        }
+        terminate!();
+    }
+    let first_block = u32::cast_from(sequence) * max_blocks;
+
+    let place = Place {
+        token,
+        kv_head,
+        first_head,
+        in_group,
+        newest: cache_row(blocks, first_block, range.end - 1, kv_head, shape),
+        has_newest: stop == range.end,
+    };
+    let mut query = Array::<Packed>::new(comptime!((2 * quarters) as usize));
+    #[comptime]
+    match fresh {
+        ComptimeOption::Some(fresh) => {
+            let prepared = prepare(fresh, queries, keys, values, place, shape, rows);
+            left_operands(&prepared, 0i32, place, &mut query, shape, rows);
+        }
+        ComptimeOption::None => {
+            let first_row = i32::cast_from(token * comptime!(shape.heads)) + first_head;
+            left_operands(queries, first_row, place, &mut query, shape, rows);
         }
     }
 
@@ -306,19 +317,68 @@ pub(super) fn decode(
             let row = (token * comptime!(shape.heads) + u32::cast_from(head))
                 * comptime!(split.splits)
                 + part;
-            partial[(row * head_dim + at % head_dim) as usize] = sum;
-            if at.is_multiple_of(head_dim) {
-                stats[(2 * row) as usize] = above;
-                stats[(2 * row + 1) as usize] = all;
+            if comptime!(split.is_whole()) {
+                partial[(row * head_dim + at % head_dim) as usize] = sum / all;
+            } else {
+                partial[(row * head_dim + at % head_dim) as usize] = sum;
+                if at.is_multiple_of(head_dim) {
+                    stats[(2 * row) as usize] = above;
+                    stats[(2 * row + 1) as usize] = all;
+                }
             }
         }
         at += comptime!(PLANES * PLANE);
     }
 }
 
+/// The query heads of a cube as operands: row `first_row` of `from` is the first.
+#[cube]
+fn left_operands(
+    from: &[f32],
+    first_row: i32,
+    place: Place,
+    query: &mut Array<Packed>,
+    #[comptime] shape: Shape,
+    #[comptime] rows: Rows,
+) {
+    let g = UNIT_POS_X / 4;
+    let t = UNIT_POS_X % 4;
+    #[unroll]
+    for quarter in 0..comptime!(shape.head_dim / 32) {
+        #[unroll]
+        for half in 0..2u32 {
+            // Registers of two rows: `g`, and `g + 8` where it is a head.
+            let mut pairs = Array::<u32>::new(4usize);
+            #[unroll]
+            for other in 0..2u32 {
+                pairs[comptime!((2 * other) as usize)] = 0u32;
+                pairs[comptime!((2 * other + 1) as usize)] = 0u32;
+                if comptime!(other < rows.halves()) {
+                    let slot = g + 8 * other;
+                    let head = place.first_head + i32::cast_from(slot);
+                    if is_head(head, slot, place.in_group, shape, rows) {
+                        let row = u32::cast_from(first_row + i32::cast_from(slot));
+                        let at = row * comptime!(shape.head_dim) + quarter * 32 + t * 8 + half * 4;
+                        #[unroll]
+                        for pair in 0..2u32 {
+                            pairs[comptime!((2 * other + pair) as usize)] = pack(
+                                from[(at + 2 * pair) as usize],
+                                from[(at + 2 * pair + 1) as usize],
+                                rows.bf16,
+                            );
+                        }
+                    }
+                }
+            }
+            query[comptime!((2 * quarter + half) as usize)] =
+                left(pairs[0], pairs[2], pairs[1], pairs[3]);
+        }
+    }
+}
+
 /// Whether a row of a cube is a query head of this device and of its key head.
 #[cube]
-fn is_head(
+pub(super) fn is_head(
     head: i32,
     slot: u32,
     in_group: u32,

@@ -83,15 +83,32 @@ pub(super) fn decode<F: Float, N: Size>(
     let range = parts(sequence, positions[token as usize], split);
     let start = range.base + part * range.share;
     let stop = u32::min(start + range.share, range.end);
-    if start >= stop {
-        terminate!();
-    }
-    let first_block = u32::cast_from(sequence) * max_blocks;
-
     // Query heads before the first or behind the last are computed as zeros and not stored.
     let in_group = chunk * heads;
     let first_head = i32::cast_from(kv_head * comptime!(shape.group) + in_group)
         - comptime!(shape.first_head as i32);
+    let unit = UNIT_POS_Y * plane + UNIT_POS_X;
+
+    if start >= stop {
+        if comptime!(split.is_whole()) {
+            let mut element = unit;
+            while element < comptime!(heads * shape.head_dim) {
+                let head = element / comptime!(shape.head_dim);
+                let at = first_head + i32::cast_from(head);
+                if at >= 0
+                    && at < comptime!(shape.heads as i32)
+                    && in_group + head < comptime!(shape.group)
+                {
+                    let row = token * comptime!(shape.heads) + u32::cast_from(at);
+                    let first = row * comptime!(shape.head_dim);
+                    partial[(first + element % comptime!(shape.head_dim)) as usize] = 0.0;
+                }
+                element += comptime!(plane * PLANES);
+            }
+        }
+        terminate!();
+    }
+    let first_block = u32::cast_from(sequence) * max_blocks;
 
     let mut query = Array::<Vector<f32, N>>::new(comptime!((heads * per_lane) as usize));
     let mut sums = Array::<Vector<f32, N>>::new(comptime!((heads * per_lane) as usize));
@@ -190,7 +207,6 @@ pub(super) fn decode<F: Float, N: Size>(
     // Teams meet head by head in shared memory.
     let mut met = Shared::<[f32]>::new_slice(comptime!((teams * shape.head_dim) as usize));
     let mut met_stats = Shared::<[f32]>::new_slice(comptime!((2 * teams) as usize));
-    let unit = UNIT_POS_Y * plane + UNIT_POS_X;
     #[unroll]
     for head in 0..heads {
         if lane == 0 {
@@ -221,6 +237,11 @@ pub(super) fn decode<F: Float, N: Size>(
             let row = (token * comptime!(shape.heads) + u32::cast_from(at))
                 * comptime!(split.splits)
                 + part;
+            let mut all = 0.0f32;
+            for other in 0..teams {
+                let kept = weight(met_stats[(2 * other) as usize] - above, cuda);
+                all += met_stats[(2 * other + 1) as usize] * kept;
+            }
             let mut element = unit;
             while element < comptime!(shape.head_dim) {
                 let mut sum = 0.0f32;
@@ -228,17 +249,15 @@ pub(super) fn decode<F: Float, N: Size>(
                     let kept = weight(met_stats[(2 * other) as usize] - above, cuda);
                     sum += met[(other * comptime!(shape.head_dim) + element) as usize] * kept;
                 }
+                if comptime!(split.is_whole()) {
+                    sum /= all;
+                }
                 partial[(row * comptime!(shape.head_dim) + element) as usize] = sum;
                 element += comptime!(plane * PLANES);
             }
-            if unit == 0 {
-                let mut sum = 0.0f32;
-                for other in 0..teams {
-                    let kept = weight(met_stats[(2 * other) as usize] - above, cuda);
-                    sum += met_stats[(2 * other + 1) as usize] * kept;
-                }
+            if unit == 0 && comptime!(!split.is_whole()) {
                 stats[(2 * row) as usize] = above;
-                stats[(2 * row + 1) as usize] = sum;
+                stats[(2 * row + 1) as usize] = all;
             }
         }
         sync_cube();

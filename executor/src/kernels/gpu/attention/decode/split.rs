@@ -19,6 +19,13 @@ pub(super) struct Split {
     pub window: u32,
 }
 
+impl Split {
+    /// Whether the only part of a context is all of it.
+    pub(super) fn is_whole(self) -> bool {
+        self.splits == 1
+    }
+}
+
 /// What a token sees and how it is split.
 #[derive(CubeType, Clone, Copy)]
 pub(super) struct Parts {

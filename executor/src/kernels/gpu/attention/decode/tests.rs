@@ -1,3 +1,5 @@
+mod newest;
+
 use ir::tensor::DType;
 
 use super::*;
@@ -24,6 +26,8 @@ fn check_split(attention: &Attention, run: &Run, element: DType, splits: usize, 
         cache: cached.cache(),
         tokens: on_device.tokens(),
         queries: &gpu.upload(&queries),
+        fresh: None,
+        ahead: &[],
         workspace: &gpu.poisoned(Partial::bytes(attention, run.rows(), splits).iter().sum()),
     };
     gpu.decode_split(&call, splits, &out);
@@ -93,18 +97,86 @@ fn scores_are_capped() {
 
 #[test]
 fn long_contexts_are_split_and_merged() {
-    let run = Run::new(&[(4321, 1), (9, 1)]);
+    let run = Run::new(&[(4321, 1), (9, 1)]).padded(1);
     for splits in [1, 2, 17, 64] {
-        check_split(&plain(4, 2, 64), &run, DType::F16, splits, &format!("{splits} splits"));
+        for head_dim in [20, 64, 128] {
+            let what = format!("{splits} splits of {head_dim}");
+            check_split(&plain(4, 2, head_dim), &run, DType::F16, splits, &what);
+        }
     }
+}
+
+#[test]
+fn a_whole_context_needs_no_merge() {
+    let run = Run::new(&[(0, 1), (255, 1), (30, 1)]).padded(2);
+    for (heads, kv_heads) in [(4, 2), (12, 1), (18, 2)] {
+        for head_dim in [32, 128, 256] {
+            for element in [DType::F32, DType::F16, DType::Bf16] {
+                let what = format!("{heads}/{kv_heads} of {head_dim} in {element}");
+                check_split(&plain(heads, kv_heads, head_dim), &run, element, 1, &what);
+            }
+        }
+    }
+    let cut = Attention { group: 4, first_head: 3, kv_heads: 3, ..plain(6, 1, 32) };
+    check_split(&cut, &run, DType::F16, 1, "cut group");
+}
+
+#[test]
+fn contexts_that_are_short_or_seen_through_a_window_are_not_split() {
+    let Some(gpu) = gpu() else { return };
+    let attention = plain(8, 2, 64);
+    let narrow = Attention { window: Some(SHORT_CONTEXT as u32), ..attention.clone() };
+    let short = Run::new(&[(SHORT_CONTEXT - 1, 1), (0, 1)]).upload(&gpu);
+    let long = Run::new(&[(0, 1), (SHORT_CONTEXT, 1)]).upload(&gpu);
+    assert_eq!(short.tokens().reach, Reach::Short);
+    assert_eq!(long.tokens().reach, Reach::Long);
+    assert_eq!(gpu.splits(&attention, &short.tokens()), 1);
+    assert_eq!(gpu.splits(&narrow, &long.tokens()), 1);
 }
 
 #[test]
 fn no_run_is_split_further_than_plans_count() {
     let Some(gpu) = gpu() else { return };
     let attention = plain(8, 2, 64);
+    let run = Run::new(&[(SHORT_CONTEXT, 1)]).upload(&gpu);
     for tokens in 1..=20 {
-        let splits = gpu.splits(&attention, tokens);
+        let splits = gpu.splits(&attention, &Tokens { tokens, ..run.tokens() });
         assert!(splits as u32 <= workspace::attention_splits(attention.kv_heads, tokens as u32));
+    }
+}
+
+#[test]
+fn asking_ahead_changes_no_bit() {
+    let Some(gpu) = gpu() else { return };
+    if !gpu.asks_ahead() {
+        eprintln!("skipped: the device asks for nothing ahead");
+        return;
+    }
+    let run = Run::new(&[(40, 1), (255, 1)]).padded(1);
+    let attention = plain(8, 2, 128);
+    let cached = Cached::filled(&gpu, &run, &attention, DType::F16);
+    let count = run.rows() * 8 * 128;
+    let queries = gpu.upload(&noise(count, 9));
+    let span = gpu.poisoned(1 << 20);
+    let next = [Region::new(&span, span.bytes()).unwrap()];
+    for splits in [1, 3] {
+        let of = |ahead: &[Region]| {
+            let on_device = run.upload(&gpu);
+            let out = gpu.poisoned(count * 4);
+            let call = Decode {
+                attention: &attention,
+                cache: cached.cache(),
+                tokens: on_device.tokens(),
+                queries: &queries,
+                fresh: None,
+                ahead,
+                workspace: &gpu
+                    .poisoned(Partial::bytes(&attention, run.rows(), splits).iter().sum()),
+            };
+            gpu.decode_split(&call, splits, &out);
+            let out: Vec<f32> = gpu.download(&out, count);
+            out.into_iter().map(f32::to_bits).collect::<Vec<u32>>()
+        };
+        assert_eq!(of(&next), of(&[]), "{splits} splits");
     }
 }
