@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::{Arc, mpsc};
@@ -259,36 +260,34 @@ impl Starter {
         queue: Queue,
         work: impl FnOnce(Arc<Inbox>) + Send + 'static,
     ) -> Result<LaneThread> {
-        let name = format!("{} {queue}", self.plan.machine.devices[device].name);
+        let name = self.plan.machine.devices[device].name.clone();
         let inbox = Arc::new(Inbox::default());
-        let its_inbox = Arc::clone(&inbox);
-        let thread = thread::Builder::new()
-            .name(name.clone())
-            .spawn(move || work(its_inbox))
-            .with_context(|| format!("starting the thread of {name}"))?;
+        let (its_inbox, events) = (Arc::clone(&inbox), self.events.clone());
+        let thread = thread::Builder::new().name(format!("{name} {queue}")).spawn(move || {
+            // Nobody waits for a thread that said nothing; once all are loaded nobody listens any more.
+            if let Err(payload) = catch_unwind(AssertUnwindSafe(|| work(its_inbox))) {
+                let cause = panic_message(&*payload);
+                drop(events.send(Event::Failed(anyhow!("loading {name} failed: {cause}"))));
+            }
+        });
+        let thread = thread.with_context(|| {
+            format!("starting a thread for {}", self.plan.machine.devices[device].name)
+        })?;
         Ok(LaneThread { inbox, thread: Some(thread) })
     }
 
     /// Binds the device and serves; tells how the binding went.
     fn compute(self, device: DeviceId, inbox: Arc<Inbox>) {
-        let name = self.plan.machine.devices[device].name.clone();
         // Nobody listens any more when another lane has failed; then the inbox is closed, too.
         let tell = |event| drop(self.events.send(event));
-        let bound = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-            let (plan, checkpoint, options) = (&self.plan, &self.checkpoint, &self.options);
-            bind::Device::bind(plan, device, checkpoint, options, &self.peers, |bytes| {
-                // The inbox is closed when another lane has failed to load.
-                tell(Event::Loaded(bytes));
-                !inbox.is_closed()
-            })
-        }));
+        let (plan, checkpoint, options) = (&self.plan, &self.checkpoint, &self.options);
+        let bound = bind::Device::bind(plan, device, checkpoint, options, &self.peers, |bytes| {
+            tell(Event::Loaded(bytes));
+            !inbox.is_closed()
+        });
         let bound = match bound {
-            Ok(Ok(bound)) => bound,
-            Ok(Err(error)) => return tell(Event::Failed(error)),
-            Err(payload) => {
-                let cause = panic_message(&*payload);
-                return tell(Event::Failed(anyhow!("loading {name} failed: {cause}")));
-            }
+            Ok(bound) => bound,
+            Err(error) => return tell(Event::Failed(error)),
         };
         let lanes = self.lanes(device, Queue::Compute);
         let programs = self.plan.programs.iter().enumerate();
