@@ -5,7 +5,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 source .ci/packages
 
-nvidia-smi --query-gpu=name,driver_version --format=csv,noheader ||
+nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2>/dev/null ||
   { echo "there is no NVIDIA GPU here: tests/run.sh checks the kernels on a device in software" >&2; exit 1; }
 filter='package(executor) and test(kernels::gpu) + test(a_gpu) + test(captured_runs) + test(every_rate)'
 if cargo nextest --version >/dev/null 2>&1; then
