@@ -86,7 +86,7 @@ pub(super) fn rates(gpu: &Gpu, sizes: Sizes) -> Result<Rates> {
     Ok(Rates {
         source: RateSource::Calibrated,
         read_bytes_per_sec,
-        step_nanos: meter.step_nanos()?,
+        step_nanos: meter.step_nanos(read_bytes_per_sec)?,
         linear,
         attention_flops_per_sec: meter.attention_flops()?,
         cache_bytes_per_sec: meter.cache_bytes()?,
@@ -120,8 +120,21 @@ impl Meter<'_> {
         Ok(nanos / launches as f64)
     }
 
+    /// Time of a step beside what it reads: what a linear of one token takes with matrices of a layer's size, less the
+    /// time in which a large one is read. Memory idles while one launch ends and the next begins.
+    fn step_nanos(&self, read_bytes_per_sec: f64) -> Result<f64> {
+        /// The matrices together are as large as the large one, so that none is still near when its turn comes again.
+        const MATRICES: usize = 16;
+        let row_bytes = Format::Bf16.bytes(1, self.sizes.columns as u64) as usize;
+        let rows = (self.sizes.streamed_bytes / MATRICES / row_bytes).next_multiple_of(PANEL);
+        let matrix = |_| self.matrix(Format::Bf16, rows);
+        let matrices = (0..MATRICES).map(matrix).collect::<Result<Vec<_>>>()?;
+        let whole = self.few(&matrices, 1, 4 * MATRICES)?;
+        Ok((whole - (rows * row_bytes) as f64 / read_bytes_per_sec * 1e9).max(self.empty_nanos()?))
+    }
+
     /// Time of a step that has next to nothing to do.
-    fn step_nanos(&self) -> Result<f64> {
+    fn empty_nanos(&self) -> Result<f64> {
         const STEPS: usize = 200;
         let span = self.gpu.allocate(256)?;
         self.time(STEPS, || {
@@ -130,32 +143,41 @@ impl Meter<'_> {
         })
     }
 
+    /// Nanoseconds of a linear of few tokens, with one matrix after the other.
+    fn few(&self, matrices: &[Matrix], tokens: usize, launches: usize) -> Result<f64> {
+        let rows = matrices.iter().map(Matrix::rows).max().unwrap_or(0);
+        let out = self.gpu.allocate(tokens * rows * size_of::<f32>())?;
+        let x = self.floats(tokens * self.sizes.columns)?;
+        let mut turns = matrices.iter().cycle();
+        self.time(launches, || {
+            let matrix = turns.next().context("there are matrices")?;
+            self.gpu.linear(&Linear {
+                x: &x,
+                tokens,
+                norm: None,
+                matrices: &[matrix],
+                biases: &[None],
+                then: Then::Nothing,
+                residual: None,
+                outputs: &[&out],
+                ahead: &[],
+            })
+        })
+    }
+
     fn linear(&mut self, format: Format) -> Result<LinearRate> {
         let Sizes { columns, streamed_bytes, rows, tokens, launches, .. } = self.sizes;
         let row_bytes = format.bytes(1, columns as u64) as usize;
-        let large = self.matrix(format, (streamed_bytes / row_bytes).next_multiple_of(PANEL))?;
+        let large = [self.matrix(format, (streamed_bytes / row_bytes).next_multiple_of(PANEL))?];
         let small = self.matrix(format, rows)?;
         let mut points = Vec::new();
         for &tokens in tokens {
             let count = tokens as usize;
-            let matrix = if count <= MAX_TOKENS { &large } else { &small };
-            let out = self.gpu.allocate(count * matrix.rows() * size_of::<f32>())?;
-            let nanos = if count <= MAX_TOKENS {
-                let x = self.floats(count * columns)?;
-                let call = Linear {
-                    x: &x,
-                    tokens: count,
-                    norm: None,
-                    matrices: &[matrix],
-                    biases: &[None],
-                    then: Then::Nothing,
-                    residual: None,
-                    outputs: &[&out],
-                    ahead: &[],
-                };
-                self.time(launches, || self.gpu.linear(&call))?
+            let (matrix, nanos) = if count <= MAX_TOKENS {
+                (&large[0], self.few(&large, count, launches)?)
             } else {
-                self.product(matrix, count, &out)?
+                let out = self.gpu.allocate(count * small.rows() * size_of::<f32>())?;
+                (&small, self.product(&small, count, &out)?)
             };
             let weights = (matrix.rows() * matrix.columns()) as f64;
             points.push(RatePoint { tokens, weights_per_sec: weights / nanos * 1e9 });
