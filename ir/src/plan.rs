@@ -1,6 +1,5 @@
 //! The compiler's product and the executor's whole input: `plan.ron`.
 
-use std::collections::BTreeSet;
 use std::path::PathBuf;
 
 use anyhow::{Context as _, Result, ensure};
@@ -317,14 +316,18 @@ impl Plan {
     /// Whether a step is one GPU's part of a sum over GPUs alone: they can make it without the host.
     pub fn is_peer_sum(&self, program: &Program, step: &Step) -> bool {
         let Action::Move { movement: Move::AllReduce, .. } = step.action else { return false };
-        let gpu = |buffer: &BufferId| {
-            let device = program.buffers.get(*buffer)?.device;
-            let kind = &self.machine.devices.get(device)?.kind;
-            matches!(kind, DeviceKind::Gpu { .. }).then_some(device)
+        let device = |buffer: &BufferId| program.buffers.get(*buffer).map(|buffer| buffer.device);
+        let is_gpu = |device: DeviceId| {
+            let device = self.machine.devices.get(device);
+            device.is_some_and(|device| matches!(device.kind, DeviceKind::Gpu { .. }))
         };
-        let members: Option<BTreeSet<DeviceId>> = step.reads.iter().map(gpu).collect();
-        let count = step.reads.len();
-        (2..=EXCHANGE_MEMBERS).contains(&count) && members.is_some_and(|set| set.len() == count)
+        let is_member = |(index, buffer): (usize, &BufferId)| {
+            let is_new =
+                !step.reads[..index].iter().any(|earlier| device(earlier) == device(buffer));
+            is_new && device(buffer).is_some_and(is_gpu)
+        };
+        (2..=EXCHANGE_MEMBERS).contains(&step.reads.len())
+            && step.reads.iter().enumerate().all(is_member)
     }
 
     /// Writes a plan; the same plan gives the same bytes.

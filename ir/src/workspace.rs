@@ -103,8 +103,9 @@ impl Workspace {
 
 /// The workspace of each device; empty for those that are no GPU or have no lane.
 pub fn workspaces(plan: &Plan) -> Table<DeviceId, Workspace> {
+    let piece_bytes = exchange_piece_bytes(plan);
     let space = |(id, device): (DeviceId, &crate::machine::Device)| match device.kind {
-        DeviceKind::Gpu { library_bytes, .. } => workspace(plan, id, library_bytes),
+        DeviceKind::Gpu { library_bytes, .. } => of_device(plan, id, library_bytes, piece_bytes),
         DeviceKind::Numa { .. } => Workspace::default(),
     };
     plan.machine.devices.iter().map(space).collect()
@@ -113,6 +114,10 @@ pub fn workspaces(plan: &Plan) -> Table<DeviceId, Workspace> {
 /// The workspace of a GPU where the vendor's library takes so many bytes; 0 where it is not there, and products are
 /// made in f32.
 pub fn workspace(plan: &Plan, device: DeviceId, library_bytes: u64) -> Workspace {
+    of_device(plan, device, library_bytes, exchange_piece_bytes(plan))
+}
+
+fn of_device(plan: &Plan, device: DeviceId, library_bytes: u64, piece_bytes: u64) -> Workspace {
     let mut space = Workspace::default();
     let mut ropes = BTreeSet::new();
     let mut has_lane = false;
@@ -137,7 +142,7 @@ pub fn workspace(plan: &Plan, device: DeviceId, library_bytes: u64) -> Workspace
         }
     }
     if members > 0 {
-        space.exchange_bytes = exchange_bytes(plan, members);
+        space.exchange_bytes = exchange_bytes(members, piece_bytes);
     }
     if has_lane {
         space.run_bytes = RunSizes::of(plan).bytes();
@@ -200,9 +205,9 @@ pub fn exchange_piece_bytes(plan: &Plan) -> u64 {
 }
 
 /// Bytes of an exchange for the terms of so many members.
-fn exchange_bytes(plan: &Plan, members: usize) -> u64 {
+fn exchange_bytes(members: usize, piece_bytes: u64) -> u64 {
     let inboxes = u64::from(EXCHANGE_INBOXES) * members as u64;
-    EXCHANGE_HEADER_BYTES + inboxes * exchange_piece_bytes(plan)
+    EXCHANGE_HEADER_BYTES + inboxes * piece_bytes
 }
 
 fn aligned(bytes: u64) -> u64 {

@@ -1,6 +1,6 @@
 //! Every operation with this project's GPU kernels, on device memory whose places are known before the first run.
 //!
-//! - Only queueing happens here: nothing waits for the device but what crosses to the host.
+//! - Only queueing happens here: nothing waits for the device but what crosses to the host or stands beside fetches.
 //! - Steps of few tokens that nothing outside waits for are captured once and replayed.
 
 mod ahead;
