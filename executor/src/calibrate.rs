@@ -231,9 +231,13 @@ fn attention_rate(team: &Team, isa: Isa) -> Result<f64> {
     const TOKENS: usize = 512;
     let mut layer = Layer::new(team, TOKENS)?;
     let nanos = best(|| layer.attend(team, isa, TOKENS, 0))?;
-    // A multiplication and an addition for each score and each value, for the triangle that is seen.
-    let seen = TOKENS * (TOKENS + 1) / 2;
-    Ok((4 * HEADS * HEAD_DIM * seen) as f64 / nanos * 1e9)
+    Ok(prompt_flops(TOKENS) / nanos * 1e9)
+}
+
+/// Operations of a prompt's attention: a multiplication and an addition for each score and each value, for the triangle
+/// that is seen.
+fn prompt_flops(tokens: usize) -> f64 {
+    (4 * HEADS * HEAD_DIM * (tokens * (tokens + 1) / 2)) as f64
 }
 
 /// Bytes of keys and values per second when one token looks back.

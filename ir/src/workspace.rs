@@ -12,7 +12,7 @@ use crate::machine::DeviceKind;
 use crate::op::{Attention, Experts, Linear, NormKind, Op, Products, Then};
 use crate::packing::has_panels;
 use crate::plan::{Action, Plan, Program, Step};
-use crate::tensor::{DType, Dim, Format};
+use crate::tensor::{Dim, Format};
 
 /// Up to so many rows a linear reads a matrix as it lies; more are multiplied by the vendor's library, for which a
 /// packed matrix is unpacked first.
@@ -264,7 +264,7 @@ impl Need<'_> {
         for (index, weight) in linear.weights.iter().enumerate() {
             let Some(weight) = self.plan.weights.get(*weight) else { continue };
             let [outputs, inputs] = *weight.shape else { continue };
-            let element = if has_library { product_type(weight.format).bytes() } else { 4 };
+            let element = product_format(weight.format, has_library).bytes(1, 1);
             if element != 4 || linear.norm.is_some() {
                 raise(&mut space.input_bytes, product(&[rows, features], element));
             }
@@ -320,8 +320,13 @@ impl Need<'_> {
     }
 }
 
-/// What the vendor's library multiplies a matrix of that format in.
-pub fn product_type(format: Format) -> DType {
-    // Blocks carry f16 scales; bf16 keeps their range, and its rounding is below that of the blocks.
-    format.float().unwrap_or(DType::Bf16)
+/// What a GPU multiplies a matrix of that format in with many rows, input and matrix alike: matrix instructions, those of
+/// the vendor's library among them, take both in one format; without them products are made in f32.
+pub fn product_format(held: Format, has_library: bool) -> Format {
+    match (held, has_library) {
+        (_, false) => Format::F32,
+        // Blocks carry f16 scales; bf16 keeps their range, and its rounding is below that of the blocks.
+        (Format::Q8 | Format::Q4, true) => Format::Bf16,
+        (Format::F32 | Format::F16 | Format::Bf16, true) => held,
+    }
 }

@@ -10,7 +10,7 @@ use ir::op::{self, Then};
 use ir::tensor::{DType, Format};
 use ir::workspace;
 
-use super::{best, made_up};
+use super::{BLOCK_TOKENS, HEAD_DIM, HEADS, KV_HEADS, best, made_up, prompt_flops};
 use crate::kernels::cpu::pack::{PANEL, pack_rows};
 use crate::kernels::gpu::attention::decode::Decode;
 use crate::kernels::gpu::attention::prefill::Prefill;
@@ -58,12 +58,6 @@ impl Sizes {
         launches: 2,
     };
 }
-
-/// Heads of the measured attention: those of an 8 B model.
-const HEADS: u32 = 32;
-const KV_HEADS: u32 = 8;
-const HEAD_DIM: u32 = 128;
-const BLOCK_TOKENS: usize = 32;
 
 struct Meter<'a> {
     gpu: &'a Gpu,
@@ -188,18 +182,13 @@ impl Meter<'_> {
     /// Nanoseconds of a product of many tokens, with the unpacking of a packed matrix.
     fn product(&mut self, matrix: &Matrix, tokens: usize, out: &Span) -> Result<f64> {
         let (inputs, outputs) = (matrix.columns(), matrix.rows());
-        let element = match self.vendor {
-            Some(_) => workspace::product_type(matrix.format()),
-            None => DType::F32,
-        };
-        let format = [Format::F32, Format::F16, Format::Bf16]
-            .into_iter()
-            .find(|format| format.float() == Some(element))
-            .context("products are made in floats")?;
+        let format = workspace::product_format(matrix.format(), self.vendor.is_some());
+        let element = format.float().context("products are made in floats")?;
         let place = self.gpu.allocate(Layout::RowMajor.bytes(format, outputs, inputs)?)?;
-        let x = match element {
-            DType::F32 => self.floats(tokens * inputs)?,
-            DType::F16 | DType::Bf16 | DType::I32 | DType::U8 => self.narrow(tokens * inputs)?,
+        let x = if format == Format::F32 {
+            self.floats(tokens * inputs)?
+        } else {
+            self.narrow(tokens * inputs)?
         };
         let (gpu, launches) = (self.gpu.clone(), self.sizes.launches);
         let nanos = best(|| {
@@ -235,9 +224,7 @@ impl Meter<'_> {
             self.gpu.prefill(&Prefill { attention, cache, tokens, queries }, out);
             Ok(())
         })?;
-        // A multiplication and an addition for each score and each value, for the triangle that is seen.
-        let seen = prompt * (prompt + 1) / 2;
-        Ok((4 * HEADS as usize * HEAD_DIM as usize * seen) as f64 / nanos * 1e9)
+        Ok(prompt_flops(prompt) / nanos * 1e9)
     }
 
     /// Bytes of keys and values per second when one token looks back.
@@ -249,7 +236,7 @@ impl Meter<'_> {
         let [values, stats] = workspace::attention_terms(
             &layers[0].attention,
             1,
-            workspace::attention_splits(KV_HEADS, 1),
+            workspace::attention_splits(KV_HEADS as u32, 1),
         );
         let workspace = self.gpu.allocate((values + stats) as usize)?;
         let mut turns = layers.iter().cycle();
@@ -269,7 +256,7 @@ impl Meter<'_> {
             self.gpu.decode(&call, out);
             Ok(())
         })?;
-        let bytes = past * 2 * (KV_HEADS * HEAD_DIM) as usize * 2;
+        let bytes = past * 2 * KV_HEADS * HEAD_DIM * 2;
         Ok(bytes as f64 / nanos * 1e9)
     }
 
@@ -342,8 +329,8 @@ impl Layer {
     fn new(meter: &Meter<'_>, tokens: usize, length: usize) -> Result<Self> {
         let gpu = meter.gpu;
         let cached = length.div_ceil(BLOCK_TOKENS);
-        let elements = cached * BLOCK_TOKENS * (KV_HEADS * HEAD_DIM) as usize;
-        let width = (HEADS * HEAD_DIM) as usize;
+        let elements = cached * BLOCK_TOKENS * KV_HEADS * HEAD_DIM;
+        let width = HEADS * HEAD_DIM;
         let integers = |values: &[i32]| -> Result<Span> {
             let span = gpu.allocate(size_of_val(values))?;
             gpu.write(&span, bytemuck::cast_slice(values))?;
@@ -353,10 +340,10 @@ impl Layer {
         Ok(Self {
             attention: op::Attention {
                 cache: CacheId::from_index(0),
-                heads: HEADS,
-                kv_heads: KV_HEADS,
-                head_dim: HEAD_DIM,
-                group: HEADS / KV_HEADS,
+                heads: HEADS as u32,
+                kv_heads: KV_HEADS as u32,
+                head_dim: HEAD_DIM as u32,
+                group: (HEADS / KV_HEADS) as u32,
                 first_head: 0,
                 scale: 1.0 / (HEAD_DIM as f32).sqrt(),
                 window: None,

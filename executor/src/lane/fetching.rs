@@ -64,13 +64,14 @@ pub(crate) fn releases(program: &Program, device: DeviceId) -> Table<StepId, boo
 impl FetchLane {
     /// A lane thread's life.
     pub(crate) fn serve(mut self) {
+        let programs = self.plan.programs.iter();
+        let last_reads: Vec<_> = programs.map(|program| last_read(program, self.device)).collect();
         let mut before: Option<Arc<Run>> = None;
         while let Some(run) = self.inbox.next() {
             let Some(lane) = self.lanes[run.program] else { continue };
             if let Some(before) = before.replace(Arc::clone(&run)) {
-                let last = last_read(&self.plan.programs[before.program], self.device);
                 // A run that was aborted reads nothing that matters.
-                before.wait_for(last.as_slice());
+                before.wait_for(last_reads[before.program].as_slice());
             }
             let mut spans = Vec::new();
             self.work(&run, lane, &mut spans);

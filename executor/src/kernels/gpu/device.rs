@@ -10,6 +10,8 @@ use cubecl::prelude::{BufferArg, CubeCount, CubeDim, ElemType};
 use cubecl::server::Handle;
 use cubecl_runtime::runtime::Runtime;
 
+use super::matrix::LOAD_BYTES;
+
 /// Every piece of memory starts at a multiple of this many bytes: the widest load, and what each driver asks of
 /// the start of a binding.
 pub const ALIGNMENT: usize = 256;
@@ -157,6 +159,11 @@ impl Span {
     /// On a device that is not driven through CUDA.
     pub fn address(&self) -> Result<u64> {
         self.address.context("this memory is not of a CUDA device")
+    }
+
+    /// All of it as a kernel's argument: loads of [`LOAD_BYTES`].
+    pub fn loads(&self) -> BufferArg {
+        self.argument(self.bytes / LOAD_BYTES, LOAD_BYTES)
     }
 
     /// As a kernel's argument: `count` elements or vectors of `size` bytes each.

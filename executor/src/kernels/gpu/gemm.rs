@@ -8,7 +8,7 @@ use ir::tensor::Format;
 
 use super::device::{Gpu, Span};
 use super::linear::rows::decode_row;
-use super::matrix::{LOAD_BYTES, Layout, Matrix};
+use super::matrix::{Layout, Matrix};
 use super::words::{Words, read_four, read_size};
 
 /// Tokens, and outputs, of a cube.
@@ -41,7 +41,7 @@ impl Gpu {
                 CubeDim::new_1d((SIDE * SIDE) as u32),
                 size,
                 x.argument(tokens * columns / size, size * size_of::<f32>()),
-                data.argument(data.bytes() / LOAD_BYTES, LOAD_BYTES),
+                data.loads(),
                 out.argument(tokens * rows, size_of::<f32>()),
                 tokens,
                 rows,

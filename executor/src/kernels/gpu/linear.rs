@@ -24,7 +24,7 @@ use self::rows::RowShare;
 use self::total::{Output, OutputLaunch, Shape};
 use super::ahead::{Region, argument};
 use super::device::{Gpu, Span};
-use super::matrix::{LOAD_BYTES, Layout, Matrix};
+use super::matrix::{Layout, Matrix};
 use super::panel::Panel;
 use super::words::{Words, read_size};
 use crate::kernels::cpu::pack::PANEL;
@@ -241,10 +241,7 @@ impl<'a> Linear<'a> {
     }
 
     fn weights(&self) -> SequenceArg<Sequence<Box<[Words]>>> {
-        let loads = |matrix: &&Matrix| {
-            let data = matrix.data();
-            data.argument(data.bytes() / LOAD_BYTES, LOAD_BYTES)
-        };
+        let loads = |matrix: &&Matrix| matrix.data().loads();
         self.parts().map(|(matrices, _)| matrices.iter().map(loads).collect()).collect()
     }
 

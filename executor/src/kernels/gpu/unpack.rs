@@ -7,7 +7,7 @@ use cubecl::prelude::*;
 use ir::tensor::Format;
 
 use super::device::{Gpu, Span, element};
-use super::matrix::{LOAD_BYTES, Layout, Matrix, float_bytes, float_type};
+use super::matrix::{Layout, Matrix, float_bytes, float_type};
 use super::panel::{
     BLOCK_OFFSET, LOADS, Panel, Walk, block_factor, decode_codes, decode_floats, load_scales,
     load_task, panel_vectors, task_column,
@@ -38,7 +38,7 @@ impl Gpu {
                 CubeCount::new_1d(units.div_ceil(UNITS) as u32),
                 CubeDim::new_1d(UNITS as u32),
                 size,
-                data.argument(data.bytes() / LOAD_BYTES, LOAD_BYTES),
+                data.loads(),
                 out.argument(rows * columns / size, size * float_bytes(format)?),
                 rows,
                 panel,

@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 use ir::id::StepId;
-use ir::op::{self, Op, Then};
+use ir::op::{self, Op, Products, Then};
 use ir::plan::{Action, Program};
 
 use super::state::State;
@@ -19,22 +19,12 @@ impl State {
         after: &[StepId],
         tokens: usize,
     ) -> Result<Vec<Region>> {
-        let most = match op {
-            Op::Attention(_) => ATTENTION_AHEAD_BYTES,
-            Op::Linear(_) => LINEAR_AHEAD_BYTES,
-            Op::Embed { .. }
-            | Op::AddPosition { .. }
-            | Op::Norm(_)
-            | Op::Activate(_)
-            | Op::Gate(_)
-            | Op::Add
-            | Op::SigmoidGate
-            | Op::Route { .. }
-            | Op::Experts(_)
-            | Op::SelectRows
-            | Op::SoftCap { .. } => 0,
+        let most = match op.products() {
+            Some(Products::Attention(_)) => ATTENTION_AHEAD_BYTES,
+            Some(Products::Linear(_)) => LINEAR_AHEAD_BYTES,
+            Some(Products::Experts(_)) | None => return Ok(Vec::new()),
         };
-        if most == 0 || tokens > MAX_TOKENS || !self.gpu.asks_ahead() {
+        if tokens > MAX_TOKENS || !self.gpu.asks_ahead() {
             return Ok(Vec::new());
         }
         let Some(next) = next_linear(program, after) else { return Ok(Vec::new()) };

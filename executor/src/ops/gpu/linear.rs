@@ -4,6 +4,7 @@ use anyhow::{Context as _, Result, ensure};
 use ir::id::WeightId;
 use ir::op::{self, NormKind, Op, Then};
 use ir::tensor::Format;
+use ir::workspace::product_format;
 
 use super::scratch::Scratch;
 use super::state::{Operand, Operands, State};
@@ -115,7 +116,7 @@ impl State {
         };
         let mut converted: Option<(Format, Span)> = None;
         for (index, matrix) in matrices.iter().enumerate() {
-            let format = self.product_format(matrix.format());
+            let format = product_format(matrix.format(), self.vendor.is_some());
             let input = match &converted {
                 Some((held, span)) if *held == format => span.clone(),
                 _ => self.cast_input(op, x, format)?,
@@ -181,16 +182,6 @@ impl State {
         let element = format.float().context("a product is made of floats")?;
         let product = Product { x, w, element, term, out, tokens, inputs, outputs };
         vendor.multiply(&self.gpu, &[product])
-    }
-
-    /// What a product computes with, matrix and input: the vendor's library takes both in one format; without it
-    /// the input stays f32, and so do matrices that are unpacked.
-    fn product_format(&self, held: Format) -> Format {
-        match (held, self.vendor.is_some()) {
-            (_, false) => Format::F32,
-            (Format::Q8 | Format::Q4, true) => Format::Bf16,
-            (Format::F32 | Format::F16 | Format::Bf16, true) => held,
-        }
     }
 
     /// `x`, normalised as the linear wants it.

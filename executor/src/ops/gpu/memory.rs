@@ -3,8 +3,7 @@
 
 use anyhow::{Context as _, Result, ensure};
 use cudarc::driver::CudaContext;
-use ir::id::DeviceId;
-use ir::plan::Plan;
+use ir::plan::DeviceForecast;
 use ir::workspace::Workspace;
 
 use crate::kernels::gpu::device::{ALIGNMENT, Gpu, Span};
@@ -16,12 +15,11 @@ pub(super) struct Memory {
 }
 
 impl Memory {
-    /// Takes all that a plan counts for a device, but for what the driver takes by itself.
+    /// Takes all that is `counted` for a device, but for what the driver takes by itself, and its scratch memory.
     ///
     /// # Errors
     /// When there is not as much.
-    pub(super) fn new(plan: &Plan, device: DeviceId, space: &Workspace, gpu: &Gpu) -> Result<Self> {
-        let counted = &ir::check::memory(plan)[device];
+    pub(super) fn new(counted: &DeviceForecast, space: &Workspace, gpu: &Gpu) -> Result<Self> {
         let parts = [
             counted.weight_bytes,
             counted.cache_bytes,

@@ -99,12 +99,13 @@ impl State {
         let library = Library::load(&gpu, ordinal)?;
         let library_bytes = if library.is_some() { WORKSPACE_BYTES } else { 0 };
         let space = workspace(plan, device, library_bytes as u64);
-        let mut memory = Memory::new(plan, device, &space, &gpu)?;
+        let counted = ir::check::memory(plan)[device];
+        let mut memory = Memory::new(&counted, &space, &gpu)?;
         let programs = plan.programs.iter().enumerate();
         let exported =
             programs.map(|(index, program)| exported(program, device, peers.sums(index)));
         let exported = exported.collect();
-        let window_bytes = ir::check::memory(plan)[device].fetch_bytes as usize;
+        let window_bytes = counted.fetch_bytes as usize;
         let window = (window_bytes > 0).then(|| memory.take(window_bytes)).transpose();
         let window = window.context("the window of fetched weights")?;
         let vendor = library.map(|library| {
@@ -221,8 +222,8 @@ impl State {
         Ok(())
     }
 
-    /// Whether a stretch can be captured: nothing but launches that are the same in every run of this size and reach. Sums over
-    /// GPUs are left out: a GPU would wait for a peer that may not launch while this one is captured.
+    /// Whether a stretch can be captured: nothing but launches that are the same in every run of this size and reach.
+    /// Sums over GPUs are left out: a GPU would wait for a peer that may not launch while this one is captured.
     fn can_replay(&self, program: &Program, steps: &[StepId], scope: Scope<'_>) -> bool {
         let tokens = scope.batch.tokens().len();
         steps.len() > 1
@@ -298,6 +299,9 @@ impl State {
         scope: Scope<'_>,
         operands: &Operands,
     ) -> Result<BTreeMap<WeightId, Span>> {
+        if self.window.is_none() {
+            return Ok(BTreeMap::new());
+        }
         let weights = scope.plan.fetched(op, self.device);
         let ordinary = operands.inputs.len().checked_sub(weights.len());
         let spans = &operands.inputs[ordinary.context("a weight was not fetched")?..];

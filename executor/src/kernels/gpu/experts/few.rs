@@ -14,7 +14,6 @@ use crate::kernels::gpu::linear::input::{Input, InputLaunch};
 use crate::kernels::gpu::linear::panels::put_slots;
 use crate::kernels::gpu::linear::product::{multiply_task, zeros};
 use crate::kernels::gpu::linear::total::{Output, OutputLaunch, Shape, Totals};
-use crate::kernels::gpu::matrix::{LOAD_BYTES, Stack};
 use crate::kernels::gpu::panel::{Panel, Walk, panel_vectors};
 use crate::kernels::gpu::words::{Words, read_size};
 
@@ -44,7 +43,7 @@ impl Gpu {
                 CubeDim::new_1d(units as u32),
                 read_size(panel.columns),
                 input(experts.x, tokens, panel),
-                [gate, up].map(words).into(),
+                [gate, up].map(|stack| stack.data().loads()).into(),
                 integers(experts.ids, tokens * used),
                 out,
                 experts.first_expert,
@@ -72,7 +71,7 @@ impl Gpu {
                 CubeDim::new_1d(units as u32),
                 read_size(panel.columns),
                 input(experts.workspace, tokens * used, panel),
-                [words(down)].into(),
+                [down.data().loads()].into(),
                 integers(experts.ids, tokens * used),
                 experts.weights.argument(tokens * used, size_of::<f32>()),
                 output(experts.out, tokens, down.rows(), 1),
@@ -102,10 +101,6 @@ fn input<N: Size>(x: &Span, rows: usize, panel: Panel) -> InputLaunch<N> {
     let size = read_size(panel.columns);
     let x = x.argument(rows * panel.columns / size, size * size_of::<f32>());
     InputLaunch::new(x, None.into(), 0.0, panel.columns, panel.covered(), false)
-}
-
-fn words(stack: &Stack) -> BufferArg {
-    stack.data().argument(stack.data().bytes() / LOAD_BYTES, LOAD_BYTES)
 }
 
 fn integers(ids: &Span, count: usize) -> BufferArg {

@@ -17,8 +17,9 @@ mod sum;
 use anyhow::{Result, ensure};
 use cubecl::prelude::*;
 use ir::op::Then;
-use ir::tensor::{DType, Format};
+use ir::tensor::Format;
 use ir::workspace::experts::TILE_NUMBERS;
+use ir::workspace::product_format;
 
 use self::matrix::Tile;
 use super::Experts;
@@ -71,8 +72,8 @@ impl Gpu {
     pub(super) fn experts_of_many(&self, experts: &Experts<'_>) -> Result<()> {
         let stacks = [experts.gate, experts.down];
         let fits = stacks.iter().all(|stack| {
-            element(stack).is_some_and(|dtype| self.multiplies(dtype))
-                && matrix::serves(stack.columns())
+            let float = narrow_format(stack).float();
+            float.is_some_and(|dtype| self.multiplies(dtype)) && matrix::serves(stack.columns())
         });
         self.experts_in_form(experts, if fits { Form::Matrix } else { Form::Portable })
     }
@@ -88,14 +89,14 @@ impl Gpu {
         let workspace = Workspace::new(experts, form)?;
         self.sort(experts, &workspace);
         let mut input = experts.x;
-        if let (Form::Matrix, Some(dtype)) = (form, element(gate)) {
+        if form == Form::Matrix {
             self.cast(&Cast {
                 x: experts.x,
                 tokens,
                 features: gate.columns(),
                 norm: None,
                 residual: None,
-                format: narrow_format(dtype),
+                format: narrow_format(gate),
                 out: &workspace.input,
             })?;
             input = &workspace.input;
@@ -168,8 +169,8 @@ impl Gpu {
         let slots = experts.tokens * experts.used;
         let tile = Tile {
             slots: workspace.tile,
-            is_bf16: element(pass.stacks[0]) == Some(DType::Bf16),
-            makes_bf16: next.and_then(element) == Some(DType::Bf16),
+            is_bf16: narrow_format(pass.stacks[0]) == Format::Bf16,
+            makes_bf16: next.map(narrow_format) == Some(Format::Bf16),
         };
         // Four neighbouring rows are stored at once, in 16 bits or in 32.
         let words = if next.is_some() { 2 } else { 4 };
@@ -288,24 +289,13 @@ impl Pass<'_> {
     }
 
     fn weights<T: FromIterator<BufferArg>>(&self) -> T {
-        let loads =
-            |stack: &&Stack| stack.data().argument(stack.data().bytes() / LOAD_BYTES, LOAD_BYTES);
-        self.stacks.iter().map(loads).collect()
+        self.stacks.iter().map(|stack| stack.data().loads()).collect()
     }
 }
 
-/// The 16-bit elements that a stack's are multiplied as.
-fn element(stack: &Stack) -> Option<DType> {
-    match stack.format() {
-        Format::F32 => None,
-        Format::F16 => Some(DType::F16),
-        // Blocks become bf16, whose rounding is below that of the blocks.
-        Format::Bf16 | Format::Q8 | Format::Q4 => Some(DType::Bf16),
-    }
-}
-
-fn narrow_format(dtype: DType) -> Format {
-    if dtype == DType::F16 { Format::F16 } else { Format::Bf16 }
+/// What matrix instructions multiply a stack's elements in; they take no f32.
+fn narrow_format(stack: &Stack) -> Format {
+    product_format(stack.format(), true)
 }
 
 fn integers(span: &Span, count: usize) -> BufferArg {
