@@ -7,7 +7,7 @@
 
 use crate::id::{BufferId, DeviceId, Id as _, StepId, Table};
 use crate::plan::{Action, Lane, Program, Queue, Step};
-use crate::workspace::WORKSPACE_ALIGNMENT;
+use crate::workspace::aligned;
 
 /// Places of one program's buffers on one device.
 #[derive(Debug, Default)]
@@ -108,7 +108,7 @@ struct Free {
 impl Free {
     /// The smallest gap that is large enough, or new memory at the end.
     fn take(&mut self, bytes: u64) -> Place {
-        let size = bytes.max(1).checked_next_multiple_of(WORKSPACE_ALIGNMENT).unwrap_or(u64::MAX);
+        let size = aligned(bytes.max(1));
         let fits = self.gaps.iter().enumerate().filter(|(_, gap)| gap.1 >= size);
         if let Some((at, &(start, gap))) = fits.min_by_key(|(_, gap)| gap.1) {
             if gap == size {
@@ -146,6 +146,7 @@ impl Free {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::workspace::WORKSPACE_ALIGNMENT;
 
     #[test]
     fn gaps_are_joined_and_used_again() {

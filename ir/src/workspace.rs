@@ -210,7 +210,8 @@ fn exchange_bytes(members: usize, piece_bytes: u64) -> u64 {
     EXCHANGE_HEADER_BYTES + inboxes * piece_bytes
 }
 
-fn aligned(bytes: u64) -> u64 {
+/// Bytes with what lies between them and the next place; at most `u64::MAX`.
+pub(crate) fn aligned(bytes: u64) -> u64 {
     bytes.checked_next_multiple_of(WORKSPACE_ALIGNMENT).unwrap_or(u64::MAX)
 }
 

@@ -16,7 +16,7 @@ use crate::id::{BufferId, DeviceId, Id as _, StepId, Table};
 use crate::machine::DeviceKind;
 use crate::plan::{Action, DeviceForecast, Lane, Plan, Program};
 use crate::tensor::DType;
-use crate::workspace::{WORKSPACE_ALIGNMENT, workspaces};
+use crate::workspace::{aligned, workspaces};
 
 /// Bytes each device holds: weights, caches, the most buffers at one time over all programs, and scratch.
 ///
@@ -81,9 +81,7 @@ pub(super) fn check(plan: &Plan, found: &mut Vec<Violation>) {
 /// Bytes with what lies between them and the next place.
 fn placed(plan: &Plan, device: DeviceId, bytes: u64) -> u64 {
     match plan.machine.devices.get(device).map(|device| &device.kind) {
-        Some(DeviceKind::Gpu { .. }) => {
-            bytes.checked_next_multiple_of(WORKSPACE_ALIGNMENT).unwrap_or(u64::MAX)
-        }
+        Some(DeviceKind::Gpu { .. }) => aligned(bytes),
         Some(DeviceKind::Numa { .. }) | None => bytes,
     }
 }

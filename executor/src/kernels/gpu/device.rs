@@ -14,7 +14,7 @@ use super::matrix::LOAD_BYTES;
 
 /// Every piece of memory starts at a multiple of this many bytes: the widest load, and what each driver asks of
 /// the start of a binding.
-pub const ALIGNMENT: usize = 256;
+pub const ALIGNMENT: usize = ir::workspace::WORKSPACE_ALIGNMENT as usize;
 
 /// One GPU, opened: launches from one thread run in the order they are made.
 #[derive(Clone)]
