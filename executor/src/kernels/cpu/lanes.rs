@@ -58,6 +58,8 @@ pub(crate) trait Lanes: Copy {
     /// The magnitude of `self` with the sign of `sign`.
     fn with_sign(self, sign: Self) -> Self;
     fn round(self) -> Self;
+    /// The nearest IEEE half, ties to even.
+    fn round_to_f16(self) -> Self;
     /// `self · 2^power` for whole `power` between -252 and 252.
     fn scale_by_power(self, power: Self) -> Self;
     /// Per lane: `a < b ? yes : no`.

@@ -18,6 +18,7 @@
 
 #![expect(unsafe_code, reason = "members write disjoint panels of one region")]
 
+use std::array;
 use std::ops::Range;
 
 use anyhow::Context as _;
@@ -25,7 +26,9 @@ use half::{bf16, f16};
 use ir::packing;
 use ir::tensor::Format;
 
-use super::quantize::{BLOCK, Block, quantize_4, quantize_8};
+use super::isa::Isa;
+use super::lanes::vectorize;
+use super::quantize::{BLOCK, Blocks, Quantize4, Quantize8};
 use crate::memory::Region;
 use crate::team::{Chunks, Team};
 
@@ -227,36 +230,57 @@ fn pack_blocks<'a>(
     packed: &mut [u8],
     bits: usize,
 ) {
+    let isa = Isa::detect();
     let lanes = vectors * VECTOR;
     let step_bytes = lanes * (2 * 2 + BLOCK_PAIR * bits / 8);
     for (step, packed) in packed.chunks_exact_mut(step_bytes).enumerate() {
         let (scales, codes) = packed.split_at_mut(lanes * 4);
         let ((scales, _), (words, _)) = (scales.as_chunks_mut::<2>(), codes.as_chunks_mut::<4>());
-        for lane in 0..lanes {
-            let mut values = [[0.0; BLOCK]; 2];
-            let start = step * BLOCK_PAIR;
-            let present = row(lane).and_then(|row| row.get(start..)).unwrap_or(&[]);
-            for (value, &given) in values.as_flattened_mut().iter_mut().zip(present) {
-                *value = given;
+        for vector in (0..lanes).step_by(VECTOR) {
+            let mut columns = [[[0.0; VECTOR]; BLOCK]; 2];
+            for lane in 0..VECTOR {
+                let present = row(vector + lane).and_then(|row| row.get(step * BLOCK_PAIR..));
+                let columns = columns.as_flattened_mut().iter_mut();
+                for (column, &value) in columns.zip(present.unwrap_or(&[])) {
+                    column[lane] = value;
+                }
             }
-            let blocks = values.each_ref().map(if bits == 8 { quantize_8 } else { quantize_4 });
+            let blocks = columns.each_ref().map(|columns| {
+                if bits == 8 {
+                    vectorize(isa, Quantize8(columns))
+                } else {
+                    vectorize(isa, Quantize4(columns))
+                }
+            });
             for (half, block) in blocks.iter().enumerate() {
-                scales[half * lanes + lane] = block.scale.to_ne_bytes();
+                let scales = &mut scales[half * lanes + vector..][..VECTOR];
+                for (place, scale) in scales.iter_mut().zip(block.scales) {
+                    *place = scale.to_ne_bytes();
+                }
             }
-            pack_codes(&blocks, bits, |group, word| words[group * lanes + lane] = word);
+            pack_codes(&blocks, bits, |group, given| {
+                words[group * lanes + vector..][..VECTOR].copy_from_slice(&given);
+            });
         }
     }
 }
 
-/// Hands out the words of a pair of blocks, each with its group's number.
-fn pack_codes(blocks: &[Block; 2], bits: usize, mut put: impl FnMut(usize, [u8; 4])) {
+/// Hands out the words of a pair of blocks, those of sixteen rows at a time, each with its group's number.
+fn pack_codes(blocks: &[Blocks; 2], bits: usize, mut put: impl FnMut(usize, [[u8; 4]; VECTOR])) {
     let [(first, _), (second, _)] = blocks.each_ref().map(|block| block.codes.as_chunks::<4>());
+    let word = |group: &[[u8; VECTOR]; 4], lane: usize| group.map(|codes| codes[lane]);
     for (group, (low, high)) in first.iter().zip(second).enumerate() {
         if bits == 8 {
-            put(group, *low);
-            put(BLOCK / 4 + group, *high);
+            put(group, array::from_fn(|lane| word(low, lane)));
+            put(BLOCK / 4 + group, array::from_fn(|lane| word(high, lane)));
         } else {
-            put(group, std::array::from_fn(|i| low[i] | high[i] << 4));
+            put(
+                group,
+                array::from_fn(|lane| {
+                    let (low, high) = (word(low, lane), word(high, lane));
+                    array::from_fn(|i| low[i] | high[i] << 4)
+                }),
+            );
         }
     }
 }

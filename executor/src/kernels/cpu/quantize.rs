@@ -6,8 +6,13 @@
 //! - 8 bits: offset 128, codes 1 to 255, the largest magnitude of the block is 127 steps.
 //! - 4 bits: offset 8, codes 0 to 15; the scale may be negative, so that the element of largest magnitude
 //!   gets code 0, eight steps from the offset.
+//!
+//! Sixteen rows are quantised at a time, a row in each lane. Nothing is rounded but as a single element would be, so
+//! that a matrix has the same bits on every processor.
 
 use half::f16;
+
+use super::lanes::{Kernel, LANES, Lanes};
 
 /// Elements of a block.
 pub(super) const BLOCK: usize = 32;
@@ -15,78 +20,223 @@ pub(super) const BLOCK: usize = 32;
 pub(super) const OFFSET_8: i32 = 128;
 /// What the code of zero is in 4 bits.
 pub(super) const OFFSET_4: i32 = 8;
+/// Steps of a 4-bit block's scale that are tried for the element of largest magnitude: eight waste none of the codes,
+/// a little more or less often fits the others better. Each guess is then refined to the best scale for its codes.
+const STEPS_4: [f32; 5] = [-8.0, -7.4, -8.6, -9.2, 7.5];
 
-/// A quantised block.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) struct Block {
-    pub(super) scale: f16,
-    pub(super) codes: [u8; BLOCK],
+/// The same columns of sixteen rows: `[column][row]`.
+pub(super) type Columns = [[f32; LANES]; BLOCK];
+
+/// A quantised block of each of sixteen rows.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct Blocks {
+    pub(super) scales: [f16; LANES],
+    /// `[column][row]`.
+    pub(super) codes: [[u8; LANES]; BLOCK],
 }
 
-/// The block of 8-bit codes nearest to `values`.
-pub(super) fn quantize_8(values: &[f32; BLOCK]) -> Block {
-    let scale = f16::from_f32(largest(values).abs() / 127.0);
-    Block { scale, codes: codes(values, scale, OFFSET_8, 1.0, 255.0) }
+/// The blocks of 8-bit codes nearest to the elements.
+pub(super) struct Quantize8<'a>(pub(super) &'a Columns);
+
+/// The blocks of 4-bit codes with the least squared error among a few scales.
+pub(super) struct Quantize4<'a>(pub(super) &'a Columns);
+
+impl Kernel for Quantize8<'_> {
+    type Output = Blocks;
+    #[inline(always)]
+    fn run<L: Lanes>(self) -> Blocks {
+        let scale = extreme::<L>(self.0).abs().div(L::splat(127.0)).round_to_f16();
+        blocks(self.0, scale, [-127.0, 127.0], OFFSET_8)
+    }
 }
 
-/// The block of 4-bit codes with the least squared error among a few scales.
-pub(super) fn quantize_4(values: &[f32; BLOCK]) -> Block {
-    let extreme = largest(values);
-    let mut best = Block { scale: f16::ZERO, codes: [OFFSET_4 as u8; BLOCK] };
-    let mut least = error(values, &best);
-    // The largest element at eight steps wastes none of the codes; a little more or less of a step often
-    // fits the others better. Each guess is then refined to the best scale for its codes.
-    for steps in [-8.0, -7.4, -8.6, -9.2, 7.5] {
-        let mut scale = f16::from_f32(extreme / steps);
-        for _ in 0..2 {
-            let block = Block { scale, codes: codes(values, scale, OFFSET_4, 0.0, 15.0) };
-            let deviation = error(values, &block);
-            if deviation < least {
-                (best, least) = (block, deviation);
+impl Kernel for Quantize4<'_> {
+    type Output = Blocks;
+    #[inline(always)]
+    fn run<L: Lanes>(self) -> Blocks {
+        let zero = L::splat(0.0);
+        let extreme = extreme::<L>(self.0);
+        let mut best = zero;
+        let mut least = fit::<L>(self.0, best).error;
+        for steps in STEPS_4 {
+            let mut scale = extreme.div(L::splat(steps)).round_to_f16();
+            for _ in 0..2 {
+                let Fit { error, product, square } = fit(self.0, scale);
+                best = L::select_less(error, least, scale, best);
+                least = L::select_less(error, least, error, least);
+                scale = L::select_less(zero, square, product.div(square), zero).round_to_f16();
             }
-            scale = best_scale(values, &block);
         }
+        blocks(self.0, best, RANGE_4, OFFSET_4)
     }
-    best
 }
 
-/// The element of largest magnitude, with its sign.
-fn largest(values: &[f32; BLOCK]) -> f32 {
-    values.iter().fold(0.0, |best: f32, &value| if value.abs() > best.abs() { value } else { best })
+/// The least and the largest 4-bit code, less the offset.
+const RANGE_4: [f32; 2] = [-8.0, 7.0];
+
+/// How well 4-bit codes at some scale fit.
+struct Fit<L> {
+    /// The squared error.
+    error: L,
+    /// The products of elements and codes.
+    product: L,
+    /// The squares of codes.
+    square: L,
 }
 
-fn codes(values: &[f32; BLOCK], scale: f16, offset: i32, least: f32, most: f32) -> [u8; BLOCK] {
-    let scale = scale.to_f32();
-    let inverse = if scale == 0.0 { 0.0 } else { 1.0 / scale };
-    values.map(|value| (value * inverse + offset as f32).round_ties_even().clamp(least, most) as u8)
-}
-
-/// The scale with the least squared error for codes already chosen.
-fn best_scale(values: &[f32; BLOCK], block: &Block) -> f16 {
-    let (mut product, mut square) = (0.0, 0.0);
-    for (value, &code) in values.iter().zip(&block.codes) {
-        let step = (i32::from(code) - OFFSET_4) as f32;
-        product += value * step;
-        square += step * step;
+#[inline(always)]
+fn fit<L: Lanes>(columns: &Columns, scale: L) -> Fit<L> {
+    let inverse = inverse(scale);
+    let zero = L::splat(0.0);
+    let mut fit = Fit { error: zero, product: zero, square: zero };
+    for column in columns {
+        let value = L::read(column);
+        let code = code(value, inverse, RANGE_4);
+        let difference = value.sub(scale.mul(code));
+        fit.error = fit.error.add(difference.mul(difference));
+        fit.product = fit.product.add(value.mul(code));
+        fit.square = fit.square.add(code.mul(code));
     }
-    f16::from_f32(if square == 0.0 { 0.0 } else { product / square })
+    fit
 }
 
-fn error(values: &[f32; BLOCK], block: &Block) -> f32 {
-    let scale = block.scale.to_f32();
-    let deviation = |(value, &code): (&f32, &u8)| {
-        let difference = value - scale * (i32::from(code) - OFFSET_4) as f32;
-        difference * difference
-    };
-    values.iter().zip(&block.codes).map(deviation).sum()
+/// The elements of largest magnitude, with their signs.
+#[inline(always)]
+fn extreme<L: Lanes>(columns: &Columns) -> L {
+    columns.iter().fold(L::splat(0.0), |best, column| {
+        let value = L::read(column);
+        L::select_less(best.abs(), value.abs(), value, best)
+    })
+}
+
+/// One over a scale; zero for zero.
+#[inline(always)]
+fn inverse<L: Lanes>(scale: L) -> L {
+    let zero = L::splat(0.0);
+    L::select_less(zero, scale.abs(), L::splat(1.0).div(scale), zero)
+}
+
+/// The code of a value, less the offset.
+#[inline(always)]
+fn code<L: Lanes>(value: L, inverse: L, [least, most]: [f32; 2]) -> L {
+    value.mul(inverse).round().max(L::splat(least)).min(L::splat(most))
+}
+
+#[inline(always)]
+fn blocks<L: Lanes>(columns: &Columns, scale: L, range: [f32; 2], offset: i32) -> Blocks {
+    let inverse = inverse(scale);
+    let mut scales = [0.0; LANES];
+    scale.write(&mut scales);
+    let mut codes = [[0; LANES]; BLOCK];
+    let offset = L::splat(offset as f32);
+    for (column, codes) in columns.iter().zip(&mut codes) {
+        let mut wide = [0.0; LANES];
+        code(L::read(column), inverse, range).add(offset).write(&mut wide);
+        *codes = wide.map(|code| code as u8);
+    }
+    Blocks { scales: scales.map(f16::from_f32), codes }
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
+    use super::super::isa::Isa;
+    use super::super::lanes::vectorize;
     use super::*;
+
+    /// A block of one row.
+    #[derive(Clone, Copy, Debug, PartialEq)]
+    pub(in super::super) struct Block {
+        pub(in super::super) scale: f16,
+        pub(in super::super) codes: [u8; BLOCK],
+    }
+
+    /// One row quantised, element by element.
+    pub(in super::super) fn quantize_8(values: &[f32; BLOCK]) -> Block {
+        let scale = f16::from_f32(largest(values).abs() / 127.0);
+        Block { scale, codes: codes(values, scale, OFFSET_8, [-127.0, 127.0]) }
+    }
+
+    /// One row quantised, element by element.
+    pub(in super::super) fn quantize_4(values: &[f32; BLOCK]) -> Block {
+        let extreme = largest(values);
+        let mut best = Block { scale: f16::ZERO, codes: [OFFSET_4 as u8; BLOCK] };
+        let mut least = error(values, &best);
+        for steps in STEPS_4 {
+            let mut scale = f16::from_f32(extreme / steps);
+            for _ in 0..2 {
+                let block = Block { scale, codes: codes(values, scale, OFFSET_4, RANGE_4) };
+                let deviation = error(values, &block);
+                if deviation < least {
+                    (best, least) = (block, deviation);
+                }
+                scale = best_scale(values, &block);
+            }
+        }
+        best
+    }
+
+    fn largest(values: &[f32; BLOCK]) -> f32 {
+        values
+            .iter()
+            .fold(0.0, |best: f32, &value| if value.abs() > best.abs() { value } else { best })
+    }
+
+    fn codes(
+        values: &[f32; BLOCK],
+        scale: f16,
+        offset: i32,
+        [least, most]: [f32; 2],
+    ) -> [u8; BLOCK] {
+        let scale = scale.to_f32();
+        let inverse = if scale == 0.0 { 0.0 } else { 1.0 / scale };
+        let code = |value: f32| (value * inverse).round_ties_even().clamp(least, most);
+        values.map(|value| (code(value) + offset as f32) as u8)
+    }
+
+    /// The scale with the least squared error for codes already chosen.
+    fn best_scale(values: &[f32; BLOCK], block: &Block) -> f16 {
+        let (mut product, mut square) = (0.0, 0.0);
+        for (value, &code) in values.iter().zip(&block.codes) {
+            let step = (i32::from(code) - OFFSET_4) as f32;
+            product += value * step;
+            square += step * step;
+        }
+        f16::from_f32(if square == 0.0 { 0.0 } else { product / square })
+    }
+
+    fn error(values: &[f32; BLOCK], block: &Block) -> f32 {
+        let scale = block.scale.to_f32();
+        let mut error = 0.0;
+        for (value, &code) in values.iter().zip(&block.codes) {
+            let difference = value - scale * (i32::from(code) - OFFSET_4) as f32;
+            error += difference * difference;
+        }
+        error
+    }
 
     fn wave(seed: f32, size: f32) -> [f32; BLOCK] {
         std::array::from_fn(|i| ((i as f32 * 1.7 + seed).sin() + (i as f32 * seed).cos()) * size)
+    }
+
+    #[test]
+    fn sixteen_rows_are_quantised_as_each_alone() {
+        let mut rows: [[f32; BLOCK]; LANES] =
+            std::array::from_fn(|row| wave(row as f32, 10_f32.powi(row as i32 - 9)));
+        rows[3] = [0.0; BLOCK];
+        rows[4] = std::array::from_fn(|i| (i as f32 % 16.0 - 8.0) * 0.5);
+        let columns: Columns = std::array::from_fn(|column| rows.map(|row| row[column]));
+        for isa in Isa::available() {
+            for (blocks, one) in [
+                (vectorize(isa, Quantize8(&columns)), quantize_8 as fn(&[f32; BLOCK]) -> Block),
+                (vectorize(isa, Quantize4(&columns)), quantize_4),
+            ] {
+                for (lane, row) in rows.iter().enumerate() {
+                    let codes = blocks.codes.map(|codes| codes[lane]);
+                    let block = Block { scale: blocks.scales[lane], codes };
+                    assert_eq!(block, one(row), "row {lane} with {isa}");
+                }
+            }
+        }
     }
 
     #[test]
@@ -108,7 +258,7 @@ mod tests {
         for seed in 0..50 {
             let values = wave(seed as f32, 0.02);
             let scale = f16::from_f32(largest(&values) / -8.0);
-            let plain = Block { scale, codes: codes(&values, scale, OFFSET_4, 0.0, 15.0) };
+            let plain = Block { scale, codes: codes(&values, scale, OFFSET_4, RANGE_4) };
             assert!(error(&values, &quantize_4(&values)) <= error(&values, &plain));
         }
     }

@@ -131,6 +131,13 @@ impl Lanes for Avx2 {
         )
     }
     #[inline(always)]
+    fn round_to_f16(self) -> Self {
+        Self(
+            vector!(_mm256_cvtph_ps(_mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(self.0))),
+            vector!(_mm256_cvtph_ps(_mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(self.1))),
+        )
+    }
+    #[inline(always)]
     fn scale_by_power(self, power: Self) -> Self {
         Self(scale(self.0, power.0), scale(self.1, power.1))
     }

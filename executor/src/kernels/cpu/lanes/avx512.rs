@@ -140,6 +140,10 @@ impl<const DOTS: bool> Lanes for Avx512<DOTS> {
         )))
     }
     #[inline(always)]
+    fn round_to_f16(self) -> Self {
+        Self(vector!(_mm512_cvtph_ps(_mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(self.0))))
+    }
+    #[inline(always)]
     fn scale_by_power(self, power: Self) -> Self {
         Self(vector!(_mm512_scalef_ps(self.0, power.0)))
     }

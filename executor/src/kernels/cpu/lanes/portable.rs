@@ -92,6 +92,10 @@ impl Lanes for Portable {
         Self(self.0.map(f32::round_ties_even))
     }
     #[inline(always)]
+    fn round_to_f16(self) -> Self {
+        Self(self.0.map(|value| half::f16::from_f32(value).to_f32()))
+    }
+    #[inline(always)]
     fn scale_by_power(self, power: Self) -> Self {
         // Two factors, because one exponent cannot reach from the largest to the smallest float.
         self.zip(power, |value, power| {

@@ -5,7 +5,8 @@ use ir::tensor::Format;
 use super::*;
 use crate::kernels::cpu::encode::Encoding;
 use crate::kernels::cpu::pack::pack;
-use crate::kernels::cpu::quantize::{self, BLOCK};
+use crate::kernels::cpu::quantize::tests::{quantize_4, quantize_8};
+use crate::kernels::cpu::quantize::{BLOCK, OFFSET_4, OFFSET_8};
 
 /// Runs `test` with a team of `members` on a thread of its own, which the team binds.
 pub(in super::super) fn with_team(members: usize, test: impl FnOnce(&Team) + Send) {
@@ -58,10 +59,8 @@ fn held(format: Format, columns: usize, values: &[f32]) -> Vec<f64> {
         let mut whole = [0.0; BLOCK];
         whole[..values.len()].copy_from_slice(values);
         let (block, offset) = match format {
-            Format::Q8 => (quantize::quantize_8(&whole), quantize::OFFSET_8),
-            Format::F32 | Format::F16 | Format::Bf16 | Format::Q4 => {
-                (quantize::quantize_4(&whole), quantize::OFFSET_4)
-            }
+            Format::Q8 => (quantize_8(&whole), OFFSET_8),
+            Format::F32 | Format::F16 | Format::Bf16 | Format::Q4 => (quantize_4(&whole), OFFSET_4),
         };
         let back = move |&code: &u8| block.scale.to_f64() * f64::from(i32::from(code) - offset);
         block.codes[..values.len()].iter().map(back).collect::<Vec<f64>>()
