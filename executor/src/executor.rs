@@ -9,7 +9,7 @@ use ir::trace::Trace;
 
 use crate::batch::Batch;
 use crate::lane::Inbox;
-use crate::run::{Failure, Run, RunHandle};
+use crate::run::{Failure, KnownKinds, Run, RunHandle};
 use crate::trace::Recorder;
 
 /// Every device bound, every weight in place; lanes wait for runs.
@@ -17,6 +17,7 @@ pub struct Executor {
     plan: Arc<Plan>,
     lanes: Vec<LaneThread>,
     recorder: Option<Arc<Recorder>>,
+    known: Arc<KnownKinds>,
     /// Locked while a run is handed out, so that all lanes see runs in one order.
     started: Mutex<Started>,
 }
@@ -36,7 +37,7 @@ pub(crate) struct LaneThread {
 
 impl Executor {
     pub(crate) fn new(plan: Arc<Plan>, recorder: Option<Arc<Recorder>>) -> Self {
-        Self { plan, lanes: Vec::new(), recorder, started: Mutex::default() }
+        Self { plan, lanes: Vec::new(), recorder, known: Arc::default(), started: Mutex::default() }
     }
 
     /// Takes over a lane that has started.
@@ -67,7 +68,7 @@ impl Executor {
         if let Some(recorder) = &self.recorder {
             recorder.start_run(program, &batch);
         }
-        let run = Arc::new(Run::new(&self.plan, program, started.count, batch));
+        let run = Arc::new(Run::new(&self.plan, program, started.count, batch, &self.known));
         started.count += 1;
         started.latest.retain(|run| run.strong_count() > 0);
         started.latest.push(Arc::downgrade(&run));
@@ -75,7 +76,7 @@ impl Executor {
             lane.inbox.push(Arc::clone(&run));
         }
         let (plan, recorder) = (Arc::clone(&self.plan), self.recorder.clone());
-        Ok(RunHandle { run, plan, recorder })
+        Ok(RunHandle { run, plan, recorder, known: Arc::clone(&self.known) })
     }
 
     /// What was recorded until now; `None` where nothing is.

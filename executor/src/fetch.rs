@@ -5,12 +5,12 @@
 //! - Copies are queued on a stream of their own and in pieces, few at a time, so that activations on their way to the
 //!   same GPU stand behind some pieces, not behind a layer.
 
-#![expect(unsafe_code, reason = "host memory is pinned and copied by the driver's C interface")]
+#![expect(unsafe_code, reason = "host memory is copied by the driver's C interface")]
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Context as _, Result};
 use cudarc::driver::{CudaContext, CudaEvent, CudaStream, result, sys};
 use ir::id::{DeviceId, WeightId};
 use ir::plan::{Action, Plan};
@@ -18,6 +18,7 @@ use ir::plan::{Action, Plan};
 use crate::kernels::cpu::pack::PackedMatrix;
 use crate::kernels::gpu::device::{Gpu, Span};
 use crate::memory::Region;
+use crate::pinned::Pinned;
 
 /// Bytes that are copied at once: 40 µs of a PCIe 5 link, many times the cost of a copy's start.
 const PIECE_BYTES: usize = 2 << 20;
@@ -54,9 +55,6 @@ pub(crate) struct Link {
     /// The ends of the pieces that are queued.
     queued: VecDeque<Arc<CudaEvent>>,
 }
-
-/// Pages that the driver keeps where they are.
-struct Pinned(usize);
 
 /// The weights that any run brings to a GPU.
 pub(crate) fn fetched(plan: &Plan, gpu: DeviceId) -> impl Iterator<Item = WeightId> {
@@ -143,8 +141,7 @@ impl Link {
     /// # Errors
     /// When the system lets nobody pin as much.
     pub(crate) fn pin(&mut self, region: &Region) -> Result<()> {
-        self.stream.context().bind_to_thread().context("binding the GPU's context")?;
-        self.pinned.extend(Pinned::new(region)?);
+        self.pinned.extend(Pinned::new(self.stream.context(), region)?);
         Ok(())
     }
 
@@ -201,28 +198,5 @@ impl Fetch {
             Some(event) => event.synchronize().context("copying weights to the GPU"),
             None => Ok(()),
         }
-    }
-}
-
-impl Pinned {
-    /// `None` where another GPU's lane has pinned it.
-    fn new(region: &Region) -> Result<Option<Self>> {
-        ensure!(region.bytes() > 0, "there is nothing to pin");
-        let flags = sys::CU_MEMHOSTREGISTER_PORTABLE;
-        // SAFETY: the region is mapped, and unmapped only after `self` is gone.
-        let done =
-            unsafe { sys::cuMemHostRegister_v2(region.as_ptr().cast(), region.bytes(), flags) };
-        if done == sys::CUresult::CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED {
-            return Ok(None);
-        }
-        done.result().with_context(|| format!("pinning {} bytes", region.bytes()))?;
-        Ok(Some(Self(region.as_ptr().expose_provenance())))
-    }
-}
-
-impl Drop for Pinned {
-    fn drop(&mut self) {
-        // SAFETY: it was pinned by `new`. What the driver answers helps nobody now.
-        let _ = unsafe { sys::cuMemHostUnregister(std::ptr::with_exposed_provenance_mut(self.0)) };
     }
 }

@@ -10,6 +10,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use anyhow::Result;
 use ir::id::{DeviceId, StepId, Table};
+use ir::machine::DeviceKind;
 use ir::plan::{Action, Plan, Program, Queue};
 use ir::trace::Span;
 
@@ -93,6 +94,101 @@ impl Lane {
     fn work(&mut self, run: &Run, lane: usize, spans: &mut Vec<Span>) {
         let plan = Arc::clone(&self.plan);
         let program = &plan.programs[run.program];
+        let steps = &program.lanes[lane].steps;
+        let Form::Gpu(state) = &self.device.form else {
+            self.work_in_stretches(run, program, lane, spans);
+            return;
+        };
+        let is_small = self.recorder.is_none() && state.captures(program, &run.batch);
+        // Whether it is the first of its kind is the same for all lanes, which meet to capture it.
+        if is_small && run.is_first {
+            state.prepare_capture();
+            let has_ended = self.work_in_stretches(run, program, lane, spans);
+            self.capture(run, program, steps, has_ended);
+        } else if is_small && state.is_captured(run.kind) {
+            self.work_ahead(run, program, steps);
+        } else {
+            self.work_in_stretches(run, program, lane, spans);
+        }
+    }
+
+    /// Captures a run that has just been worked through: one GPU after another, while all wait.
+    fn capture(&mut self, run: &Run, program: &Program, steps: &[StepId], has_ended: bool) {
+        let is_gpu = |lane: &&ir::plan::Lane| {
+            let kind = &self.plan.machine.devices[lane.device].kind;
+            lane.queue == Queue::Compute && matches!(kind, DeviceKind::Gpu { .. })
+        };
+        let lanes = program.lanes.iter().filter(is_gpu).count();
+        let Form::Gpu(state) = &mut self.device.form else { return };
+        let Some(&first) = steps.first() else { return };
+        let scope = Scope { plan: &self.plan, batch: &run.batch, run: run.number };
+        let mut is_captured = false;
+        let outcome = guarded(|| {
+            state.finish()?;
+            if has_ended && run.meet(0, lanes) {
+                is_captured = true;
+                state.capture(scope, run.program, steps, run.kind)?;
+                run.meet(1, lanes);
+            }
+            Ok(())
+        });
+        if !is_captured {
+            state.abandon_capture();
+        }
+        if let Err(cause) = outcome {
+            self.fail(run, program, first, cause);
+        }
+    }
+
+    /// Works through a run whose launches are queued ahead: what is left to do on the host is to carry letters. Values
+    /// are kept until the run is over: they are small, and this thread is ahead of what the device has done.
+    fn work_ahead(&mut self, run: &Run, program: &Program, steps: &[StepId]) {
+        let Form::Gpu(state) = &mut self.device.form else { return };
+        let Some(&first) = steps.first() else { return };
+        let scope = Scope { plan: &self.plan, batch: &run.batch, run: run.number };
+        let mut at = first;
+        let mut has_ended = false;
+        let outcome = guarded(|| {
+            for &id in steps {
+                at = id;
+                if let Some(fault) = &self.fault {
+                    fault.strike(&program.steps[id].name)?;
+                }
+            }
+            state.start_ahead(scope, run.kind)?;
+            for &id in steps {
+                at = id;
+                let step = &program.steps[id];
+                if state.expects_letter(run.program, id) {
+                    if !run.wait_for(&step.waits) {
+                        return Ok(());
+                    }
+                    state.deliver(scope, run, id)?;
+                }
+                state.receive(scope, run, id)?;
+                if self.awaited[run.program][id] {
+                    run.finish(id);
+                }
+            }
+            has_ended = true;
+            state.check_output(scope, run)
+        });
+        if !has_ended {
+            state.stop_ahead(scope, run.program);
+        }
+        if let Err(cause) = outcome {
+            self.fail(run, program, at, cause);
+        }
+    }
+
+    /// Works through a run stretch by stretch; whether it came to its end.
+    fn work_in_stretches(
+        &mut self,
+        run: &Run,
+        program: &Program,
+        lane: usize,
+        spans: &mut Vec<Span>,
+    ) -> bool {
         let recorder = self.recorder.clone();
         let now = || recorder.as_ref().map_or(0, |recorder| recorder.now());
         let steps = &program.lanes[lane].steps;
@@ -104,15 +200,14 @@ impl Lane {
             let is_sum = self.peers.is_sum(run.program, first);
             let waits = if is_sum { &[] } else { program.steps[first].waits.as_slice() };
             if !run.wait_for(waits) {
-                return;
+                return false;
             }
             let mut at = first;
             let start = now();
             // After a panic the run is over; a cache it was writing is marked as gone.
             if let Err(cause) = guarded(|| self.perform(run, program, stretch, &mut at)) {
-                let step = format!("{at} ({}) of {}", program.steps[at].name, program.name);
-                run.abort(Failure::Step { step, device: self.device.name.clone(), cause });
-                return;
+                self.fail(run, program, at, cause);
+                return false;
             }
             let end = now();
             for &id in stretch {
@@ -125,6 +220,13 @@ impl Lane {
                 }
             }
         }
+        true
+    }
+
+    /// Ends a run at a step that failed.
+    fn fail(&self, run: &Run, program: &Program, at: StepId, cause: String) {
+        let step = format!("{at} ({}) of {}", program.steps[at].name, program.name);
+        run.abort(Failure::Step { step, device: self.device.name.clone(), cause });
     }
 
     /// Works through neighbouring steps; `at` is the one under way.
@@ -151,11 +253,17 @@ impl Lane {
             }
             Form::Gpu(state) => {
                 let is_traced = self.recorder.is_some();
-                state.run(scope, run.program, stretch, &run.slots, is_traced, at)?;
+                state.run(scope, run, stretch, is_traced, at)?;
+                if stretch.iter().any(|&id| program.steps[id].writes.contains(&program.output)) {
+                    state.check_output(scope, run)?;
+                }
             }
         }
-        for &buffer in stretch.iter().flat_map(|&id| &program.steps[id].frees) {
-            run.slots.take(buffer);
+        // Where GPUs meet on the devices, the host does not see when others have read a buffer.
+        if self.peers.sums(run.program).rows().iter().all(|is_sum| !is_sum) {
+            for &buffer in stretch.iter().flat_map(|&id| &program.steps[id].frees) {
+                run.slots.take(buffer);
+            }
         }
         Ok(())
     }

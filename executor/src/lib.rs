@@ -18,6 +18,7 @@ pub mod load;
 mod moves;
 mod ops;
 mod peers;
+mod pinned;
 pub mod run;
 mod slots;
 pub mod trace;

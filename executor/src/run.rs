@@ -1,9 +1,10 @@
 //! One run of a program: its batch, its tensors, which of its steps are done, and how it ended.
 
 use std::any::Any;
+use std::collections::BTreeSet;
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use anyhow::{Context as _, Result, anyhow};
 use burn::tensor::TensorData;
@@ -12,8 +13,13 @@ use ir::plan::Plan;
 
 use crate::batch::Batch;
 use crate::bell::Bell;
+use crate::ops::gpu::Kind;
 use crate::slots::{Slots, Value};
 use crate::trace::Recorder;
+
+/// Kinds of runs of which one has ended well.
+#[derive(Default)]
+pub(crate) struct KnownKinds(Mutex<BTreeSet<Kind>>);
 
 /// What all lanes share of a run.
 pub(crate) struct Run {
@@ -23,7 +29,13 @@ pub(crate) struct Run {
     pub(crate) number: u32,
     pub(crate) batch: Batch,
     pub(crate) slots: Slots,
+    /// What decides which launches it makes.
+    pub(crate) kind: Kind,
+    /// Whether no run of its kind has ended well before it was started.
+    pub(crate) is_first: bool,
     done: Vec<AtomicBool>,
+    /// Lanes that have come to each of the places where they meet.
+    met: [AtomicUsize; 2],
     /// Lanes that have not left the run.
     lanes_left: AtomicUsize,
     is_aborted: AtomicBool,
@@ -55,6 +67,7 @@ pub struct RunHandle {
     pub(crate) run: Arc<Run>,
     pub(crate) plan: Arc<Plan>,
     pub(crate) recorder: Option<Arc<Recorder>>,
+    pub(crate) known: Arc<KnownKinds>,
 }
 
 /// Logits of the wanted rows of a batch, in the batch's order.
@@ -64,13 +77,29 @@ pub struct Logits {
     vocabulary: usize,
 }
 
+impl KnownKinds {
+    fn lock(&self) -> MutexGuard<'_, BTreeSet<Kind>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
 impl Run {
-    pub(crate) fn new(plan: &Plan, program: usize, number: u32, batch: Batch) -> Self {
+    pub(crate) fn new(
+        plan: &Plan,
+        program: usize,
+        number: u32,
+        batch: Batch,
+        known: &KnownKinds,
+    ) -> Self {
         let schedule = &plan.programs[program];
+        let kind = Kind::of(program, &batch);
         Self {
             program,
             number,
             batch,
+            kind,
+            is_first: !known.lock().contains(&kind),
+            met: [const { AtomicUsize::new(0) }; 2],
             slots: Slots::new(schedule.buffers.len()),
             done: schedule.steps.ids().map(|_| AtomicBool::new(false)).collect(),
             lanes_left: AtomicUsize::new(schedule.lanes.len()),
@@ -99,6 +128,15 @@ impl Run {
     pub(crate) fn finish(&self, step: StepId) {
         self.done[step.index()].store(true, Ordering::SeqCst);
         self.steps_bell.ring();
+    }
+
+    /// Waits until all of `lanes` lanes have come to meeting `number` of the run; false when the run has been aborted.
+    pub(crate) fn meet(&self, number: usize, lanes: usize) -> bool {
+        self.met[number].fetch_add(1, Ordering::SeqCst);
+        self.steps_bell.ring();
+        let all_are_here = || self.met[number].load(Ordering::SeqCst) >= lanes;
+        self.steps_bell.wait_until(|| all_are_here() || self.is_aborted());
+        all_are_here()
     }
 
     /// Ends the run early; the first failure is the one told.
@@ -170,6 +208,9 @@ impl RunHandle {
         run.slots.clear();
         if let Some(failure) = failure {
             return Err(anyhow!("{failure}"));
+        }
+        if run.is_first {
+            self.known.lock().insert(run.kind);
         }
         match output.context("no step wrote the logits")? {
             Value::Float(logits) => Logits::new(logits.into_data()),

@@ -16,7 +16,7 @@ const SHARED_CPU: Duration = Duration::from_micros(5);
 const PAUSES: u32 = 64;
 
 /// Spins until `is_done` or `limit` is over; says which.
-pub(crate) fn spin_for(limit: Duration, is_done: impl Fn() -> bool) -> bool {
+pub(crate) fn spin_for(limit: Duration, mut is_done: impl FnMut() -> bool) -> bool {
     let start = Instant::now();
     loop {
         for _ in 0..PAUSES {

@@ -183,13 +183,13 @@ impl RunSizes {
     }
 
     /// Bytes of all parts, each a list of 32-bit integers: token ids, positions, sequences and numbers of the tokens;
-    /// wanted rows; first token, tokens and past of each sequence; its blocks.
+    /// wanted rows; first token, tokens and past of each sequence; its blocks; the run's number.
     pub fn bytes(self) -> u64 {
         let Self { tokens, rows, sequences, blocks } = self;
         let of_tokens = aligned(product(&[tokens], 4)).saturating_mul(4);
         let others = [product(&[rows], 4), product(&[sequences, 3], 4)];
         let blocks = product(&[sequences, blocks], 4);
-        others.into_iter().chain([blocks]).map(aligned).fold(of_tokens, u64::saturating_add)
+        others.into_iter().chain([blocks, 4]).map(aligned).fold(of_tokens, u64::saturating_add)
     }
 }
 

@@ -9,6 +9,7 @@ pub mod device;
 pub mod matrix;
 
 mod activation;
+mod addressed;
 pub mod ahead;
 mod instructions;
 mod panel;
@@ -26,6 +27,7 @@ pub mod vendor;
 
 pub mod attention;
 mod elementwise;
+pub mod mail;
 pub mod peers;
 mod router;
 pub mod rows;

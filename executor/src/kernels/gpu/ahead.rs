@@ -12,11 +12,11 @@ use super::registers::held;
 
 /// Asked for by an attention of few tokens, which reads little itself. An H200's L2 cache holds 50 MB; the rest is
 /// for the attention's own keys and values.
-pub const ATTENTION_AHEAD_BYTES: usize = 32 << 20;
+pub const ATTENTION_AHEAD_BYTES: usize = 16 << 20;
 
-/// Asked for by a linear of few tokens at its end: what memory delivers in 2 µs, which is about what lies between
+/// Asked for by a linear of few tokens at its end: what memory delivers in 1 µs, which is about what lies between
 /// the last loads of one launch and the first of the next.
-pub const LINEAR_AHEAD_BYTES: usize = 8 << 20;
+pub const LINEAR_AHEAD_BYTES: usize = 4 << 20;
 
 /// The cubes of a linear that ask, those that begin last: two for each processor of an H200.
 const ASKING_CUBES: usize = 264;

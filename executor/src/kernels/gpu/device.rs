@@ -124,6 +124,14 @@ impl Gpu {
         self.client.read_one(span.handle.clone()).context("reading GPU memory")
     }
 
+    /// Passes launches on to the device: until then they may wait in this process, for other calls to follow.
+    ///
+    /// # Errors
+    /// When the device failed.
+    pub fn flush(&self) -> Result<()> {
+        self.client.flush().context("queueing launches")
+    }
+
     /// Waits for the launches that were made.
     ///
     /// # Errors

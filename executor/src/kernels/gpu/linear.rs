@@ -37,11 +37,10 @@ pub const MAX_TOKENS: usize = ir::workspace::UNPACKED_ROWS as usize;
 pub(super) const PANEL_PLANES: usize = 16;
 /// Planes of a cube that reads row-major matrices.
 const ROW_PLANES: usize = 8;
-/// Rows of row-major matrices that a plane reads at a time.
-const PLANE_ROWS: usize = 4;
-/// Planes of a processor below which rows are split: those of one panel's cube, less a quarter because 132
-/// processors then still take 2048 planes whole.
-const WANTED_PLANES: usize = 12;
+/// Rows of row-major matrices that a plane reads at a time: with fewer, more planes fit a processor.
+const PLANE_ROWS: usize = 2;
+/// Planes of a processor below which rows are split: with two loads of each on their way, 40 KB.
+const WANTED_PLANES: usize = 40;
 
 /// A normalisation by the root mean square, in front of a linear.
 #[derive(Clone, Copy, Debug)]

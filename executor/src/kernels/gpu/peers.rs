@@ -14,8 +14,9 @@
 use cubecl::prelude::*;
 use ir::workspace::{EXCHANGE_CUBES, EXCHANGE_HEADER_BYTES};
 
+use super::addressed::{fence, load_four, load_word, look, raise, store_four, store_word};
 use super::device::{Gpu, Span};
-use super::registers::held;
+use super::words::Four;
 
 /// Units of a cube.
 const UNITS: u32 = 256;
@@ -35,8 +36,6 @@ pub const TABLE_BYTES: usize = 256;
 /// Tables of an exchange.
 pub const TABLES: usize = (EXCHANGE_HEADER_BYTES as usize - TABLES_START) / TABLE_BYTES;
 
-type Four = Vector<f32, Const<4>>;
-
 /// Members of a sum.
 pub struct Group<'a> {
     /// `u64[members]`: the addresses of their exchanges.
@@ -50,16 +49,23 @@ pub struct Group<'a> {
 }
 
 impl Gpu {
-    /// Prepares an exchange for a run.
+    /// Queues the preparation of an exchange for a run; `turn` is `u32[1]`, the run's number.
     ///
     /// # Errors
-    /// When the exchange is too short.
-    pub fn start_sums(&self, exchange: &Span, run: u32) -> anyhow::Result<()> {
-        let mut words = vec![run % (u32::MAX / SUMS) * SUMS; EXCHANGE_CUBES as usize];
-        // Behind the counters: nobody is lost yet.
-        words.push(0);
-        let bytes = size_of_val(words.as_slice());
-        self.write(&exchange.part(COUNTERS as usize, bytes), bytemuck::cast_slice(&words))
+    /// When the exchange is not one of a CUDA device.
+    pub fn start_sums(&self, exchange: &Span, turn: &Span) -> anyhow::Result<()> {
+        let address = exchange.address()?;
+        // SAFETY: counters and what follows them lie in the head of the exchange.
+        unsafe {
+            start::launch_unchecked(
+                &self.client,
+                CubeCount::Static(1, 1, 1),
+                CubeDim::new_1d(UNITS),
+                turn.argument(1, size_of::<u32>()),
+                address,
+            );
+        }
+        Ok(())
     }
 
     /// The member that never came, if there is one.
@@ -100,6 +106,19 @@ impl Gpu {
                 );
             }
         }
+    }
+}
+
+/// Sets the counters of all cubes to the first number of a run; nobody is lost yet.
+#[cube(launch_unchecked)]
+fn start(turn: &[u32], exchange: u64) {
+    let mut cube = UNIT_POS;
+    while cube < EXCHANGE_CUBES {
+        store_word(exchange + comptime!(COUNTERS) + u64::cast_from(cube * 4), turn[0] * SUMS);
+        cube += UNITS;
+    }
+    if UNIT_POS == 0 {
+        store_word(exchange + comptime!(LOST), 0u32);
     }
 }
 
@@ -205,52 +224,4 @@ fn letters(
 #[cube]
 fn flag_of(member: u32, cube: u32) -> u64 {
     u64::cast_from((member * EXCHANGE_CUBES + cube) * 4)
-}
-
-#[cube]
-fn store_four(address: u64, value: Four) {
-    let (address, value) = (held::<u64>(address), held::<Four>(value));
-    gpu_asm!("st.global.v4.f32 [{a}], {v};", a = in(_) address, v = in(_) value);
-}
-
-#[cube]
-fn load_four(address: u64) -> Four {
-    let address = held::<u64>(address);
-    let value: Four;
-    gpu_asm!("ld.volatile.global.v4.f32 {v}, [{a}];", v = out(_) value, a = in(_) address);
-    value
-}
-
-#[cube]
-fn store_word(address: u64, value: u32) {
-    let (address, value) = (held::<u64>(address), held::<u32>(value));
-    gpu_asm!("st.volatile.global.u32 [{a}], {v};", a = in(_) address, v = in(_) value);
-}
-
-#[cube]
-fn load_word(address: u64) -> u32 {
-    let address = held::<u64>(address);
-    let value: u32;
-    gpu_asm!("ld.volatile.global.u32 {v}, [{a}];", v = out(_) value, a = in(_) address);
-    value
-}
-
-#[cube]
-fn raise(address: u64, value: u32) {
-    let (address, value) = (held::<u64>(address), held::<u32>(value));
-    gpu_asm!("st.release.sys.global.u32 [{a}], {v};", a = in(_) address, v = in(_) value);
-}
-
-#[cube]
-fn look(address: u64) -> u32 {
-    let address = held::<u64>(address);
-    let value: u32;
-    gpu_asm!("ld.acquire.sys.global.u32 {v}, [{a}];", v = out(_) value, a = in(_) address);
-    value
-}
-
-/// What this unit wrote is seen by all GPUs before what it writes from now on.
-#[cube]
-fn fence() {
-    gpu_asm!("fence.acq_rel.sys;");
 }

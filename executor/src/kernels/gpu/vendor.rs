@@ -139,8 +139,8 @@ impl Vendor {
             products.iter().try_for_each(|product| self.queue(product))?;
             return self.stream.synchronize().context("multiplying with cuBLASLt");
         }
-        // CubeCL queues launches through a thread of its own: what it has not passed on is not yet in the context.
-        gpu.client.flush().context("queueing launches")?;
+        // What CubeCL has not passed on is not yet in the context.
+        gpu.flush()?;
         let (context, stream) = (self.stream.context().cu_ctx(), self.stream.cu_stream());
         let [before, after] = self.turns.each_ref().map(CudaEvent::cu_event);
         // SAFETY: context, stream and events live as long as `self`.

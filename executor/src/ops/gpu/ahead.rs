@@ -11,7 +11,7 @@ use crate::kernels::gpu::linear::MAX_TOKENS;
 use crate::kernels::gpu::matrix::Matrix;
 
 impl State {
-    /// What a step of `tokens` tokens asks for when `after` follows it in its stretch.
+    /// What a step of `tokens` tokens asks for when `after` follows it in its lane.
     pub(super) fn ahead(
         &self,
         op: &Op,

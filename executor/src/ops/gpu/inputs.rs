@@ -1,4 +1,5 @@
-//! What a run is about, in device memory: tokens, positions, sequences, cache blocks, wanted rows.
+//! What a run is about, in device memory: tokens, positions, sequences, cache blocks, wanted rows,
+//! and the run's number.
 //!
 //! - Every part keeps its place and its largest size, so that captured launches find it in every run.
 
@@ -6,6 +7,7 @@ use anyhow::{Result, ensure};
 use ir::plan::Plan;
 use ir::workspace::RunSizes;
 
+use super::mail::Mail;
 use super::memory::Memory;
 use crate::batch::Batch;
 use crate::kernels::gpu::attention::{Reach, Tokens};
@@ -32,9 +34,11 @@ enum Part {
     Blocks,
     /// Numbers from 0 on: the rows of a rotation table that is made for one run.
     Counting,
+    /// The run's own number, which is never 0.
+    Turn,
 }
 
-const PARTS: [Part; 7] = [
+const PARTS: [Part; 8] = [
     Part::Token,
     Part::Position,
     Part::Sequence,
@@ -42,6 +46,7 @@ const PARTS: [Part; 7] = [
     Part::Parts,
     Part::Blocks,
     Part::Counting,
+    Part::Turn,
 ];
 
 impl Part {
@@ -52,6 +57,7 @@ impl Part {
             Part::Wanted => sizes.rows,
             Part::Parts => sizes.sequences * 3,
             Part::Blocks => sizes.sequences * sizes.blocks,
+            Part::Turn => 1,
         };
         count as usize
     }
@@ -72,8 +78,19 @@ impl Inputs {
         Ok(Self { all, sizes, tokens: 0, sequences: 0, reach: Reach::Long })
     }
 
-    /// Queues the copy of a run's batch.
-    pub(super) fn fill(&mut self, gpu: &Gpu, batch: &Batch) -> Result<()> {
+    /// Bytes of all parts.
+    pub(super) fn bytes(&self) -> usize {
+        self.all.bytes()
+    }
+
+    /// Prepares the batch of run `turn` for [`Inputs::queue()`], which without letters has nothing left to do.
+    pub(super) fn fill(
+        &mut self,
+        gpu: &Gpu,
+        mail: Option<&mut Mail>,
+        batch: &Batch,
+        turn: u32,
+    ) -> Result<()> {
         let sizes = self.sizes;
         let mut words = vec![0_i32; self.all.bytes() / size_of::<i32>()];
         let mut put = |part: Part, values: &mut dyn Iterator<Item = i32>| {
@@ -86,6 +103,7 @@ impl Inputs {
         put(Part::Position, &mut batch.positions().iter().map(number));
         put(Part::Wanted, &mut batch.rows().iter().map(number));
         put(Part::Counting, &mut (0..sizes.tokens.cast_signed()));
+        put(Part::Turn, &mut std::iter::once(turn.cast_signed()));
         let parts = batch.parts();
         put(
             Part::Sequence,
@@ -114,7 +132,20 @@ impl Inputs {
         );
         (self.tokens, self.sequences) = (batch.tokens().len(), parts.len());
         self.reach = reach(batch);
-        gpu.write(&self.all, bytemuck::cast_slice(&words))
+        match mail {
+            Some(mail) => mail.write_inputs(&words),
+            None => gpu.write(&self.all, bytemuck::cast_slice(&words)),
+        }
+    }
+
+    /// Queues the copy of a run's batch.
+    pub(super) fn queue(&self, gpu: &Gpu, mail: &Mail) {
+        gpu.take_at_once(mail.inputs(), &self.all, self.all.bytes());
+    }
+
+    /// The number of the run.
+    pub(super) fn turn(&self) -> Span {
+        self.part(Part::Turn)
     }
 
     /// Token ids of the run.

@@ -1,20 +1,21 @@
 //! Every operation with this project's GPU kernels, on device memory whose places are known before the first run.
 //!
 //! - Only queueing happens here: nothing waits for the device but what crosses to the host or stands beside fetches.
-//! - Steps of few tokens that nothing outside waits for are captured once and replayed.
+//! - Runs of few tokens are captured once and replayed as a whole; what crosses to the host meanwhile goes by letters.
 
 mod ahead;
-mod arrivals;
 mod attention;
 mod caches;
 mod experts;
 mod inputs;
 mod linear;
+mod mail;
 mod memory;
 mod moves;
 mod norm;
 mod replay;
 mod rotations;
+mod runs;
 mod scratch;
 mod state;
 mod stretches;
@@ -22,5 +23,6 @@ mod sums;
 mod upload;
 mod weights;
 
+pub(crate) use self::replay::Kind;
 pub(crate) use self::state::State;
 pub(crate) use self::stretches::stretches;

@@ -1,15 +1,13 @@
 //! A GPU's part of movements: what crosses devices passes through the host.
 
 use anyhow::{Context as _, Result, bail, ensure};
-use ir::id::{BufferId, StepId};
+use ir::id::StepId;
 use ir::layout::Move;
-use ir::plan::Program;
-use ir::tensor::DType;
 
+use super::runs::with_bytes;
 use super::state::{Operand, State, dims};
 use crate::kernels::gpu::device::Span;
 use crate::ops::Scope;
-use crate::ops::own::Input;
 use crate::peers::members;
 use crate::slots::Slots;
 
@@ -19,13 +17,13 @@ impl State {
         &self,
         scope: Scope<'_>,
         program: usize,
-        step: StepId,
+        id: StepId,
         movement: &Move,
         slice: Option<(u32, u32)>,
-        slots: &Slots,
+        slots: Option<&Slots>,
     ) -> Result<()> {
         let schedule = &scope.plan.programs[program];
-        let step = &schedule.steps[step];
+        let step = &schedule.steps[id];
         let &[out] = step.writes.as_slice() else { bail!("a movement writes one buffer") };
         let out = self.operand(schedule, program, out, scope)?;
         let here: Vec<bool> =
@@ -35,7 +33,16 @@ impl State {
             if here[index] {
                 return self.operand(schedule, program, buffer, scope);
             }
-            self.import(schedule, buffer, scope, slots, into)
+            let (rows, columns) = dims(&schedule.buffers[buffer].ty, scope.batch.extent());
+            let bytes = rows * columns * size_of::<f32>();
+            if let Some(mail) = &self.mail {
+                let place = mail.value(program, id, buffer)?;
+                self.gpu.take(place, into, bytes, &self.inputs.turn());
+            } else {
+                let slots = slots.context("a value comes without a letter")?;
+                with_bytes(schedule, buffer, scope, slots, |bytes| self.gpu.write(into, bytes))?;
+            }
+            Ok(Operand { span: into.part(0, bytes), rows, columns })
         };
         let staging = &self.scratch.inner;
         match movement {
@@ -92,32 +99,5 @@ impl State {
         let out = self.operand(schedule, program, out, scope)?;
         let count = out.rows * out.columns;
         self.sums.sum(&self.gpu, &members, &term.span, &out.span, count)
-    }
-
-    /// Queues the copy of another device's value to `into`.
-    fn import(
-        &self,
-        schedule: &Program,
-        buffer: BufferId,
-        scope: Scope<'_>,
-        slots: &Slots,
-        into: &Span,
-    ) -> Result<Operand> {
-        let (rows, columns) = dims(&schedule.buffers[buffer].ty, scope.batch.extent());
-        let count = rows * columns * size_of::<f32>();
-        let value = slots.read(buffer)?;
-        let write = |bytes: &[u8]| {
-            ensure!(bytes.len() == count, "{buffer} has another size");
-            self.arrivals.write(&self.gpu, into, bytes)
-        };
-        match Input::of(value.clone()) {
-            Ok(input) if schedule.buffers[buffer].ty.dtype == DType::I32 => {
-                write(bytemuck::cast_slice(input.ints()?))?;
-            }
-            Ok(input) => write(bytemuck::cast_slice(input.floats()?))?,
-            // Tensors of other backends are copied to be seen.
-            Err(_) => write(value.into_data().as_bytes())?,
-        }
-        Ok(Operand { span: into.part(0, count), rows, columns })
     }
 }

@@ -1,4 +1,4 @@
-//! Launches that were captured once, replayed in later runs of the same size and reach.
+//! Launches of whole runs that were captured once, replayed in later runs of the same kind.
 
 #![expect(unsafe_code, reason = "replayed launches find their memory by address")]
 
@@ -7,96 +7,101 @@ use std::sync::{Mutex, PoisonError};
 
 use anyhow::{Context as _, Result};
 use cubecl::client::Graph;
-use ir::id::StepId;
 
+use super::inputs::reach;
+use crate::batch::Batch;
 use crate::kernels::gpu::attention::Reach;
 use crate::kernels::gpu::device::Gpu;
 
-/// What decides which launches a stretch makes.
+/// What decides which launches a run makes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct Key {
-    pub(super) program: usize,
-    /// The first of its steps.
-    pub(super) step: StepId,
-    pub(super) tokens: usize,
-    pub(super) sequences: usize,
+pub(crate) struct Kind {
+    program: usize,
+    tokens: usize,
+    sequences: usize,
     /// Wanted rows.
-    pub(super) rows: usize,
+    rows: usize,
     /// How far back attention looks.
-    pub(super) reach: Reach,
+    reach: Reach,
 }
 
-/// Captured stretches.
+/// Captured runs.
 #[derive(Default)]
 pub(super) struct Replays {
-    captured: BTreeMap<Key, Captured>,
+    captured: BTreeMap<Kind, Graph>,
 }
-
-enum Captured {
-    /// How often it could not be captured.
-    NotYet(u32),
-    Ready(Graph),
-}
-
-/// Attempts before a stretch is launched step by step for good.
-const ATTEMPTS: u32 = 3;
 
 /// One capture at a time: CUDA lets no other thread take memory meanwhile.
 static CAPTURING: Mutex<()> = Mutex::new(());
 
+impl Kind {
+    /// That of a run of a program.
+    pub(crate) fn of(program: usize, batch: &Batch) -> Self {
+        Self {
+            program,
+            tokens: batch.tokens().len(),
+            sequences: batch.parts().len(),
+            rows: batch.rows().len(),
+            reach: reach(batch),
+        }
+    }
+}
+
 impl Replays {
-    /// Queues a captured stretch; false where it is not captured.
+    /// Whether runs of a kind are captured.
+    pub(super) fn holds(&self, kind: Kind) -> bool {
+        self.captured.contains_key(&kind)
+    }
+
+    /// Queues a captured run.
     ///
     /// # Errors
     /// When the device refuses.
-    pub(super) fn replay(&self, key: Key) -> Result<bool> {
-        let Some(Captured::Ready(graph)) = self.captured.get(&key) else { return Ok(false) };
-        // SAFETY: the launches use weights, caches, inputs, scratch and buffers, which live as long as the state
-        // that owns this; their memory is used by this lane's thread alone, which captured them.
-        unsafe { graph.replay() }.context("replaying captured steps")?;
-        Ok(true)
+    pub(super) fn replay(&self, kind: Kind) -> Result<()> {
+        let graph = self.captured.get(&kind).context("runs of this kind are not captured")?;
+        // SAFETY: the launches use weights, caches, inputs, scratch, buffers and letters, which live as long as the
+        // state that owns this; their memory is used by this lane's thread alone, which captured them, and by the host
+        // as letters say.
+        unsafe { graph.replay() }.context("replaying a captured run")
     }
 
-    /// Queues a stretch with `queue` and, where the device can, captures it for the next time.
+    /// Begins the run whose launches are captured when it is over: what is not compiled yet is compiled by it.
+    pub(super) fn prepare(&self, gpu: &Gpu) {
+        if let Err(error) = gpu.client.graph_prepare() {
+            tracing::debug!("a run's launches will not be captured: {error:?}");
+        }
+    }
+
+    /// Ends what [`Replays::prepare()`] began for a run that is not captured.
+    pub(super) fn abandon(&self, gpu: &Gpu) {
+        let _alone = CAPTURING.lock().unwrap_or_else(PoisonError::into_inner);
+        // CubeCL ends nothing but a capture: this one holds nothing.
+        if gpu.client.start_capture().is_ok() {
+            drop(gpu.client.stop_capture());
+        }
+    }
+
+    /// Captures what `queue` queues, while nothing is queued on any GPU of this process. Where the device cannot,
+    /// runs go on being queued launch by launch.
     ///
     /// # Errors
     /// Those of `queue`.
     pub(super) fn capture(
         &mut self,
         gpu: &Gpu,
-        key: Key,
-        mut queue: impl FnMut() -> Result<()>,
+        kind: Kind,
+        queue: impl FnOnce() -> Result<()>,
     ) -> Result<()> {
-        let failures = match self.captured.get(&key) {
-            Some(Captured::NotYet(failures)) => *failures,
-            Some(Captured::Ready(_)) | None => 0,
-        };
-        if failures >= ATTEMPTS {
-            return queue();
+        let _alone = CAPTURING.lock().unwrap_or_else(PoisonError::into_inner);
+        let captured = gpu.client.start_capture().and_then(|()| {
+            let queued = queue();
+            let captured = gpu.client.stop_capture();
+            captured.map(|graph| queued.map(|()| graph))
+        });
+        match captured {
+            Ok(graph) => drop(self.captured.insert(kind, graph?)),
+            Err(error) => tracing::debug!("a run's launches could not be captured: {error:?}"),
         }
-        let lock = CAPTURING.lock().unwrap_or_else(PoisonError::into_inner);
-        let prepared = gpu.client.graph_prepare();
-        // The first time compiles what is not compiled yet; it is the run itself.
-        queue()?;
-        let started = prepared.and_then(|()| gpu.client.start_capture());
-        let captured = match started {
-            Ok(()) => {
-                let queued = queue();
-                let captured = gpu.client.stop_capture();
-                queued?;
-                captured
-            }
-            Err(error) => Err(error),
-        };
-        drop(lock);
-        let captured = match captured {
-            Ok(graph) => Captured::Ready(graph),
-            Err(error) => {
-                tracing::debug!("steps could not be captured: {error:?}");
-                Captured::NotYet(failures + 1)
-            }
-        };
-        self.captured.insert(key, captured);
         Ok(())
     }
 }

@@ -1,21 +1,21 @@
-//! What a GPU holds between runs, and how it works through a stretch of its lane.
+//! What a GPU holds between runs, and how each operation is queued.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use anyhow::{Context as _, Result, bail, ensure};
+use anyhow::{Context as _, Result, ensure};
 use ir::frame::Frame;
 use ir::id::{BufferId, DeviceId, StepId, Table, WeightId};
 use ir::op::Op;
-use ir::plan::{Action, Lane, Plan, Program, Queue, Weight};
-use ir::tensor::{DType, Extent, TensorType};
+use ir::plan::{Plan, Program, Weight};
+use ir::tensor::{Extent, TensorType};
 use ir::workspace::workspace;
 
-use super::arrivals::Arrivals;
 use super::caches::Caches;
-use super::inputs::{Inputs, reach};
+use super::inputs::Inputs;
+use super::mail::{Mail, Part};
 use super::memory::Memory;
-use super::replay::{Key, Replays};
+use super::replay::Replays;
 use super::rotations::Rotations;
 use super::scratch::Scratch;
 use super::stretches::exported;
@@ -25,12 +25,11 @@ use crate::checkpoint::Checkpoint;
 use crate::fetch::Window;
 use crate::kernels::gpu::ahead::Region;
 use crate::kernels::gpu::device::{Gpu, Span};
-use crate::kernels::gpu::linear::MAX_TOKENS;
-use crate::kernels::gpu::vendor::{Library, Order, Vendor, WORKSPACE_BYTES};
+use crate::kernels::gpu::vendor::{Library, Vendor, WORKSPACE_BYTES};
+use crate::lane::awaited;
 use crate::lane::fetching::releases;
 use crate::ops::Scope;
 use crate::peers::Peers;
-use crate::slots::{Slots, Value};
 
 /// One GPU's weights, caches and places of buffers.
 pub(crate) struct State {
@@ -43,7 +42,8 @@ pub(crate) struct State {
     pub(super) inputs: Inputs,
     pub(super) scratch: Scratch,
     pub(super) sums: Sums,
-    pub(super) arrivals: Arrivals,
+    /// `None` where the GPU is not driven through CUDA: then values are copied by CubeCL.
+    pub(super) mail: Option<Mail>,
     /// What is left for weights while a plan is loaded.
     memory: Memory,
     /// Memory of the buffers of every program: one runs at a time.
@@ -52,12 +52,12 @@ pub(crate) struct State {
     /// Memory that fetched weights pass through; `None` where none are.
     window: Option<Span>,
     /// For each program, which steps a copy queue waits for.
-    releases: Vec<Table<StepId, bool>>,
+    pub(super) releases: Vec<Table<StepId, bool>>,
     /// For each program, which buffers others read.
-    exported: Vec<Table<BufferId, bool>>,
-    replays: Replays,
+    pub(super) exported: Vec<Table<BufferId, bool>>,
+    pub(super) replays: Replays,
     /// Number of the run whose batch is on the device.
-    run: Option<u32>,
+    pub(super) run: Option<u32>,
 }
 
 /// A step's operands and where its results go.
@@ -104,7 +104,19 @@ impl State {
         let programs = plan.programs.iter().enumerate();
         let exported =
             programs.map(|(index, program)| exported(program, device, peers.sums(index)));
-        let exported = exported.collect();
+        let exported: Vec<Table<BufferId, bool>> = exported.collect();
+        let programs = plan.programs.iter().enumerate();
+        let awaited = programs.map(|(index, program)| awaited(program, peers.sums(index)));
+        let awaited: Vec<Table<StepId, bool>> = awaited.collect();
+        let part = |(index, program)| Part {
+            program,
+            awaited: &awaited[index],
+            exported: &exported[index],
+            sums: peers.sums(index),
+        };
+        let parts: Vec<Part<'_>> = plan.programs.iter().enumerate().map(part).collect();
+        let inputs = Inputs::new(plan, &mut memory)?;
+        let mail = Mail::new(device, &gpu, &parts, inputs.bytes())?;
         let window_bytes = counted.fetch_bytes as usize;
         let window = (window_bytes > 0).then(|| memory.take(window_bytes)).transpose();
         let window = window.context("the window of fetched weights")?;
@@ -116,8 +128,8 @@ impl State {
             weights: Weights::new(&gpu)?,
             caches: Caches::new(plan, device, &mut memory)?,
             rotations: Rotations::new(plan, device, &gpu, &mut memory)?,
-            inputs: Inputs::new(plan, &mut memory)?,
-            arrivals: Arrivals::new(plan, device, &gpu)?,
+            inputs,
+            mail,
             scratch: Scratch::new(&space, &mut memory)?,
             vendor: vendor.transpose()?,
             buffers: memory.take(bytes).context("the buffers of its steps")?,
@@ -161,115 +173,6 @@ impl State {
         self.weights.finish_loading(&self.gpu)
     }
 
-    /// Works through a stretch of a lane. `at` is kept at the step that is queued. What other devices read is on
-    /// the host when it returns; where steps are traced, all else is done on the device, too.
-    ///
-    /// # Errors
-    /// When a step's operands are not what the operation takes, or the device failed.
-    pub(crate) fn run(
-        &mut self,
-        scope: Scope<'_>,
-        program: usize,
-        steps: &[StepId],
-        slots: &Slots,
-        is_traced: bool,
-        at: &mut StepId,
-    ) -> Result<()> {
-        if self.run != Some(scope.run) {
-            self.inputs.fill(&self.gpu, scope.batch)?;
-            self.rotations.fill(&self.gpu, scope)?;
-            self.sums.start(&self.gpu, scope.run)?;
-            self.run = Some(scope.run);
-        }
-        let schedule = &scope.plan.programs[program];
-        let batch = scope.batch;
-        let key = Key {
-            program,
-            step: steps[0],
-            tokens: batch.tokens().len(),
-            sequences: batch.parts().len(),
-            rows: batch.rows().len(),
-            reach: reach(batch),
-        };
-        let is_copy = |lane: &Lane| lane.device == self.device && lane.queue == Queue::Copy;
-        let has_fetches = schedule.lanes.iter().any(is_copy);
-        if let Some(vendor) = &mut self.vendor {
-            vendor.order = if has_fetches { Order::Host } else { Order::Device };
-        }
-        // Beside fetches a replay takes longer than the few launches of a stretch.
-        let is_replayable = !is_traced && !has_fetches && self.can_replay(schedule, steps, scope);
-        if !is_replayable {
-            self.queue(scope, program, steps, slots, at)?;
-        } else if !self.replays.replay(key)? {
-            let (gpu, mut replays) = (self.gpu.clone(), std::mem::take(&mut self.replays));
-            let queued =
-                replays.capture(&gpu, key, || self.queue(scope, program, steps, slots, at));
-            self.replays = replays;
-            queued?;
-        }
-        let last = *steps.last().context("a stretch has no steps")?;
-        let mut has_waited = false;
-        for &buffer in &schedule.steps[last].writes {
-            if self.exported[program][buffer] {
-                let value = self.export(schedule, program, buffer, scope)?;
-                slots.write(buffer, value);
-                has_waited = true;
-            }
-        }
-        if (is_traced || self.releases[program][last]) && !has_waited {
-            self.gpu.sync()?;
-        }
-        Ok(())
-    }
-
-    /// Whether a stretch can be captured: nothing but launches that are the same in every run of this size and reach.
-    /// Sums over GPUs are left out: a GPU would wait for a peer that may not launch while this one is captured.
-    fn can_replay(&self, program: &Program, steps: &[StepId], scope: Scope<'_>) -> bool {
-        let tokens = scope.batch.tokens().len();
-        steps.len() > 1
-            && (self.vendor.is_none() || tokens <= MAX_TOKENS)
-            && program.phase == ir::plan::Phase::Decode
-            && steps.iter().all(|&id| matches!(program.steps[id].action, Action::Run(_)))
-    }
-
-    fn queue(
-        &mut self,
-        scope: Scope<'_>,
-        program: usize,
-        steps: &[StepId],
-        slots: &Slots,
-        at: &mut StepId,
-    ) -> Result<()> {
-        let tokens = scope.batch.tokens().len();
-        for (position, &id) in steps.iter().enumerate() {
-            *at = id;
-            let schedule = &scope.plan.programs[program];
-            let step = &schedule.steps[id];
-            match &step.action {
-                Action::Run(op) => {
-                    let operand =
-                        |&buffer: &BufferId| self.operand(schedule, program, buffer, scope);
-                    let operands = Operands {
-                        inputs: step.reads.iter().map(operand).collect::<Result<_>>()?,
-                        outputs: step.writes.iter().map(operand).collect::<Result<_>>()?,
-                        ahead: self.ahead(op, schedule, &steps[position + 1..], tokens)?,
-                    };
-                    self.launch(op, scope, &operands)?;
-                }
-                Action::Move { .. } if self.sums.peers.is_sum(program, id) => {
-                    self.sum_over_peers(scope, program, id)?;
-                }
-                Action::Move { movement, slice, .. } => {
-                    self.move_values(scope, program, id, movement, *slice, slots)?;
-                }
-                Action::Fetch { weight, .. } => {
-                    bail!("a compute queue fetches no weights, so {weight} stays at home")
-                }
-            }
-        }
-        Ok(())
-    }
-
     /// A buffer on this device, as large as it is in this run.
     pub(super) fn operand(
         &self,
@@ -308,33 +211,8 @@ impl State {
         Ok(weights.into_iter().zip(spans.iter().map(|operand| operand.span.clone())).collect())
     }
 
-    /// A buffer's value on the host, once the device is done with it.
-    fn export(
-        &self,
-        schedule: &Program,
-        program: usize,
-        buffer: BufferId,
-        scope: Scope<'_>,
-    ) -> Result<Value> {
-        let Operand { span, rows, columns } = self.operand(schedule, program, buffer, scope)?;
-        let bytes = self.gpu.read(&span.part(0, rows * columns * size_of::<f32>()))?;
-        match schedule.buffers[buffer].ty.dtype {
-            DType::F32 => {
-                let values: Vec<f32> = bytemuck::pod_collect_to_vec(&bytes);
-                if values.first().is_some_and(|value| value.is_nan()) {
-                    self.sums.check(&self.gpu)?;
-                }
-                Ok(Value::of_floats(values, rows, columns))
-            }
-            DType::I32 => Ok(Value::of_ints(bytemuck::pod_collect_to_vec(&bytes), rows, columns)),
-            other @ (DType::F16 | DType::Bf16 | DType::U8) => {
-                bail!("a buffer of {other} is read by another device")
-            }
-        }
-    }
-
     /// Queues one operation.
-    fn launch(&mut self, op: &Op, scope: Scope<'_>, operands: &Operands) -> Result<()> {
+    pub(super) fn launch(&mut self, op: &Op, scope: Scope<'_>, operands: &Operands) -> Result<()> {
         let input = |index: usize| {
             operands.inputs.get(index).with_context(|| format!("input {index} is missing"))
         };

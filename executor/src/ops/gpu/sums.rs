@@ -43,10 +43,10 @@ impl Sums {
         Ok(Self { peers, device, exchange, piece_bytes, tables: BTreeMap::new() })
     }
 
-    /// Prepares for a run.
-    pub(super) fn start(&self, gpu: &Gpu, run: u32) -> Result<()> {
+    /// Queues the preparation for a run.
+    pub(super) fn queue_start(&self, gpu: &Gpu, turn: &Span) -> Result<()> {
         match &self.exchange {
-            Some(exchange) if gpu.is_cuda() => gpu.start_sums(exchange, run),
+            Some(exchange) if gpu.is_cuda() => gpu.start_sums(exchange, turn),
             Some(_) | None => Ok(()),
         }
     }

@@ -1,0 +1,147 @@
+//! Values that cross between a GPU and the host through pinned memory that both reach by address: no copy engine, no
+//! event and no system call takes part, so that one crossing takes a few microseconds, beside fetches too.
+//!
+//! - What comes from the host lies behind a *flag* that the host raises last; a launch that takes it looks at the flag
+//!   until it is raised. So launches can be queued, or captured, before their values exist.
+//! - What goes to the host raises one flag for each cube, the last thing that cube does.
+//! - A raised flag holds the number of the run, the *turn*, which launches read from device memory: captured launches
+//!   serve every run.
+
+#![expect(unsafe_code, reason = "kernels are given addresses of host memory")]
+
+use cubecl::prelude::*;
+
+use super::addressed::{fence, load_four, look, raise, store_four};
+use super::device::{Gpu, Span};
+use super::words::Four;
+
+/// Units of a cube.
+const UNITS: usize = 256;
+/// Bytes that a unit moves at once: values take a multiple of it on both sides.
+pub const UNIT_BYTES: usize = size_of::<[f32; 4]>();
+/// Cubes that send a value at most: 256 KB on their way, more than a link holds.
+pub const POSTING_CUBES: usize = 64;
+/// Cubes that take a value at most: twice as many, since the answers of a link take longer.
+const TAKING_CUBES: usize = 128;
+
+/// Where one side leaves something for the other, by the addresses that the GPU knows it by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Place {
+    /// The first of the flags: one, or one for each cube that sends.
+    pub flags: u64,
+    /// The value, at a multiple of [`UNIT_BYTES`].
+    pub value: u64,
+}
+
+/// Cubes, and so flags, that a value of so many bytes is sent with.
+pub fn posting_cubes(bytes: usize) -> usize {
+    bytes.div_ceil(UNITS * UNIT_BYTES).clamp(1, POSTING_CUBES)
+}
+
+impl Gpu {
+    /// Queues sending the first `bytes` bytes of a span to the host. `turn` is `u32[1]`.
+    pub fn post(&self, span: &Span, bytes: usize, to: Place, turn: &Span) {
+        let vectors = bytes.div_ceil(UNIT_BYTES);
+        let cubes = posting_cubes(bytes);
+        // SAFETY: indices lie within the arguments; the host's memory is as long as the value, and has a flag for
+        // every cube.
+        unsafe {
+            post::launch_unchecked(
+                &self.client,
+                CubeCount::new_1d(cubes as u32),
+                CubeDim::new_1d(UNITS as u32),
+                span.argument(vectors, UNIT_BYTES),
+                turn.argument(1, size_of::<u32>()),
+                to.value,
+                to.flags,
+                vectors.div_ceil(cubes) as u32,
+                vectors as u32,
+            );
+        }
+    }
+
+    /// Queues raising the flag at `to` when all launches made so far are done.
+    pub fn raise_flag(&self, to: Place, turn: &Span) {
+        // The turn stands for a value that there is none of.
+        self.post(turn, 0, to, turn);
+    }
+
+    /// Queues a wait for the flag at `from`, then taking `bytes` bytes from the host to the start of a span.
+    pub fn take(&self, from: Place, span: &Span, bytes: usize, turn: &Span) {
+        self.launch_take(from, span, bytes, Some(turn));
+    }
+
+    /// Queues taking what is already there.
+    pub fn take_at_once(&self, address: u64, span: &Span, bytes: usize) {
+        self.launch_take(Place { flags: 0, value: address }, span, bytes, None);
+    }
+
+    /// Queues a wait for the flag at `from`.
+    pub fn wait_for_flag(&self, from: Place, turn: &Span) {
+        // As above.
+        self.launch_take(from, turn, 0, Some(turn));
+    }
+
+    fn launch_take(&self, from: Place, span: &Span, bytes: usize, turn: Option<&Span>) {
+        let vectors = bytes.div_ceil(UNIT_BYTES);
+        let cubes = vectors.div_ceil(UNITS).clamp(1, TAKING_CUBES);
+        // SAFETY: as above.
+        unsafe {
+            take::launch_unchecked(
+                &self.client,
+                CubeCount::new_1d(cubes as u32),
+                CubeDim::new_1d(UNITS as u32),
+                span.argument(vectors.max(1), UNIT_BYTES),
+                turn.map(|turn| turn.argument(1, size_of::<u32>())).into(),
+                from.value,
+                from.flags,
+                vectors as u32,
+            );
+        }
+    }
+}
+
+#[cube(launch_unchecked)]
+fn post(value: &[Four], turn: &[u32], address: u64, flags: u64, share: u32, vectors: u32) {
+    let start = CUBE_POS_X * share;
+    let end = u32::min(start + share, vectors);
+    let mut at = start + UNIT_POS;
+    while at < end {
+        store_four(address + u64::cast_from(at) * 16, value[at as usize]);
+        at += CUBE_DIM;
+    }
+    fence();
+    sync_cube();
+    if UNIT_POS == 0 {
+        raise(flags + u64::cast_from(CUBE_POS_X * 4), turn[0]);
+    }
+}
+
+#[cube(launch_unchecked)]
+fn take(
+    out: &mut [Four],
+    turn: &ComptimeOption<Box<[u32]>>,
+    address: u64,
+    flag: u64,
+    vectors: u32,
+) {
+    #[comptime]
+    match turn {
+        ComptimeOption::Some(turn) => {
+            if UNIT_POS == 0 {
+                let turn = turn[0];
+                let mut raised = look(flag);
+                while raised != turn {
+                    raised = look(flag);
+                }
+            }
+            sync_cube();
+        }
+        ComptimeOption::None => {}
+    }
+    let mut at = CUBE_POS_X * CUBE_DIM + UNIT_POS;
+    while at < vectors {
+        out[at as usize] = load_four(address + u64::cast_from(at) * 16);
+        at += CUBE_COUNT_X * CUBE_DIM;
+    }
+}

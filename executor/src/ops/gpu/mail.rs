@@ -1,0 +1,390 @@
+//! What crosses between a GPU's lane and the host in a run, and where: letters in pinned memory.
+//!
+//! - A step that waits for others has an incoming letter, a step that others wait for an outgoing one. Values of other
+//!   devices come with the first, what other devices read goes with the second.
+//! - A lane whose launches are queued ahead needs nothing from its host thread but letters, in the order of its steps.
+//! - Steps of large runs share one place for their values, which is then used by one step after another.
+
+#![expect(unsafe_code, reason = "letters lie in memory that a GPU reads and writes, too")]
+
+use std::collections::BTreeMap;
+use std::ptr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, ensure};
+use cudarc::driver::CudaContext;
+use ir::id::{BufferId, DeviceId, StepId, Table};
+use ir::plan::{Action, Program, Queue};
+
+use crate::kernels::gpu::device::{ALIGNMENT, Gpu};
+use crate::kernels::gpu::mail::{POSTING_CUBES, Place, posting_cubes};
+use crate::memory::Region;
+use crate::pinned::Pinned;
+use crate::waiting::spin_for;
+
+/// Pinned memory up to which every letter of a program has a place of its own.
+const OWN_PLACES_BYTES: usize = 256 << 20;
+/// Bytes from one flag to another that the other side writes: the widest line of any cache.
+const FLAG_BYTES: usize = 128;
+/// Bytes of the flags of a value that a GPU sends.
+const FLAGS_BYTES: usize = POSTING_CUBES * size_of::<u32>();
+/// How long a letter of a GPU is looked for before the device is asked whether it has failed, and the run whether it is
+/// over: then the launches on their way have as long again.
+const LOOKING: Duration = Duration::from_millis(400);
+
+/// The letters of one GPU.
+pub(super) struct Mail {
+    // Unpinned before it is unmapped.
+    pinned: Pinned,
+    region: Region,
+    context: Arc<CudaContext>,
+    programs: Vec<Letters>,
+    /// Where the numbers of a run's batch start, and how many bytes they take.
+    inputs: (usize, usize),
+}
+
+/// The letters of one program.
+#[derive(Default)]
+struct Letters {
+    incoming: BTreeMap<StepId, Incoming>,
+    outgoing: BTreeMap<StepId, Outgoing>,
+    /// Whether steps share one place for their values.
+    is_shared: bool,
+}
+
+/// From the host.
+struct Incoming {
+    flag: usize,
+    values: Vec<(BufferId, usize)>,
+    /// Raised when the values have been taken.
+    taken: usize,
+}
+
+/// To the host.
+struct Outgoing {
+    /// Raised when the step is done.
+    flag: usize,
+    values: Vec<Sent>,
+}
+
+/// A value on its way to the host.
+struct Sent {
+    buffer: BufferId,
+    flags: usize,
+    place: usize,
+}
+
+/// What a program says about a GPU's part in it.
+pub(super) struct Part<'a> {
+    pub(super) program: &'a Program,
+    /// Steps that lanes wait for.
+    pub(super) awaited: &'a Table<StepId, bool>,
+    /// Buffers that others read.
+    pub(super) exported: &'a Table<BufferId, bool>,
+    /// Steps of sums that GPUs make among themselves.
+    pub(super) sums: &'a Table<StepId, bool>,
+}
+
+impl Mail {
+    /// Pins memory for all letters, and for `input_bytes` bytes of a run's batch; `None` where the GPU is not driven
+    /// through CUDA.
+    ///
+    /// # Errors
+    /// When that cannot be done.
+    pub(super) fn new(
+        device: DeviceId,
+        gpu: &Gpu,
+        parts: &[Part<'_>],
+        input_bytes: usize,
+    ) -> Result<Option<Self>> {
+        let Some(ordinal) = gpu.ordinal() else { return Ok(None) };
+        let mut bytes = input_bytes.next_multiple_of(ALIGNMENT);
+        let mut programs: Vec<Letters> =
+            parts.iter().map(|part| Letters::new(part, device, &mut bytes)).collect();
+        // One program runs at a time: values of all start at the same byte.
+        let start = bytes;
+        for (letters, part) in programs.iter_mut().zip(parts) {
+            bytes = bytes.max(letters.place_values(part.program, start));
+        }
+        let region = Region::new(bytes)?;
+        let context = CudaContext::new(ordinal).context("opening the GPU's context")?;
+        let pinned = Pinned::new(&context, &region).context("pinning memory for letters")?;
+        let pinned = pinned.context("memory for letters is pinned already")?;
+        Ok(Some(Self { pinned, region, context, programs, inputs: (0, input_bytes) }))
+    }
+
+    /// Whether all launches of a run can be queued before its values exist.
+    pub(super) fn can_be_ahead(&self, program: usize) -> bool {
+        !self.programs[program].is_shared
+    }
+
+    /// Writes the numbers of a run's batch; the run before must be over.
+    ///
+    /// # Errors
+    /// When there are more than there is a place for.
+    pub(super) fn write_inputs(&mut self, words: &[i32]) -> Result<()> {
+        let (start, bytes) = self.inputs;
+        ensure!(size_of_val(words) <= bytes, "the numbers of a batch outgrow their place");
+        self.write(start, bytemuck::cast_slice(words));
+        Ok(())
+    }
+
+    /// Where the GPU finds the numbers of a run's batch.
+    pub(super) fn inputs(&self) -> u64 {
+        self.address(self.inputs.0)
+    }
+
+    /// Where a step finds the flag of its incoming letter, if it has one.
+    pub(super) fn incoming(&self, program: usize, step: StepId) -> Option<Place> {
+        let letter = self.programs[program].incoming.get(&step)?;
+        Some(Place { flags: self.address(letter.flag), value: 0 })
+    }
+
+    /// Where a step finds the value of another device's buffer.
+    ///
+    /// # Errors
+    /// When none comes.
+    pub(super) fn value(&self, program: usize, step: StepId, buffer: BufferId) -> Result<Place> {
+        let letter = self.programs[program].incoming.get(&step);
+        let letter = letter.with_context(|| format!("nothing comes for {step}"))?;
+        let value = letter.values.iter().find(|(id, _)| *id == buffer);
+        let (_, place) = value.with_context(|| format!("{buffer} does not come for {step}"))?;
+        Ok(Place { flags: self.address(letter.flag), value: self.address(*place) })
+    }
+
+    /// Where a step tells that values of other devices have been taken; `None` where nobody asks.
+    pub(super) fn taken(&self, program: usize, step: StepId) -> Option<Place> {
+        let letters = &self.programs[program];
+        let letter = letters.incoming.get(&step).filter(|letter| !letter.values.is_empty())?;
+        letters.is_shared.then(|| Place { flags: self.address(letter.taken), value: 0 })
+    }
+
+    /// Where a step sends its values; and where it tells that it is done, if it sends none and others wait for it.
+    pub(super) fn outgoing(
+        &self,
+        program: usize,
+        step: StepId,
+    ) -> (Vec<(BufferId, Place)>, Option<Place>) {
+        let Some(letter) = self.programs[program].outgoing.get(&step) else {
+            return (Vec::new(), None);
+        };
+        let place = |sent: &Sent| Place {
+            flags: self.address(sent.flags),
+            value: self.address(sent.place),
+        };
+        let values = letter.values.iter().map(|sent| (sent.buffer, place(sent))).collect();
+        let flag = Place { flags: self.address(letter.flag), value: 0 };
+        (values, letter.values.is_empty().then_some(flag))
+    }
+
+    /// The buffers that come with a step's letter; `None` where none comes.
+    pub(super) fn expected(&self, program: usize, step: StepId) -> Option<Vec<BufferId>> {
+        let letter = self.programs[program].incoming.get(&step)?;
+        Some(letter.values.iter().map(|(buffer, _)| *buffer).collect())
+    }
+
+    /// Writes a value that comes with a step's letter.
+    ///
+    /// # Errors
+    /// When there is no such value, or it is longer than its place.
+    pub(super) fn put(
+        &mut self,
+        program: usize,
+        step: StepId,
+        buffer: BufferId,
+        bytes: &[u8],
+    ) -> Result<()> {
+        let letter = self.programs[program].incoming.get(&step);
+        let value = letter.and_then(|letter| letter.values.iter().find(|(id, _)| *id == buffer));
+        let &(_, place) = value.with_context(|| format!("{buffer} does not come for {step}"))?;
+        ensure!(place + bytes.len() <= self.region.bytes(), "{buffer} outgrows its place");
+        self.write(place, bytes);
+        Ok(())
+    }
+
+    /// Hands over a step's letter in run `turn`.
+    pub(super) fn deliver(&self, program: usize, step: StepId, turn: u32) {
+        if let Some(letter) = self.programs[program].incoming.get(&step) {
+            self.flag(letter.flag).store(turn, Ordering::Release);
+        }
+    }
+
+    /// Hands over all letters of run `turn`, whatever they hold: the run is over and its launches must end.
+    pub(super) fn release(&self, program: usize, turn: u32) {
+        for letter in self.programs[program].incoming.values() {
+            self.flag(letter.flag).store(turn, Ordering::Release);
+        }
+    }
+
+    /// Waits until the values of a step's letter have been taken, where another letter needs their place.
+    ///
+    /// # Errors
+    /// When the device failed, or does not answer after `is_over` holds.
+    pub(super) fn wait_until_taken(
+        &self,
+        program: usize,
+        step: StepId,
+        turn: u32,
+        is_over: impl Fn() -> bool,
+    ) -> Result<()> {
+        let letters = &self.programs[program];
+        match letters.incoming.get(&step) {
+            Some(letter) if letters.is_shared && !letter.values.is_empty() => {
+                self.wait_for(letter.taken, 1, turn, is_over)
+            }
+            Some(_) | None => Ok(()),
+        }
+    }
+
+    /// Waits for a step's letter in run `turn`, of which buffers take `bytes` bytes; hands its values to `read`.
+    ///
+    /// # Errors
+    /// When the device failed, or does not answer after `is_over` holds, or `read` fails.
+    pub(super) fn receive(
+        &self,
+        program: usize,
+        step: StepId,
+        turn: u32,
+        is_over: impl Fn() -> bool,
+        bytes: impl Fn(BufferId) -> usize,
+        mut read: impl FnMut(BufferId, &[u8]) -> Result<()>,
+    ) -> Result<()> {
+        let Some(letter) = self.programs[program].outgoing.get(&step) else { return Ok(()) };
+        if letter.values.is_empty() {
+            return self.wait_for(letter.flag, 1, turn, is_over);
+        }
+        for sent in &letter.values {
+            let bytes = bytes(sent.buffer);
+            self.wait_for(sent.flags, posting_cubes(bytes), turn, &is_over)?;
+            ensure!(
+                sent.place + bytes <= self.region.bytes(),
+                "{} outgrows its place",
+                sent.buffer
+            );
+            // SAFETY: the bytes lie in the region, and the GPU has raised all flags, after which it writes there no
+            // more in this run.
+            let value = unsafe {
+                std::slice::from_raw_parts(self.region.as_ptr().add(sent.place).cast_const(), bytes)
+            };
+            read(sent.buffer, value)?;
+        }
+        Ok(())
+    }
+
+    /// Waits until neighbouring flags hold the turn.
+    fn wait_for(
+        &self,
+        first: usize,
+        flags: usize,
+        turn: u32,
+        is_over: impl Fn() -> bool,
+    ) -> Result<()> {
+        let mut raised = 0;
+        let mut all_are_raised = || {
+            let is_raised = |flag: usize| {
+                self.flag(first + flag * size_of::<u32>()).load(Ordering::Acquire) == turn
+            };
+            while raised < flags && is_raised(raised) {
+                raised += 1;
+            }
+            raised == flags
+        };
+        let mut is_last_look = false;
+        while !spin_for(LOOKING, &mut all_are_raised) {
+            // A device that has failed answers every call with its failure.
+            self.context.mem_get_info().context("waiting for the GPU")?;
+            ensure!(!is_last_look, "the GPU does not answer");
+            is_last_look = is_over();
+        }
+        Ok(())
+    }
+
+    fn write(&mut self, start: usize, bytes: &[u8]) {
+        assert!(start + bytes.len() <= self.region.bytes(), "a letter lies beyond its memory");
+        // SAFETY: the bytes lie in the region. The GPU reads there only after a flag or a launch that is yet to come.
+        unsafe {
+            ptr::copy_nonoverlapping(bytes.as_ptr(), self.region.as_ptr().add(start), bytes.len());
+        }
+    }
+
+    fn flag(&self, start: usize) -> &AtomicU32 {
+        assert!(start + size_of::<u32>() <= self.region.bytes(), "a flag lies beyond its memory");
+        // SAFETY: the word lies in the region, at a multiple of its size, and is only used as an atomic; the GPU's
+        // loads and stores of it are whole, too.
+        unsafe { AtomicU32::from_ptr(self.region.as_ptr().add(start).cast()) }
+    }
+
+    fn address(&self, start: usize) -> u64 {
+        self.pinned.address() + start as u64
+    }
+}
+
+impl Letters {
+    /// The letters of a GPU's compute lane; their flags take memory from byte `end` on.
+    fn new(part: &Part<'_>, device: DeviceId, end: &mut usize) -> Self {
+        let mut take = |bytes: usize| {
+            let start = *end;
+            *end += bytes.next_multiple_of(FLAG_BYTES);
+            start
+        };
+        let mut letters = Self::default();
+        let Part { program, awaited, exported, sums } = part;
+        let is_ours =
+            |lane: &&ir::plan::Lane| lane.device == device && lane.queue == Queue::Compute;
+        for &id in program.lanes.iter().filter(is_ours).flat_map(|lane| &lane.steps) {
+            let step = &program.steps[id];
+            let is_move = matches!(step.action, Action::Move { .. }) && !sums[id];
+            let foreign = |buffer: &&BufferId| program.buffers[**buffer].device != device;
+            let read: Vec<BufferId> = if is_move {
+                step.reads.iter().filter(foreign).copied().collect()
+            } else {
+                Vec::new()
+            };
+            if !read.is_empty() || (!sums[id] && !step.waits.is_empty()) {
+                let values = read.into_iter().map(|buffer| (buffer, 0)).collect();
+                let letter = Incoming { flag: take(FLAG_BYTES), values, taken: take(FLAG_BYTES) };
+                letters.incoming.insert(id, letter);
+            }
+            let sent = step.writes.iter().filter(|&&buffer| exported[buffer]);
+            let values: Vec<Sent> =
+                sent.map(|&buffer| Sent { buffer, flags: take(FLAGS_BYTES), place: 0 }).collect();
+            if awaited[id] || !values.is_empty() {
+                letters.outgoing.insert(id, Outgoing { flag: take(FLAG_BYTES), values });
+            }
+        }
+        letters
+    }
+
+    /// Gives values their places from byte `start` on; where they end.
+    fn place_values(&mut self, program: &Program, start: usize) -> usize {
+        let bytes = |buffer: BufferId| {
+            (program.buffers[buffer].ty.bytes(program.max) as usize).next_multiple_of(ALIGNMENT)
+        };
+        let incoming = self.incoming.values().flat_map(|letter| &letter.values);
+        let outgoing = self.outgoing.values().flat_map(|letter| &letter.values);
+        let all: usize = incoming.map(|(buffer, _)| bytes(*buffer)).sum::<usize>()
+            + outgoing.map(|sent| bytes(sent.buffer)).sum::<usize>();
+        self.is_shared = all > OWN_PLACES_BYTES;
+        let (mut next, mut end) = (start, start);
+        let letters = self
+            .incoming
+            .values_mut()
+            .map(|letter| letter.values.iter_mut().map(|(id, place)| (*id, place)).collect());
+        let letters = letters.chain(self.outgoing.values_mut().map(|letter| {
+            letter.values.iter_mut().map(|sent| (sent.buffer, &mut sent.place)).collect()
+        }));
+        for values in letters.collect::<Vec<Vec<(BufferId, &mut usize)>>>() {
+            if self.is_shared {
+                next = start;
+            }
+            for (buffer, place) in values {
+                *place = next;
+                next += bytes(buffer);
+            }
+            end = end.max(next);
+        }
+        end
+    }
+}

@@ -1,0 +1,328 @@
+//! How a GPU works through its lane: stretch by stretch, or with all launches queued ahead.
+//!
+//! - Stretch by stretch, the lane's thread waits on the host for what a step waits for, queues launches, and waits until
+//!   the device is done with what others wait for.
+//! - Small runs are queued ahead as a whole, from what was captured in the first run of their kind. Then the device
+//!   waits by itself for what comes from the host, and the lane's thread only carries letters, in the order of steps.
+
+use anyhow::{Context as _, Result, bail, ensure};
+use ir::id::{BufferId, StepId};
+use ir::plan::{Action, Lane, Phase, Program, Queue};
+use ir::tensor::{DType, TensorType};
+
+use super::replay::Kind;
+use super::state::{Operand, Operands, State, dims};
+use crate::batch::Batch;
+use crate::kernels::gpu::linear::MAX_TOKENS;
+use crate::kernels::gpu::vendor::Order;
+use crate::ops::Scope;
+use crate::ops::own::Input;
+use crate::run::Run;
+use crate::slots::{Slots, Value};
+
+/// What the launches of a run tell letters by: the run's number, which is never 0.
+fn turn(run: u32) -> u32 {
+    run.wrapping_add(1).max(1)
+}
+
+impl State {
+    /// Whether runs of a program and batch are captured in their first run: by all GPUs that take part, or by none.
+    pub(crate) fn captures(&self, program: &Program, batch: &Batch) -> bool {
+        let is_few = self.vendor.is_none() || batch.tokens().len() <= MAX_TOKENS;
+        self.mail.is_some() && program.phase == Phase::Decode && is_few
+    }
+
+    /// Whether a run can be queued ahead.
+    pub(crate) fn is_captured(&self, kind: Kind) -> bool {
+        self.replays.holds(kind)
+    }
+
+    /// Begins the first run of a kind that is captured.
+    pub(crate) fn prepare_capture(&self) {
+        self.replays.prepare(&self.gpu);
+    }
+
+    /// Ends the first run of a kind, which did not end well.
+    pub(crate) fn abandon_capture(&self) {
+        self.replays.abandon(&self.gpu);
+    }
+
+    /// Captures a run that has just been worked through, while all GPUs of this process wait.
+    ///
+    /// # Errors
+    /// When a step's operands are not what the operation takes.
+    pub(crate) fn capture(
+        &mut self,
+        scope: Scope<'_>,
+        program: usize,
+        steps: &[StepId],
+        kind: Kind,
+    ) -> Result<()> {
+        if !self.mail.as_ref().is_some_and(|mail| mail.can_be_ahead(program)) {
+            self.abandon_capture();
+            return Ok(());
+        }
+        let (gpu, mut replays) = (self.gpu.clone(), std::mem::take(&mut self.replays));
+        let captured = replays.capture(&gpu, kind, || {
+            let mut at = *steps.first().context("a run has no steps")?;
+            self.queue_inputs()?;
+            self.queue(scope, program, steps, None, &mut at)
+        });
+        self.replays = replays;
+        captured
+    }
+
+    /// Waits until the device is done with everything.
+    ///
+    /// # Errors
+    /// When it failed.
+    pub(crate) fn finish(&self) -> Result<()> {
+        self.gpu.sync()
+    }
+
+    /// Queues a captured run.
+    ///
+    /// # Errors
+    /// When the device failed.
+    pub(crate) fn start_ahead(&mut self, scope: Scope<'_>, kind: Kind) -> Result<()> {
+        self.fill(scope)?;
+        self.replays.replay(kind)
+    }
+
+    /// Whether a step of a run that was queued ahead waits for a letter.
+    pub(crate) fn expects_letter(&self, program: usize, step: StepId) -> bool {
+        self.mail.as_ref().is_some_and(|mail| mail.expected(program, step).is_some())
+    }
+
+    /// Hands a step the letter that it waits for, if any, with values of the run.
+    ///
+    /// # Errors
+    /// When a value is missing or has another size.
+    pub(crate) fn deliver(&mut self, scope: Scope<'_>, run: &Run, step: StepId) -> Result<()> {
+        let Some(mail) = &mut self.mail else { return Ok(()) };
+        let schedule = &scope.plan.programs[run.program];
+        for buffer in mail.expected(run.program, step).unwrap_or_default() {
+            with_bytes(schedule, buffer, scope, &run.slots, |bytes| {
+                mail.put(run.program, step, buffer, bytes)
+            })?;
+        }
+        mail.deliver(run.program, step, turn(run.number));
+        Ok(())
+    }
+
+    /// Waits for what a step sends, if anything, and adds its values to the run's.
+    ///
+    /// # Errors
+    /// When the device failed.
+    pub(crate) fn receive(&self, scope: Scope<'_>, run: &Run, step: StepId) -> Result<()> {
+        let Some(mail) = &self.mail else { return Ok(()) };
+        let schedule = &scope.plan.programs[run.program];
+        let shape = |buffer: BufferId| dims(&schedule.buffers[buffer].ty, scope.batch.extent());
+        let bytes = |buffer: BufferId| {
+            let (rows, columns) = shape(buffer);
+            rows * columns * size_of::<f32>()
+        };
+        let is_over = || run.is_aborted();
+        mail.receive(run.program, step, turn(run.number), is_over, bytes, |buffer, bytes| {
+            run.slots.write(buffer, value(&schedule.buffers[buffer].ty, shape(buffer), bytes)?);
+            Ok(())
+        })
+    }
+
+    /// Lets the launches of a run that was queued ahead end, whatever they compute, and waits for that.
+    pub(crate) fn stop_ahead(&mut self, scope: Scope<'_>, program: usize) {
+        if let Some(mail) = &self.mail {
+            mail.release(program, turn(scope.run));
+        }
+        if let Err(error) = self.gpu.sync() {
+            tracing::debug!("a run that ended early: {error:#}");
+        }
+    }
+
+    /// Works through a stretch of a lane. `at` is kept at the step that is queued. What other devices read is on
+    /// the host when it returns; where steps are traced, all else is done on the device, too.
+    ///
+    /// # Errors
+    /// When a step's operands are not what the operation takes, or the device failed.
+    pub(crate) fn run(
+        &mut self,
+        scope: Scope<'_>,
+        run: &Run,
+        steps: &[StepId],
+        is_traced: bool,
+        at: &mut StepId,
+    ) -> Result<()> {
+        let (program, slots) = (run.program, &run.slots);
+        if self.run != Some(scope.run) {
+            self.fill(scope)?;
+            self.queue_inputs()?;
+        }
+        let schedule = &scope.plan.programs[program];
+        let is_copy = |lane: &Lane| lane.device == self.device && lane.queue == Queue::Copy;
+        if let Some(vendor) = &mut self.vendor {
+            let has_fetches = schedule.lanes.iter().any(is_copy);
+            vendor.order = if has_fetches { Order::Host } else { Order::Device };
+        }
+        let (&first, &last) = steps.first().zip(steps.last()).context("a stretch has no steps")?;
+        self.deliver(scope, run, first)?;
+        self.queue(scope, program, steps, Some(slots), at)?;
+        if let Some(mail) = &self.mail {
+            self.gpu.flush()?;
+            mail.wait_until_taken(program, first, turn(run.number), || run.is_aborted())?;
+            self.receive(scope, run, last)?;
+            return if is_traced { self.gpu.sync() } else { Ok(()) };
+        }
+        let mut has_waited = false;
+        for &buffer in &schedule.steps[last].writes {
+            if self.exported[program][buffer] {
+                let Operand { span, rows, columns } =
+                    self.operand(schedule, program, buffer, scope)?;
+                let bytes = self.gpu.read(&span.part(0, rows * columns * size_of::<f32>()))?;
+                let ty = &schedule.buffers[buffer].ty;
+                slots.write(buffer, value(ty, (rows, columns), &bytes)?);
+                has_waited = true;
+            }
+        }
+        if (is_traced || self.releases[program][last]) && !has_waited {
+            self.gpu.sync()?;
+        }
+        Ok(())
+    }
+
+    /// Prepares what the launches of a run read of its batch.
+    fn fill(&mut self, scope: Scope<'_>) -> Result<()> {
+        self.inputs.fill(&self.gpu, self.mail.as_mut(), scope.batch, turn(scope.run))?;
+        self.rotations.fill(&self.gpu, scope)?;
+        self.run = Some(scope.run);
+        Ok(())
+    }
+
+    fn queue_inputs(&self) -> Result<()> {
+        if let Some(mail) = &self.mail {
+            self.inputs.queue(&self.gpu, mail);
+        }
+        self.sums.queue_start(&self.gpu, &self.inputs.turn())
+    }
+
+    /// Queues steps. Values of other devices come from `slots` where the device knows no letters.
+    fn queue(
+        &mut self,
+        scope: Scope<'_>,
+        program: usize,
+        steps: &[StepId],
+        slots: Option<&Slots>,
+        at: &mut StepId,
+    ) -> Result<()> {
+        let tokens = scope.batch.tokens().len();
+        let schedule = &scope.plan.programs[program];
+        // What a step asks for ahead is the same however the lane is cut.
+        let is_ours = |lane: &&Lane| lane.device == self.device && lane.queue == Queue::Compute;
+        let lane = schedule.lanes.iter().find(is_ours).context("the GPU has no lane")?;
+        let first = lane.steps.iter().position(|id| Some(id) == steps.first()).unwrap_or(0);
+        for (position, &id) in (first..).zip(steps) {
+            *at = id;
+            let step = &schedule.steps[id];
+            match &step.action {
+                Action::Run(op) => {
+                    self.queue_wait(program, id);
+                    let operand =
+                        |&buffer: &BufferId| self.operand(schedule, program, buffer, scope);
+                    let operands = Operands {
+                        inputs: step.reads.iter().map(operand).collect::<Result<_>>()?,
+                        outputs: step.writes.iter().map(operand).collect::<Result<_>>()?,
+                        ahead: self.ahead(op, schedule, &lane.steps[position + 1..], tokens)?,
+                    };
+                    self.launch(op, scope, &operands)?;
+                }
+                Action::Move { .. } if self.sums.peers.is_sum(program, id) => {
+                    self.sum_over_peers(scope, program, id)?;
+                }
+                Action::Move { movement, slice, .. } => {
+                    self.move_values(scope, program, id, movement, *slice, slots)?;
+                }
+                Action::Fetch { weight, .. } => {
+                    bail!("a compute queue fetches no weights, so {weight} stays at home")
+                }
+            }
+            self.queue_letters(scope, program, id)?;
+        }
+        Ok(())
+    }
+
+    /// Queues a step's wait for a letter that brings no values.
+    fn queue_wait(&self, program: usize, step: StepId) {
+        let Some(mail) = &self.mail else { return };
+        if let Some(place) = mail.incoming(program, step) {
+            self.gpu.wait_for_flag(place, &self.inputs.turn());
+        }
+    }
+
+    /// Queues sending what a step sends.
+    fn queue_letters(&self, scope: Scope<'_>, program: usize, step: StepId) -> Result<()> {
+        let Some(mail) = &self.mail else { return Ok(()) };
+        let turn = self.inputs.turn();
+        let (values, flag) = mail.outgoing(program, step);
+        for (buffer, place) in values {
+            let schedule = &scope.plan.programs[program];
+            let Operand { span, rows, columns } = self.operand(schedule, program, buffer, scope)?;
+            self.gpu.post(&span, rows * columns * size_of::<f32>(), place, &turn);
+        }
+        if let Some(place) = flag {
+            self.gpu.raise_flag(place, &turn);
+        }
+        if let Some(place) = mail.taken(program, step) {
+            self.gpu.raise_flag(place, &turn);
+        }
+        Ok(())
+    }
+
+    /// Fails when the output of a run that this device wrote is not what GPUs summed up, since one never came.
+    ///
+    /// # Errors
+    /// That, or when the device failed.
+    pub(crate) fn check_output(&self, scope: Scope<'_>, run: &Run) -> Result<()> {
+        let schedule = &scope.plan.programs[run.program];
+        if schedule.buffers[schedule.output].device != self.device {
+            return Ok(());
+        }
+        let is_lost = with_bytes(schedule, schedule.output, scope, &run.slots, |bytes| {
+            let first = bytes.first_chunk().map(|first| f32::from_ne_bytes(*first));
+            Ok(first.is_some_and(f32::is_nan))
+        })?;
+        if is_lost { self.sums.check(&self.gpu) } else { Ok(()) }
+    }
+}
+
+/// Hands over a buffer's value on the host.
+pub(super) fn with_bytes<T>(
+    schedule: &Program,
+    buffer: BufferId,
+    scope: Scope<'_>,
+    slots: &Slots,
+    with: impl FnOnce(&[u8]) -> Result<T>,
+) -> Result<T> {
+    let ty = &schedule.buffers[buffer].ty;
+    let (rows, columns) = dims(ty, scope.batch.extent());
+    let value = slots.read(buffer)?;
+    let with = |bytes: &[u8]| {
+        ensure!(bytes.len() == rows * columns * size_of::<f32>(), "{buffer} has another size");
+        with(bytes)
+    };
+    match Input::of(value.clone()) {
+        Ok(input) if ty.dtype == DType::I32 => with(bytemuck::cast_slice(input.ints()?)),
+        Ok(input) => with(bytemuck::cast_slice(input.floats()?)),
+        // Tensors of other backends are copied to be seen.
+        Err(_) => with(value.into_data().as_bytes()),
+    }
+}
+
+/// A value that the device sent, for others to read.
+fn value(ty: &TensorType, (rows, columns): (usize, usize), bytes: &[u8]) -> Result<Value> {
+    match ty.dtype {
+        DType::F32 => Ok(Value::of_floats(bytemuck::pod_collect_to_vec(bytes), rows, columns)),
+        DType::I32 => Ok(Value::of_ints(bytemuck::pod_collect_to_vec(bytes), rows, columns)),
+        other @ (DType::F16 | DType::Bf16 | DType::U8) => {
+            bail!("a buffer of {other} is read by another device")
+        }
+    }
+}

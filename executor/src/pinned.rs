@@ -1,0 +1,57 @@
+//! Host memory that a GPU's driver keeps where it is, so that the GPU reaches it without the host.
+
+#![expect(unsafe_code, reason = "host memory is pinned by the driver's C interface")]
+
+use std::sync::Arc;
+
+use anyhow::{Context as _, Result, ensure};
+use cudarc::driver::{CudaContext, sys};
+
+use crate::memory::Region;
+
+/// Pages that are pinned for as long as it lives. The region must outlive it.
+pub(crate) struct Pinned {
+    start: usize,
+    /// Where the GPUs see the first byte.
+    address: u64,
+}
+
+impl Pinned {
+    /// `None` where another GPU's lane has pinned the region.
+    ///
+    /// # Errors
+    /// When the system lets nobody pin as much.
+    pub(crate) fn new(context: &Arc<CudaContext>, region: &Region) -> Result<Option<Self>> {
+        ensure!(region.bytes() > 0, "there is nothing to pin");
+        context.bind_to_thread().context("binding the GPU's context")?;
+        let flags = sys::CU_MEMHOSTREGISTER_PORTABLE | sys::CU_MEMHOSTREGISTER_DEVICEMAP;
+        // SAFETY: the region is mapped, and unmapped only after `self` is gone.
+        let done =
+            unsafe { sys::cuMemHostRegister_v2(region.as_ptr().cast(), region.bytes(), flags) };
+        if done == sys::CUresult::CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED {
+            return Ok(None);
+        }
+        done.result().with_context(|| format!("pinning {} bytes", region.bytes()))?;
+        let mut pinned = Self { start: region.as_ptr().expose_provenance(), address: 0 };
+        // SAFETY: the region has just been pinned, and the address is written to a number of this function.
+        unsafe {
+            sys::cuMemHostGetDevicePointer_v2(&raw mut pinned.address, region.as_ptr().cast(), 0)
+        }
+        .result()
+        .context("asking where the GPU sees host memory")?;
+        Ok(Some(pinned))
+    }
+
+    /// Where the GPUs see the first byte.
+    pub(crate) fn address(&self) -> u64 {
+        self.address
+    }
+}
+
+impl Drop for Pinned {
+    fn drop(&mut self) {
+        let start = std::ptr::with_exposed_provenance_mut(self.start);
+        // SAFETY: it was pinned by `new`. What the driver answers helps nobody now.
+        let _ = unsafe { sys::cuMemHostUnregister(start) };
+    }
+}
