@@ -147,6 +147,7 @@ impl Meter<'_> {
             let matrix = turns.next().context("there are matrices")?;
             self.gpu.linear(&Linear {
                 x: &x,
+                element: DType::F32,
                 tokens,
                 norm: None,
                 matrices: &[matrix],

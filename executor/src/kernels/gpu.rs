@@ -12,6 +12,7 @@ mod activation;
 pub mod ahead;
 mod instructions;
 mod panel;
+mod portion;
 mod registers;
 mod words;
 

@@ -3,7 +3,7 @@
 use anyhow::{Context as _, Result, ensure};
 use ir::id::WeightId;
 use ir::op::{self, NormKind, Op, Then};
-use ir::tensor::Format;
+use ir::tensor::{DType, Format};
 use ir::workspace::product_format;
 
 use super::scratch::Scratch;
@@ -88,6 +88,7 @@ impl State {
             };
             self.gpu.linear(&Linear {
                 x: &input,
+                element: DType::F32,
                 tokens: x.rows,
                 norm: rms,
                 matrices: &all[first..end],

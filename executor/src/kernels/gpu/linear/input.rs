@@ -7,7 +7,7 @@ use crate::kernels::gpu::words::{Four, read_four};
 /// The input of a linear, `[rows, columns]`.
 #[derive(CubeType, CubeLaunch)]
 pub(in crate::kernels::gpu) struct Input<N: Size> {
-    /// The activations.
+    /// The activations, or the bits of eight of them where they are bf16.
     pub(in crate::kernels::gpu) x: Box<[Vector<f32, N>]>,
     /// The norm's factors, `[columns]`.
     pub(in crate::kernels::gpu) scale: ComptimeOption<Box<[Vector<f32, N>]>>,
@@ -39,7 +39,14 @@ impl<N: Size> Input<N> {
         }
     }
 
-    /// Four columns of a row; the sum of their squares is added to `squares[token]`.
+    /// Four columns of a row, as they are.
+    pub(in crate::kernels::gpu) fn load_four(&self, row: usize, column: usize) -> Four {
+        let columns = comptime!(self.columns);
+        let covered = comptime!(self.covered);
+        read_four(&self.x, row, column, columns, covered)
+    }
+
+    /// Four columns of a row, multiplied with the norm's factors; the sum of their squares is added to `squares[token]`.
     pub(in crate::kernels::gpu) fn four(
         &self,
         row: usize,
@@ -48,9 +55,7 @@ impl<N: Size> Input<N> {
         squares: &mut Array<f32>,
         #[comptime] token: usize,
     ) -> Four {
-        let columns = comptime!(self.columns);
-        let covered = comptime!(self.covered);
-        let x = read_four(&self.x, row, column, columns, covered);
+        let x = self.load_four(row, column);
         if comptime!(self.is_normed) {
             #[unroll]
             for i in 0..4usize {

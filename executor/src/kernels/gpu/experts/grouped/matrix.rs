@@ -10,11 +10,11 @@ use cubecl::prelude::barrier::copy_async_checked;
 use cubecl::prelude::*;
 use ir::op::Then;
 
-use super::operands::{Portion, portion_blocks};
 use crate::kernels::cpu::pack::{BLOCK_PAIR, PANEL};
 use crate::kernels::gpu::activation::activate;
 use crate::kernels::gpu::instructions::{Packed, Sums, multiply, pack, right};
 use crate::kernels::gpu::panel::{Panel, Walk, panel_vectors};
+use crate::kernels::gpu::portion::{Portion, portion_blocks};
 use crate::kernels::gpu::words::Words;
 
 /// Lanes of a plane.

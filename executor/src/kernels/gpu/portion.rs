@@ -1,4 +1,4 @@
-//! Weights from panels, as they lie, to left operands of matrix instructions.
+//! Weights, as they lie, to left operands of matrix instructions.
 //!
 //! - The order in which a product runs through its columns is free, as is which row of a result is which row of a
 //!   matrix. Lane `4 g + t` multiplies columns `32 b + 8 t ..` of block `b`: the first four of them in one
@@ -6,17 +6,19 @@
 //! - Its rows are four neighbours, those of a 16-byte load: the first two are rows `g` and `g + 8` of one operand, the
 //!   others of a second one.
 //! - A *portion* is what a lane loads at once: a block of 32 columns, two in q4.
+//! - Blocks become operands scaled and rounded to bf16, or as *codes*: whole numbers, exact, whose scales are for the
+//!   sums of a block.
 
 use cubecl::prelude::*;
 use ir::tensor::Format;
 
+use super::instructions::{Packed, add_pairs, interleave, left, of_byte, pack, spread};
+use super::panel::{Panel, SCALE_LOADS, Walk};
+use super::words::{Words, half_of};
 use crate::kernels::cpu::pack::BLOCK_PAIR;
-use crate::kernels::gpu::instructions::{Packed, interleave, left, of_byte, pack};
-use crate::kernels::gpu::panel::{Panel, SCALE_LOADS, Walk};
-use crate::kernels::gpu::words::{Words, half_of};
 
 /// Columns of a block, whatever the format.
-const BLOCK: usize = BLOCK_PAIR / 2;
+pub(super) const BLOCK: usize = BLOCK_PAIR / 2;
 
 /// How many steps of [`of_byte()`] make one.
 const CODE_STEPS: f32 = 256.0;
@@ -30,6 +32,11 @@ fn offset(format: Format) -> f32 {
 /// Blocks of a portion.
 pub(super) fn portion_blocks(panel: Panel) -> usize {
     panel.blocks().max(1)
+}
+
+/// Columns of a portion.
+pub(super) fn portion_columns(panel: Panel) -> usize {
+    BLOCK * portion_blocks(panel)
 }
 
 /// Words of a portion, in fours.
@@ -142,6 +149,36 @@ impl Portion {
         }
     }
 
+    /// Loads the portion of that number of four rows of a row-major matrix in bf16, as it is loaded from panels. Rows
+    /// behind the last are copies of that one.
+    pub(super) fn load_rows(
+        &mut self,
+        weights: &[Words],
+        rows: usize,
+        first_row: usize,
+        t: usize,
+        number: usize,
+        #[comptime] panel: Panel,
+    ) {
+        // Columns beyond the last meet zeros: any number does.
+        let loads = comptime!(panel.columns / 8);
+        let load = min(number * comptime!(BLOCK / 8) + t, comptime!(loads - 1).runtime());
+        let mut pairs = Array::<Words>::new(4usize);
+        #[unroll]
+        for row in 0..4usize {
+            pairs[row] = weights[min(first_row + row, rows - 1) * loads + load];
+        }
+        #[unroll]
+        for i in 0..4usize {
+            let mut words = Words::empty();
+            #[unroll]
+            for row in 0..4usize {
+                words.insert(row, pairs[row].extract(i));
+            }
+            self.words[i] = words;
+        }
+    }
+
     /// Loads the scales of a block of a pair: halves of eight rows, of which four are the lane's.
     fn load_scales(
         &mut self,
@@ -207,35 +244,108 @@ impl Portion {
                     );
                 }
             } else {
-                let first = self.words[comptime!(2 * step)];
-                let second = self.words[comptime!(2 * step + 1)];
-                #[unroll]
-                for rows in 0..2usize {
-                    operands[comptime!(2 * step + rows)] = match comptime!(panel.format) {
-                        Format::F16 => {
-                            let (a, b) = (first.extract(rows), first.extract(comptime!(2 + rows)));
-                            let (c, d) =
-                                (second.extract(rows), second.extract(comptime!(2 + rows)));
-                            left(
-                                interleave(a, b, false),
-                                interleave(a, b, true),
-                                interleave(c, d, false),
-                                interleave(c, d, true),
-                            )
-                        }
-                        Format::Bf16 => left(
-                            first.extract(comptime!(2 * rows)),
-                            first.extract(comptime!(2 * rows + 1)),
-                            second.extract(comptime!(2 * rows)),
-                            second.extract(comptime!(2 * rows + 1)),
-                        ),
-                        Format::F32 | Format::Q8 | Format::Q4 => {
-                            comptime!(unreachable!("blocks are decoded above"))
-                        }
-                    };
-                }
+                self.put_floats(&mut operands, step, panel);
             }
         }
         operands
+    }
+
+    /// The left operands of a block, where elements of block formats are whole numbers: [`Self::scale()`] is for the
+    /// sums.
+    pub(super) fn codes(
+        &self,
+        #[comptime] block: usize,
+        #[comptime] panel: Panel,
+    ) -> Array<Packed> {
+        let mut operands = Array::<Packed>::new(4usize);
+        #[unroll]
+        for step in 0..2usize {
+            if comptime!(panel.blocks() > 0) {
+                #[unroll]
+                for rows in 0..2usize {
+                    let first = self.words[step].extract(comptime!(2 * rows));
+                    let second = self.words[step].extract(comptime!(2 * rows + 1));
+                    operands[comptime!(2 * step + rows)] = left(
+                        codes_of(first, false, block, panel.format),
+                        codes_of(second, false, block, panel.format),
+                        codes_of(first, true, block, panel.format),
+                        codes_of(second, true, block, panel.format),
+                    );
+                }
+            } else {
+                self.put_floats(&mut operands, step, panel);
+            }
+        }
+        operands
+    }
+
+    /// The scale of one of the four rows in a block.
+    pub(super) fn scale(&self, #[comptime] block: usize, #[comptime] row: usize) -> f32 {
+        half_of(self.scales[comptime!(2 * block + row / 2)], comptime!(row % 2), Format::F16)
+    }
+
+    /// The operands of a step in a format without blocks.
+    fn put_floats(
+        &self,
+        operands: &mut Array<Packed>,
+        #[comptime] step: usize,
+        #[comptime] panel: Panel,
+    ) {
+        let first = self.words[comptime!(2 * step)];
+        let second = self.words[comptime!(2 * step + 1)];
+        #[unroll]
+        for rows in 0..2usize {
+            operands[comptime!(2 * step + rows)] = match comptime!(panel.format) {
+                Format::F16 => {
+                    let (a, b) = (first.extract(rows), first.extract(comptime!(2 + rows)));
+                    let (c, d) = (second.extract(rows), second.extract(comptime!(2 + rows)));
+                    left(
+                        interleave(a, b, false),
+                        interleave(a, b, true),
+                        interleave(c, d, false),
+                        interleave(c, d, true),
+                    )
+                }
+                Format::Bf16 => left(
+                    first.extract(comptime!(2 * rows)),
+                    first.extract(comptime!(2 * rows + 1)),
+                    second.extract(comptime!(2 * rows)),
+                    second.extract(comptime!(2 * rows + 1)),
+                ),
+                Format::F32 | Format::Q8 | Format::Q4 => {
+                    comptime!(unreachable!("blocks are decoded apart"))
+                }
+            };
+        }
+    }
+}
+
+/// Two neighbouring columns of a word's four, the first or the last two, as a pair of bf16: codes less the one that
+/// stands for zero.
+///
+/// Bits that are put into the mantissa of 128 add to it. Of eight bits there is room for seven; the uppermost chooses
+/// what is subtracted.
+#[cube]
+fn codes_of(
+    word: u32,
+    #[comptime] upper: bool,
+    #[comptime] block: usize,
+    #[comptime] format: Format,
+) -> u32 {
+    let bytes = spread(word, upper);
+    match comptime!((format, block)) {
+        (Format::Q8, _) => {
+            let code = (bytes & 0x007f_007fu32) | 0x4300_4300u32;
+            // -128 where the uppermost bit is set, else -256.
+            add_pairs(code, (bytes & 0x0080_0080u32) ^ 0xc380_c380u32)
+        }
+        (Format::Q4, block) => {
+            let codes = if comptime!(block == 0) { bytes } else { bytes >> 4u32 };
+            // -136.
+            add_pairs((codes & 0x000f_000fu32) | 0x4300_4300u32, 0xc308_c308u32.runtime())
+        }
+        (Format::F32 | Format::F16 | Format::Bf16, _) => {
+            comptime!(unreachable!("floats have no codes"))
+        }
     }
 }
