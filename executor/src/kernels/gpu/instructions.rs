@@ -89,15 +89,15 @@ pub(super) fn interleave(first: u32, second: u32, #[comptime] upper: bool) -> u3
     pair
 }
 
-/// The first, or the last, two bytes of a word as neighbouring 16-bit numbers.
+/// The first, or the last, two bytes of a word as the lower halves of 16-bit elements, all with the same upper half.
 #[cube]
-pub(super) fn spread(word: u32, #[comptime] upper: bool) -> u32 {
+pub(super) fn spread(word: u32, #[comptime] upper: u32, #[comptime] pair: usize) -> u32 {
     let word = held::<u32>(word);
-    let order = comptime!(if upper { 0x4342 } else { 0x4140 });
+    let order = comptime!(if pair == 0 { 0x4140 } else { 0x4342 });
     let pair: u32;
     gpu_asm!(
-        "prmt.b32 {d}, {a}, 0, {order};",
-        order = const order,
+        "prmt.b32 {d}, {a}, {upper}, {order};",
+        upper = const upper, order = const order,
         a = in(_) word, d = out(_) pair,
         options(pure, nomem),
     );

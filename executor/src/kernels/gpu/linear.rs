@@ -1,6 +1,7 @@
 //! A few tokens through matrices that share their input, with what surrounds them, in one launch.
 //!
-//! The limit is how fast the matrices are read, so every kernel keeps many independent loads on their way.
+//! The limit is how fast the matrices are read, so every kernel keeps many independent loads on their way. Where there
+//! are matrix instructions, they leave time to decode blocks and to read the matrices once for all tokens.
 //! A root-mean-square norm in front costs nothing: its factors are multiplied with the inputs, and what they are
 //! divided by is a factor of the sums.
 
@@ -24,7 +25,7 @@ use ir::tensor::{DType, Format};
 
 use self::input::InputLaunch;
 use self::matrix::Share;
-use self::rights::OPERAND_TOKENS;
+use self::rights::{OPERAND_TOKENS, WHOLE_TOKENS};
 use self::rows::RowShare;
 use self::total::{Output, OutputLaunch, Shape};
 use super::ahead::{Region, argument};
@@ -176,18 +177,20 @@ impl Gpu {
         let first = linear.matrices[0];
         let wanted = 2 * self.processors();
         // Planes beside one another read the same activations, which few tokens have little of.
-        let most_bands: &[usize] = if linear.tokens < 4 { &[] } else { &[4, 2] };
+        let most_bands: &[usize] = if linear.tokens < WHOLE_TOKENS { &[] } else { &[4, 2] };
         let has_enough = |&&bands: &&usize| linear.cubes(bands * PANEL) >= wanted;
         let bands = most_bands.iter().find(has_enough).copied().unwrap_or(1);
-        // Cubes that end at different times keep memory busy, where there are enough of them.
-        let is_sparse = linear.cubes(bands * PANEL) < wanted;
-        let planes = if is_sparse { PANEL_PLANES } else { PANEL_PLANES / 2 };
+        // Cubes that end at different times keep memory busy, where there are enough of them and where two fit the
+        // registers of a processor. More tokens need more of those, and more time for what is on its way.
+        let is_large = linear.cubes(bands * PANEL) < wanted || linear.tokens > WHOLE_TOKENS;
+        let planes = if is_large { PANEL_PLANES } else { PANEL_PLANES / 2 };
         Share {
             panel: Panel { format: first.format(), columns: first.columns() },
             layout: first.layout(),
             bands,
             // The planes of a gate have twice as many loads on their way.
             splits: planes / linear.matrices_of_output() / bands,
+            stages: if linear.tokens > WHOLE_TOKENS { 2 } else { 3 },
             is_narrow: linear.is_narrow(),
         }
     }

@@ -10,11 +10,12 @@
 //!   sums of a block.
 
 use cubecl::prelude::*;
+use half::f16;
 use ir::tensor::Format;
 
 use super::instructions::{Packed, add_pairs, interleave, left, of_byte, pack, spread};
 use super::panel::{Panel, SCALE_LOADS, Walk};
-use super::words::{Words, half_of};
+use super::words::Words;
 use crate::kernels::cpu::pack::BLOCK_PAIR;
 
 /// Columns of a block, whatever the format.
@@ -53,8 +54,9 @@ pub(super) fn portion_words(panel: Panel) -> usize {
 pub(super) struct Portion {
     /// `[load][row]`; in f16 `[columns 2 i, 2 i + 1][column][pair of rows]`.
     words: Array<Words>,
-    /// `[block]`: pairs of f16 scales.
-    scales: Array<u32>,
+    /// `[block]`: f16 scales of eight rows, of which four are the lane's. They are told apart when they are used:
+    /// until then nothing waits for them.
+    scales: Array<Words>,
 }
 
 #[cube]
@@ -63,7 +65,7 @@ impl Portion {
     pub(super) fn new(#[comptime] panel: Panel) -> Portion {
         Portion {
             words: Array::new(comptime!(portion_words(panel))),
-            scales: Array::new(comptime!(2 * portion_blocks(panel))),
+            scales: Array::new(comptime!(portion_blocks(panel))),
         }
     }
 
@@ -75,7 +77,7 @@ impl Portion {
         }
         if comptime!(panel.blocks() > 0) {
             #[unroll]
-            for i in 0..comptime!(2 * portion_blocks(panel)) {
+            for i in 0..comptime!(portion_blocks(panel)) {
                 self.scales[i] = other.scales[i];
             }
         }
@@ -112,7 +114,7 @@ impl Portion {
                 }
                 #[unroll]
                 for block in 0..2usize {
-                    self.load_scales(weights, pair, block.runtime(), walk, 2 * block);
+                    self.load_scales(weights, pair, block.runtime(), walk, block);
                 }
             }
             Format::Bf16 => {
@@ -179,7 +181,7 @@ impl Portion {
         }
     }
 
-    /// Loads the scales of a block of a pair: halves of eight rows, of which four are the lane's.
+    /// Loads the scales of a block of a pair.
     fn load_scales(
         &mut self,
         weights: &[Words],
@@ -188,31 +190,41 @@ impl Portion {
         walk: Walk,
         #[comptime] to: usize,
     ) {
-        let halves =
+        self.scales[to] =
             weights[pair + block * walk.vectors * comptime!(SCALE_LOADS / 2) + walk.slot / 2];
-        let is_upper = walk.slot % 2 == 1;
-        #[unroll]
-        for i in 0..2usize {
-            self.scales[to + i] = select(is_upper, halves.extract(2 + i), halves.extract(i));
-        }
     }
 
-    /// The left operands of a block: of the first columns for both pairs of rows, then of the others.
+    /// The scales of a slot's four rows in a block.
+    pub(super) fn scales(&self, #[comptime] block: usize, slot: usize) -> Array<f32> {
+        let halves = self.scales[block];
+        let is_upper = slot % 2 == 1;
+        let mut scales = Array::<f32>::new(4usize);
+        #[unroll]
+        for i in 0..2usize {
+            let pair = select(is_upper, halves.extract(2 + i), halves.extract(i));
+            let pair = Vector::<f16, Const<2>>::reinterpret(pair);
+            scales[comptime!(2 * i)] = f32::cast_from(pair.extract(0usize));
+            scales[comptime!(2 * i + 1)] = f32::cast_from(pair.extract(1usize));
+        }
+        scales
+    }
+
+    /// The left operands of a block for a slot: of the first columns for both pairs of rows, then of the others.
     pub(super) fn operands(
         &self,
         #[comptime] block: usize,
+        slot: usize,
         #[comptime] panel: Panel,
     ) -> Array<Packed> {
         let mut operands = Array::<Packed>::new(4usize);
         let mut scales = Array::<f32>::new(4usize);
         let mut offsets = Array::<f32>::new(4usize);
         if comptime!(panel.blocks() > 0) {
+            let of_rows = self.scales(block, slot);
             #[unroll]
             for row in 0..4usize {
-                let pair = self.scales[comptime!(2 * block + row / 2)];
-                let scale = half_of(pair, comptime!(row % 2), Format::F16);
-                scales[row] = scale * CODE_STEPS;
-                offsets[row] = scale * comptime!(offset(panel.format));
+                scales[row] = of_rows[row] * CODE_STEPS;
+                offsets[row] = of_rows[row] * comptime!(offset(panel.format));
             }
         }
         #[unroll]
@@ -250,7 +262,7 @@ impl Portion {
         operands
     }
 
-    /// The left operands of a block, where elements of block formats are whole numbers: [`Self::scale()`] is for the
+    /// The left operands of a block, where elements of block formats are whole numbers: [`Self::scales()`] are for the
     /// sums.
     pub(super) fn codes(
         &self,
@@ -261,15 +273,20 @@ impl Portion {
         #[unroll]
         for step in 0..2usize {
             if comptime!(panel.blocks() > 0) {
+                let mut pairs = Array::<u32>::new(8usize);
+                #[unroll]
+                for row in 0..4usize {
+                    let word = self.words[step].extract(row);
+                    put_codes(word, &mut pairs, comptime!(2 * row), block, panel.format);
+                }
                 #[unroll]
                 for rows in 0..2usize {
-                    let first = self.words[step].extract(comptime!(2 * rows));
-                    let second = self.words[step].extract(comptime!(2 * rows + 1));
+                    let first = comptime!(4 * rows);
                     operands[comptime!(2 * step + rows)] = left(
-                        codes_of(first, false, block, panel.format),
-                        codes_of(second, false, block, panel.format),
-                        codes_of(first, true, block, panel.format),
-                        codes_of(second, true, block, panel.format),
+                        pairs[first],
+                        pairs[comptime!(first + 2)],
+                        pairs[comptime!(first + 1)],
+                        pairs[comptime!(first + 3)],
                     );
                 }
             } else {
@@ -277,11 +294,6 @@ impl Portion {
             }
         }
         operands
-    }
-
-    /// The scale of one of the four rows in a block.
-    pub(super) fn scale(&self, #[comptime] block: usize, #[comptime] row: usize) -> f32 {
-        half_of(self.scales[comptime!(2 * block + row / 2)], comptime!(row % 2), Format::F16)
     }
 
     /// The operands of a step in a format without blocks.
@@ -320,29 +332,42 @@ impl Portion {
     }
 }
 
-/// Two neighbouring columns of a word's four, the first or the last two, as a pair of bf16: codes less the one that
-/// stands for zero.
+/// The upper byte of 128 as bf16.
+const UPPER_BYTE: u32 = 0x43;
+
+/// Puts the four neighbouring columns of a word as two pairs of bf16: codes less the one that stands for zero.
 ///
-/// Bits that are put into the mantissa of 128 add to it. Of eight bits there is room for seven; the uppermost chooses
-/// what is subtracted.
+/// A byte that becomes the lower half of 128 adds to it, up to seven bits. Of eight, the uppermost chooses what is
+/// subtracted.
 #[cube]
-fn codes_of(
+fn put_codes(
     word: u32,
-    #[comptime] upper: bool,
+    pairs: &mut Array<u32>,
+    #[comptime] first: usize,
     #[comptime] block: usize,
     #[comptime] format: Format,
-) -> u32 {
-    let bytes = spread(word, upper);
+) {
     match comptime!((format, block)) {
         (Format::Q8, _) => {
-            let code = (bytes & 0x007f_007fu32) | 0x4300_4300u32;
+            let codes = word & 0x7f7f_7f7fu32;
             // -128 where the uppermost bit is set, else -256.
-            add_pairs(code, (bytes & 0x0080_0080u32) ^ 0xc380_c380u32)
+            let offsets = !word & 0x8080_8080u32;
+            #[unroll]
+            for i in 0..2usize {
+                let code = spread(codes, UPPER_BYTE, i);
+                pairs[comptime!(first + i)] =
+                    add_pairs(code, spread(offsets, comptime!(UPPER_BYTE | 0x80), i));
+            }
         }
         (Format::Q4, block) => {
-            let codes = if comptime!(block == 0) { bytes } else { bytes >> 4u32 };
-            // -136.
-            add_pairs((codes & 0x000f_000fu32) | 0x4300_4300u32, 0xc308_c308u32.runtime())
+            let codes = if comptime!(block == 0) { word } else { word >> 4u32 };
+            let codes = codes & 0x0f0f_0f0fu32;
+            #[unroll]
+            for i in 0..2usize {
+                // -136.
+                pairs[comptime!(first + i)] =
+                    add_pairs(spread(codes, UPPER_BYTE, i), 0xc308_c308u32.runtime());
+            }
         }
         (Format::F32 | Format::F16 | Format::Bf16, _) => {
             comptime!(unreachable!("floats have no codes"))

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use anyhow::{Context as _, Result, bail, ensure};
 use ir::frame::Frame;
 use ir::id::{BufferId, DeviceId, StepId, Table, WeightId};
-use ir::op::Op;
+use ir::op::{Op, Products};
 use ir::plan::{Action, Lane, Plan, Program, Queue, Weight};
 use ir::tensor::{DType, Extent, TensorType};
 use ir::workspace::workspace;
@@ -25,7 +25,7 @@ use crate::checkpoint::Checkpoint;
 use crate::fetch::Window;
 use crate::kernels::gpu::ahead::Region;
 use crate::kernels::gpu::device::{Gpu, Span};
-use crate::kernels::gpu::linear::MAX_TOKENS;
+use crate::kernels::gpu::matrix::Matrix;
 use crate::kernels::gpu::vendor::{Library, Order, Vendor, WORKSPACE_BYTES};
 use crate::lane::fetching::releases;
 use crate::ops::Scope;
@@ -227,9 +227,19 @@ impl State {
     fn can_replay(&self, program: &Program, steps: &[StepId], scope: Scope<'_>) -> bool {
         let tokens = scope.batch.tokens().len();
         steps.len() > 1
-            && (self.vendor.is_none() || tokens <= MAX_TOKENS)
             && program.phase == ir::plan::Phase::Decode
-            && steps.iter().all(|&id| matches!(program.steps[id].action, Action::Run(_)))
+            && steps.iter().all(|&id| match &program.steps[id].action {
+                Action::Run(op) => self.vendor.is_none() || !self.calls_library(op, tokens),
+                Action::Move { .. } | Action::Fetch { .. } => false,
+            })
+    }
+
+    /// Whether an operation may call the vendor's library in a run of so many tokens.
+    fn calls_library(&self, op: &Op, tokens: usize) -> bool {
+        let Some(Products::Linear(linear)) = op.products() else { return false };
+        let matrices: Result<Vec<&Matrix>> =
+            linear.weights.iter().map(|&id| self.weights.matrix(id)).collect();
+        matrices.map_or(true, |matrices| !self.multiplies_as_it_lies(tokens, matrices))
     }
 
     fn queue(

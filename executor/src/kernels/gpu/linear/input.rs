@@ -28,14 +28,28 @@ pub(in crate::kernels::gpu) struct Input<N: Size> {
 impl<N: Size> Input<N> {
     /// The norm's factors for four columns; ones where it has none.
     pub(in crate::kernels::gpu) fn factors(&self, column: usize) -> Four {
+        self.offset_factors(self.load_factors(column))
+    }
+
+    /// The norm's factors for four columns, before the offset is added.
+    pub(in crate::kernels::gpu) fn load_factors(&self, column: usize) -> Four {
         #[comptime]
         match self.scale.clone() {
             ComptimeOption::Some(scale) => {
                 let columns = comptime!(self.columns);
                 let covered = comptime!(self.covered);
-                read_four(&scale, 0usize, column, columns, covered) + Four::new(self.scale_offset)
+                read_four(&scale, 0usize, column, columns, covered)
             }
             ComptimeOption::None => Four::new(1.0),
+        }
+    }
+
+    /// The norm's factors that were loaded as those.
+    pub(in crate::kernels::gpu) fn offset_factors(&self, loaded: Four) -> Four {
+        #[comptime]
+        match self.scale.clone() {
+            ComptimeOption::Some(_) => loaded + Four::new(self.scale_offset),
+            ComptimeOption::None => loaded,
         }
     }
 

@@ -1,7 +1,7 @@
 //! A few rows of activations with matrix instructions: weights are left operands, activations right ones.
 //!
 //! - A plane takes 32 rows of each matrix of an output and some of their columns, portion after portion; what it
-//!   loads is two portions ahead of what it multiplies.
+//!   loads is a portion or two ahead of what it multiplies.
 //! - Blocks are multiplied as codes, whose scales are applied to the sums of a block.
 //! - Planes that share rows add their sums through shared memory, always in the same order.
 
@@ -23,8 +23,6 @@ use crate::kernels::gpu::words::Words;
 pub(super) const LANE_ROWS: usize = 4;
 /// Lanes of a plane that have different rows.
 pub(super) const LANE_SLOTS: usize = PANEL / LANE_ROWS;
-/// Portions that a plane has in registers.
-const STAGES: usize = 3;
 
 /// How the matrices of a launch are shared out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -36,6 +34,8 @@ pub(super) struct Share {
     pub(super) bands: usize,
     /// Planes of a cube that share the same rows.
     pub(super) splits: usize,
+    /// Portions that a plane has in registers.
+    pub(super) stages: usize,
     /// Whether activations are bf16, with as many tokens as operands have places.
     pub(super) is_narrow: bool,
 }
@@ -91,9 +91,17 @@ pub(super) fn multiply_portions<N: Size>(
         if cube >= first_cube && cube < first_cube + cubes {
             let number = (cube - first_cube) * share.bands + plane % share.bands;
             if number * PANEL < rows {
+                let vectors = panel_vectors(rows, number);
+                let walk = Walk {
+                    start: number * comptime!(share.panel.stride()),
+                    vectors,
+                    // Rows beyond the last are computed as others and not written.
+                    slot: lane / 4 % (vectors * comptime!(VECTOR / LANE_ROWS)),
+                };
                 let place = Place {
                     rows,
-                    number,
+                    row: number * PANEL + lane / 4 * LANE_ROWS,
+                    walk,
                     split: plane / share.bands,
                     lane,
                     first_token,
@@ -138,8 +146,10 @@ pub(super) fn multiply_portions<N: Size>(
 struct Place {
     /// Of each matrix.
     rows: usize,
-    /// Which 32 of them are the plane's.
-    number: usize,
+    /// The first of its own.
+    row: usize,
+    /// Where it walks in panels.
+    walk: Walk,
     /// Which of the planes that share them it is.
     split: usize,
     lane: usize,
@@ -166,12 +176,12 @@ fn multiply_band<N: Size>(
     }
     let mut stages = Sequence::<Portion>::new();
     #[unroll]
-    for _ in 0..comptime!(STAGES * shape.matrices) {
+    for _ in 0..comptime!(share.stages * shape.matrices) {
         stages.push(Portion::new(share.panel));
     }
     let mut number = place.split;
     #[unroll]
-    for stage in 0..comptime!(STAGES - 1) {
+    for stage in 0..comptime!(share.stages - 1) {
         load_stage(&mut stages, weights, place, number + stage * share.splits, stage, shape, share);
     }
     if comptime!(!share.is_narrow) && number < portions {
@@ -179,13 +189,13 @@ fn multiply_band<N: Size>(
     }
     while number < portions {
         #[unroll]
-        for stage in 0..STAGES {
+        for stage in 0..share.stages {
             if number < portions {
-                let ahead = number + comptime!((STAGES - 1) * share.splits);
-                let free = comptime!((stage + STAGES - 1) % STAGES);
+                let ahead = number + comptime!((share.stages - 1) * share.splits);
+                let free = comptime!((stage + share.stages - 1) % share.stages);
                 load_stage(&mut stages, weights, place, ahead, free, shape, share);
                 if comptime!(!share.is_narrow) {
-                    conversion.convert(shape.is_normed, shape.tokens, share.panel);
+                    conversion.convert(input, shape.tokens, share.panel);
                     sync_plane();
                     if number + share.splits < portions {
                         let next = number + share.splits;
@@ -216,32 +226,18 @@ fn load_stage(
     #[comptime] shape: Shape,
     #[comptime] share: Share,
 ) {
-    let (g, t) = (place.lane / 4, place.lane % 4);
+    let t = place.lane % 4;
     if number < comptime!(share.portions()) {
         #[unroll]
         for matrix in 0..shape.matrices {
             let portion = stages.index_mut(comptime!(stage * shape.matrices + matrix));
             match comptime!(share.layout) {
                 Layout::Panels => {
-                    let vectors = panel_vectors(place.rows, place.number);
-                    let walk = Walk {
-                        start: place.number * comptime!(share.panel.stride()),
-                        vectors,
-                        // Rows beyond the last are computed as others and not written.
-                        slot: g % (vectors * comptime!(VECTOR / LANE_ROWS)),
-                    };
-                    portion.load(&weights[matrix], walk, t, number, share.panel);
+                    portion.load(&weights[matrix], place.walk, t, number, share.panel);
                 }
                 Layout::RowMajor => {
-                    let first_row = place.number * PANEL + g * LANE_ROWS;
-                    portion.load_rows(
-                        &weights[matrix],
-                        place.rows,
-                        first_row,
-                        t,
-                        number,
-                        share.panel,
-                    );
+                    let (rows, row) = (place.rows, place.row);
+                    portion.load_rows(&weights[matrix], rows, row, t, number, share.panel);
                 }
             }
         }
@@ -313,12 +309,11 @@ fn multiply_stage<N: Size>(
                         }
                     }
                     if comptime!(share.panel.blocks() > 0) {
-                        let upper = portion.scale(block, comptime!(2 * pair));
-                        let lower = portion.scale(block, comptime!(2 * pair + 1));
+                        let scales = portion.scales(block, place.walk.slot);
                         let mut total = sums[at];
                         #[unroll]
                         for i in 0..4usize {
-                            let scale = if comptime!(i < 2) { upper } else { lower };
+                            let scale = scales[comptime!(2 * pair + i / 2)];
                             total.insert(i, fma(scale, sum.extract(i), total.extract(i)));
                         }
                         sum = total;

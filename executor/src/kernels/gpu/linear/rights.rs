@@ -21,7 +21,7 @@ pub(super) const PLANE: usize = 32;
 /// Columns of an operand.
 pub(super) const OPERAND_TOKENS: usize = 8;
 /// Tokens of which an operand holds both parts.
-const WHOLE_TOKENS: usize = OPERAND_TOKENS / 2;
+pub(super) const WHOLE_TOKENS: usize = OPERAND_TOKENS / 2;
 
 /// A lane's registers of a right operand.
 pub(super) type Right = Vector<u32, Const<2>>;
@@ -58,12 +58,14 @@ pub(super) struct Conversion {
     staged: Shared<[Right]>,
     /// A lane's fours of the next portion, `[round]`.
     x: Array<Four>,
-    /// What they are multiplied with.
+    /// What they are multiplied with, as it was loaded.
     factors: Four,
     /// Sums of their squares, `[round]`.
     squares: Array<f32>,
-    /// Where the plane's place begins.
-    start: usize,
+    /// Where the lane stores its four columns of the first token.
+    to: usize,
+    /// Where it finds its first operand.
+    from: usize,
     lane: usize,
 }
 
@@ -79,6 +81,8 @@ impl Conversion {
     ) -> Conversion {
         let rounds = comptime!(rounds(tokens, panel));
         let stride = comptime!(plane_stride(tokens, panel));
+        let four = lane % comptime!(fours(panel));
+        let step = four / 8 * 2 + four % 2;
         let mut squares = Array::<f32>::new(rounds);
         #[unroll]
         for round in 0..rounds {
@@ -89,7 +93,8 @@ impl Conversion {
             x: Array::new(rounds),
             factors: Four::new(1.0),
             squares,
-            start: plane * stride,
+            to: plane * stride + step * comptime!(step_stride(panel)) + four % 8 / 2,
+            from: plane * stride + lane,
             lane,
         }
     }
@@ -104,7 +109,7 @@ impl Conversion {
     ) {
         let fours = comptime!(fours(panel));
         let column = portion * comptime!(portion_columns(panel)) + 4 * (self.lane % fours);
-        self.factors = input.factors(column);
+        self.factors = input.load_factors(column);
         #[unroll]
         for round in 0..comptime!(rounds(tokens, panel)) {
             let token = self.token(round, panel).min(comptime!(tokens - 1));
@@ -113,24 +118,21 @@ impl Conversion {
     }
 
     /// Converts what was loaded, for all lanes of the plane.
-    pub(super) fn convert(
+    pub(super) fn convert<N: Size>(
         &mut self,
-        #[comptime] is_normed: bool,
+        input: &Input<N>,
         #[comptime] tokens: usize,
         #[comptime] panel: Panel,
     ) {
-        let four = self.lane % comptime!(fours(panel));
-        let step = four / 8 * 2 + four % 2;
-        let first = self.start + step * comptime!(step_stride(panel)) + four % 8 / 2;
         #[unroll]
         for round in 0..comptime!(rounds(tokens, panel)) {
             let mut x = self.x[round];
-            if comptime!(is_normed) {
+            if comptime!(input.is_normed) {
                 #[unroll]
                 for i in 0..4usize {
                     self.squares[round] += x.extract(i) * x.extract(i);
                 }
-                x *= self.factors;
+                x *= input.offset_factors(self.factors);
             }
             let mut upper = Right::empty();
             let mut lower = Right::empty();
@@ -149,7 +151,7 @@ impl Conversion {
             } else {
                 comptime!(plane_stride(tokens, panel) / 2)
             };
-            let at = first + 4 * token;
+            let at = self.to + 4 * token;
             self.staged[at] = upper;
             self.staged[at + to_lower] = lower;
         }
@@ -164,7 +166,7 @@ impl Conversion {
         #[comptime] panel: Panel,
     ) -> Right {
         let step = comptime!((part * portion_blocks(panel) + block) * 2 + step);
-        self.staged[self.start + comptime!(step * step_stride(panel)) + self.lane]
+        self.staged[self.from + comptime!(step * step_stride(panel))]
     }
 
     /// The token whose columns a lane converts in a round; beyond the last in places that no sum comes from.

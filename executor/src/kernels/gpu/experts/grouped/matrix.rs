@@ -186,7 +186,7 @@ pub(super) fn multiply_tiles<N: Size>(
             load(&mut next, weights, is_up, walk, t, following, panel);
             #[unroll]
             for block in 0..blocks {
-                let operands = portion.operands(block, panel);
+                let operands = portion.operands(block, walk.slot, panel);
                 let from = stage + g * STRIDE + t + comptime!(4 * (part * blocks + block));
                 #[unroll]
                 for i in 0..comptime!(tile.slots / 8) {
