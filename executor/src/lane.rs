@@ -99,40 +99,57 @@ impl Lane {
             self.work_in_stretches(run, program, lane, spans);
             return;
         };
-        let is_small = self.recorder.is_none() && state.captures(program, &run.batch);
-        // Whether it is the first of its kind is the same for all lanes, which meet to capture it.
-        if is_small && run.is_first {
-            state.prepare_capture();
-            let has_ended = self.work_in_stretches(run, program, lane, spans);
-            self.capture(run, program, steps, has_ended);
-        } else if is_small && state.is_captured(run.kind) {
+        let meets = self.recorder.is_none() && state.meets(program);
+        // Whether it is the first of its kind is the same for all lanes that meet.
+        if meets && run.is_first {
+            self.work_and_capture(run, program, lane, spans);
+        } else if meets && state.is_captured(run.kind) {
             self.work_ahead(run, program, steps);
         } else {
             self.work_in_stretches(run, program, lane, spans);
         }
     }
 
-    /// Captures a run that has just been worked through: one GPU after another, while all wait.
-    fn capture(&mut self, run: &Run, program: &Program, steps: &[StepId], has_ended: bool) {
+    /// Works through the first run of its kind and captures it: one GPU after another, while all wait.
+    fn work_and_capture(
+        &mut self,
+        run: &Run,
+        program: &Program,
+        lane: usize,
+        spans: &mut Vec<Span>,
+    ) {
+        let steps = &program.lanes[lane].steps;
+        let plan = Arc::clone(&self.plan);
+        let scope = Scope { plan: &plan, batch: &run.batch, run: run.number };
+        let is_wanted = match &self.device.form {
+            Form::Gpu(state) => state.can_be_captured(scope, run, steps),
+            Form::Cpu(_) => false,
+        };
+        if let (true, Form::Gpu(state)) = (is_wanted, &self.device.form) {
+            state.prepare_capture();
+        }
+        let has_ended = self.work_in_stretches(run, program, lane, spans);
+        let (Form::Gpu(state), Some(&first)) = (&mut self.device.form, steps.first()) else {
+            return;
+        };
         let is_gpu = |lane: &&ir::plan::Lane| {
-            let kind = &self.plan.machine.devices[lane.device].kind;
+            let kind = &plan.machine.devices[lane.device].kind;
             lane.queue == Queue::Compute && matches!(kind, DeviceKind::Gpu { .. })
         };
         let lanes = program.lanes.iter().filter(is_gpu).count();
-        let Form::Gpu(state) = &mut self.device.form else { return };
-        let Some(&first) = steps.first() else { return };
-        let scope = Scope { plan: &self.plan, batch: &run.batch, run: run.number };
-        let mut is_captured = false;
+        let mut is_pending = is_wanted;
         let outcome = guarded(|| {
             state.finish()?;
             if has_ended && run.meet(0, lanes) {
-                is_captured = true;
-                state.capture(scope, run.program, steps, run.kind)?;
+                if is_wanted {
+                    is_pending = false;
+                    state.capture(scope, run.program, steps, run.kind)?;
+                }
                 run.meet(1, lanes);
             }
             Ok(())
         });
-        if !is_captured {
+        if is_pending {
             state.abandon_capture();
         }
         if let Err(cause) = outcome {

@@ -14,8 +14,8 @@ use crate::packing::has_panels;
 use crate::plan::{Action, Plan, Program, Step};
 use crate::tensor::{Dim, Format};
 
-/// Up to so many rows a linear reads a matrix as it lies; more are multiplied by the vendor's library, for which a
-/// packed matrix is unpacked first.
+/// Up to so many rows a linear takes as they are. More are narrowed first where the vendor's library multiplies them,
+/// for which a packed matrix is unpacked; a GPU that has matrix instructions reads blocks as they lie for some more rows.
 pub const UNPACKED_ROWS: u32 = 8;
 /// The most parts that decode attention splits a context into: beyond it merging costs more than splitting saves.
 pub const ATTENTION_SPLITS: u32 = 64;

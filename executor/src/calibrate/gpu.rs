@@ -16,7 +16,7 @@ use crate::kernels::gpu::attention::decode::Decode;
 use crate::kernels::gpu::attention::prefill::Prefill;
 use crate::kernels::gpu::attention::{Cache, Reach, Tokens};
 use crate::kernels::gpu::device::{Gpu, Span};
-use crate::kernels::gpu::linear::{Linear, MAX_TOKENS};
+use crate::kernels::gpu::linear::{Linear, MAX_NARROW_TOKENS, MAX_TOKENS};
 use crate::kernels::gpu::matrix::{Layout, Matrix};
 use crate::kernels::gpu::vendor::{Library, Product, Vendor, WORKSPACE_BYTES};
 
@@ -29,7 +29,7 @@ pub(super) struct Sizes {
     streamed_bytes: usize,
     /// Rows of the matrix that arithmetic bounds.
     rows: usize,
-    /// Tokens at which linears are measured: with the first matrix up to [`MAX_TOKENS`], then with the second.
+    /// Tokens at which linears are measured: with the first matrix where it is read as it lies, then with the second.
     tokens: &'static [u32],
     /// Tokens of an attended prompt.
     prompt: usize,
@@ -141,12 +141,18 @@ impl Meter<'_> {
     fn few(&self, matrices: &[Matrix], tokens: usize, launches: usize) -> Result<f64> {
         let rows = matrices.iter().map(Matrix::rows).max().unwrap_or(0);
         let out = self.gpu.allocate(tokens * rows * size_of::<f32>())?;
-        let x = self.floats(tokens * self.sizes.columns)?;
+        let count = tokens * self.sizes.columns;
+        let (element, x) = if tokens <= MAX_TOKENS {
+            (DType::F32, self.floats(count)?)
+        } else {
+            (DType::Bf16, self.narrow(count)?)
+        };
         let mut turns = matrices.iter().cycle();
         self.time(launches, || {
             let matrix = turns.next().context("there are matrices")?;
             self.gpu.linear(&Linear {
                 x: &x,
+                element,
                 tokens,
                 norm: None,
                 matrices: &[matrix],
@@ -167,7 +173,8 @@ impl Meter<'_> {
         let mut points = Vec::new();
         for &tokens in tokens {
             let count = tokens as usize;
-            let (matrix, nanos) = if count <= MAX_TOKENS {
+            let is_narrow = count <= MAX_NARROW_TOKENS && self.gpu.takes_narrow(&large[0]);
+            let (matrix, nanos) = if count <= MAX_TOKENS || is_narrow {
                 (&large[0], self.few(&large, count, launches)?)
             } else {
                 let out = self.gpu.allocate(count * small.rows() * size_of::<f32>())?;

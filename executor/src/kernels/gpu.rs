@@ -13,6 +13,7 @@ mod addressed;
 pub mod ahead;
 mod instructions;
 mod panel;
+mod portion;
 mod registers;
 mod words;
 

@@ -89,6 +89,36 @@ pub(super) fn interleave(first: u32, second: u32, #[comptime] upper: bool) -> u3
     pair
 }
 
+/// The first, or the last, two bytes of a word as the lower halves of 16-bit elements, all with the same upper half.
+#[cube]
+pub(super) fn spread(word: u32, #[comptime] upper: u32, #[comptime] pair: usize) -> u32 {
+    let word = held::<u32>(word);
+    let order = comptime!(if pair == 0 { 0x4140 } else { 0x4342 });
+    let pair: u32;
+    gpu_asm!(
+        "prmt.b32 {d}, {a}, {upper}, {order};",
+        upper = const upper, order = const order,
+        a = in(_) word, d = out(_) pair,
+        options(pure, nomem),
+    );
+    pair
+}
+
+/// The sums of two pairs of bf16.
+#[cube]
+pub(super) fn add_pairs(first: u32, second: u32) -> u32 {
+    let first = held::<u32>(first);
+    let second = held::<u32>(second);
+    let ones = held::<u32>(0x3f80_3f80u32.runtime());
+    let sums: u32;
+    gpu_asm!(
+        "fma.rn.bf16x2 {d}, {a}, {one}, {b};",
+        a = in(_) first, one = in(_) ones, b = in(_) second, d = out(_) sums,
+        options(pure, nomem),
+    );
+    sums
+}
+
 /// 128 and as many 256ths as a byte of a word says, in one instruction.
 #[cube]
 pub(super) fn of_byte(word: u32, #[comptime] byte: usize) -> f32 {

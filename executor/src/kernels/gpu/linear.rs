@@ -1,14 +1,17 @@
 //! A few tokens through matrices that share their input, with what surrounds them, in one launch.
 //!
-//! The limit is how fast the matrices are read, so every kernel keeps many independent loads on their way.
+//! The limit is how fast the matrices are read, so every kernel keeps many independent loads on their way. Where there
+//! are matrix instructions, they leave time to decode blocks and to read the matrices once for all tokens.
 //! A root-mean-square norm in front costs nothing: its factors are multiplied with the inputs, and what they are
 //! divided by is a factor of the sums.
 
 #![expect(unsafe_code, reason = "kernels are launched without checks of every index")]
 
 pub(super) mod input;
+mod matrix;
 pub(super) mod panels;
 pub(super) mod product;
+mod rights;
 pub(super) mod rows;
 pub(super) mod total;
 
@@ -18,19 +21,25 @@ pub(super) mod tests;
 use anyhow::{Result, bail, ensure};
 use cubecl::prelude::{CubeCount, CubeDim, Sequence, SequenceArg, Size};
 use ir::op::Then;
+use ir::tensor::{DType, Format};
 
 use self::input::InputLaunch;
+use self::matrix::Share;
+use self::rights::{OPERAND_TOKENS, WHOLE_TOKENS};
 use self::rows::RowShare;
 use self::total::{Output, OutputLaunch, Shape};
 use super::ahead::{Region, argument};
 use super::device::{Gpu, Span};
-use super::matrix::{Layout, Matrix};
+use super::matrix::{LOAD_BYTES, Layout, Matrix};
 use super::panel::Panel;
 use super::words::{Words, read_size};
 use crate::kernels::cpu::pack::PANEL;
 
-/// Tokens that one launch takes at most: with more, sums no longer fit a unit's registers.
+/// Tokens of floats that one launch takes at most: with more, sums no longer fit a unit's registers.
 pub const MAX_TOKENS: usize = ir::workspace::UNPACKED_ROWS as usize;
+/// Tokens of bf16 that one launch takes at most: with more, a library's tiles of 128 rows read the activations less
+/// often.
+pub const MAX_NARROW_TOKENS: usize = 64;
 
 /// Planes that share a panel: with a task of each of their units on its way, 32 KB. Memory that delivers
 /// 4.8 TB/s after about 0.7 µs to each of 132 processors needs 25 KB from each.
@@ -39,6 +48,8 @@ pub(super) const PANEL_PLANES: usize = 16;
 const ROW_PLANES: usize = 8;
 /// Rows of row-major matrices that a plane reads at a time: with fewer, more planes fit a processor.
 const PLANE_ROWS: usize = 2;
+/// Tokens of bf16 of a cube, whose sums fit a unit's registers.
+const CUBE_NARROW_TOKENS: usize = 32;
 /// Planes of a processor below which rows are split: with two loads of each on their way, 40 KB.
 const WANTED_PLANES: usize = 40;
 
@@ -56,11 +67,13 @@ pub struct RmsNorm<'a> {
 /// Matrices of one format, layout and number of columns, with what surrounds them: see [`ir::op::Linear`].
 #[derive(Clone, Copy, Debug)]
 pub struct Linear<'a> {
-    /// `f32[tokens, columns]`.
+    /// `[tokens, columns]`.
     pub x: &'a Span,
-    /// Rows of `x`: 1 to [`MAX_TOKENS`].
+    /// Of `x`: f32, or bf16 where [`Gpu::takes_narrow()`] says so.
+    pub element: DType,
+    /// Rows of `x`: 1 to [`MAX_TOKENS`], in bf16 to [`MAX_NARROW_TOKENS`].
     pub tokens: usize,
-    /// Applied to `x` first.
+    /// Applied to `x` first, which is f32 then.
     pub norm: Option<RmsNorm<'a>>,
     /// What `x` is multiplied with.
     pub matrices: &'a [&'a Matrix],
@@ -83,11 +96,102 @@ impl Gpu {
     /// When its parts do not fit together.
     pub fn linear(&self, linear: &Linear<'_>) -> Result<()> {
         linear.check()?;
-        match linear.matrices[0].layout() {
+        let first = linear.matrices[0];
+        if linear.is_narrow() {
+            ensure!(
+                self.takes_narrow(first) && linear.norm.is_none(),
+                "a matrix of {} columns in {} is not multiplied with bf16 here",
+                first.columns(),
+                first.format()
+            );
+            self.multiply_portions(linear);
+            return Ok(());
+        }
+        match first.layout() {
+            _ if self.has_portions(linear) => self.multiply_portions(linear),
             Layout::Panels => self.multiply_panels(linear),
             Layout::RowMajor => self.multiply_rows(linear, self.row_splits(linear)),
         }
         Ok(())
+    }
+
+    /// Whether a linear of that matrix takes activations in bf16, up to [`MAX_NARROW_TOKENS`] of them: where a library
+    /// would have it unpacked.
+    pub fn takes_narrow(&self, matrix: &Matrix) -> bool {
+        self.multiplies(DType::Bf16)
+            && matches!(matrix.format(), Format::Q8 | Format::Q4)
+            && matrix.columns().is_multiple_of(8)
+    }
+
+    /// Whether a linear of f32 is one for matrix instructions: they take bf16, and columns in fours.
+    fn has_portions(&self, linear: &Linear<'_>) -> bool {
+        let first = linear.matrices[0];
+        let fits = match (first.layout(), first.format()) {
+            (Layout::Panels, Format::Q8 | Format::Q4 | Format::Bf16) => true,
+            // One token needs a fourth of the instructions that a processor has time for, and no conversion.
+            (Layout::RowMajor, Format::Bf16) => linear.tokens > 1,
+            (_, Format::F32 | Format::F16) | (Layout::RowMajor, Format::Q8 | Format::Q4) => false,
+        };
+        fits && first.columns().is_multiple_of(4) && self.multiplies(DType::Bf16)
+    }
+
+    fn multiply_portions(&self, linear: &Linear<'_>) {
+        let matrices = linear.matrices_of_output();
+        let share = self.portion_share(linear);
+        let (mut tokens, mut stacks) = (linear.tokens, 1);
+        if linear.is_narrow() {
+            stacks = tokens.div_ceil(CUBE_NARROW_TOKENS);
+            tokens = tokens.div_ceil(stacks).next_multiple_of(OPERAND_TOKENS);
+        }
+        let shape = Shape {
+            tokens,
+            matrices,
+            rows: matrix::LANE_ROWS,
+            slots: share.bands * matrix::LANE_SLOTS,
+            groups: share.splits,
+            is_normed: linear.norm.is_some(),
+        };
+        // SAFETY: the spans are as long as the shapes say, and the kernel stays within those.
+        unsafe {
+            matrix::multiply_portions::launch_unchecked(
+                &self.client,
+                CubeCount::new_2d(linear.cubes(share.bands * PANEL), stacks as u32),
+                CubeDim::new_2d(rights::PLANE as u32, (share.bands * share.splits) as u32),
+                read_size(share.panel.columns),
+                linear.input(share.covered()),
+                linear.weights(),
+                linear.outputs(),
+                argument(linear.ahead),
+                linear.tokens as u32,
+                linear.norm.map_or(0.0, |norm| norm.epsilon),
+                linear.then,
+                shape,
+                share,
+            );
+        }
+    }
+
+    /// How the planes of a cube share its rows and their columns.
+    fn portion_share(&self, linear: &Linear<'_>) -> Share {
+        let first = linear.matrices[0];
+        let wanted = 2 * self.processors();
+        // Planes beside one another read the same activations, which few tokens have little of.
+        let most_bands: &[usize] = if linear.tokens < WHOLE_TOKENS { &[] } else { &[4, 2] };
+        let has_enough = |&&bands: &&usize| linear.cubes(bands * PANEL) >= wanted;
+        let bands = most_bands.iter().find(has_enough).copied().unwrap_or(1);
+        // Cubes that end at different times keep memory busy, where there are enough of them and where two fit the
+        // registers of a processor. More tokens need more of those, and more time for what is on its way.
+        let is_large = linear.cubes(bands * PANEL) < wanted || linear.tokens > WHOLE_TOKENS;
+        let planes = if is_large { PANEL_PLANES } else { PANEL_PLANES / 2 };
+        Share {
+            panel: Panel { format: first.format(), columns: first.columns() },
+            layout: first.layout(),
+            bands,
+            // The planes of a gate have twice as many loads on their way.
+            splits: planes / linear.matrices_of_output() / bands,
+            stages: if linear.tokens > WHOLE_TOKENS { 2 } else { 3 },
+            is_narrow: linear.is_narrow(),
+        }
     }
 
     fn multiply_panels(&self, linear: &Linear<'_>) {
@@ -178,9 +282,10 @@ impl Gpu {
 impl<'a> Linear<'a> {
     fn check(&self) -> Result<()> {
         let Some(first) = self.matrices.first() else { bail!("a linear has no matrix") };
+        let most = if self.is_narrow() { MAX_NARROW_TOKENS } else { MAX_TOKENS };
         ensure!(
-            (1..=MAX_TOKENS).contains(&self.tokens),
-            "a launch takes 1 to {MAX_TOKENS} tokens, not {}",
+            (1..=most).contains(&self.tokens),
+            "a launch takes 1 to {most} tokens, not {}",
             self.tokens
         );
         for matrix in self.matrices {
@@ -207,6 +312,10 @@ impl<'a> Linear<'a> {
         Ok(())
     }
 
+    fn is_narrow(&self) -> bool {
+        self.element == DType::Bf16
+    }
+
     fn matrices_of_output(&self) -> usize {
         if matches!(self.then, Then::Gate(_)) { 2 } else { 1 }
     }
@@ -229,8 +338,13 @@ impl<'a> Linear<'a> {
             span.argument(rows * columns / size, size * size_of::<f32>())
         };
         let scale = self.norm.and_then(|norm| norm.scale).map(|scale| vectors(scale, 1));
+        let x = if self.is_narrow() {
+            self.x.argument(self.tokens * columns / 8, LOAD_BYTES)
+        } else {
+            vectors(self.x, self.tokens)
+        };
         InputLaunch::new(
-            vectors(self.x, self.tokens),
+            x,
             scale.into(),
             self.norm.map_or(0.0, |norm| norm.scale_offset),
             columns,

@@ -3,7 +3,7 @@
 use anyhow::{Context as _, Result, ensure};
 use ir::id::WeightId;
 use ir::op::{self, NormKind, Op, Then};
-use ir::tensor::Format;
+use ir::tensor::{DType, Format};
 use ir::workspace::product_format;
 
 use super::scratch::Scratch;
@@ -11,7 +11,7 @@ use super::state::{Operand, Operands, State};
 use crate::kernels::gpu::cast::Cast;
 use crate::kernels::gpu::device::{ALIGNMENT, Span};
 use crate::kernels::gpu::epilogue::Epilogue;
-use crate::kernels::gpu::linear::{Linear, MAX_TOKENS, RmsNorm};
+use crate::kernels::gpu::linear::{Linear, MAX_NARROW_TOKENS, MAX_TOKENS, RmsNorm};
 use crate::kernels::gpu::matrix::{Layout, Matrix};
 use crate::kernels::gpu::vendor::Product;
 use crate::ops::Scope;
@@ -44,11 +44,26 @@ impl State {
         let outputs = &operands.outputs;
         let made = if matches!(linear.then, Then::Gate(_)) { 1 } else { matrices.len() };
         ensure!(outputs.len() == made, "a linear writes {} outputs", outputs.len());
-        if x.rows <= MAX_TOKENS {
+        if self.multiplies_as_it_lies(x.rows, &matrices) {
             self.few(linear, x, residual, &matrices, operands)
         } else {
             self.many(linear, x, residual, &matrices, outputs)
         }
+    }
+
+    /// Whether so many rows are multiplied with the matrices as they lie, without the vendor's library.
+    pub(super) fn multiplies_as_it_lies<'a>(
+        &self,
+        rows: usize,
+        matrices: impl IntoIterator<Item = &'a Matrix>,
+    ) -> bool {
+        // Plans count an input of 16 bits for products that the library makes.
+        let has_library = self.vendor.is_some();
+        let takes_narrow = |matrix: &Matrix| {
+            product_format(matrix.format(), has_library) == Format::Bf16
+                && self.gpu.takes_narrow(matrix)
+        };
+        rows <= MAX_TOKENS || rows <= MAX_NARROW_TOKENS && matrices.into_iter().all(takes_narrow)
     }
 
     fn few(
@@ -61,8 +76,13 @@ impl State {
     ) -> Result<()> {
         let outputs = &operands.outputs;
         let mut input = x.span.clone();
+        let mut element = DType::F32;
         let mut rms = None;
         match &op.norm {
+            _ if x.rows > MAX_TOKENS => {
+                input = self.cast_input(op, x, Format::Bf16)?;
+                element = DType::Bf16;
+            }
             None => (),
             Some(norm) if norm.kind == NormKind::Rms && norm.bias.is_none() => {
                 let scale = self.weights.optional(norm.scale)?;
@@ -88,6 +108,7 @@ impl State {
             };
             self.gpu.linear(&Linear {
                 x: &input,
+                element,
                 tokens: x.rows,
                 norm: rms,
                 matrices: &all[first..end],

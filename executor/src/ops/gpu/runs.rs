@@ -7,13 +7,14 @@
 
 use anyhow::{Context as _, Result, bail, ensure};
 use ir::id::{BufferId, StepId};
+use ir::op::{Op, Products};
 use ir::plan::{Action, Lane, Phase, Program, Queue};
 use ir::tensor::{DType, TensorType};
 
 use super::replay::Kind;
 use super::state::{Operand, Operands, State, dims};
-use crate::batch::Batch;
 use crate::kernels::gpu::linear::MAX_TOKENS;
+use crate::kernels::gpu::matrix::Matrix;
 use crate::kernels::gpu::vendor::Order;
 use crate::ops::Scope;
 use crate::ops::own::Input;
@@ -26,10 +27,29 @@ fn turn(run: u32) -> u32 {
 }
 
 impl State {
-    /// Whether runs of a program and batch are captured in their first run: by all GPUs that take part, or by none.
-    pub(crate) fn captures(&self, program: &Program, batch: &Batch) -> bool {
-        let is_few = self.vendor.is_none() || batch.tokens().len() <= MAX_TOKENS;
-        self.mail.is_some() && program.phase == Phase::Decode && is_few
+    /// Whether the GPUs that take part in a program meet after a first run, to be captured one after another.
+    pub(crate) fn meets(&self, program: &Program) -> bool {
+        self.mail.is_some() && program.phase == Phase::Decode
+    }
+
+    /// Whether a run can be captured: nothing but launches that are the same in every run of its kind.
+    pub(crate) fn can_be_captured(&self, scope: Scope<'_>, run: &Run, steps: &[StepId]) -> bool {
+        let tokens = scope.batch.tokens().len();
+        let program = &scope.plan.programs[run.program];
+        let is_own = |&id: &StepId| match &program.steps[id].action {
+            Action::Run(op) => !self.calls_library(op, tokens),
+            Action::Move { .. } | Action::Fetch { .. } => true,
+        };
+        self.mail.as_ref().is_some_and(|mail| mail.can_be_ahead(run.program))
+            && (self.vendor.is_none() || tokens <= MAX_TOKENS || steps.iter().all(is_own))
+    }
+
+    /// Whether an operation may call the vendor's library in a run of so many tokens.
+    fn calls_library(&self, op: &Op, tokens: usize) -> bool {
+        let Some(Products::Linear(linear)) = op.products() else { return false };
+        let matrices: Result<Vec<&Matrix>> =
+            linear.weights.iter().map(|&id| self.weights.matrix(id)).collect();
+        matrices.map_or(true, |matrices| !self.multiplies_as_it_lies(tokens, matrices))
     }
 
     /// Whether a run can be queued ahead.
@@ -58,10 +78,6 @@ impl State {
         steps: &[StepId],
         kind: Kind,
     ) -> Result<()> {
-        if !self.mail.as_ref().is_some_and(|mail| mail.can_be_ahead(program)) {
-            self.abandon_capture();
-            return Ok(());
-        }
         let (gpu, mut replays) = (self.gpu.clone(), std::mem::take(&mut self.replays));
         let captured = replays.capture(&gpu, kind, || {
             let mut at = *steps.first().context("a run has no steps")?;

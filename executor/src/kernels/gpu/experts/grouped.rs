@@ -9,7 +9,6 @@
 #![expect(unsafe_code, reason = "kernels are launched without checks of every index")]
 
 mod matrix;
-mod operands;
 mod portable;
 mod sort;
 mod sum;

@@ -7,7 +7,7 @@ use crate::kernels::gpu::words::{Four, read_four};
 /// The input of a linear, `[rows, columns]`.
 #[derive(CubeType, CubeLaunch)]
 pub(in crate::kernels::gpu) struct Input<N: Size> {
-    /// The activations.
+    /// The activations, or the bits of eight of them where they are bf16.
     pub(in crate::kernels::gpu) x: Box<[Vector<f32, N>]>,
     /// The norm's factors, `[columns]`.
     pub(in crate::kernels::gpu) scale: ComptimeOption<Box<[Vector<f32, N>]>>,
@@ -28,18 +28,39 @@ pub(in crate::kernels::gpu) struct Input<N: Size> {
 impl<N: Size> Input<N> {
     /// The norm's factors for four columns; ones where it has none.
     pub(in crate::kernels::gpu) fn factors(&self, column: usize) -> Four {
+        self.offset_factors(self.load_factors(column))
+    }
+
+    /// The norm's factors for four columns, before the offset is added.
+    pub(in crate::kernels::gpu) fn load_factors(&self, column: usize) -> Four {
         #[comptime]
         match self.scale.clone() {
             ComptimeOption::Some(scale) => {
                 let columns = comptime!(self.columns);
                 let covered = comptime!(self.covered);
-                read_four(&scale, 0usize, column, columns, covered) + Four::new(self.scale_offset)
+                read_four(&scale, 0usize, column, columns, covered)
             }
             ComptimeOption::None => Four::new(1.0),
         }
     }
 
-    /// Four columns of a row; the sum of their squares is added to `squares[token]`.
+    /// The norm's factors that were loaded as those.
+    pub(in crate::kernels::gpu) fn offset_factors(&self, loaded: Four) -> Four {
+        #[comptime]
+        match self.scale.clone() {
+            ComptimeOption::Some(_) => loaded + Four::new(self.scale_offset),
+            ComptimeOption::None => loaded,
+        }
+    }
+
+    /// Four columns of a row, as they are.
+    pub(in crate::kernels::gpu) fn load_four(&self, row: usize, column: usize) -> Four {
+        let columns = comptime!(self.columns);
+        let covered = comptime!(self.covered);
+        read_four(&self.x, row, column, columns, covered)
+    }
+
+    /// Four columns of a row, multiplied with the norm's factors; the sum of their squares is added to `squares[token]`.
     pub(in crate::kernels::gpu) fn four(
         &self,
         row: usize,
@@ -48,9 +69,7 @@ impl<N: Size> Input<N> {
         squares: &mut Array<f32>,
         #[comptime] token: usize,
     ) -> Four {
-        let columns = comptime!(self.columns);
-        let covered = comptime!(self.covered);
-        let x = read_four(&self.x, row, column, columns, covered);
+        let x = self.load_four(row, column);
         if comptime!(self.is_normed) {
             #[unroll]
             for i in 0..4usize {

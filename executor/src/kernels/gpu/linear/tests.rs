@@ -1,7 +1,9 @@
+use half::bf16;
 use ir::op::{Activation, Then};
-use ir::tensor::Format;
+use ir::tensor::{DType, Format};
 
-use super::{Linear, MAX_TOKENS, ROW_PLANES, RmsNorm};
+use super::{Linear, MAX_NARROW_TOKENS, MAX_TOKENS, ROW_PLANES, RmsNorm};
+use crate::kernels::cpu::pack::PANEL;
 use crate::kernels::cpu::testing::{Random, distance, erf_in_64_bits};
 use crate::kernels::gpu::ahead::Region;
 use crate::kernels::gpu::device::{Gpu, Span};
@@ -17,6 +19,8 @@ struct Case<'a> {
     columns: usize,
     /// Of each matrix.
     rows: &'a [usize],
+    /// Of the activations.
+    element: DType,
     tokens: usize,
     norm: Option<Norm>,
     biased: bool,
@@ -30,11 +34,14 @@ struct Norm {
     scale_offset: f32,
 }
 
+const SCALED: Norm = Norm { scaled: true, scale_offset: 0.0 };
+
 const PLAIN: Case<'static> = Case {
     layout: Layout::Panels,
     format: Format::Bf16,
     columns: 256,
     rows: &[64],
+    element: DType::F32,
     tokens: 1,
     norm: None,
     biased: false,
@@ -47,6 +54,16 @@ const EPSILON: f32 = 1e-3;
 fn floats(gpu: &Gpu, count: usize, seed: u64) -> (Span, Vec<f32>) {
     let values = Random(seed).floats(count);
     (gpu.upload(&values), values)
+}
+
+/// Activations, and what their bits stand for.
+fn activations(gpu: &Gpu, element: DType, count: usize) -> (Span, Vec<f32>) {
+    let (span, values) = floats(gpu, count, 3);
+    if element == DType::F32 {
+        return (span, values);
+    }
+    let narrow: Vec<bf16> = values.into_iter().map(bf16::from_f32).collect();
+    (gpu.upload(&narrow), narrow.into_iter().map(bf16::to_f32).collect())
 }
 
 pub(in crate::kernels::gpu) fn activation_in_64_bits(activation: Activation, x: f64) -> f64 {
@@ -116,7 +133,7 @@ fn expected(
 }
 
 fn check(gpu: &Gpu, case: Case<'_>, splits: Option<usize>) {
-    let (x, x_values) = floats(gpu, case.tokens * case.columns, 3);
+    let (x, x_values) = activations(gpu, case.element, case.tokens * case.columns);
     let (scale, scale_values) = floats(gpu, case.columns, 5);
     let (residual, residual_values) = floats(gpu, case.tokens * case.rows[0], 7);
     let samples: Vec<Sample> = (0_u64..)
@@ -134,6 +151,7 @@ fn check(gpu: &Gpu, case: Case<'_>, splits: Option<usize>) {
     let scaled = case.norm.is_some_and(|norm| norm.scaled);
     let linear = Linear {
         x: &x,
+        element: case.element,
         tokens: case.tokens,
         norm: case.norm.map(|norm| RmsNorm {
             scale: norm.scaled.then_some(&scale),
@@ -147,6 +165,8 @@ fn check(gpu: &Gpu, case: Case<'_>, splits: Option<usize>) {
         outputs: &outputs.iter().collect::<Vec<_>>(),
         ahead: &[],
     };
+    // Of floats, matrix instructions take two parts, which together are 2⁻¹⁷ off at most.
+    let limit = if gpu.has_portions(&linear) { 8e-6 } else { 3e-6 };
     match splits {
         Some(splits) => gpu.multiply_rows(&linear, splits),
         None => gpu.linear(&linear).unwrap(),
@@ -159,7 +179,7 @@ fn check(gpu: &Gpu, case: Case<'_>, splits: Option<usize>) {
         let distance = distance(&out, expected);
         let Case { layout, format, columns, rows, tokens, .. } = case;
         assert!(
-            distance < 3e-6,
+            distance < limit,
             "{distance} away: {layout:?} {format} {rows:?} by {columns}, {tokens} tokens"
         );
     }
@@ -173,7 +193,7 @@ fn panels_of_every_format_and_shape() {
         for (rows, columns) in [(64, 256), (16, 128), (41, 96), (100, 36), (7, 31)] {
             check(&gpu, Case { format, rows: &[rows], columns, ..PLAIN }, None);
         }
-        for tokens in [3, MAX_TOKENS] {
+        for tokens in [2, 3, 5, MAX_TOKENS] {
             check(&gpu, Case { format, rows: &[50], columns: 160, tokens, ..PLAIN }, None);
         }
     }
@@ -184,9 +204,11 @@ fn rows_of_every_format_and_split() {
     let Some(gpu) = gpu() else { return };
     for format in [Format::F32, Format::F16, Format::Bf16] {
         let case = Case { layout: Layout::RowMajor, format, ..PLAIN };
-        check(&gpu, Case { rows: &[61], columns: 264, tokens: 3, ..case }, None);
+        for tokens in [2, 3, 5, MAX_TOKENS] {
+            check(&gpu, Case { rows: &[61], columns: 264, tokens, ..case }, None);
+        }
         for splits in [1, 2, ROW_PLANES] {
-            let norm = Some(Norm { scaled: true, scale_offset: 0.0 });
+            let norm = Some(SCALED);
             check(&gpu, Case { rows: &[37], columns: 1048, norm, ..case }, Some(splits));
         }
     }
@@ -198,10 +220,48 @@ fn a_norm_in_front() {
     for format in Format::ALL {
         for columns in [128, 100, 37] {
             let norm = Some(Norm { scaled: true, scale_offset: 1.0 });
-            check(&gpu, Case { format, columns, norm, tokens: 2, rows: &[40], ..PLAIN }, None);
+            for tokens in [1, 2, MAX_TOKENS - 1] {
+                check(&gpu, Case { format, columns, norm, tokens, rows: &[40], ..PLAIN }, None);
+            }
         }
     }
     check(&gpu, Case { norm: Some(Norm { scaled: false, scale_offset: 0.0 }), ..PLAIN }, None);
+}
+
+#[test]
+fn activations_in_16_bits() {
+    let Some(gpu) = gpu() else { return };
+    if !gpu.takes_narrow(&panels(&gpu, Format::Q8, 16, 64, 1).matrix) {
+        eprintln!("skipped: the device has no matrix instructions");
+        return;
+    }
+    let case = Case { element: DType::Bf16, ..PLAIN };
+    for format in [Format::Q8, Format::Q4] {
+        for tokens in [1, 8, 9, 16, 17, 33, MAX_NARROW_TOKENS] {
+            for (rows, columns) in [(64, 256), (16, 128), (41, 96), (100, 72), (7, 1000)] {
+                check(&gpu, Case { format, rows: &[rows], columns, tokens, ..case }, None);
+            }
+            let case = Case { format, tokens, biased: true, ..case };
+            let gate = Then::Gate(Activation::Silu);
+            check(&gpu, Case { rows: &[40, 40], then: gate, residual: true, ..case }, None);
+            check(&gpu, Case { rows: &[70, 16, 33], ..case }, None);
+        }
+    }
+}
+
+#[test]
+fn rows_for_more_cubes_than_processors() {
+    let Some(gpu) = gpu() else { return };
+    let rows = 8 * PANEL * gpu.processors() as usize + 7;
+    for (rows, tokens) in [(rows, 1), (rows, 5), (rows / 2, MAX_TOKENS)] {
+        let case = Case { columns: 64, tokens, norm: Some(SCALED), ..PLAIN };
+        for format in [Format::Q8, Format::Q4] {
+            check(&gpu, Case { format, rows: &[rows], ..case }, None);
+            let then = Then::Gate(Activation::Silu);
+            check(&gpu, Case { format, rows: &[rows, rows], then, ..case }, None);
+        }
+        check(&gpu, Case { layout: Layout::RowMajor, rows: &[rows], ..case }, None);
+    }
 }
 
 #[test]
@@ -223,7 +283,7 @@ fn what_follows_the_products() {
 fn gates_of_every_format() {
     let Some(gpu) = gpu() else { return };
     for format in Format::ALL {
-        let norm = Some(Norm { scaled: true, scale_offset: 0.0 });
+        let norm = Some(SCALED);
         let then = Then::Gate(Activation::Silu);
         check(&gpu, Case { format, rows: &[48, 48], then, norm, tokens: 3, ..PLAIN }, None);
     }
@@ -235,7 +295,7 @@ fn several_outputs_in_one_launch() {
     for layout in [Layout::Panels, Layout::RowMajor] {
         let case = Case { layout, rows: &[70, 16, 33], biased: true, tokens: 2, ..PLAIN };
         check(&gpu, case, None);
-        let norm = Some(Norm { scaled: true, scale_offset: 0.0 });
+        let norm = Some(SCALED);
         check(&gpu, Case { norm, ..case }, None);
     }
 }
@@ -248,6 +308,7 @@ fn what_does_not_fit_is_refused() {
     let linear = |matrices: &[&Matrix], tokens, outputs: &[&Span]| {
         gpu.linear(&Linear {
             x: &x,
+            element: DType::F32,
             tokens,
             norm: None,
             matrices,
@@ -284,6 +345,7 @@ fn asking_ahead_changes_no_bit() {
             let out = gpu.poisoned(rows * 4);
             gpu.linear(&Linear {
                 x: &x,
+                element: DType::F32,
                 tokens: 1,
                 norm: None,
                 matrices: &[&sample.matrix],

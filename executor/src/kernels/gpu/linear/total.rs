@@ -95,7 +95,38 @@ impl Totals {
         }
     }
 
-    /// Writes an output's rows from `first_row` on, for all tokens, as rows `first_token` and those after it.
+    /// Puts a unit's sums of one matrix for one token, as one of the `slots` units of its group.
+    pub(in crate::kernels::gpu) fn put_token(
+        &mut self,
+        group: usize,
+        slot: usize,
+        #[comptime] matrix: usize,
+        token: usize,
+        sums: &Array<f32>,
+        #[comptime] shape: Shape,
+    ) {
+        let cells = comptime!(shape.sum_cells());
+        let first = (comptime!(matrix * shape.tokens) + token) * cells;
+        #[unroll]
+        for row in 0..shape.rows {
+            self.sums[first + (group * shape.slots + slot) * shape.rows + row] = sums[row];
+        }
+    }
+
+    /// Puts a group's sum of squares for one token, as that of a slot.
+    pub(in crate::kernels::gpu) fn put_square(
+        &mut self,
+        group: usize,
+        slot: usize,
+        token: usize,
+        square: f32,
+        #[comptime] shape: Shape,
+    ) {
+        let cells = comptime!(shape.square_cells());
+        self.squares[token * cells + group * shape.slots + slot] = square;
+    }
+
+    /// Writes an output's rows from `first_row` on, for all tokens that it has, as rows `first_token` and those after it.
     ///
     /// A tile of fewer than the shape's slots has as many more groups.
     #[expect(clippy::too_many_arguments, reason = "a kernel's parts have no state of their own")]
@@ -114,8 +145,8 @@ impl Totals {
         for index in range_stepped(UNIT_POS as usize, rows * shape.tokens, CUBE_DIM as usize) {
             let row = index % rows;
             let token = index / rows;
-            if first_row + row < output.rows {
-                let at = (first_token + token) * output.rows + first_row + row;
+            let at = (first_token + token) * output.rows + first_row + row;
+            if first_row + row < output.rows && at < output.out.len() {
                 let factor = self.factor(token, slots, epsilon, columns, shape);
                 let mut value = factor * self.sum(0usize, token, row, rows, shape)
                     + bias(&output.biases[0], first_row + row);

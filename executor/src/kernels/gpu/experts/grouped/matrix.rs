@@ -10,11 +10,11 @@ use cubecl::prelude::barrier::copy_async_checked;
 use cubecl::prelude::*;
 use ir::op::Then;
 
-use super::operands::{Portion, portion_blocks};
 use crate::kernels::cpu::pack::{BLOCK_PAIR, PANEL};
 use crate::kernels::gpu::activation::activate;
 use crate::kernels::gpu::instructions::{Packed, Sums, multiply, pack, right};
 use crate::kernels::gpu::panel::{Panel, Walk, panel_vectors};
+use crate::kernels::gpu::portion::{Portion, portion_blocks};
 use crate::kernels::gpu::words::Words;
 
 /// Lanes of a plane.
@@ -186,7 +186,7 @@ pub(super) fn multiply_tiles<N: Size>(
             load(&mut next, weights, is_up, walk, t, following, panel);
             #[unroll]
             for block in 0..blocks {
-                let operands = portion.operands(block, panel);
+                let operands = portion.operands(block, walk.slot, panel);
                 let from = stage + g * STRIDE + t + comptime!(4 * (part * blocks + block));
                 #[unroll]
                 for i in 0..comptime!(tile.slots / 8) {

@@ -1,4 +1,4 @@
-//! Weights from panels, as they lie, to left operands of matrix instructions.
+//! Weights, as they lie, to left operands of matrix instructions.
 //!
 //! - The order in which a product runs through its columns is free, as is which row of a result is which row of a
 //!   matrix. Lane `4 g + t` multiplies columns `32 b + 8 t ..` of block `b`: the first four of them in one
@@ -6,17 +6,20 @@
 //! - Its rows are four neighbours, those of a 16-byte load: the first two are rows `g` and `g + 8` of one operand, the
 //!   others of a second one.
 //! - A *portion* is what a lane loads at once: a block of 32 columns, two in q4.
+//! - Blocks become operands scaled and rounded to bf16, or as *codes*: whole numbers, exact, whose scales are for the
+//!   sums of a block.
 
 use cubecl::prelude::*;
+use half::f16;
 use ir::tensor::Format;
 
+use super::instructions::{Packed, add_pairs, interleave, left, of_byte, pack, spread};
+use super::panel::{Panel, SCALE_LOADS, Walk};
+use super::words::Words;
 use crate::kernels::cpu::pack::BLOCK_PAIR;
-use crate::kernels::gpu::instructions::{Packed, interleave, left, of_byte, pack};
-use crate::kernels::gpu::panel::{Panel, SCALE_LOADS, Walk};
-use crate::kernels::gpu::words::{Words, half_of};
 
 /// Columns of a block, whatever the format.
-const BLOCK: usize = BLOCK_PAIR / 2;
+pub(super) const BLOCK: usize = BLOCK_PAIR / 2;
 
 /// How many steps of [`of_byte()`] make one.
 const CODE_STEPS: f32 = 256.0;
@@ -30,6 +33,11 @@ fn offset(format: Format) -> f32 {
 /// Blocks of a portion.
 pub(super) fn portion_blocks(panel: Panel) -> usize {
     panel.blocks().max(1)
+}
+
+/// Columns of a portion.
+pub(super) fn portion_columns(panel: Panel) -> usize {
+    BLOCK * portion_blocks(panel)
 }
 
 /// Words of a portion, in fours.
@@ -46,8 +54,9 @@ pub(super) fn portion_words(panel: Panel) -> usize {
 pub(super) struct Portion {
     /// `[load][row]`; in f16 `[columns 2 i, 2 i + 1][column][pair of rows]`.
     words: Array<Words>,
-    /// `[block]`: pairs of f16 scales.
-    scales: Array<u32>,
+    /// `[block]`: f16 scales of eight rows, of which four are the lane's. They are told apart when they are used:
+    /// until then nothing waits for them.
+    scales: Array<Words>,
 }
 
 #[cube]
@@ -56,7 +65,7 @@ impl Portion {
     pub(super) fn new(#[comptime] panel: Panel) -> Portion {
         Portion {
             words: Array::new(comptime!(portion_words(panel))),
-            scales: Array::new(comptime!(2 * portion_blocks(panel))),
+            scales: Array::new(comptime!(portion_blocks(panel))),
         }
     }
 
@@ -68,7 +77,7 @@ impl Portion {
         }
         if comptime!(panel.blocks() > 0) {
             #[unroll]
-            for i in 0..comptime!(2 * portion_blocks(panel)) {
+            for i in 0..comptime!(portion_blocks(panel)) {
                 self.scales[i] = other.scales[i];
             }
         }
@@ -105,7 +114,7 @@ impl Portion {
                 }
                 #[unroll]
                 for block in 0..2usize {
-                    self.load_scales(weights, pair, block.runtime(), walk, 2 * block);
+                    self.load_scales(weights, pair, block.runtime(), walk, block);
                 }
             }
             Format::Bf16 => {
@@ -142,7 +151,37 @@ impl Portion {
         }
     }
 
-    /// Loads the scales of a block of a pair: halves of eight rows, of which four are the lane's.
+    /// Loads the portion of that number of four rows of a row-major matrix in bf16, as it is loaded from panels. Rows
+    /// behind the last are copies of that one.
+    pub(super) fn load_rows(
+        &mut self,
+        weights: &[Words],
+        rows: usize,
+        first_row: usize,
+        t: usize,
+        number: usize,
+        #[comptime] panel: Panel,
+    ) {
+        // Columns beyond the last meet zeros: any number does.
+        let loads = comptime!(panel.columns / 8);
+        let load = min(number * comptime!(BLOCK / 8) + t, comptime!(loads - 1).runtime());
+        let mut pairs = Array::<Words>::new(4usize);
+        #[unroll]
+        for row in 0..4usize {
+            pairs[row] = weights[min(first_row + row, rows - 1) * loads + load];
+        }
+        #[unroll]
+        for i in 0..4usize {
+            let mut words = Words::empty();
+            #[unroll]
+            for row in 0..4usize {
+                words.insert(row, pairs[row].extract(i));
+            }
+            self.words[i] = words;
+        }
+    }
+
+    /// Loads the scales of a block of a pair.
     fn load_scales(
         &mut self,
         weights: &[Words],
@@ -151,31 +190,41 @@ impl Portion {
         walk: Walk,
         #[comptime] to: usize,
     ) {
-        let halves =
+        self.scales[to] =
             weights[pair + block * walk.vectors * comptime!(SCALE_LOADS / 2) + walk.slot / 2];
-        let is_upper = walk.slot % 2 == 1;
-        #[unroll]
-        for i in 0..2usize {
-            self.scales[to + i] = select(is_upper, halves.extract(2 + i), halves.extract(i));
-        }
     }
 
-    /// The left operands of a block: of the first columns for both pairs of rows, then of the others.
+    /// The scales of a slot's four rows in a block.
+    pub(super) fn scales(&self, #[comptime] block: usize, slot: usize) -> Array<f32> {
+        let halves = self.scales[block];
+        let is_upper = slot % 2 == 1;
+        let mut scales = Array::<f32>::new(4usize);
+        #[unroll]
+        for i in 0..2usize {
+            let pair = select(is_upper, halves.extract(2 + i), halves.extract(i));
+            let pair = Vector::<f16, Const<2>>::reinterpret(pair);
+            scales[comptime!(2 * i)] = f32::cast_from(pair.extract(0usize));
+            scales[comptime!(2 * i + 1)] = f32::cast_from(pair.extract(1usize));
+        }
+        scales
+    }
+
+    /// The left operands of a block for a slot: of the first columns for both pairs of rows, then of the others.
     pub(super) fn operands(
         &self,
         #[comptime] block: usize,
+        slot: usize,
         #[comptime] panel: Panel,
     ) -> Array<Packed> {
         let mut operands = Array::<Packed>::new(4usize);
         let mut scales = Array::<f32>::new(4usize);
         let mut offsets = Array::<f32>::new(4usize);
         if comptime!(panel.blocks() > 0) {
+            let of_rows = self.scales(block, slot);
             #[unroll]
             for row in 0..4usize {
-                let pair = self.scales[comptime!(2 * block + row / 2)];
-                let scale = half_of(pair, comptime!(row % 2), Format::F16);
-                scales[row] = scale * CODE_STEPS;
-                offsets[row] = scale * comptime!(offset(panel.format));
+                scales[row] = of_rows[row] * CODE_STEPS;
+                offsets[row] = of_rows[row] * comptime!(offset(panel.format));
             }
         }
         #[unroll]
@@ -207,35 +256,121 @@ impl Portion {
                     );
                 }
             } else {
-                let first = self.words[comptime!(2 * step)];
-                let second = self.words[comptime!(2 * step + 1)];
-                #[unroll]
-                for rows in 0..2usize {
-                    operands[comptime!(2 * step + rows)] = match comptime!(panel.format) {
-                        Format::F16 => {
-                            let (a, b) = (first.extract(rows), first.extract(comptime!(2 + rows)));
-                            let (c, d) =
-                                (second.extract(rows), second.extract(comptime!(2 + rows)));
-                            left(
-                                interleave(a, b, false),
-                                interleave(a, b, true),
-                                interleave(c, d, false),
-                                interleave(c, d, true),
-                            )
-                        }
-                        Format::Bf16 => left(
-                            first.extract(comptime!(2 * rows)),
-                            first.extract(comptime!(2 * rows + 1)),
-                            second.extract(comptime!(2 * rows)),
-                            second.extract(comptime!(2 * rows + 1)),
-                        ),
-                        Format::F32 | Format::Q8 | Format::Q4 => {
-                            comptime!(unreachable!("blocks are decoded above"))
-                        }
-                    };
-                }
+                self.put_floats(&mut operands, step, panel);
             }
         }
         operands
+    }
+
+    /// The left operands of a block, where elements of block formats are whole numbers: [`Self::scales()`] are for the
+    /// sums.
+    pub(super) fn codes(
+        &self,
+        #[comptime] block: usize,
+        #[comptime] panel: Panel,
+    ) -> Array<Packed> {
+        let mut operands = Array::<Packed>::new(4usize);
+        #[unroll]
+        for step in 0..2usize {
+            if comptime!(panel.blocks() > 0) {
+                let mut pairs = Array::<u32>::new(8usize);
+                #[unroll]
+                for row in 0..4usize {
+                    let word = self.words[step].extract(row);
+                    put_codes(word, &mut pairs, comptime!(2 * row), block, panel.format);
+                }
+                #[unroll]
+                for rows in 0..2usize {
+                    let first = comptime!(4 * rows);
+                    operands[comptime!(2 * step + rows)] = left(
+                        pairs[first],
+                        pairs[comptime!(first + 2)],
+                        pairs[comptime!(first + 1)],
+                        pairs[comptime!(first + 3)],
+                    );
+                }
+            } else {
+                self.put_floats(&mut operands, step, panel);
+            }
+        }
+        operands
+    }
+
+    /// The operands of a step in a format without blocks.
+    fn put_floats(
+        &self,
+        operands: &mut Array<Packed>,
+        #[comptime] step: usize,
+        #[comptime] panel: Panel,
+    ) {
+        let first = self.words[comptime!(2 * step)];
+        let second = self.words[comptime!(2 * step + 1)];
+        #[unroll]
+        for rows in 0..2usize {
+            operands[comptime!(2 * step + rows)] = match comptime!(panel.format) {
+                Format::F16 => {
+                    let (a, b) = (first.extract(rows), first.extract(comptime!(2 + rows)));
+                    let (c, d) = (second.extract(rows), second.extract(comptime!(2 + rows)));
+                    left(
+                        interleave(a, b, false),
+                        interleave(a, b, true),
+                        interleave(c, d, false),
+                        interleave(c, d, true),
+                    )
+                }
+                Format::Bf16 => left(
+                    first.extract(comptime!(2 * rows)),
+                    first.extract(comptime!(2 * rows + 1)),
+                    second.extract(comptime!(2 * rows)),
+                    second.extract(comptime!(2 * rows + 1)),
+                ),
+                Format::F32 | Format::Q8 | Format::Q4 => {
+                    comptime!(unreachable!("blocks are decoded apart"))
+                }
+            };
+        }
+    }
+}
+
+/// The upper byte of 128 as bf16.
+const UPPER_BYTE: u32 = 0x43;
+
+/// Puts the four neighbouring columns of a word as two pairs of bf16: codes less the one that stands for zero.
+///
+/// A byte that becomes the lower half of 128 adds to it, up to seven bits. Of eight, the uppermost chooses what is
+/// subtracted.
+#[cube]
+fn put_codes(
+    word: u32,
+    pairs: &mut Array<u32>,
+    #[comptime] first: usize,
+    #[comptime] block: usize,
+    #[comptime] format: Format,
+) {
+    match comptime!((format, block)) {
+        (Format::Q8, _) => {
+            let codes = word & 0x7f7f_7f7fu32;
+            // -128 where the uppermost bit is set, else -256.
+            let offsets = !word & 0x8080_8080u32;
+            #[unroll]
+            for i in 0..2usize {
+                let code = spread(codes, UPPER_BYTE, i);
+                pairs[comptime!(first + i)] =
+                    add_pairs(code, spread(offsets, comptime!(UPPER_BYTE | 0x80), i));
+            }
+        }
+        (Format::Q4, block) => {
+            let codes = if comptime!(block == 0) { word } else { word >> 4u32 };
+            let codes = codes & 0x0f0f_0f0fu32;
+            #[unroll]
+            for i in 0..2usize {
+                // -136.
+                pairs[comptime!(first + i)] =
+                    add_pairs(spread(codes, UPPER_BYTE, i), 0xc308_c308u32.runtime());
+            }
+        }
+        (Format::F32 | Format::F16 | Format::Bf16, _) => {
+            comptime!(unreachable!("floats have no codes"))
+        }
     }
 }
