@@ -6,9 +6,9 @@ use std::time::Duration;
 
 use crate::waiting::{SPIN, give_way, spin_for};
 
-/// How long a waiter gives way before it sleeps: longer than one device waits for another within a layer, since waking a
-/// thread takes tens of microseconds, and more on virtual machines.
-const AWAKE: Duration = Duration::from_millis(2);
+/// How long a waiter gives way before it sleeps: longer than one device waits for another within a few layers, since
+/// waking a thread takes tens of microseconds, and more on virtual machines.
+const AWAKE: Duration = Duration::from_millis(20);
 /// How often a sleeper looks without a ring: for what is raised by those who know no bell, as signal
 /// handlers are. A twentieth of a second is no delay to a person.
 const LOOK: Duration = Duration::from_millis(50);

@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use anyhow::{Context as _, Result, ensure};
 use burn::tensor::Device as BurnDevice;
+use hwlocality::Topology;
 use ir::id::DeviceId;
 use ir::machine::DeviceKind;
 use ir::plan::{Plan, Weight};
@@ -18,11 +19,45 @@ use crate::kernels::gpu::device::Gpu;
 use crate::load::{CpuBackend, GpuDriver, Kernels, Options};
 use crate::ops::{gpu, own, plain};
 use crate::peers::Peers;
-use crate::team::Team;
+use crate::team::{Team, bind};
 
-/// Processors that a NUMA node leaves to the threads that drive GPUs, a quarter of its own at most: one for launches,
+/// Processors that a NUMA node leaves to the threads that drive GPUs, a quarter of its own at most: one for letters,
 /// one for CubeCL's thread, one for fetches. The others read memory as fast as all of them.
 const SPARED_CPUS: usize = 3;
+
+/// Keeps the calling thread, which drives a GPU, and those that it starts, off the processors of NUMA nodes that compute:
+/// a member of a team that loses its processor holds up all others.
+///
+/// # Errors
+/// When the system does not bind threads.
+pub(crate) fn bind_to_spared(plan: &Plan) -> Result<()> {
+    let computes =
+        |id| plan.programs.iter().flat_map(|program| &program.lanes).any(|lane| lane.device == id);
+    let spared = plan.machine.devices.iter().flat_map(|(id, device)| match &device.kind {
+        DeviceKind::Numa { cpus, .. } if computes(id) => {
+            cpus[cpus.len() - spared(plan, cpus.len())..].to_vec()
+        }
+        DeviceKind::Numa { cpus, .. } => cpus.clone(),
+        DeviceKind::Gpu { .. } => Vec::new(),
+    });
+    let spared: Vec<u32> = spared.collect();
+    if spared.is_empty() { Ok(()) } else { bind(&Topology::new()?, &spared) }
+}
+
+/// Lets the calling thread, and those that it starts, use all processors again.
+fn bind_to_all() -> Result<()> {
+    let topology = Topology::new()?;
+    let all: Vec<u32> = topology.cpuset().iter_set().map(|cpu| usize::from(cpu) as u32).collect();
+    bind(&topology, &all)
+}
+
+/// How many of the processors of a NUMA node that computes are left to the threads that drive GPUs.
+fn spared(plan: &Plan, cpus: usize) -> usize {
+    let mut lanes = plan.programs.iter().flat_map(|program| &program.lanes);
+    let drives_gpus =
+        lanes.any(|lane| matches!(plan.machine.devices[lane.device].kind, DeviceKind::Gpu { .. }));
+    if drives_gpus { SPARED_CPUS.min(cpus / 4) } else { 0 }
+}
 
 /// One device, ready to compute.
 pub(crate) struct Device {
@@ -71,12 +106,15 @@ impl Device {
         let mut form = match &spec.kind {
             DeviceKind::Numa { cpus, .. } => Form::Cpu(Cpu::new(plan, id, cpus, options)?),
             DeviceKind::Gpu { ordinal, .. } => {
+                bind_to_spared(plan)?;
                 let ordinal = *ordinal as usize;
                 let gpu = match options.gpu_driver {
                     GpuDriver::Cuda => Gpu::cuda(ordinal),
                     GpuDriver::Vulkan => Gpu::vulkan(),
                 };
                 let gpu = gpu.with_context(|| format!("opening {name}"))?;
+                // Its weights are converted by all of them.
+                bind_to_all()?;
                 let state = gpu::State::new(plan, id, gpu, ordinal, Arc::clone(peers));
                 let state = state.with_context(|| format!("taking the memory of {name}"))?;
                 Form::Gpu(Box::new(state))
@@ -137,13 +175,8 @@ impl Form {
 impl Cpu {
     fn new(plan: &Plan, id: DeviceId, cpus: &[u32], options: &Options) -> Result<Self> {
         let name = &plan.machine.devices[id].name;
-        // The threads that drive GPUs would take their time from members for whom all others wait.
-        let drives_gpus =
-            plan.programs.iter().flat_map(|program| &program.lanes).any(|lane| {
-                matches!(plan.machine.devices[lane.device].kind, DeviceKind::Gpu { .. })
-            });
-        let spared = if drives_gpus { SPARED_CPUS.min(cpus.len() / 4) } else { 0 };
-        let threads = options.threads.unwrap_or(cpus.len() - spared).clamp(1, cpus.len());
+        let threads =
+            options.threads.unwrap_or(cpus.len() - spared(plan, cpus.len())).clamp(1, cpus.len());
         let cpus = &cpus[..threads];
         let team = Team::new(cpus).with_context(|| format!("starting the threads of {name}"))?;
         let form = match (options.backend, options.kernels) {

@@ -321,6 +321,11 @@ impl Starter {
             recorder: self.recorder,
             fault: self.options.fault,
         };
+        if let Form::Gpu(_) = &lane.device.form
+            && let Err(error) = bind::bind_to_spared(&lane.plan)
+        {
+            return drop(self.events.send(Event::Failed(error)));
+        }
         // The maps are closed before the lane says that it is ready.
         drop(self.checkpoint);
         drop(self.events.send(Event::Ready(held)));
@@ -330,7 +335,8 @@ impl Starter {
 
     /// Pins what is fetched and serves; tells how the pinning went.
     fn fetch(self, device: DeviceId, window: Window, homes: Homes, inbox: Arc<Inbox>) {
-        let fetcher = match Fetcher::new(window, homes) {
+        let fetcher = bind::bind_to_spared(&self.plan).and_then(|()| Fetcher::new(window, homes));
+        let fetcher = match fetcher {
             Ok(fetcher) => fetcher,
             Err(error) => return drop(self.events.send(Event::Failed(error))),
         };

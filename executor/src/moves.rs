@@ -1,7 +1,7 @@
 //! Movement between devices that share the host's memory: each member reads the others' buffers and makes its own.
 //!
 //! - Sums go in the order of the members, so every member gets the same bits.
-//! - A transfer copies: what a device reads often must lie in its own memory.
+//! - A transfer copies what is large: what a device reads often must lie in its own memory.
 
 use anyhow::{Context as _, Result, bail, ensure};
 use burn::tensor::{Int, Tensor};
@@ -13,6 +13,9 @@ use crate::ops::own::{Input, Output};
 use crate::slots::Value;
 use crate::team::Team;
 
+/// Bytes below which a value is read where it is: its lines reach a cache sooner than a team starts to copy them.
+const READ_IN_PLACE_BYTES: usize = 64 << 10;
+
 /// One member's part of a movement of the members' values `inputs`.
 pub(crate) fn run(
     movement: &Move,
@@ -20,6 +23,12 @@ pub(crate) fn run(
     cpu: &Cpu,
     inputs: Vec<Value>,
 ) -> Result<Value> {
+    if let (Move::Transfer { .. } | Move::Broadcast { .. }, Some(first)) =
+        (movement, inputs.first())
+        && first.elements() * size_of::<f32>() < READ_IN_PLACE_BYTES
+    {
+        return Ok(first.clone());
+    }
     let has_ids = inputs.iter().any(|value| matches!(value, Value::Int(_)));
     match &cpu.form {
         // Ids are few, and every member may read them where they are.

@@ -67,6 +67,14 @@ impl Value {
         Value::Int(Tensor::from_data(data, (&Device::flex(), DType::I32)))
     }
 
+    /// How many elements it has.
+    pub(crate) fn elements(&self) -> usize {
+        match self {
+            Value::Float(tensor) => tensor.shape().num_elements(),
+            Value::Int(tensor) => tensor.shape().num_elements(),
+        }
+    }
+
     /// Its elements of 32 bits, row after row.
     pub(crate) fn into_data(self) -> TensorData {
         match self {

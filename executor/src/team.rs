@@ -111,7 +111,7 @@ impl Team {
             panicked: AtomicBool::new(false),
             panic: Mutex::new(None),
         });
-        bind(&topology, cpus[0])?;
+        bind(&topology, &cpus[..1])?;
         let mut team = Self { shared, workers: Vec::new(), arena: Arena::default() };
         for (member, &cpu) in cpus.iter().enumerate().skip(1) {
             let (report, bound) = mpsc::channel();
@@ -119,7 +119,7 @@ impl Team {
             let handle = thread::Builder::new()
                 .name(format!("cpu{cpu}"))
                 .spawn(move || {
-                    let result = bind(&topology, cpu);
+                    let result = bind(&topology, &[cpu]);
                     drop(topology);
                     let is_bound = result.is_ok();
                     let is_wanted = report.send(result).is_ok();
@@ -319,15 +319,19 @@ impl Shared {
     }
 }
 
-/// Binds the calling thread to one logical CPU.
-pub(crate) fn bind(topology: &Topology, cpu: u32) -> anyhow::Result<()> {
-    let index = BitmapIndex::try_from(cpu as usize)
-        .ok()
-        .filter(|&index| topology.cpuset().is_set(index))
-        .with_context(|| format!("cpu {cpu} does not exist or may not be used"))?;
+/// Binds the calling thread to logical CPUs.
+pub(crate) fn bind(topology: &Topology, cpus: &[u32]) -> anyhow::Result<()> {
+    let mut set = CpuSet::new();
+    for &cpu in cpus {
+        let index = BitmapIndex::try_from(cpu as usize)
+            .ok()
+            .filter(|&index| topology.cpuset().is_set(index))
+            .with_context(|| format!("cpu {cpu} does not exist or may not be used"))?;
+        set.set(index);
+    }
     topology
-        .bind_cpu(&CpuSet::from(index), CpuBindingFlags::THREAD)
-        .with_context(|| format!("binding a thread to cpu {cpu}"))
+        .bind_cpu(&set, CpuBindingFlags::THREAD)
+        .with_context(|| format!("binding a thread to cpus {cpus:?}"))
 }
 
 /// Waits for other members, which are busy or have lost their CPU: spins, then gives way, then sleeps.

@@ -108,7 +108,7 @@ fn pool(cpus: &[u32]) -> Result<rayon::ThreadPool> {
         .num_threads(cpus.len())
         // The team has bound threads to these processors before, so this cannot fail; a thread that
         // is bound to none computes the same.
-        .start_handler(move |thread| drop(team::bind(&topology, bound[thread])))
+        .start_handler(move |thread| drop(team::bind(&topology, &bound[thread..=thread])))
         .build()?;
     Ok(pool)
 }

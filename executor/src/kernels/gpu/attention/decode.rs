@@ -112,7 +112,7 @@ impl Gpu {
 
     fn decode_matrix(&self, call: &Decode<'_>, shape: Shape, split: Split, partial: &Partial) {
         let Decode { cache, tokens, .. } = call;
-        let kept = matrix::Rows::new(shape, cache.element == DType::Bf16);
+        let kept = matrix::Rows::new(shape, split, cache.element == DType::Bf16);
         let rows = tokens.tokens * shape.heads as usize;
         let cached = shape.cached(cache.blocks) / 8;
         let factors = Factors::new(call.attention);
@@ -128,7 +128,7 @@ impl Gpu {
             matrix::decode::launch_unchecked(
                 &self.client,
                 CubeCount::Static(across, split.splits.max(asking), tokens.tokens as u32),
-                CubeDim::new_2d(matrix::PLANE, matrix::PLANES),
+                CubeDim::new_2d(matrix::PLANE, kept.planes),
                 queries.argument(rows * shape.head_dim as usize, 4),
                 call.fresh.map(Append::fresh).into(),
                 cache.keys.argument(cached, 16),

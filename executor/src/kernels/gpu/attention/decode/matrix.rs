@@ -19,8 +19,13 @@ use crate::kernels::gpu::instructions::{
     Packed, Sums, interleave, left, multiply, pack, quad_max, quad_sum, right,
 };
 
-/// Planes of a cube.
-pub(super) const PLANES: u32 = 4;
+/// Planes of a cube that has a part of a context.
+const PLANES: u32 = 4;
+/// Planes of a cube that has all of a short context: with twice as many, most of those take one turn. More would not
+/// fit the registers.
+const WHOLE_PLANES: u32 = 8;
+/// Shared memory that a cube may use on every device.
+const SHARED_BYTES: u32 = 32 << 10;
 /// Lanes of a plane.
 pub(super) const PLANE: u32 = 32;
 
@@ -36,16 +41,22 @@ pub(super) struct Rows {
     pub heads: u32,
     /// Cubes for all query heads of a key head.
     pub chunks: u32,
+    /// Planes of a cube.
+    pub planes: u32,
     /// Whether elements are bf16, not f16.
     pub bf16: bool,
 }
 
 impl Rows {
-    pub(super) fn new(shape: Shape, bf16: bool) -> Self {
+    pub(super) fn new(shape: Shape, split: Split, bf16: bool) -> Self {
         // Sums of 16 rows of longer heads are more than the registers hold.
         let most = if shape.head_dim > 128 { 8 } else { 16 };
         let chunks = shape.group.div_ceil(most);
-        Self { heads: shape.group.div_ceil(chunks), chunks, bf16 }
+        let heads = shape.group.div_ceil(chunks);
+        let met_bytes = WHOLE_PLANES * heads * shape.head_dim * size_of::<f32>() as u32;
+        let is_wide = split.is_whole() && met_bytes <= SHARED_BYTES;
+        let planes = if is_wide { WHOLE_PLANES } else { PLANES };
+        Self { heads, chunks, planes, bf16 }
     }
 
     /// Halves of the left operand with heads: rows 8 to 15 are zeros where there are no more heads than 8.
@@ -89,7 +100,7 @@ pub(super) fn decode(
     let g = UNIT_POS_X / 4;
     let t = UNIT_POS_X % 4;
 
-    ask_at_once(ahead, plane, PLANES.runtime());
+    ask_at_once(ahead, plane, rows.planes.runtime());
 
     let sequence = sequences[token as usize];
     let range = parts(sequence, positions[token as usize], split);
@@ -109,7 +120,7 @@ pub(super) fn decode(
                     let row = token * comptime!(shape.heads) + u32::cast_from(head);
                     partial[(row * head_dim + at % head_dim) as usize] = 0.0;
                 }
-                at += comptime!(PLANES * PLANE);
+                at += comptime!(rows.planes * PLANE);
             }
         }
         terminate!();
@@ -260,12 +271,12 @@ pub(super) fn decode(
                 sums[index] = multiply(share, right(words[0], words[1]), sum, bf16);
             }
         }
-        next += comptime!(PLANES * RUN);
+        next += comptime!(rows.planes * RUN);
     }
 
     // Planes meet in shared memory.
-    let mut met = Shared::<[f32]>::new_slice(comptime!((PLANES * heads * head_dim) as usize));
-    let mut met_stats = Shared::<[f32]>::new_slice(comptime!((PLANES * heads * 2) as usize));
+    let mut met = Shared::<[f32]>::new_slice(comptime!((rows.planes * heads * head_dim) as usize));
+    let mut met_stats = Shared::<[f32]>::new_slice(comptime!((rows.planes * heads * 2) as usize));
     #[unroll]
     for half in 0..halves {
         let slot = g + 8 * half;
@@ -302,13 +313,13 @@ pub(super) fn decode(
         if is_head(head, slot, in_group, shape, rows) {
             let mut above = UNSEEN.runtime();
             #[unroll]
-            for other in 0..PLANES {
+            for other in 0..comptime!(rows.planes) {
                 above = above.max(met_stats[(2 * (other * heads + slot)) as usize]);
             }
             let mut sum = 0.0f32;
             let mut all = 0.0f32;
             #[unroll]
-            for other in 0..PLANES {
+            for other in 0..comptime!(rows.planes) {
                 let row = other * heads + slot;
                 let kept = weight(met_stats[(2 * row) as usize] - above, true);
                 sum += met[(row * head_dim + at % head_dim) as usize] * kept;
@@ -327,7 +338,7 @@ pub(super) fn decode(
                 }
             }
         }
-        at += comptime!(PLANES * PLANE);
+        at += comptime!(rows.planes * PLANE);
     }
 }
 

@@ -3,7 +3,7 @@
 
 use cubecl::prelude::*;
 
-use super::matrix::{PLANE, PLANES, Rows, is_head};
+use super::matrix::{PLANE, Rows, is_head};
 use crate::kernels::gpu::attention::Shape;
 use crate::kernels::gpu::attention::heads::{Angle, Fresh};
 use crate::kernels::gpu::instructions::{Packed, pack};
@@ -41,7 +41,7 @@ pub(super) fn prepare(
     let heads = comptime!(rows.heads);
     let vectors = comptime!(head_dim / 8);
     let elements = comptime!((rows.heads + 1) * head_dim);
-    let units = comptime!(PLANES * PLANE);
+    let units = comptime!(rows.planes * PLANE);
     let (plane, lane) = (UNIT_POS_Y, UNIT_POS_X);
     let unit = plane * PLANE + lane;
     let kv_row = place.token * comptime!(shape.kv_heads) + place.kv_head;
@@ -74,8 +74,8 @@ pub(super) fn prepare(
     let per_lane = comptime!(head_dim / PLANE);
     let mut bare = Shared::<[f32]>::new_slice(elements as usize);
     #[unroll]
-    for round in 0..comptime!((rows.heads + 1).div_ceil(PLANES)) {
-        let slot = round * PLANES + plane;
+    for round in 0..comptime!((rows.heads + 1).div_ceil(rows.planes)) {
+        let slot = round * comptime!(rows.planes) + plane;
         let head = place.first_head + i32::cast_from(slot);
         let is_query = is_head(head, slot, place.in_group, shape, rows);
         let is_key = slot == heads && place.has_newest;
@@ -147,8 +147,8 @@ fn turned(
             let elements = comptime!((rows.heads + 1) * shape.head_dim);
             let mut turned = Shared::<[f32]>::new_slice(elements as usize);
             #[unroll]
-            for i in 0..comptime!(elements.div_ceil(PLANES * PLANE)) {
-                let at = unit + i * comptime!(PLANES * PLANE);
+            for i in 0..comptime!(elements.div_ceil(rows.planes * PLANE)) {
+                let at = unit + i * comptime!(rows.planes * PLANE);
                 if at < elements {
                     let angle = angles.index(i as usize);
                     let first = at / head_dim * head_dim;
