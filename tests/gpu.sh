@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Every check that a real GPU takes part in: kernels against their references, whole models against golden outputs, and
-# one of these under compute-sanitizer where it is installed. Needs an NVIDIA driver and the CUDA libraries.
+# Every check that a real GPU takes part in: kernels against their references, whole models against golden outputs, a
+# hundred runs over two GPUs and two CPU ranks where there are two, and one run under compute-sanitizer where that is
+# installed. Needs an NVIDIA driver and the CUDA libraries.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source .ci/packages
@@ -14,13 +15,34 @@ else
   cargo test --release --locked --workspace gpu
   cargo test --release --locked --workspace captured_runs
 fi
+programs="${CARGO_TARGET_DIR:-target}/release"
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+compile() { "$programs/hybridc" compile tests/golden/llama3 --format f32 --kv-type f32 "$@"; }
+answer() { timeout 60 "$programs/hybrid-exec" "$1" --prompt "the quick brown fox" --max-tokens 24 --temperature 0; }
+
+if [ "$(nvidia-smi --query-gpu=name --format=csv,noheader | wc -l)" -ge 2 ]; then
+  # Two GPUs and two CPU ranks share every layer: a hundred runs in a row give the tokens of one processor.
+  "$programs/hybridc" probe --split 2 -o "$folder/machine.ron"
+  compile --pipeline numa0 -o "$folder/alone.ron"
+  compile --machine "$folder/machine.ron" --tensor-parallel 4 -o "$folder/ranks.ron"
+  compile --tensor-parallel gpu0,gpu1 -o "$folder/gpus.ron"
+  answer "$folder/alone.ron" >"$folder/expected"
+  for plan in gpus ranks; do
+    for run in $(seq 100); do
+      answer "$folder/$plan.ron" >"$folder/given" && cmp -s "$folder/expected" "$folder/given" ||
+        { echo "run $run of $plan gave other tokens than numa0" >&2; exit 1; }
+    done
+  done
+else
+  echo "there is one GPU: sums over GPUs were not tried"
+fi
+
 sanitizer=$(command -v compute-sanitizer || echo "${CUDA_PATH:-/usr/local/cuda}/bin/compute-sanitizer")
 if [ -x "$sanitizer" ]; then
-  programs="${CARGO_TARGET_DIR:-target}/release"
-  folder=$(mktemp -d)
-  trap 'rm -rf "$folder"' EXIT
-  "$programs/hybridc" compile tests/golden/llama3 --format f32 --kv-type f32 --pipeline gpu0 -o "$folder/plan.ron"
-  "$sanitizer" --tool memcheck --error-exitcode 3 "$programs/hybrid-exec" "$folder/plan.ron" --prompt "hello" -n 8
+  compile --pipeline gpu0 -o "$folder/plan.ron"
+  "$sanitizer" --tool memcheck --error-exitcode 3 \
+    "$programs/hybrid-exec" "$folder/plan.ron" --prompt "hello" --max-tokens 8
 else
   echo "compute-sanitizer is not installed: memory accesses were not checked"
 fi

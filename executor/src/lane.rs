@@ -190,11 +190,12 @@ impl Lane {
             has_ended = true;
             state.check_output(scope, run)
         });
-        if !has_ended {
-            state.stop_ahead(scope, run.program);
-        }
+        // Others learn of it before this lane waits for its device.
         if let Err(cause) = outcome {
             self.fail(run, program, at, cause);
+        }
+        if let (false, Form::Gpu(state)) = (has_ended, &mut self.device.form) {
+            state.stop_ahead(scope, run.program);
         }
     }
 

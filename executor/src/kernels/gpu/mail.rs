@@ -145,3 +145,71 @@ fn take(
         at += CUBE_COUNT_X * CUBE_DIM;
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicU32, Ordering};
+    use std::thread;
+    use std::time::Duration;
+
+    use cudarc::driver::CudaContext;
+
+    use super::super::testing::gpu;
+    use super::*;
+    use crate::memory::Region;
+    use crate::pinned::Pinned;
+
+    /// Bytes of the flags, behind which values start.
+    const FLAGS_BYTES: usize = POSTING_CUBES * size_of::<u32>();
+
+    #[test]
+    fn values_wait_for_the_host_and_come_back_whole() {
+        let Some(gpu) = gpu() else { return };
+        let Some(ordinal) = gpu.ordinal() else {
+            eprintln!("skipped: only CUDA devices reach pinned memory by address");
+            return;
+        };
+        // One number, less than a cube, several cubes with a rest, more than all cubes take at once.
+        for count in [1_usize, 1000, 4100, 300_000] {
+            let bytes = count * size_of::<f32>();
+            let mut region = Region::new(2 * FLAGS_BYTES + 2 * (bytes + UNIT_BYTES)).unwrap();
+            let context = CudaContext::new(ordinal).unwrap();
+            let pinned = Pinned::new(&context, &region).unwrap().unwrap();
+            let there = 2 * FLAGS_BYTES;
+            let back = (there + bytes).next_multiple_of(UNIT_BYTES);
+            let place = |flags: usize, value: usize| Place {
+                flags: pinned.address() + flags as u64,
+                value: pinned.address() + value as u64,
+            };
+            let sent: Vec<f32> = (0..count).map(|i| i as f32 + 0.5).collect();
+            let turn = gpu.upload(&[7_u32]);
+            let span = gpu.poisoned(bytes.next_multiple_of(UNIT_BYTES));
+            let start = there / size_of::<f32>();
+            region.as_mut_slice::<f32>()[start..start + count].copy_from_slice(&sent);
+            // SAFETY: flags lie at the start of the region, which outlives them, and are only used as atomics.
+            let flag = |at: usize| unsafe {
+                AtomicU32::from_ptr(region.as_ptr().add(at * size_of::<u32>()).cast())
+            };
+            // Another run's number is no flag for this one.
+            flag(0).store(6, Ordering::Release);
+            thread::scope(|scope| {
+                scope.spawn(|| {
+                    thread::sleep(Duration::from_millis(5));
+                    flag(0).store(7, Ordering::Release);
+                });
+                gpu.take(place(0, there), &span, bytes, &turn);
+                gpu.post(&span, bytes, place(FLAGS_BYTES, back), &turn);
+                gpu.flush().unwrap();
+            });
+            let first = FLAGS_BYTES / size_of::<u32>();
+            for cube in 0..posting_cubes(bytes) {
+                while flag(first + cube).load(Ordering::Acquire) != 7 {
+                    std::hint::spin_loop();
+                }
+            }
+            let start = back / size_of::<f32>();
+            let received = &region.as_slice::<f32>()[start..start + count];
+            assert_eq!(received, sent, "{count} numbers");
+        }
+    }
+}

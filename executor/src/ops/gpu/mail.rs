@@ -179,10 +179,10 @@ impl Mail {
         (values, letter.values.is_empty().then_some(flag))
     }
 
-    /// The buffers that come with a step's letter; `None` where none comes.
-    pub(super) fn expected(&self, program: usize, step: StepId) -> Option<Vec<BufferId>> {
-        let letter = self.programs[program].incoming.get(&step)?;
-        Some(letter.values.iter().map(|(buffer, _)| *buffer).collect())
+    /// The buffers that come with a step's letter.
+    pub(super) fn expected(&self, program: usize, step: StepId) -> Vec<BufferId> {
+        let letter = self.programs[program].incoming.get(&step);
+        letter.iter().flat_map(|letter| &letter.values).map(|(buffer, _)| *buffer).collect()
     }
 
     /// Writes a value that comes with a step's letter.

@@ -107,7 +107,7 @@ impl State {
 
     /// Whether a step of a run that was queued ahead waits for a letter.
     pub(crate) fn expects_letter(&self, program: usize, step: StepId) -> bool {
-        self.mail.as_ref().is_some_and(|mail| mail.expected(program, step).is_some())
+        self.mail.as_ref().is_some_and(|mail| mail.incoming(program, step).is_some())
     }
 
     /// Hands a step the letter that it waits for, if any, with values of the run.
@@ -117,7 +117,7 @@ impl State {
     pub(crate) fn deliver(&mut self, scope: Scope<'_>, run: &Run, step: StepId) -> Result<()> {
         let Some(mail) = &mut self.mail else { return Ok(()) };
         let schedule = &scope.plan.programs[run.program];
-        for buffer in mail.expected(run.program, step).unwrap_or_default() {
+        for buffer in mail.expected(run.program, step) {
             with_bytes(schedule, buffer, scope, &run.slots, |bytes| {
                 mail.put(run.program, step, buffer, bytes)
             })?;
