@@ -23,15 +23,13 @@ use hwlocality::cpu::binding::CpuBindingFlags;
 use hwlocality::cpu::cpuset::CpuSet;
 
 use crate::memory::Arena;
-use crate::waiting::{SPIN, give_way, spin_for};
+use crate::waiting::{NAP, SPIN, give_way, spin_for};
 
 /// How long an idle worker gives way before it parks: longer than a lane waits for a GPU within one run, since
 /// waking some ten threads takes a millisecond and more on virtual machines.
 const IDLE: Duration = Duration::from_millis(20);
 /// How long a waiter inside a run gives way before it sleeps instead.
 const PATIENCE: Duration = Duration::from_millis(2);
-/// Length of such a sleep.
-const NAP: Duration = Duration::from_micros(50);
 /// The threads of one device; the thread that made the team is member 0.
 pub struct Team {
     shared: Arc<Shared>,

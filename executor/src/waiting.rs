@@ -12,11 +12,13 @@ pub(crate) const SPIN: Duration = Duration::from_micros(50);
 const LONG_SPIN: Duration = Duration::from_millis(1);
 /// A yield that takes longer than this gave the CPU to somebody else (alone it takes below 1 µs).
 const SHARED_CPU: Duration = Duration::from_micros(5);
+/// Length of a sleep between two looks.
+pub(crate) const NAP: Duration = Duration::from_micros(50);
 /// Pauses between two looks at the clock: 64 take about 1 µs.
 const PAUSES: u32 = 64;
 
 /// Spins until `is_done` or `limit` is over; says which.
-pub(crate) fn spin_for(limit: Duration, mut is_done: impl FnMut() -> bool) -> bool {
+pub(crate) fn spin_for(limit: Duration, is_done: impl Fn() -> bool) -> bool {
     let start = Instant::now();
     loop {
         for _ in 0..PAUSES {
@@ -48,4 +50,16 @@ pub(crate) fn give_way(limit: Duration, is_done: impl Fn() -> bool) -> bool {
         }
     }
     taken > 1
+}
+
+/// Looks until `is_done` or `limit` is over: for `spin` without a system call, then without sleeping for as long as nobody
+/// else wants the CPU; says which.
+pub(crate) fn look_for(spin: Duration, limit: Duration, is_done: impl Fn() -> bool) -> bool {
+    let start = Instant::now();
+    if !spin_for(spin, &is_done) && give_way(limit, &is_done) {
+        while !is_done() && start.elapsed() < limit {
+            thread::sleep(NAP);
+        }
+    }
+    is_done()
 }

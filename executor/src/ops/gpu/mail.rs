@@ -7,6 +7,7 @@
 
 #![expect(unsafe_code, reason = "letters lie in memory that a GPU reads and writes, too")]
 
+use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::ptr;
 use std::sync::Arc;
@@ -22,7 +23,7 @@ use crate::kernels::gpu::device::{ALIGNMENT, Gpu};
 use crate::kernels::gpu::mail::{POSTING_CUBES, Place, posting_cubes};
 use crate::memory::Region;
 use crate::pinned::Pinned;
-use crate::waiting::spin_for;
+use crate::waiting::look_for;
 
 /// Pinned memory up to which every letter of a program has a place of its own.
 const OWN_PLACES_BYTES: usize = 256 << 20;
@@ -30,6 +31,8 @@ const OWN_PLACES_BYTES: usize = 256 << 20;
 const FLAG_BYTES: usize = 128;
 /// Bytes of the flags of a value that a GPU sends.
 const FLAGS_BYTES: usize = POSTING_CUBES * size_of::<u32>();
+/// How long a letter of a GPU is looked for without a system call: longer than a step of a decode.
+const SPINNING: Duration = Duration::from_millis(20);
 /// How long a letter of a GPU is looked for before the device is asked whether it has failed, and the run whether it is
 /// over: then the launches on their way have as long again.
 const LOOKING: Duration = Duration::from_millis(400);
@@ -281,18 +284,18 @@ impl Mail {
         turn: u32,
         is_over: impl Fn() -> bool,
     ) -> Result<()> {
-        let mut raised = 0;
-        let mut all_are_raised = || {
+        let raised = Cell::new(0);
+        let all_are_raised = || {
             let is_raised = |flag: usize| {
                 self.flag(first + flag * size_of::<u32>()).load(Ordering::Acquire) == turn
             };
-            while raised < flags && is_raised(raised) {
-                raised += 1;
+            while raised.get() < flags && is_raised(raised.get()) {
+                raised.set(raised.get() + 1);
             }
-            raised == flags
+            raised.get() == flags
         };
         let mut is_last_look = false;
-        while !spin_for(LOOKING, &mut all_are_raised) {
+        while !look_for(SPINNING, LOOKING, all_are_raised) {
             // A device that has failed answers every call with its failure.
             self.context.mem_get_info().context("waiting for the GPU")?;
             ensure!(!is_last_look, "the GPU does not answer");
