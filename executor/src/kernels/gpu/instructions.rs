@@ -57,6 +57,34 @@ pub(super) fn multiply(
     result
 }
 
+/// The sums of a lane, of whole numbers.
+pub(super) type Counts = Vector<i32, Const<4>>;
+
+/// `left · right + sums` of bytes, 16 × 8 × 32: those on the right have signs, those on the left may.
+///
+/// A register holds four neighbouring columns of the left operand, or rows of the right one, where one of 16-bit
+/// elements holds two.
+#[cube]
+pub(super) fn multiply_bytes(
+    left: Packed,
+    right: Vector<u32, Const<2>>,
+    sums: Counts,
+    #[comptime] has_signs: bool,
+) -> Counts {
+    let element = comptime!(if has_signs { "s8" } else { "u8" });
+    let left = held::<Packed>(left);
+    let right = held::<Vector<u32, Const<2>>>(right);
+    let sums = held::<Counts>(sums);
+    let result: Counts;
+    gpu_asm!(
+        "mma.sync.aligned.m16n8k32.row.col.s32.{element}.s8.s32 {d}, {a}, {b}, {c};",
+        element = const element,
+        a = in(_) left, b = in(_) right, c = in(_) sums, d = out(_) result,
+        options(pure, nomem),
+    );
+    result
+}
+
 /// Two numbers as neighbouring elements.
 #[cube]
 pub(super) fn pack(first: f32, second: f32, #[comptime] bf16: bool) -> u32 {
@@ -76,17 +104,7 @@ pub(super) fn pack(first: f32, second: f32, #[comptime] bf16: bool) -> u32 {
 /// The lower, or the upper, elements of two pairs.
 #[cube]
 pub(super) fn interleave(first: u32, second: u32, #[comptime] upper: bool) -> u32 {
-    let first = held::<u32>(first);
-    let second = held::<u32>(second);
-    let order = comptime!(if upper { 0x7632 } else { 0x5410 });
-    let pair: u32;
-    gpu_asm!(
-        "prmt.b32 {d}, {a}, {b}, {order};",
-        order = const order,
-        a = in(_) first, b = in(_) second, d = out(_) pair,
-        options(pure, nomem),
-    );
-    pair
+    choose_bytes(first, second, comptime!(if upper { 0x7632u32 } else { 0x5410 }))
 }
 
 /// The first, or the last, two bytes of a word as the lower halves of 16-bit elements, all with the same upper half.
@@ -102,6 +120,21 @@ pub(super) fn spread(word: u32, #[comptime] upper: u32, #[comptime] pair: usize)
         options(pure, nomem),
     );
     pair
+}
+
+/// Four of the eight bytes of two words, lowest first: each as a hexadecimal digit of `order`.
+#[cube]
+pub(super) fn choose_bytes(first: u32, second: u32, #[comptime] order: u32) -> u32 {
+    let first = held::<u32>(first);
+    let second = held::<u32>(second);
+    let bytes: u32;
+    gpu_asm!(
+        "prmt.b32 {d}, {a}, {b}, {order};",
+        order = const order,
+        a = in(_) first, b = in(_) second, d = out(_) bytes,
+        options(pure, nomem),
+    );
+    bytes
 }
 
 /// The sums of two pairs of bf16.

@@ -7,6 +7,8 @@
 
 #![expect(unsafe_code, reason = "kernels are launched without checks of every index")]
 
+mod bytes;
+mod digits;
 pub(super) mod input;
 mod matrix;
 pub(super) mod panels;
@@ -23,6 +25,8 @@ use cubecl::prelude::{CubeCount, CubeDim, Sequence, SequenceArg, Size};
 use ir::op::Then;
 use ir::tensor::{DType, Format};
 
+use self::bytes::ByteShare;
+use self::digits::{DIGIT_TOKENS, digit_bytes};
 use self::input::InputLaunch;
 use self::matrix::Share;
 use self::rights::{OPERAND_TOKENS, WHOLE_TOKENS};
@@ -44,6 +48,11 @@ pub const MAX_NARROW_TOKENS: usize = 64;
 /// Planes that share a panel: with a task of each of their units on its way, 32 KB. Memory that delivers
 /// 4.8 TB/s after about 0.7 µs to each of 132 processors needs 25 KB from each.
 pub(super) const PANEL_PLANES: usize = 16;
+/// Planes whose registers fit a processor where blocks are multiplied as bytes: for tokens of one operand a lane of an
+/// H200 needs 72, for more 96.
+const BYTE_PLANES: [usize; 2] = [28, 20];
+/// Planes of a cube of that kind which share rows, where more cubes come than fit at a time.
+const BYTE_SPLITS: usize = 4;
 /// Planes of a cube that reads row-major matrices.
 const ROW_PLANES: usize = 8;
 /// Rows of row-major matrices that a plane reads at a time: with fewer, more planes fit a processor.
@@ -108,6 +117,7 @@ impl Gpu {
             return Ok(());
         }
         match first.layout() {
+            _ if self.has_digits(linear) => self.multiply_blocks(linear),
             _ if self.has_portions(linear) => self.multiply_portions(linear),
             Layout::Panels => self.multiply_panels(linear),
             Layout::RowMajor => self.multiply_rows(linear, self.row_splits(linear)),
@@ -133,6 +143,67 @@ impl Gpu {
             (_, Format::F32 | Format::F16) | (Layout::RowMajor, Format::Q8 | Format::Q4) => false,
         };
         fits && first.columns().is_multiple_of(4) && self.multiplies(DType::Bf16)
+    }
+
+    /// Whether a linear with portions is one for matrix instructions of bytes: all rows must fit shared memory at once,
+    /// with room for a second cube.
+    fn has_digits(&self, linear: &Linear<'_>) -> bool {
+        let first = linear.matrices[0];
+        let panel = Panel { format: first.format(), columns: first.columns() };
+        let most = self.client.properties().hardware.max_shared_memory_size / 2;
+        self.has_portions(linear)
+            && matches!(first.format(), Format::Q8 | Format::Q4)
+            && digit_bytes(linear.tokens, panel) <= most
+    }
+
+    fn multiply_blocks(&self, linear: &Linear<'_>) {
+        let share = self.byte_share(linear);
+        let shape = Shape {
+            tokens: linear.tokens,
+            matrices: share.matrices,
+            rows: matrix::LANE_ROWS,
+            slots: share.bands * matrix::LANE_SLOTS,
+            groups: share.splits,
+            is_normed: linear.norm.is_some(),
+        };
+        let planes = share.planes();
+        // SAFETY: the spans are as long as the shapes say, and the kernel stays within those.
+        unsafe {
+            bytes::multiply_blocks::launch_unchecked(
+                &self.client,
+                CubeCount::new_1d(linear.cubes(share.bands * PANEL)),
+                CubeDim::new_1d((planes * rights::PLANE) as u32),
+                read_size(share.panel.columns),
+                linear.input(share.panel.padded()),
+                linear.weights(),
+                linear.outputs(),
+                argument(linear.ahead),
+                linear.norm.map_or(0.0, |norm| norm.epsilon),
+                linear.then,
+                shape,
+                share,
+            );
+        }
+    }
+
+    /// How the planes of a cube share its matrices, rows and columns: all cubes at a time where that leaves each enough
+    /// planes, else cubes whose planes of other rows convert the same activations.
+    fn byte_share(&self, linear: &Linear<'_>) -> ByteShare {
+        let first = linear.matrices[0];
+        let panel = Panel { format: first.format(), columns: first.columns() };
+        let matrices = linear.matrices_of_output();
+        let of_processor = linear.cubes(PANEL).div_ceil(self.processors()) as usize;
+        let most = BYTE_PLANES[usize::from(linear.tokens > DIGIT_TOKENS)];
+        let planes = (most / of_processor).min(PANEL_PLANES);
+        let (bands, splits) =
+            if planes < 2 * matrices { (2, BYTE_SPLITS) } else { (1, planes / matrices) };
+        // A processor's only cube has registers for more on its way. Portions of q4 have two blocks.
+        let stages = match first.format() {
+            _ if of_processor == 1 => 4,
+            Format::Q4 => 2,
+            Format::F32 | Format::F16 | Format::Bf16 | Format::Q8 => 3,
+        };
+        ByteShare { panel, matrices, bands, splits, stages }
     }
 
     fn multiply_portions(&self, linear: &Linear<'_>) {

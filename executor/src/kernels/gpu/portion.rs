@@ -30,6 +30,17 @@ fn offset(format: Format) -> f32 {
     128.0 * CODE_STEPS + code
 }
 
+/// What a step of a code is in [`Portion::bytes()`] of a block.
+pub(super) fn byte_unit(format: Format, block: usize) -> u32 {
+    if matches!(format, Format::Q4) && block == 1 { 16 } else { 1 }
+}
+
+/// What is added to each of [`Portion::bytes()`] so that the code that stands for zero becomes zero, as bytes with
+/// signs.
+pub(super) fn byte_offsets(format: Format, block: usize) -> u32 {
+    if matches!(format, Format::Q4) && block == 0 { 0xf8f8_f8f8 } else { 0x8080_8080 }
+}
+
 /// Blocks of a portion.
 pub(super) fn portion_blocks(panel: Panel) -> usize {
     panel.blocks().max(1)
@@ -46,6 +57,51 @@ pub(super) fn portion_words(panel: Panel) -> usize {
         Format::Q8 | Format::Q4 => 2,
         Format::Bf16 | Format::F16 => 4,
         Format::F32 => unreachable!("f32 is not multiplied as 16-bit elements"),
+    }
+}
+
+/// Where a lane finds one portion of blocks after another, a fixed number of portions apart: what it adds to go on is
+/// all that it computes.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(super) struct Trail {
+    /// The next portion's.
+    pub(super) number: usize,
+    /// Its first words, and its scales, were portions all alike.
+    words: usize,
+    scales: usize,
+    /// Loads between two of a lane's words.
+    row: usize,
+    /// Loads from portion to portion.
+    stride: usize,
+}
+
+#[cube]
+impl Trail {
+    /// From the portion of that number on, `step` portions at a time.
+    pub(super) fn new(
+        walk: Walk,
+        t: usize,
+        number: usize,
+        #[comptime] step: usize,
+        #[comptime] panel: Panel,
+    ) -> Trail {
+        let portion = comptime!(panel.pair_stride() * portion_columns(panel) / BLOCK_PAIR);
+        let start = walk.start + number * portion * walk.vectors;
+        Trail {
+            number,
+            words: start + (SCALE_LOADS + 8 * t) * walk.vectors + walk.slot,
+            scales: start + walk.slot / 2,
+            row: 4 * walk.vectors,
+            stride: comptime!(step * portion) * walk.vectors,
+        }
+    }
+
+    /// Goes on.
+    pub(super) fn advance(&mut self, #[comptime] step: usize) {
+        self.number += step;
+        self.words += self.stride;
+        self.scales += self.stride;
     }
 }
 
@@ -148,6 +204,23 @@ impl Portion {
                 }
             }
             Format::F32 => comptime!(unreachable!("f32 is not multiplied as 16-bit elements")),
+        }
+    }
+
+    /// Loads a trail's next portion.
+    pub(super) fn load_next(&mut self, weights: &[Words], trail: &Trail, #[comptime] panel: Panel) {
+        let (mut words, mut scales) = (trail.words, trail.scales);
+        if comptime!(panel.blocks() == 1) {
+            // Scales of both blocks lie before the first: the second's are further from its words.
+            let half = trail.number % 2 * (trail.row / 2);
+            words -= half;
+            scales -= half * comptime!(BLOCK / 2);
+        }
+        self.words[0] = weights[words];
+        self.words[1] = weights[words + trail.row];
+        #[unroll]
+        for block in 0..comptime!(panel.blocks()) {
+            self.scales[block] = weights[scales + comptime!(block) * (trail.row / 2)];
         }
     }
 
@@ -292,6 +365,31 @@ impl Portion {
             } else {
                 self.put_floats(&mut operands, step, panel);
             }
+        }
+        operands
+    }
+
+    /// The left operands of a block for both pairs of rows as unsigned bytes: [`byte_unit()`] for each step of a code.
+    pub(super) fn bytes(
+        &self,
+        #[comptime] block: usize,
+        #[comptime] panel: Panel,
+    ) -> Sequence<Packed> {
+        let mut operands = Sequence::<Packed>::new();
+        let mask = comptime!(match (panel.format, block) {
+            (Format::Q4, 0) => 0x0f0f_0f0fu32,
+            (Format::Q4, _) => 0xf0f0_f0f0,
+            (Format::F32 | Format::F16 | Format::Bf16 | Format::Q8, _) => 0xffff_ffff,
+        });
+        #[unroll]
+        for pair in 0..2usize {
+            let (upper, lower) = comptime!((2 * pair, 2 * pair + 1));
+            operands.push(left(
+                self.words[0].extract(upper) & mask,
+                self.words[0].extract(lower) & mask,
+                self.words[1].extract(upper) & mask,
+                self.words[1].extract(lower) & mask,
+            ));
         }
         operands
     }

@@ -215,6 +215,17 @@ fn rows_of_every_format_and_split() {
 }
 
 #[test]
+fn rows_for_a_part_of_shared_memory_and_for_more_than_all() {
+    let Some(gpu) = gpu() else { return };
+    for (columns, tokens) in [(20_480, 1), (9000, MAX_TOKENS)] {
+        for format in [Format::Q8, Format::Q4] {
+            let case = Case { format, rows: &[7], columns, tokens, norm: Some(SCALED), ..PLAIN };
+            check(&gpu, case, None);
+        }
+    }
+}
+
+#[test]
 fn a_norm_in_front() {
     let Some(gpu) = gpu() else { return };
     for format in Format::ALL {

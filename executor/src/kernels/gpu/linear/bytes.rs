@@ -1,0 +1,290 @@
+//! A few rows of floats with matrix instructions of bytes: blocks of weights are left operands as they lie, whole
+//! numbers of four bytes right ones (see [`super::digits`]).
+//!
+//! - A plane takes 32 rows of one matrix and some of their columns, portion after portion; what it loads is portions
+//!   ahead of what it multiplies, and the first of it is on its way while activations are converted.
+//! - Products of a block are exact; its scales are applied to their sums.
+//! - Planes that share rows add their sums through shared memory, always in the same order.
+
+use cubecl::prelude::*;
+use ir::op::Then;
+
+use super::digits::{DIGIT_TOKENS, Digits};
+use super::input::Input;
+use super::matrix::{LANE_ROWS, LANE_SLOTS};
+use super::rights::PLANE;
+use super::total::{Output, Shape, Totals};
+use crate::kernels::cpu::pack::{PANEL, VECTOR};
+use crate::kernels::gpu::ahead::{Regions, ask_at_the_end};
+use crate::kernels::gpu::instructions::{Counts, left, multiply_bytes};
+use crate::kernels::gpu::panel::{Panel, Walk, panel_vectors};
+use crate::kernels::gpu::portion::{
+    Portion, Trail, byte_offsets, byte_unit, portion_blocks, portion_columns,
+};
+use crate::kernels::gpu::words::Words;
+
+/// How the matrices of a launch are shared out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct ByteShare {
+    pub(super) panel: Panel,
+    /// Of one output; planes beside one another take other matrices.
+    pub(super) matrices: usize,
+    /// Planes of a cube that take other rows.
+    pub(super) bands: usize,
+    /// Planes of a cube that share the same rows.
+    pub(super) splits: usize,
+    /// Portions that a plane has in registers.
+    pub(super) stages: usize,
+}
+
+impl ByteShare {
+    /// Planes of a cube.
+    pub(super) fn planes(self) -> usize {
+        self.matrices * self.bands * self.splits
+    }
+
+    /// Portions that cover the columns.
+    fn portions(self) -> usize {
+        self.panel.columns.div_ceil(portion_columns(self.panel))
+    }
+}
+
+/// Writes every output: cubes take bands of its rows, output after output.
+#[cube(launch_unchecked)]
+pub(super) fn multiply_blocks<N: Size>(
+    input: &Input<N>,
+    weights: &Sequence<Sequence<Box<[Words]>>>,
+    outputs: &mut Sequence<Output>,
+    ahead: &Regions,
+    epsilon: f32,
+    #[comptime] then: Then,
+    #[comptime] shape: Shape,
+    #[comptime] share: ByteShare,
+) {
+    let cube = CUBE_POS_X as usize;
+    let lane = UNIT_POS as usize % PLANE;
+    let plane = UNIT_POS as usize / PLANE;
+    let planes = comptime!(share.planes());
+    let tile = comptime!(share.bands * PANEL);
+    let mut totals = Totals::new(shape);
+    let mut digits = Digits::new(lane, planes, shape.tokens, share.panel);
+    let mut first_cube = 0usize.runtime();
+    #[unroll]
+    for output in 0..outputs.len() {
+        let rows = outputs.index(output).rows;
+        let cubes = rows.div_ceil(tile);
+        if cube >= first_cube && cube < first_cube + cubes {
+            let band = plane / share.matrices % share.bands;
+            let number = (cube - first_cube) * share.bands + band;
+            // Bands beyond the last row are computed as the last one and not written.
+            let number = number.min(rows.div_ceil(PANEL) - 1);
+            let vectors = panel_vectors(rows, number);
+            let walk = Walk {
+                start: number * comptime!(share.panel.stride()),
+                vectors,
+                slot: lane / 4 % (vectors * comptime!(VECTOR / LANE_ROWS)),
+            };
+            let place = Place {
+                walk,
+                t: lane % 4,
+                matrix: plane % share.matrices,
+                split: plane / comptime!(share.matrices * share.bands),
+                slot: band * LANE_SLOTS + lane / 4,
+            };
+            multiply_band(input, &weights[output], &mut digits, &mut totals, place, shape, share);
+        }
+        first_cube += cubes;
+    }
+    ask_at_the_end(ahead, plane as u32, comptime!(planes as u32).runtime());
+    sync_cube();
+    let mut first_cube = 0usize.runtime();
+    #[unroll]
+    for output in 0..outputs.len() {
+        let cubes = outputs.index(output).rows.div_ceil(tile);
+        if cube >= first_cube && cube < first_cube + cubes {
+            let first_row = (cube - first_cube) * tile;
+            let slots = shape.slots.runtime();
+            let columns = share.panel.columns;
+            let output = outputs.index_mut(output);
+            totals.finish(output, first_row, 0usize, slots, epsilon, columns, then, shape);
+        }
+        first_cube += cubes;
+    }
+}
+
+/// What a lane takes.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+struct Place {
+    /// Where it walks in panels.
+    walk: Walk,
+    /// Which of the four lanes of a row it is.
+    t: usize,
+    /// Of the output's.
+    matrix: usize,
+    /// Which of the planes that share rows it is.
+    split: usize,
+    /// Of the cube's sums.
+    slot: usize,
+}
+
+/// Puts the products of a plane.
+#[cube]
+fn multiply_band<N: Size>(
+    input: &Input<N>,
+    weights: &Sequence<Box<[Words]>>,
+    digits: &mut Digits,
+    totals: &mut Totals,
+    place: Place,
+    #[comptime] shape: Shape,
+    #[comptime] share: ByteShare,
+) {
+    let portions = comptime!(share.portions());
+    let blocks = comptime!(portion_blocks(share.panel));
+    let groups = comptime!(shape.tokens.div_ceil(DIGIT_TOKENS));
+    let mut stages = Sequence::<Portion>::new();
+    #[unroll]
+    for _ in 0..share.stages {
+        stages.push(Portion::new(share.panel));
+    }
+    let mut trail = Trail::new(place.walk, place.t, place.split, share.splits, share.panel);
+    #[unroll]
+    for stage in 0..comptime!(share.stages - 1) {
+        load_stage(&mut stages, weights, place.matrix, &mut trail, stage, share);
+    }
+    digits.convert(input, totals, comptime!(share.planes()), shape, share.panel);
+    // `[block][group][row]`: blocks' bytes differ in what they count.
+    let mut sums = Array::<f32>::new(comptime!(blocks * groups * LANE_ROWS));
+    #[unroll]
+    for sum in 0..comptime!(blocks * groups * LANE_ROWS) {
+        sums[sum] = 0.0;
+    }
+    let mut number = place.split;
+    while number < portions {
+        #[unroll]
+        for stage in 0..share.stages {
+            if number < portions {
+                let free = comptime!((stage + share.stages - 1) % share.stages);
+                load_stage(&mut stages, weights, place.matrix, &mut trail, free, share);
+                multiply_stage(&stages, &*digits, place, number, &mut sums, stage, shape, share);
+                number += share.splits;
+            }
+        }
+    }
+    put(totals, &*digits, &sums, place, shape, share);
+}
+
+/// Loads a trail's next portion, if there is one.
+#[cube]
+fn load_stage(
+    stages: &mut Sequence<Portion>,
+    weights: &Sequence<Box<[Words]>>,
+    of_plane: usize,
+    trail: &mut Trail,
+    #[comptime] stage: usize,
+    #[comptime] share: ByteShare,
+) {
+    if trail.number < comptime!(share.portions()) {
+        let portion = stages.index_mut(stage);
+        if comptime!(share.matrices == 1) {
+            portion.load_next(&weights[0], &*trail, share.panel);
+        } else {
+            #[unroll]
+            for matrix in 0..share.matrices {
+                if of_plane == matrix {
+                    portion.load_next(&weights[matrix], &*trail, share.panel);
+                }
+            }
+        }
+    }
+    trail.advance(share.splits);
+}
+
+/// Adds the products of the portion of a stage.
+#[cube]
+fn multiply_stage(
+    stages: &Sequence<Portion>,
+    digits: &Digits,
+    place: Place,
+    number: usize,
+    sums: &mut Array<f32>,
+    #[comptime] stage: usize,
+    #[comptime] shape: Shape,
+    #[comptime] share: ByteShare,
+) {
+    let panel = comptime!(share.panel);
+    let blocks = comptime!(portion_blocks(panel));
+    let groups = comptime!(shape.tokens.div_ceil(DIGIT_TOKENS));
+    let portion = stages.index(stage);
+    #[unroll]
+    for block in 0..blocks {
+        let bytes = portion.bytes(block, panel);
+        let scales = portion.scales(block, place.walk.slot);
+        let offsets = comptime!(byte_offsets(panel.format, block)).runtime();
+        let offsets = left(offsets, offsets, offsets, offsets);
+        #[unroll]
+        for group in 0..groups {
+            let operand = digits.operand(number * blocks + block, group, shape, panel);
+            let offset = multiply_bytes(offsets, operand, Counts::zeroed(), true);
+            #[unroll]
+            for pair in 0..2usize {
+                let counts = multiply_bytes(*bytes.index(pair), operand, offset, false);
+                #[unroll]
+                for half in 0..2usize {
+                    let row = comptime!(2 * pair + half);
+                    let at = comptime!((block * groups + group) * LANE_ROWS + row);
+                    // A lane has two neighbouring bytes of a number.
+                    let count = counts.extract(comptime!(2 * half)) * 256i32
+                        + counts.extract(comptime!(2 * half + 1));
+                    sums[at] = fma(scales[row], f32::cast_from(count), sums[at]);
+                }
+            }
+        }
+    }
+}
+
+/// Puts a lane's sums of four rows for one token of each group.
+#[cube]
+fn put(
+    totals: &mut Totals,
+    digits: &Digits,
+    sums: &Array<f32>,
+    place: Place,
+    #[comptime] shape: Shape,
+    #[comptime] share: ByteShare,
+) {
+    let blocks = comptime!(portion_blocks(share.panel));
+    let groups = comptime!(shape.tokens.div_ceil(DIGIT_TOKENS));
+    #[unroll]
+    for group in 0..groups {
+        let mut rows = Array::<f32>::new(LANE_ROWS);
+        #[unroll]
+        for row in 0..LANE_ROWS {
+            let mut sum = f32::new(0.0);
+            #[unroll]
+            for block in 0..blocks {
+                let part = sums[comptime!((block * groups + group) * LANE_ROWS + row)];
+                sum += part * comptime!(1.0 / byte_unit(share.panel.format, block) as f32);
+            }
+            rows[row] = sum * 65536.0 + plane_shuffle_xor(sum, 1u32);
+        }
+        #[unroll]
+        for i in 0..DIGIT_TOKENS {
+            let token = comptime!(group * DIGIT_TOKENS + i);
+            if comptime!(token < shape.tokens) && place.t == comptime!(2 * i) {
+                let mut scaled = Array::<f32>::new(LANE_ROWS);
+                #[unroll]
+                for row in 0..LANE_ROWS {
+                    scaled[row] = rows[row] * digits.unit(token);
+                }
+                #[unroll]
+                for matrix in 0..share.matrices {
+                    if place.matrix == matrix {
+                        let token = token.runtime();
+                        totals.put_token(place.split, place.slot, matrix, token, &scaled, shape);
+                    }
+                }
+            }
+        }
+    }
+}
