@@ -335,7 +335,7 @@ impl Portion {
         operands
     }
 
-    /// The left operands of a block, where elements of block formats are whole numbers: [`Self::scales()`] are for the
+    /// The left operands of a block, where elements of block formats are whole numbers: their scales are for the
     /// sums.
     pub(super) fn codes(
         &self,
