@@ -21,13 +21,18 @@ xvfb=$!
 window=""
 trap 'kill $xvfb $window 2>/dev/null || true; rm -rf "$folder"' EXIT
 for _ in $(seq 50); do
-    [ -s "$folder/display" ] && break
+    [ "$(wc -l <"$folder/display")" -gt 0 ] && break
     sleep 0.1
 done
 [ -s "$folder/display" ] || skip "Xvfb does not start: $(tail -1 "$folder/xvfb.log")"
 DISPLAY=:$(cat "$folder/display")
 export DISPLAY
 unset WAYLAND_DISPLAY
+# A server that has told its number may still turn the first ones away.
+for _ in $(seq 50); do
+    xdotool getdisplaygeometry >/dev/null 2>&1 && break
+    sleep 0.1
+done
 
 XDG_STATE_HOME="$folder" LIBGL_ALWAYS_SOFTWARE=1 "$viewer" "$@" 2>"$folder/viewer.log" &
 window=$!
