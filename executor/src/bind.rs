@@ -25,30 +25,47 @@ use crate::team::{Team, bind};
 /// one for CubeCL's thread, one for fetches. The others read memory as fast as all of them.
 const SPARED_CPUS: usize = 3;
 
-/// Keeps the calling thread, which drives a GPU, and those that it starts, off the processors of NUMA nodes that compute:
-/// a member of a team that loses its processor holds up all others.
-///
-/// # Errors
-/// When the system does not bind threads.
-pub(crate) fn bind_to_spared(plan: &Plan) -> Result<()> {
-    let computes =
-        |id| plan.programs.iter().flat_map(|program| &program.lanes).any(|lane| lane.device == id);
-    let spared = plan.machine.devices.iter().flat_map(|(id, device)| match &device.kind {
-        DeviceKind::Numa { cpus, .. } if computes(id) => {
-            cpus[cpus.len() - spared(plan, cpus.len())..].to_vec()
-        }
-        DeviceKind::Numa { cpus, .. } => cpus.clone(),
-        DeviceKind::Gpu { .. } => Vec::new(),
-    });
-    let spared: Vec<u32> = spared.collect();
-    if spared.is_empty() { Ok(()) } else { bind(&Topology::new()?, &spared) }
+/// The processors that are left to the threads that drive GPUs: a member of a team that loses its own holds up all others.
+pub(crate) struct SparedCpus {
+    topology: Topology,
+    /// None where no NUMA node is of the plan's machine.
+    cpus: Vec<u32>,
 }
 
-/// Lets the calling thread, and those that it starts, use all processors again.
-fn bind_to_all() -> Result<()> {
-    let topology = Topology::new()?;
-    let all: Vec<u32> = topology.cpuset().iter_set().map(|cpu| usize::from(cpu) as u32).collect();
-    bind(&topology, &all)
+impl SparedCpus {
+    /// Those of the NUMA nodes of a plan's machine.
+    ///
+    /// # Errors
+    /// When the system does not tell its topology.
+    pub(crate) fn find(plan: &Plan) -> Result<Self> {
+        let computes = |id| {
+            plan.programs.iter().flat_map(|program| &program.lanes).any(|lane| lane.device == id)
+        };
+        let cpus = plan.machine.devices.iter().flat_map(|(id, device)| match &device.kind {
+            DeviceKind::Numa { cpus, .. } if computes(id) => {
+                cpus[cpus.len() - spared(plan, cpus.len())..].to_vec()
+            }
+            DeviceKind::Numa { cpus, .. } => cpus.clone(),
+            DeviceKind::Gpu { .. } => Vec::new(),
+        });
+        let topology = Topology::new().context("reading the machine's topology")?;
+        Ok(Self { cpus: cpus.collect(), topology })
+    }
+
+    /// Keeps the calling thread, and those that it starts from now on, on them.
+    ///
+    /// # Errors
+    /// When the system does not bind threads.
+    pub(crate) fn bind(&self) -> Result<()> {
+        if self.cpus.is_empty() { Ok(()) } else { bind(&self.topology, &self.cpus) }
+    }
+
+    /// Lets the calling thread, and those that it starts from now on, use all processors again.
+    fn unbind(&self) -> Result<()> {
+        let all = self.topology.cpuset();
+        let all: Vec<u32> = all.iter_set().map(|cpu| usize::from(cpu) as u32).collect();
+        bind(&self.topology, &all)
+    }
 }
 
 /// How many of the processors of a NUMA node that computes are left to the threads that drive GPUs.
@@ -103,10 +120,11 @@ impl Device {
     ) -> Result<Self> {
         let spec = &plan.machine.devices[id];
         let name = spec.name.clone();
-        let mut form = match &spec.kind {
-            DeviceKind::Numa { cpus, .. } => Form::Cpu(Cpu::new(plan, id, cpus, options)?),
+        let (mut form, spared) = match &spec.kind {
+            DeviceKind::Numa { cpus, .. } => (Form::Cpu(Cpu::new(plan, id, cpus, options)?), None),
             DeviceKind::Gpu { ordinal, .. } => {
-                bind_to_spared(plan)?;
+                let spared = SparedCpus::find(plan)?;
+                spared.bind()?;
                 let ordinal = *ordinal as usize;
                 let gpu = match options.gpu_driver {
                     GpuDriver::Cuda => Gpu::cuda(ordinal),
@@ -114,10 +132,10 @@ impl Device {
                 };
                 let gpu = gpu.with_context(|| format!("opening {name}"))?;
                 // Its weights are converted by all of them.
-                bind_to_all()?;
+                spared.unbind()?;
                 let state = gpu::State::new(plan, id, gpu, ordinal, Arc::clone(peers));
                 let state = state.with_context(|| format!("taking the memory of {name}"))?;
-                Form::Gpu(Box::new(state))
+                (Form::Gpu(Box::new(state)), Some(spared))
             }
         };
         for weight in plan.weights.rows() {
@@ -131,8 +149,9 @@ impl Device {
             let goes_on = !is_here || progress(plan.weight_bytes(weight));
             ensure!(goes_on, "another device could not be loaded");
         }
-        if let Form::Gpu(state) = &mut form {
+        if let (Form::Gpu(state), Some(spared)) = (&mut form, spared) {
             state.finish_loading().with_context(|| format!("loading {name}"))?;
+            spared.bind()?;
         }
         Ok(Self { name, form })
     }

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use anyhow::Result;
-use ir::id::{DeviceId, StepId, Table};
+use ir::id::{DeviceId, StepId};
 use ir::machine::DeviceKind;
 use ir::plan::{Action, Plan, Program, Queue};
 use ir::trace::Span;
@@ -38,8 +38,6 @@ pub(crate) struct Lane {
     pub(crate) device: Device,
     /// For each program the index of this queue's lane in it.
     pub(crate) lanes: Vec<Option<usize>>,
-    /// For each program and step whether a step waits for it.
-    pub(crate) awaited: Vec<Table<StepId, bool>>,
     /// For each program that the lane works in, its steps by position, cut where others take part.
     pub(crate) stretches: Vec<Option<Vec<Range<usize>>>>,
     pub(crate) peers: Arc<Peers>,
@@ -121,13 +119,10 @@ impl Lane {
         let steps = &program.lanes[lane].steps;
         let plan = Arc::clone(&self.plan);
         let scope = Scope { plan: &plan, batch: &run.batch, run: run.number };
-        let is_wanted = match &self.device.form {
-            Form::Gpu(state) => state.can_be_captured(scope, run, steps),
-            Form::Cpu(_) => false,
-        };
-        if let (true, Form::Gpu(state)) = (is_wanted, &self.device.form) {
-            state.prepare_capture();
-        }
+        let is_wanted = matches!(
+            &self.device.form,
+            Form::Gpu(state) if state.prepare_capture(scope, run, steps)
+        );
         let has_ended = self.work_in_stretches(run, program, lane, spans);
         let (Form::Gpu(state), Some(&first)) = (&mut self.device.form, steps.first()) else {
             return;
@@ -183,7 +178,7 @@ impl Lane {
                     state.deliver(scope, run, id)?;
                 }
                 state.receive(scope, run, id)?;
-                if self.awaited[run.program][id] {
+                if self.peers.awaited(run.program)[id] {
                     run.finish(id);
                 }
             }
@@ -229,7 +224,7 @@ impl Lane {
             }
             let end = now();
             for &id in stretch {
-                if self.awaited[run.program][id] {
+                if self.peers.awaited(run.program)[id] {
                     run.finish(id);
                 }
                 if recorder.is_some() {
@@ -278,7 +273,7 @@ impl Lane {
             }
         }
         // Where GPUs meet on the devices, the host does not see when others have read a buffer.
-        if self.peers.sums(run.program).rows().iter().all(|is_sum| !is_sum) {
+        if !self.peers.meet(run.program) {
             for &buffer in stretch.iter().flat_map(|&id| &program.steps[id].frees) {
                 run.slots.take(buffer);
             }
@@ -346,22 +341,6 @@ impl Fault {
             FaultKind::Panic => panic!("a panic was injected"),
         }
     }
-}
-
-/// For each step of a program whether another lane waits for it on the host, in this run or before the next; `sums` are
-/// the steps that do not.
-pub(crate) fn awaited(program: &Program, sums: &Table<StepId, bool>) -> Table<StepId, bool> {
-    let mut awaited: Table<StepId, bool> = program.steps.ids().map(|_| false).collect();
-    for (_, step) in program.steps.iter().filter(|(id, _)| !sums[*id]) {
-        for &wait in &step.waits {
-            awaited[wait] = true;
-        }
-    }
-    let devices = program.lanes.iter().map(|lane| lane.device);
-    for step in devices.filter_map(|device| fetching::last_read(program, device)) {
-        awaited[step] = true;
-    }
-    awaited
 }
 
 /// The queues that work in any program, in the order of devices.

@@ -19,7 +19,7 @@ use crate::executor::{Executor, LaneThread};
 use crate::fetch::{Fetcher, Homes, Window, fetched};
 use crate::kernels::cpu::isa::Isa;
 use crate::lane::fetching::FetchLane;
-use crate::lane::{Inbox, Lane, awaited, queues};
+use crate::lane::{Inbox, Lane, queues};
 use crate::ops::gpu;
 use crate::peers::Peers;
 use crate::run::panic_message;
@@ -290,29 +290,24 @@ impl Starter {
             Err(error) => return tell(Event::Failed(error)),
         };
         let lanes = self.lanes(device, Queue::Compute);
-        let programs = self.plan.programs.iter().enumerate();
-        let awaited =
-            programs.clone().map(|(index, program)| awaited(program, self.peers.sums(index)));
-        let awaited: Vec<_> = awaited.collect();
         let cut = |(index, program): (usize, &ir::plan::Program)| {
             let lane = lanes[index].map(|lane| &program.lanes[lane])?;
             let sums = self.peers.sums(index);
             Some(match &bound.form {
                 Form::Gpu(_) if self.recorder.is_none() => {
-                    gpu::stretches(program, lane, &awaited[index], sums)
+                    gpu::stretches(program, lane, self.peers.awaited(index), sums)
                 }
                 // A GPU's steps are recorded one by one, each with its end on the device.
                 Form::Gpu(_) | Form::Cpu(_) => (0..lane.steps.len()).map(|at| at..at + 1).collect(),
             })
         };
-        let stretches = programs.map(cut).collect();
+        let stretches = self.plan.programs.iter().enumerate().map(cut).collect();
         let held = Held {
             homes: bound.homes(&self.plan),
             windows: bound.window().map(|window| (device, window)).into_iter().collect(),
         };
         let lane = Lane {
             lanes,
-            awaited,
             stretches,
             peers: self.peers,
             plan: self.plan,
@@ -321,11 +316,6 @@ impl Starter {
             recorder: self.recorder,
             fault: self.options.fault,
         };
-        if let Form::Gpu(_) = &lane.device.form
-            && let Err(error) = bind::bind_to_spared(&lane.plan)
-        {
-            return drop(self.events.send(Event::Failed(error)));
-        }
         // The maps are closed before the lane says that it is ready.
         drop(self.checkpoint);
         drop(self.events.send(Event::Ready(held)));
@@ -335,7 +325,8 @@ impl Starter {
 
     /// Pins what is fetched and serves; tells how the pinning went.
     fn fetch(self, device: DeviceId, window: Window, homes: Homes, inbox: Arc<Inbox>) {
-        let fetcher = bind::bind_to_spared(&self.plan).and_then(|()| Fetcher::new(window, homes));
+        let bound = bind::SparedCpus::find(&self.plan).and_then(|spared| spared.bind());
+        let fetcher = bound.and_then(|()| Fetcher::new(window, homes));
         let fetcher = match fetcher {
             Ok(fetcher) => fetcher,
             Err(error) => return drop(self.events.send(Event::Failed(error))),

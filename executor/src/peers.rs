@@ -1,4 +1,5 @@
-//! Which sums the GPUs of a plan make among themselves, and where each finds the exchanges of the others.
+//! Which sums the GPUs of a plan make among themselves, so which steps are waited for on the host, and where each GPU
+//! finds the exchanges of the others.
 
 #![expect(unsafe_code, reason = "the driver is asked for access to the memory of other GPUs")]
 
@@ -11,12 +12,15 @@ use ir::id::{BufferId, DeviceId, StepId, Table};
 use ir::machine::DeviceKind;
 use ir::plan::{Plan, Program};
 
+use crate::lane::fetching::last_read;
 use crate::load::{GpuDriver, Options};
 
 /// What the lanes of a plan's GPUs share.
 pub(crate) struct Peers {
     /// For each program, which steps are parts of sums that GPUs make without the host.
     sums: Vec<Table<StepId, bool>>,
+    /// For each program, which steps other lanes wait for on the host, in the run or before the next.
+    awaited: Vec<Table<StepId, bool>>,
     exchanges: Mutex<BTreeMap<DeviceId, Exchange>>,
 }
 
@@ -42,7 +46,9 @@ impl Peers {
             };
             program.steps.ids().map(is_sum).collect()
         });
-        Self { sums: sums.collect(), exchanges: Mutex::default() }
+        let sums: Vec<_> = sums.collect();
+        let awaited = plan.programs.iter().zip(&sums).map(|(program, sums)| awaited(program, sums));
+        Self { awaited: awaited.collect(), sums, exchanges: Mutex::default() }
     }
 
     /// Whether a step is a GPU's part of a sum that needs no host.
@@ -53,6 +59,16 @@ impl Peers {
     /// The same for all steps of a program.
     pub(crate) fn sums(&self, program: usize) -> &Table<StepId, bool> {
         &self.sums[program]
+    }
+
+    /// Whether GPUs meet in a program without the host.
+    pub(crate) fn meet(&self, program: usize) -> bool {
+        self.sums[program].rows().contains(&true)
+    }
+
+    /// For each step of a program whether other lanes wait for it on the host.
+    pub(crate) fn awaited(&self, program: usize) -> &Table<StepId, bool> {
+        &self.awaited[program]
     }
 
     /// Tells the others where a GPU's exchange lies.
@@ -77,6 +93,22 @@ impl Peers {
         };
         members.iter().map(address).collect()
     }
+}
+
+/// For each step of a program whether another lane waits for it on the host, in this run or before the next; `sums` are
+/// the steps that do not wait there.
+fn awaited(program: &Program, sums: &Table<StepId, bool>) -> Table<StepId, bool> {
+    let mut awaited: Table<StepId, bool> = program.steps.ids().map(|_| false).collect();
+    for (_, step) in program.steps.iter().filter(|(id, _)| !sums[*id]) {
+        for &wait in &step.waits {
+            awaited[wait] = true;
+        }
+    }
+    let devices = program.lanes.iter().map(|lane| lane.device);
+    for step in devices.filter_map(|device| last_read(program, device)) {
+        awaited[step] = true;
+    }
+    awaited
 }
 
 /// The devices whose buffers are read, in that order.

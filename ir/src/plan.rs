@@ -341,6 +341,13 @@ impl Plan {
     }
 }
 
+impl Program {
+    /// The lane of a queue of a device; `None` where it does nothing.
+    pub fn lane(&self, device: DeviceId, queue: Queue) -> Option<&Lane> {
+        self.lanes.iter().find(|lane| lane.device == device && lane.queue == queue)
+    }
+}
+
 impl Weight {
     /// Bytes it takes on a device of that kind; at most `u64::MAX`.
     pub fn bytes(&self, kind: &DeviceKind) -> u64 {

@@ -94,13 +94,8 @@ impl Meter<'_> {
         // The first launch compiles the kernel.
         launch()?;
         self.gpu.sync()?;
-        let client = &self.gpu.client;
-        let started = client.graph_prepare().and_then(|()| client.start_capture());
-        let graph = match started {
-            Ok(()) => {
-                (0..launches).try_for_each(|_| launch())?;
-                client.stop_capture()
-            }
+        let graph = match self.gpu.client.graph_prepare() {
+            Ok(()) => self.gpu.capture(|| (0..launches).try_for_each(|_| launch()))?,
             Err(error) => Err(error),
         };
         let nanos = best(|| {

@@ -8,7 +8,7 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use ir::id::{DeviceId, StepId, Table};
+use ir::id::{DeviceId, StepId};
 use ir::plan::{Action, Plan, Program, Queue, Step};
 use ir::trace::Span;
 
@@ -39,26 +39,17 @@ struct OnItsWay {
 
 /// The last step of a GPU's compute lane that reads its window; `None` where none does.
 pub(crate) fn last_read(program: &Program, device: DeviceId) -> Option<StepId> {
-    let of = |queue| {
-        let is_it = move |lane: &&ir::plan::Lane| lane.device == device && lane.queue == queue;
-        program.lanes.iter().find(is_it)
-    };
+    let copies = program.lane(device, Queue::Copy)?;
     let fetched: Vec<_> =
-        of(Queue::Copy)?.steps.iter().flat_map(|&step| &program.steps[step].writes).collect();
+        copies.steps.iter().flat_map(|&step| &program.steps[step].writes).collect();
     let reads = |step: &Step| step.reads.iter().any(|buffer| fetched.contains(&buffer));
-    of(Queue::Compute)?.steps.iter().rev().copied().find(|&step| reads(&program.steps[step]))
-}
-
-/// For each step whether a copy queue of the same device waits until it has read the window.
-pub(crate) fn releases(program: &Program, device: DeviceId) -> Table<StepId, bool> {
-    let mut releases: Table<StepId, bool> = program.steps.ids().map(|_| false).collect();
-    let lanes = program.lanes.iter();
-    let copies = lanes.filter(|lane| lane.device == device && lane.queue == Queue::Copy);
-    let waits = copies.flat_map(|lane| &lane.steps).flat_map(|&step| &program.steps[step].waits);
-    for &step in waits.chain(&last_read(program, device)) {
-        releases[step] = true;
-    }
-    releases
+    program
+        .lane(device, Queue::Compute)?
+        .steps
+        .iter()
+        .rev()
+        .copied()
+        .find(|&step| reads(&program.steps[step]))
 }
 
 impl FetchLane {

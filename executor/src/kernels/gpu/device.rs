@@ -5,9 +5,9 @@
 use anyhow::{Context as _, Result, ensure};
 use burn_cubecl::CubeDevice;
 use cubecl::bytes::Bytes;
-use cubecl::client::Client;
+use cubecl::client::{Client, Graph};
 use cubecl::prelude::{BufferArg, CubeCount, CubeDim, ElemType};
-use cubecl::server::Handle;
+use cubecl::server::{Handle, ServerError};
 use cubecl_runtime::runtime::Runtime;
 
 use super::matrix::LOAD_BYTES;
@@ -122,6 +122,23 @@ impl Gpu {
     /// When a launch failed.
     pub fn read(&self, span: &Span) -> Result<Bytes> {
         self.client.read_one(span.handle.clone()).context("reading GPU memory")
+    }
+
+    /// Captures what `queue` queues, which is not done: launches that have run since `graph_prepare`. Inside it is why the
+    /// device captured nothing.
+    ///
+    /// # Errors
+    /// Those of `queue`.
+    pub(crate) fn capture(
+        &self,
+        queue: impl FnOnce() -> Result<()>,
+    ) -> Result<Result<Graph, ServerError>> {
+        if let Err(error) = self.client.start_capture() {
+            return Ok(Err(error));
+        }
+        let queued = queue();
+        let captured = self.client.stop_capture();
+        queued.map(|()| captured)
     }
 
     /// Passes launches on to the device: until then they may wait in this process, for other calls to follow.

@@ -158,14 +158,7 @@ impl Gpu {
 
     fn multiply_blocks(&self, linear: &Linear<'_>) {
         let share = self.byte_share(linear);
-        let shape = Shape {
-            tokens: linear.tokens,
-            matrices: share.matrices,
-            rows: matrix::LANE_ROWS,
-            slots: share.bands * matrix::LANE_SLOTS,
-            groups: share.splits,
-            is_normed: linear.norm.is_some(),
-        };
+        let shape = linear.shape_of_lanes(linear.tokens, share.bands, share.splits);
         let planes = share.planes();
         // SAFETY: the spans are as long as the shapes say, and the kernel stays within those.
         unsafe {
@@ -207,21 +200,13 @@ impl Gpu {
     }
 
     fn multiply_portions(&self, linear: &Linear<'_>) {
-        let matrices = linear.matrices_of_output();
         let share = self.portion_share(linear);
         let (mut tokens, mut stacks) = (linear.tokens, 1);
         if linear.is_narrow() {
             stacks = tokens.div_ceil(CUBE_NARROW_TOKENS);
             tokens = tokens.div_ceil(stacks).next_multiple_of(OPERAND_TOKENS);
         }
-        let shape = Shape {
-            tokens,
-            matrices,
-            rows: matrix::LANE_ROWS,
-            slots: share.bands * matrix::LANE_SLOTS,
-            groups: share.splits,
-            is_normed: linear.norm.is_some(),
-        };
+        let shape = linear.shape_of_lanes(tokens, share.bands, share.splits);
         // SAFETY: the spans are as long as the shapes say, and the kernel stays within those.
         unsafe {
             matrix::multiply_portions::launch_unchecked(
@@ -381,6 +366,18 @@ impl<'a> Linear<'a> {
         );
         ensure!(self.residual.is_none() || outputs == 1, "a residual is added to one output");
         Ok(())
+    }
+
+    /// The sums of cubes with matrix instructions, for so many tokens each.
+    fn shape_of_lanes(&self, tokens: usize, bands: usize, splits: usize) -> Shape {
+        Shape {
+            tokens,
+            matrices: self.matrices_of_output(),
+            rows: matrix::LANE_ROWS,
+            slots: bands * matrix::LANE_SLOTS,
+            groups: splits,
+            is_normed: self.norm.is_some(),
+        }
     }
 
     fn is_narrow(&self) -> bool {

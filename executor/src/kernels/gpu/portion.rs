@@ -51,6 +51,11 @@ pub(super) fn portion_columns(panel: Panel) -> usize {
     BLOCK * portion_blocks(panel)
 }
 
+/// Portions that cover the columns of a matrix.
+pub(super) fn portions(panel: Panel) -> usize {
+    panel.columns.div_ceil(portion_columns(panel))
+}
+
 /// Words of a portion, in fours.
 pub(super) fn portion_words(panel: Panel) -> usize {
     match panel.format {

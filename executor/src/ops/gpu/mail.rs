@@ -150,11 +150,18 @@ impl Mail {
     /// # Errors
     /// When none comes.
     pub(super) fn value(&self, program: usize, step: StepId, buffer: BufferId) -> Result<Place> {
+        let (letter, place) = self.place(program, step, buffer)?;
+        Ok(Place { flags: self.address(letter.flag), value: self.address(place) })
+    }
+
+    /// The letter that brings a value, and where the value starts.
+    fn place(&self, program: usize, step: StepId, buffer: BufferId) -> Result<(&Incoming, usize)> {
         let letter = self.programs[program].incoming.get(&step);
-        let letter = letter.with_context(|| format!("nothing comes for {step}"))?;
-        let value = letter.values.iter().find(|(id, _)| *id == buffer);
-        let (_, place) = value.with_context(|| format!("{buffer} does not come for {step}"))?;
-        Ok(Place { flags: self.address(letter.flag), value: self.address(*place) })
+        let value = letter.and_then(|letter| {
+            let value = letter.values.iter().find(|(id, _)| *id == buffer);
+            value.map(|(_, place)| (letter, *place))
+        });
+        value.with_context(|| format!("{buffer} does not come for {step}"))
     }
 
     /// Where a step tells that values of other devices have been taken; `None` where nobody asks.
@@ -199,9 +206,7 @@ impl Mail {
         buffer: BufferId,
         bytes: &[u8],
     ) -> Result<()> {
-        let letter = self.programs[program].incoming.get(&step);
-        let value = letter.and_then(|letter| letter.values.iter().find(|(id, _)| *id == buffer));
-        let &(_, place) = value.with_context(|| format!("{buffer} does not come for {step}"))?;
+        let (_, place) = self.place(program, step, buffer)?;
         ensure!(place + bytes.len() <= self.region.bytes(), "{buffer} outgrows its place");
         self.write(place, bytes);
         Ok(())
@@ -334,9 +339,7 @@ impl Letters {
         };
         let mut letters = Self::default();
         let Part { program, awaited, exported, sums } = part;
-        let is_ours =
-            |lane: &&ir::plan::Lane| lane.device == device && lane.queue == Queue::Compute;
-        for &id in program.lanes.iter().filter(is_ours).flat_map(|lane| &lane.steps) {
+        for &id in program.lane(device, Queue::Compute).iter().flat_map(|lane| &lane.steps) {
             let step = &program.steps[id];
             let is_move = matches!(step.action, Action::Move { .. }) && !sums[id];
             let foreign = |buffer: &&BufferId| program.buffers[**buffer].device != device;

@@ -33,8 +33,8 @@ impl State {
             if here[index] {
                 return self.operand(schedule, program, buffer, scope);
             }
-            let (rows, columns) = dims(&schedule.buffers[buffer].ty, scope.batch.extent());
-            let bytes = rows * columns * size_of::<f32>();
+            let (ty, extent) = (&schedule.buffers[buffer].ty, scope.batch.extent());
+            let bytes = ty.bytes(extent) as usize;
             if let Some(mail) = &self.mail {
                 let place = mail.value(program, id, buffer)?;
                 self.gpu.take(place, into, bytes, &self.inputs.turn());
@@ -42,6 +42,7 @@ impl State {
                 let slots = slots.context("a value comes without a letter")?;
                 with_bytes(schedule, buffer, scope, slots, |bytes| self.gpu.write(into, bytes))?;
             }
+            let (rows, columns) = dims(ty, extent);
             Ok(Operand { span: into.part(0, bytes), rows, columns })
         };
         let staging = &self.scratch.inner;

@@ -76,9 +76,7 @@ impl Replays {
     pub(super) fn abandon(&self, gpu: &Gpu) {
         let _alone = CAPTURING.lock().unwrap_or_else(PoisonError::into_inner);
         // CubeCL ends nothing but a capture: this one holds nothing.
-        if gpu.client.start_capture().is_ok() {
-            drop(gpu.client.stop_capture());
-        }
+        drop(gpu.capture(|| Ok(())));
     }
 
     /// Captures what `queue` queues, while nothing is queued on any GPU of this process. Where the device cannot,
@@ -93,13 +91,8 @@ impl Replays {
         queue: impl FnOnce() -> Result<()>,
     ) -> Result<()> {
         let _alone = CAPTURING.lock().unwrap_or_else(PoisonError::into_inner);
-        let captured = gpu.client.start_capture().and_then(|()| {
-            let queued = queue();
-            let captured = gpu.client.stop_capture();
-            captured.map(|graph| queued.map(|()| graph))
-        });
-        match captured {
-            Ok(graph) => drop(self.captured.insert(kind, graph?)),
+        match gpu.capture(queue)? {
+            Ok(graph) => drop(self.captured.insert(kind, graph)),
             Err(error) => tracing::debug!("a run's launches could not be captured: {error:?}"),
         }
         Ok(())

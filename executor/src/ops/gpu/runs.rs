@@ -8,11 +8,11 @@
 use anyhow::{Context as _, Result, bail, ensure};
 use ir::id::{BufferId, StepId};
 use ir::op::{Op, Products};
-use ir::plan::{Action, Lane, Phase, Program, Queue};
-use ir::tensor::{DType, TensorType};
+use ir::plan::{Action, Phase, Program, Queue};
+use ir::tensor::{DType, Extent, TensorType};
 
 use super::replay::Kind;
-use super::state::{Operand, Operands, State, dims};
+use super::state::{Operands, State, dims};
 use crate::kernels::gpu::linear::MAX_TOKENS;
 use crate::kernels::gpu::matrix::Matrix;
 use crate::kernels::gpu::vendor::Order;
@@ -32,16 +32,21 @@ impl State {
         self.mail.is_some() && program.phase == Phase::Decode
     }
 
-    /// Whether a run can be captured: nothing but launches that are the same in every run of its kind.
-    pub(crate) fn can_be_captured(&self, scope: Scope<'_>, run: &Run, steps: &[StepId]) -> bool {
+    /// Begins the first run of a kind if it can be captured when it is over: nothing but launches that are the same in
+    /// every run of its kind. Says whether.
+    pub(crate) fn prepare_capture(&self, scope: Scope<'_>, run: &Run, steps: &[StepId]) -> bool {
         let tokens = scope.batch.tokens().len();
         let program = &scope.plan.programs[run.program];
         let is_own = |&id: &StepId| match &program.steps[id].action {
             Action::Run(op) => !self.calls_library(op, tokens),
             Action::Move { .. } | Action::Fetch { .. } => true,
         };
-        self.mail.as_ref().is_some_and(|mail| mail.can_be_ahead(run.program))
-            && (self.vendor.is_none() || tokens <= MAX_TOKENS || steps.iter().all(is_own))
+        let can_be_ahead = self.mail.as_ref().is_some_and(|mail| mail.can_be_ahead(run.program))
+            && (self.vendor.is_none() || tokens <= MAX_TOKENS || steps.iter().all(is_own));
+        if can_be_ahead {
+            self.replays.prepare(&self.gpu);
+        }
+        can_be_ahead
     }
 
     /// Whether an operation may call the vendor's library in a run of so many tokens.
@@ -57,12 +62,7 @@ impl State {
         self.replays.holds(kind)
     }
 
-    /// Begins the first run of a kind that is captured.
-    pub(crate) fn prepare_capture(&self) {
-        self.replays.prepare(&self.gpu);
-    }
-
-    /// Ends the first run of a kind, which did not end well.
+    /// Ends what [`State::prepare_capture()`] began for a run that did not end well.
     pub(crate) fn abandon_capture(&self) {
         self.replays.abandon(&self.gpu);
     }
@@ -133,14 +133,11 @@ impl State {
     pub(crate) fn receive(&self, scope: Scope<'_>, run: &Run, step: StepId) -> Result<()> {
         let Some(mail) = &self.mail else { return Ok(()) };
         let schedule = &scope.plan.programs[run.program];
-        let shape = |buffer: BufferId| dims(&schedule.buffers[buffer].ty, scope.batch.extent());
-        let bytes = |buffer: BufferId| {
-            let (rows, columns) = shape(buffer);
-            rows * columns * size_of::<f32>()
-        };
+        let extent = scope.batch.extent();
+        let bytes = |buffer: BufferId| schedule.buffers[buffer].ty.bytes(extent) as usize;
         let is_over = || run.is_aborted();
         mail.receive(run.program, step, turn(run.number), is_over, bytes, |buffer, bytes| {
-            run.slots.write(buffer, value(&schedule.buffers[buffer].ty, shape(buffer), bytes)?);
+            run.slots.write(buffer, value(&schedule.buffers[buffer].ty, extent, bytes)?);
             Ok(())
         })
     }
@@ -174,9 +171,8 @@ impl State {
             self.queue_inputs()?;
         }
         let schedule = &scope.plan.programs[program];
-        let is_copy = |lane: &Lane| lane.device == self.device && lane.queue == Queue::Copy;
         if let Some(vendor) = &mut self.vendor {
-            let has_fetches = schedule.lanes.iter().any(is_copy);
+            let has_fetches = schedule.lane(self.device, Queue::Copy).is_some();
             vendor.order = if has_fetches { Order::Host } else { Order::Device };
         }
         let (&first, &last) = steps.first().zip(steps.last()).context("a stretch has no steps")?;
@@ -191,15 +187,14 @@ impl State {
         let mut has_waited = false;
         for &buffer in &schedule.steps[last].writes {
             if self.exported[program][buffer] {
-                let Operand { span, rows, columns } =
-                    self.operand(schedule, program, buffer, scope)?;
-                let bytes = self.gpu.read(&span.part(0, rows * columns * size_of::<f32>()))?;
-                let ty = &schedule.buffers[buffer].ty;
-                slots.write(buffer, value(ty, (rows, columns), &bytes)?);
+                let (ty, extent) = (&schedule.buffers[buffer].ty, scope.batch.extent());
+                let span = self.operand(schedule, program, buffer, scope)?.span;
+                let bytes = self.gpu.read(&span.part(0, ty.bytes(extent) as usize))?;
+                slots.write(buffer, value(ty, extent, &bytes)?);
                 has_waited = true;
             }
         }
-        if (is_traced || self.releases[program][last]) && !has_waited {
+        if (is_traced || self.sums.peers.awaited(program)[last]) && !has_waited {
             self.gpu.sync()?;
         }
         Ok(())
@@ -232,8 +227,7 @@ impl State {
         let tokens = scope.batch.tokens().len();
         let schedule = &scope.plan.programs[program];
         // What a step asks for ahead is the same however the lane is cut.
-        let is_ours = |lane: &&Lane| lane.device == self.device && lane.queue == Queue::Compute;
-        let lane = schedule.lanes.iter().find(is_ours).context("the GPU has no lane")?;
+        let lane = schedule.lane(self.device, Queue::Compute).context("the GPU has no lane")?;
         let first = lane.steps.iter().position(|id| Some(id) == steps.first()).unwrap_or(0);
         for (position, &id) in (first..).zip(steps) {
             *at = id;
@@ -276,12 +270,12 @@ impl State {
     /// Queues sending what a step sends.
     fn queue_letters(&self, scope: Scope<'_>, program: usize, step: StepId) -> Result<()> {
         let Some(mail) = &self.mail else { return Ok(()) };
-        let turn = self.inputs.turn();
+        let (schedule, turn) = (&scope.plan.programs[program], self.inputs.turn());
         let (values, flag) = mail.outgoing(program, step);
         for (buffer, place) in values {
-            let schedule = &scope.plan.programs[program];
-            let Operand { span, rows, columns } = self.operand(schedule, program, buffer, scope)?;
-            self.gpu.post(&span, rows * columns * size_of::<f32>(), place, &turn);
+            let bytes = schedule.buffers[buffer].ty.bytes(scope.batch.extent()) as usize;
+            let span = self.operand(schedule, program, buffer, scope)?.span;
+            self.gpu.post(&span, bytes, place, &turn);
         }
         if let Some(place) = flag {
             self.gpu.raise_flag(place, &turn);
@@ -318,10 +312,10 @@ pub(super) fn with_bytes<T>(
     with: impl FnOnce(&[u8]) -> Result<T>,
 ) -> Result<T> {
     let ty = &schedule.buffers[buffer].ty;
-    let (rows, columns) = dims(ty, scope.batch.extent());
     let value = slots.read(buffer)?;
     let with = |bytes: &[u8]| {
-        ensure!(bytes.len() == rows * columns * size_of::<f32>(), "{buffer} has another size");
+        let expected = ty.bytes(scope.batch.extent()) as usize;
+        ensure!(bytes.len() == expected, "{buffer} has another size");
         with(bytes)
     };
     match Input::of(value.clone()) {
@@ -333,7 +327,8 @@ pub(super) fn with_bytes<T>(
 }
 
 /// A value that the device sent, for others to read.
-fn value(ty: &TensorType, (rows, columns): (usize, usize), bytes: &[u8]) -> Result<Value> {
+fn value(ty: &TensorType, extent: Extent, bytes: &[u8]) -> Result<Value> {
+    let (rows, columns) = dims(ty, extent);
     match ty.dtype {
         DType::F32 => Ok(Value::of_floats(bytemuck::pod_collect_to_vec(bytes), rows, columns)),
         DType::I32 => Ok(Value::of_ints(bytemuck::pod_collect_to_vec(bytes), rows, columns)),

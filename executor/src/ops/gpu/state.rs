@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use anyhow::{Context as _, Result, ensure};
 use ir::frame::Frame;
-use ir::id::{BufferId, DeviceId, StepId, Table, WeightId};
+use ir::id::{BufferId, DeviceId, Table, WeightId};
 use ir::op::Op;
 use ir::plan::{Plan, Program, Weight};
 use ir::tensor::{Extent, TensorType};
@@ -26,8 +26,6 @@ use crate::fetch::Window;
 use crate::kernels::gpu::ahead::Region;
 use crate::kernels::gpu::device::{Gpu, Span};
 use crate::kernels::gpu::vendor::{Library, Vendor, WORKSPACE_BYTES};
-use crate::lane::awaited;
-use crate::lane::fetching::releases;
 use crate::ops::Scope;
 use crate::peers::Peers;
 
@@ -51,8 +49,6 @@ pub(crate) struct State {
     frames: Vec<Frame>,
     /// Memory that fetched weights pass through; `None` where none are.
     window: Option<Span>,
-    /// For each program, which steps a copy queue waits for.
-    pub(super) releases: Vec<Table<StepId, bool>>,
     /// For each program, which buffers others read.
     pub(super) exported: Vec<Table<BufferId, bool>>,
     pub(super) replays: Replays,
@@ -105,12 +101,9 @@ impl State {
         let exported =
             programs.map(|(index, program)| exported(program, device, peers.sums(index)));
         let exported: Vec<Table<BufferId, bool>> = exported.collect();
-        let programs = plan.programs.iter().enumerate();
-        let awaited = programs.map(|(index, program)| awaited(program, peers.sums(index)));
-        let awaited: Vec<Table<StepId, bool>> = awaited.collect();
         let part = |(index, program)| Part {
             program,
-            awaited: &awaited[index],
+            awaited: peers.awaited(index),
             exported: &exported[index],
             sums: peers.sums(index),
         };
@@ -135,7 +128,6 @@ impl State {
             buffers: memory.take(bytes).context("the buffers of its steps")?,
             frames,
             window,
-            releases: plan.programs.iter().map(|program| releases(program, device)).collect(),
             exported,
             sums: Sums::new(peers, plan, device, ordinal, &space, &mut memory)?,
             memory,

@@ -13,13 +13,13 @@ use super::digits::{DIGIT_TOKENS, Digits};
 use super::input::Input;
 use super::matrix::{LANE_ROWS, LANE_SLOTS};
 use super::rights::PLANE;
-use super::total::{Output, Shape, Totals};
+use super::total::{Output, Shape, Totals, finish_outputs};
 use crate::kernels::cpu::pack::{PANEL, VECTOR};
 use crate::kernels::gpu::ahead::{Regions, ask_at_the_end};
 use crate::kernels::gpu::instructions::{Counts, left, multiply_bytes};
 use crate::kernels::gpu::panel::{Panel, Walk, panel_vectors};
 use crate::kernels::gpu::portion::{
-    Portion, Trail, byte_offsets, byte_unit, portion_blocks, portion_columns,
+    Portion, Trail, byte_offsets, byte_unit, portion_blocks, portions,
 };
 use crate::kernels::gpu::words::Words;
 
@@ -41,11 +41,6 @@ impl ByteShare {
     /// Planes of a cube.
     pub(super) fn planes(self) -> usize {
         self.matrices * self.bands * self.splits
-    }
-
-    /// Portions that cover the columns.
-    fn portions(self) -> usize {
-        self.panel.columns.div_ceil(portion_columns(self.panel))
     }
 }
 
@@ -97,19 +92,7 @@ pub(super) fn multiply_blocks<N: Size>(
     }
     ask_at_the_end(ahead, plane as u32, comptime!(planes as u32).runtime());
     sync_cube();
-    let mut first_cube = 0usize.runtime();
-    #[unroll]
-    for output in 0..outputs.len() {
-        let cubes = outputs.index(output).rows.div_ceil(tile);
-        if cube >= first_cube && cube < first_cube + cubes {
-            let first_row = (cube - first_cube) * tile;
-            let slots = shape.slots.runtime();
-            let columns = share.panel.columns;
-            let output = outputs.index_mut(output);
-            totals.finish(output, first_row, 0usize, slots, epsilon, columns, then, shape);
-        }
-        first_cube += cubes;
-    }
+    finish_outputs(&totals, outputs, 0usize, epsilon, tile, share.panel.columns, then, shape);
 }
 
 /// What a lane takes.
@@ -139,7 +122,7 @@ fn multiply_band<N: Size>(
     #[comptime] shape: Shape,
     #[comptime] share: ByteShare,
 ) {
-    let portions = comptime!(share.portions());
+    let count = comptime!(portions(share.panel));
     let blocks = comptime!(portion_blocks(share.panel));
     let groups = comptime!(shape.tokens.div_ceil(DIGIT_TOKENS));
     let mut stages = Sequence::<Portion>::new();
@@ -160,10 +143,10 @@ fn multiply_band<N: Size>(
         sums[sum] = 0.0;
     }
     let mut number = place.split;
-    while number < portions {
+    while number < count {
         #[unroll]
         for stage in 0..share.stages {
-            if number < portions {
+            if number < count {
                 let free = comptime!((stage + share.stages - 1) % share.stages);
                 load_stage(&mut stages, weights, place.matrix, &mut trail, free, share);
                 multiply_stage(&stages, &*digits, place, number, &mut sums, stage, shape, share);
@@ -184,7 +167,7 @@ fn load_stage(
     #[comptime] stage: usize,
     #[comptime] share: ByteShare,
 ) {
-    if trail.number < comptime!(share.portions()) {
+    if trail.number < comptime!(portions(share.panel)) {
         let portion = stages.index_mut(stage);
         if comptime!(share.matrices == 1) {
             portion.load_next(&weights[0], &*trail, share.panel);

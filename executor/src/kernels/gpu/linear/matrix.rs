@@ -10,13 +10,13 @@ use ir::op::Then;
 
 use super::input::Input;
 use super::rights::{Conversion, OPERAND_TOKENS, Right, load_operands, parts};
-use super::total::{Output, Shape, Totals};
+use super::total::{Output, Shape, Totals, finish_outputs};
 use crate::kernels::cpu::pack::{PANEL, VECTOR};
 use crate::kernels::gpu::ahead::{Regions, ask_at_the_end};
 use crate::kernels::gpu::instructions::{Sums, multiply, right};
 use crate::kernels::gpu::matrix::Layout;
 use crate::kernels::gpu::panel::{Panel, Walk, panel_vectors};
-use crate::kernels::gpu::portion::{Portion, portion_blocks, portion_columns};
+use crate::kernels::gpu::portion::{Portion, portion_blocks, portion_columns, portions};
 use crate::kernels::gpu::words::Words;
 
 /// Rows of a lane's sums: neighbours.
@@ -41,14 +41,9 @@ pub(super) struct Share {
 }
 
 impl Share {
-    /// Portions that cover the columns.
-    pub(super) fn portions(self) -> usize {
-        self.panel.columns.div_ceil(portion_columns(self.panel))
-    }
-
-    /// Columns that they cover.
+    /// Columns that portions cover.
     pub(super) fn covered(self) -> usize {
-        self.portions() * portion_columns(self.panel)
+        portions(self.panel) * portion_columns(self.panel)
     }
 
     /// Operands of different tokens.
@@ -125,19 +120,7 @@ pub(super) fn multiply_portions<N: Size>(
     }
     ask_at_the_end(ahead, UNIT_POS_Y, CUBE_DIM_Y);
     sync_cube();
-    let mut first_cube = 0usize.runtime();
-    #[unroll]
-    for output in 0..outputs.len() {
-        let cubes = outputs.index(output).rows.div_ceil(tile);
-        if cube >= first_cube && cube < first_cube + cubes {
-            let first_row = (cube - first_cube) * tile;
-            let slots = shape.slots.runtime();
-            let columns = share.panel.columns;
-            let output = outputs.index_mut(output);
-            totals.finish(output, first_row, first_token, slots, epsilon, columns, then, shape);
-        }
-        first_cube += cubes;
-    }
+    finish_outputs(&totals, outputs, first_token, epsilon, tile, share.panel.columns, then, shape);
 }
 
 /// What a lane takes.
@@ -169,7 +152,7 @@ fn multiply_band<N: Size>(
     #[comptime] shape: Shape,
     #[comptime] share: Share,
 ) {
-    let portions = comptime!(share.portions());
+    let count = comptime!(portions(share.panel));
     #[unroll]
     for sum in 0..comptime!(shape.matrices * share.groups(shape.tokens) * 2) {
         sums[sum] = Sums::zeroed();
@@ -184,20 +167,20 @@ fn multiply_band<N: Size>(
     for stage in 0..comptime!(share.stages - 1) {
         load_stage(&mut stages, weights, place, number + stage * share.splits, stage, shape, share);
     }
-    if comptime!(!share.is_narrow) && number < portions {
+    if comptime!(!share.is_narrow) && number < count {
         conversion.load(input, number, shape.tokens, share.panel);
     }
-    while number < portions {
+    while number < count {
         #[unroll]
         for stage in 0..share.stages {
-            if number < portions {
+            if number < count {
                 let ahead = number + comptime!((share.stages - 1) * share.splits);
                 let free = comptime!((stage + share.stages - 1) % share.stages);
                 load_stage(&mut stages, weights, place, ahead, free, shape, share);
                 if comptime!(!share.is_narrow) {
                     conversion.convert(input, shape.tokens, share.panel);
                     sync_plane();
-                    if number + share.splits < portions {
+                    if number + share.splits < count {
                         let next = number + share.splits;
                         conversion.load(input, next, shape.tokens, share.panel);
                     }
@@ -227,7 +210,7 @@ fn load_stage(
     #[comptime] share: Share,
 ) {
     let t = place.lane % 4;
-    if number < comptime!(share.portions()) {
+    if number < comptime!(portions(share.panel)) {
         #[unroll]
         for matrix in 0..shape.matrices {
             let portion = stages.index_mut(comptime!(stage * shape.matrices + matrix));

@@ -7,7 +7,7 @@ use ir::tensor::Format;
 
 use super::input::Input;
 use super::product::{multiply_four, zeros};
-use super::total::{Output, Shape, Totals};
+use super::total::{Output, Shape, Totals, finish_outputs};
 use crate::kernels::gpu::ahead::{Regions, ask_at_the_end};
 use crate::kernels::gpu::words::{Words, half_of};
 
@@ -88,18 +88,7 @@ pub(super) fn multiply_rows<N: Size>(
     }
     ask_at_the_end(ahead, UNIT_POS_Y, CUBE_DIM_Y);
     sync_cube();
-    let mut first_cube = 0usize.runtime();
-    #[unroll]
-    for output in 0..outputs.len() {
-        let cubes = outputs.index(output).rows.div_ceil(tile);
-        if cube >= first_cube && cube < first_cube + cubes {
-            let first_row = (cube - first_cube) * tile;
-            let bands = share.bands.runtime();
-            let output = outputs.index_mut(output);
-            totals.finish(output, first_row, 0usize, bands, epsilon, share.columns, then, shape);
-        }
-        first_cube += cubes;
-    }
+    finish_outputs(&totals, outputs, 0usize, epsilon, tile, share.columns, then, shape);
 }
 
 /// Adds a unit's products with the rows of its plane.

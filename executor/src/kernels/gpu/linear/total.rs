@@ -209,6 +209,34 @@ impl Totals {
     }
 }
 
+/// Writes the rows of a cube, once all of its sums are put: cubes take tiles of `tile` rows, output after output.
+#[cube]
+#[expect(clippy::too_many_arguments, reason = "a kernel's parts have no state of their own")]
+pub(in crate::kernels::gpu) fn finish_outputs(
+    totals: &Totals,
+    outputs: &mut Sequence<Output>,
+    first_token: usize,
+    epsilon: f32,
+    #[comptime] tile: usize,
+    #[comptime] columns: usize,
+    #[comptime] then: Then,
+    #[comptime] shape: Shape,
+) {
+    let cube = CUBE_POS_X as usize;
+    let mut first_cube = 0usize.runtime();
+    #[unroll]
+    for output in 0..outputs.len() {
+        let cubes = outputs.index(output).rows.div_ceil(tile);
+        if cube >= first_cube && cube < first_cube + cubes {
+            let first_row = (cube - first_cube) * tile;
+            let slots = shape.slots.runtime();
+            let output = outputs.index_mut(output);
+            totals.finish(output, first_row, first_token, slots, epsilon, columns, then, shape);
+        }
+        first_cube += cubes;
+    }
+}
+
 #[cube]
 fn bias(bias: &ComptimeOption<Box<[f32]>>, row: usize) -> f32 {
     #[comptime]
