@@ -12,6 +12,7 @@ const AWAKE: Duration = Duration::from_millis(20);
 /// How often a sleeper looks without a ring: for what is raised by those who know no bell, as signal
 /// handlers are. A twentieth of a second is no delay to a person.
 const LOOK: Duration = Duration::from_millis(50);
+
 /// A place to wait at. What is waited for lives elsewhere, in atomics.
 #[derive(Default)]
 pub(crate) struct Bell {

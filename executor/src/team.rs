@@ -30,6 +30,7 @@ use crate::waiting::{NAP, SPIN, give_way, spin_for};
 const IDLE: Duration = Duration::from_millis(20);
 /// How long a waiter inside a run gives way before it sleeps instead.
 const PATIENCE: Duration = Duration::from_millis(2);
+
 /// The threads of one device; the thread that made the team is member 0.
 pub struct Team {
     shared: Arc<Shared>,
