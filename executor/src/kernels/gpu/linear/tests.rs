@@ -296,7 +296,13 @@ fn gates_of_every_format() {
     for format in Format::ALL {
         let norm = Some(SCALED);
         let then = Then::Gate(Activation::Silu);
-        check(&gpu, Case { format, rows: &[48, 48], then, norm, tokens: 3, ..PLAIN }, None);
+        let case = Case { format, rows: &[48, 48], then, norm, tokens: 3, ..PLAIN };
+        check(&gpu, case, None);
+        if !matches!(format, Format::Q8 | Format::Q4) {
+            for splits in [1, ROW_PLANES] {
+                check(&gpu, Case { layout: Layout::RowMajor, ..case }, Some(splits));
+            }
+        }
     }
 }
 

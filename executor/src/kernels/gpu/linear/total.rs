@@ -143,8 +143,9 @@ impl Totals {
     ) {
         let rows = slots * shape.rows;
         for index in range_stepped(UNIT_POS as usize, rows * shape.tokens, CUBE_DIM as usize) {
-            let row = index % rows;
             let token = index / rows;
+            // CubeCL 0.11.3 takes a remainder by 1 for the number itself where it learns of the 1 late.
+            let row = index - token * rows;
             let at = (first_token + token) * output.rows + first_row + row;
             if first_row + row < output.rows && at < output.out.len() {
                 let factor = self.factor(token, slots, epsilon, columns, shape);
