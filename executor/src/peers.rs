@@ -138,7 +138,7 @@ fn reaches(from: usize, to: usize) -> Result<bool> {
 }
 
 /// Lets launches on one GPU read and write the memory of another.
-fn grant(own: usize, other: usize) -> Result<()> {
+pub(crate) fn grant(own: usize, other: usize) -> Result<()> {
     let (own, other) = (CudaContext::new(own)?, CudaContext::new(other)?);
     own.bind_to_thread().context("binding the GPU's context")?;
     // SAFETY: both contexts are alive, and the first is this thread's.

@@ -28,13 +28,15 @@ pub const WORKSPACE_ALIGNMENT: u64 = 256;
 /// Members of a sum over GPUs at most.
 pub const EXCHANGE_MEMBERS: usize = 8;
 /// Cubes of a sum over GPUs at most.
-pub const EXCHANGE_CUBES: u32 = 64;
+pub const EXCHANGE_CUBES: u32 = 256;
 /// Bytes of an exchange before its inboxes: flags of eight members, counters, and tables of addresses.
-pub const EXCHANGE_HEADER_BYTES: u64 = 4096;
+pub const EXCHANGE_HEADER_BYTES: u64 = 16 << 10;
 /// Inboxes of an exchange: two for each of two runs.
 pub const EXCHANGE_INBOXES: u32 = 4;
 /// Bytes of a term that an inbox takes at a time at most: the time of a piece is many times that of its flags.
 const MOST_PIECE_BYTES: u64 = 4 << 20;
+/// Bytes that an inbox has for a small term at most, of which every number has a flag beside it.
+const MOST_FLAGGED_BYTES: u64 = 128 << 10;
 
 /// Bytes of each kind of scratch on one device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -204,10 +206,15 @@ pub fn exchange_piece_bytes(plan: &Plan) -> u64 {
     aligned(sums.max().unwrap_or(0)).min(MOST_PIECE_BYTES)
 }
 
+/// Bytes that an inbox has for a small term, of which every number has a flag beside it.
+pub fn exchange_flagged_bytes(piece_bytes: u64) -> u64 {
+    (2 * piece_bytes).min(MOST_FLAGGED_BYTES)
+}
+
 /// Bytes of an exchange for the terms of so many members.
-fn exchange_bytes(members: usize, piece_bytes: u64) -> u64 {
+pub fn exchange_bytes(members: usize, piece_bytes: u64) -> u64 {
     let inboxes = u64::from(EXCHANGE_INBOXES) * members as u64;
-    EXCHANGE_HEADER_BYTES + inboxes * piece_bytes
+    EXCHANGE_HEADER_BYTES + inboxes * (exchange_flagged_bytes(piece_bytes) + piece_bytes)
 }
 
 /// Bytes with what lies between them and the next place; at most `u64::MAX`.

@@ -21,6 +21,14 @@ pub(super) fn load_four(address: u64) -> Four {
     value
 }
 
+/// Writes four numbers, the first two and the others each at once: who sees one of a pair sees the other. `address` is
+/// a multiple of 16.
+#[cube]
+pub(super) fn store_pairs(address: u64, value: Four) {
+    let (address, value) = (held::<u64>(address), held::<Four>(value));
+    gpu_asm!("st.volatile.global.v4.f32 [{a}], {v};", a = in(_) address, v = in(_) value);
+}
+
 /// Writes a word to memory.
 #[cube]
 pub(super) fn store_word(address: u64, value: u32) {

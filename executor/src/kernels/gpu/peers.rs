@@ -3,6 +3,8 @@
 //! - Every GPU has an *exchange*: flags and inboxes that its peers write to. A cube writes its piece of the term to
 //!   every peer, raises a flag there, waits for the flags of its peers, and sums up what has come in the order of the
 //!   members: all of them get the same bits.
+//! - Of a small term every number is written together with a flag, as NCCL's protocol LL does: it takes twice the bytes
+//!   and one crossing instead of three.
 //! - What is written is told by numbers that grow from one sum to the next, and by a run's number, so that captured
 //!   launches serve every run and a run that ended early leaves nothing behind.
 //! - A sum uses one of four inboxes in turn, two for each of two runs: a peer that is ahead by one sum, or by one run,
@@ -12,14 +14,23 @@
 #![expect(unsafe_code, reason = "kernels are given addresses in the memory of other GPUs")]
 
 use cubecl::prelude::*;
-use ir::workspace::{EXCHANGE_CUBES, EXCHANGE_HEADER_BYTES};
+use ir::workspace::{
+    EXCHANGE_CUBES, EXCHANGE_HEADER_BYTES, EXCHANGE_INBOXES, exchange_flagged_bytes,
+};
 
-use super::addressed::{fence, load_four, load_word, look, raise, store_four, store_word};
+use super::addressed::{
+    fence, load_four, load_word, look, raise, store_four, store_pairs, store_word,
+};
 use super::device::{Gpu, Span};
 use super::words::Four;
 
+#[cfg(test)]
+mod tests;
+
 /// Units of a cube.
 const UNITS: u32 = 256;
+/// Vectors of a large term that a unit has on their way at a time.
+const LOADS: u32 = 4;
 /// Looks at a flag before a peer is given up, at about half a microsecond each: some ten seconds.
 const PATIENCE: u32 = 20_000_000;
 /// Sums of one run at most.
@@ -30,7 +41,7 @@ const COUNTERS: u64 = 8 * EXCHANGE_CUBES as u64 * 4;
 const LOST: u64 = COUNTERS + EXCHANGE_CUBES as u64 * 4;
 
 /// Where tables of addresses lie in an exchange.
-pub const TABLES_START: usize = 2560;
+pub const TABLES_START: usize = 10 << 10;
 /// Bytes of a table.
 pub const TABLE_BYTES: usize = 256;
 /// Tables of an exchange.
@@ -46,9 +57,22 @@ pub struct Group<'a> {
     pub rank: u32,
     /// Bytes that an inbox takes at a time, a multiple of 256: the same on all members.
     pub piece_bytes: usize,
+    /// `u32[1]`: the run's number.
+    pub turn: &'a Span,
+    /// Which sum of the run it is.
+    pub number: u32,
 }
 
 impl Gpu {
+    /// Clears an exchange, before any member uses it: memory may hold flags of another plan.
+    ///
+    /// # Errors
+    /// When the device failed.
+    pub fn clear_exchange(&self, exchange: &Span) -> anyhow::Result<()> {
+        self.write(exchange, &vec![0; exchange.bytes()])?;
+        self.sync()
+    }
+
     /// Queues the preparation of an exchange for a run; `turn` is `u32[1]`, the run's number.
     ///
     /// # Errors
@@ -83,10 +107,15 @@ impl Gpu {
     pub fn sum_over_peers(&self, group: &Group<'_>, term: &Span, out: &Span, count: usize) {
         let piece = group.piece_bytes;
         let bytes = count * size_of::<f32>();
+        let flagged_bytes = exchange_flagged_bytes(piece as u64) as u32;
+        if 2 * bytes <= flagged_bytes as usize {
+            self.sum_with_flags(group, term, out, bytes, flagged_bytes);
+            return;
+        }
         for start in (0..bytes).step_by(piece) {
             let length = piece.min(bytes - start);
             let vectors = (length / 16) as u32;
-            let cubes = vectors.div_ceil(UNITS).clamp(1, EXCHANGE_CUBES);
+            let cubes = vectors.div_ceil(UNITS).min(EXCHANGE_CUBES);
             let (term, out) = (term.part(start, length), out.part(start, length));
             // SAFETY: every index lies within its argument; addresses are those of exchanges, which are as large as
             // plans count them for the members.
@@ -101,10 +130,39 @@ impl Gpu {
                     vectors.div_ceil(cubes),
                     vectors,
                     piece as u32,
+                    flagged_bytes,
                     group.rank,
                     group.members,
                 );
             }
+        }
+    }
+
+    fn sum_with_flags(
+        &self,
+        group: &Group<'_>,
+        term: &Span,
+        out: &Span,
+        bytes: usize,
+        flagged_bytes: u32,
+    ) {
+        let vectors = bytes / 16;
+        // SAFETY: as above.
+        unsafe {
+            sum_with_flags::launch_unchecked(
+                &self.client,
+                CubeCount::Static((vectors as u32).div_ceil(UNITS), 1, 1),
+                CubeDim::new_1d(UNITS),
+                term.argument(vectors, 16),
+                out.argument(vectors, 16),
+                group.addresses.argument(group.members as usize, 8),
+                group.turn.argument(1, 4),
+                group.number,
+                vectors as u32,
+                flagged_bytes,
+                group.rank,
+                group.members,
+            );
         }
     }
 }
@@ -130,6 +188,7 @@ fn sum(
     share: u32,
     vectors: u32,
     piece_bytes: u32,
+    flagged_bytes: u32,
     #[comptime] rank: u32,
     #[comptime] members: u32,
 ) {
@@ -142,16 +201,37 @@ fn sum(
     let start = cube * share;
     let end = u32::min(start + share, vectors);
 
-    #[unroll]
-    for peer in 0..members {
-        if comptime!(peer != rank) {
-            let place = letters(addresses[peer as usize], inbox, rank, piece_bytes, members);
-            let mut at = start + unit;
-            while at < end {
-                store_four(place + u64::cast_from(at) * 16, term[at as usize]);
-                at += UNITS;
+    let mut own_term = Array::<Four>::new(LOADS as usize);
+    let mut from = start + unit;
+    while from < end {
+        #[unroll]
+        for i in 0..LOADS {
+            let at = from + i * UNITS;
+            if at < end {
+                own_term[i as usize] = term[at as usize];
             }
         }
+        #[unroll]
+        for peer in 0..members {
+            if comptime!(peer != rank) {
+                let place = letters(
+                    addresses[peer as usize],
+                    inbox,
+                    rank,
+                    piece_bytes,
+                    flagged_bytes,
+                    members,
+                );
+                #[unroll]
+                for i in 0..LOADS {
+                    let at = from + i * UNITS;
+                    if at < end {
+                        store_four(place + u64::cast_from(at) * 16, own_term[i as usize]);
+                    }
+                }
+            }
+        }
+        from += comptime!(LOADS * UNITS);
     }
     fence();
     sync_cube();
@@ -182,24 +262,41 @@ fn sum(
     }
     sync_cube();
     let is_lost = lost[0] > 0;
-    let mut at = start + unit;
-    while at < end {
-        let mut all = Four::zeroed();
+    let mut from = start + unit;
+    while from < end {
+        let mut all = Array::<Four>::new(LOADS as usize);
+        #[unroll]
+        for i in 0..LOADS {
+            all[i as usize] = Four::zeroed();
+        }
         #[unroll]
         for member in 0..members {
-            if comptime!(member == rank) {
-                all += term[at as usize];
-            } else {
-                all += load_four(
-                    letters(own, inbox, member, piece_bytes, members) + u64::cast_from(at) * 16,
-                );
+            let place = letters(own, inbox, member, piece_bytes, flagged_bytes, members);
+            let mut its_term = Array::<Four>::new(LOADS as usize);
+            #[unroll]
+            for i in 0..LOADS {
+                let at = from + i * UNITS;
+                if at < end {
+                    if comptime!(member == rank) {
+                        its_term[i as usize] = term[at as usize];
+                    } else {
+                        its_term[i as usize] = load_four(place + u64::cast_from(at) * 16);
+                    }
+                }
+            }
+            #[unroll]
+            for i in 0..LOADS {
+                all[i as usize] += its_term[i as usize];
             }
         }
-        if is_lost {
-            all = Four::new(f32::NAN);
+        #[unroll]
+        for i in 0..LOADS {
+            let at = from + i * UNITS;
+            if at < end {
+                out[at as usize] = select(is_lost, Four::new(f32::NAN), all[i as usize]);
+            }
         }
-        out[at as usize] = all;
-        at += UNITS;
+        from += comptime!(LOADS * UNITS);
     }
     sync_cube();
     if unit == 0 {
@@ -207,17 +304,115 @@ fn sum(
     }
 }
 
-/// Where a member's term lies in an inbox of an exchange.
+/// The sum of small terms: a unit sends four numbers, each with a flag, and waits for those of every peer.
+#[cube(launch_unchecked)]
+fn sum_with_flags(
+    term: &[Four],
+    out: &mut [Four],
+    addresses: &[u64],
+    turn: &[u32],
+    sum_of_run: u32,
+    vectors: u32,
+    flagged_bytes: u32,
+    #[comptime] rank: u32,
+    #[comptime] members: u32,
+) {
+    let at = CUBE_POS_X * UNITS + UNIT_POS;
+    if at < vectors {
+        let own = addresses[comptime!(rank as usize)];
+        let own_term = term[at as usize];
+        let number = turn[0] * SUMS + sum_of_run;
+        let inbox = (turn[0] % 2) * 2 + sum_of_run % 2;
+        let flag = f32::reinterpret(number);
+        #[unroll]
+        for peer in 0..members {
+            if comptime!(peer != rank) {
+                let place =
+                    flagged(addresses[peer as usize], inbox, rank, at, flagged_bytes, members);
+                #[unroll]
+                for half in 0..2usize {
+                    let mut pairs = Four::zeroed();
+                    #[unroll]
+                    for i in 0..2usize {
+                        pairs.insert(comptime!(2 * i), own_term.extract(comptime!(2 * half + i)));
+                        pairs.insert(comptime!(2 * i + 1), flag);
+                    }
+                    store_pairs(place + comptime!(16 * half as u64), pairs);
+                }
+            }
+        }
+        // Where one sum was lost, the others of the run are, too.
+        let mut looks = 0u32;
+        if load_word(own + comptime!(LOST)) > 0 {
+            looks = PATIENCE.runtime();
+        }
+        let mut all = Four::zeroed();
+        #[unroll]
+        for member in 0..members {
+            if comptime!(member == rank) {
+                all += own_term;
+            } else {
+                let place = flagged(own, inbox, member, at, flagged_bytes, members);
+                let mut first = load_four(place);
+                let mut second = load_four(place + 16);
+                while !(has_flag(first, number) && has_flag(second, number)) && looks < PATIENCE {
+                    first = load_four(place);
+                    second = load_four(place + 16);
+                    looks += 1;
+                    if looks == PATIENCE {
+                        store_word(own + comptime!(LOST), comptime!(member + 1).runtime());
+                    }
+                }
+                #[unroll]
+                for i in 0..2usize {
+                    let (upper, lower) =
+                        (first.extract(comptime!(2 * i)), second.extract(comptime!(2 * i)));
+                    all.insert(i, all.extract(i) + upper);
+                    all.insert(comptime!(2 + i), all.extract(comptime!(2 + i)) + lower);
+                }
+            }
+        }
+        out[at as usize] = select(looks >= PATIENCE, Four::new(f32::NAN), all);
+    }
+}
+
+/// Whether both numbers of two pairs have come.
+#[cube]
+fn has_flag(pairs: Four, number: u32) -> bool {
+    u32::reinterpret(pairs.extract(1usize)) == number
+        && u32::reinterpret(pairs.extract(3usize)) == number
+}
+
+/// Where four numbers of a member's small term lie in an inbox of an exchange.
+#[cube]
+fn flagged(
+    exchange: u64,
+    inbox: u32,
+    member: u32,
+    vector: u32,
+    flagged_bytes: u32,
+    #[comptime] members: u32,
+) -> u64 {
+    let place = u64::cast_from(inbox * members + member);
+    exchange
+        + comptime!(EXCHANGE_HEADER_BYTES)
+        + place * u64::cast_from(flagged_bytes)
+        + u64::cast_from(vector) * 32
+}
+
+/// Where a member's term lies in an inbox of an exchange, behind those of small terms.
 #[cube]
 fn letters(
     exchange: u64,
     inbox: u32,
     member: u32,
     piece_bytes: u32,
+    flagged_bytes: u32,
     #[comptime] members: u32,
 ) -> u64 {
     let place = u64::cast_from(inbox * members + member);
-    exchange + comptime!(EXCHANGE_HEADER_BYTES) + place * u64::cast_from(piece_bytes)
+    let small = u64::cast_from(comptime!(EXCHANGE_INBOXES * members) * flagged_bytes);
+    exchange + comptime!(EXCHANGE_HEADER_BYTES) + small + place * u64::cast_from(piece_bytes)
 }
 
 /// Where the flag of a member's cube lies in an exchange.

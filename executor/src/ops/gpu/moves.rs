@@ -99,6 +99,6 @@ impl State {
         let term = self.operand(schedule, program, term, scope)?;
         let out = self.operand(schedule, program, out, scope)?;
         let count = out.rows * out.columns;
-        self.sums.sum(&self.gpu, &members, &term.span, &out.span, count)
+        self.sums.sum(&self.gpu, &members, &term.span, &out.span, count, &self.inputs.turn())
     }
 }

@@ -208,7 +208,7 @@ impl State {
         Ok(())
     }
 
-    fn queue_inputs(&self) -> Result<()> {
+    fn queue_inputs(&mut self) -> Result<()> {
         if let Some(mail) = &self.mail {
             self.inputs.queue(&self.gpu, mail);
         }

@@ -129,7 +129,7 @@ impl State {
             frames,
             window,
             exported,
-            sums: Sums::new(peers, plan, device, ordinal, &space, &mut memory)?,
+            sums: Sums::new(peers, plan, (device, &gpu), &space, &mut memory)?,
             memory,
             replays: Replays::default(),
             run: None,

@@ -23,28 +23,31 @@ pub(super) struct Sums {
     piece_bytes: usize,
     /// Tables of addresses that are on the device.
     tables: BTreeMap<Vec<DeviceId>, Span>,
+    /// Sums that the run has made so far.
+    made: u32,
 }
 
 impl Sums {
     pub(super) fn new(
         peers: Arc<Peers>,
         plan: &Plan,
-        device: DeviceId,
-        ordinal: usize,
+        (device, gpu): (DeviceId, &Gpu),
         space: &Workspace,
         memory: &mut Memory,
     ) -> Result<Self> {
         let bytes = space.exchange_bytes as usize;
         let exchange = (bytes > 0).then(|| memory.take(bytes)).transpose()?;
-        if let Some(Ok(address)) = exchange.as_ref().map(Span::address) {
-            peers.register(device, ordinal, address);
+        if let (Some(exchange), Some(ordinal)) = (&exchange, gpu.ordinal()) {
+            gpu.clear_exchange(exchange).context("clearing the exchange")?;
+            peers.register(device, ordinal, exchange.address()?);
         }
         let piece_bytes = exchange_piece_bytes(plan) as usize;
-        Ok(Self { peers, device, exchange, piece_bytes, tables: BTreeMap::new() })
+        Ok(Self { peers, device, exchange, piece_bytes, tables: BTreeMap::new(), made: 0 })
     }
 
     /// Queues the preparation for a run.
-    pub(super) fn queue_start(&self, gpu: &Gpu, turn: &Span) -> Result<()> {
+    pub(super) fn queue_start(&mut self, gpu: &Gpu, turn: &Span) -> Result<()> {
+        self.made = 0;
         match &self.exchange {
             Some(exchange) if gpu.is_cuda() => gpu.start_sums(exchange, turn),
             Some(_) | None => Ok(()),
@@ -59,6 +62,7 @@ impl Sums {
         term: &Span,
         out: &Span,
         count: usize,
+        turn: &Span,
     ) -> Result<()> {
         let exchange = self.exchange.as_ref().context("the plan counts no exchange")?;
         let number = self.tables.len();
@@ -78,7 +82,10 @@ impl Sums {
             members: members.len() as u32,
             rank: rank.context("a GPU sums terms of others")? as u32,
             piece_bytes: self.piece_bytes,
+            turn,
+            number: self.made,
         };
+        self.made += 1;
         gpu.sum_over_peers(&group, term, out, count);
         Ok(())
     }

@@ -1,0 +1,76 @@
+//! Two GPUs that sum what both know.
+
+use std::sync::{Barrier, Mutex};
+use std::thread;
+
+use ir::workspace::exchange_bytes;
+
+use super::*;
+use crate::peers::grant;
+
+const MEMBERS: usize = 2;
+const PIECE_BYTES: usize = 1 << 20;
+/// Numbers of the largest term that is sent with flags.
+const FLAGGED: usize = (128 << 10) / 8;
+
+/// Whole numbers, so that sums are exact.
+fn term(rank: usize, turn: u32, count: usize) -> Vec<f32> {
+    (0..count).map(|i| (i % 1000) as f32 + 1000.0 * (rank + 3 * turn as usize) as f32).collect()
+}
+
+#[test]
+fn terms_of_two_members_are_summed_run_after_run() {
+    let gpus = (0..MEMBERS).map(Gpu::cuda).collect::<anyhow::Result<Vec<Gpu>>>();
+    let Ok(gpus) = gpus.and_then(|gpus| grant(0, 1).and(grant(1, 0)).map(|()| gpus)) else {
+        eprintln!("skipped: there are no two GPUs that reach each other's memory");
+        return;
+    };
+    // One unit's, several cubes', the most with flags; one more; several pieces with a rest; one with flags again.
+    let counts = [4, 4096, FLAGGED, FLAGGED + 4, 1_000_004, 4096];
+    let (addresses, barrier) = (Mutex::new([0_u64; MEMBERS]), Barrier::new(MEMBERS));
+    let member = |rank: usize| {
+        let gpu = &gpus[rank];
+        let bytes = exchange_bytes(MEMBERS, PIECE_BYTES as u64) as usize;
+        let exchange = gpu.allocate(bytes).unwrap();
+        gpu.clear_exchange(&exchange).unwrap();
+        addresses.lock().unwrap()[rank] = exchange.address().unwrap();
+        barrier.wait();
+        let table = gpu.upload(&*addresses.lock().unwrap());
+        for number in 1..=3 {
+            let turn = gpu.upload(&[number]);
+            let terms = counts.map(|count| gpu.upload(&term(rank, number, count)));
+            let outs = counts.map(|count| gpu.poisoned(count * size_of::<f32>()));
+            gpu.sync().unwrap();
+            barrier.wait();
+            gpu.start_sums(&exchange, &turn).unwrap();
+            for (i, count) in (0..).zip(counts) {
+                let group = Group {
+                    addresses: &table,
+                    members: MEMBERS as u32,
+                    rank: rank as u32,
+                    piece_bytes: PIECE_BYTES,
+                    turn: &turn,
+                    number: i as u32,
+                };
+                gpu.sum_over_peers(&group, &terms[i], &outs[i], count);
+            }
+            gpu.flush().unwrap();
+            barrier.wait();
+            for (out, count) in outs.iter().zip(counts) {
+                let others = term(0, number, count).into_iter().zip(term(1, number, count));
+                let expected: Vec<f32> = others.map(|(a, b)| a + b).collect();
+                assert!(
+                    gpu.download::<f32>(out, count) == expected,
+                    "{count} numbers, run {number}"
+                );
+            }
+            assert_eq!(gpu.lost_member(&exchange).unwrap(), None);
+        }
+    };
+    thread::scope(|scope| {
+        for rank in 0..MEMBERS {
+            let member = &member;
+            scope.spawn(move || member(rank));
+        }
+    });
+}
