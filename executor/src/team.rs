@@ -52,6 +52,14 @@ pub struct Barrier<'a> {
     generation: Padded<AtomicUsize>,
 }
 
+/// Parts of the work of a run, each of some tasks, that other work follows: no member waits for parts that it does not
+/// need.
+pub struct Parts<'a> {
+    team: &'a Shared,
+    /// Tasks of each part that are not done, and one more until what follows is done, too.
+    left: Vec<AtomicUsize>,
+}
+
 struct Worker {
     thread: Thread,
     handle: Option<JoinHandle<()>>,
@@ -187,6 +195,12 @@ impl Team {
         }
     }
 
+    /// `count` parts of `tasks` tasks each, for one run of this team.
+    pub fn parts(&self, count: usize, tasks: usize) -> Parts<'_> {
+        let left = (0..count).map(|_| AtomicUsize::new(tasks + 1)).collect();
+        Parts { team: &self.shared, left }
+    }
+
     fn dispatch(&self, work: &(dyn Fn(usize) + Sync)) -> thread::Result<()> {
         let shared = &*self.shared;
         let epoch = shared.epoch.0.load(Ordering::Relaxed) + 1;
@@ -264,6 +278,29 @@ impl Barrier<'_> {
         });
         let is_complete = self.generation.0.load(Ordering::Acquire) != generation;
         assert!(is_complete, "another member of the team panicked");
+    }
+}
+
+impl Parts<'_> {
+    /// Notes that a task of a part is done. Whether it was the last one: then what all of them wrote is visible, and the
+    /// caller does what follows.
+    pub fn finish_task(&self, part: usize) -> bool {
+        self.left[part].fetch_sub(1, Ordering::AcqRel) == 2
+    }
+
+    /// Lets those pass who wait for a part, by whoever has done what follows its last task.
+    pub fn open(&self, part: usize) {
+        self.left[part].store(0, Ordering::Release);
+    }
+
+    /// Returns when a part is open; what was written before is then visible.
+    ///
+    /// # Panics
+    /// When another member has panicked, so that the part may never be open.
+    pub fn wait(&self, part: usize) {
+        let is_open = || self.left[part].load(Ordering::Acquire) == 0;
+        wait_until(|| is_open() || self.team.panicked.load(Ordering::Relaxed));
+        assert!(is_open(), "another member of the team panicked");
     }
 }
 

@@ -163,3 +163,32 @@ fn dropping_a_team_ends_its_threads() {
         assert!(shared.upgrade().is_none());
     });
 }
+
+#[test]
+fn a_part_is_open_when_what_follows_its_last_task_is_done() {
+    const TASKS: usize = 7;
+    const PARTS: usize = 5;
+    on_a_thread(|| {
+        let team = Team::new(&cpus(3)).unwrap();
+        for _ in 0..200 {
+            let counts = || [const { AtomicUsize::new(0) }; PARTS];
+            let (done, seen) = (counts(), counts());
+            let parts = team.parts(PARTS, TASKS);
+            let (tasks, all) = (Chunks::new(TASKS * PARTS, 1), Chunks::new(PARTS, 1));
+            team.run(|_| {
+                while let Some(task) = tasks.claim() {
+                    let part = task.start / TASKS;
+                    done[part].fetch_add(1, Ordering::Relaxed);
+                    if parts.finish_task(part) {
+                        seen[part].store(done[part].load(Ordering::Relaxed), Ordering::Relaxed);
+                        parts.open(part);
+                    }
+                }
+                while let Some(part) = all.claim() {
+                    parts.wait(part.start);
+                    assert_eq!(seen[part.start].load(Ordering::Relaxed), TASKS);
+                }
+            });
+        }
+    });
+}

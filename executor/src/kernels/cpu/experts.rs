@@ -1,9 +1,16 @@
 //! Experts of a mixture: each token through the gated MLPs that its router chose.
 //!
-//! Tokens are grouped by expert: a *slot* is one token at one of its experts, and slots of one expert are
-//! neighbours. Only experts with slots are read. One dispatch does it all, with barriers between its phases.
+//! - Tokens are grouped by expert: a *slot* is one token at one of its experts, and slots of one expert are
+//!   neighbours. Only experts with slots are read.
+//! - One dispatch does it all, and memory is read all the time: a group's down projection waits for its own gate and up
+//!   alone, and of few tokens, whoever finishes a panel's last group sums it.
 
-#![expect(unsafe_code, reason = "members write disjoint parts of the buffers between two barriers")]
+#![expect(
+    unsafe_code,
+    reason = "members write disjoint parts of the buffers, and wait before they read those of others"
+)]
+
+use std::ops::Range;
 
 use anyhow::{Context as _, bail, ensure};
 use ir::op::{Activation, Then};
@@ -112,17 +119,19 @@ pub fn experts(team: &Team, isa: Isa, inputs: &Experts<'_>, out: &mut [f32]) -> 
     };
     let inner_target = target(inner, intermediate, Then::Gate(inputs.activation));
     let outer_target = target(outer, features, Then::Nothing);
-    let up_encoder = Encoder::new(team, up_kernel.encoding, features, &up_strips.all);
-    let down_encoder = Encoder::new(team, down_kernel.encoding, intermediate, &down_strips.all);
+    let encoder = Encoder::new(team, up_kernel.encoding, features, &up_strips.all);
     let (up_panels, down_panels) = (intermediate.div_ceil(PANEL), features.div_ceil(PANEL));
     let up_chunks = Chunks::new(slots.groups.len() * up_panels, 1);
     let down_chunks = Chunks::new(slots.groups.len() * down_panels, 1);
+    let (inners, outers) =
+        (team.parts(slots.groups.len(), up_panels), team.parts(down_panels, slots.groups.len()));
+    let are_few = inputs.tokens < team.members();
     let sums = Chunks::new(inputs.tokens, inputs.tokens.div_ceil(4 * team.members()));
     let sum_to = Shared(out.as_mut_ptr());
     let barrier = team.barrier();
     team.run(|member| {
         let mut workplace = Workplace::new(member, rooms, room_bytes);
-        up_encoder.encode(isa, inputs.x, Some(&slots.tokens), encoded);
+        encoder.encode(isa, inputs.x, &slots.tokens, encoded);
         barrier.wait();
         while let Some(range) = up_chunks.claim() {
             for task in range {
@@ -133,37 +142,71 @@ pub fn experts(team: &Team, isa: Isa, inputs: &Experts<'_>, out: &mut [f32]) -> 
                 let product = Product { kernel, weights: &weights, panel, encoded, target };
                 // SAFETY: the input was encoded before the barrier; each expert's panel is claimed once.
                 unsafe { product.finish(up_strips.of(group), &mut workplace) };
+                if inners.finish_task(group) {
+                    let kernel = (isa, down_kernel);
+                    // SAFETY: the group's rows are written and only read from here on, and encoded by this member.
+                    unsafe {
+                        slots.groups[group].encode(kernel, intermediate, inner, encoded_inner)
+                    };
+                    inners.open(group);
+                }
             }
         }
-        barrier.wait();
-        // SAFETY: all of it was written before the barrier and is only read until the end.
-        let inner = unsafe { slice(inner, count * intermediate) };
-        down_encoder.encode(isa, inner, None, encoded_inner);
-        barrier.wait();
         while let Some(range) = down_chunks.claim() {
             for task in range {
                 let (group, panel) = (task / down_panels, task % down_panels);
                 let weights = [inputs.experts[slots.groups[group].expert].down];
                 let (kernel, target, encoded) = (down_kernel, &outer_target, encoded_inner);
                 let product = Product { kernel, weights: &weights, panel, encoded, target };
-                // SAFETY: as above.
+                inners.wait(group);
+                // SAFETY: the group's rows are encoded; each expert's panel is claimed once.
                 unsafe { product.finish(down_strips.of(group), &mut workplace) };
+                if outers.finish_task(panel) && are_few {
+                    let columns = panel * PANEL..features.min((panel + 1) * PANEL);
+                    // SAFETY: all groups have written these columns, and nobody else adds them up.
+                    unsafe { add_up(inputs, &slots, outer, 0..inputs.tokens, columns, sum_to) };
+                }
             }
         }
+        if are_few {
+            return;
+        }
         barrier.wait();
-        // SAFETY: all of it was written before the barrier and is only read from here on.
-        let outer = unsafe { slice(outer, count * features) };
         while let Some(range) = sums.claim() {
-            for token in range {
-                // SAFETY: the output has this row, and its token is claimed once.
-                let out = unsafe {
-                    std::slice::from_raw_parts_mut(sum_to.pointer().add(token * features), features)
-                };
-                add_up(inputs, &slots, outer, token, out);
-            }
+            // SAFETY: all was written before the barrier, and each token is claimed once.
+            unsafe { add_up(inputs, &slots, outer, range, 0..features, sum_to) };
         }
     });
     Ok(())
+}
+
+impl Group {
+    /// Encodes the slots of a group, of so many columns each.
+    ///
+    /// # Safety
+    /// `x` and `encoded` are where the rows of all slots lie; nobody else writes those of this group, or reads what it
+    /// encodes.
+    unsafe fn encode(
+        &self,
+        (isa, kernel): (Isa, Kernel),
+        columns: usize,
+        x: Shared<u8>,
+        encoded: Shared<u8>,
+    ) {
+        let encoding = kernel.encoding;
+        // SAFETY: the caller's.
+        let x = unsafe {
+            let start = x.pointer().cast::<f32>().add(self.first * columns);
+            std::slice::from_raw_parts(start, self.count * columns)
+        };
+        // SAFETY: as above.
+        let to = unsafe { encoded.pointer().add(self.first * encoding.row_bytes(columns)) };
+        let rows = Rows { isa, encoding, x, columns, norm: None, sources: None };
+        for strip in encode::strips(0, self.count, kernel.rows) {
+            // SAFETY: as above.
+            unsafe { rows.encode(strip, 0, usize::MAX / 2, Shared(to)) };
+        }
+    }
 }
 
 /// The encoding of some strips, dealt out to a team.
@@ -190,7 +233,8 @@ impl<'a> Encoder<'a> {
     }
 
     /// One member's share of the work.
-    fn encode(&self, isa: Isa, x: &[f32], sources: Option<&[u32]>, encoded: Shared<u8>) {
+    fn encode(&self, isa: Isa, x: &[f32], sources: &[u32], encoded: Shared<u8>) {
+        let sources = Some(sources);
         let rows =
             Rows { isa, encoding: self.encoding, x, columns: self.columns, norm: None, sources };
         while let Some(range) = self.chunks.claim() {
@@ -257,22 +301,40 @@ impl Strips {
     }
 }
 
-fn add_up(inputs: &Experts<'_>, slots: &Slots, outer: &[f32], token: usize, out: &mut [f32]) {
-    let (features, used) = (out.len(), inputs.ids.len() / inputs.tokens);
-    out.fill(0.0);
-    for choice in token * used..(token + 1) * used {
-        let Some(slot) = slots.of_choice[choice] else { continue };
-        let weight = inputs.weights[choice];
-        let row = &outer[slot as usize * features..][..features];
-        out.iter_mut().zip(row).for_each(|(sum, value)| *sum += weight * value);
-    }
-}
-
+/// Adds up some columns of some tokens' experts.
+///
 /// # Safety
-/// The memory holds `len` floats, which no one writes as long as the slice is used.
-unsafe fn slice<'a>(start: Shared<u8>, len: usize) -> &'a [f32] {
-    // SAFETY: the caller's.
-    unsafe { std::slice::from_raw_parts(start.pointer().cast(), len) }
+/// `outer` is `[slots, features]` and `out` `[tokens, features]`; nobody writes these columns of these tokens, or reads
+/// them in `out`.
+unsafe fn add_up(
+    inputs: &Experts<'_>,
+    slots: &Slots,
+    outer: Shared<u8>,
+    tokens: Range<usize>,
+    columns: Range<usize>,
+    out: Shared<f32>,
+) {
+    let features = inputs.x.len() / inputs.tokens;
+    let used = inputs.ids.len() / inputs.tokens;
+    for token in tokens {
+        // SAFETY: the caller's.
+        let out = unsafe {
+            let start = out.pointer().add(token * features + columns.start);
+            std::slice::from_raw_parts_mut(start, columns.len())
+        };
+        out.fill(0.0);
+        for choice in token * used..(token + 1) * used {
+            let Some(slot) = slots.of_choice[choice] else { continue };
+            let weight = inputs.weights[choice];
+            // SAFETY: the caller's.
+            let row = unsafe {
+                let start = outer.pointer().cast::<f32>();
+                let start = start.add(slot as usize * features + columns.start);
+                std::slice::from_raw_parts(start, columns.len())
+            };
+            out.iter_mut().zip(row).for_each(|(sum, value)| *sum += weight * value);
+        }
+    }
 }
 
 /// Features and intermediate size.
