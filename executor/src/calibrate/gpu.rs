@@ -2,6 +2,8 @@
 //!
 //! Launches are queued in rows and waited for once, so that what is measured is the device and not the host.
 
+use std::time::{Duration, Instant};
+
 use anyhow::{Context as _, Result};
 use half::bf16;
 use ir::id::{CacheId, Id as _};
@@ -58,6 +60,9 @@ impl Sizes {
         launches: 2,
     };
 }
+
+/// How long products are made in a row: as long as prompts take, in which clocks settle.
+const SUSTAINED: Duration = Duration::from_millis(60);
 
 struct Meter<'a> {
     gpu: &'a Gpu,
@@ -193,7 +198,8 @@ impl Meter<'_> {
             self.narrow(tokens * inputs)?
         };
         let (gpu, launches) = (self.gpu.clone(), self.sizes.launches);
-        let nanos = best(|| {
+        let mut work = |launches: usize| {
+            let start = Instant::now();
             for _ in 0..launches {
                 let unpacked = match matrix.layout() {
                     Layout::RowMajor => None,
@@ -211,9 +217,13 @@ impl Meter<'_> {
                     None => gpu.gemm(&x, tokens, matrix, out)?,
                 }
             }
-            gpu.sync()
-        })?;
-        Ok(nanos / launches as f64)
+            gpu.sync()?;
+            anyhow::Ok(start.elapsed())
+        };
+        // The first launch compiles kernels or chooses an algorithm.
+        work(1)?;
+        let repeats = SUSTAINED.div_duration_f64(work(launches)?).ceil().max(1.0) as usize;
+        Ok(work(repeats * launches)?.as_nanos() as f64 / (repeats * launches) as f64)
     }
 
     /// Operations a second of a prompt's attention.
