@@ -154,7 +154,7 @@ fn multiply_band<N: Size>(
             }
         }
     }
-    put(totals, &*digits, &sums, place, shape, share);
+    put(totals, &sums, place, shape, share);
 }
 
 /// Loads a trail's next portion, if there is one.
@@ -208,6 +208,7 @@ fn multiply_stage(
         #[unroll]
         for group in 0..groups {
             let operand = digits.operand(number * blocks + block, group, shape, panel);
+            let unit = digits.unit(number * blocks + block, group, shape, panel);
             let offset = multiply_bytes(offsets, operand, Counts::zeroed(), true);
             #[unroll]
             for pair in 0..2usize {
@@ -219,7 +220,7 @@ fn multiply_stage(
                     // A lane has two neighbouring bytes of a number.
                     let count = counts.extract(comptime!(2 * half)) * 256i32
                         + counts.extract(comptime!(2 * half + 1));
-                    sums[at] = fma(scales[row], f32::cast_from(count), sums[at]);
+                    sums[at] = fma(scales[row] * unit, f32::cast_from(count), sums[at]);
                 }
             }
         }
@@ -230,7 +231,6 @@ fn multiply_stage(
 #[cube]
 fn put(
     totals: &mut Totals,
-    digits: &Digits,
     sums: &Array<f32>,
     place: Place,
     #[comptime] shape: Shape,
@@ -255,16 +255,11 @@ fn put(
         for i in 0..DIGIT_TOKENS {
             let token = comptime!(group * DIGIT_TOKENS + i);
             if comptime!(token < shape.tokens) && place.t == comptime!(2 * i) {
-                let mut scaled = Array::<f32>::new(LANE_ROWS);
-                #[unroll]
-                for row in 0..LANE_ROWS {
-                    scaled[row] = rows[row] * digits.unit(token);
-                }
                 #[unroll]
                 for matrix in 0..share.matrices {
                     if place.matrix == matrix {
                         let token = token.runtime();
-                        totals.put_token(place.split, place.slot, matrix, token, &scaled, shape);
+                        totals.put_token(place.split, place.slot, matrix, token, &rows, shape);
                     }
                 }
             }

@@ -1,6 +1,6 @@
 //! A few rows of floats as whole numbers of four bytes, which are right operands of matrix instructions.
 //!
-//! - A token's largest element is less than 2³⁰; all have the same unit, a power of two. What an element less than
+//! - A block's largest element is less than 2³⁰; all of it have the same unit, a power of two. What an element less than
 //!   2⁻⁷ of the largest one lacks of an f32's bits is less than 2⁻³⁰ of that one.
 //! - A number's bytes have signs and are columns of an operand, the highest first. An operand holds two tokens; where
 //!   there is one, it is there twice.
@@ -14,6 +14,7 @@ use super::total::{Shape, Totals};
 use crate::kernels::gpu::instructions::choose_bytes;
 use crate::kernels::gpu::panel::Panel;
 use crate::kernels::gpu::portion::BLOCK;
+use crate::kernels::gpu::words::Four;
 
 /// Bytes of a number.
 pub(super) const DIGITS: usize = 4;
@@ -31,9 +32,14 @@ fn padded(panel: Panel) -> usize {
     panel.padded().next_multiple_of(BLOCK)
 }
 
+/// Blocks of a row.
+fn blocks(panel: Panel) -> usize {
+    padded(panel) / BLOCK
+}
+
 /// Shared memory of so many tokens.
 pub(super) fn digit_bytes(tokens: usize, panel: Panel) -> usize {
-    tokens * padded(panel) * DIGITS
+    tokens * (padded(panel) * DIGITS + blocks(panel) * size_of::<f32>())
 }
 
 /// The rows of a cube.
@@ -41,14 +47,14 @@ pub(super) fn digit_bytes(tokens: usize, panel: Panel) -> usize {
 pub(super) struct Digits {
     /// `[token][block][t][byte]`: four columns, four more.
     staged: Shared<[Right]>,
-    /// Bits of the largest of each plane, `[token][plane]`.
-    largest: Shared<[u32]>,
-    /// Sums of squares, likewise.
+    /// What the numbers of a block count, `[token][block]`.
+    units: Shared<[f32]>,
+    /// Sums of squares of each plane, `[token][plane]`.
     squares: Shared<[f32]>,
-    /// What a token's numbers count, `[token]`.
-    units: Array<f32>,
     /// Where a lane finds its first operand.
     from: usize,
+    /// Which of an operand's tokens a lane's sums are of.
+    token: usize,
 }
 
 #[cube]
@@ -64,10 +70,10 @@ impl Digits {
         let byte = lane / 4 % DIGITS;
         Digits {
             staged: Shared::new_slice(comptime!(tokens * padded(panel) / 2)),
-            largest: Shared::new_slice(comptime!(tokens * planes)),
+            units: Shared::new_slice(comptime!(tokens * blocks(panel))),
             squares: Shared::new_slice(comptime!(tokens * planes)),
-            units: Array::new(tokens),
             from: token * comptime!(padded(panel) / 2) + lane % 4 * DIGITS + byte,
+            token: lane % 4 / 2 * comptime!(tokens.min(DIGIT_TOKENS) - 1),
         }
     }
 
@@ -83,62 +89,58 @@ impl Digits {
         let unit = UNIT_POS as usize;
         let plane = unit / PLANE;
         let lane = unit % PLANE;
+        let units = comptime!(planes * PLANE);
         let eights = comptime!(padded(panel) / EIGHT);
         #[unroll]
         for token in 0..shape.tokens {
-            let mut largest = 0u32.runtime();
             let mut squares = f32::new(0.0);
-            for eight in range_stepped(unit, eights, comptime!(planes * PLANE)) {
-                #[unroll]
-                for half in 0..2usize {
-                    let column = eight * EIGHT + comptime!(4 * half);
-                    let mut x = input.load_four(token, column);
-                    if comptime!(input.is_normed) {
-                        #[unroll]
-                        for i in 0..4usize {
-                            squares += x.extract(i) * x.extract(i);
-                        }
-                        x *= input.factors(column);
+            // Planes stay together, since four lanes share a block.
+            for round in 0..comptime!(eights.div_ceil(units)) {
+                let eight = round * units + unit;
+                let column = eight.min(comptime!(eights - 1)) * EIGHT;
+                let mut first = input.load_four(token, column);
+                let mut second = input.load_four(token, column + 4);
+                if comptime!(input.is_normed) {
+                    if eight < eights {
+                        squares += square(first) + square(second);
                     }
+                    first *= input.factors(column);
+                    second *= input.factors(column + 4);
+                }
+                let mut largest = largest_bits(first).max(largest_bits(second));
+                largest = largest.max(plane_shuffle_xor(largest, 1u32));
+                largest = largest.max(plane_shuffle_xor(largest, 2u32));
+                let exponent = (largest >> 23u32).max(LEAST_EXPONENT);
+                let inverse = f32::reinterpret((EXPONENTS - exponent) << 23u32);
+                if eight < eights {
+                    let first = digits(first, inverse);
+                    let second = digits(second, inverse);
+                    let at = comptime!(token * padded(panel) / 2) + eight * DIGITS;
                     #[unroll]
-                    for i in 0..4usize {
-                        // By bits, what is not a number is larger than any.
-                        largest = largest.max(u32::reinterpret(x.extract(i)) & 0x7fff_ffffu32);
+                    for byte in 0..DIGITS {
+                        let mut both = Right::empty();
+                        both.insert(0usize, first[byte]);
+                        both.insert(1usize, second[byte]);
+                        self.staged[at + byte] = both;
                     }
+                    let count =
+                        f32::reinterpret((exponent - comptime!(LEAST_EXPONENT - 1)) << 23u32);
+                    let count = select(exponent < 255u32, count, f32::new(f32::NAN));
+                    // All four lanes write the same.
+                    self.units[comptime!(token * blocks(panel)) + eight / 4] = count;
                 }
             }
-            let largest = plane_max(largest);
             if comptime!(shape.is_normed) {
-                squares = plane_sum(squares);
-            }
-            if lane == 0 {
-                self.largest[comptime!(token * planes) + plane] = largest;
-                self.squares[comptime!(token * planes) + plane] = squares;
+                let squares = plane_sum(squares);
+                if lane == 0 {
+                    self.squares[comptime!(token * planes) + plane] = squares;
+                }
             }
         }
         sync_cube();
-        #[unroll]
-        for token in 0..shape.tokens {
-            let largest = self.largest[comptime!(token * planes) + lane % planes];
-            let exponent = (plane_max(largest) >> 23u32).max(LEAST_EXPONENT);
-            let inverse = f32::reinterpret((EXPONENTS - exponent) << 23u32);
-            let is_finite = exponent < 255u32;
-            let count = f32::reinterpret((exponent - comptime!(LEAST_EXPONENT - 1)) << 23u32);
-            self.units[token] = select(is_finite, count, f32::new(f32::NAN));
-            for eight in range_stepped(unit, eights, comptime!(planes * PLANE)) {
-                let at = comptime!(token * padded(panel) / 2) + eight * DIGITS;
-                let column = eight * EIGHT;
-                let first = digits(input, token, column, inverse);
-                let second = digits(input, token, column + 4, inverse);
-                #[unroll]
-                for byte in 0..DIGITS {
-                    let mut both = Right::empty();
-                    both.insert(0usize, first[byte]);
-                    both.insert(1usize, second[byte]);
-                    self.staged[at + byte] = both;
-                }
-            }
-            if comptime!(shape.is_normed) && unit == 0 {
+        if comptime!(shape.is_normed) && unit == 0 {
+            #[unroll]
+            for token in 0..shape.tokens {
                 let mut sum = f32::new(0.0);
                 #[unroll]
                 for plane in 0..planes {
@@ -151,7 +153,6 @@ impl Digits {
                 }
             }
         }
-        sync_cube();
     }
 
     /// The operand of a block for that group of tokens; of a last one there may be only half.
@@ -170,19 +171,45 @@ impl Digits {
         self.staged[from + block * comptime!(BLOCK / 2)]
     }
 
-    /// What the numbers of a token count.
-    pub(super) fn unit(&self, #[comptime] token: usize) -> f32 {
-        self.units[token]
+    /// What the numbers of a block count, for a lane's token of that group.
+    pub(super) fn unit(
+        &self,
+        block: usize,
+        #[comptime] group: usize,
+        #[comptime] shape: Shape,
+        #[comptime] panel: Panel,
+    ) -> f32 {
+        let last = comptime!(shape.tokens - 1 - group * DIGIT_TOKENS);
+        let token = comptime!(group * DIGIT_TOKENS) + self.token.min(last);
+        self.units[token * comptime!(blocks(panel)) + block]
     }
+}
+
+/// The sum of four squares.
+#[cube]
+fn square(x: Four) -> f32 {
+    let mut sum = f32::new(0.0);
+    #[unroll]
+    for i in 0..4usize {
+        sum += x.extract(i) * x.extract(i);
+    }
+    sum
+}
+
+/// The bits of the largest of four: what is not a number is larger than any.
+#[cube]
+fn largest_bits(x: Four) -> u32 {
+    let mut largest = 0u32.runtime();
+    #[unroll]
+    for i in 0..4usize {
+        largest = largest.max(u32::reinterpret(x.extract(i)) & 0x7fff_ffffu32);
+    }
+    largest
 }
 
 /// Four columns as their bytes, `[byte]`, the highest first.
 #[cube]
-fn digits<N: Size>(input: &Input<N>, token: usize, column: usize, inverse: f32) -> Array<u32> {
-    let mut x = input.load_four(token, column);
-    if comptime!(input.is_normed) {
-        x *= input.factors(column);
-    }
+fn digits(x: Four, inverse: f32) -> Array<u32> {
     let mut numbers = Array::<u32>::new(4usize);
     #[unroll]
     for i in 0..4usize {
