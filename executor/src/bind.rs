@@ -3,14 +3,16 @@
 //! - It is done by the device's own lane thread, so that memory is touched first where it is used.
 //! - What is bound belongs to that thread alone; other devices see only the buffers of a run.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use anyhow::{Context as _, Result, ensure};
 use burn::tensor::Device as BurnDevice;
 use hwlocality::Topology;
-use ir::id::DeviceId;
+use ir::id::{DeviceId, WeightId};
 use ir::machine::DeviceKind;
-use ir::plan::{Plan, Weight};
+use ir::op::Op;
+use ir::plan::{Action, Plan, Weight};
 
 use crate::checkpoint::Checkpoint;
 use crate::fetch::{Homes, Window, fetched};
@@ -138,10 +140,11 @@ impl Device {
                 (Form::Gpu(Box::new(state)), Some(spared))
             }
         };
-        for weight in plan.weights.rows() {
+        let tables = tables(plan);
+        for (weight_id, weight) in plan.weights.iter() {
             let is_here = weight.device == id;
             if is_here {
-                let held = form.hold(weight, checkpoint);
+                let held = form.hold(weight, tables.contains(&weight_id), checkpoint);
                 held.with_context(|| format!("reading {} for {name}", weight.name))?;
             } else {
                 form.skip();
@@ -171,10 +174,30 @@ impl Device {
     }
 }
 
+/// The matrices of floats of which rows are looked up, and nothing else is done with them.
+fn tables(plan: &Plan) -> BTreeSet<WeightId> {
+    let (mut tables, mut others) = (BTreeSet::new(), BTreeSet::new());
+    for step in plan.programs.iter().flat_map(|program| program.steps.rows()) {
+        match &step.action {
+            Action::Run(Op::Embed { table, .. } | Op::AddPosition { table, .. }) => {
+                tables.insert(*table);
+            }
+            Action::Run(op) => others.extend(op.weights()),
+            Action::Fetch { weight, .. } => drop(others.insert(*weight)),
+            Action::Move { .. } => (),
+        }
+    }
+    tables.retain(|id| !others.contains(id) && plan.weights[*id].format.float().is_some());
+    tables
+}
+
 impl Form {
-    fn hold(&mut self, weight: &Weight, checkpoint: &Checkpoint) -> Result<()> {
+    fn hold(&mut self, weight: &Weight, is_table: bool, checkpoint: &Checkpoint) -> Result<()> {
         match self {
             Form::Gpu(state) => state.hold(weight, checkpoint),
+            Form::Cpu(Cpu { team, form: CpuForm::Own(state) }) if is_table => {
+                state.weights.hold_table(weight, checkpoint, team)
+            }
             Form::Cpu(Cpu { team, form: CpuForm::Own(state) }) => {
                 state.weights.hold(weight, checkpoint, team)
             }

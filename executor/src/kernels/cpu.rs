@@ -24,6 +24,7 @@ pub mod norm;
 pub mod rope;
 pub mod router;
 pub mod rows;
+pub mod table;
 
 #[cfg(test)]
 pub(crate) mod testing;

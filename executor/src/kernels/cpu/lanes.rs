@@ -37,8 +37,6 @@ pub(crate) trait Lanes: Copy {
     unsafe fn load(from: *const f32) -> Self;
     /// Reads 16 IEEE halves.
     unsafe fn load_f16(from: *const u16) -> Self;
-    /// Reads 16 bfloat16.
-    unsafe fn load_bf16(from: *const u16) -> Self;
     /// Writes 16 floats.
     unsafe fn store(self, to: *mut f32);
     /// Writes 16 bfloat16, rounded to nearest even.
@@ -137,12 +135,6 @@ pub(crate) fn vectorize<K: Kernel>(isa: Isa, kernel: K) -> K::Output {
             panic!("{isa} is not a level of this processor")
         }
     }
-}
-
-/// The float whose upper half is the bfloat16 `bits`.
-#[inline(always)]
-pub(crate) fn from_bf16(bits: u16) -> f32 {
-    f32::from_bits(u32::from(bits) << 16)
 }
 
 /// The bfloat16 nearest to `value`, ties to even; what is not a number stays so.

@@ -9,7 +9,7 @@ use crate::kernels::cpu::rows;
 use crate::slots::Value;
 use crate::team::Team;
 
-/// Rows of a table for the batch's tokens. Tables are packed like all matrices: a head may share them.
+/// Rows of a table for the batch's tokens.
 pub(super) fn embed(
     team: &Team,
     state: &State,
@@ -17,7 +17,7 @@ pub(super) fn embed(
     scale: f32,
     batch: &Batch,
 ) -> Result<Output> {
-    let table = state.weights.matrix(table)?;
+    let table = state.weights.lookup(table)?;
     let (tokens, features) = (batch.tokens(), table.columns());
     ensure!(
         tokens.iter().all(|&token| (token as usize) < table.rows()),
@@ -45,7 +45,7 @@ pub(super) fn add_position(
     x: &Input,
     batch: &Batch,
 ) -> Result<Output> {
-    let table = state.weights.matrix(table)?;
+    let table = state.weights.lookup(table)?;
     let (positions, features) = (batch.positions(), table.columns());
     ensure!(
         positions.iter().all(|&position| ((position + offset) as usize) < table.rows()),

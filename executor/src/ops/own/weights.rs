@@ -9,6 +9,7 @@ use crate::checkpoint::{Checkpoint, matrices};
 use crate::fetch::Home;
 use crate::kernels::cpu::norm::Norm;
 use crate::kernels::cpu::pack::{PackedMatrix, pack};
+use crate::kernels::cpu::table::RowTable;
 use crate::team::Team;
 
 /// One row for each weight of the plan.
@@ -22,6 +23,17 @@ enum Held {
     Vector(Vec<f32>),
     /// One matrix, or one for each expert of a stack.
     Matrices(Home),
+    /// What is only looked up.
+    Table(RowTable),
+}
+
+/// A matrix whose rows are looked up.
+#[derive(Clone, Copy)]
+pub(super) enum Lookup<'a> {
+    /// Nothing else is done with it.
+    Rows(&'a RowTable),
+    /// A head shares it, or it is held in blocks.
+    Packed(&'a PackedMatrix),
 }
 
 impl Weights {
@@ -61,11 +73,35 @@ impl Weights {
         Ok(())
     }
 
+    /// Adds the plan's next weight, a matrix of floats whose rows are only looked up.
+    pub(crate) fn hold_table(
+        &mut self,
+        weight: &Weight,
+        checkpoint: &Checkpoint,
+        team: &Team,
+    ) -> Result<()> {
+        let sources = matrices(weight)?;
+        let [source] = sources.as_slice() else { bail!("a table is not one matrix") };
+        let (rows, columns) = weight_dims(weight);
+        let shape = source.shape();
+        ensure!(shape == [rows as u32, columns as u32], "its source has shape {shape:?}");
+        checkpoint.contents(source)?;
+        let fill = |range: std::ops::Range<usize>, values: &mut [f32]| {
+            checkpoint.read(source, range, values).expect("shape and file have been checked");
+        };
+        let table = RowTable::new(team, weight.format, rows, columns, &fill)?;
+        checkpoint.forget(source);
+        self.held.push(Held::Table(table));
+        Ok(())
+    }
+
     /// A scale or a bias.
     pub(super) fn vector(&self, weight: WeightId) -> Result<&[f32]> {
         match self.held.get(weight) {
             Some(Held::Vector(vector)) => Ok(vector),
-            Some(Held::Matrices(_)) => bail!("{weight} is a matrix and is read as a vector"),
+            Some(Held::Matrices(_) | Held::Table(_)) => {
+                bail!("{weight} is a matrix and is read as a vector")
+            }
             Some(Held::Elsewhere) | None => bail!("{weight} is not on this device"),
         }
     }
@@ -78,11 +114,20 @@ impl Weights {
         }
     }
 
+    /// A matrix whose rows are looked up.
+    pub(super) fn lookup(&self, weight: WeightId) -> Result<Lookup<'_>> {
+        match self.held.get(weight) {
+            Some(Held::Table(table)) => Ok(Lookup::Rows(table)),
+            _ => self.matrix(weight).map(Lookup::Packed),
+        }
+    }
+
     /// One matrix for each expert.
     pub(super) fn stack(&self, weight: WeightId) -> Result<&[PackedMatrix]> {
         match self.held.get(weight) {
             Some(Held::Matrices(stack)) => Ok(stack),
             Some(Held::Vector(_)) => bail!("{weight} is a vector and is read as a matrix"),
+            Some(Held::Table(_)) => bail!("{weight} is a table and is multiplied with"),
             Some(Held::Elsewhere) | None => bail!("{weight} is not on this device"),
         }
     }
@@ -91,7 +136,7 @@ impl Weights {
     pub(crate) fn home(&self, weight: WeightId) -> Option<Home> {
         match self.held.get(weight)? {
             Held::Matrices(stack) => Some(Home::clone(stack)),
-            Held::Vector(_) | Held::Elsewhere => None,
+            Held::Vector(_) | Held::Table(_) | Held::Elsewhere => None,
         }
     }
 
@@ -105,6 +150,35 @@ impl Weights {
             epsilon: norm.epsilon,
             scale_offset: norm.scale_offset,
         })
+    }
+}
+
+impl Lookup<'_> {
+    /// Rows of the table.
+    pub(super) fn rows(self) -> usize {
+        match self {
+            Lookup::Rows(table) => table.rows(),
+            Lookup::Packed(matrix) => matrix.rows(),
+        }
+    }
+
+    /// Elements of a row.
+    pub(super) fn columns(self) -> usize {
+        match self {
+            Lookup::Rows(table) => table.columns(),
+            Lookup::Packed(matrix) => matrix.columns(),
+        }
+    }
+
+    /// Writes a row to `out`, one element for each column.
+    ///
+    /// # Panics
+    /// When there is no such row, or `out` has another length.
+    pub(super) fn read_row(self, row: usize, out: &mut [f32]) {
+        match self {
+            Lookup::Rows(table) => table.read_row(row, out),
+            Lookup::Packed(matrix) => matrix.read_row(row, out),
+        }
     }
 }
 

@@ -60,13 +60,6 @@ impl Lanes for Avx2 {
         )
     }
     #[inline(always)]
-    unsafe fn load_bf16(from: *const u16) -> Self {
-        Self(
-            widen_bf16(vector!(_mm_loadu_si128(from.cast()))),
-            widen_bf16(vector!(_mm_loadu_si128(from.add(8).cast()))),
-        )
-    }
-    #[inline(always)]
     unsafe fn store(self, to: *mut f32) {
         vector!({
             _mm256_storeu_ps(to, self.0);
@@ -206,11 +199,6 @@ impl Lanes for Avx2 {
     fn prefetch(from: *const u8) {
         vector!(_mm_prefetch::<_MM_HINT_T0>(from.cast()));
     }
-}
-
-#[inline(always)]
-fn widen_bf16(halves: __m128i) -> __m256 {
-    vector!(_mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(halves))))
 }
 
 /// The nearest bfloat16 of each float, in the lower half of its word.

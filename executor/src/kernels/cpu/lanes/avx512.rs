@@ -68,11 +68,6 @@ impl<const DOTS: bool> Lanes for Avx512<DOTS> {
         Self(vector!(_mm512_cvtph_ps(_mm256_loadu_si256(from.cast()))))
     }
     #[inline(always)]
-    unsafe fn load_bf16(from: *const u16) -> Self {
-        let wide = vector!(_mm512_cvtepu16_epi32(_mm256_loadu_si256(from.cast())));
-        Self(vector!(_mm512_castsi512_ps(_mm512_slli_epi32::<16>(wide))))
-    }
-    #[inline(always)]
     unsafe fn store(self, to: *mut f32) {
         vector!(_mm512_storeu_ps(to, self.0));
     }

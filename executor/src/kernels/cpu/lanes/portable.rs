@@ -2,7 +2,7 @@
 
 use std::array;
 
-use super::{LANES, Lanes, from_bf16, to_bf16};
+use super::{LANES, Lanes, to_bf16};
 
 /// Sixteen floats in an array.
 #[derive(Clone, Copy)]
@@ -33,11 +33,6 @@ impl Lanes for Portable {
         // SAFETY: the caller says that 16 halves can be read.
         let bits = unsafe { from.cast::<[u16; LANES]>().read_unaligned() };
         Self(bits.map(|bits| half::f16::from_bits(bits).to_f32()))
-    }
-    #[inline(always)]
-    unsafe fn load_bf16(from: *const u16) -> Self {
-        // SAFETY: the caller says that 16 bfloat16 can be read.
-        Self(unsafe { from.cast::<[u16; LANES]>().read_unaligned() }.map(from_bf16))
     }
     #[inline(always)]
     unsafe fn store(self, to: *mut f32) {

@@ -1,0 +1,130 @@
+//! Tables whose rows are looked up and multiplied with nothing: row after row, so that a row is read in one piece.
+
+#![expect(unsafe_code, reason = "members write disjoint rows of one table")]
+
+use std::ops::Range;
+
+use anyhow::{Context as _, bail};
+use half::slice::HalfFloatSliceExt;
+use half::{bf16, f16};
+use ir::tensor::Format;
+
+use super::pack::Shared;
+use crate::memory::Region;
+use crate::team::{Chunks, Team};
+
+/// Rows that a member fills at a time.
+const GRAIN: usize = 32;
+
+/// A table `[rows, columns]` of floats.
+pub struct RowTable {
+    format: Format,
+    rows: usize,
+    columns: usize,
+    region: Region,
+}
+
+impl RowTable {
+    /// Fills a table; every member of the team fills, and so touches first, some rows.
+    ///
+    /// `fill(range, values)` writes the rows of `range`, row after row, each of `columns` elements.
+    ///
+    /// # Errors
+    /// When there is no memory, or the format is one of blocks.
+    pub fn new(
+        team: &Team,
+        format: Format,
+        rows: usize,
+        columns: usize,
+        fill: &(dyn Fn(Range<usize>, &mut [f32]) + Sync),
+    ) -> anyhow::Result<Self> {
+        let element_bytes = match format {
+            Format::F32 => 4,
+            Format::F16 | Format::Bf16 => 2,
+            Format::Q8 | Format::Q4 => bail!("a table of {format} is no table of floats"),
+        };
+        let row_bytes = columns * element_bytes;
+        let region = Region::new(rows * row_bytes)
+            .with_context(|| format!("a table of {rows} by {columns} in {format}"))?;
+        let start = Shared(region.as_ptr());
+        let chunks = Chunks::new(rows, GRAIN);
+        team.run(|_| {
+            let mut wide = vec![0.0; GRAIN * columns];
+            while let Some(range) = chunks.claim() {
+                let wide = &mut wide[..range.len() * columns];
+                // SAFETY: rows lie apart in the region and each is claimed once.
+                let bytes = unsafe {
+                    let first = start.pointer().add(range.start * row_bytes);
+                    std::slice::from_raw_parts_mut(first, range.len() * row_bytes)
+                };
+                fill(range, wide);
+                match format {
+                    Format::F16 => {
+                        bytemuck::cast_slice_mut::<u8, f16>(bytes).convert_from_f32_slice(wide)
+                    }
+                    Format::Bf16 => {
+                        bytemuck::cast_slice_mut::<u8, bf16>(bytes).convert_from_f32_slice(wide)
+                    }
+                    Format::F32 | Format::Q8 | Format::Q4 => {
+                        bytes.copy_from_slice(bytemuck::cast_slice(wide));
+                    }
+                }
+            }
+        });
+        Ok(Self { format, rows, columns, region })
+    }
+
+    /// Rows of the table.
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// Elements of a row.
+    pub fn columns(&self) -> usize {
+        self.columns
+    }
+
+    /// Writes row `row` to `out`, one element for each column.
+    ///
+    /// # Panics
+    /// When there is no such row, or `out` has another length.
+    pub fn read_row(&self, row: usize, out: &mut [f32]) {
+        assert!(row < self.rows && out.len() == self.columns, "row {row} of {}", self.rows);
+        let range = row * self.columns..(row + 1) * self.columns;
+        match self.format {
+            Format::F16 => self.region.as_slice::<f16>()[range].convert_to_f32_slice(out),
+            Format::Bf16 => self.region.as_slice::<bf16>()[range].convert_to_f32_slice(out),
+            Format::F32 | Format::Q8 | Format::Q4 => {
+                out.copy_from_slice(&self.region.as_slice::<f32>()[range]);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::testing::with_team;
+    use super::*;
+
+    #[test]
+    fn rows_of_all_floats_come_back() {
+        // More rows than a grain, and a rest; multiples of 1/4 below 64 are the same in all formats.
+        let (rows, columns) = (2 * GRAIN + 5, 23);
+        let value = |row: usize, column: usize| ((row * 37 + column * 11) % 256) as f32 / 4.0;
+        with_team(2, |team| {
+            for format in [Format::F32, Format::F16, Format::Bf16] {
+                let fill = |range: Range<usize>, values: &mut [f32]| {
+                    let places = range.flat_map(|row| (0..columns).map(move |at| (row, at)));
+                    values.iter_mut().zip(places).for_each(|(to, (row, at))| *to = value(row, at));
+                };
+                let table = RowTable::new(team, format, rows, columns, &fill).unwrap();
+                for row in 0..rows {
+                    let mut out = vec![f32::NAN; columns];
+                    table.read_row(row, &mut out);
+                    assert!(out.iter().enumerate().all(|(at, &x)| x == value(row, at)), "{format}");
+                }
+            }
+            assert!(RowTable::new(team, Format::Q8, 1, 32, &|_, _| ()).is_err());
+        });
+    }
+}
