@@ -43,10 +43,10 @@ pub(crate) fn run_nanos(
         }
         Ok(nanos)
     };
+    let is_gpu = matches!(target.machine.devices[device].kind, DeviceKind::Gpu { .. });
     let work = match op.products() {
         Some(Products::Linear(linear)) => {
             let rows = rows_of(&operands.reads[0], batch.extent);
-            let is_gpu = matches!(target.machine.devices[device].kind, DeviceKind::Gpu { .. });
             let beside = if is_gpu && rows > UNPACKED_ROWS {
                 streamed(pass_bytes(linear, operands, batch))
             } else {
@@ -56,13 +56,17 @@ pub(crate) fn run_nanos(
         }
         Some(Products::Attention(attention)) => {
             let cache = target.kv_types[device].bytes();
-            attention_nanos(
+            let attending = attention_nanos(
                 attention,
                 cache,
                 batch,
                 rates.attention_flops_per_sec,
                 rates.cache_bytes_per_sec,
-            )
+            );
+            // Of many tokens, a GPU first rotates all heads and caches keys and values.
+            let is_prompt = batch.extent.tokens > batch.sequences;
+            attending
+                + if is_gpu && is_prompt { streamed(append_bytes(operands, batch)) } else { 0.0 }
         }
         Some(Products::Experts(_)) => {
             experts_nanos(target, device, operands, batch)?
@@ -90,6 +94,16 @@ fn pass_bytes(linear: &Linear, operands: &Operands<'_>, batch: &Batch) -> u64 {
         Then::Nothing => 0,
     };
     input + input / 2 + after
+}
+
+/// Bytes that a GPU moves before the attention of a prompt: queries, keys and values are read, queries written again,
+/// and keys and values into the cache, which takes 16 bits for each of their elements.
+fn append_bytes(operands: &Operands<'_>, batch: &Batch) -> u64 {
+    let bytes = |ty: &TensorType| ty.bytes(batch.extent);
+    let (queries, others) = operands.reads.split_first().map_or((0, 0), |(queries, others)| {
+        (bytes(queries), others.iter().map(bytes).sum::<u64>())
+    });
+    2 * queries + others + others / 2
 }
 
 /// Bytes read and written to unpack fetched matrices to 16 bits: a product of few rows takes panels as they are.
