@@ -162,8 +162,9 @@ fn without_generation_blocks(source: &str) -> String {
     let mut text = String::with_capacity(source.len());
     let mut rest = source;
     while let Some(start) = rest.find("{%") {
-        let Some(end) = rest[start..].find("%}").map(|length| start + length) else { break };
-        let inside = &rest[start + 2..end];
+        let first = start + 2;
+        let Some(end) = rest[first..].find("%}").map(|length| first + length) else { break };
+        let inside = &rest[first..end];
         let signs =
             |character: char| character == '-' || character == '+' || character.is_whitespace();
         let replaced = match inside.trim_matches(signs) {
@@ -171,7 +172,7 @@ fn without_generation_blocks(source: &str) -> String {
             word @ "endgeneration" => inside.replace(word, "endif"),
             _ => inside.to_owned(),
         };
-        text.push_str(&rest[..start + 2]);
+        text.push_str(&rest[..first]);
         text.push_str(&replaced);
         text.push_str("%}");
         rest = &rest[end + 2..];

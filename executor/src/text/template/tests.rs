@@ -150,6 +150,13 @@ fn blocks_take_their_lines_away() {
 }
 
 #[test]
+fn a_block_does_not_end_where_it_begins() {
+    for source in ["{%}", "a{%}b%}", "{% generation{%}"] {
+        assert!(render(source, &request(&[])).is_err(), "{source}");
+    }
+}
+
+#[test]
 fn generation_blocks_are_rendered_as_if_they_were_not_there() {
     let template = "{% for m in messages %}\n{% generation %}\n{{ m.content }}\n{%- endgeneration %}\n.\n{% endfor %}\n";
     check(template, &request(&[message("assistant", "A")]), "A.\n");
