@@ -25,7 +25,7 @@ const PIECE_BYTES: usize = 2 << 20;
 /// Pieces that are queued at once: while the host learns of the end of one, the link works on the others.
 const QUEUED_PIECES: usize = 3;
 
-/// A weight at home: one matrix, or one for each expert of a stack.
+/// A weight at home: one matrix, or one for each expert of a stack, which lie one right behind the other.
 pub(crate) type Home = Arc<[PackedMatrix]>;
 
 /// The weights that are fetched, at home.
@@ -77,7 +77,7 @@ impl Fetcher {
             return Ok(Self { window, homes, link: None });
         };
         let mut link = Link::new(ordinal)?;
-        for matrix in homes.values().flat_map(|home| home.iter()) {
+        for matrix in homes.values().filter_map(|home| home.first()) {
             if let Err(error) = link.pin(matrix.region()) {
                 tracing::warn!("weights are fetched slowly: {error:#}");
                 break;
@@ -98,16 +98,15 @@ impl Fetcher {
         mut between: impl FnMut(),
     ) -> Result<Fetch> {
         let home = self.homes.get(&weight).with_context(|| format!("{weight} is not fetched"))?;
-        let bytes: usize = home.iter().map(PackedMatrix::bytes).sum();
-        let place = self.window.span.part(offset as usize, bytes);
-        let contents = home.iter().map(|matrix| matrix.region().as_slice::<u8>());
+        let contents: &[u8] = home.first().map_or(&[], |first| first.region().as_slice());
+        let place = self.window.span.part(offset as usize, contents.len());
         let Some(link) = &mut self.link else {
-            self.window.gpu.write(&place, &contents.collect::<Vec<_>>().concat())?;
+            self.window.gpu.write(&place, contents)?;
             self.window.gpu.sync()?;
             return Ok(Fetch(None));
         };
         let mut target = place.address()?;
-        for piece in contents.flat_map(|bytes| bytes.chunks(PIECE_BYTES)) {
+        for piece in contents.chunks(PIECE_BYTES) {
             // SAFETY: the target lies in the window, whose bytes nobody reads until the step that this belongs to has
             // ended; the source is held by `self`, whose link waits for its copies.
             unsafe { link.copy(target, piece) }

@@ -20,6 +20,7 @@
 
 use std::array;
 use std::ops::Range;
+use std::sync::Arc;
 
 use anyhow::Context as _;
 use half::{bf16, f16};
@@ -46,12 +47,12 @@ pub struct PackedMatrix {
     format: Format,
     rows: usize,
     columns: usize,
-    region: Region,
+    region: Arc<Region>,
+    /// Where it starts in the region, which the matrices of a stack share.
+    start: usize,
 }
 
-/// Packs a matrix of `rows` × `columns`; every member of the team packs, and so touches first, some panels.
-///
-/// `fill(range, values)` writes the rows of `range`, at most 32, row after row, each of `columns` elements.
+/// Packs a matrix of `rows` × `columns`: see [`PackedMatrix::fill()`].
 ///
 /// # Errors
 /// When there is no memory.
@@ -62,39 +63,30 @@ pub fn pack(
     columns: usize,
     fill: &(dyn Fn(Range<usize>, &mut [f32]) + Sync),
 ) -> anyhow::Result<PackedMatrix> {
-    let bytes = packed_bytes(format, rows, columns);
-    let context = || format!("packing a matrix of {rows} by {columns} in {format}");
-    let matrix =
-        PackedMatrix { format, rows, columns, region: Region::new(bytes).with_context(context)? };
-    let wide_bytes = team.members() * PANEL * columns * size_of::<f32>();
-    let wide = Region::new(wide_bytes).with_context(context)?;
-    let parts = Shared(wide.as_ptr().cast::<f32>());
-    let start = Shared(matrix.region.as_ptr());
-    let chunks = Chunks::new(matrix.panels(), 1);
-    team.run(|member| {
-        // SAFETY: the region holds one such part for each member.
-        let wide = unsafe {
-            let part = parts.pointer().add(member * PANEL * columns);
-            std::slice::from_raw_parts_mut(part, PANEL * columns)
-        };
-        while let Some(range) = chunks.claim() {
-            for panel in range {
-                let rows = panel * PANEL..((panel + 1) * PANEL).min(rows);
-                let wide = &mut wide[..rows.len() * columns];
-                fill(rows, wide);
-                let bytes = panel_bytes(format, columns, matrix.vectors(panel));
-                // SAFETY: panels lie apart in the region and each is claimed once.
-                let packed = unsafe {
-                    std::slice::from_raw_parts_mut(
-                        start.pointer().add(matrix.panel_offset(panel)),
-                        bytes,
-                    )
-                };
-                pack_panel(format, columns, matrix.vectors(panel), wide, packed);
-            }
-        }
-    });
+    let mut matrix = stack(format, rows, columns, 1)?.remove(0);
+    matrix.fill(team, fill)?;
     Ok(matrix)
+}
+
+/// Room for `count` matrices of `rows` × `columns`, one right behind the other: zeros that nobody has touched.
+///
+/// # Errors
+/// When there is no memory.
+pub fn stack(
+    format: Format,
+    rows: usize,
+    columns: usize,
+    count: usize,
+) -> anyhow::Result<Vec<PackedMatrix>> {
+    let bytes = packed_bytes(format, rows, columns);
+    let region = Region::new(count * bytes)
+        .with_context(|| format!("{count} matrices of {rows} by {columns} in {format}"))?;
+    let region = Arc::new(region);
+    let matrix = |index: usize| {
+        let (region, start) = (Arc::clone(&region), index * bytes);
+        PackedMatrix { format, rows, columns, region, start }
+    };
+    Ok((0..count).map(matrix).collect())
 }
 
 /// Packs whole panels of 32 rows from `wide`, the rows of a matrix from the first panel's on, row after row. Rows
@@ -115,6 +107,50 @@ pub fn pack_rows(format: Format, columns: usize, wide: &[f32], packed: &mut [u8]
 }
 
 impl PackedMatrix {
+    /// Packs the matrix; every member of the team packs, and so touches first, some panels.
+    ///
+    /// `fill(range, values)` writes the rows of `range`, at most 32, row after row, each of `columns` elements.
+    ///
+    /// # Errors
+    /// When there is no memory.
+    pub fn fill(
+        &mut self,
+        team: &Team,
+        fill: &(dyn Fn(Range<usize>, &mut [f32]) + Sync),
+    ) -> anyhow::Result<()> {
+        let (format, rows, columns) = (self.format, self.rows, self.columns);
+        let context = || format!("packing a matrix of {rows} by {columns} in {format}");
+        let wide_bytes = team.members() * PANEL * columns * size_of::<f32>();
+        let wide = Region::new(wide_bytes).with_context(context)?;
+        let parts = Shared(wide.as_ptr().cast::<f32>());
+        let start = Shared(self.region.as_ptr().wrapping_add(self.start));
+        let chunks = Chunks::new(self.panels(), 1);
+        team.run(|member| {
+            // SAFETY: the region holds one such part for each member.
+            let wide = unsafe {
+                let part = parts.pointer().add(member * PANEL * columns);
+                std::slice::from_raw_parts_mut(part, PANEL * columns)
+            };
+            while let Some(range) = chunks.claim() {
+                for panel in range {
+                    let rows = panel * PANEL..((panel + 1) * PANEL).min(rows);
+                    let wide = &mut wide[..rows.len() * columns];
+                    fill(rows, wide);
+                    let bytes = panel_bytes(format, columns, self.vectors(panel));
+                    // SAFETY: panels lie apart in the region and each is claimed once.
+                    let packed = unsafe {
+                        std::slice::from_raw_parts_mut(
+                            start.pointer().add(self.panel_offset(panel)),
+                            bytes,
+                        )
+                    };
+                    pack_panel(format, columns, self.vectors(panel), wide, packed);
+                }
+            }
+        });
+        Ok(())
+    }
+
     /// How the elements are held.
     pub fn format(&self) -> Format {
         self.format
@@ -132,10 +168,15 @@ impl PackedMatrix {
 
     /// Bytes of memory, padding included.
     pub fn bytes(&self) -> usize {
-        self.region.bytes()
+        packed_bytes(self.format, self.rows, self.columns)
     }
 
-    /// The memory it lies in.
+    /// Its memory, padding included.
+    pub fn contents(&self) -> &[u8] {
+        &self.region.as_slice::<u8>()[self.start..][..self.bytes()]
+    }
+
+    /// The memory it lies in, which may hold the other matrices of a stack, too.
     pub fn region(&self) -> &Region {
         &self.region
     }
@@ -151,7 +192,7 @@ impl PackedMatrix {
 
     pub(super) fn panel(&self, panel: usize) -> *const u8 {
         assert!(panel < self.panels(), "panel {panel} of {}", self.panels());
-        self.region.as_ptr().wrapping_add(self.panel_offset(panel)).cast_const()
+        self.region.as_ptr().wrapping_add(self.start + self.panel_offset(panel)).cast_const()
     }
 
     fn panel_offset(&self, panel: usize) -> usize {

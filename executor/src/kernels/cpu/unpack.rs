@@ -15,8 +15,8 @@ impl PackedMatrix {
         assert!(row < self.rows() && out.len() == self.columns(), "row {row} of {}", self.rows());
         let (panel, lane) = (row / PANEL, row % PANEL);
         let lanes = self.vectors(panel) * VECTOR;
-        let start = self.panel(panel).addr() - self.region().as_ptr().addr();
-        let bytes = &self.region().as_slice::<u8>()[start..];
+        let start = self.panel(panel).addr() - self.contents().as_ptr().addr();
+        let bytes = &self.contents()[start..];
         match self.format() {
             Format::F32 => read_floats(bytes, lanes, lane, out, f32::from_ne_bytes),
             Format::F16 => {

@@ -8,7 +8,7 @@ use ir::plan::Weight;
 use crate::checkpoint::{Checkpoint, matrices};
 use crate::fetch::Home;
 use crate::kernels::cpu::norm::Norm;
-use crate::kernels::cpu::pack::{PackedMatrix, pack};
+use crate::kernels::cpu::pack::{PackedMatrix, stack};
 use crate::kernels::cpu::table::RowTable;
 use crate::team::Team;
 
@@ -58,15 +58,15 @@ impl Weights {
             self.held.push(Held::Vector(vector));
             return Ok(());
         }
-        let mut stack = Vec::with_capacity(sources.len());
-        for source in &sources {
+        let mut stack = stack(weight.format, rows, columns, sources.len())?;
+        for (matrix, source) in stack.iter_mut().zip(&sources) {
             let shape = source.shape();
             ensure!(shape == [rows as u32, columns as u32], "its source has shape {shape:?}");
             checkpoint.contents(source)?;
             let fill = |range: std::ops::Range<usize>, values: &mut [f32]| {
                 checkpoint.read(source, range, values).expect("shape and file have been checked");
             };
-            stack.push(pack(team, weight.format, rows, columns, &fill)?);
+            matrix.fill(team, &fill)?;
             checkpoint.forget(source);
         }
         self.held.push(Held::Matrices(stack.into()));
