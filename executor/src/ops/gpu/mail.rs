@@ -17,8 +17,8 @@ use anyhow::{Context as _, Result, ensure};
 use cudarc::driver::CudaContext;
 use ir::id::{BufferId, DeviceId, StepId, Table};
 use ir::plan::{Action, Program, Queue};
-use rayon::prelude::*;
 
+use super::copies::copy;
 use crate::kernels::gpu::device::{ALIGNMENT, Gpu};
 use crate::kernels::gpu::mail::{POSTING_CUBES, Place, posting_cubes};
 use crate::memory::Region;
@@ -27,8 +27,6 @@ use crate::waiting::look_for;
 
 /// Pinned memory up to which every letter of a program has a place of its own.
 const OWN_PLACES_BYTES: usize = 256 << 20;
-/// Bytes that one thread copies no faster than it would wake others to help: a quarter of a millisecond.
-const SHARED_COPY_BYTES: usize = 2 << 20;
 /// Bytes from one flag to another that the other side writes: the widest line of any cache.
 const FLAG_BYTES: usize = 128;
 /// Bytes of the flags of a value that a GPU sends.
@@ -316,14 +314,7 @@ impl Mail {
         // SAFETY: the bytes lie in the region. The GPU reads there only after a flag or a launch that is yet to come.
         let place =
             unsafe { std::slice::from_raw_parts_mut(self.region.as_ptr().add(start), bytes.len()) };
-        if bytes.len() < SHARED_COPY_BYTES {
-            place.copy_from_slice(bytes);
-        } else {
-            let pieces = place.par_chunks_mut(SHARED_COPY_BYTES / 4);
-            pieces
-                .zip(bytes.par_chunks(SHARED_COPY_BYTES / 4))
-                .for_each(|(to, from)| to.copy_from_slice(from));
-        }
+        copy(bytes, place);
     }
 
     fn flag(&self, start: usize) -> &AtomicU32 {

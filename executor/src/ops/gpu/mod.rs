@@ -6,6 +6,7 @@
 mod ahead;
 mod attention;
 mod caches;
+mod copies;
 mod experts;
 mod inputs;
 mod linear;

@@ -11,6 +11,7 @@ use ir::op::{Op, Products};
 use ir::plan::{Action, Phase, Program, Queue};
 use ir::tensor::{DType, Extent, TensorType};
 
+use super::copies::collect;
 use super::replay::Kind;
 use super::state::{Operands, State, dims};
 use crate::kernels::gpu::linear::MAX_TOKENS;
@@ -330,8 +331,8 @@ pub(super) fn with_bytes<T>(
 fn value(ty: &TensorType, extent: Extent, bytes: &[u8]) -> Result<Value> {
     let (rows, columns) = dims(ty, extent);
     match ty.dtype {
-        DType::F32 => Ok(Value::of_floats(bytemuck::pod_collect_to_vec(bytes), rows, columns)),
-        DType::I32 => Ok(Value::of_ints(bytemuck::pod_collect_to_vec(bytes), rows, columns)),
+        DType::F32 => Ok(Value::of_floats(collect(bytes), rows, columns)),
+        DType::I32 => Ok(Value::of_ints(collect(bytes), rows, columns)),
         other @ (DType::F16 | DType::Bf16 | DType::U8) => {
             bail!("a buffer of {other} is read by another device")
         }
