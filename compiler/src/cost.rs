@@ -174,7 +174,8 @@ fn seconds(amount: f64, per_sec: f64) -> f64 {
     if amount == 0.0 { 0.0 } else { amount / per_sec * 1e9 }
 }
 
-fn rows_of(ty: &TensorType, extent: Extent) -> u32 {
+/// Rows of a tensor.
+pub(crate) fn rows_of(ty: &TensorType, extent: Extent) -> u32 {
     ty.shape.first().map_or(1, |dim| dim.size(extent)).max(1)
 }
 

@@ -3,8 +3,10 @@
 use ir::id::{DeviceId, Id as _, StepId, Table};
 use ir::op::Op;
 use ir::plan::{Action, Phase, Program, Queue};
+use ir::workspace::UNPACKED_ROWS;
 
 use crate::bind::Bound;
+use crate::cost::rows_of;
 use crate::task::Task;
 
 /// How long one run takes, alone on the machine.
@@ -73,8 +75,12 @@ pub(crate) fn contend(task: &Task<'_>, bound: &Bound, program: &mut Program) {
                 let share = overlap.min(alone) as f64 / alone.max(1) as f64;
                 step.estimate_nanos += (slowed * share) as u64;
             }
-            Action::Run(Op::Linear(_)) if is_prefill && fetching.contains(&device) => {
-                step.estimate_nanos += HOST_ORDER_NANOS;
+            Action::Run(Op::Linear(_)) if fetching.contains(&device) => {
+                let rows =
+                    step.reads.first().map(|&x| rows_of(&program.buffers[x].ty, program.max));
+                if is_prefill && rows > Some(UNPACKED_ROWS) {
+                    step.estimate_nanos += HOST_ORDER_NANOS;
+                }
             }
             Action::Run(_) | Action::Move { .. } => (),
         }

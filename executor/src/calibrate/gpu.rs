@@ -78,14 +78,18 @@ pub(super) fn rates(gpu: &Gpu, sizes: Sizes) -> Result<Rates> {
     let library = gpu.ordinal().map(|ordinal| Library::load(gpu, ordinal)).transpose()?.flatten();
     let vendor = library.map(|library| Vendor::new(library, gpu.allocate(WORKSPACE_BYTES)?));
     let mut meter = Meter { gpu, vendor: vendor.transpose()?, sizes };
-    let linear: Vec<LinearRate> =
-        Format::ALL.into_iter().map(|format| meter.linear(format)).collect::<Result<_>>()?;
-    let bf16 = linear.iter().find(|rate| rate.format == Format::Bf16);
-    let read_bytes_per_sec = bf16.context("bf16 is measured")?.weights_per_sec(1) * 2.0;
+    let bf16 = meter.linear(Format::Bf16, 0.0)?;
+    let read_bytes_per_sec = bf16.weights_per_sec(1) * 2.0;
+    let step_nanos = meter.step_nanos(read_bytes_per_sec)?;
+    let mut rate = |format| match format {
+        Format::Bf16 => Ok(bf16.clone()),
+        Format::F32 | Format::F16 | Format::Q8 | Format::Q4 => meter.linear(format, step_nanos),
+    };
+    let linear = Format::ALL.into_iter().map(&mut rate).collect::<Result<_>>()?;
     Ok(Rates {
         source: RateSource::Calibrated,
         read_bytes_per_sec,
-        step_nanos: meter.step_nanos(read_bytes_per_sec)?,
+        step_nanos,
         linear,
         attention_flops_per_sec: meter.attention_flops()?,
         cache_bytes_per_sec: meter.cache_bytes()?,
@@ -165,17 +169,29 @@ impl Meter<'_> {
         })
     }
 
-    fn linear(&mut self, format: Format) -> Result<LinearRate> {
+    /// The rates of a format. Floats are read from one large matrix. Of blocks, cubes take whole panels, which share
+    /// processors unevenly where there are few: those are read from matrices of a layer's size, one after another, and
+    /// `step_nanos` are left out of each launch.
+    fn linear(&mut self, format: Format, step_nanos: f64) -> Result<LinearRate> {
         let Sizes { columns, streamed_bytes, rows, tokens, launches, .. } = self.sizes;
         let row_bytes = format.bytes(1, columns as u64) as usize;
-        let large = [self.matrix(format, (streamed_bytes / row_bytes).next_multiple_of(PANEL))?];
+        let is_float = format.float().is_some();
+        let (step_nanos, read) = if is_float {
+            let rows = (streamed_bytes / row_bytes).next_multiple_of(PANEL);
+            (0.0, vec![self.matrix(format, rows)?])
+        } else {
+            let count = streamed_bytes.div_ceil(rows * row_bytes);
+            let matrices = (0..count).map(|_| self.matrix(format, rows));
+            (step_nanos, matrices.collect::<Result<Vec<_>>>()?)
+        };
         let small = self.matrix(format, rows)?;
         let mut points = Vec::new();
         for &tokens in tokens {
             let count = tokens as usize;
-            let is_narrow = count <= MAX_NARROW_TOKENS && self.gpu.takes_narrow(&large[0]);
+            let is_narrow = count <= MAX_NARROW_TOKENS && self.gpu.takes_narrow(&read[0]);
             let (matrix, nanos) = if count <= MAX_TOKENS || is_narrow {
-                (&large[0], self.few(&large, count, launches)?)
+                let whole = self.few(&read, count, launches.next_multiple_of(read.len()))?;
+                (&read[0], (whole - step_nanos).max(whole / 2.0))
             } else {
                 let out = self.gpu.allocate(count * small.rows() * size_of::<f32>())?;
                 (&small, self.product(&small, count, &out)?)
