@@ -47,14 +47,13 @@ pub(crate) fn contend(task: &Task<'_>, bound: &Bound, program: &mut Program) {
         return;
     }
     let is_prefill = program.phase == Phase::Prefill;
-    let copying = program.lanes.iter().filter(|lane| lane.queue == Queue::Copy);
-    let fetching: Vec<DeviceId> = copying.map(|lane| lane.device).collect();
     // For each home when it is read by a link.
     let mut fetches: Table<DeviceId, Vec<(u64, u64)>> = task.per_device(Vec::new());
     let mut clock = Clock::new(program);
     for id in program.steps.ids() {
         let (lane, start) = clock.start(program, id);
         let device = program.lanes[lane].device;
+        let copies = program.lane(device, Queue::Copy).is_some();
         let step = &mut program.steps[id];
         match &step.action {
             Action::Fetch { weight, .. } => {
@@ -75,10 +74,10 @@ pub(crate) fn contend(task: &Task<'_>, bound: &Bound, program: &mut Program) {
                 let share = overlap.min(alone) as f64 / alone.max(1) as f64;
                 step.estimate_nanos += (slowed * share) as u64;
             }
-            Action::Run(Op::Linear(_)) if fetching.contains(&device) => {
+            Action::Run(Op::Linear(_)) if is_prefill && copies => {
                 let rows =
                     step.reads.first().map(|&x| rows_of(&program.buffers[x].ty, program.max));
-                if is_prefill && rows > Some(UNPACKED_ROWS) {
+                if rows > Some(UNPACKED_ROWS) {
                     step.estimate_nanos += HOST_ORDER_NANOS;
                 }
             }

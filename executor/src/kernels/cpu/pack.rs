@@ -42,6 +42,9 @@ pub const BLOCK_PAIR: usize = packing::BLOCK_PAIR_COLUMNS as usize;
 /// Depth of a tile of bf16, which pads their columns.
 pub(super) const TILE_DEPTH: usize = packing::BF16_COLUMNS as usize;
 
+/// Writes the rows of a range, at most 32, row after row: where matrices and tables get their elements.
+pub type Fill<'a> = dyn Fn(Range<usize>, &mut [f32]) + Sync + 'a;
+
 /// A weight matrix, packed.
 pub struct PackedMatrix {
     format: Format,
@@ -61,7 +64,7 @@ pub fn pack(
     format: Format,
     rows: usize,
     columns: usize,
-    fill: &(dyn Fn(Range<usize>, &mut [f32]) + Sync),
+    fill: &Fill<'_>,
 ) -> anyhow::Result<PackedMatrix> {
     let mut matrix = stack(format, rows, columns, 1)?.remove(0);
     matrix.fill(team, fill)?;
@@ -109,15 +112,9 @@ pub fn pack_rows(format: Format, columns: usize, wide: &[f32], packed: &mut [u8]
 impl PackedMatrix {
     /// Packs the matrix; every member of the team packs, and so touches first, some panels.
     ///
-    /// `fill(range, values)` writes the rows of `range`, at most 32, row after row, each of `columns` elements.
-    ///
     /// # Errors
     /// When there is no memory.
-    pub fn fill(
-        &mut self,
-        team: &Team,
-        fill: &(dyn Fn(Range<usize>, &mut [f32]) + Sync),
-    ) -> anyhow::Result<()> {
+    pub fn fill(&mut self, team: &Team, fill: &Fill<'_>) -> anyhow::Result<()> {
         let (format, rows, columns) = (self.format, self.rows, self.columns);
         let context = || format!("packing a matrix of {rows} by {columns} in {format}");
         let wide_bytes = team.members() * PANEL * columns * size_of::<f32>();

@@ -2,19 +2,17 @@
 
 #![expect(unsafe_code, reason = "members write disjoint rows of one table")]
 
-use std::ops::Range;
-
 use anyhow::{Context as _, bail};
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use ir::tensor::Format;
 
-use super::pack::Shared;
+use super::pack::{Fill, PANEL, Shared};
 use crate::memory::Region;
 use crate::team::{Chunks, Team};
 
-/// Rows that a member fills at a time.
-const GRAIN: usize = 32;
+/// Rows that a member fills at a time: the most that a [`Fill`] writes.
+const GRAIN: usize = PANEL;
 
 /// A table `[rows, columns]` of floats.
 pub struct RowTable {
@@ -27,8 +25,6 @@ pub struct RowTable {
 impl RowTable {
     /// Fills a table; every member of the team fills, and so touches first, some rows.
     ///
-    /// `fill(range, values)` writes the rows of `range`, row after row, each of `columns` elements.
-    ///
     /// # Errors
     /// When there is no memory, or the format is one of blocks.
     pub fn new(
@@ -36,7 +32,7 @@ impl RowTable {
         format: Format,
         rows: usize,
         columns: usize,
-        fill: &(dyn Fn(Range<usize>, &mut [f32]) + Sync),
+        fill: &Fill<'_>,
     ) -> anyhow::Result<Self> {
         let element_bytes = match format {
             Format::F32 => 4,
@@ -103,6 +99,8 @@ impl RowTable {
 
 #[cfg(test)]
 mod tests {
+    use std::ops::Range;
+
     use super::super::testing::with_team;
     use super::*;
 

@@ -35,7 +35,6 @@ use self::total::{Output, OutputLaunch, Shape};
 use super::ahead::{Region, argument};
 use super::device::{Gpu, Span};
 use super::matrix::{LOAD_BYTES, Layout, Matrix};
-use super::panel::Panel;
 use super::words::{Words, read_size};
 use crate::kernels::cpu::pack::PANEL;
 
@@ -149,7 +148,7 @@ impl Gpu {
     /// with room for a second cube.
     fn has_digits(&self, linear: &Linear<'_>) -> bool {
         let first = linear.matrices[0];
-        let panel = Panel { format: first.format(), columns: first.columns() };
+        let panel = first.panel();
         let most = self.client.properties().hardware.max_shared_memory_size / 2;
         self.has_portions(linear)
             && matches!(first.format(), Format::Q8 | Format::Q4)
@@ -171,7 +170,7 @@ impl Gpu {
                 linear.weights(),
                 linear.outputs(),
                 argument(linear.ahead),
-                linear.norm.map_or(0.0, |norm| norm.epsilon),
+                linear.epsilon(),
                 linear.then,
                 shape,
                 share,
@@ -183,7 +182,7 @@ impl Gpu {
     /// planes, else cubes whose planes of other rows convert the same activations.
     fn byte_share(&self, linear: &Linear<'_>) -> ByteShare {
         let first = linear.matrices[0];
-        let panel = Panel { format: first.format(), columns: first.columns() };
+        let panel = first.panel();
         let matrices = linear.matrices_of_output();
         let of_processor = linear.cubes(PANEL).div_ceil(self.processors()) as usize;
         let most = BYTE_PLANES[usize::from(linear.tokens > DIGIT_TOKENS)];
@@ -219,7 +218,7 @@ impl Gpu {
                 linear.outputs(),
                 argument(linear.ahead),
                 linear.tokens as u32,
-                linear.norm.map_or(0.0, |norm| norm.epsilon),
+                linear.epsilon(),
                 linear.then,
                 shape,
                 share,
@@ -240,7 +239,7 @@ impl Gpu {
         let is_large = linear.cubes(bands * PANEL) < wanted || linear.tokens > WHOLE_TOKENS;
         let planes = if is_large { PANEL_PLANES } else { PANEL_PLANES / 2 };
         Share {
-            panel: Panel { format: first.format(), columns: first.columns() },
+            panel: first.panel(),
             layout: first.layout(),
             bands,
             // The planes of a gate have twice as many loads on their way.
@@ -252,7 +251,7 @@ impl Gpu {
 
     fn multiply_panels(&self, linear: &Linear<'_>) {
         let first = linear.matrices[0];
-        let panel = Panel { format: first.format(), columns: first.columns() };
+        let panel = first.panel();
         let matrices = linear.matrices_of_output();
         let plane = self.plane() as usize;
         let cubes = linear.cubes(PANEL);
@@ -280,7 +279,7 @@ impl Gpu {
                 linear.weights(),
                 linear.outputs(),
                 argument(linear.ahead),
-                linear.norm.map_or(0.0, |norm| norm.epsilon),
+                linear.epsilon(),
                 linear.then,
                 shape,
                 panel,
@@ -318,7 +317,7 @@ impl Gpu {
                 linear.weights(),
                 linear.outputs(),
                 argument(linear.ahead),
-                linear.norm.map_or(0.0, |norm| norm.epsilon),
+                linear.epsilon(),
                 linear.then,
                 shape,
                 share,
@@ -378,6 +377,11 @@ impl<'a> Linear<'a> {
             groups: splits,
             is_normed: self.norm.is_some(),
         }
+    }
+
+    /// That of the norm, where there is one.
+    fn epsilon(&self) -> f32 {
+        self.norm.map_or(0.0, |norm| norm.epsilon)
     }
 
     fn is_narrow(&self) -> bool {

@@ -7,6 +7,7 @@ use anyhow::{Context as _, Result, ensure};
 use ir::tensor::{DType, Format};
 
 use super::device::Span;
+use super::panel::Panel;
 use crate::kernels::cpu::pack::packed_bytes;
 
 /// Bytes that one unit loads at once.
@@ -104,6 +105,11 @@ impl Matrix {
         self.columns
     }
 
+    /// Its panels, where it lies in panels.
+    pub(super) fn panel(&self) -> Panel {
+        Panel { format: self.format, columns: self.columns }
+    }
+
     /// Where it lies.
     pub fn data(&self) -> &Span {
         &self.data
@@ -153,6 +159,11 @@ impl Stack {
     /// Inputs of each.
     pub fn columns(&self) -> usize {
         self.columns
+    }
+
+    /// Their panels.
+    pub(super) fn panel(&self) -> Panel {
+        Panel { format: self.format, columns: self.columns }
     }
 
     /// Where they lie.

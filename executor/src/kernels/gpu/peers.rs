@@ -197,7 +197,7 @@ fn sum(
     let own = addresses[comptime!(rank as usize)];
     let counter = own + comptime!(COUNTERS) + u64::cast_from(cube * 4);
     let number = load_word(counter) + 1;
-    let inbox = (number / comptime!(SUMS) % 2) * 2 + number % 2;
+    let inbox = inbox_of(number);
     let start = cube * share;
     let end = u32::min(start + share, vectors);
 
@@ -322,7 +322,7 @@ fn sum_with_flags(
         let own = addresses[comptime!(rank as usize)];
         let own_term = term[at as usize];
         let number = turn[0] * SUMS + sum_of_run;
-        let inbox = (turn[0] % 2) * 2 + sum_of_run % 2;
+        let inbox = inbox_of(number);
         let flag = f32::reinterpret(number);
         #[unroll]
         for peer in 0..members {
@@ -374,6 +374,12 @@ fn sum_with_flags(
         }
         out[at as usize] = select(looks >= PATIENCE, Four::new(f32::NAN), all);
     }
+}
+
+/// Which inbox a sum of that number uses.
+#[cube]
+fn inbox_of(number: u32) -> u32 {
+    (number / comptime!(SUMS) % 2) * 2 + number % 2
 }
 
 /// Whether both numbers of two pairs have come.

@@ -1,7 +1,7 @@
 //! Copies of values between pageable and pinned memory: large ones by several threads, for one thread copies, and takes
 //! new pages, at a fraction of what a link carries.
 
-use bytemuck::{Pod, Zeroable};
+use bytemuck::Pod;
 use rayon::prelude::*;
 
 /// Bytes that one thread copies no slower than others wake up to help: a quarter of a millisecond.
@@ -25,7 +25,7 @@ pub(super) fn copy(from: &[u8], to: &mut [u8]) {
 ///
 /// # Panics
 /// When there is a part of one.
-pub(super) fn collect<T: Pod + Zeroable>(bytes: &[u8]) -> Vec<T> {
+pub(super) fn collect<T: Pod>(bytes: &[u8]) -> Vec<T> {
     assert!(bytes.len().is_multiple_of(size_of::<T>()), "whole elements");
     let mut elements: Vec<T> = bytemuck::zeroed_vec(bytes.len() / size_of::<T>());
     copy(bytes, bytemuck::cast_slice_mut(&mut elements));

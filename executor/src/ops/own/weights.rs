@@ -4,11 +4,12 @@ use anyhow::{Context as _, Result, bail, ensure};
 use ir::id::{Table, WeightId};
 use ir::op;
 use ir::plan::Weight;
+use ir::weight::Source;
 
 use crate::checkpoint::{Checkpoint, matrices};
 use crate::fetch::Home;
 use crate::kernels::cpu::norm::Norm;
-use crate::kernels::cpu::pack::{PackedMatrix, stack};
+use crate::kernels::cpu::pack::{Fill, PackedMatrix, stack};
 use crate::kernels::cpu::table::RowTable;
 use crate::team::Team;
 
@@ -60,14 +61,7 @@ impl Weights {
         }
         let mut stack = stack(weight.format, rows, columns, sources.len())?;
         for (matrix, source) in stack.iter_mut().zip(&sources) {
-            let shape = source.shape();
-            ensure!(shape == [rows as u32, columns as u32], "its source has shape {shape:?}");
-            checkpoint.contents(source)?;
-            let fill = |range: std::ops::Range<usize>, values: &mut [f32]| {
-                checkpoint.read(source, range, values).expect("shape and file have been checked");
-            };
-            matrix.fill(team, &fill)?;
-            checkpoint.forget(source);
+            read(checkpoint, source, (rows, columns), |fill| matrix.fill(team, fill))?;
         }
         self.held.push(Held::Matrices(stack.into()));
         Ok(())
@@ -83,14 +77,9 @@ impl Weights {
         let sources = matrices(weight)?;
         let [source] = sources.as_slice() else { bail!("a table is not one matrix") };
         let (rows, columns) = weight_dims(weight);
-        let shape = source.shape();
-        ensure!(shape == [rows as u32, columns as u32], "its source has shape {shape:?}");
-        checkpoint.contents(source)?;
-        let fill = |range: std::ops::Range<usize>, values: &mut [f32]| {
-            checkpoint.read(source, range, values).expect("shape and file have been checked");
-        };
-        let table = RowTable::new(team, weight.format, rows, columns, &fill)?;
-        checkpoint.forget(source);
+        let table = read(checkpoint, source, (rows, columns), |fill| {
+            RowTable::new(team, weight.format, rows, columns, fill)
+        })?;
         self.held.push(Held::Table(table));
         Ok(())
     }
@@ -151,6 +140,23 @@ impl Weights {
             scale_offset: norm.scale_offset,
         })
     }
+}
+
+/// Hands `make` the rows of a source, `(rows, columns)`, whose pages are not needed any more when it is done.
+fn read<T>(
+    checkpoint: &Checkpoint,
+    source: &Source,
+    (rows, columns): (usize, usize),
+    make: impl FnOnce(&Fill<'_>) -> Result<T>,
+) -> Result<T> {
+    let shape = source.shape();
+    ensure!(shape == [rows as u32, columns as u32], "its source has shape {shape:?}");
+    checkpoint.contents(source)?;
+    let made = make(&|range, values| {
+        checkpoint.read(source, range, values).expect("shape and file have been checked");
+    })?;
+    checkpoint.forget(source);
+    Ok(made)
 }
 
 impl Lookup<'_> {

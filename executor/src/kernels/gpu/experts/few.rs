@@ -30,7 +30,7 @@ impl Gpu {
 
     fn gate_experts(&self, experts: &Experts<'_>) {
         let Experts { gate, up, tokens, used, .. } = *experts;
-        let panel = Panel { format: gate.format(), columns: gate.columns() };
+        let panel = gate.panel();
         let plane = self.plane() as usize;
         let units = PANEL_PLANES / 2 * plane;
         let shape = shape(panel, 2, units, plane);
@@ -59,7 +59,7 @@ impl Gpu {
 
     fn sum_experts(&self, experts: &Experts<'_>) {
         let Experts { down, tokens, used, .. } = *experts;
-        let panel = Panel { format: down.format(), columns: down.columns() };
+        let panel = down.panel();
         let plane = self.plane() as usize;
         let units = DOWN_PLANES * plane;
         let shape = shape(panel, 1, units, plane);

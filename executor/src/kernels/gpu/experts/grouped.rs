@@ -284,7 +284,7 @@ impl Workspace {
 
 impl Pass<'_> {
     fn panel(&self) -> Panel {
-        Panel { format: self.stacks[0].format(), columns: self.stacks[0].columns() }
+        self.stacks[0].panel()
     }
 
     fn weights<T: FromIterator<BufferArg>>(&self) -> T {

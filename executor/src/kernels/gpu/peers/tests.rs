@@ -10,8 +10,6 @@ use crate::peers::grant;
 
 const MEMBERS: usize = 2;
 const PIECE_BYTES: usize = 1 << 20;
-/// Numbers of the largest term that is sent with flags.
-const FLAGGED: usize = (128 << 10) / 8;
 
 /// Whole numbers, so that sums are exact.
 fn term(rank: usize, turn: u32, count: usize) -> Vec<f32> {
@@ -26,7 +24,8 @@ fn terms_of_two_members_are_summed_run_after_run() {
         return;
     };
     // One unit's, several cubes', the most with flags; one more; several pieces with a rest; one with flags again.
-    let counts = [4, 4096, FLAGGED, FLAGGED + 4, 1_000_004, 4096];
+    let flagged = exchange_flagged_bytes(PIECE_BYTES as u64) as usize / 8;
+    let counts = [4, 4096, flagged, flagged + 4, 1_000_004, 4096];
     let (addresses, barrier) = (Mutex::new([0_u64; MEMBERS]), Barrier::new(MEMBERS));
     let member = |rank: usize| {
         let gpu = &gpus[rank];
