@@ -1,6 +1,6 @@
 //! Measures how fast this machine's devices and links are, with the kernels that plans run.
 //!
-//! Every figure is the best of a few rounds: what the hardware gives when nothing else uses it.
+//! Every figure is the median of a few rounds: what plans will find, also on a machine that others use too.
 
 mod gpu;
 mod links;
@@ -35,8 +35,9 @@ const FEW_ROWS: usize = 4096;
 /// Tokens at which linears are measured with the large matrix, and with the small one.
 const FEW_TOKENS: [u32; 6] = [1, 2, 4, 8, 16, 32];
 const MANY_TOKENS: [u32; 3] = [64, 128, 512];
-/// Rounds of a measurement end at the first of these: enough of them, or enough time.
-const MOST_ROUNDS: usize = 7;
+/// Rounds of a measurement end at the first of these: enough of them, or enough of them for the time that has passed.
+const MOST_ROUNDS: usize = 15;
+const LEAST_ROUNDS: usize = 3;
 const MOST_TIME: Duration = Duration::from_millis(150);
 /// The least bytes that are streamed.
 const STREAMED_BYTES: usize = 512 << 20;
@@ -149,7 +150,7 @@ pub fn read_rate(team: &Team, cached: usize) -> Result<f64> {
     let mut region = Region::new(bytes)?;
     touch(team, region.as_mut_slice());
     let words: &[u64] = region.as_slice();
-    let nanos = best(|| {
+    let nanos = typical(|| {
         team.run(|member| {
             let mut sums = [0u64; 8];
             for chunk in words[team.split(member, words.len(), 512)].chunks_exact(8) {
@@ -170,7 +171,7 @@ fn step_nanos(team: &Team, isa: Isa) -> Result<f64> {
     let matrix = packed(team, Format::F32, 64, 64)?;
     let (x, mut out) = (vec![0.1; 64], vec![0.0; 64]);
     let nanos =
-        best(|| (0..STEPS).try_for_each(|_| multiply(team, isa, &matrix, &x, 1, &mut out)))?;
+        typical(|| (0..STEPS).try_for_each(|_| multiply(team, isa, &matrix, &x, 1, &mut out)))?;
     Ok(nanos / STEPS as f64)
 }
 
@@ -184,7 +185,7 @@ fn linear_rate(team: &Team, isa: Isa, cached: usize, format: Format) -> Result<L
             let count = tokens as usize;
             let x: Vec<f32> = (0..count * COLUMNS).map(made_up).collect();
             let mut out = vec![0.0; count * rows];
-            let nanos = best(|| multiply(team, isa, &matrix, &x, count, &mut out))?;
+            let nanos = typical(|| multiply(team, isa, &matrix, &x, count, &mut out))?;
             points
                 .push(RatePoint { tokens, weights_per_sec: (rows * COLUMNS) as f64 / nanos * 1e9 });
         }
@@ -230,7 +231,7 @@ const BLOCK_TOKENS: usize = 32;
 fn attention_rate(team: &Team, isa: Isa) -> Result<f64> {
     const TOKENS: usize = 512;
     let mut layer = Layer::new(team, TOKENS)?;
-    let nanos = best(|| layer.attend(team, isa, TOKENS, 0))?;
+    let nanos = typical(|| layer.attend(team, isa, TOKENS, 0))?;
     Ok(prompt_flops(TOKENS) / nanos * 1e9)
 }
 
@@ -246,7 +247,8 @@ fn cache_rate(team: &Team, isa: Isa) -> Result<f64> {
     /// Together 134 MB: no layer is still in a cache when its turn comes again.
     const LAYERS: usize = 8;
     let mut layers = (0..LAYERS).map(|_| Layer::new(team, PAST + 1)).collect::<Result<Vec<_>>>()?;
-    let nanos = best(|| layers.iter_mut().try_for_each(|layer| layer.attend(team, isa, 1, PAST)))?;
+    let nanos =
+        typical(|| layers.iter_mut().try_for_each(|layer| layer.attend(team, isa, 1, PAST)))?;
     let bytes = LAYERS * (PAST + 1) * 2 * KV_HEADS * HEAD_DIM * Element::Bf16.bytes();
     Ok(bytes as f64 / nanos * 1e9)
 }
@@ -341,20 +343,18 @@ fn touch(team: &Team, words: &mut [u64]) {
     Pieces::of(team, words).fill(team, |_, piece| piece.fill(0));
 }
 
-/// Shortest time of a few rounds, in nanoseconds, after one that warms up.
-fn best(mut round: impl FnMut() -> Result<()>) -> Result<f64> {
+/// Median time of a few rounds, in nanoseconds, after one that warms up.
+fn typical(mut round: impl FnMut() -> Result<()>) -> Result<f64> {
     round()?;
     let begun = Instant::now();
-    let mut shortest = f64::INFINITY;
-    for number in 0..MOST_ROUNDS {
-        if number > 1 && begun.elapsed() > MOST_TIME {
-            break;
-        }
+    let mut times = Vec::with_capacity(MOST_ROUNDS);
+    while times.len() < LEAST_ROUNDS || times.len() < MOST_ROUNDS && begun.elapsed() < MOST_TIME {
         let start = Instant::now();
         round()?;
-        shortest = shortest.min(start.elapsed().as_nanos() as f64);
+        times.push(start.elapsed().as_nanos() as f64);
     }
-    Ok(shortest.max(1.0))
+    times.sort_by(f64::total_cmp);
+    Ok(times[times.len() / 2].max(1.0))
 }
 
 /// Some number between −0.1 and 0.1 with as many different bits as weights have: what a GPU draws, and so its clock,

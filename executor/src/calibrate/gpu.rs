@@ -12,7 +12,7 @@ use ir::op::{self, Then};
 use ir::tensor::{DType, Format};
 use ir::workspace;
 
-use super::{BLOCK_TOKENS, HEAD_DIM, HEADS, KV_HEADS, best, made_up, prompt_flops};
+use super::{BLOCK_TOKENS, HEAD_DIM, HEADS, KV_HEADS, made_up, prompt_flops, typical};
 use crate::kernels::cpu::pack::{PANEL, pack_rows};
 use crate::kernels::gpu::attention::decode::Decode;
 use crate::kernels::gpu::attention::prefill::Prefill;
@@ -107,7 +107,7 @@ impl Meter<'_> {
             Ok(()) => self.gpu.capture(|| (0..launches).try_for_each(|_| launch()))?,
             Err(error) => Err(error),
         };
-        let nanos = best(|| {
+        let nanos = typical(|| {
             match &graph {
                 Ok(graph) => replay(graph)?,
                 // A device that captures nothing launches step by step.

@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use anyhow::{Result, anyhow, ensure};
 
-use super::{Pieces, best, on_team, read_rate, touch};
+use super::{Pieces, on_team, read_rate, touch, typical};
 use crate::fetch::Link;
 use crate::kernels::gpu::device::Gpu;
 use crate::memory::Region;
@@ -47,11 +47,11 @@ pub(super) fn bus(gpu: &Gpu, ordinal: usize, team: &Team, cached: usize) -> Resu
         unsafe { link.copy(address, contents) }?;
         link.wait()
     };
-    let to_gpu = BYTES as f64 / best(&mut copy)? * 1e9;
-    let from_gpu = BYTES as f64 / best(|| gpu.read(&target).map(drop))? * 1e9;
+    let to_gpu = BYTES as f64 / typical(&mut copy)? * 1e9;
+    let from_gpu = BYTES as f64 / typical(|| gpu.read(&target).map(drop))? * 1e9;
     let few = target.part(0, FEW_BYTES);
-    let back = best(|| gpu.read(&few).map(drop))?;
-    let both = best(|| {
+    let back = typical(|| gpu.read(&few).map(drop))?;
+    let both = typical(|| {
         gpu.write(&few, &contents[..FEW_BYTES])?;
         gpu.read(&few).map(drop)
     })?;
@@ -90,7 +90,7 @@ pub(super) fn between_nodes(from: &[u32], to: &[u32]) -> Result<Speed> {
         let mut target = Region::new(BYTES)?;
         touch(team, target.as_mut_slice());
         let slots = Pieces::of(team, target.as_mut_slice());
-        best(|| {
+        typical(|| {
             slots.fill(team, |range, piece| piece.copy_from_slice(&words[range]));
             Ok(())
         })

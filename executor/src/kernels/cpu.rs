@@ -9,6 +9,7 @@ mod unpack;
 
 mod encode;
 mod epilogue;
+mod product;
 mod tile;
 
 pub mod experts;

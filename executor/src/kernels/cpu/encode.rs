@@ -10,7 +10,9 @@
 //! | `Tiles` | 32 | 32 bf16 |
 //! | `Blocks` | 32 | words of four signed bytes, `[group][row]`; then `[row]` f32 scales; then for each row minus the sum of its bytes times the code of zero |
 //!
-//! Every row takes the same bytes, so strip `s` starts at its first row times [`Encoding::row_bytes`].
+//! Every row takes the same bytes, so strip `s` starts at its first row times [`Encoding::row_bytes`]. Strips of tiles
+//! lie in *blocks*: of some columns those of all its strips, one behind the other, then of the next columns. Products
+//! of blocks go through them in that order, and strides of powers of two would leave them few places in a cache.
 
 #![expect(unsafe_code, reason = "members write disjoint parts of one buffer")]
 
@@ -20,6 +22,7 @@ use super::isa::Isa;
 use super::lanes::{Kernel, Lanes, vectorize};
 use super::norm::{Moments, Norm, moments, norm_with};
 use super::pack::{BLOCK_PAIR, Shared};
+use super::product::BLOCK_COLUMNS;
 use super::quantize::BLOCK;
 use super::tile::MOST_ROWS;
 use step::put;
@@ -42,6 +45,8 @@ pub(super) enum Encoding {
 pub(super) struct Strip {
     pub(super) first: usize,
     pub(super) rows: usize,
+    /// First row and number of rows of the block that it lies in, for vectors the strip itself.
+    pub(super) block: (usize, usize),
 }
 
 /// Everything that is read while rows are encoded.
@@ -74,20 +79,33 @@ impl Encoding {
 
     /// Bytes of an encoded row.
     pub(super) fn row_bytes(self, columns: usize) -> usize {
-        let columns = self.padded(columns);
+        self.bytes(self.padded(columns))
+    }
+
+    /// Bytes of some columns of a row, whole steps of them.
+    pub(super) fn bytes(self, columns: usize) -> usize {
         match self {
             Encoding::Float | Encoding::Rounded => columns * 4,
             Encoding::Pairs | Encoding::Tiles => columns * 2,
             Encoding::Blocks { .. } => columns / BLOCK * (BLOCK + 4 + 4),
         }
     }
-}
 
-/// Cuts `rows` rows, the first one `first`, in strips of at most `most`, as even as they get.
-pub(super) fn strips(first: usize, rows: usize, most: usize) -> impl Iterator<Item = Strip> {
-    let count = rows.div_ceil(most);
-    let cut = move |strip: usize| first + strip * rows / count;
-    (0..count).map(move |strip| Strip { first: cut(strip), rows: cut(strip + 1) - cut(strip) })
+    /// Where a strip's columns from `start` on, of all `columns`, lie behind row 0: up to the end, or for tiles up
+    /// to the next multiple of [`BLOCK_COLUMNS`].
+    pub(super) fn offset(self, strip: Strip, columns: usize, start: usize) -> usize {
+        let columns = self.padded(columns);
+        if self == Encoding::Tiles {
+            let first = start - start % BLOCK_COLUMNS;
+            let width = BLOCK_COLUMNS.min(columns.saturating_sub(first));
+            let (block_first, block_rows) = strip.block;
+            let before = block_first * columns + block_rows * first;
+            let inside = (strip.first - block_first) * width + strip.rows * (start - first);
+            self.bytes(before + inside)
+        } else {
+            strip.first * self.bytes(columns) + strip.rows * self.bytes(start)
+        }
+    }
 }
 
 impl Rows<'_> {
@@ -123,9 +141,6 @@ impl Kernel for Encode<'_> {
     fn run<L: Lanes>(self) {
         let Self { rows, strip, start, count, encoded } = self;
         let end = rows.encoding.padded(rows.columns).min(start + count);
-        let row_bytes = rows.encoding.row_bytes(rows.columns);
-        // SAFETY: the caller gives room for all rows of the strip.
-        let base = unsafe { encoded.pointer().add(strip.first * row_bytes) };
         let mut sources = [Source { x: &[], moments: Moments::default() }; MOST_ROWS];
         for (row, source) in sources[..strip.rows].iter_mut().enumerate() {
             let index = match rows.sources {
@@ -155,8 +170,12 @@ impl Kernel for Encode<'_> {
                     },
                 }
                 let width = CHUNK.min(end - column);
-                // SAFETY: the segment is this call's alone and lies in the strip.
-                unsafe { put::<L>(rows.encoding, base, strip.rows, row, column, &values, width) };
+                // SAFETY: the segment is this call's alone and lies in the strip, for whose rows there is room.
+                unsafe {
+                    let to =
+                        encoded.pointer().add(rows.encoding.offset(strip, rows.columns, column));
+                    put::<L>(rows.encoding, to, strip.rows, row, &values, width);
+                }
             }
         }
     }
@@ -174,23 +193,6 @@ mod tests {
     use super::*;
 
     #[test]
-    fn strips_are_even_and_cover_all_rows() {
-        for rows in 1..200 {
-            for most in [1, 4, 6, 12] {
-                let strips: Vec<Strip> = strips(5, rows, most).collect();
-                assert_eq!(strips.len(), rows.div_ceil(most));
-                let mut next = 5;
-                for strip in &strips {
-                    assert_eq!(strip.first, next);
-                    assert!(strip.rows <= most && strip.rows + 1 >= strips[0].rows);
-                    next += strip.rows;
-                }
-                assert_eq!(next, 5 + rows);
-            }
-        }
-    }
-
-    #[test]
     fn blocks_keep_rows_apart() {
         let x: Vec<f32> = (0..2 * 40).map(|i| (i as f32 * 0.37).sin()).collect();
         let rows = Rows {
@@ -204,7 +206,7 @@ mod tests {
         let mut encoded = vec![0_u32; 2 * rows.encoding.row_bytes(40) / 4];
         let to = Shared(encoded.as_mut_ptr().cast::<u8>());
         // SAFETY: the buffer has room for two rows and is used here only.
-        unsafe { rows.encode(Strip { first: 0, rows: 2 }, 0, SEGMENT, to) };
+        unsafe { rows.encode(Strip { first: 0, rows: 2, block: (0, 2) }, 0, SEGMENT, to) };
         for row in 0..2 {
             for column in 0..64 {
                 let block = &encoded[column / 32 * 20..][..20];

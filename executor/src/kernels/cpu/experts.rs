@@ -15,11 +15,12 @@ use std::ops::Range;
 use anyhow::{Context as _, bail, ensure};
 use ir::op::{Activation, Then};
 
-use super::encode::{self, Encoding, Rows, Strip};
+use super::encode::{Encoding, Rows, Strip};
 use super::epilogue::Target;
 use super::isa::Isa;
-use super::linear::{Product, Workplace, encode_pieces};
+use super::linear::encode_pieces;
 use super::pack::{PANEL, PackedMatrix, Shared};
+use super::product::{Product, Rooms};
 use super::tile::Kernel;
 use crate::team::{Chunks, Team};
 
@@ -69,6 +70,12 @@ struct Group {
     count: usize,
 }
 
+/// The panels of a matrix, dealt in parts.
+struct Parts {
+    panels: usize,
+    count: usize,
+}
+
 /// The slots cut in strips, group after group.
 struct Strips {
     all: Vec<Strip>,
@@ -95,10 +102,10 @@ pub fn experts(team: &Team, isa: Isa, inputs: &Experts<'_>, out: &mut [f32]) -> 
     let isa = isa.checked();
     let up_kernel = Kernel::choose(isa, any.gate.format(), mean_rows);
     let down_kernel = Kernel::choose(isa, any.down.format(), mean_rows);
-    let up_strips = cut(&slots, up_kernel.rows);
-    let down_strips = cut(&slots, down_kernel.rows);
-    let room_bytes =
-        up_kernel.unpacked_bytes(features).max(down_kernel.unpacked_bytes(intermediate));
+    let up_strips = cut(&slots, up_kernel);
+    let down_strips = cut(&slots, down_kernel);
+    let most_strips = slots.groups.iter().map(|group| group.count.div_ceil(up_kernel.rows)).max();
+    let rooms = Rooms::new(team, &[up_kernel, down_kernel], most_strips.unwrap_or(0))?;
 
     let take = |bytes: usize| team.arena().take(bytes).context("computing with experts");
     let buffers = [
@@ -106,9 +113,8 @@ pub fn experts(team: &Team, isa: Isa, inputs: &Experts<'_>, out: &mut [f32]) -> 
         take(count * intermediate * size_of::<f32>())?,
         take(count * down_kernel.encoding.row_bytes(intermediate))?,
         take(count * features * size_of::<f32>())?,
-        take(2 * team.members() * room_bytes)?,
     ];
-    let [encoded, inner, encoded_inner, outer, rooms] =
+    let [encoded, inner, encoded_inner, outer] =
         buffers.each_ref().map(|buffer| Shared(buffer.as_ptr()));
     let target = |out: Shared<u8>, columns: usize, then: Then| Target {
         out: Shared(out.pointer().cast()),
@@ -120,26 +126,27 @@ pub fn experts(team: &Team, isa: Isa, inputs: &Experts<'_>, out: &mut [f32]) -> 
     let inner_target = target(inner, intermediate, Then::Gate(inputs.activation));
     let outer_target = target(outer, features, Then::Nothing);
     let encoder = Encoder::new(team, up_kernel.encoding, features, &up_strips.all);
-    let (up_panels, down_panels) = (intermediate.div_ceil(PANEL), features.div_ceil(PANEL));
-    let up_chunks = Chunks::new(slots.groups.len() * up_panels, 1);
-    let down_chunks = Chunks::new(slots.groups.len() * down_panels, 1);
+    let ups = Parts::new(up_kernel.block_panels(true), intermediate);
+    let downs = Parts::new(down_kernel.block_panels(false), features);
+    let up_chunks = Chunks::new(slots.groups.len() * ups.count, 1);
+    let down_chunks = Chunks::new(slots.groups.len() * downs.count, 1);
     let (inners, outers) =
-        (team.parts(slots.groups.len(), up_panels), team.parts(down_panels, slots.groups.len()));
+        (team.parts(slots.groups.len(), ups.count), team.parts(downs.count, slots.groups.len()));
     let are_few = inputs.tokens < team.members();
     let sums = Chunks::new(inputs.tokens, inputs.tokens.div_ceil(4 * team.members()));
     let sum_to = Shared(out.as_mut_ptr());
     let barrier = team.barrier();
     team.run(|member| {
-        let mut workplace = Workplace::new(member, rooms, room_bytes);
+        let mut workplace = rooms.of(member);
         encoder.encode(isa, inputs.x, &slots.tokens, encoded);
         barrier.wait();
         while let Some(range) = up_chunks.claim() {
             for task in range {
-                let (group, panel) = (task / up_panels, task % up_panels);
+                let (group, panels) = (task / ups.count, ups.panels(task % ups.count));
                 let expert = &inputs.experts[slots.groups[group].expert];
                 let weights = [expert.gate, expert.up];
                 let (kernel, target) = (up_kernel, &inner_target);
-                let product = Product { kernel, weights: &weights, panel, encoded, target };
+                let product = Product { kernel, weights: &weights, panels, encoded, target };
                 // SAFETY: the input was encoded before the barrier; each expert's panel is claimed once.
                 unsafe { product.finish(up_strips.of(group), &mut workplace) };
                 if inners.finish_task(group) {
@@ -154,15 +161,16 @@ pub fn experts(team: &Team, isa: Isa, inputs: &Experts<'_>, out: &mut [f32]) -> 
         }
         while let Some(range) = down_chunks.claim() {
             for task in range {
-                let (group, panel) = (task / down_panels, task % down_panels);
+                let (group, part) = (task / downs.count, task % downs.count);
+                let panels = downs.panels(part);
+                let columns = panels.start * PANEL..features.min(panels.end * PANEL);
                 let weights = [inputs.experts[slots.groups[group].expert].down];
                 let (kernel, target, encoded) = (down_kernel, &outer_target, encoded_inner);
-                let product = Product { kernel, weights: &weights, panel, encoded, target };
+                let product = Product { kernel, weights: &weights, panels, encoded, target };
                 inners.wait(group);
                 // SAFETY: the group's rows are encoded; each expert's panel is claimed once.
                 unsafe { product.finish(down_strips.of(group), &mut workplace) };
-                if outers.finish_task(panel) && are_few {
-                    let columns = panel * PANEL..features.min((panel + 1) * PANEL);
+                if outers.finish_task(part) && are_few {
                     // SAFETY: all groups have written these columns, and nobody else adds them up.
                     unsafe { add_up(inputs, &slots, outer, 0..inputs.tokens, columns, sum_to) };
                 }
@@ -202,7 +210,7 @@ impl Group {
         // SAFETY: as above.
         let to = unsafe { encoded.pointer().add(self.first * encoding.row_bytes(columns)) };
         let rows = Rows { isa, encoding, x, columns, norm: None, sources: None };
-        for strip in encode::strips(0, self.count, kernel.rows) {
+        for strip in kernel.strips(0, self.count) {
             // SAFETY: as above.
             unsafe { rows.encode(strip, 0, usize::MAX / 2, Shared(to)) };
         }
@@ -285,10 +293,22 @@ fn group(inputs: &Experts<'_>) -> Slots {
     Slots { tokens, of_choice, groups }
 }
 
-fn cut(slots: &Slots, most: usize) -> Strips {
+impl Parts {
+    /// Parts of at most `most` panels of a matrix of so many rows.
+    fn new(most: usize, rows: usize) -> Self {
+        let panels = rows.div_ceil(PANEL);
+        Self { panels, count: panels.div_ceil(most) }
+    }
+
+    fn panels(&self, part: usize) -> Range<usize> {
+        part * self.panels / self.count..(part + 1) * self.panels / self.count
+    }
+}
+
+fn cut(slots: &Slots, kernel: Kernel) -> Strips {
     let mut strips = Strips { all: Vec::new(), ends: Vec::with_capacity(slots.groups.len()) };
     for group in &slots.groups {
-        strips.all.extend(encode::strips(group.first, group.count, most));
+        strips.all.extend(kernel.strips(group.first, group.count));
         strips.ends.push(strips.all.len());
     }
     strips

@@ -8,11 +8,12 @@
 use anyhow::{Context as _, ensure};
 use ir::op::Then;
 
-use super::encode::{self, Rows, SEGMENT, Strip};
+use super::encode::{Rows, SEGMENT, Strip};
 use super::epilogue::Target;
 use super::isa::Isa;
-use super::pack::{PANEL, PackedMatrix, Shared, padded};
-use super::tile::{Kernel, MOST_ROWS, Operands, Tile};
+use super::pack::{PackedMatrix, Shared};
+use super::product::{Deal, Product, Rooms};
+use super::tile::Kernel;
 use crate::team::{Chunks, Team};
 
 pub use super::norm::Norm;
@@ -77,15 +78,13 @@ fn linear_by(
         norm: linear.norm,
         sources: None,
     };
-    let strips: Vec<Strip> = encode::strips(0, linear.tokens, kernel.rows).collect();
+    let strips: Vec<Strip> = kernel.strips(0, linear.tokens).collect();
     let encoded = team
         .arena()
         .take(linear.tokens * kernel.encoding.row_bytes(columns))
         .context("encoding the input of a linear")?;
     let encoded_at = Shared(encoded.as_ptr());
-    let room_bytes = kernel.unpacked_bytes(columns);
-    let rooms = team.arena().take(2 * team.members() * room_bytes).context("unpacking weights")?;
-    let room = Shared(rooms.as_ptr());
+    let rooms = Rooms::new(team, &[kernel], strips.len())?;
 
     let targets: Vec<Target<'_>> = outs
         .iter_mut()
@@ -98,11 +97,13 @@ fn linear_by(
             residual: linear.residual,
         })
         .collect();
-    let panels: usize = linear.weights[..targets.len()].iter().map(|weight| weight.panels()).sum();
+    let panels: Vec<usize> =
+        linear.weights[..targets.len()].iter().map(|weight| weight.panels()).collect();
     let (pieces, segment) = encode_pieces(columns, strips.len(), team.members());
     let encoding = Chunks::new(strips.len() * pieces, 1);
-    let groups = strip_groups(panels, strips.len(), team.members());
-    let multiplying = Chunks::new(panels * groups, 1);
+    let is_gate = matches!(linear.then, Then::Gate(_));
+    let deal = Deal::new(kernel, &panels, is_gate, strips.len(), team.members());
+    let multiplying = Chunks::new(deal.tasks(), 1);
     let barrier = team.barrier();
     team.run(|member| {
         while let Some(range) = encoding.claim() {
@@ -113,98 +114,24 @@ fn linear_by(
             }
         }
         barrier.wait();
-        let mut workplace = Workplace::new(member, room, room_bytes);
+        let mut workplace = rooms.of(member);
         while let Some(range) = multiplying.claim() {
             for task in range {
-                let (mut panel, group) = (task / groups, task % groups);
-                let mut matrix = 0;
-                while panel >= linear.weights[matrix].panels() {
-                    panel -= linear.weights[matrix].panels();
-                    matrix += 1;
-                }
-                let cut = |group: usize| group * strips.len() / groups;
+                let (matrix, panels, strips_of) = deal.task(task);
                 let product = Product {
                     kernel,
                     weights: &linear.weights[matrix..],
-                    panel,
+                    panels,
                     encoded: encoded_at,
                     target: &targets[matrix],
                 };
                 // SAFETY: the input was encoded before the barrier, and every panel's columns are claimed
                 // once for every strip.
-                unsafe { product.finish(&strips[cut(group)..cut(group + 1)], &mut workplace) };
+                unsafe { product.finish(&strips[strips_of], &mut workplace) };
             }
         }
     });
     Ok(())
-}
-
-/// The product of some strips with one panel of `weights[0]` (and of `weights[1]`, for a gate).
-pub(super) struct Product<'a> {
-    pub(super) kernel: Kernel,
-    pub(super) weights: &'a [&'a PackedMatrix],
-    pub(super) panel: usize,
-    pub(super) encoded: Shared<u8>,
-    pub(super) target: &'a Target<'a>,
-}
-
-/// What one member works with: tiles, and room for unpacked panels.
-pub(super) struct Workplace {
-    tiles: [Tile; 2],
-    rooms: [*mut u8; 2],
-}
-
-impl Workplace {
-    /// The workplace of `member` in a buffer of `2 * bytes` for each member.
-    pub(super) fn new(member: usize, rooms: Shared<u8>, bytes: usize) -> Self {
-        let room = |i: usize| rooms.pointer().wrapping_add((2 * member + i) * bytes);
-        Self { tiles: [[[0.0; PANEL]; MOST_ROWS]; 2], rooms: [room(0), room(1)] }
-    }
-}
-
-impl Product<'_> {
-    /// Multiplies and writes the result.
-    ///
-    /// # Safety
-    /// The strips are encoded, no one else touches these rows and columns of the target, and the
-    /// workplace has room for this kernel's unpacked panels.
-    pub(super) unsafe fn finish(&self, strips: &[Strip], workplace: &mut Workplace) {
-        let Self { kernel, weights, panel, encoded, target } = self;
-        let columns = weights[0].columns();
-        let row_bytes = kernel.encoding.row_bytes(columns);
-        let operands = |weight: &PackedMatrix, room: *mut u8| {
-            let (start, vectors) = (weight.panel(*panel), weight.vectors(*panel));
-            Operands {
-                // SAFETY: the caller's.
-                panel: unsafe { kernel.unpack(start, vectors, columns, room) },
-                vectors,
-                strip: encoded.pointer(),
-                rows: 0,
-                columns: padded(kernel.format, columns),
-            }
-        };
-        let [tile, other] = &mut workplace.tiles;
-        let first = operands(weights[0], workplace.rooms[0]);
-        let second = match target.then {
-            Then::Nothing | Then::Activate(_) => None,
-            Then::Gate(_) => Some(operands(weights[1], workplace.rooms[1])),
-        };
-        for strip in strips {
-            let of_strip = |operands: Operands| Operands {
-                strip: encoded.pointer().wrapping_add(strip.first * row_bytes),
-                rows: strip.rows,
-                ..operands
-            };
-            // SAFETY: the caller's, and `linear` and `experts` check the level and the shapes.
-            unsafe {
-                kernel.multiply(of_strip(first), tile);
-                if let Some(second) = second {
-                    kernel.multiply(of_strip(second), other);
-                }
-                target.write(kernel.isa, tile, other, strip.rows, (strip.first, panel * PANEL));
-            }
-        }
-    }
 }
 
 /// In how many pieces, of how many columns, each strip is encoded: whole strips if there are enough of them.
@@ -214,11 +141,6 @@ pub(super) fn encode_pieces(columns: usize, strips: usize, members: usize) -> (u
     } else {
         (columns.div_ceil(SEGMENT).max(1), SEGMENT)
     }
-}
-
-/// In how many parts the strips are dealt out, so that there are some tasks for each member to even out.
-fn strip_groups(panels: usize, strips: usize, members: usize) -> usize {
-    (4 * members).div_ceil(panels.max(1)).min(strips)
 }
 
 fn bias<'a>(linear: &Linear<'a>, i: usize) -> Option<&'a [f32]> {

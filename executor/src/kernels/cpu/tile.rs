@@ -17,11 +17,15 @@ mod portable;
 #[cfg(target_arch = "x86_64")]
 mod unpack;
 
+use std::marker::PhantomData;
+
+use ir::packing;
 use ir::tensor::Format;
 
-use super::encode::Encoding;
+use super::encode::{Encoding, Strip};
 use super::isa::Isa;
-use super::pack::{PANEL, padded};
+use super::pack::PANEL;
+use super::product::BLOCK_STRIPS;
 use super::quantize::{OFFSET_4, OFFSET_8};
 
 /// Steps after which kernels of floats start a new sum: the error of a sum grows with its length, and
@@ -42,14 +46,23 @@ pub(super) struct Kernel {
     pub(super) encoding: Encoding,
     /// Most rows of a strip.
     pub(super) rows: usize,
-    /// Whether panels are unpacked to bf16 first, see [`Kernel::unpack`].
+    /// Whether columns are unpacked to bf16 first, see [`Kernel::tiles_of`].
     pub(super) unpacks: bool,
+}
+
+/// The registers that tiles are multiplied in, from their first product until they are dropped.
+pub(super) struct Registers {
+    isa: Isa,
+    /// Rows of the strips that they are shaped for; 0 while they are not.
+    rows: usize,
+    /// Registers are a thread's.
+    thread: PhantomData<*const ()>,
 }
 
 /// Where a kernel reads.
 #[derive(Clone, Copy)]
 pub(super) struct Operands {
-    /// First byte of the panel.
+    /// First byte of the panel, or of some of its columns.
     pub(super) panel: *const u8,
     /// Vectors of the panel, 1 or 2.
     pub(super) vectors: usize,
@@ -59,6 +72,44 @@ pub(super) struct Operands {
     pub(super) rows: usize,
     /// Columns, padded as panels and strips are.
     pub(super) columns: usize,
+}
+
+impl Registers {
+    /// Registers for a level; of others than AMX none, and products are plain.
+    pub(super) fn new(isa: Isa) -> Self {
+        Self { isa, rows: 0, thread: PhantomData }
+    }
+
+    /// Multiplies some columns of a strip with those of a panel in bf16, and adds the products to `sums` if
+    /// they go on from earlier columns.
+    ///
+    /// # Safety
+    /// The operands are readable, the strip encoded in tiles, and the processor has the level.
+    pub(super) unsafe fn multiply(&mut self, operands: Operands, goes_on: bool, sums: &mut Tile) {
+        debug_assert!(operands.rows <= MOST_ROWS && operands.vectors <= 2);
+        // SAFETY: the caller's.
+        unsafe {
+            #[cfg(target_arch = "x86_64")]
+            if self.isa == Isa::Amx {
+                if self.rows != operands.rows {
+                    self.rows = operands.rows;
+                    amx::shape(self.rows);
+                }
+                return amx::multiply(operands, goes_on, sums);
+            }
+            portable::tiles(operands, goes_on, sums);
+        }
+    }
+}
+
+impl Drop for Registers {
+    fn drop(&mut self) {
+        #[cfg(target_arch = "x86_64")]
+        if self.rows > 0 {
+            // SAFETY: they were shaped by this thread, which a `Registers` does not leave.
+            unsafe { amx::release() };
+        }
+    }
 }
 
 impl Kernel {
@@ -89,40 +140,62 @@ impl Kernel {
         Self { isa, format, encoding, rows, unpacks }
     }
 
-    /// Bytes of an unpacked panel; none if this kernel takes panels as they are.
-    pub(super) fn unpacked_bytes(self, columns: usize) -> usize {
-        if self.unpacks { padded(self.format, columns) * PANEL * 2 } else { 0 }
+    /// Cuts `rows` rows, the first one `first`, in strips: for vectors as even as they get; for tiles whole ones,
+    /// since others need the registers shaped anew, in blocks.
+    pub(super) fn strips(self, first: usize, rows: usize) -> impl Iterator<Item = Strip> {
+        let count = rows.div_ceil(self.rows);
+        (0..count).map(move |strip| {
+            if self.encoding == Encoding::Tiles {
+                let block_rows = BLOCK_STRIPS * self.rows;
+                let start = strip * self.rows;
+                let block = start - start % block_rows;
+                Strip {
+                    first: first + start,
+                    rows: self.rows.min(rows - start),
+                    block: (first + block, block_rows.min(rows - block)),
+                }
+            } else {
+                let cut = |strip: usize| first + strip * rows / count;
+                let (first, rows) = (cut(strip), cut(strip + 1) - cut(strip));
+                Strip { first, rows, block: (first, rows) }
+            }
+        })
     }
 
-    /// The panel that this kernel reads: `panel`, or what becomes of it in `room`.
+    /// Packed columns as tiles take them: as they are, or what becomes of them in `room`.
     ///
     /// # Safety
-    /// The panel is packed in this kernel's format, and the room has [`Kernel::unpacked_bytes`].
-    pub(super) unsafe fn unpack(
+    /// The columns are packed in this kernel's format, in whole steps, and the room is enough for them in bf16.
+    pub(super) unsafe fn tiles_of(
         self,
-        panel: *const u8,
+        packed: *const u8,
         vectors: usize,
         columns: usize,
         room: *mut u8,
     ) -> *const u8 {
         #[cfg(target_arch = "x86_64")]
         if self.unpacks {
-            let columns = padded(self.format, columns);
             // SAFETY: the caller's; a level with tiles has AVX-512 and its bf16.
-            unsafe { unpack::unpack(self.format, panel, vectors, columns, room) };
+            unsafe { unpack::unpack(self.format, packed, vectors, columns, room) };
             return room;
         }
         let _ = (vectors, columns, room);
-        panel
+        packed
     }
 
-    /// Multiplies one strip with one panel.
+    /// Bytes of `columns` columns of a panel, whole steps of them.
+    pub(super) fn step_bytes(self, vectors: usize, columns: usize) -> usize {
+        packing::panel_bytes(self.format, columns as u64) as usize / 2 * vectors
+    }
+
+    /// Multiplies one strip with one panel, by vectors.
     ///
     /// # Safety
     /// The operands are readable, encoded for this kernel's encoding and packed in its format or unpacked, and
     /// the processor has the level.
     pub(super) unsafe fn multiply(self, operands: Operands, tile: &mut Tile) {
         debug_assert!(operands.rows <= self.rows && operands.vectors <= 2);
+        debug_assert!(self.encoding != Encoding::Tiles, "tiles have registers of their own");
         // SAFETY: the caller's.
         unsafe {
             #[cfg(target_arch = "x86_64")]
@@ -131,7 +204,6 @@ impl Kernel {
                 (_, Encoding::Pairs) => {
                     return avx512::multiply(Format::Bf16, self.encoding, operands, tile);
                 }
-                (_, Encoding::Tiles) => return amx::tiles(operands, tile),
                 (Isa::Avx2, _) | (Isa::Avx512, Encoding::Blocks { .. }) => {
                     return avx2::multiply(self.format, operands, tile);
                 }
@@ -140,6 +212,37 @@ impl Kernel {
                 }
             }
             portable::multiply(self.format, operands, tile);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn strips_cover_all_rows() {
+        for (encoding, most) in [(Encoding::Float, 12), (Encoding::Tiles, MOST_ROWS)] {
+            let kernel = Kernel {
+                isa: Isa::Portable,
+                format: Format::Bf16,
+                encoding,
+                rows: most,
+                unpacks: false,
+            };
+            for rows in 1..200 {
+                let strips: Vec<Strip> = kernel.strips(5, rows).collect();
+                assert_eq!(strips.len(), rows.div_ceil(most));
+                let mut next = 5;
+                for (i, strip) in strips.iter().enumerate() {
+                    assert_eq!(strip.first, next);
+                    let is_whole = strip.rows == most || i + 1 == strips.len();
+                    let is_even = strip.rows <= most && strip.rows + 1 >= strips[0].rows;
+                    assert!(if encoding == Encoding::Tiles { is_whole } else { is_even });
+                    next += strip.rows;
+                }
+                assert_eq!(next, 5 + rows);
+            }
         }
     }
 }

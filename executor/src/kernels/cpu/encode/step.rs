@@ -10,15 +10,14 @@ use crate::kernels::cpu::quantize::BLOCK;
 /// Added to a small number, it leaves that number rounded to the nearest whole one in the low bits.
 const ROUNDER: f32 = 12_582_912.0;
 
-/// Writes the first `width` of a row's `values`, the first of them of column `column`, to where they belong
-/// in a strip of `rows` rows.
+/// Writes the first `width` of a row's `values` to where they belong behind `to`, where their columns start in
+/// a strip of `rows` rows.
 #[inline(always)]
 pub(super) unsafe fn put<L: Lanes>(
     encoding: Encoding,
-    base: *mut u8,
+    to: *mut u8,
     rows: usize,
     row: usize,
-    column: usize,
     values: &[f32; CHUNK],
     width: usize,
 ) {
@@ -30,26 +29,25 @@ pub(super) unsafe fn put<L: Lanes>(
                 for i in 0..CHUNK {
                     words[i] = values[i].to_bits();
                 }
-                scatter(&words[..width], rows, base.cast::<u32>().add(column * rows + row));
+                scatter(&words[..width], rows, to.cast::<u32>().add(row));
             }
             Encoding::Rounded => {
                 let mut words = [0_u32; CHUNK];
                 for i in 0..CHUNK {
                     words[i] = u32::from(to_bf16(values[i])) << 16;
                 }
-                scatter(&words[..width], rows, base.cast::<u32>().add(column * rows + row));
+                scatter(&words[..width], rows, to.cast::<u32>().add(row));
             }
             Encoding::Pairs => {
                 let mut words = [0_u32; CHUNK / 2];
                 for (word, pair) in words.iter_mut().zip(values.as_chunks::<2>().0) {
                     *word = u32::from(to_bf16(pair[0])) | u32::from(to_bf16(pair[1])) << 16;
                 }
-                scatter(&words[..width / 2], rows, base.cast::<u32>().add(column / 2 * rows + row));
+                scatter(&words[..width / 2], rows, to.cast::<u32>().add(row));
             }
             Encoding::Tiles => {
                 for (i, tile) in values[..width].as_chunks::<TILE_DEPTH>().0.iter().enumerate() {
-                    let step = column / TILE_DEPTH + i;
-                    let to = base.cast::<[u16; TILE_DEPTH]>().add(step * rows + row);
+                    let to = to.cast::<[u16; TILE_DEPTH]>().add(i * rows + row);
                     let mut row = [0_u16; TILE_DEPTH];
                     for i in 0..TILE_DEPTH {
                         row[i] = to_bf16(tile[i]);
@@ -59,8 +57,7 @@ pub(super) unsafe fn put<L: Lanes>(
             }
             Encoding::Blocks { offset } => {
                 for (i, block) in values.as_chunks::<BLOCK>().0.iter().enumerate() {
-                    let step = column / BLOCK + i;
-                    let to = base.cast::<u32>().add(step * rows * (BLOCK / 4 + 2) + row);
+                    let to = to.cast::<u32>().add(i * rows * (BLOCK / 4 + 2) + row);
                     // So many registers are AVX-512's.
                     #[cfg(target_arch = "x86_64")]
                     let words = if L::REGISTERS >= 32 {

@@ -7,6 +7,7 @@ use crate::kernels::cpu::encode::Encoding;
 use crate::kernels::cpu::pack::pack;
 use crate::kernels::cpu::quantize::tests::{quantize_4, quantize_8};
 use crate::kernels::cpu::quantize::{BLOCK, OFFSET_4, OFFSET_8};
+use crate::kernels::cpu::tile::MOST_ROWS;
 
 /// Runs `test` with a team of `members` on a thread of its own, which the team binds.
 pub(in super::super) fn with_team(members: usize, test: impl FnOnce(&Team) + Send) {
@@ -155,44 +156,60 @@ fn every_level_and_format_multiplies_right() {
     });
 }
 
-/// Blocks unpacked to bf16 for tiles, here multiplied by the vectors that every such machine has too.
+/// Blocks of products in tiles, which any processor can multiply plainly: several groups of strips and of panels, and
+/// several parts of the columns.
 #[test]
-#[cfg(target_arch = "x86_64")]
-fn unpacked_blocks_multiply_right() {
-    if Isa::detect() < Isa::Avx512Bf16Vnni {
-        return;
-    }
-    let (tokens, rows, columns) = (17, 49, 200);
-    let x = numbers(1, tokens * columns);
-    let w = numbers(2, rows * columns);
+fn blocks_of_tiles_multiply_right() {
+    let sizes = [(1, 49, 700), (17, 49, 200), (70, 530, 600), (530, 40, 300), (64, 16, 256)];
+    let has_bf16 = Isa::detect() >= Isa::Avx512Bf16Vnni;
+    let formats =
+        if has_bf16 { &[Format::Bf16, Format::Q8, Format::Q4][..] } else { &[Format::Bf16] };
     with_team(2, |team| {
-        for format in [Format::Q8, Format::Q4] {
-            let kernel = Kernel {
-                isa: Isa::Avx512Bf16Vnni,
-                format,
-                encoding: Encoding::Pairs,
-                rows: 12,
-                unpacks: true,
-            };
-            let matrix = packed(team, format, rows, columns, &w);
-            let mut out = vec![f32::NAN; tokens * rows];
-            let layer = Linear {
-                x: &x,
-                tokens,
-                norm: None,
-                weights: &[&matrix],
-                biases: &[],
-                then: Then::Nothing,
-                residual: None,
-            };
-            linear_by(team, kernel, &layer, &mut [&mut out]).unwrap();
-            let w: Vec<f64> = held(format, columns, &w)
-                .into_iter()
-                .map(|value| bf16::from_f32(value as f32).to_f64())
-                .collect();
-            let wanted = products(&heard(Format::Bf16, columns, &x), &w, columns);
-            for (&found, (wanted, magnitude)) in out.iter().zip(wanted) {
-                assert!((f64::from(found) - wanted).abs() <= 1e-6 * magnitude, "{found} {wanted}");
+        for (&format, (tokens, rows, columns)) in formats.iter().flat_map(|f| sizes.map(|s| (f, s)))
+        {
+            let x = numbers(1, tokens * columns);
+            let w = [2, 3].map(|seed| numbers(seed, rows * columns));
+            let matrices = w.each_ref().map(|w| packed(team, format, rows, columns, w));
+            let wanted = w.each_ref().map(|w| {
+                let w: Vec<f64> = held(format, columns, w)
+                    .into_iter()
+                    .map(|value| bf16::from_f32(value as f32).to_f64())
+                    .collect();
+                products(&heard(Format::Bf16, columns, &x), &w, columns)
+            });
+            let below = Isa::detect().min(Isa::Avx512Bf16Vnni);
+            for isa in Isa::available().into_iter().filter(|&isa| isa >= below) {
+                let kernel = Kernel {
+                    isa,
+                    format,
+                    encoding: Encoding::Tiles,
+                    rows: MOST_ROWS,
+                    unpacks: format != Format::Bf16,
+                };
+                let mut layer = Linear {
+                    x: &x,
+                    tokens,
+                    norm: None,
+                    weights: &matrices.each_ref(),
+                    biases: &[],
+                    then: Then::Nothing,
+                    residual: None,
+                };
+                let mut outs = [(); 2].map(|()| vec![f32::NAN; tokens * rows]);
+                let mut slices = outs.each_mut().map(Vec::as_mut_slice);
+                linear_by(team, kernel, &layer, &mut slices).unwrap();
+                for (out, wanted) in outs.iter().zip(&wanted) {
+                    for (&found, (wanted, magnitude)) in out.iter().zip(wanted) {
+                        let error = (f64::from(found) - wanted).abs();
+                        assert!(error <= 1e-6 * magnitude, "{isa} {format}: {found} for {wanted}");
+                    }
+                }
+                layer.then = Then::Gate(Activation::Relu);
+                let mut gated = vec![f32::NAN; tokens * rows];
+                linear_by(team, kernel, &layer, &mut [&mut gated]).unwrap();
+                for (i, &found) in gated.iter().enumerate() {
+                    assert_eq!(found, outs[0][i].max(0.0) * outs[1][i], "{isa} {format} at {i}");
+                }
             }
         }
     });

@@ -23,35 +23,81 @@ struct Shapes {
     rows: [u8; 16],
 }
 
-/// Weights packed in pairs of bf16, activations encoded in tiles.
+/// Shapes the registers for strips of `rows` rows: 0 to 3 are sums, 4 and 5 activations, 6 and 7 weights.
 ///
 /// # Safety
-/// That of [`super::Kernel::multiply`]; the process has permission to use tiles.
-pub(super) unsafe fn tiles(operands: Operands, tile: &mut Tile) {
-    let Operands { panel, vectors, strip, rows, columns } = operands;
+/// The process has permission to use tiles, and [`release`] follows on this thread.
+pub(super) unsafe fn shape(rows: usize) {
     let upper = rows.min(TILE_ROWS);
-    let lower = rows - upper;
-    // Registers 0 to 3 are sums, 4 and 5 activations, 6 and 7 weights. Shapes must not be empty, and those of
-    // a lower half that does not exist are not used.
-    let (upper_rows, lower_rows) = (upper as u8, lower.max(1) as u8);
+    // Shapes must not be empty, and those of a lower half that does not exist are not used.
+    let (upper, lower) = (upper as u8, (rows - upper).max(1) as u8);
     let mut shapes =
         Shapes { palette: 1, start_row: 0, reserved: [0; 14], row_bytes: [0; 16], rows: [0; 16] };
     shapes.row_bytes[..8].fill(TILE_ROW_BYTES as u16);
-    shapes.rows[..8].copy_from_slice(&[
-        upper_rows, upper_rows, lower_rows, lower_rows, upper_rows, lower_rows, 16, 16,
-    ]);
-    let steps = columns / TILE_DEPTH;
-    // SAFETY: the loop reads `steps` steps of the strip and the panel and writes `rows` rows of the tile;
-    // nothing else uses the tile registers, and they are released at the end.
+    shapes.rows[..8].copy_from_slice(&[upper, upper, lower, lower, upper, lower, 16, 16]);
+    // SAFETY: the operand is 64 bytes of a valid configuration.
+    unsafe {
+        asm!("ldtilecfg [{shapes}]", shapes = in(reg) &raw const shapes, options(nostack, readonly));
+    }
+}
+
+/// Gives the registers back.
+///
+/// # Safety
+/// No tile is in use.
+pub(super) unsafe fn release() {
+    // SAFETY: the caller's.
+    unsafe { asm!("tilerelease", options(nostack, nomem)) };
+}
+
+/// Weights in pairs of bf16, activations encoded in tiles.
+///
+/// # Safety
+/// That of [`super::Registers::multiply`]; the registers are [shaped](shape) for the strip's rows.
+pub(super) unsafe fn multiply(operands: Operands, goes_on: bool, sums: &mut Tile) {
+    let Operands { panel, vectors, strip, rows, columns } = operands;
+    let lower = rows.saturating_sub(TILE_ROWS);
+    // SAFETY: the loop reads `columns` columns of the strip and the panel, and reads and writes the rows of the
+    // sums.
     unsafe {
         asm!(
-            "ldtilecfg [{shapes}]",
+            "test {goes_on}, {goes_on}",
+            "jnz 7f",
             "tilezero tmm0",
             "tilezero tmm1",
             "tilezero tmm2",
             "tilezero tmm3",
+            "jmp 8f",
+            "7:",
+            "tileloadd tmm0, [{sums} + {sums_stride}*1]",
+            "tileloadd tmm1, [{sums} + {sums_stride}*1 + 64]",
+            "test {lower}, {lower}",
+            "jz 8f",
+            "tileloadd tmm2, [{sums} + {sums_stride}*1 + 2048]",
+            "tileloadd tmm3, [{sums} + {sums_stride}*1 + 2112]",
+            "8:",
             "test {steps}, {steps}",
             "jz 5f",
+            "cmp {w_stride}, 64",
+            "je 2f",
+            "test {lower}, {lower}",
+            "jz 2f",
+            // All four tiles are there. Loads ahead of the products wait less for each other.
+            "9:",
+            "tileloadd tmm6, [{w} + {w_stride}*1]",
+            "tileloadd tmm4, [{x} + {x_stride}*1]",
+            "tileloadd tmm7, [{w} + {w_stride}*1 + 64]",
+            "tileloadd tmm5, [{x} + {x_stride}*1 + 1024]",
+            "tdpbf16ps tmm0, tmm4, tmm6",
+            "tdpbf16ps tmm1, tmm4, tmm7",
+            "tdpbf16ps tmm2, tmm5, tmm6",
+            "tdpbf16ps tmm3, tmm5, tmm7",
+            "add {x}, {x_step}",
+            "add {w}, {w_step}",
+            "dec {steps}",
+            "jnz 9b",
+            "jmp 5f",
+            // Some are not.
             "2:",
             "tileloadd tmm6, [{w} + {w_stride}*1]",
             "tileloadd tmm4, [{x} + {x_stride}*1]",
@@ -74,16 +120,15 @@ pub(super) unsafe fn tiles(operands: Operands, tile: &mut Tile) {
             "dec {steps}",
             "jnz 2b",
             "5:",
-            "tilestored [{out} + {out_stride}*1], tmm0",
-            "tilestored [{out} + {out_stride}*1 + 64], tmm1",
+            "tilestored [{sums} + {sums_stride}*1], tmm0",
+            "tilestored [{sums} + {sums_stride}*1 + 64], tmm1",
             "test {lower}, {lower}",
             "jz 6f",
-            "tilestored [{out} + {out_stride}*1 + 2048], tmm2",
-            "tilestored [{out} + {out_stride}*1 + 2112], tmm3",
+            "tilestored [{sums} + {sums_stride}*1 + 2048], tmm2",
+            "tilestored [{sums} + {sums_stride}*1 + 2112], tmm3",
             "6:",
-            "tilerelease",
-            shapes = in(reg) &raw const shapes,
-            steps = inout(reg) steps => _,
+            goes_on = in(reg) usize::from(goes_on),
+            steps = inout(reg) columns / TILE_DEPTH => _,
             w = inout(reg) panel => _,
             w_stride = in(reg) vectors * VECTOR * 4,
             w_step = in(reg) vectors * VECTOR * TILE_DEPTH * 2,
@@ -91,8 +136,8 @@ pub(super) unsafe fn tiles(operands: Operands, tile: &mut Tile) {
             x_stride = in(reg) TILE_ROW_BYTES,
             x_step = in(reg) rows * TILE_ROW_BYTES,
             lower = in(reg) lower,
-            out = in(reg) tile.as_mut_ptr(),
-            out_stride = in(reg) PANEL * 4,
+            sums = in(reg) sums.as_mut_ptr(),
+            sums_stride = in(reg) PANEL * 4,
             out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
             out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
             options(nostack),

@@ -5,10 +5,12 @@
     reason = "loops of fixed length over several arrays at once become registers"
 )]
 
+use std::slice;
+
 use ir::tensor::Format;
 
 use super::{Operands, SUM_STEPS, Tile};
-use crate::kernels::cpu::pack::{PANEL, VECTOR};
+use crate::kernels::cpu::pack::{PANEL, TILE_DEPTH, VECTOR};
 use crate::kernels::cpu::quantize::BLOCK;
 
 /// # Safety
@@ -25,6 +27,39 @@ pub(super) unsafe fn multiply(format: Format, operands: Operands, tile: &mut Til
             }),
             Format::Q8 => blocks(operands, tile, 8),
             Format::Q4 => blocks(operands, tile, 4),
+        }
+    }
+}
+
+/// What the tiles of [`super::Registers`] hold, term by term.
+///
+/// # Safety
+/// That of [`super::Registers::multiply`].
+pub(super) unsafe fn tiles(operands: Operands, goes_on: bool, sums: &mut Tile) {
+    let Operands { panel, vectors, strip, rows, columns } = operands;
+    // SAFETY: the caller's; a step of bf16 is a word of two columns for each lane and row.
+    let (panel, strip) = unsafe {
+        (
+            slice::from_raw_parts(panel.cast::<[u8; 4]>(), columns / 2 * vectors * VECTOR),
+            slice::from_raw_parts(strip.cast::<[u8; 4]>(), columns / 2 * rows),
+        )
+    };
+    let pair = |bytes: [u8; 4]| {
+        let bits = u32::from_le_bytes(bytes);
+        [f32::from_bits(bits << 16), f32::from_bits(bits & 0xffff_0000)]
+    };
+    let words = TILE_DEPTH / 2;
+    for (row, sums) in sums[..rows].iter_mut().enumerate() {
+        if !goes_on {
+            sums.fill(0.0);
+        }
+        for word in 0..columns / 2 {
+            let x = pair(strip[(word / words * rows + row) * words + word % words]);
+            let weights = &panel[word * vectors * VECTOR..][..vectors * VECTOR];
+            for (sum, &weight) in sums.iter_mut().zip(weights) {
+                let weight = pair(weight);
+                *sum += x[0] * weight[0] + x[1] * weight[1];
+            }
         }
     }
 }

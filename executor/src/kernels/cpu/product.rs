@@ -1,0 +1,288 @@
+//! Products of some strips with some panels, in the order in which a kernel's operands stay close to it.
+//!
+//! Vectors take a panel at a time, along all its columns: it is read from memory once, and its strips follow each other.
+//!
+//! Tiles multiply faster than the outer caches feed them, so their products are *blocks* of up to [`BLOCK_PANELS`] panels
+//! and [`BLOCK_STRIPS`] strips, taken [`BLOCK_COLUMNS`] columns at a time. In these columns a panel has 16 KiB and stays
+//! in the first cache while strips pass by; all strips have 256 KiB and, with 512 KiB of sums, stay in the second
+//! while panels pass by. So for each step of four tiles (64 cycles of products) 3 KiB come from the second cache and
+//! next to nothing from further away.
+
+#![expect(unsafe_code, reason = "members write disjoint parts of the outputs")]
+
+use std::marker::PhantomData;
+use std::ops::Range;
+use std::slice;
+
+use anyhow::Context as _;
+use ir::op::Then;
+
+use super::encode::{Encoding, Strip};
+use super::epilogue::Target;
+use super::pack::{PANEL, PackedMatrix, Shared, padded};
+use super::tile::{Kernel, MOST_ROWS, Operands, Registers, Tile};
+use crate::memory::Buffer;
+use crate::team::Team;
+
+/// Most panels of a block; of a gate, those of both matrices together.
+const BLOCK_PANELS: usize = 8;
+/// Most strips of a block.
+pub(super) const BLOCK_STRIPS: usize = 16;
+/// Tasks that each member of a team should find, to even out what it is late by.
+const TASKS_EACH: usize = 4;
+/// The same of blocks: a core whose other thread belongs to somebody else loads tiles at a quarter of the speed.
+const BLOCKS_EACH: usize = 8;
+/// Columns of a block that are multiplied before the next panel's.
+pub(super) const BLOCK_COLUMNS: usize = 256;
+
+/// The products of some strips with some panels of `weights[0]` (and of `weights[1]`, for a gate).
+pub(super) struct Product<'a> {
+    pub(super) kernel: Kernel,
+    pub(super) weights: &'a [&'a PackedMatrix],
+    pub(super) panels: Range<usize>,
+    pub(super) encoded: Shared<u8>,
+    pub(super) target: &'a Target<'a>,
+}
+
+/// How the products of some matrices with some strips are dealt out in tasks.
+pub(super) struct Deal {
+    /// For each matrix its panels, and in how many parts they are dealt.
+    matrices: Vec<(usize, usize)>,
+    /// In how many groups the strips are dealt, neighbours together.
+    groups: usize,
+    strips: usize,
+}
+
+impl Deal {
+    /// Deals `strips` strips and the panels of each matrix to `members`. Of a gate, `panels` holds those of one of its
+    /// two matrices.
+    pub(super) fn new(
+        kernel: Kernel,
+        panels: &[usize],
+        is_gate: bool,
+        strips: usize,
+        members: usize,
+    ) -> Self {
+        let mut panels_each = kernel.block_panels(is_gate);
+        let has_blocks = panels_each > 1;
+        let mut strips_each = if has_blocks { BLOCK_STRIPS.min(strips) } else { strips };
+        let wanted = members * if has_blocks { BLOCKS_EACH } else { TASKS_EACH };
+        let parts = |each: usize| panels.iter().map(move |panels| panels.div_ceil(each));
+        while parts(panels_each).sum::<usize>() * strips.div_ceil(strips_each.max(1)) < wanted {
+            // Squares need the least of both sides.
+            if strips_each > 1 && strips_each >= panels_each {
+                strips_each = strips_each.div_ceil(2);
+            } else if panels_each > 1 {
+                panels_each /= 2;
+            } else {
+                break;
+            }
+        }
+        let matrices = panels.iter().copied().zip(parts(panels_each)).collect();
+        Self { matrices, groups: strips.div_ceil(strips_each.max(1)), strips }
+    }
+
+    /// Number of tasks.
+    pub(super) fn tasks(&self) -> usize {
+        self.matrices.iter().map(|(_, parts)| parts).sum::<usize>() * self.groups
+    }
+
+    /// The matrix, its panels and the strips of a task. Tasks that share panels are neighbours.
+    pub(super) fn task(&self, task: usize) -> (usize, Range<usize>, Range<usize>) {
+        let (mut part, group) = (task / self.groups, task % self.groups);
+        let mut matrix = 0;
+        while part >= self.matrices[matrix].1 {
+            part -= self.matrices[matrix].1;
+            matrix += 1;
+        }
+        let (panels, parts) = self.matrices[matrix];
+        let cut = |whole: usize, part: usize, parts: usize| part * whole / parts;
+        (
+            matrix,
+            cut(panels, part, parts)..cut(panels, part + 1, parts),
+            cut(self.strips, group, self.groups)..cut(self.strips, group + 1, self.groups),
+        )
+    }
+}
+
+impl Kernel {
+    /// Panels that are best multiplied together, of each of a gate's two matrices.
+    pub(super) fn block_panels(self, is_gate: bool) -> usize {
+        match (self.encoding, is_gate) {
+            (Encoding::Tiles, false) => BLOCK_PANELS,
+            (Encoding::Tiles, true) => BLOCK_PANELS / 2,
+            _ => 1,
+        }
+    }
+}
+
+/// Room for the blocks of all members of a team; nothing for kernels of vectors.
+pub(super) struct Rooms {
+    buffer: Buffer,
+    /// Sums of one member.
+    sums: usize,
+}
+
+impl Rooms {
+    /// Room for the products of `kernel`, or of several kernels one after another, with groups of up to `strips` strips.
+    ///
+    /// # Errors
+    /// When there is no memory.
+    pub(super) fn new(team: &Team, kernels: &[Kernel], strips: usize) -> anyhow::Result<Self> {
+        let has_blocks = kernels.iter().any(|kernel| kernel.encoding == Encoding::Tiles);
+        let sums = if has_blocks { BLOCK_PANELS * strips.min(BLOCK_STRIPS) } else { 0 };
+        let bytes = if has_blocks { team.members() * Self::bytes(sums) } else { 0 };
+        let buffer = team.arena().take(bytes).context("room for blocks of products")?;
+        Ok(Self { buffer, sums })
+    }
+
+    /// Bytes of one member: its sums, and the columns of one panel in bf16.
+    fn bytes(sums: usize) -> usize {
+        sums * size_of::<Tile>() + BLOCK_COLUMNS * PANEL * 2
+    }
+
+    /// What `member` works with; only it may.
+    pub(super) fn of(&self, member: usize) -> Workplace<'_> {
+        let start = self.buffer.as_ptr().wrapping_add(member * Self::bytes(self.sums));
+        let unpacked = start.wrapping_add(self.sums * size_of::<Tile>());
+        Workplace {
+            tiles: [[[0.0; PANEL]; MOST_ROWS]; 2],
+            sums: start.cast(),
+            unpacked,
+            rooms: PhantomData,
+        }
+    }
+}
+
+// SAFETY: members use parts of the buffer that lie apart, as `of` asks for.
+unsafe impl Sync for Rooms {}
+
+/// What one member works with.
+pub(super) struct Workplace<'a> {
+    tiles: [Tile; 2],
+    /// `[panel, matrix of a gate, strip]`, of a block.
+    sums: *mut Tile,
+    /// A panel's columns in bf16.
+    unpacked: *mut u8,
+    rooms: PhantomData<&'a Rooms>,
+}
+
+impl Product<'_> {
+    /// Multiplies and writes the result.
+    ///
+    /// # Safety
+    /// The strips are encoded, no one else touches these rows and columns of the target, and the
+    /// workplace is of [`Rooms`] for this kernel and so many strips.
+    pub(super) unsafe fn finish(&self, strips: &[Strip], workplace: &mut Workplace<'_>) {
+        if self.kernel.encoding == Encoding::Tiles {
+            for strips in strips.chunks(BLOCK_STRIPS) {
+                let most = self.kernel.block_panels(self.matrices().len() == 2);
+                for start in self.panels.clone().step_by(most) {
+                    let end = self.panels.end.min(start + most);
+                    // SAFETY: the caller's.
+                    unsafe { self.finish_block(start..end, strips, workplace) };
+                }
+            }
+        } else {
+            for panel in self.panels.clone() {
+                // SAFETY: the caller's.
+                unsafe { self.finish_panel(panel, strips, &mut workplace.tiles) };
+            }
+        }
+    }
+
+    /// The matrices whose products make one output.
+    fn matrices(&self) -> &[&PackedMatrix] {
+        match self.target.then {
+            Then::Nothing | Then::Activate(_) => &self.weights[..1],
+            Then::Gate(_) => &self.weights[..2],
+        }
+    }
+
+    /// A strip's columns from `start` on, encoded.
+    fn encoded(&self, strip: Strip, start: usize) -> *const u8 {
+        let offset = self.kernel.encoding.offset(strip, self.weights[0].columns(), start);
+        self.encoded.pointer().wrapping_add(offset)
+    }
+
+    /// The products of one panel by a kernel of vectors, strip after strip.
+    ///
+    /// # Safety
+    /// That of [`Product::finish`].
+    unsafe fn finish_panel(&self, panel: usize, strips: &[Strip], tiles: &mut [Tile; 2]) {
+        let kernel = self.kernel;
+        for &strip in strips {
+            for (matrix, tile) in self.matrices().iter().zip(&mut *tiles) {
+                let operands = Operands {
+                    panel: matrix.panel(panel),
+                    vectors: matrix.vectors(panel),
+                    strip: self.encoded(strip, 0),
+                    rows: strip.rows,
+                    columns: padded(kernel.format, matrix.columns()),
+                };
+                // SAFETY: the caller's, and `linear` and `experts` check the level and the shapes.
+                unsafe { kernel.multiply(operands, tile) };
+            }
+            let [tile, other] = &*tiles;
+            let at = (strip.first, panel * PANEL);
+            // SAFETY: the caller's.
+            unsafe { self.target.write(kernel.isa, tile, other, strip.rows, at) };
+        }
+    }
+
+    /// The products of a block by tiles.
+    ///
+    /// # Safety
+    /// That of [`Product::finish`], for at most [`BLOCK_STRIPS`] strips and as many panels as a block has.
+    unsafe fn finish_block(
+        &self,
+        panels: Range<usize>,
+        strips: &[Strip],
+        workplace: &mut Workplace<'_>,
+    ) {
+        let (kernel, matrices) = (self.kernel, self.matrices());
+        let columns = padded(kernel.format, matrices[0].columns());
+        // SAFETY: the room has this many tiles, and is this member's.
+        let sums = unsafe {
+            let count = panels.len() * matrices.len() * strips.len();
+            slice::from_raw_parts_mut(workplace.sums, count)
+        };
+        let mut registers = Registers::new(kernel.isa);
+        for start in (0..columns).step_by(BLOCK_COLUMNS) {
+            let width = BLOCK_COLUMNS.min(columns - start);
+            let mut sums = sums.chunks_exact_mut(strips.len());
+            for panel in panels.clone() {
+                for (matrix, sums) in matrices.iter().zip(&mut sums) {
+                    let vectors = matrix.vectors(panel);
+                    let packed =
+                        matrix.panel(panel).wrapping_add(kernel.step_bytes(vectors, start));
+                    // SAFETY: the room is for so many columns, and they lie in the panel.
+                    let packed =
+                        unsafe { kernel.tiles_of(packed, vectors, width, workplace.unpacked) };
+                    for (&strip, sums) in strips.iter().zip(sums) {
+                        let operands = Operands {
+                            panel: packed,
+                            vectors,
+                            strip: self.encoded(strip, start),
+                            rows: strip.rows,
+                            columns: width,
+                        };
+                        // SAFETY: the caller's; the columns of the strip follow those before them.
+                        unsafe { registers.multiply(operands, start > 0, sums) };
+                    }
+                }
+            }
+        }
+        drop(registers);
+        let mut sums = sums.chunks_exact(strips.len() * matrices.len());
+        for (panel, sums) in panels.zip(&mut sums) {
+            let (firsts, seconds) = sums.split_at(strips.len());
+            for (i, strip) in strips.iter().enumerate() {
+                let (tile, other) = (&firsts[i], seconds.get(i).unwrap_or(&firsts[i]));
+                let at = (strip.first, panel * PANEL);
+                // SAFETY: the caller's.
+                unsafe { self.target.write(kernel.isa, tile, other, strip.rows, at) };
+            }
+        }
+    }
+}
