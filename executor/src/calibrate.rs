@@ -4,6 +4,7 @@
 
 mod gpu;
 mod links;
+mod peers;
 
 use std::hint::black_box;
 use std::thread;
@@ -42,7 +43,8 @@ const MOST_TIME: Duration = Duration::from_millis(150);
 /// The least bytes that are streamed.
 const STREAMED_BYTES: usize = 512 << 20;
 
-/// Replaces the rates of all devices of `machine`, and of their links but those between GPUs, by measured ones.
+/// Replaces the rates of all devices of `machine`, and of their links, by measured ones; links between GPUs that do not
+/// reach each other's memory stay as they are.
 /// `progress` is told what is measured next.
 ///
 /// # Errors
@@ -82,6 +84,7 @@ pub fn calibrate(machine: &mut Machine, isa: Isa, mut progress: impl FnMut(&str)
             DeviceKind::Numa { .. } => None,
         })
         .collect();
+    let mut opened = Vec::new();
     for &(id, ordinal) in &gpus {
         let name = machine.devices[id].name.clone();
         progress(&name);
@@ -97,6 +100,19 @@ pub fn calibrate(machine: &mut Machine, isa: Isa, mut progress: impl FnMut(&str)
             set(machine, *node, id, bus.to_gpu);
             set(machine, id, *node, bus.from_gpu);
             machine.devices[*node].rates.beside_fetch = bus.beside_fetch;
+        }
+        opened.push((id, ordinal, gpu));
+    }
+    for (at, (first, a, one)) in opened.iter().enumerate() {
+        for (second, b, other) in &opened[at + 1..] {
+            let label = label(machine, *first, *second);
+            progress(&label);
+            let rates = &machine.devices[*first].rates;
+            let speed = peers::between_gpus([(one, *a), (other, *b)], rates);
+            if let Some(speed) = speed.with_context(|| format!("measuring {label}"))? {
+                set(machine, *first, *second, speed);
+                set(machine, *second, *first, speed);
+            }
         }
     }
     Ok(())

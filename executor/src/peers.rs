@@ -128,7 +128,8 @@ fn reach_each_other(plan: &Plan, members: &[DeviceId]) -> bool {
     pairs.filter(|(from, to)| from != to).all(|(from, to)| reaches(from, to).unwrap_or(false))
 }
 
-fn reaches(from: usize, to: usize) -> Result<bool> {
+/// Whether launches on one GPU can reach the memory of another.
+pub(crate) fn reaches(from: usize, to: usize) -> Result<bool> {
     let (from, to) = (CudaContext::new(from)?, CudaContext::new(to)?);
     let mut answer = 0;
     // SAFETY: the answer is written to a number of this function.

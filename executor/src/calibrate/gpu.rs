@@ -332,7 +332,7 @@ fn narrowed(values: &[f32], narrow: impl Fn(f32) -> [u8; 2]) -> Vec<u8> {
 }
 
 #[expect(unsafe_code, reason = "replayed launches find their memory by address")]
-fn replay(graph: &cubecl::client::Graph) -> Result<()> {
+pub(super) fn replay(graph: &cubecl::client::Graph) -> Result<()> {
     // SAFETY: the launches use spans that live as long as the measurement.
     unsafe { graph.replay() }.context("replaying captured steps")
 }

@@ -1,0 +1,121 @@
+//! How fast GPUs reach each other: timed by the sums that plans make.
+
+use anyhow::{Context as _, Result, ensure};
+use cubecl::client::Graph;
+use ir::machine::Rates;
+use ir::workspace::exchange_bytes;
+
+use super::gpu::replay;
+use super::links::Speed;
+use super::typical;
+use crate::kernels::gpu::device::{Gpu, Span};
+use crate::kernels::gpu::peers::Group;
+use crate::peers::{grant, reaches};
+
+/// Numbers of one token's activations in an 8 B model, and of 2048 tokens'.
+const FEW: usize = 4096;
+const MANY: usize = 2048 * FEW;
+/// Bytes of the pieces in which terms pass.
+const PIECE_BYTES: usize = 4 << 20;
+
+/// The link between two GPUs, so that its cost model gives the time of a sum of few and of many numbers; `None` where
+/// they do not reach each other's memory.
+///
+/// # Errors
+/// When a GPU has no memory to measure with, captures nothing, or fails.
+pub(super) fn between_gpus(gpus: [(&Gpu, usize); 2], rates: &Rates) -> Result<Option<Speed>> {
+    let [(first, a), (second, b)] = gpus;
+    if !reaches(a, b)? || !reaches(b, a)? {
+        return Ok(None);
+    }
+    grant(a, b)?;
+    grant(b, a)?;
+    let members = [Member::new(first)?, Member::new(second)?];
+    let addresses = [members[0].exchange.address()?, members[1].exchange.address()?];
+    for member in &members {
+        member.gpu.write(&member.addresses, bytemuck::cast_slice(&addresses))?;
+    }
+    let mut turn = 0;
+    let few = sum_nanos(&members, FEW, 64, &mut turn)?;
+    let many = sum_nanos(&members, MANY, 4, &mut turn)?;
+    // A sum reads the terms of both, and writes.
+    let local =
+        |count: usize| (3 * count * size_of::<f32>()) as f64 / rates.read_bytes_per_sec * 1e9;
+    let bytes = ((MANY - FEW) * size_of::<f32>()) as f64;
+    let crossing = (many - few - local(MANY - FEW)).max(1.0);
+    let bytes_per_sec = bytes / crossing * 1e9;
+    let rest = (FEW * size_of::<f32>()) as f64 / bytes_per_sec * 1e9 + local(FEW);
+    let latency_nanos = (few - rates.step_nanos - rest).max(1.0);
+    Ok(Some(Speed { bytes_per_sec, latency_nanos }))
+}
+
+/// One GPU of a sum.
+struct Member<'a> {
+    gpu: &'a Gpu,
+    exchange: Span,
+    /// `u64[2]`: where the exchanges of both lie.
+    addresses: Span,
+    /// `u32[1]`: the number of the run.
+    turn: Span,
+    term: Span,
+    out: Span,
+}
+
+impl<'a> Member<'a> {
+    fn new(gpu: &'a Gpu) -> Result<Self> {
+        let exchange = gpu.allocate(exchange_bytes(2, PIECE_BYTES as u64) as usize)?;
+        gpu.clear_exchange(&exchange)?;
+        let numbers = || gpu.allocate(MANY * size_of::<f32>());
+        let (term, out) = (numbers()?, numbers()?);
+        let (addresses, turn) = (gpu.allocate(2 * size_of::<u64>())?, gpu.allocate(4)?);
+        Ok(Self { gpu, exchange, addresses, turn, term, out })
+    }
+
+    /// Queues the next run of so many sums.
+    fn queue(&self, rank: usize, count: usize, sums: u32) -> Result<()> {
+        self.gpu.start_sums(&self.exchange, &self.turn)?;
+        for number in 0..sums {
+            let group = Group {
+                addresses: &self.addresses,
+                members: 2,
+                rank: rank as u32,
+                piece_bytes: PIECE_BYTES,
+                turn: &self.turn,
+                number,
+            };
+            self.gpu.sum_over_peers(&group, &self.term, &self.out, count);
+        }
+        Ok(())
+    }
+}
+
+/// Nanoseconds of one sum of so many, captured and replayed as plans make them. `turn` counts runs.
+fn sum_nanos(members: &[Member<'_>; 2], count: usize, sums: u32, turn: &mut u32) -> Result<f64> {
+    let mut start = || {
+        *turn += 1;
+        members.iter().try_for_each(|member| member.gpu.write(&member.turn, &turn.to_ne_bytes()))
+    };
+    // The first launches compile the kernels.
+    start()?;
+    for (rank, member) in members.iter().enumerate() {
+        member.queue(rank, count, sums)?;
+        member.gpu.flush()?;
+    }
+    members.iter().try_for_each(|member| member.gpu.sync())?;
+    let capture = |(rank, member): (usize, &Member<'_>)| -> Result<Graph> {
+        let gpu = member.gpu;
+        gpu.client.graph_prepare().context("preparing a capture")?;
+        gpu.capture(|| member.queue(rank, count, sums))?.context("capturing sums")
+    };
+    let graphs = members.iter().enumerate().map(capture).collect::<Result<Vec<_>>>()?;
+    let nanos = typical(|| {
+        start()?;
+        graphs.iter().try_for_each(replay)?;
+        members.iter().try_for_each(|member| member.gpu.sync())
+    })?;
+    for member in members {
+        let lost = member.gpu.lost_member(&member.exchange)?;
+        ensure!(lost.is_none(), "a GPU did not come to a sum in time");
+    }
+    Ok(nanos / f64::from(sums))
+}
