@@ -55,7 +55,7 @@ pub(crate) fn run_nanos(
             matrices(rows)? + beside + streamed(unpacked_bytes(operands, batch))
         }
         Some(Products::Attention(attention)) => {
-            let cache = target.kv_types[device].bytes();
+            let cache = target.kv_types[device].head_bytes(attention.head_dim);
             let attending = attention_nanos(
                 attention,
                 cache,
@@ -189,7 +189,7 @@ fn weights_per_sec(target: &Target, device: DeviceId, format: Format, tokens: u3
 
 fn attention_nanos(
     attention: &Attention,
-    cache_element_bytes: u64,
+    head_bytes: u64,
     batch: &Batch,
     flops_per_sec: f64,
     cache_bytes_per_sec: f64,
@@ -201,7 +201,7 @@ fn attention_nanos(
     let head_dim = f64::from(attention.head_dim);
     if fed <= 1.0 {
         // Decode reads the keys and values that a token sees, once for all query heads that share them.
-        let bytes = 2.0 * f64::from(attention.kv_heads) * head_dim * cache_element_bytes as f64;
+        let bytes = 2.0 * f64::from(attention.kv_heads) * head_bytes as f64;
         return seconds(sequences * (past + 1.0).min(window) * bytes, cache_bytes_per_sec);
     }
     // Tokens seen, summed over the tokens fed: a triangle cut off at the window.

@@ -74,7 +74,8 @@ struct Compile {
     /// Bytes of all KV caches: 4GiB; default: what context and sequences need.
     #[arg(long, value_name = "SIZE")]
     kv_cache: Option<String>,
-    /// Element type of the KV caches: f32, f16, bf16; default: as exact as the weights.
+    /// Element type of the KV caches: f32, f16, bf16, i8; default: as exact as the weights. GPUs keep the default
+    /// instead of i8.
     #[arg(long, value_name = "TYPE")]
     kv_type: Option<String>,
     /// Compute format: f32, f16, bf16, q8, q4; DEVICES=FORMAT for some devices. May be repeated.

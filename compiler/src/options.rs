@@ -187,13 +187,14 @@ pub fn parse_bytes(text: &str) -> Result<u64> {
     Ok(bytes as u64)
 }
 
-/// `f32`, `f16`, `bf16`.
+/// `f32`, `f16`, `bf16`, `i8`.
 pub fn parse_kv_type(text: &str) -> Result<DType> {
     match text {
         "f32" => Ok(DType::F32),
         "f16" => Ok(DType::F16),
         "bf16" => Ok(DType::Bf16),
-        _ => bail!("unknown cache type {text:?}: f32, f16 and bf16 exist"),
+        "i8" => Ok(DType::I8),
+        _ => bail!("unknown cache type {text:?}: f32, f16, bf16 and i8 exist"),
     }
 }
 

@@ -248,18 +248,17 @@ fn wanted_blocks(task: &Task<'_>, options: &Options) -> Result<u32> {
     let all = per_sequence.saturating_mul(target.max_sequences);
     let Some(budget) = options.kv_cache_bytes else { return Ok(all) };
     // Devices may hold keys in different types; the widest is what the budget is for.
-    let element =
-        target.kv_types.rows().iter().map(|dtype| dtype.bytes()).max().expect("there are devices");
+    let widest = |head_dim: u32| {
+        let types = target.kv_types.rows().iter();
+        types.map(|dtype| dtype.head_bytes(head_dim)).max().expect("there are devices")
+    };
     let block_bytes: u64 = task
         .model
         .caches
         .rows()
         .iter()
         .map(|cache| {
-            2 * element
-                * u64::from(cache.kv_heads)
-                * u64::from(cache.head_dim)
-                * u64::from(BLOCK_TOKENS)
+            2 * widest(cache.head_dim) * u64::from(cache.kv_heads) * u64::from(BLOCK_TOKENS)
         })
         .sum();
     let needed = block_bytes * u64::from(per_sequence);

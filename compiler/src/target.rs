@@ -80,7 +80,13 @@ impl Target {
         let kv_types = formats
             .rows()
             .iter()
-            .map(|&format| options.kv_type.unwrap_or_else(|| kv_type(format, stored)))
+            .zip(machine.devices.rows())
+            .map(|(&format, device)| {
+                // Kernels of GPUs read no bytes.
+                let is_gpu = matches!(device.kind, DeviceKind::Gpu { .. });
+                let asked = options.kv_type.filter(|&dtype| !is_gpu || dtype != DType::I8);
+                asked.unwrap_or_else(|| kv_type(format, stored))
+            })
             .collect();
         Ok(Self {
             machine,
@@ -270,6 +276,8 @@ fn kv_type(format: Option<Format>, stored: DType) -> DType {
         (Format::F32, _) => DType::F32,
         (Format::F16, _) => DType::F16,
         (Format::Bf16, _) | (Format::Q8 | Format::Q4, DType::Bf16) => DType::Bf16,
-        (Format::Q8 | Format::Q4, DType::F32 | DType::F16 | DType::I32 | DType::U8) => DType::F16,
+        (Format::Q8 | Format::Q4, DType::F32 | DType::F16 | DType::I32 | DType::U8 | DType::I8) => {
+            DType::F16
+        }
     }
 }

@@ -40,7 +40,7 @@ impl Checkpoint {
             DType::F32 => view.read(map, rows, out, |bytes: [u8; 4]| f32::from_le_bytes(bytes)),
             DType::F16 => view.read(map, rows, out, |bytes| f16::from_le_bytes(bytes).to_f32()),
             DType::Bf16 => view.read(map, rows, out, |bytes| bf16::from_le_bytes(bytes).to_f32()),
-            DType::I32 | DType::U8 => bail!("a weight is stored as integers"),
+            DType::I32 | DType::U8 | DType::I8 => bail!("a weight is stored as integers"),
         }
         Ok(())
     }

@@ -90,7 +90,8 @@ pub struct Weight {
 
 /// Keys and values of one layer on one device.
 ///
-/// Keys and values are one region each, `[blocks, kv_heads, block_tokens, head_dim]`.
+/// Keys and values are one region each, `[blocks, kv_heads, block_tokens, head_dim]`; of bytes each block ends with its
+/// scales, `[kv_heads, block_tokens]`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Cache {
     /// The layer it belongs to.
@@ -381,9 +382,9 @@ impl DeviceForecast {
 impl Cache {
     /// Bytes of `blocks` blocks of keys and values; at most `u64::MAX`.
     pub fn bytes(&self, blocks: u32, block_tokens: u32) -> u64 {
-        [self.kv_heads, self.head_dim, blocks, block_tokens]
+        [self.kv_heads, blocks, block_tokens]
             .into_iter()
             .map(u64::from)
-            .fold(2 * self.dtype.bytes(), u64::saturating_mul)
+            .fold(2 * self.dtype.head_bytes(self.head_dim), u64::saturating_mul)
     }
 }

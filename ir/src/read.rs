@@ -143,6 +143,7 @@ fn tensor_type(line: &mut Line<'_>) -> Result<TensorType> {
         "bf16" => DType::Bf16,
         "i32" => DType::I32,
         "u8" => DType::U8,
+        "i8" => DType::I8,
         word => bail!("unknown element type {word:?}"),
     };
     line.expect("[")?;

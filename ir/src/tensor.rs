@@ -19,6 +19,8 @@ pub enum DType {
     I32,
     /// A byte of a packed weight, whatever it means there.
     U8,
+    /// Signed 8-bit integer: keys and values in a cache, where each head of a token has one 32-bit scale.
+    I8,
 }
 
 /// How a weight matrix is held while it is computed with.
@@ -107,7 +109,7 @@ impl From<DType> for Format {
     /// The format that keeps every bit of what a checkpoint stores.
     fn from(dtype: DType) -> Self {
         match dtype {
-            DType::F32 | DType::I32 | DType::U8 => Format::F32,
+            DType::F32 | DType::I32 | DType::U8 | DType::I8 => Format::F32,
             DType::F16 => Format::F16,
             DType::Bf16 => Format::Bf16,
         }
@@ -134,15 +136,21 @@ impl DType {
         match self {
             DType::F32 | DType::I32 => 4,
             DType::F16 | DType::Bf16 => 2,
-            DType::U8 => 1,
+            DType::U8 | DType::I8 => 1,
         }
     }
 
-    /// Whether elements are numbers of a model: what weights, activations and caches are made of.
+    /// Bytes of one head of a token in a cache: its elements, and the scale that bytes have.
+    pub fn head_bytes(self, head_dim: u32) -> u64 {
+        let scale_bytes = if self == DType::I8 { size_of::<f32>() as u64 } else { 0 };
+        u64::from(head_dim) * self.bytes() + scale_bytes
+    }
+
+    /// Whether elements are numbers of a model: what weights and activations are made of.
     pub fn is_float(self) -> bool {
         match self {
             DType::F32 | DType::F16 | DType::Bf16 => true,
-            DType::I32 | DType::U8 => false,
+            DType::I32 | DType::U8 | DType::I8 => false,
         }
     }
 }
@@ -184,6 +192,7 @@ impl fmt::Display for DType {
             DType::Bf16 => "bf16",
             DType::I32 => "i32",
             DType::U8 => "u8",
+            DType::I8 => "i8",
         })
     }
 }

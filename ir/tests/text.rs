@@ -156,7 +156,8 @@ fn tensor_type() -> impl Strategy<Value = TensorType> {
         Just(DType::F16),
         Just(DType::Bf16),
         Just(DType::I32),
-        Just(DType::U8)
+        Just(DType::U8),
+        Just(DType::I8)
     ];
     let dim = prop_oneof![Just(Dim::Tokens), Just(Dim::Rows), any::<u32>().prop_map(Dim::Fixed)];
     (dtype, vec(dim, 0..4)).prop_map(|(dtype, shape)| TensorType { dtype, shape })

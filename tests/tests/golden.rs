@@ -16,6 +16,8 @@ const LOGITS: f32 = 2e-3;
 /// What sums in another order cost; these models' logits are below 10.
 const CLOSE: f32 = 2e-4;
 const NLL: f64 = 1e-4;
+/// What keys and values in eight bits cost: 0.014 where a router then chooses other experts, elsewhere below 0.009.
+const CACHE_NLL: f64 = 0.02;
 /// Two runs may choose differently where the best two logits are this close.
 const MARGIN: f64 = 0.02;
 
@@ -150,6 +152,30 @@ fn bf16_deviates_little_more_than_that_of_torch() {
                 let at = &prompt["name"];
                 assert!(off <= 2.0 * torch, "{name} {at} {shape:?}: {off}, torch {torch}");
             }
+        }
+    }
+}
+
+#[test]
+fn a_cache_of_bytes_costs_little_likelihood() {
+    for shape in [Shape::One, Shape::Shared] {
+        for name in goldens() {
+            let plan = compile(&name, shape, |options| options.kv_type = Some(DType::I8));
+            let wide = compile(&name, shape, |_| ());
+            for (_, cache) in plan.caches.iter() {
+                // Four bytes an element become one, and one scale for each head of a token.
+                let heads = u64::from(cache.kv_heads * plan.model.blocks * plan.model.block_tokens);
+                let bytes = cache.bytes(plan.model.blocks, plan.model.block_tokens);
+                assert_eq!(bytes, 2 * heads * (u64::from(cache.head_dim) + 4), "{name}");
+            }
+            let mut engine = engine(&plan, &Options::default());
+            let expected = expected(&name);
+            let nll = engine.perplexity(&ids(&expected["nll"]["ids"])).unwrap().nll;
+            let golden = expected["nll"]["mean"].as_f64().unwrap();
+            assert!((nll - golden).abs() < CACHE_NLL, "{name}: nll {nll}, golden {golden}");
+            assert!(plan.forecast.devices.rows().iter().zip(wide.forecast.devices.rows()).all(
+                |(narrow, wide)| narrow.cache_bytes < wide.cache_bytes || wide.cache_bytes == 0
+            ));
         }
     }
 }

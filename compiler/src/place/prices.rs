@@ -170,9 +170,9 @@ fn unit_bytes(
                 }
             }
             if let ir::op::Op::Attention(attention) = &part.op {
-                let element = task.target.kv_types[part.device].bytes();
-                let row = u64::from(attention.kv_heads) * u64::from(attention.head_dim);
-                *here += 2 * element * row * u64::from(blocks) * u64::from(BLOCK_TOKENS);
+                let head = task.target.kv_types[part.device].head_bytes(attention.head_dim);
+                let row = head * u64::from(attention.kv_heads);
+                *here += 2 * row * u64::from(blocks) * u64::from(BLOCK_TOKENS);
             }
         }
     }

@@ -1,9 +1,10 @@
 //! Weights, caches and rotary embeddings by themselves.
 
 use crate::check::Violation;
+use crate::machine::DeviceKind;
 use crate::op::{Frequencies, Rope};
 use crate::plan::{Cache, Plan, Weight};
-use crate::tensor::Format;
+use crate::tensor::{DType, Format};
 use crate::weight::Source;
 
 pub(super) fn check(plan: &Plan, found: &mut Vec<Violation>) {
@@ -13,8 +14,12 @@ pub(super) fn check(plan: &Plan, found: &mut Vec<Violation>) {
         }
     }
     for (id, cache) in plan.caches.iter() {
-        let Cache { name, dtype, kv_heads, head_dim, device: _ } = cache;
-        if !dtype.is_float() || *kv_heads == 0 || *head_dim == 0 {
+        let Cache { name, dtype, kv_heads, head_dim, device } = cache;
+        let kind = plan.machine.devices.get(*device).map(|device| &device.kind);
+        // Kernels of GPUs read no bytes.
+        let is_held = dtype.is_float()
+            || *dtype == DType::I8 && !matches!(kind, Some(DeviceKind::Gpu { .. }));
+        if !is_held || *kv_heads == 0 || *head_dim == 0 {
             let problem = format!("{kv_heads} heads of {head_dim} features in {dtype}");
             found.push(Violation::Cache { cache: id, name: name.clone(), problem });
         }

@@ -178,6 +178,19 @@ fn a_cache_holds_floats() {
 }
 
 #[test]
+fn a_gpu_caches_no_bytes() {
+    finds(
+        one_device(),
+        |plan| {
+            plan.caches[c(0)].dtype = DType::I8;
+            plan.machine.devices[d(0)].kind =
+                DeviceKind::Gpu { ordinal: 0, reserved_bytes: 0, library_bytes: 0 };
+        },
+        &["c0 (layers.0): 1 heads of 4 features in i8"],
+    );
+}
+
+#[test]
 fn vectors_are_held_in_full() {
     finds(
         one_device(),

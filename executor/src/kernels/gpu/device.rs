@@ -216,5 +216,6 @@ pub(crate) fn element(dtype: ir::tensor::DType) -> ElemType {
         Stored::Bf16 => ElemType::Float(FloatKind::BF16),
         Stored::I32 => ElemType::Int(IntKind::I32),
         Stored::U8 => ElemType::UInt(UIntKind::U8),
+        Stored::I8 => ElemType::Int(IntKind::I8),
     }
 }

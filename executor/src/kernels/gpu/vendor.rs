@@ -238,7 +238,7 @@ impl Plan {
             DType::F32 => sys::cudaDataType_t::CUDA_R_32F,
             DType::F16 => sys::cudaDataType_t::CUDA_R_16F,
             DType::Bf16 => sys::cudaDataType_t::CUDA_R_16BF,
-            DType::I32 | DType::U8 => bail!("a product of integers is asked for"),
+            DType::I32 | DType::U8 | DType::I8 => bail!("a product of integers is asked for"),
         };
         let (tokens, inputs, outputs) =
             (shape.tokens as u64, shape.inputs as u64, shape.outputs as u64);

@@ -333,7 +333,7 @@ fn value(ty: &TensorType, extent: Extent, bytes: &[u8]) -> Result<Value> {
     match ty.dtype {
         DType::F32 => Ok(Value::of_floats(collect(bytes), rows, columns)),
         DType::I32 => Ok(Value::of_ints(collect(bytes), rows, columns)),
-        other @ (DType::F16 | DType::Bf16 | DType::U8) => {
+        other @ (DType::F16 | DType::Bf16 | DType::U8 | DType::I8) => {
             bail!("a buffer of {other} is read by another device")
         }
     }

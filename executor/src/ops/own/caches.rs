@@ -36,6 +36,7 @@ impl Caches {
                 DType::F32 => Element::F32,
                 DType::F16 => Element::F16,
                 DType::Bf16 => Element::Bf16,
+                DType::I8 => Element::Int8,
                 DType::I32 | DType::U8 => bail!("{} is to hold integers", cache.name),
             };
             let shape = CacheShape {

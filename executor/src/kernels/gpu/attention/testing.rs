@@ -222,7 +222,7 @@ pub(super) fn rounded(value: f32, element: DType) -> f32 {
     match element {
         DType::F16 => f16::from_f32(value).to_f32(),
         DType::Bf16 => half::bf16::from_f32(value).to_f32(),
-        DType::F32 | DType::I32 | DType::U8 => value,
+        DType::F32 | DType::I32 | DType::U8 | DType::I8 => value,
     }
 }
 
@@ -232,7 +232,7 @@ fn stored(gpu: &Gpu, elements: &[f32], element: DType) -> Span {
         DType::Bf16 => {
             gpu.upload(&elements.iter().map(|&v| half::bf16::from_f32(v)).collect::<Vec<_>>())
         }
-        DType::F32 | DType::I32 | DType::U8 => gpu.upload(elements),
+        DType::F32 | DType::I32 | DType::U8 | DType::I8 => gpu.upload(elements),
     }
 }
 
@@ -241,7 +241,7 @@ pub(super) fn loaded(gpu: &Gpu, span: &Span, count: usize, element: DType) -> Ve
     match element {
         DType::F16 => gpu.download::<f16>(span, count).iter().map(|v| v.to_f32()).collect(),
         DType::Bf16 => gpu.download::<half::bf16>(span, count).iter().map(|v| v.to_f32()).collect(),
-        DType::F32 | DType::I32 | DType::U8 => gpu.download(span, count),
+        DType::F32 | DType::I32 | DType::U8 | DType::I8 => gpu.download(span, count),
     }
 }
 
