@@ -1,0 +1,84 @@
+//! Linears of every format: one row, which memory bounds, and 512, which arithmetic does.
+
+use anyhow::Result;
+use executor::kernels::cpu::isa::Isa;
+use executor::kernels::cpu::linear::{Linear, linear};
+use executor::kernels::cpu::pack::{PackedMatrix, pack};
+use executor::team::Team;
+use ir::op::Then;
+use ir::tensor::Format;
+
+use crate::limits::Arithmetic;
+use crate::{Amount, Bench, made_up};
+
+const COLUMNS: usize = 2048;
+/// Rows of the matrix for one token: beyond the caches in every format.
+const MANY_ROWS: usize = 131_072;
+/// Rows of the matrix for many tokens.
+const FEW_ROWS: usize = 4096;
+const TOKENS: usize = 512;
+
+pub(crate) fn measure(bench: &mut Bench) -> Result<()> {
+    for format in Format::ALL {
+        let many = matrix(&bench.team, format, MANY_ROWS, COLUMNS)?;
+        let bytes = format.bytes(MANY_ROWS as u64, COLUMNS as u64);
+        let (x, mut out) = (vec![0.1; COLUMNS], vec![0.0; MANY_ROWS]);
+        bench.measure(
+            &format!("linear of one row, {format}"),
+            Amount::Bytes(bytes),
+            |team, isa| {
+                multiply(team, isa, &many, &x, 1, &mut out);
+            },
+        );
+        let few = matrix(&bench.team, format, FEW_ROWS, COLUMNS)?;
+        let (x, mut out) = (vec![0.1; TOKENS * COLUMNS], vec![0.0; TOKENS * FEW_ROWS]);
+        let operations = (2 * TOKENS * FEW_ROWS * COLUMNS) as u64;
+        let amount = Amount::Operations(operations, arithmetic(format));
+        bench.measure(&format!("linear of {TOKENS} rows, {format}"), amount, |team, isa| {
+            multiply(team, isa, &few, &x, TOKENS, &mut out);
+        });
+    }
+    Ok(())
+}
+
+/// What products with a format are made of.
+pub(crate) fn arithmetic(format: Format) -> Arithmetic {
+    match format {
+        Format::F32 | Format::F16 => Arithmetic::F32,
+        Format::Bf16 => Arithmetic::Bf16,
+        Format::Q8 | Format::Q4 => Arithmetic::Int8,
+    }
+}
+
+pub(crate) fn matrix(
+    team: &Team,
+    format: Format,
+    rows: usize,
+    columns: usize,
+) -> Result<PackedMatrix> {
+    pack(team, format, rows, columns, &|range, values| {
+        for (i, value) in values.iter_mut().enumerate() {
+            *value = made_up(range.start + i);
+        }
+    })
+}
+
+fn multiply(
+    team: &Team,
+    isa: Isa,
+    matrix: &PackedMatrix,
+    x: &[f32],
+    tokens: usize,
+    out: &mut [f32],
+) {
+    let work = Linear {
+        x,
+        tokens,
+        norm: None,
+        weights: &[matrix],
+        biases: &[],
+        then: Then::Nothing,
+        residual: None,
+    };
+    linear(team, isa, &work, &mut [out]).expect("the sizes fit together");
+}
