@@ -31,6 +31,11 @@ impl Bell {
             return;
         }
         give_way(AWAKE, &is_ready);
+        self.sleep_until(is_ready);
+    }
+
+    /// The same without spinning first, for who would take a processor from those that are waited for.
+    pub(crate) fn sleep_until(&self, is_ready: impl Fn() -> bool) {
         if is_ready() {
             return;
         }

@@ -1,9 +1,11 @@
 //! A loaded plan: starts runs and lets their lanes work.
 
+use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
-use std::thread::JoinHandle;
+use std::thread::{self, JoinHandle};
 
 use anyhow::{Context as _, Result};
+use ir::machine::DeviceKind;
 use ir::plan::Plan;
 use ir::trace::Trace;
 
@@ -18,6 +20,8 @@ pub struct Executor {
     lanes: Vec<LaneThread>,
     recorder: Option<Arc<Recorder>>,
     known: Arc<KnownKinds>,
+    /// Whether the lanes' teams have all processors, and none is left to look for the end of a run.
+    is_crowded: bool,
     /// Locked while a run is handed out, so that all lanes see runs in one order.
     started: Mutex<Started>,
 }
@@ -37,7 +41,9 @@ pub(crate) struct LaneThread {
 
 impl Executor {
     pub(crate) fn new(plan: Arc<Plan>, recorder: Option<Arc<Recorder>>) -> Self {
-        Self { plan, lanes: Vec::new(), recorder, known: Arc::default(), started: Mutex::default() }
+        let is_crowded = is_crowded(&plan);
+        let (lanes, known, started) = (Vec::new(), Arc::default(), Mutex::default());
+        Self { plan, lanes, recorder, known, is_crowded, started }
     }
 
     /// Takes over a lane that has started.
@@ -76,13 +82,26 @@ impl Executor {
             lane.inbox.push(Arc::clone(&run));
         }
         let (plan, recorder) = (Arc::clone(&self.plan), self.recorder.clone());
-        Ok(RunHandle { run, plan, recorder, known: Arc::clone(&self.known) })
+        let (known, is_crowded) = (Arc::clone(&self.known), self.is_crowded);
+        Ok(RunHandle { run, plan, recorder, known, is_crowded })
     }
 
     /// What was recorded until now; `None` where nothing is.
     pub fn trace(&self) -> Option<Trace> {
         self.recorder.as_ref().map(|recorder| recorder.trace().clone())
     }
+}
+
+/// Whether the teams of a plan's lanes have all processors of this machine. Where GPUs compute, some are left over.
+fn is_crowded(plan: &Plan) -> bool {
+    let mut cpus: BTreeSet<u32> = BTreeSet::new();
+    for lane in plan.programs.iter().flat_map(|program| &program.lanes) {
+        match &plan.machine.devices[lane.device].kind {
+            DeviceKind::Numa { cpus: of_node, .. } => cpus.extend(of_node),
+            DeviceKind::Gpu { .. } => return false,
+        }
+    }
+    thread::available_parallelism().is_ok_and(|all| cpus.len() >= all.get())
 }
 
 impl Drop for Executor {

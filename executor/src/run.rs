@@ -68,6 +68,8 @@ pub struct RunHandle {
     pub(crate) plan: Arc<Plan>,
     pub(crate) recorder: Option<Arc<Recorder>>,
     pub(crate) known: Arc<KnownKinds>,
+    /// Whether the lanes' teams have all processors.
+    pub(crate) is_crowded: bool,
 }
 
 /// Logits of the wanted rows of a batch, in the batch's order.
@@ -194,7 +196,12 @@ impl RunHandle {
     }
 
     fn wait_for_lanes(&self, gives_up: impl Fn() -> bool) {
-        self.run.end_bell.wait_until(|| self.run.has_ended() || gives_up());
+        let is_over = || self.run.has_ended() || gives_up();
+        if self.is_crowded {
+            self.run.end_bell.sleep_until(is_over);
+        } else {
+            self.run.end_bell.wait_until(is_over);
+        }
     }
 
     fn finish(&self) -> Result<Logits> {
