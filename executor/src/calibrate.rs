@@ -30,7 +30,9 @@ const COLUMNS: usize = 2048;
 /// The least rows of the matrix that memory bounds.
 const MANY_ROWS: usize = 65_536;
 /// Measured memory is so many times as large as the caches.
-const CACHES: usize = 4;
+const CACHES: usize = 3;
+/// The least time of a step: a team's threads see each other's cache lines twice.
+const LEAST_STEP_NANOS: f64 = 500.0;
 /// Rows of the matrix that arithmetic bounds.
 const FEW_ROWS: usize = 4096;
 /// Tokens at which linears are measured with the large matrix, and with the small one.
@@ -148,7 +150,7 @@ fn device_rates(team: &Team, isa: Isa, cached: usize, beside_fetch: f64) -> Resu
     Ok(Rates {
         source: RateSource::Calibrated,
         read_bytes_per_sec: read_rate(team, cached)?,
-        step_nanos: step_nanos(team, isa)?,
+        step_nanos: step_nanos(team, isa, cached)?,
         linear: Format::ALL
             .into_iter()
             .map(|format| linear_rate(team, isa, cached, format))
@@ -181,20 +183,39 @@ pub fn read_rate(team: &Team, cached: usize) -> Result<f64> {
     Ok(bytes as f64 / nanos * 1e9)
 }
 
-/// Time of a step that has next to nothing to do.
-fn step_nanos(team: &Team, isa: Isa) -> Result<f64> {
-    const STEPS: usize = 200;
-    let matrix = packed(team, Format::F32, 64, 64)?;
-    let (x, mut out) = (vec![0.1; 64], vec![0.0; 64]);
-    let nanos =
-        typical(|| (0..STEPS).try_for_each(|_| multiply(team, isa, &matrix, &x, 1, &mut out)))?;
-    Ok(nanos / STEPS as f64)
+/// Time of a step beside what it reads: how much longer a matrix takes by small parts, one step each, than at once.
+/// Memory idles while one step ends and the next is begun.
+fn step_nanos(team: &Team, isa: Isa, cached: usize) -> Result<f64> {
+    /// 1 MiB a part: the smaller matrices of a layer.
+    const PART_PANELS: usize = 8;
+    let matrix = packed(team, Format::Bf16, many_rows(Format::Bf16, cached), COLUMNS)?;
+    let firsts = (0..matrix.rows() / PANEL / PART_PANELS).map(|part| part * PART_PANELS);
+    let parts: Vec<PackedMatrix> = firsts.map(|first| matrix.part(first, PART_PANELS)).collect();
+    let (x, mut out) = (vec![0.1; COLUMNS], vec![0.0; matrix.rows()]);
+    let few = PART_PANELS * PANEL;
+    // In turn: a machine that others use is not as fast at all times.
+    let (mut whole, mut by_parts) = (Vec::new(), Vec::new());
+    typical(|| {
+        let start = Instant::now();
+        multiply(team, isa, &matrix, &x, 1, &mut out)?;
+        whole.push(start.elapsed().as_nanos() as f64);
+        let start = Instant::now();
+        parts.iter().try_for_each(|part| multiply(team, isa, part, &x, 1, &mut out[..few]))?;
+        by_parts.push(start.elapsed().as_nanos() as f64);
+        Ok(())
+    })?;
+    Ok(((median(by_parts) - median(whole)) / parts.len() as f64).max(LEAST_STEP_NANOS))
+}
+
+/// Rows of a matrix that no cache holds.
+fn many_rows(format: Format, cached: usize) -> usize {
+    let row_bytes = format.bytes(1, COLUMNS as u64) as usize;
+    MANY_ROWS.max((CACHES * cached / row_bytes).next_multiple_of(PANEL))
 }
 
 fn linear_rate(team: &Team, isa: Isa, cached: usize, format: Format) -> Result<LinearRate> {
     let mut points = Vec::new();
-    let row_bytes = format.bytes(1, COLUMNS as u64) as usize;
-    let many_rows = MANY_ROWS.max((CACHES * cached / row_bytes).next_multiple_of(PANEL));
+    let many_rows = many_rows(format, cached);
     for (rows, all_tokens) in [(many_rows, &FEW_TOKENS[..]), (FEW_ROWS, &MANY_TOKENS[..])] {
         let matrix = packed(team, format, rows, COLUMNS)?;
         for &tokens in all_tokens {
@@ -369,8 +390,12 @@ fn typical(mut round: impl FnMut() -> Result<()>) -> Result<f64> {
         round()?;
         times.push(start.elapsed().as_nanos() as f64);
     }
-    times.sort_by(f64::total_cmp);
-    Ok(times[times.len() / 2].max(1.0))
+    Ok(median(times).max(1.0))
+}
+
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values[values.len() / 2]
 }
 
 /// Some number between −0.1 and 0.1 with as many different bits as weights have: what a GPU draws, and so its clock,

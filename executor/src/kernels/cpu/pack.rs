@@ -148,6 +148,21 @@ impl PackedMatrix {
         Ok(())
     }
 
+    /// The rows of `panels` whole panels from the one numbered `first` on, as a matrix of their own in the same memory.
+    ///
+    /// # Panics
+    /// When there are not as many.
+    pub fn part(&self, first: usize, panels: usize) -> Self {
+        assert!((first + panels) * PANEL <= self.rows, "panels {first} to {}", first + panels);
+        Self {
+            format: self.format,
+            rows: panels * PANEL,
+            columns: self.columns,
+            region: Arc::clone(&self.region),
+            start: self.start + self.panel_offset(first),
+        }
+    }
+
     /// How the elements are held.
     pub fn format(&self) -> Format {
         self.format

@@ -77,6 +77,29 @@ mod tests {
     use crate::team::Team;
 
     #[test]
+    fn a_part_has_the_rows_of_the_whole() {
+        let check = || {
+            let (rows, columns) = (3 * PANEL + 5, 40);
+            let team = Team::new(&[0]).unwrap();
+            let fill = |range: std::ops::Range<usize>, values: &mut [f32]| {
+                (range.start * columns..).zip(values).for_each(|(i, value)| *value = i as f32);
+            };
+            for format in [Format::F32, Format::Q4] {
+                let whole = pack(&team, format, rows, columns, &fill).unwrap();
+                let part = whole.part(1, 2);
+                assert_eq!(part.rows(), 2 * PANEL);
+                let (mut of_part, mut of_whole) = (vec![0.0; columns], vec![0.0; columns]);
+                for row in 0..2 * PANEL {
+                    part.read_row(row, &mut of_part);
+                    whole.read_row(PANEL + row, &mut of_whole);
+                    assert_eq!(of_part, of_whole, "{format} {row}");
+                }
+            }
+        };
+        thread::spawn(check).join().unwrap();
+    }
+
+    #[test]
     fn every_row_comes_back_as_its_format_holds_it() {
         let check = || {
             let team = Team::new(&[0]).unwrap();
