@@ -75,7 +75,12 @@ fn spared(plan: &Plan, cpus: usize) -> usize {
     let mut lanes = plan.programs.iter().flat_map(|program| &program.lanes);
     let drives_gpus =
         lanes.any(|lane| matches!(plan.machine.devices[lane.device].kind, DeviceKind::Gpu { .. }));
-    if drives_gpus { SPARED_CPUS.min(cpus / 4) } else { 0 }
+    if drives_gpus { spared_beside_gpus(cpus) } else { 0 }
+}
+
+/// The same where GPUs are driven.
+pub(crate) fn spared_beside_gpus(cpus: usize) -> usize {
+    SPARED_CPUS.min(cpus / 4)
 }
 
 /// One device, ready to compute.

@@ -16,6 +16,7 @@ use ir::machine::{Device, DeviceKind, LinearRate, Machine, RatePoint, RateSource
 use ir::op::Then;
 use ir::tensor::Format;
 
+use crate::bind::spared_beside_gpus;
 use crate::kernels::cpu::attention::{Attention, Sequence, attention};
 use crate::kernels::cpu::cache::{Cache, CacheShape, Element};
 use crate::kernels::cpu::isa::Isa;
@@ -52,11 +53,17 @@ const STREAMED_BYTES: usize = 512 << 20;
 /// # Errors
 /// When a device cannot be bound or has no memory to measure with.
 pub fn calibrate(machine: &mut Machine, isa: Isa, mut progress: impl FnMut(&str)) -> Result<()> {
+    let has_gpus = |device: &Device| matches!(device.kind, DeviceKind::Gpu { .. });
+    let has_gpus = machine.devices.rows().iter().any(has_gpus);
     let devices: Vec<(DeviceId, Vec<u32>)> = machine
         .devices
         .iter()
         .filter_map(|(id, device)| match &device.kind {
-            DeviceKind::Numa { cpus, .. } => Some((id, cpus.clone())),
+            DeviceKind::Numa { cpus, .. } => {
+                // As many as compute beside GPUs: they are slower than all, and that is what most plans will use.
+                let spared = if has_gpus { spared_beside_gpus(cpus.len()) } else { 0 };
+                Some((id, cpus[..cpus.len() - spared].to_vec()))
+            }
             DeviceKind::Gpu { .. } => None,
         })
         .collect();
