@@ -65,6 +65,14 @@ impl Target {
         check_machine(machine)?;
         let machine = reduced(machine, options)?;
         let stored = stored_type(model);
+        for rule in &options.formats {
+            let mut devices = machine.devices.rows().iter();
+            ensure!(
+                devices.any(|device| rule.devices.is_match(&device.name)),
+                "the format {:?} matches no device",
+                rule.text
+            );
+        }
         let formats: Table<DeviceId, Option<Format>> = machine
             .devices
             .rows()

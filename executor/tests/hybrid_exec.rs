@@ -26,6 +26,7 @@ fn arguments_that_make_no_sense_are_refused_with_one_line() {
     check(&["plan.ron", "--prompt", "a", "--prompt-ids", "1"], "cannot be used with");
     check(&["bench"], "<PLAN>");
     check(&["bench", "plan.ron", "-r", "0"], "-r 0 measures nothing");
+    check(&["bench", "plan.ron", "--sequences", "0"], "--sequences 0 measures nothing");
 }
 
 #[test]

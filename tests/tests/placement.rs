@@ -139,6 +139,14 @@ fn a_pin_that_cannot_be_is_refused() {
 }
 
 #[test]
+fn a_format_for_no_device_is_refused() {
+    let format = "gpu*=f16".parse().expect("it is a rule");
+    let options = Options { formats: vec![format], ..Options::default() };
+    let refused = refusal(&Toy::llama(), &machines::two_numa(), &options);
+    assert_eq!(refused, "the format \"gpu*=f16\" matches no device");
+}
+
+#[test]
 fn requested_stages_are_all_used_in_their_order() {
     let request = parse_pipeline("numa1,numa0").expect("it is a request");
     let options = Options { request, ..Options::default() };

@@ -28,11 +28,18 @@ struct Test {
 
 pub(super) fn run(arguments: BenchArguments) -> Result<()> {
     ensure!(arguments.repetitions > 0, "-r 0 measures nothing");
+    ensure!(arguments.sequences > 0, "--sequences 0 measures nothing");
     check_writable(arguments.trace.iter().chain(&arguments.perfetto))?;
     let traced = arguments.trace.is_some() || arguments.perfetto.is_some();
     let mut session =
         Session::open(&arguments.plan, &arguments.run, &GenerationOverrides::default(), traced)?;
     let engine = &mut session.engine;
+    let (asked, most) = (arguments.sequences, most_sequences(engine.plan()));
+    ensure!(
+        asked <= most,
+        "--sequences {asked}: {} is for {most} at a time; compile it with --max-sequences {asked}",
+        arguments.plan.display()
+    );
     let mut tests = Vec::new();
     if arguments.prompt_tokens > 0 {
         let tokens = arguments.prompt_tokens;
@@ -85,6 +92,12 @@ fn forecast_prefill(plan: &Plan, tokens: usize) -> Option<f64> {
     let nanos = plan.forecast.programs.get(index)?.nanos;
     let per_token = nanos as f64 / f64::from(plan.programs[index].max.tokens);
     (nanos > 0 && tokens > 0).then(|| 1e9 / per_token)
+}
+
+/// Sequences that a plan decodes at a time.
+fn most_sequences(plan: &Plan) -> usize {
+    let decodes = plan.programs.iter().filter(|program| program.phase == Phase::Decode);
+    decodes.map(|program| program.max_sequences as usize).max().unwrap_or(0)
 }
 
 /// Predicted generated tokens per second, over all sequences.

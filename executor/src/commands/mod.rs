@@ -123,7 +123,7 @@ struct SamplingArguments {
     /// Divide the logits of tokens seen before by this
     #[arg(long, value_name = "R", allow_negative_numbers = true)]
     repetition_penalty: Option<f32>,
-    /// Seed of the sampling
+    /// Seed of the sampling; default: 0, the same text every time
     #[arg(long, value_name = "N")]
     seed: Option<u64>,
     /// End the answer at this text; may be repeated

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, Result};
+use anyhow::{Context as _, Result, ensure};
 use indicatif::{ProgressBar, ProgressStyle};
 
 use executor::engine::{Engine, SequenceId, Timings};
@@ -56,7 +56,7 @@ impl Session {
     /// The tokenizer, where one lies beside the checkpoint.
     pub(super) fn tokenizer(&self) -> Result<&Tokenizer> {
         self.tokenizer.as_ref().map_err(|error| anyhow::anyhow!("{error:#}")).context(
-            "the prompt is text, but there is no tokenizer for it; --prompt-ids needs none",
+            "the prompt is text, and its tokenizer cannot be used; --prompt-ids needs none",
         )
     }
 
@@ -69,7 +69,15 @@ impl Session {
         mut on_text: impl FnMut(&str) -> Result<()>,
     ) -> Result<Answer> {
         let prompt = self.engine.tokens(sequence).to_vec();
-        let room = (self.engine.plan().model.context as usize).saturating_sub(prompt.len());
+        let context = self.engine.plan().model.context as usize;
+        let room = context.saturating_sub(prompt.len());
+        ensure!(
+            room > 0,
+            "{} tokens fill the plan's context of {context} and leave no room for an answer: compile it with \
+             --context {} or more",
+            prompt.len(),
+            prompt.len() + 1
+        );
         let mut generation = Generation::new(&self.defaults, &prompt, room);
         let tokenizer = self.tokenizer.as_ref().ok();
         let mut finish = (generation.max_tokens() == 0).then_some(FinishReason::Length);
