@@ -5,6 +5,7 @@
 mod gpu;
 mod links;
 mod peers;
+pub mod work;
 
 use std::hint::black_box;
 use std::thread;
@@ -13,18 +14,16 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, Result, anyhow};
 use ir::id::DeviceId;
 use ir::machine::{Device, DeviceKind, LinearRate, Machine, RatePoint, RateSource, Rates};
-use ir::op::Then;
 use ir::tensor::Format;
 
 use crate::bind::spared_beside_gpus;
-use crate::kernels::cpu::attention::{Attention, Sequence, attention};
-use crate::kernels::cpu::cache::{Cache, CacheShape, Element};
+use crate::kernels::cpu::cache::Element;
 use crate::kernels::cpu::isa::Isa;
-use crate::kernels::cpu::linear::{Linear, linear};
 use crate::kernels::cpu::pack::{PANEL, PackedMatrix, pack};
 use crate::kernels::gpu::device::Gpu;
 use crate::memory::Region;
 use crate::team::Team;
+use work::{Layer, multiply, prompt_flops};
 
 /// Columns of the measured matrices: the features of a 1 B to 3 B model.
 const COLUMNS: usize = 2048;
@@ -237,26 +236,6 @@ fn linear_rate(team: &Team, isa: Isa, cached: usize, format: Format) -> Result<L
     Ok(LinearRate { format, points })
 }
 
-fn multiply(
-    team: &Team,
-    isa: Isa,
-    matrix: &PackedMatrix,
-    x: &[f32],
-    tokens: usize,
-    out: &mut [f32],
-) -> Result<()> {
-    let work = Linear {
-        x,
-        tokens,
-        norm: None,
-        weights: &[matrix],
-        biases: &[None],
-        then: Then::Nothing,
-        residual: None,
-    };
-    linear(team, isa, &work, &mut [out])
-}
-
 fn packed(team: &Team, format: Format, rows: usize, columns: usize) -> Result<PackedMatrix> {
     pack(team, format, rows, columns, &|range, values| {
         for (i, value) in values.iter_mut().enumerate() {
@@ -265,24 +244,12 @@ fn packed(team: &Team, format: Format, rows: usize, columns: usize) -> Result<Pa
     })
 }
 
-/// Heads of the measured attention: those of an 8 B model.
-const HEADS: usize = 32;
-const KV_HEADS: usize = 8;
-const HEAD_DIM: usize = 128;
-const BLOCK_TOKENS: usize = 32;
-
 /// Operations per second of a prefill of 512 tokens.
 fn attention_rate(team: &Team, isa: Isa) -> Result<f64> {
     const TOKENS: usize = 512;
-    let mut layer = Layer::new(team, TOKENS)?;
+    let mut layer = Layer::new(team, Element::Bf16, TOKENS)?;
     let nanos = typical(|| layer.attend(team, isa, TOKENS, 0))?;
     Ok(prompt_flops(TOKENS) / nanos * 1e9)
-}
-
-/// Operations of a prompt's attention: a multiplication and an addition for each score and each value, for the triangle
-/// that is seen.
-fn prompt_flops(tokens: usize) -> f64 {
-    (4 * HEADS * HEAD_DIM * (tokens * (tokens + 1) / 2)) as f64
 }
 
 /// Bytes of keys and values per second when one token looks back.
@@ -290,71 +257,12 @@ fn cache_rate(team: &Team, isa: Isa) -> Result<f64> {
     const PAST: usize = 4095;
     /// Together 134 MB: no layer is still in a cache when its turn comes again.
     const LAYERS: usize = 8;
-    let mut layers = (0..LAYERS).map(|_| Layer::new(team, PAST + 1)).collect::<Result<Vec<_>>>()?;
+    let layer = |_| Layer::new(team, Element::Bf16, PAST + 1);
+    let mut layers = (0..LAYERS).map(layer).collect::<Result<Vec<_>>>()?;
     let nanos =
         typical(|| layers.iter_mut().try_for_each(|layer| layer.attend(team, isa, 1, PAST)))?;
-    let bytes = LAYERS * (PAST + 1) * 2 * KV_HEADS * HEAD_DIM * Element::Bf16.bytes();
+    let bytes: usize = layers.iter().map(Layer::bytes).sum();
     Ok(bytes as f64 / nanos * 1e9)
-}
-
-/// One layer's cache for one sequence, and activations to feed it.
-struct Layer {
-    shape: CacheShape,
-    keys: Region,
-    values: Region,
-    blocks: Vec<u32>,
-    activations: Vec<f32>,
-    out: Vec<f32>,
-}
-
-impl Layer {
-    fn new(team: &Team, tokens: usize) -> Result<Self> {
-        let blocks = tokens.div_ceil(BLOCK_TOKENS);
-        let shape = CacheShape {
-            element: Element::Bf16,
-            blocks,
-            kv_heads: KV_HEADS,
-            block_tokens: BLOCK_TOKENS,
-            head_dim: HEAD_DIM,
-        };
-        let region = || -> Result<Region> {
-            let mut region = Region::new(shape.region_bytes().next_multiple_of(8))?;
-            touch(team, region.as_mut_slice());
-            Ok(region)
-        };
-        Ok(Self {
-            shape,
-            keys: region()?,
-            values: region()?,
-            blocks: (0..blocks as u32).collect(),
-            activations: (0..tokens * HEADS * HEAD_DIM).map(made_up).collect(),
-            out: vec![0.0; tokens * HEADS * HEAD_DIM],
-        })
-    }
-
-    fn attend(&mut self, team: &Team, isa: Isa, tokens: usize, past: usize) -> Result<()> {
-        let (q, kv) = (tokens * HEADS * HEAD_DIM, tokens * KV_HEADS * HEAD_DIM);
-        let sequences = [Sequence { first_token: 0, tokens, past, blocks: &self.blocks }];
-        let work = Attention {
-            q: &self.activations[..q],
-            k: &self.activations[..kv],
-            v: &self.activations[..kv],
-            sequences: &sequences,
-            heads: HEADS,
-            group: HEADS / KV_HEADS,
-            first_head: 0,
-            scale: 1.0 / (HEAD_DIM as f32).sqrt(),
-            window: None,
-            soft_cap: None,
-            q_norm: None,
-            k_norm: None,
-            rope: None,
-        };
-        let (keys, values) = (self.keys.as_mut_slice(), self.values.as_mut_slice());
-        let mut cache = Cache::new(self.shape, keys, values)?;
-        attention(team, isa, &work, &mut cache, &mut self.out[..q]);
-        Ok(())
-    }
 }
 
 /// A slice cut into one piece for each member of a team.

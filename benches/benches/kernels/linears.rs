@@ -1,11 +1,9 @@
 //! Linears of every format: one row, which memory bounds, and 512, which arithmetic does.
 
 use anyhow::Result;
-use executor::kernels::cpu::isa::Isa;
-use executor::kernels::cpu::linear::{Linear, linear};
+use executor::calibrate::work::multiply;
 use executor::kernels::cpu::pack::{PackedMatrix, pack};
 use executor::team::Team;
-use ir::op::Then;
 use ir::tensor::Format;
 
 use crate::limits::Arithmetic;
@@ -27,7 +25,7 @@ pub(crate) fn measure(bench: &mut Bench) -> Result<()> {
             &format!("linear of one row, {format}"),
             Amount::Bytes(bytes),
             |team, isa| {
-                multiply(team, isa, &many, &x, 1, &mut out);
+                multiply(team, isa, &many, &x, 1, &mut out).expect("the sizes fit together");
             },
         );
         let few = matrix(&bench.team, format, FEW_ROWS, COLUMNS)?;
@@ -35,7 +33,7 @@ pub(crate) fn measure(bench: &mut Bench) -> Result<()> {
         let operations = (2 * TOKENS * FEW_ROWS * COLUMNS) as u64;
         let amount = Amount::Operations(operations, arithmetic(format));
         bench.measure(&format!("linear of {TOKENS} rows, {format}"), amount, |team, isa| {
-            multiply(team, isa, &few, &x, TOKENS, &mut out);
+            multiply(team, isa, &few, &x, TOKENS, &mut out).expect("the sizes fit together");
         });
     }
     Ok(())
@@ -61,24 +59,4 @@ pub(crate) fn matrix(
             *value = made_up(range.start + i);
         }
     })
-}
-
-fn multiply(
-    team: &Team,
-    isa: Isa,
-    matrix: &PackedMatrix,
-    x: &[f32],
-    tokens: usize,
-    out: &mut [f32],
-) {
-    let work = Linear {
-        x,
-        tokens,
-        norm: None,
-        weights: &[matrix],
-        biases: &[],
-        then: Then::Nothing,
-        residual: None,
-    };
-    linear(team, isa, &work, &mut [out]).expect("the sizes fit together");
 }

@@ -12,7 +12,8 @@ use ir::op::{self, Then};
 use ir::tensor::{DType, Format};
 use ir::workspace;
 
-use super::{BLOCK_TOKENS, HEAD_DIM, HEADS, KV_HEADS, made_up, prompt_flops, typical};
+use super::work::{BLOCK_TOKENS, HEAD_DIM, HEADS, KV_HEADS, prompt_flops};
+use super::{made_up, typical};
 use crate::kernels::cpu::pack::{PANEL, pack_rows};
 use crate::kernels::gpu::attention::decode::Decode;
 use crate::kernels::gpu::attention::prefill::Prefill;

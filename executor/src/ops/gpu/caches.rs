@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Context as _, Result};
 use ir::id::{CacheId, DeviceId};
 use ir::plan::Plan;
 use ir::tensor::DType;
@@ -30,12 +30,6 @@ impl Caches {
         let (blocks, block_tokens) = (plan.model.blocks, plan.model.block_tokens);
         let mut caches = BTreeMap::new();
         for (id, cache) in plan.caches.iter().filter(|(_, cache)| cache.device == device) {
-            ensure!(
-                cache.dtype.is_float(),
-                "the cache of {} is to hold {}, which kernels of GPUs do not read",
-                cache.name,
-                cache.dtype
-            );
             let bytes = cache.bytes(blocks, block_tokens) as usize / 2;
             let mut take =
                 || memory.take(bytes).with_context(|| format!("the cache of {}", cache.name));

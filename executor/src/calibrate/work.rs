@@ -1,0 +1,122 @@
+//! What processors are timed with, here and in benches: one linear, and the attention of one layer.
+
+use anyhow::Result;
+use ir::op::Then;
+
+use super::{made_up, touch};
+use crate::kernels::cpu::attention::{Attention, Sequence, attention};
+use crate::kernels::cpu::cache::{Cache, CacheShape, Element};
+use crate::kernels::cpu::isa::Isa;
+use crate::kernels::cpu::linear::{Linear, linear};
+use crate::kernels::cpu::pack::PackedMatrix;
+use crate::memory::Region;
+use crate::team::Team;
+
+/// Heads of the measured attention: those of an 8 B model.
+pub(super) const HEADS: usize = 32;
+pub(super) const KV_HEADS: usize = 8;
+pub(super) const HEAD_DIM: usize = 128;
+pub(super) const BLOCK_TOKENS: usize = 32;
+
+/// A linear of one matrix, with nothing before or behind it.
+///
+/// # Errors
+/// When sizes do not fit together.
+pub fn multiply(
+    team: &Team,
+    isa: Isa,
+    matrix: &PackedMatrix,
+    x: &[f32],
+    tokens: usize,
+    out: &mut [f32],
+) -> Result<()> {
+    let work = Linear {
+        x,
+        tokens,
+        norm: None,
+        weights: &[matrix],
+        biases: &[None],
+        then: Then::Nothing,
+        residual: None,
+    };
+    linear(team, isa, &work, &mut [out])
+}
+
+/// Operations of a prompt's attention: a multiplication and an addition for each score and each value, for the triangle
+/// that is seen.
+pub fn prompt_flops(tokens: usize) -> f64 {
+    (4 * HEADS * HEAD_DIM * (tokens * (tokens + 1) / 2)) as f64
+}
+
+/// One layer's cache for one sequence, and activations to feed it.
+pub struct Layer {
+    shape: CacheShape,
+    keys: Region,
+    values: Region,
+    blocks: Vec<u32>,
+    activations: Vec<f32>,
+    out: Vec<f32>,
+}
+
+impl Layer {
+    /// A layer for a context of so many tokens, whose pages the team touches.
+    ///
+    /// # Errors
+    /// When there is no memory.
+    pub fn new(team: &Team, element: Element, tokens: usize) -> Result<Self> {
+        let blocks = tokens.div_ceil(BLOCK_TOKENS);
+        let shape = CacheShape {
+            element,
+            blocks,
+            kv_heads: KV_HEADS,
+            block_tokens: BLOCK_TOKENS,
+            head_dim: HEAD_DIM,
+        };
+        let region = || -> Result<Region> {
+            let mut region = Region::new(shape.region_bytes().next_multiple_of(8))?;
+            touch(team, region.as_mut_slice());
+            Ok(region)
+        };
+        Ok(Self {
+            shape,
+            keys: region()?,
+            values: region()?,
+            blocks: (0..blocks as u32).collect(),
+            activations: (0..tokens * HEADS * HEAD_DIM).map(made_up).collect(),
+            out: vec![0.0; tokens * HEADS * HEAD_DIM],
+        })
+    }
+
+    /// Bytes of its keys and values.
+    pub fn bytes(&self) -> usize {
+        2 * self.shape.blocks * self.shape.block_bytes()
+    }
+
+    /// Attends from the last `tokens` tokens after `past` others.
+    ///
+    /// # Errors
+    /// When they are more than the context.
+    pub fn attend(&mut self, team: &Team, isa: Isa, tokens: usize, past: usize) -> Result<()> {
+        let (q, kv) = (tokens * HEADS * HEAD_DIM, tokens * KV_HEADS * HEAD_DIM);
+        let sequences = [Sequence { first_token: 0, tokens, past, blocks: &self.blocks }];
+        let work = Attention {
+            q: &self.activations[..q],
+            k: &self.activations[..kv],
+            v: &self.activations[..kv],
+            sequences: &sequences,
+            heads: HEADS,
+            group: HEADS / KV_HEADS,
+            first_head: 0,
+            scale: 1.0 / (HEAD_DIM as f32).sqrt(),
+            window: None,
+            soft_cap: None,
+            q_norm: None,
+            k_norm: None,
+            rope: None,
+        };
+        let (keys, values) = (self.keys.as_mut_slice(), self.values.as_mut_slice());
+        let mut cache = Cache::new(self.shape, keys, values)?;
+        attention(team, isa, &work, &mut cache, &mut self.out[..q]);
+        Ok(())
+    }
+}
