@@ -5,12 +5,13 @@ use ir::plan::Program;
 use ir::tensor::Extent;
 
 /// Implicit input of every operation of a run.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct Batch {
     tokens: Vec<u32>,
     positions: Vec<u32>,
     parts: Vec<Part>,
     rows: Vec<u32>,
+    cooling: Option<Vec<f32>>,
 }
 
 /// The tokens of one sequence that a run is fed.
@@ -55,6 +56,12 @@ impl Batch {
         });
     }
 
+    /// Lets a device that can give the most likely tokens of each wanted row instead of its logits; `cooling` is one over
+    /// the temperature that they will be weighed at, for each wanted row.
+    pub fn allow_shortlists(&mut self, cooling: Vec<f32>) {
+        self.cooling = Some(cooling);
+    }
+
     /// Token ids.
     pub fn tokens(&self) -> &[u32] {
         &self.tokens
@@ -73,6 +80,11 @@ impl Batch {
     /// Indices of the tokens whose logits are wanted.
     pub fn rows(&self) -> &[u32] {
         &self.rows
+    }
+
+    /// One over the temperature of each wanted row, where shortlists will do.
+    pub fn cooling(&self) -> Option<&[f32]> {
+        self.cooling.as_deref()
     }
 
     /// Sizes of the run.
@@ -103,6 +115,15 @@ impl Batch {
             program.max_sequences,
             self.parts.len()
         );
+        if let Some(cooling) = &self.cooling {
+            ensure!(
+                cooling.len() == self.rows.len() && cooling.len() <= self.parts.len(),
+                "{} temperatures are given for {} rows of {} sequences",
+                cooling.len(),
+                self.rows.len(),
+                self.parts.len()
+            );
+        }
         if let Some(token) = self.tokens.iter().find(|&&token| token >= vocabulary) {
             anyhow::bail!("token id {token} is not in the vocabulary of {vocabulary}");
         }

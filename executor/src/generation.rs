@@ -6,7 +6,7 @@ use std::path::Path;
 use anyhow::{Context as _, Result, bail};
 use serde_json::{Map, Value};
 
-use crate::sample::{Sampler, SamplingOptions};
+use crate::sample::{Sampler, SamplingOptions, Shortlist};
 use crate::text::tokenizer::read_object;
 use crate::text::{TextStream, Tokenizer};
 
@@ -188,6 +188,26 @@ impl Generation {
     pub fn step(&mut self, logits: &[f32], tokenizer: Option<&Tokenizer>) -> Result<Step> {
         let id = self.sampler.sample(logits)?;
         self.accept(id, tokenizer)
+    }
+
+    /// One over the temperature, if the most likely tokens are probably enough for the next step.
+    #[must_use]
+    pub fn cooling(&self) -> Option<f32> {
+        self.sampler.cooling()
+    }
+
+    /// The same from the most likely tokens; `None` where they are too few to tell.
+    ///
+    /// # Errors
+    ///
+    /// As [`Generation::step`].
+    pub fn step_from(
+        &mut self,
+        list: &Shortlist<'_>,
+        tokenizer: Option<&Tokenizer>,
+    ) -> Result<Option<Step>> {
+        let id = self.sampler.sample_shortlist(list)?;
+        id.map(|id| self.accept(id, tokenizer)).transpose()
     }
 
     /// Takes a token that was chosen elsewhere.

@@ -10,10 +10,12 @@ use anyhow::{Context as _, Result, anyhow};
 use burn::tensor::TensorData;
 use ir::id::{Id as _, StepId};
 use ir::plan::Plan;
+use ir::workspace::shortlist::{LIST_WORDS, LISTED_TOKENS};
 
 use crate::batch::Batch;
 use crate::bell::Bell;
 use crate::ops::gpu::Kind;
+use crate::sample::Shortlist;
 use crate::slots::{Slots, Value};
 use crate::trace::Recorder;
 
@@ -72,11 +74,22 @@ pub struct RunHandle {
     pub(crate) is_crowded: bool,
 }
 
-/// Logits of the wanted rows of a batch, in the batch's order.
+/// What a run found for the wanted rows of a batch, in the batch's order.
 #[derive(Clone, Debug)]
 pub struct Logits {
     data: TensorData,
-    vocabulary: usize,
+    /// Numbers of a row.
+    columns: usize,
+    is_listed: bool,
+}
+
+/// What a run found for one row.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Row<'a> {
+    /// The logits of all tokens.
+    Logits(&'a [f32]),
+    /// The most likely tokens, where the batch allowed that.
+    Shortlist(Shortlist<'a>),
 }
 
 impl KnownKinds {
@@ -220,37 +233,56 @@ impl RunHandle {
             self.known.lock().insert(run.kind);
         }
         match output.context("no step wrote the logits")? {
-            Value::Float(logits) => Logits::new(logits.into_data()),
+            Value::Float(logits) => {
+                Logits::new(logits.into_data(), self.plan.model.vocabulary as usize)
+            }
             Value::Int(_) => Err(anyhow!("the program's output is not logits")),
         }
     }
 }
 
 impl Logits {
-    fn new(data: TensorData) -> Result<Self> {
+    fn new(data: TensorData, vocabulary: usize) -> Result<Self> {
         let shape = data.shape();
-        let vocabulary = *shape.last().context("logits have no axes")?;
+        let columns = *shape.last().context("logits have no axes")?;
         data.as_slice::<f32>().map_err(|error| anyhow!("logits are not f32: {error:?}"))?;
-        Ok(Self { data, vocabulary })
+        // Lists are shorter than any vocabulary that they are made of.
+        let is_listed = columns != vocabulary && columns == LIST_WORDS as usize;
+        Ok(Self { data, columns, is_listed })
     }
 
     /// Number of rows.
     pub fn rows(&self) -> usize {
-        self.as_slice().len() / self.vocabulary
+        self.as_slice().len() / self.columns
     }
 
-    /// Features of a row.
-    pub fn vocabulary(&self) -> usize {
-        self.vocabulary
-    }
-
-    /// The logits of one row.
-    pub fn row(&self, row: usize) -> &[f32] {
-        &self.as_slice()[row * self.vocabulary..(row + 1) * self.vocabulary]
+    /// What was found for one row.
+    pub fn row(&self, row: usize) -> Row<'_> {
+        let numbers = &self.as_slice()[row * self.columns..(row + 1) * self.columns];
+        if self.is_listed {
+            let (logits, rest) = numbers.split_at(LISTED_TOKENS as usize);
+            let (ids, rest) = rest.split_at(LISTED_TOKENS as usize);
+            Row::Shortlist(Shortlist { logits, ids, weight: rest[0] })
+        } else {
+            Row::Logits(numbers)
+        }
     }
 
     fn as_slice(&self) -> &[f32] {
         self.data.as_slice().expect("checked when they were made")
+    }
+}
+
+impl<'a> Row<'a> {
+    /// The logits of a row of a batch that asked for them.
+    ///
+    /// # Errors
+    /// When the run gave a list instead.
+    pub fn logits(self) -> Result<&'a [f32]> {
+        match self {
+            Row::Logits(logits) => Ok(logits),
+            Row::Shortlist(_) => Err(anyhow!("the run gave the most likely tokens alone")),
+        }
     }
 }
 

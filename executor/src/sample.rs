@@ -14,8 +14,10 @@ use std::cmp::Ordering;
 use anyhow::{Result, bail, ensure};
 
 mod random;
+mod shortlist;
 
 use random::Random;
+pub use shortlist::Shortlist;
 
 /// How tokens are chosen.
 #[derive(Clone, Debug, PartialEq)]
@@ -81,6 +83,8 @@ pub struct Sampler {
     is_seen: Vec<u64>,
     penalised: Vec<f32>,
     candidates: Vec<Candidate>,
+    /// Tokens for which no shortlist is asked, after one that was too short.
+    without_shortlist: u32,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -108,6 +112,7 @@ impl Sampler {
             is_seen: Vec::new(),
             penalised: Vec::new(),
             candidates: Vec::new(),
+            without_shortlist: 0,
         }
     }
 
@@ -147,17 +152,23 @@ impl Sampler {
         };
         self.penalised = penalised;
         let id = chosen?;
+        self.without_shortlist = self.without_shortlist.saturating_sub(1);
         self.observe(&[id]);
         Ok(id)
     }
 
     fn penalise(&self, logits: &mut [f32]) {
-        let penalty = self.options.repetition_penalty;
         for &id in &self.seen {
             if let Some(logit) = logits.get_mut(id as usize) {
-                *logit = if *logit < 0.0 { *logit * penalty } else { *logit / penalty };
+                *logit = self.penalised(*logit);
             }
         }
+    }
+
+    /// The logit of a token that occurs already.
+    fn penalised(&self, logit: f32) -> f32 {
+        let penalty = self.options.repetition_penalty;
+        if logit < 0.0 { logit * penalty } else { logit / penalty }
     }
 
     fn choose(&mut self, logits: &[f32]) -> Result<u32> {

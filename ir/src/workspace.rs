@@ -4,6 +4,7 @@
 //! - NUMA nodes have none: their kernels use buffers.
 
 pub mod experts;
+pub mod shortlist;
 
 use std::collections::BTreeSet;
 
@@ -46,7 +47,7 @@ pub struct Workspace {
     /// One matrix, row after row: a packed one before the vendor's library multiplies with it.
     pub matrix_bytes: u64,
     /// Products before what follows them; queries after their rotation; what lies between the matrices of a mixture's
-    /// chosen experts; what a movement brings.
+    /// chosen experts; what a movement brings; lists of the most likely tokens.
     pub inner_bytes: u64,
     /// What decode attention finds in each part of the contexts.
     pub partial_bytes: u64,
@@ -125,6 +126,10 @@ fn of_device(plan: &Plan, device: DeviceId, library_bytes: u64, piece_bytes: u64
     let mut has_lane = false;
     let mut members = 0;
     for program in &plan.programs {
+        if program.buffers.get(program.output).is_some_and(|output| output.device == device) {
+            let model = &plan.model;
+            raise(&mut space.inner_bytes, shortlist::bytes(model.max_sequences, model.vocabulary));
+        }
         for lane in program.lanes.iter().filter(|lane| lane.device == device) {
             has_lane = true;
             for step in lane.steps.iter().filter_map(|&step| program.steps.get(step)) {
@@ -185,11 +190,11 @@ impl RunSizes {
     }
 
     /// Bytes of all parts, each a list of 32-bit integers: token ids, positions, sequences and numbers of the tokens;
-    /// wanted rows; first token, tokens and past of each sequence; its blocks; the run's number.
+    /// wanted rows; first token, tokens and past of each sequence; its temperature; its blocks; the run's number.
     pub fn bytes(self) -> u64 {
         let Self { tokens, rows, sequences, blocks } = self;
         let of_tokens = aligned(product(&[tokens], 4)).saturating_mul(4);
-        let others = [product(&[rows], 4), product(&[sequences, 3], 4)];
+        let others = [product(&[rows], 4), product(&[sequences, 3], 4), product(&[sequences], 4)];
         let blocks = product(&[sequences, blocks], 4);
         others.into_iter().chain([blocks, 4]).map(aligned).fold(of_tokens, u64::saturating_add)
     }

@@ -31,7 +31,7 @@ pub(crate) struct Arrangement {
     pub(crate) stages: Vec<(Group, Range<usize>)>,
     /// Whether the user fixed the shares of groups.
     pub(crate) has_fixed_shares: bool,
-    /// What stays beside the GPU of the only stage.
+    /// What stays beside the GPUs, each of which is a stage.
     pub(crate) hosted: Option<Hosted>,
 }
 

@@ -88,7 +88,7 @@ pub(crate) fn explain(
     Ok(())
 }
 
-/// Why a unit's matrices stay beside the GPU: it has no room for them.
+/// Why a unit's matrices stay beside the GPU of its stage: it has no room for them.
 fn hosted_cause(
     task: &Task<'_>,
     others: &[Priced],
@@ -97,7 +97,8 @@ fn hosted_cause(
     home: DeviceId,
     unit: usize,
 ) -> Cause {
-    let gpu = arrangement.stages[0].0.devices[0];
+    let stage = arrangement.stages.iter().find(|(_, units)| units.contains(&unit));
+    let gpu = stage.expect("stages cover all units").0.devices[0];
     let priced = |device| others.iter().find(|other| other.group.devices[0] == device);
     let (Some(there), Some(here)) = (priced(gpu), priced(home)) else {
         return Cause { reason: Reason::Fastest, runner_up: None };

@@ -1,10 +1,13 @@
-//! Arrangements of a model that is larger than a GPU's memory: matrices that stay on NUMA nodes.
+//! Arrangements of a model that is larger than the GPUs' memory: matrices that stay on NUMA nodes.
 //!
-//! - The GPU keeps all attention and all caches, so that only activations of linears cross the link.
-//! - In each phase either the node computes with a matrix in place or the GPU fetches it. Prefill has enough
+//! - Several GPUs are stages, each with a share of the layers like its share of the memory.
+//! - GPUs keep all attention and all caches, so that only activations of linears cross the links.
+//! - In each phase either the node computes with a matrix in place or its stage's GPU fetches it. Prefill has enough
 //!   arithmetic to hide fetches behind; decode fetches as much as the link carries while the node computes.
 //! - Blocks that stay are spread evenly over the model, and so are fetches among them: the link then works without
 //!   a pause, through a window that holds a few matrices.
+
+use std::ops::Range;
 
 use ir::id::{DeviceId, NodeId, Table};
 use ir::machine::DeviceKind;
@@ -22,12 +25,12 @@ use crate::place::units::Units;
 use crate::task::Task;
 use crate::window::aligned;
 
-/// What stays beside the GPU of an arrangement.
+/// What stays beside the GPUs of an arrangement.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Hosted {
-    /// The nodes whose weights are not on the GPU.
+    /// The nodes whose weights are not on a GPU.
     pub(crate) nodes: Table<NodeId, Option<Hosting>>,
-    /// Bytes of the GPU's fetch window.
+    /// Bytes of each GPU's fetch window.
     pub(crate) window_bytes: u64,
     /// What it is, for people.
     pub(crate) name: String,
@@ -62,9 +65,11 @@ pub(crate) fn offers(
     price: &dyn Fn(&Arrangement) -> anyhow::Result<Offer>,
 ) -> Vec<Offer> {
     let mut offers: Vec<Offer> = Vec::new();
-    for gpu in unlike_gpus(task) {
+    let all: Vec<DeviceId> = gpus(task).collect();
+    let several = (all.len() > 1).then_some(all);
+    for gpus in several.into_iter().chain(unlike_gpus(task).into_iter().map(|gpu| vec![gpu])) {
         for kept in [Kept::Experts, Kept::Matrices] {
-            if let Some(search) = Search::new(task, units, pins, gpu, kept) {
+            if let Some(search) = Search::new(task, units, pins, &gpus, kept) {
                 offers.extend(search.offers(price));
             }
             if offers.iter().any(|offer| offer.candidate.missing.is_none()) {
@@ -75,32 +80,41 @@ pub(crate) fn offers(
     offers
 }
 
-/// GPUs that a NUMA node is linked with; of those that differ in their names alone the first.
-fn unlike_gpus(task: &Task<'_>) -> Vec<DeviceId> {
-    let devices = &task.target.machine.devices;
-    let mut gpus: Vec<DeviceId> = Vec::new();
-    for (id, device) in devices.iter() {
-        let alike = |&gpu: &DeviceId| {
-            devices[gpu].rates == device.rates && devices[gpu].memory_bytes == device.memory_bytes
-        };
-        let is_gpu = matches!(device.kind, DeviceKind::Gpu { .. });
-        if is_gpu && !hosts(task, id).is_empty() && !gpus.iter().any(alike) {
-            gpus.push(id);
-        }
-    }
-    gpus
+/// GPUs that a NUMA node is linked with.
+fn gpus(task: &Task<'_>) -> impl Iterator<Item = DeviceId> {
+    let is_gpu = |id: &DeviceId| {
+        matches!(task.target.machine.devices[*id].kind, DeviceKind::Gpu { .. })
+            && !hosts(task, &[*id]).is_empty()
+    };
+    task.target.machine.devices.ids().filter(is_gpu)
 }
 
-/// NUMA nodes that are linked with a GPU both ways.
-fn hosts(task: &Task<'_>, gpu: DeviceId) -> Vec<DeviceId> {
+/// Of those that differ in their names alone the first.
+fn unlike_gpus(task: &Task<'_>) -> Vec<DeviceId> {
+    let devices = &task.target.machine.devices;
+    let mut unlike: Vec<DeviceId> = Vec::new();
+    for id in gpus(task) {
+        let alike = |&gpu: &DeviceId| {
+            devices[gpu].rates == devices[id].rates
+                && devices[gpu].memory_bytes == devices[id].memory_bytes
+        };
+        if !unlike.iter().any(alike) {
+            unlike.push(id);
+        }
+    }
+    unlike
+}
+
+/// NUMA nodes that are linked with all of these GPUs both ways.
+fn hosts(task: &Task<'_>, gpus: &[DeviceId]) -> Vec<DeviceId> {
     let machine = &task.target.machine;
+    let is_linked = |id: DeviceId| {
+        let mut gpus = gpus.iter();
+        gpus.all(|&gpu| machine.link(id, gpu).is_some() && machine.link(gpu, id).is_some())
+    };
     let devices = machine.devices.iter();
     devices
-        .filter(|(id, device)| {
-            matches!(device.kind, DeviceKind::Numa { .. })
-                && machine.link(*id, gpu).is_some()
-                && machine.link(gpu, *id).is_some()
-        })
+        .filter(|(id, device)| matches!(device.kind, DeviceKind::Numa { .. }) && is_linked(*id))
         .map(|(id, _)| id)
         .collect()
 }
@@ -116,6 +130,8 @@ enum Kept {
 
 /// A block that may stay.
 struct Block {
+    /// The stage that it belongs to.
+    stage: usize,
     /// Its nodes in the order they run; those without a matrix go with the others.
     nodes: Vec<Member>,
     /// Bytes of its matrices at home, at most.
@@ -141,11 +157,11 @@ struct Fetching {
     in_blocks: bool,
 }
 
-/// The search for the best arrangement beside one GPU.
+/// The search for the best arrangement beside some GPUs.
 struct Search<'a> {
     task: &'a Task<'a>,
-    units: &'a Units,
-    gpu: DeviceId,
+    /// GPUs, each with a range of units.
+    stages: Vec<(DeviceId, Range<usize>)>,
     hosts: Vec<DeviceId>,
     kept: Kept,
     blocks: Vec<Block>,
@@ -159,11 +175,13 @@ impl<'a> Search<'a> {
         task: &'a Task<'a>,
         units: &'a Units,
         pins: &Pins,
-        gpu: DeviceId,
+        gpus: &[DeviceId],
         kept: Kept,
     ) -> Option<Self> {
-        let hosts = hosts(task, gpu);
-        let home = hosts[0];
+        let hosts = hosts(task, gpus);
+        let home = *hosts.first()?;
+        let stages = stages(task, units, gpus)?;
+        let stage_of = |unit: usize| stages.iter().position(|(_, units)| units.contains(&unit));
         let home_nanos = decode_nanos(task, home)?;
         let graph = &task.model.layers;
         let mut blocks: Vec<Option<Block>> = (0..units.len()).map(|_| None).collect();
@@ -190,8 +208,13 @@ impl<'a> Search<'a> {
                 fetch_nanos: 0.0,
                 home_nanos: home_nanos[id] as f64,
             };
-            let block =
-                blocks[units.of[id]].get_or_insert_with(|| Block { nodes: Vec::new(), bytes: 0 });
+            let stage = stage_of(units.of[id])?;
+            let gpu = stages[stage].0;
+            let block = blocks[units.of[id]].get_or_insert_with(|| Block {
+                stage,
+                nodes: Vec::new(),
+                bytes: 0,
+            });
             if node.work.takes_fetched() {
                 for weight in node.work.weights() {
                     // Homes may hold it in different formats; the largest is what there must be room for.
@@ -215,7 +238,7 @@ impl<'a> Search<'a> {
         let blocks: Vec<Block> =
             blocks.into_iter().flatten().filter(|block| block.bytes > 0).collect();
         let some = !blocks.is_empty();
-        some.then_some(Self { task, units, gpu, hosts, kept, blocks, lookups })
+        some.then_some(Self { task, stages, hosts, kept, blocks, lookups })
     }
 
     fn offers(&self, price: &dyn Fn(&Arrangement) -> anyhow::Result<Offer>) -> Vec<Offer> {
@@ -230,11 +253,11 @@ impl<'a> Search<'a> {
         windows.dedup();
         for window_bytes in windows {
             let in_place = Fetching { share: 0.0, in_blocks: true };
-            let Some((count, base)) = self.fewest(window_bytes, in_place, price) else { continue };
+            let Some((counts, base)) = self.fewest(window_bytes, in_place, price) else { continue };
             let decode = base.candidate.decode_nanos;
             offers.push(base);
             if let Some(decode) = decode.filter(|_| window_bytes > 0) {
-                offers.extend(self.fetching(count, window_bytes, decode as f64, price));
+                offers.extend(self.fetching(&counts, window_bytes, decode as f64, price));
             }
         }
         offers
@@ -246,19 +269,19 @@ impl<'a> Search<'a> {
     /// nodes are fetched is decided there.
     fn fetching(
         &self,
-        count: usize,
+        counts: &[usize],
         window_bytes: u64,
         decode_nanos: f64,
         price: &dyn Fn(&Arrangement) -> anyhow::Result<Offer>,
     ) -> Option<Offer> {
-        let members = || self.staying(count).flat_map(|block| &block.nodes);
+        let members = || self.staying(counts).flat_map(|block| &block.nodes);
         let fetch: f64 = members().map(|member| member.fetch_nanos).sum();
         let home: f64 = members().map(|member| member.home_nanos).sum();
         // Without fetches decode takes what the home takes, and what no fetch shortens.
         let even = (decode_nanos / (fetch + home).max(1.0)).min(1.0);
         let offer = |share: f64, in_blocks: bool| {
             let fetching = Fetching { share: share.min(1.0), in_blocks };
-            let offer = price(&self.arrange(count, window_bytes, fetching)).ok()?;
+            let offer = price(&self.arrange(counts, window_bytes, fetching)).ok()?;
             offer.candidate.missing.is_none().then_some(offer)
         };
         let score = |offer: &Option<Offer>| offer.as_ref().map_or(u64::MAX, |offer| offer.score);
@@ -268,55 +291,74 @@ impl<'a> Search<'a> {
         [blocks, nodes].into_iter().chain(others).flatten().min_by_key(|offer| offer.score)
     }
 
-    /// The fewest blocks that must stay so that the rest fits the GPU, with the price; all of them where it never does.
+    /// The fewest blocks of each stage that must stay so that the rest fits the GPUs, with the price; all of them where
+    /// it never does.
     fn fewest(
         &self,
         window_bytes: u64,
         fetching: Fetching,
         price: &dyn Fn(&Arrangement) -> anyhow::Result<Offer>,
-    ) -> Option<(usize, Offer)> {
-        let offer = |count| price(&self.arrange(count, window_bytes, fetching)).ok();
-        let all = self.blocks.len();
-        let mut best = (all, offer(all)?);
-        let slack = {
-            let bytes: &DeviceForecast = &best.1.devices[self.gpu];
-            bytes.capacity_bytes.saturating_sub(bytes.needed_bytes())
-        };
-        if best.1.candidate.missing.is_some() {
-            return Some(best);
+    ) -> Option<(Vec<usize>, Offer)> {
+        let offer = |counts: &[usize]| price(&self.arrange(counts, window_bytes, fetching)).ok();
+        let all: Vec<usize> =
+            (0..self.stages.len()).map(|stage| self.blocks_of(stage).count()).collect();
+        let everything = offer(&all)?;
+        if everything.candidate.missing.is_some() {
+            return Some((all, everything));
         }
         // Blocks are much alike, so the first guess is off by little.
         let largest = self.blocks.iter().map(|block| block.bytes).max().unwrap_or(1);
-        let mut count = all - usize::try_from(slack / largest).unwrap_or(all).min(all - 1);
-        let mut is_shrinking = true;
-        while count < best.0 && count > 0 {
-            let offer = offer(count)?;
-            if offer.candidate.missing.is_none() {
-                best = (count, offer);
-                if !is_shrinking {
+        let guess = |(&all, (gpu, _)): (&usize, &(DeviceId, Range<usize>))| {
+            let bytes: &DeviceForecast = &everything.devices[*gpu];
+            let slack = bytes.capacity_bytes.saturating_sub(bytes.needed_bytes());
+            all - usize::try_from(slack / largest).unwrap_or(all).min(all)
+        };
+        let mut counts: Vec<usize> = all.iter().zip(&self.stages).map(guess).collect();
+        if counts.iter().all(|&count| count == 0) {
+            counts[0] = 1;
+        }
+        let mut is_tight = vec![false; counts.len()];
+        let mut best = loop {
+            let offer = offer(&counts)?;
+            let Some((lacking, _)) = offer.candidate.missing else { break (counts, offer) };
+            let stage = self.stages.iter().position(|(gpu, _)| *gpu == lacking);
+            match stage.filter(|&stage| counts[stage] < all[stage]) {
+                Some(stage) => {
+                    counts[stage] += 1;
+                    is_tight[stage] = true;
+                }
+                None => return Some((all, everything)),
+            }
+        };
+        for stage in (0..is_tight.len()).filter(|&stage| !is_tight[stage]) {
+            while best.0[stage] > 0 && best.0.iter().sum::<usize>() > 1 {
+                let mut fewer = best.0.clone();
+                fewer[stage] -= 1;
+                let offer = offer(&fewer)?;
+                if offer.candidate.missing.is_some() {
                     break;
                 }
-                count -= 1;
-            } else {
-                is_shrinking = false;
-                count += 1;
+                best = (fewer, offer);
             }
         }
         Some(best)
     }
 
-    /// The `count` blocks that stay, evenly spread; the first ones come late, so that the link has a lead.
-    fn staying(&self, count: usize) -> impl Iterator<Item = &Block> {
-        let all = self.blocks.len();
-        let stays = move |index: usize| (index + 1) * count / all > index * count / all;
-        self.blocks
-            .iter()
-            .enumerate()
-            .filter(move |(index, _)| stays(*index))
-            .map(|(_, block)| block)
+    fn blocks_of(&self, stage: usize) -> impl Iterator<Item = &Block> {
+        self.blocks.iter().filter(move |block| block.stage == stage)
     }
 
-    fn arrange(&self, count: usize, window_bytes: u64, fetching: Fetching) -> Arrangement {
+    /// The blocks that stay, so many of each stage, evenly spread; the first ones come late, so that the link has a lead.
+    fn staying(&self, counts: &[usize]) -> impl Iterator<Item = &Block> {
+        counts.iter().enumerate().flat_map(|(stage, &count)| {
+            let all = self.blocks_of(stage).count();
+            let stays = move |index: usize| (index + 1) * count / all > index * count / all;
+            let blocks = self.blocks_of(stage).enumerate();
+            blocks.filter(move |(index, _)| stays(*index)).map(|(_, block)| block)
+        })
+    }
+
+    fn arrange(&self, counts: &[usize], window_bytes: u64, fetching: Fetching) -> Arrangement {
         let mut nodes: Table<NodeId, Option<Hosting>> =
             self.task.model.layers.nodes().map(|_| None).collect();
         for &lookup in &self.lookups {
@@ -343,7 +385,7 @@ impl<'a> Search<'a> {
             }
             is_fetched
         };
-        for block in self.staying(count) {
+        for block in self.staying(counts) {
             let most = free.iter().max().copied().unwrap_or(0);
             let host = free.iter().position(|&free| free == most).unwrap_or(0);
             free[host] = free[host].saturating_sub(block.bytes);
@@ -362,12 +404,10 @@ impl<'a> Search<'a> {
             }
         }
         let percent = 100.0 * fetched_bytes as f64 / bytes.max(1) as f64;
-        let hosted = Hosted { nodes, window_bytes, name: self.name(count, window_bytes, percent) };
-        Arrangement {
-            stages: vec![(Group::one(self.gpu), 0..self.units.len())],
-            has_fixed_shares: false,
-            hosted: Some(hosted),
-        }
+        let name = self.name(counts.iter().sum(), window_bytes, percent);
+        let hosted = Hosted { nodes, window_bytes, name };
+        let stages = self.stages.iter().map(|(gpu, units)| (Group::one(*gpu), units.clone()));
+        Arrangement { stages: stages.collect(), has_fixed_shares: false, hosted: Some(hosted) }
     }
 
     fn name(&self, count: usize, window_bytes: u64, decode_percent: f64) -> String {
@@ -375,12 +415,14 @@ impl<'a> Search<'a> {
             Kept::Experts => "experts",
             Kept::Matrices => "matrices",
         };
-        let hosts: Vec<&str> = self.hosts.iter().map(|&host| self.task.target.name(host)).collect();
+        let name = |device: &DeviceId| self.task.target.name(*device);
+        let hosts: Vec<&str> = self.hosts.iter().map(name).collect();
+        let gpus: Vec<&str> = self.stages.iter().map(|(gpu, _)| name(gpu)).collect();
         let mut name = format!(
             "{what} of {count} of {} blocks on {} beside {}",
             self.blocks.len(),
             hosts.join("+"),
-            self.task.target.name(self.gpu)
+            gpus.join(" → ")
         );
         if window_bytes > 0 {
             name += &format!(", fetching {} ahead", bytes(window_bytes));
@@ -390,4 +432,47 @@ impl<'a> Search<'a> {
         }
         name
     }
+}
+
+/// Units for each GPU in turn: its share of the bytes is like its share of the memory. `None` where there are too few.
+fn stages(
+    task: &Task<'_>,
+    units: &Units,
+    gpus: &[DeviceId],
+) -> Option<Vec<(DeviceId, Range<usize>)>> {
+    let mut bytes = vec![0; units.len()];
+    for (id, node) in task.model.layers.nodes() {
+        let weights = node.work.weights().into_iter();
+        let elements = weights.map(|weight| {
+            let shape = &task.model.weights[weight].shape;
+            shape.iter().map(|&size| u64::from(size)).product::<u64>()
+        });
+        let is_lookup = matches!(node.work, Op::Embed { .. } | Op::AddPosition { .. });
+        bytes[units.of[id]] += if is_lookup { 0 } else { elements.sum() };
+    }
+    let memory = |gpu: &DeviceId| task.target.machine.devices[*gpu].memory_bytes as f64;
+    let all_memory: f64 = gpus.iter().map(memory).sum();
+    let all_bytes = bytes.iter().sum::<u64>() as f64;
+    let (mut start, mut taken, mut share) = (0, 0.0, 0.0);
+    let mut stages = Vec::new();
+    for (index, gpu) in gpus.iter().enumerate() {
+        share += memory(gpu) / all_memory;
+        let after = gpus.len() - 1 - index;
+        let mut end = start;
+        while end + after < units.len() {
+            let next = bytes[end] as f64;
+            // Where the limit cuts a unit, whoever has more of it takes it.
+            if after > 0 && end > start && taken + next / 2.0 > share * all_bytes {
+                break;
+            }
+            taken += next;
+            end += 1;
+        }
+        if end == start {
+            return None;
+        }
+        stages.push((*gpu, start..end));
+        start = end;
+    }
+    Some(stages)
 }

@@ -9,9 +9,10 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, Result, ensure};
 use indicatif::{ProgressBar, ProgressStyle};
 
-use executor::engine::{Engine, SequenceId, Timings};
+use executor::engine::{Choice, Chooser, Engine, SequenceId, Timings};
 use executor::generation::{FinishReason, Generation, GenerationOptions, GenerationOverrides};
 use executor::load::{Options, PlanFile, load};
+use executor::run::Row;
 use executor::text::Tokenizer;
 use executor::trace::perfetto;
 
@@ -33,6 +34,33 @@ pub(super) struct Answer {
     /// `None` when the user stopped it.
     pub(super) finish: Option<FinishReason>,
     pub(super) timings: Timings,
+}
+
+/// An answer that grows token by token.
+struct Growing<'a, F> {
+    generation: Generation,
+    tokenizer: Option<&'a Tokenizer>,
+    on_text: F,
+    finish: Option<FinishReason>,
+}
+
+impl<F: FnMut(&str) -> Result<()>> Chooser for Growing<'_, F> {
+    fn cooling(&self, _: usize) -> Option<f32> {
+        self.generation.cooling()
+    }
+
+    fn choose(&mut self, _: usize, row: Row<'_>) -> Result<Choice> {
+        let step = match row {
+            Row::Logits(logits) => self.generation.step(logits, self.tokenizer)?,
+            Row::Shortlist(list) => match self.generation.step_from(&list, self.tokenizer)? {
+                Some(step) => step,
+                None => return Ok(Choice::NeedsLogits),
+            },
+        };
+        (self.on_text)(&step.text)?;
+        self.finish = step.finish;
+        Ok(if step.finish.is_none() { Choice::Token(step.id) } else { Choice::End })
+    }
 }
 
 impl Session {
@@ -66,7 +94,7 @@ impl Session {
         &mut self,
         sequence: SequenceId,
         abort: &AtomicBool,
-        mut on_text: impl FnMut(&str) -> Result<()>,
+        on_text: impl FnMut(&str) -> Result<()>,
     ) -> Result<Answer> {
         let prompt = self.engine.tokens(sequence).to_vec();
         let context = self.engine.plan().model.context as usize;
@@ -78,18 +106,15 @@ impl Session {
             prompt.len(),
             prompt.len() + 1
         );
-        let mut generation = Generation::new(&self.defaults, &prompt, room);
+        let generation = Generation::new(&self.defaults, &prompt, room);
+        let finish = (generation.max_tokens() == 0).then_some(FinishReason::Length);
         let tokenizer = self.tokenizer.as_ref().ok();
-        let mut finish = (generation.max_tokens() == 0).then_some(FinishReason::Length);
+        let mut growing = Growing { generation, tokenizer, on_text, finish };
         let mut timings = Timings::default();
         if finish.is_none() {
-            timings = self.engine.generate(&[sequence], abort, |_, logits| {
-                let step = generation.step(logits, tokenizer)?;
-                on_text(&step.text)?;
-                finish = step.finish;
-                Ok(step.finish.is_none().then_some(step.id))
-            })?;
+            timings = self.engine.generate_with(&[sequence], abort, &mut growing)?;
         }
+        let Growing { generation, finish, .. } = growing;
         let (ids, text) = (generation.ids().to_vec(), generation.text().to_owned());
         Ok(Answer { ids, text, finish, timings })
     }

@@ -9,7 +9,7 @@ use ir::tensor::Extent;
 
 use super::{Engine, SequenceId};
 use crate::batch::Batch;
-use crate::run::RunHandle;
+use crate::run::{Row, RunHandle};
 
 /// Fewer tokens than this are bound by reading the weights: in bf16 a Zen 4 core multiplies 8 rows in the time
 /// in which it reads them, and a stage that starts anew should cost little beside that.
@@ -19,6 +19,17 @@ const LEAST_SHARE: usize = 64;
 struct Pending {
     handle: RunHandle,
     wanted: Vec<Wanted>,
+}
+
+/// What the caller of [`Engine::feed`] gets.
+#[derive(Clone, Copy)]
+pub(super) enum Wants<'a> {
+    /// The logits after every token that is fed.
+    All,
+    /// Those after the last token of each sequence.
+    Last,
+    /// The same, or the most likely tokens where a device can tell them; for each sequence one over its temperature.
+    Listed(&'a [f32]),
 }
 
 /// A row of a run's logits.
@@ -32,8 +43,7 @@ struct Wanted {
 
 impl Engine {
     /// Feeds everything appended to `ids`; calls `on_row` with the index of the sequence, the position of a
-    /// token and its logits: for the last token of each, or for all that are fed. Says whether it came to the
-    /// end: raising `abort` stops it.
+    /// token and what follows it. Says whether it came to the end: raising `abort` stops it.
     ///
     /// Where it does not come to the end, the sequences are as they were before.
     ///
@@ -42,15 +52,15 @@ impl Engine {
     pub(super) fn feed(
         &mut self,
         ids: &[SequenceId],
-        wants_all: bool,
+        wants: Wants<'_>,
         abort: &AtomicBool,
-        mut on_row: impl FnMut(usize, usize, &[f32]),
+        mut on_row: impl FnMut(usize, usize, Row<'_>) -> Result<()>,
     ) -> Result<bool> {
         self.reserve(ids)?;
         let cached: Vec<usize> =
             ids.iter().filter_map(|id| self.sequences.get(id)).map(|s| s.cached).collect();
         let mut under_way = VecDeque::new();
-        let outcome = self.feed_in_runs(ids, wants_all, abort, &mut under_way, &mut on_row);
+        let outcome = self.feed_in_runs(ids, wants, abort, &mut under_way, &mut on_row);
         if !matches!(outcome, Ok(true)) {
             // What was cached meanwhile is cached again, with the same values.
             under_way.into_iter().for_each(|pending| pending.handle.cancel());
@@ -66,10 +76,10 @@ impl Engine {
     fn feed_in_runs(
         &mut self,
         ids: &[SequenceId],
-        wants_all: bool,
+        wants: Wants<'_>,
         abort: &AtomicBool,
         under_way: &mut VecDeque<Pending>,
-        on_row: &mut impl FnMut(usize, usize, &[f32]),
+        on_row: &mut impl FnMut(usize, usize, Row<'_>) -> Result<()>,
     ) -> Result<bool> {
         // Every lane can be at another run, and one more waits so that none idles.
         let most_under_way = self.executor.lanes() + 1;
@@ -77,13 +87,13 @@ impl Engine {
         let mut next = 0;
         while next < ids.len() || !under_way.is_empty() {
             if next < ids.len() && under_way.len() < most_under_way {
-                under_way.push_back(self.start_next(ids, &mut next, share, wants_all)?);
+                under_way.push_back(self.start_next(ids, &mut next, share, wants)?);
                 continue;
             }
             let Some(Pending { handle, wanted }) = under_way.pop_front() else { break };
             let Some(logits) = handle.wait_unless(abort)? else { return Ok(false) };
             for Wanted { sequence, position, row } in wanted {
-                on_row(sequence, position, logits.row(row));
+                on_row(sequence, position, logits.row(row))?;
             }
         }
         Ok(true)
@@ -95,8 +105,9 @@ impl Engine {
         ids: &[SequenceId],
         next: &mut usize,
         share: u32,
-        wants_all: bool,
+        wants: Wants<'_>,
     ) -> Result<Pending> {
+        let wants_all = matches!(wants, Wants::All);
         let waiting = &ids[*next..];
         let program = self.choose(waiting, wants_all)?;
         let schedule = &self.executor.plan().programs[program];
@@ -130,6 +141,11 @@ impl Engine {
                 break;
             }
             *next += 1;
+        }
+        if let Wants::Listed(cooling) = wants
+            && wanted.len() == batch.rows().len()
+        {
+            batch.allow_shortlists(wanted.iter().map(|wanted| cooling[wanted.sequence]).collect());
         }
         let handle = self.executor.start(program, batch)?;
         Ok(Pending { handle, wanted })

@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Result, ensure};
 
+use super::feed::Wants;
 use super::{Engine, SequenceId};
 
 /// How well a text is predicted.
@@ -36,9 +37,13 @@ impl Engine {
         let scored = self.append(id, tokens).and_then(|()| {
             let never = AtomicBool::new(false);
             let (mut sum, mut last_logits) = (0.0, Vec::new());
-            self.feed(&[id], true, &never, |_, position, logits| match tokens.get(position + 1) {
-                Some(&next) => sum += negative_log_likelihood(logits, next),
-                None => last_logits = logits.to_vec(),
+            self.feed(&[id], Wants::All, &never, |_, position, row| {
+                let logits = row.logits()?;
+                match tokens.get(position + 1) {
+                    Some(&next) => sum += negative_log_likelihood(logits, next),
+                    None => last_logits = logits.to_vec(),
+                }
+                Ok(())
             })?;
             let predicted = tokens.len() - 1;
             Ok(Perplexity { tokens: predicted, nll: sum / predicted as f64, last_logits })
@@ -59,7 +64,7 @@ impl Engine {
     }
 
     /// Time of feeding `tokens` made-up tokens one by one to each of `sequences` sequences that already hold
-    /// `depth` tokens, at least one.
+    /// `depth` tokens, at least one, up to the logits of each or, where a device can tell them, its most likely tokens.
     ///
     /// # Errors
     /// As [`Engine::append`] and [`Engine::advance`].
@@ -75,11 +80,12 @@ impl Engine {
             .try_for_each(|&id| self.feed_made_up(id, depth.max(1)).map(drop))
             .and_then(|()| {
                 let never = AtomicBool::new(false);
+                let greedy = vec![1.0; sequences];
                 let start = Instant::now();
                 for number in 0..tokens {
                     let token = self.made_up(number);
                     ids.iter().try_for_each(|&id| self.append(id, &[token]))?;
-                    self.feed(&ids, false, &never, |_, _, _| ())?;
+                    self.feed(&ids, Wants::Listed(&greedy), &never, |_, _, _| Ok(()))?;
                 }
                 Ok(start.elapsed())
             });
@@ -91,7 +97,7 @@ impl Engine {
         let tokens: Vec<u32> = (0..tokens).map(|number| self.made_up(number)).collect();
         self.append(id, &tokens)?;
         let start = Instant::now();
-        self.feed(&[id], false, &AtomicBool::new(false), |_, _, _| ())?;
+        self.feed(&[id], Wants::Listed(&[1.0]), &AtomicBool::new(false), |_, _, _| Ok(()))?;
         Ok(start.elapsed())
     }
 

@@ -15,7 +15,8 @@ use anyhow::{Context as _, Result, ensure};
 use ir::plan::Plan;
 
 use self::blocks::Blocks;
-pub use self::generate::Timings;
+use self::feed::Wants;
+pub use self::generate::{Choice, Chooser, Timings};
 pub use self::measure::Perplexity;
 use crate::executor::Executor;
 
@@ -112,7 +113,10 @@ impl Engine {
     pub fn advance(&mut self, ids: &[SequenceId]) -> Result<Vec<Vec<f32>>> {
         let mut last = vec![Vec::new(); ids.len()];
         let never = AtomicBool::new(false);
-        self.feed(ids, false, &never, |index, _, logits| last[index] = logits.to_vec())?;
+        self.feed(ids, Wants::Last, &never, |index, _, row| {
+            last[index] = row.logits()?.to_vec();
+            Ok(())
+        })?;
         Ok(last)
     }
 }

@@ -32,6 +32,7 @@ pub mod mail;
 pub mod peers;
 mod router;
 pub mod rows;
+pub mod shortlist;
 
 #[cfg(test)]
 pub(crate) mod testing;

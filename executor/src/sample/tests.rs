@@ -185,3 +185,88 @@ proptest! {
         prop_assert!(both + 1 >= kept.len().max(expected.len()), "{} of {}", both, expected.len());
     }
 }
+
+/// Tokens of a list, as the kernel makes it.
+const LISTED: usize = ir::workspace::shortlist::LISTED_TOKENS as usize;
+
+/// The list of a row, by the plain form: everything sorted.
+fn listed(logits: &[f32], cooling: f32) -> (Vec<f32>, Vec<f32>, f32) {
+    let mut order: Vec<usize> = (0..logits.len()).collect();
+    order.sort_by(|&a, &b| logits[b].total_cmp(&logits[a]).then(a.cmp(&b)));
+    let most = logits[order[0]];
+    let weight = logits.iter().map(|logit| ((logit - most) * cooling).exp()).sum();
+    order.truncate(LISTED);
+    (
+        order.iter().map(|&id| logits[id]).collect(),
+        order.iter().map(|&id| id as f32).collect(),
+        weight,
+    )
+}
+
+/// The choice from the list, where the sampler asks for one; it must be that from all logits.
+fn choose_both_ways(options: &SamplingOptions, seen: &[u32], logits: &[f32]) -> Option<u32> {
+    let mut from_all = Sampler::new(options);
+    from_all.observe(seen);
+    let mut from_list = from_all.clone();
+    let (values, ids, weight) = listed(logits, from_list.cooling()?);
+    let list = Shortlist { logits: &values, ids: &ids, weight };
+    let chosen = from_list.sample_shortlist(&list).unwrap();
+    if let Some(chosen) = chosen {
+        assert_eq!(chosen, from_all.sample(logits).unwrap(), "{options:?}, {seen:?} seen");
+    } else {
+        assert_eq!(from_list.cooling(), None, "a list that was too short is not asked for again");
+    }
+    chosen
+}
+
+proptest! {
+    #[test]
+    fn a_list_gives_the_choice_of_all_logits_or_none(
+        steps in proptest::collection::vec(0_u32..60, 300..500),
+        temperature in prop_oneof![Just(0.0_f32), 0.1_f32..2.0],
+        top_k in prop_oneof![Just(0_usize), 1_usize..200],
+        top_p in prop_oneof![Just(1.0_f32), 0.1_f32..1.0],
+        min_p in prop_oneof![Just(0.0_f32), 0.0_f32..0.5],
+        repetition_penalty in prop_oneof![Just(1.0_f32), 0.8_f32..1.5],
+        seen in proptest::collection::vec(0_u32..300, 0..40),
+        seed in 0_u64..1000,
+    ) {
+        // Few different logits, so that many are equal.
+        let logits: Vec<f32> = steps.iter().map(|&step| step as f32 * 0.25 - 8.0).collect();
+        let options = SamplingOptions { temperature, top_k, top_p, min_p, repetition_penalty, seed };
+        choose_both_ways(&options, &seen, &logits);
+    }
+}
+
+#[test]
+fn a_list_is_enough_where_few_tokens_are_likely() {
+    let logits: Vec<f32> = (0..50_000).map(|id| -((id * 7919 % 50_000) as f32) * 0.05).collect();
+    let seen: Vec<u32> = (0..200).collect();
+    for (options, seen) in [
+        (options(0.0, 0, 1.0, 0.0), [].as_slice()),
+        (SamplingOptions { repetition_penalty: 1.1, ..options(0.0, 0, 1.0, 0.0) }, &seen),
+        (SamplingOptions { repetition_penalty: 1.1, ..options(0.7, 20, 0.8, 0.0) }, &seen),
+        (options(0.7, 50, 1.0, 0.0), &[]),
+        (options(0.6, 0, 0.9, 0.0), &[]),
+        (options(1.0, 0, 0.95, 0.1), &[]),
+        (options(1.0, 0, 1.0, 0.05), &[]),
+    ] {
+        assert!(choose_both_ways(&options, seen, &logits).is_some(), "{options:?}");
+    }
+    // What keeps every token needs all logits, and so does what raises some.
+    assert!(Sampler::new(&options(1.0, 0, 1.0, 0.0)).cooling().is_none());
+    let raising = SamplingOptions { repetition_penalty: 0.9, ..options(0.0, 0, 1.0, 0.0) };
+    assert!(Sampler::new(&raising).cooling().is_none());
+}
+
+#[test]
+fn a_list_that_starts_with_no_number_is_refused() {
+    use crate::kernels::gpu::shortlist::{IMPOSSIBLE, UNUSABLE};
+    let ids: Vec<f32> = (0..LISTED).map(|id| id as f32).collect();
+    for (first, expected) in [(UNUSABLE, "not a number"), (IMPOSSIBLE, "no token")] {
+        let logits: Vec<f32> = [first].into_iter().chain(vec![IMPOSSIBLE; LISTED - 1]).collect();
+        let list = Shortlist { logits: &logits, ids: &ids, weight: 1.0 };
+        let error = Sampler::new(&SamplingOptions::default()).sample_shortlist(&list).unwrap_err();
+        assert!(error.to_string().contains(expected), "{error}");
+    }
+}

@@ -1,4 +1,4 @@
-//! What a run is about, in device memory: tokens, positions, sequences, cache blocks, wanted rows,
+//! What a run is about, in device memory: tokens, positions, sequences, cache blocks, wanted rows and their temperatures,
 //! and the run's number.
 //!
 //! - Every part keeps its place and its largest size, so that captured launches find it in every run.
@@ -30,6 +30,8 @@ enum Part {
     Position,
     Sequence,
     Wanted,
+    /// One over the temperature of each wanted row, where the run gives shortlists.
+    Cooling,
     Parts,
     Blocks,
     /// Numbers from 0 on: the rows of a rotation table that is made for one run.
@@ -38,11 +40,12 @@ enum Part {
     Turn,
 }
 
-const PARTS: [Part; 8] = [
+const PARTS: [Part; 9] = [
     Part::Token,
     Part::Position,
     Part::Sequence,
     Part::Wanted,
+    Part::Cooling,
     Part::Parts,
     Part::Blocks,
     Part::Counting,
@@ -55,6 +58,7 @@ impl Part {
         let count = match self {
             Part::Token | Part::Position | Part::Sequence | Part::Counting => sizes.tokens,
             Part::Wanted => sizes.rows,
+            Part::Cooling => sizes.sequences,
             Part::Parts => sizes.sequences * 3,
             Part::Blocks => sizes.sequences * sizes.blocks,
             Part::Turn => 1,
@@ -102,6 +106,8 @@ impl Inputs {
         put(Part::Token, &mut batch.tokens().iter().map(number));
         put(Part::Position, &mut batch.positions().iter().map(number));
         put(Part::Wanted, &mut batch.rows().iter().map(number));
+        let cooling = batch.cooling().unwrap_or_default().iter();
+        put(Part::Cooling, &mut cooling.map(|cooling| cooling.to_bits().cast_signed()));
         put(Part::Counting, &mut (0..sizes.tokens.cast_signed()));
         put(Part::Turn, &mut std::iter::once(turn.cast_signed()));
         let parts = batch.parts();
@@ -161,6 +167,11 @@ impl Inputs {
     /// Which rows are wanted.
     pub(super) fn wanted(&self) -> Span {
         self.part(Part::Wanted)
+    }
+
+    /// One over the temperature of each wanted row.
+    pub(super) fn cooling(&self) -> Span {
+        self.part(Part::Cooling)
     }
 
     /// The number of each token in the run.

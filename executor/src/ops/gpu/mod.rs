@@ -14,6 +14,7 @@ mod mail;
 mod memory;
 mod moves;
 mod norm;
+mod output;
 mod replay;
 mod rotations;
 mod runs;

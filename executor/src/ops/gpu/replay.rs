@@ -21,6 +21,8 @@ pub(crate) struct Kind {
     sequences: usize,
     /// Wanted rows.
     rows: usize,
+    /// Whether it gives shortlists.
+    is_listed: bool,
     /// How far back attention looks.
     reach: Reach,
 }
@@ -42,6 +44,7 @@ impl Kind {
             tokens: batch.tokens().len(),
             sequences: batch.parts().len(),
             rows: batch.rows().len(),
+            is_listed: batch.cooling().is_some(),
             reach: reach(batch),
         }
     }

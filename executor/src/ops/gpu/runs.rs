@@ -12,10 +12,12 @@ use ir::plan::{Action, Phase, Program, Queue};
 use ir::tensor::{DType, Extent, TensorType};
 
 use super::copies::collect;
+use super::output::sent_type;
 use super::replay::Kind;
 use super::state::{Operands, State, dims};
 use crate::kernels::gpu::linear::MAX_TOKENS;
 use crate::kernels::gpu::matrix::Matrix;
+use crate::kernels::gpu::shortlist::UNUSABLE;
 use crate::kernels::gpu::vendor::Order;
 use crate::ops::Scope;
 use crate::ops::own::Input;
@@ -135,10 +137,10 @@ impl State {
         let Some(mail) = &self.mail else { return Ok(()) };
         let schedule = &scope.plan.programs[run.program];
         let extent = scope.batch.extent();
-        let bytes = |buffer: BufferId| schedule.buffers[buffer].ty.bytes(extent) as usize;
+        let bytes = |buffer| sent_type(schedule, buffer, scope).bytes(extent) as usize;
         let is_over = || run.is_aborted();
         mail.receive(run.program, step, turn(run.number), is_over, bytes, |buffer, bytes| {
-            run.slots.write(buffer, value(&schedule.buffers[buffer].ty, extent, bytes)?);
+            run.slots.write(buffer, value(&sent_type(schedule, buffer, scope), extent, bytes)?);
             Ok(())
         })
     }
@@ -188,10 +190,10 @@ impl State {
         let mut has_waited = false;
         for &buffer in &schedule.steps[last].writes {
             if self.exported[program][buffer] {
-                let (ty, extent) = (&schedule.buffers[buffer].ty, scope.batch.extent());
-                let span = self.operand(schedule, program, buffer, scope)?.span;
+                let (ty, extent) = (sent_type(schedule, buffer, scope), scope.batch.extent());
+                let span = self.queue_sent(schedule, program, buffer, scope)?;
                 let bytes = self.gpu.read(&span.part(0, ty.bytes(extent) as usize))?;
-                slots.write(buffer, value(ty, extent, &bytes)?);
+                slots.write(buffer, value(&ty, extent, &bytes)?);
                 has_waited = true;
             }
         }
@@ -274,8 +276,8 @@ impl State {
         let (schedule, turn) = (&scope.plan.programs[program], self.inputs.turn());
         let (values, flag) = mail.outgoing(program, step);
         for (buffer, place) in values {
-            let bytes = schedule.buffers[buffer].ty.bytes(scope.batch.extent()) as usize;
-            let span = self.operand(schedule, program, buffer, scope)?.span;
+            let bytes = sent_type(schedule, buffer, scope).bytes(scope.batch.extent()) as usize;
+            let span = self.queue_sent(schedule, program, buffer, scope)?;
             self.gpu.post(&span, bytes, place, &turn);
         }
         if let Some(place) = flag {
@@ -298,7 +300,7 @@ impl State {
         }
         let is_lost = with_bytes(schedule, schedule.output, scope, &run.slots, |bytes| {
             let first = bytes.first_chunk().map(|first| f32::from_ne_bytes(*first));
-            Ok(first.is_some_and(f32::is_nan))
+            Ok(first.is_some_and(|first| first.is_nan() || first == UNUSABLE))
         })?;
         if is_lost { self.sums.check(&self.gpu) } else { Ok(()) }
     }
@@ -312,7 +314,7 @@ pub(super) fn with_bytes<T>(
     slots: &Slots,
     with: impl FnOnce(&[u8]) -> Result<T>,
 ) -> Result<T> {
-    let ty = &schedule.buffers[buffer].ty;
+    let ty = sent_type(schedule, buffer, scope);
     let value = slots.read(buffer)?;
     let with = |bytes: &[u8]| {
         let expected = ty.bytes(scope.batch.extent()) as usize;
