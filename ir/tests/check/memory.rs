@@ -64,7 +64,7 @@ fn the_window_counts_against_the_capacity() {
     finds(
         streamed(),
         |plan| plan.machine.devices[d(0)].memory_bytes = 28_000,
-        &["gpu0 would hold 33024 bytes and has 28000"],
+        &["gpu0 would hold 33280 bytes and has 28000"],
     );
 }
 

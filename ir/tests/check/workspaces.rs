@@ -86,8 +86,9 @@ fn decode_attention_leaves_a_term_for_each_part_of_the_context() {
 #[test]
 fn a_run_is_told_tokens_rows_and_blocks() {
     let space = workspaces(&on_gpu(one_device()))[d(0)];
-    // Eight tokens, four times; two rows; one sequence of 64 tokens in blocks of 16; the number of the run: all short.
-    assert_eq!(space.run_bytes, 8 * WORKSPACE_ALIGNMENT);
+    // Eight tokens, four times; two rows; one sequence, its temperature and its 64 tokens in blocks of 16; the
+    // number of the run: all short.
+    assert_eq!(space.run_bytes, 9 * WORKSPACE_ALIGNMENT);
     // Four rotated features at 64 positions.
     assert_eq!(space.rotation_bytes, 64 * 4 * 4);
 }

@@ -149,6 +149,15 @@ impl Gpu {
         self.client.flush().context("queueing launches")
     }
 
+    /// Waits for the launches that were made, and says of those that write to some memory whether they could be.
+    ///
+    /// # Errors
+    /// When one could not, or the device failed.
+    pub fn check(&self, written: &[&Span]) -> Result<()> {
+        let handles = written.iter().map(|span| &span.handle);
+        cubecl::future::block_on(self.client.sync_buffers(handles)).context("computing on the GPU")
+    }
+
     /// Waits for the launches that were made.
     ///
     /// # Errors

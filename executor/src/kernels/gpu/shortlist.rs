@@ -120,10 +120,16 @@ impl Shown {
         Token { logit: self.logits[(first + unit) as usize], id: self.ids[(first + unit) as usize] }
     }
 
-    /// Keeps the earlier or the later of this unit's token and of that of the unit whose number differs in one bit.
-    fn step(&mut self, token: &mut Token, #[comptime] distance: u32, keeps_earlier: bool) {
+    /// Keeps the earlier or, where `keeps_later` is 1, the later of this unit's token and of that of the unit whose number
+    /// differs in one bit.
+    fn step(&mut self, token: &mut Token, #[comptime] distance: u32, keeps_later: u32) {
         let other = self.exchange(token.logit, token.id, UNIT_POS ^ distance);
-        if token.comes_before(&other) != keeps_earlier {
+        let mut is_earlier = 0u32.runtime();
+        if token.comes_before(&other) {
+            is_earlier = 1u32.runtime();
+        }
+        // CubeCL 0.11.3 compares no truth values in C++.
+        if is_earlier == keeps_later {
             token.take_over(&other);
         }
     }
@@ -136,10 +142,9 @@ impl Shown {
             let size = comptime!(2u32 << stage);
             #[unroll]
             for level in 0..comptime!(stage + 1) {
-                let distance = comptime!(size >> (level + 1));
-                let is_lower = unit & distance == 0;
-                let rises = unit & size == 0;
-                self.step(token, distance, is_lower == rises);
+                // Every other run of `size` tokens is sorted the other way round.
+                let keeps_later = ((unit >> (stage - level)) ^ (unit >> (stage + 1))) & 1;
+                self.step(token, comptime!(size >> (level + 1)), keeps_later);
             }
         }
     }
@@ -155,8 +160,8 @@ impl Shown {
         }
         #[unroll]
         for level in 0..comptime!(KEPT.ilog2()) {
-            let distance = comptime!(KEPT >> (level + 1));
-            self.step(own, distance, unit & distance == 0);
+            let bit = comptime!(KEPT.ilog2() - 1 - level);
+            self.step(own, comptime!(1u32 << bit), (unit >> bit) & 1);
         }
     }
 

@@ -33,8 +33,8 @@ const FLAG_BYTES: usize = 128;
 const FLAGS_BYTES: usize = POSTING_CUBES * size_of::<u32>();
 /// How long a letter of a GPU is looked for without a system call: longer than a step of a decode.
 const SPINNING: Duration = Duration::from_millis(20);
-/// How long a letter of a GPU is looked for before the device is asked whether it has failed, and the run whether it is
-/// over: then the launches on their way have as long again.
+/// How long a letter of a GPU is looked for before the device is asked whether it has failed, and the lane whether the
+/// letter is to come: where not, the launches on their way have as long again.
 const LOOKING: Duration = Duration::from_millis(400);
 
 /// The letters of one GPU.
@@ -229,13 +229,13 @@ impl Mail {
     /// Waits until the values of a step's letter have been taken, where another letter needs their place.
     ///
     /// # Errors
-    /// When the device failed, or does not answer after `is_over` holds.
+    /// When the device failed, or does not answer after `is_over` says that it should have.
     pub(super) fn wait_until_taken(
         &self,
         program: usize,
         step: StepId,
         turn: u32,
-        is_over: impl Fn() -> bool,
+        is_over: impl Fn() -> Result<bool>,
     ) -> Result<()> {
         let letters = &self.programs[program];
         match letters.incoming.get(&step) {
@@ -249,13 +249,13 @@ impl Mail {
     /// Waits for a step's letter in run `turn`, of which buffers take `bytes` bytes; hands its values to `read`.
     ///
     /// # Errors
-    /// When the device failed, or does not answer after `is_over` holds, or `read` fails.
+    /// When the device failed, or does not answer after `is_over` says that it should have, or `read` fails.
     pub(super) fn receive(
         &self,
         program: usize,
         step: StepId,
         turn: u32,
-        is_over: impl Fn() -> bool,
+        is_over: impl Fn() -> Result<bool>,
         bytes: impl Fn(BufferId) -> usize,
         mut read: impl FnMut(BufferId, &[u8]) -> Result<()>,
     ) -> Result<()> {
@@ -287,7 +287,7 @@ impl Mail {
         first: usize,
         flags: usize,
         turn: u32,
-        is_over: impl Fn() -> bool,
+        is_over: impl Fn() -> Result<bool>,
     ) -> Result<()> {
         let raised = Cell::new(0);
         let all_are_raised = || {
@@ -304,7 +304,7 @@ impl Mail {
             // A device that has failed answers every call with its failure.
             self.context.mem_get_info().context("waiting for the GPU")?;
             ensure!(!is_last_look, "the GPU does not answer");
-            is_last_look = is_over();
+            is_last_look = is_over()?;
         }
         Ok(())
     }

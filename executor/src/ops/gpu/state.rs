@@ -45,7 +45,7 @@ pub(crate) struct State {
     /// What is left for weights while a plan is loaded.
     memory: Memory,
     /// Memory of the buffers of every program: one runs at a time.
-    buffers: Span,
+    pub(super) buffers: Span,
     frames: Vec<Frame>,
     /// Memory that fetched weights pass through; `None` where none are.
     window: Option<Span>,
