@@ -4,7 +4,7 @@ use anyhow::{Context as _, Result};
 use ir::id::DeviceId;
 use ir::layout::Move;
 use ir::machine::DeviceKind;
-use ir::op::{Attention, Linear, Op, Products, Then};
+use ir::op::{Attention, Experts, Linear, Op, Products, Then};
 use ir::tensor::{Extent, Format, TensorType};
 use ir::workspace::UNPACKED_ROWS;
 
@@ -68,8 +68,8 @@ pub(crate) fn run_nanos(
             attending
                 + if is_gpu && is_prompt { streamed(append_bytes(operands, batch)) } else { 0.0 }
         }
-        Some(Products::Experts(_)) => {
-            experts_nanos(target, device, operands, batch)?
+        Some(Products::Experts(experts)) => {
+            experts_nanos(target, device, experts, operands, batch)?
                 + activations
                 + streamed(unpacked_bytes(operands, batch))
         }
@@ -218,16 +218,21 @@ fn attention_nanos(
 fn experts_nanos(
     target: &Target,
     device: DeviceId,
+    op: &Experts,
     operands: &Operands<'_>,
     batch: &Batch,
 ) -> Result<f64> {
     let tokens = f64::from(rows_of(&operands.reads[0], batch.extent));
-    let used = f64::from(operands.reads[1].features(batch.extent));
+    let load = op.part.map_or(1.0, |part| f64::from(part.load));
+    let used = load * f64::from(operands.reads[1].features(batch.extent));
+    if used == 0.0 {
+        return Ok(0.0);
+    }
     let mut nanos = 0.0;
     for (format, shape) in operands.weights {
         let experts = f64::from(shape[0]);
         // Experts that any of the tokens chose, as if each chose at random.
-        let chosen = experts * (1.0 - (1.0 - used / experts).powf(tokens));
+        let chosen = experts * (1.0 - (1.0 - (used / experts).min(1.0)).powf(tokens));
         let rows = (tokens * used / chosen).round().max(1.0) as u32;
         let elements = chosen * f64::from(shape[1]) * f64::from(shape[2]);
         nanos += seconds(elements, weights_per_sec(target, device, *format, rows)?);

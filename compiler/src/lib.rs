@@ -16,6 +16,7 @@ mod bind;
 mod clock;
 mod cost;
 mod emit;
+mod experts;
 mod forecast;
 mod free;
 mod graphs;
@@ -36,7 +37,7 @@ pub use insert_moves::insert_moves;
 pub use options::{Objective, Options};
 
 use crate::graphs::Graphs;
-use crate::place::place;
+use crate::place::{Placement, Room, place};
 use crate::target::Target;
 use crate::task::Task;
 
@@ -72,8 +73,9 @@ pub fn compile(
     let target = Target::new(model, machine, options)?;
     let layers = run_all(LAYER_PASSES, model.layers.clone(), observe)?;
     let model = Model { layers, ..model.clone() };
+    let placed = place(&Task::new(&model, &target), options)?;
+    let (model, placement) = with_counts(model, placed, &target, options)?;
     let task = Task::new(&model, &target);
-    let placement = place(&task, options)?;
     let graphs = Graphs::new(&model, &placement.layouts, observe)?;
     let plan = emit::emit(&task, &graphs, &target.batches(), placement.blocks)?;
     let plan = emit::complete(&task, &graphs, plan, options, placement.candidates)?;
@@ -85,6 +87,37 @@ pub fn compile(
         found.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ")
     );
     Ok(plan)
+}
+
+/// The model and placement with the most used experts of mixtures on GPUs, where experts are counted, some are beside the
+/// GPUs and that is predicted best; as they are otherwise.
+fn with_counts(
+    model: Model,
+    placement: Placement,
+    target: &Target,
+    options: &Options,
+) -> Result<(Model, Placement)> {
+    /// Parts of the room that are tried: what the experts of a GPU take beside their weights is known only afterwards.
+    const SHARES: [u64; 3] = [100, 95, 85];
+    let Some(counted) = &options.expert_counts else { return Ok((model, placement)) };
+    let file = || format!("using {}", counted.file.display());
+    for share in SHARES {
+        let room = |room: &Room| Room { bytes: room.bytes / 100 * share, ..room.clone() };
+        let rooms: Vec<Room> = placement.rooms.iter().map(room).collect();
+        let task = Task::new(&model, target);
+        let Some(split) = experts::split(&task, &counted.counts, &rooms).with_context(file)? else {
+            break;
+        };
+        let placed = place(&Task::new(&split, target), options)?;
+        if placed.score < placement.score {
+            // What it was chosen over is what there is without counts.
+            let mut candidates = placed.candidates;
+            candidates.truncate(1);
+            candidates.extend(placement.candidates);
+            return Ok((split, Placement { candidates, ..placed }));
+        }
+    }
+    Ok((model, placement))
 }
 
 /// Runs the passes of one stage in order.

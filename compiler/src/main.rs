@@ -8,7 +8,8 @@ use std::process::ExitCode;
 use anyhow::{Context as _, Result, bail, ensure};
 use clap::{Args, Parser, Subcommand};
 use compiler::explain::{diff, explain};
-use compiler::options::{self, Options, Request};
+use compiler::options::{self, CountedExperts, Options, Request};
+use ir::counts::ExpertCounts;
 use ir::machine::Machine;
 use ir::plan::Plan;
 
@@ -95,6 +96,9 @@ struct Compile {
     /// All layers shared by these devices: numa0,numa1 or numa0:3,numa1:1; or by so many, GPUs first: 4.
     #[arg(long, value_name = "DEVICES")]
     tensor_parallel: Option<String>,
+    /// How often a mixture's experts are chosen, by `hybrid-exec --count-experts`: the most used stay on GPUs.
+    #[arg(long, value_name = "FILE")]
+    expert_counts: Option<PathBuf>,
     /// Run layers whose names match on a device: 'layers.[0-9].*=numa0'. May be repeated.
     #[arg(long, value_name = "PATTERN=DEVICE")]
     pin: Vec<String>,
@@ -200,6 +204,7 @@ impl Compile {
                 .context("in --pin")?,
             without: self.without.clone(),
             gpu_memory_bytes: size("in --gpu-memory", &self.gpu_memory)?,
+            expert_counts: self.expert_counts.as_deref().map(read_counts).transpose()?,
             plan_folder: Some(folder_of(&self.output)?),
         })
     }
@@ -235,6 +240,13 @@ fn sound_plan(path: &Path) -> Result<Plan> {
 fn read_machine(path: &Path) -> Result<Machine> {
     let text = fs::read_to_string(path).with_context(|| format!("reading {}", path.display()))?;
     Machine::from_ron(&text).with_context(|| format!("reading {}", path.display()))
+}
+
+fn read_counts(path: &Path) -> Result<CountedExperts> {
+    let reading = || format!("reading {}", path.display());
+    let text = fs::read_to_string(path).with_context(reading)?;
+    let counts = ExpertCounts::from_ron(&text).with_context(reading)?;
+    Ok(CountedExperts { file: path.canonicalize().with_context(reading)?, counts })
 }
 
 /// The real folder of a file that need not exist yet.

@@ -6,6 +6,7 @@ use std::str::FromStr;
 use anyhow::{Context as _, Result, anyhow, bail, ensure};
 use ir::asked::Asked;
 pub use ir::asked::{Objective, Request};
+use ir::counts::ExpertCounts;
 use ir::tensor::{DType, Format};
 use regex::Regex;
 
@@ -34,12 +35,23 @@ pub struct Options {
     pub without: Vec<String>,
     /// The most memory of each GPU that may be used.
     pub gpu_memory_bytes: Option<u64>,
+    /// How often a mixture's experts are chosen; `None` is alike.
+    pub expert_counts: Option<CountedExperts>,
     /// Where the plan will lie: paths inside this folder's project become relative to it.
     pub plan_folder: Option<PathBuf>,
 }
 
 /// Longer contexts are asked for, not assumed: their caches take as much memory as weights do.
 pub const DEFAULT_CONTEXT: u32 = 8192;
+
+/// How often experts are chosen, as counted.
+#[derive(Clone, Debug)]
+pub struct CountedExperts {
+    /// Where it was read from.
+    pub file: PathBuf,
+    /// What it says.
+    pub counts: ExpertCounts,
+}
 
 /// Nodes whose names match a pattern run on a device.
 #[derive(Clone, Debug)]
@@ -75,6 +87,7 @@ impl Default for Options {
             pins: Vec::new(),
             without: Vec::new(),
             gpu_memory_bytes: None,
+            expert_counts: None,
             plan_folder: None,
         }
     }
@@ -91,6 +104,7 @@ impl Options {
             formats: self.formats.iter().map(|rule| rule.text.clone()).collect(),
             kv_type: self.kv_type,
             kv_cache_bytes: self.kv_cache_bytes,
+            expert_counts: self.expert_counts.as_ref().map(|counted| counted.file.clone()),
         }
     }
 }

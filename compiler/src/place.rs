@@ -12,7 +12,9 @@ mod hosted;
 mod lay_out;
 mod prices;
 mod stages;
-mod units;
+pub(crate) mod units;
+
+use std::ops::Range;
 
 use anyhow::{Result, bail, ensure};
 use ir::graph::Placed;
@@ -40,6 +42,21 @@ pub(crate) struct Placement {
     pub(crate) blocks: u32,
     /// Everything that was priced, best first.
     pub(crate) candidates: Vec<Candidate>,
+    /// The lowest is best.
+    pub(crate) score: u64,
+    /// What GPUs would have left with all experts of a mixture beside them; empty where none need to be.
+    pub(crate) rooms: Vec<Room>,
+}
+
+/// Memory of a GPU that is left beside everything but experts.
+#[derive(Clone, Debug)]
+pub(crate) struct Room {
+    /// The GPU.
+    pub(crate) device: DeviceId,
+    /// What runs on it.
+    pub(crate) units: Range<usize>,
+    /// What is left.
+    pub(crate) bytes: u64,
 }
 
 /// Where every node of the layer graph runs in each phase, over the same weights and caches.
@@ -83,8 +100,15 @@ pub(crate) fn place(task: &Task<'_>, options: &Options) -> Result<Placement> {
     let mut layouts = layouts(task, &units, &pins, &best.arrangement)?;
     let chosen = causes::Chosen { arrangement: &best.arrangement, devices: &best.devices };
     causes::explain(task, options, &units, &pins, &chosen, blocks, &mut layouts)?;
+    let price = |arrangement: &Arrangement| offer(task, &units, &pins, arrangement, blocks);
+    // Where experts are split, what stays beside GPUs may become best.
+    let hosted = offers.iter().filter(|offer| offer.candidate.missing.is_none());
+    let hosted = hosted.map(|offer| &offer.arrangement).find(|offer| offer.hosted.is_some());
+    let rooms = hosted.map(|hosted| hosted::rooms(task, &units, &pins, hosted, &price));
+    let rooms = rooms.unwrap_or_default();
+    let score = best.score;
     let candidates = offers.into_iter().map(|offer| offer.candidate).collect();
-    Ok(Placement { layouts, blocks, candidates })
+    Ok(Placement { layouts, blocks, candidates, score, rooms })
 }
 
 /// All candidates that the request allows, priced: those that fit first, by score.

@@ -140,7 +140,8 @@ impl Device {
                 let gpu = gpu.with_context(|| format!("opening {name}"))?;
                 // Its weights are converted by all of them.
                 spared.unbind()?;
-                let state = gpu::State::new(plan, id, gpu, ordinal, Arc::clone(peers));
+                let counter = options.expert_counter.clone();
+                let state = gpu::State::new(plan, id, gpu, ordinal, Arc::clone(peers), counter);
                 let state = state.with_context(|| format!("taking the memory of {name}"))?;
                 (Form::Gpu(Box::new(state)), Some(spared))
             }

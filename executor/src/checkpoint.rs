@@ -12,8 +12,17 @@ use ir::id::{FileId, Table};
 use ir::model::CheckpointFile;
 use ir::plan::Weight;
 use ir::tensor::DType;
-use ir::weight::{Slice, Source, Stride};
+use ir::weight::{Source, Stride};
 use memmap2::{Mmap, UncheckedAdvice};
+
+/// A matrix or vector as a checkpoint has it.
+#[derive(Clone, Debug)]
+pub(crate) enum Stored {
+    /// A view of one or two axes.
+    Whole(Source),
+    /// A view of each row.
+    Rows(Vec<Source>),
+}
 
 /// Every file of a checkpoint, mapped.
 pub(crate) struct Checkpoint {
@@ -30,8 +39,25 @@ impl Checkpoint {
         Ok(Self { maps })
     }
 
+    /// Elements of rows `rows`, as f32, row-major.
+    ///
+    /// # Errors
+    /// When there are no such rows, or they lie beyond the end of the file.
+    pub(crate) fn read(&self, stored: &Stored, rows: Range<usize>, out: &mut [f32]) -> Result<()> {
+        match stored {
+            Stored::Whole(source) => self.read_view(source, rows, out),
+            Stored::Rows(sources) => {
+                let sources =
+                    sources.get(rows.clone()).with_context(|| format!("rows {rows:?}"))?;
+                let columns = out.len() / sources.len().max(1);
+                let out = out.chunks_exact_mut(columns.max(1));
+                sources.iter().zip(out).try_for_each(|(row, out)| self.read_view(row, 0..1, out))
+            }
+        }
+    }
+
     /// Elements of rows `rows` of a view of two axes, as f32, row-major.
-    pub(crate) fn read(&self, source: &Source, rows: Range<usize>, out: &mut [f32]) -> Result<()> {
+    fn read_view(&self, source: &Source, rows: Range<usize>, out: &mut [f32]) -> Result<()> {
         let view = View::of(source)?;
         ensure!(rows.end <= view.rows && out.len() == rows.len() * view.columns, "rows {rows:?}");
         let map = self.contents(source)?;
@@ -46,7 +72,8 @@ impl Checkpoint {
     }
 
     /// The bytes of rows that lie one after another in the file; `None` where they do not.
-    pub(crate) fn rows(&self, source: &Source, rows: &Range<usize>) -> Option<&[u8]> {
+    pub(crate) fn rows(&self, stored: &Stored, rows: &Range<usize>) -> Option<&[u8]> {
+        let Stored::Whole(source) = stored else { return None };
         let view = View::of(source).ok()?;
         let is_dense = view.column_stride() == Some(1)
             && matches!(view.row_axis, [stride] if stride.stride as usize == view.columns);
@@ -73,8 +100,12 @@ impl Checkpoint {
         }
     }
 
-    /// Gives the pages of a view back: a weight is read once.
-    pub(crate) fn forget(&self, source: &Source) {
+    /// Gives the pages of a matrix back: a weight is read once.
+    pub(crate) fn forget(&self, stored: &Stored) {
+        stored.sources().iter().for_each(|source| self.forget_view(source));
+    }
+
+    fn forget_view(&self, source: &Source) {
         let (start, end) = source.span();
         if let Some(map) = self.maps.get(source.file) {
             let end = (end as usize).min(map.len());
@@ -88,30 +119,60 @@ impl Checkpoint {
         }
     }
 
+    /// Whether all of a matrix of so many rows and columns is there.
+    ///
+    /// # Errors
+    /// When it has another shape, or lies beyond the end of a file.
+    pub(crate) fn check(&self, stored: &Stored, rows: usize, columns: usize) -> Result<()> {
+        let shape = stored.shape();
+        ensure!(shape == [rows as u32, columns as u32], "its source has shape {shape:?}");
+        stored.sources().iter().try_for_each(|source| self.contents(source).map(drop))
+    }
+
     /// The bytes of the file from the view's first to its last.
     ///
     /// # Errors
     /// When they lie beyond the end of the file.
-    pub(crate) fn contents(&self, source: &Source) -> Result<&[u8]> {
+    fn contents(&self, source: &Source) -> Result<&[u8]> {
         let map = self.maps.get(source.file).context("a weight names a file that is not there")?;
         let (start, end) = source.span();
         map.get(start as usize..end as usize).context("a weight lies beyond the end of its file")
     }
 }
 
-/// The matrices of a weight as views of the checkpoint: one, or one for each expert of a stack.
-pub(crate) fn matrices(weight: &Weight) -> Result<Vec<Source>> {
-    if weight.shape.len() < 3 || weight.sources.len() > 1 {
-        return Ok(weight.sources.clone());
+impl Stored {
+    fn sources(&self) -> &[Source] {
+        match self {
+            Stored::Whole(source) => std::slice::from_ref(source),
+            Stored::Rows(sources) => sources,
+        }
     }
+
+    fn shape(&self) -> Vec<u32> {
+        match self {
+            Stored::Whole(source) => source.shape(),
+            Stored::Rows(sources) => {
+                let row = sources.first().map(Source::shape).unwrap_or_default();
+                [&[sources.len() as u32], row.as_slice()].concat()
+            }
+        }
+    }
+}
+
+/// The matrices of a weight as a checkpoint has them: one, or one for each expert of a stack.
+pub(crate) fn matrices(weight: &Weight) -> Result<Vec<Stored>> {
+    let axes = weight.shape.len();
     let source = weight.sources.first().context("it has no source")?;
-    (0..weight.shape[0])
-        .map(|start| {
-            let mut matrix = source.sliced(Slice { axis: 0, start, size: 1 })?;
-            matrix.axes.remove(0);
-            Ok(matrix)
-        })
-        .collect()
+    if axes < 3 {
+        let is_whole = source.axes.len() == axes;
+        let rows = || Stored::Rows(weight.sources.clone());
+        return Ok(vec![if is_whole { Stored::Whole(source.clone()) } else { rows() }]);
+    }
+    if source.axes.len() < axes {
+        return Ok(weight.sources.iter().cloned().map(Stored::Whole).collect());
+    }
+    let matrix = |start| Ok(Stored::Whole(source.part(start)?));
+    (0..weight.shape[0]).map(matrix).collect()
 }
 
 fn map(file: &CheckpointFile, folder: &Path) -> Result<Mmap> {
@@ -233,11 +294,12 @@ mod tests {
         let (file, checkpoint) = (FileId::from_index(0), counting());
         let matrix = Source::contiguous(file, DType::F32, 0, &[4, 6]);
         let mut out = vec![0.0; 12];
-        checkpoint.read(&matrix, 1..3, &mut out).unwrap();
+        checkpoint.read(&Stored::Whole(matrix.clone()), 1..3, &mut out).unwrap();
         assert_eq!(out, (6..18).map(|i| i as f32).collect::<Vec<_>>());
 
         let mut out = vec![0.0; 8];
-        checkpoint.read(&matrix.clone().transposed(), 1..3, &mut out).unwrap();
+        let transposed = Stored::Whole(matrix.clone().transposed());
+        checkpoint.read(&transposed, 1..3, &mut out).unwrap();
         assert_eq!(out, [1.0, 7.0, 13.0, 19.0, 2.0, 8.0, 14.0, 20.0]);
 
         // Rows 0, 1 of every group of 2 × 3 rows of 2 columns.
@@ -246,11 +308,19 @@ mod tests {
                 vec![Stride { size: 2, stride: 12 }, Stride { size: 2, stride: 2 }],
                 vec![Stride { size: 2, stride: 1 }],
             ],
-            ..matrix
+            ..matrix.clone()
         };
         let mut out = vec![0.0; 8];
-        checkpoint.read(&interleaved, 0..4, &mut out).unwrap();
+        checkpoint.read(&Stored::Whole(interleaved), 0..4, &mut out).unwrap();
         assert_eq!(out, [0.0, 1.0, 2.0, 3.0, 12.0, 13.0, 14.0, 15.0]);
+
+        let reordered = Stored::Rows([3, 0, 2].map(|row| matrix.part(row).unwrap()).to_vec());
+        assert_eq!(reordered.shape(), [3, 6]);
+        let mut out = vec![0.0; 12];
+        checkpoint.read(&reordered, 1..3, &mut out).unwrap();
+        assert_eq!(out[..6], (0..6).map(|i| i as f32).collect::<Vec<_>>());
+        assert_eq!(out[6..], (12..18).map(|i| i as f32).collect::<Vec<_>>());
+        assert!(checkpoint.read(&reordered, 2..4, &mut out).is_err());
     }
 
     #[test]

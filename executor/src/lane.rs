@@ -11,11 +11,13 @@ use std::sync::{Arc, Mutex, PoisonError};
 use anyhow::Result;
 use ir::id::{DeviceId, StepId};
 use ir::machine::DeviceKind;
+use ir::op::Op;
 use ir::plan::{Action, Plan, Program, Queue};
 use ir::trace::Span;
 
 use crate::bell::Bell;
 use crate::bind::{Cpu, Device, Form};
+use crate::counting::ExpertCounter;
 use crate::load::{Fault, FaultKind};
 use crate::moves;
 use crate::ops::{self, Scope};
@@ -43,6 +45,7 @@ pub(crate) struct Lane {
     pub(crate) peers: Arc<Peers>,
     pub(crate) inbox: Arc<Inbox>,
     pub(crate) recorder: Option<Arc<Recorder>>,
+    pub(crate) expert_counter: Option<Arc<ExpertCounter>>,
     pub(crate) fault: Option<Fault>,
 }
 
@@ -262,6 +265,9 @@ impl Lane {
                 for &id in stretch {
                     *at = id;
                     compute(cpu, scope, run, program, id)?;
+                    if let Some(counter) = &self.expert_counter {
+                        count_chosen(counter, run, program, id)?;
+                    }
                 }
             }
             Form::Gpu(state) => {
@@ -327,6 +333,17 @@ fn compute(
                 "a NUMA node has no queue that fetches weights, so {weight} stays at home"
             )
         }
+    }
+    Ok(())
+}
+
+/// Counts what a router chose, if the step is one.
+fn count_chosen(counter: &ExpertCounter, run: &Run, program: &Program, id: StepId) -> Result<()> {
+    let step = &program.steps[id];
+    if let (Action::Run(Op::Route { .. }), Some(&ids)) = (&step.action, step.writes.first()) {
+        let chosen = run.slots.read(ids)?.into_data();
+        let chosen = chosen.as_slice::<i32>();
+        counter.add(program, id, chosen.map_err(|error| anyhow::anyhow!("{error:?}"))?);
     }
     Ok(())
 }

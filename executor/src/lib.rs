@@ -10,6 +10,7 @@ pub mod batch;
 mod bell;
 mod bind;
 mod checkpoint;
+pub mod counting;
 pub mod engine;
 pub mod executor;
 mod fetch;

@@ -15,6 +15,7 @@ use ir::plan::{Plan, Queue};
 
 use crate::bind::{self, Form};
 use crate::checkpoint::Checkpoint;
+use crate::counting::ExpertCounter;
 use crate::executor::{Executor, LaneThread};
 use crate::fetch::{Fetcher, Homes, Window, fetched};
 use crate::kernels::cpu::isa::Isa;
@@ -40,6 +41,8 @@ pub struct Options {
     pub threads: Option<usize>,
     /// Whether spans are recorded.
     pub trace: bool,
+    /// Where the choices of routers are counted; `None` where they are not.
+    pub expert_counter: Option<Arc<ExpertCounter>>,
     /// A failure to provoke, for tests.
     pub fault: Option<Fault>,
 }
@@ -314,6 +317,7 @@ impl Starter {
             device: bound,
             inbox,
             recorder: self.recorder,
+            expert_counter: self.options.expert_counter,
             fault: self.options.fault,
         };
         // The maps are closed before the lane says that it is ready.

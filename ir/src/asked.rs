@@ -1,6 +1,7 @@
 //! What the user asked of a compilation beside the model, the machine and the limits of [`crate::plan::ModelInfo`].
 
 use std::fmt;
+use std::path::PathBuf;
 use std::str::FromStr;
 
 use anyhow::bail;
@@ -23,6 +24,9 @@ pub struct Asked {
     pub kv_type: Option<DType>,
     /// Bytes of all KV caches together; `None` is what context and sequences need.
     pub kv_cache_bytes: Option<u64>,
+    /// The file that counts how often a mixture's experts are chosen.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub expert_counts: Option<PathBuf>,
 }
 
 /// What a placement minimises.

@@ -7,6 +7,7 @@
 
 pub mod asked;
 pub mod check;
+pub mod counts;
 pub mod dag;
 mod fingerprint;
 pub mod frame;

@@ -55,7 +55,7 @@ pub struct ModelWeight {
     pub shape: Vec<u32>,
     /// The stored element type.
     pub stored: DType,
-    /// One source for the whole weight; or, for a stack, one for each row of its first axis.
+    /// One source for the whole weight, or one for each row of its first axis.
     pub sources: Vec<Source>,
 }
 

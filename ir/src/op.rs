@@ -161,6 +161,18 @@ pub struct Experts {
     pub down: WeightId,
     /// Applied to the gate.
     pub activation: Activation,
+    /// Which of the mixture's experts they are; `None` is all of them.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub part: Option<ExpertPart>,
+}
+
+/// Some of a mixture's experts, neighbours by id. Others that a token chose count for nothing here.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct ExpertPart {
+    /// Id of the first of them.
+    pub first: u32,
+    /// The part of all choices that fall on them, as counted.
+    pub load: f32,
 }
 
 /// Rotary position embedding (Su et al. 2021), with the frequencies worked out when the model is lowered.

@@ -6,7 +6,7 @@ use crate::dag::list;
 use crate::graph::{Placed, Work};
 use crate::id::{DeviceId, WeightId};
 use crate::layout::{Layout, Move, Share};
-use crate::op::{Activation, Norm, NormKind, Op, Then};
+use crate::op::{Activation, ExpertPart, Norm, NormKind, Op, Then};
 use crate::plan::{Action, Plan, Queue, Step};
 
 impl fmt::Display for Op {
@@ -75,7 +75,10 @@ impl fmt::Display for Op {
                     f,
                     "experts {}, {}, {} {}",
                     experts.gate, experts.up, experts.down, experts.activation
-                )
+                )?;
+                experts.part.map_or(Ok(()), |ExpertPart { first, load }| {
+                    write!(f, " first={first} load={load}")
+                })
             }
             Op::SelectRows => f.write_str("select_rows"),
             Op::SoftCap { cap } => write!(f, "soft_cap cap={cap}"),

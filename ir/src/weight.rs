@@ -98,6 +98,15 @@ impl Source {
         Ok(view)
     }
 
+    /// The view of one element of the outermost axis, without that axis.
+    ///
+    /// Fails as [`Source::sliced`].
+    pub fn part(&self, index: u32) -> Result<Self> {
+        let mut part = self.sliced(Slice { axis: 0, start: index, size: 1 })?;
+        part.axes.remove(0);
+        Ok(part)
+    }
+
     /// Byte ranges of the file that hold the view's first and last element: `[start, end)`.
     pub fn span(&self) -> (u64, u64) {
         let reach: u64 = self

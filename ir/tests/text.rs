@@ -143,7 +143,7 @@ fn op() -> impl Strategy<Value = Op> {
         (any::<u32>(), any::<bool>())
             .prop_map(|(used, renormalise)| Op::Route { used, renormalise }),
         (id(), id(), id(), activation()).prop_map(|(gate, up, down, activation)| Op::Experts(
-            Experts { gate, up, down, activation }
+            Experts { gate, up, down, activation, part: None }
         )),
         Just(Op::SelectRows),
         number().prop_map(|cap| Op::SoftCap { cap }),

@@ -278,7 +278,7 @@ pub(crate) fn mixture(
     )?;
     let stacks = expert_stacks(lowering, &format!("{name}.experts"), mixture, features)?;
     let [gate, up, down] = stacks;
-    let op = Op::Experts(Experts { gate, up, down, activation });
+    let op = Op::Experts(Experts { gate, up, down, activation, part: None });
     let mixed =
         lowering.push(format!("{name}.experts"), op, &[x, routed[0], routed[1]], features)?;
     let Some(intermediate) = mixture.shared else { return Ok(mixed) };

@@ -316,7 +316,11 @@ impl Interpreter {
         x.map_rows(x.features, |row| {
             let mut sum = vec![0.0; row.len()];
             for (&id, &weight) in ids.row(token).iter().zip(weights.row(token)) {
-                let expert = id as usize;
+                let first = experts.part.map_or(0, |part| part.first as usize);
+                let Some(expert) = (id as usize).checked_sub(first) else { continue };
+                if expert >= gates.shape[0] {
+                    continue;
+                }
                 let gate = times(gates.part(expert), row);
                 let up = times(ups.part(expert), row);
                 let product: Vec<f32> = gate

@@ -252,6 +252,7 @@ impl Made<'_> {
             up: self.weight(&format!("{name}.up"), &[experts, intermediate, features]),
             down: self.weight(&format!("{name}.down"), &[experts, features, intermediate]),
             activation: Activation::Silu,
+            part: None,
         });
         self.push(&format!("{name}.experts"), op, &[x, chosen[0], chosen[1]], features)
     }

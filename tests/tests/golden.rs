@@ -3,11 +3,15 @@
 
 mod common;
 
+use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use common::{Shape, compile, engine, fetches, golden, gpu_options};
+use compiler::options::CountedExperts;
+use executor::counting::ExpertCounter;
 use executor::engine::Engine;
 use executor::load::{CpuBackend, Kernels, Options};
+use ir::counts::ExpertCounts;
 use ir::tensor::DType;
 use serde_json::Value;
 
@@ -210,6 +214,51 @@ fn a_gpu_computes_blocks_as_processors_do() {
             }
         }
     }
+}
+
+/// How often a mixture's experts are chosen in its golden text.
+fn counts(name: &str, shape: Shape, options: &Options) -> ExpertCounts {
+    let counter = Arc::new(ExpertCounter::default());
+    let options = Options { expert_counter: Some(Arc::clone(&counter)), ..options.clone() };
+    let plan = compile(name, shape, |_| ());
+    engine(&plan, &options).perplexity(&ids(&expected(name)["nll"]["ids"])).unwrap();
+    counter.counts(&plan)
+}
+
+#[test]
+fn every_device_counts_the_same_choices() {
+    let expected = counts("qwen2-moe", Shape::One, &Options::default());
+    for choices in expected.routers.values() {
+        // Each of 128 tokens chooses three of eight.
+        assert_eq!((choices.len(), choices.iter().sum()), (8, 3 * 128));
+    }
+    assert_eq!(expected, ExpertCounts::from_ron(&expected.to_ron().unwrap()).unwrap());
+    for shape in [Shape::Shared, Shape::Pipeline] {
+        assert_eq!(counts("qwen2-moe", shape, &Options::default()), expected, "{shape:?}");
+    }
+    assert_eq!(counts("qwen2-moe", Shape::Gpu, &gpu_options()), expected);
+}
+
+#[test]
+fn the_most_used_experts_on_a_gpu_and_the_others_beside_it_give_the_golden_tokens() {
+    let name = "qwen3-moe";
+    let counts = counts(name, Shape::One, &Options::default());
+    let plan = compile(name, Shape::GpuHosted, |options| {
+        // Of two nodes that share the layers, and of long prompts, other placements make more.
+        options.without = vec!["numa1".to_owned()];
+        options.prefill_tokens = 32;
+        options.expert_counts = Some(CountedExperts { file: "counts.ron".into(), counts });
+    });
+    let gpu = plan.machine.device("gpu0").unwrap();
+    let on_gpu = |kind: &str| -> Vec<bool> {
+        let of_kind = plan.weights.rows().iter().filter(|weight| weight.name.ends_with(kind));
+        of_kind.map(|weight| weight.device == gpu).collect()
+    };
+    let (most, least) = (on_gpu("(most used)"), on_gpu("(least used)"));
+    assert!(!most.is_empty() && most.iter().all(|&on_gpu| on_gpu));
+    assert!(least.iter().any(|&on_gpu| !on_gpu));
+    let worst = check(name, &mut engine(&plan, &gpu_options()));
+    assert!(worst < CLOSE, "a logit is off by {worst}");
 }
 
 /// Every golden checkpoint in the tree.

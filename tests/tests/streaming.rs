@@ -3,6 +3,8 @@
 //! The machine is an H200 with as much memory as a test gives it, and its host.
 
 use compiler::Options;
+use compiler::options::CountedExperts;
+use ir::counts::{ExpertCounts, VERSION};
 use ir::graph::Reason;
 use ir::id::{DeviceId, Id as _};
 use ir::machine::Machine;
@@ -102,6 +104,71 @@ fn experts_stay_on_the_host_before_anything_else() {
         let stays = weight.name.contains("experts") || weight.name.contains("embed");
         assert!(stays, "{} is on the host", weight.name);
     }
+}
+
+/// Counts of the made-up mixture: the choices of an expert fall with its rank, which differs from layer to layer.
+fn falling_counts(model: &Model, steepness: f64) -> CountedExperts {
+    let mut counts = ExpertCounts { version: VERSION, ..ExpertCounts::default() };
+    let routers = model.layers.nodes().filter(|(_, node)| matches!(node.work, Op::Route { .. }));
+    for (layer, (_, node)) in routers.enumerate() {
+        let rank = |expert: usize| (expert * 77 + layer * 13) % 128;
+        let count = |expert| (1e6 / (1.0 + rank(expert) as f64).powf(steepness)) as u64;
+        counts.routers.insert(node.name.clone(), (0..128).map(count).collect());
+    }
+    CountedExperts { file: "counts.ron".into(), counts }
+}
+
+#[test]
+fn experts_that_are_used_more_are_on_the_gpu() {
+    let (model, machine) = (model(&MadeUp::mixture()), h200(5 * GIB));
+    let counted = |steepness: Option<f64>| {
+        let expert_counts = steepness.map(|steepness| falling_counts(&model, steepness));
+        let formats = vec!["q4".parse().expect("it is a format")];
+        compile(&model, &machine, &Options { formats, expert_counts, ..options() })
+    };
+    let (unknown, even, uneven) = (counted(None), counted(Some(0.0)), counted(Some(1.0)));
+    let decode = |plan: &Plan| rates(plan).1;
+    assert!(decode(&uneven) > 1.3 * decode(&unknown), "{} {}", decode(&uneven), decode(&unknown));
+    assert!(decode(&even) >= decode(&unknown));
+    for forecast in uneven.forecast.devices.rows() {
+        assert!(forecast.needed_bytes() <= forecast.capacity_bytes);
+    }
+    // Every layer has all of its experts once, the most used ones on the GPU.
+    let of_kind = |kind: &str, stack: &str| -> Vec<(usize, u32)> {
+        let weights = uneven.weights.rows().iter();
+        let stacks =
+            weights.filter(|weight| weight.name.ends_with(&format!("{stack} ({kind} used)")));
+        stacks.map(|weight| (weight.device.index(), weight.shape[0])).collect()
+    };
+    for stack in ["gate_proj", "up_proj", "down_proj"] {
+        let (most, least) = (of_kind("most", stack), of_kind("least", stack));
+        assert!(
+            most.iter().all(|(device, _)| *device == 0)
+                && least.iter().all(|(device, _)| *device == 1)
+        );
+        let all: u32 = most.iter().chain(&least).map(|(_, experts)| experts).sum();
+        assert_eq!((most.len(), all), (24, 24 * 128), "{stack}");
+    }
+}
+
+#[test]
+fn counts_of_another_model_are_refused() {
+    let (model, machine) = (model(&MadeUp::mixture()), h200(5 * GIB));
+    let mut counted = falling_counts(&model, 1.0);
+    let router = counted.counts.routers.keys().next().expect("there are routers").clone();
+    let message = |counted: &CountedExperts| {
+        let expert_counts = Some(counted.clone());
+        let formats = vec!["q4".parse().expect("it is a format")];
+        let options = Options { formats, expert_counts, ..options() };
+        let refused = compiler::compile(&model, &machine, &options, &mut |_, _| ());
+        format!("{:#}", refused.expect_err("the counts do not fit"))
+    };
+    counted.counts.routers.insert(router.clone(), vec![1; 64]);
+    let few = message(&counted);
+    assert!(few.contains("counts.ron") && few.contains("counts 64 experts"), "{few}");
+    counted.counts.routers.remove(&router);
+    let none = message(&counted);
+    assert!(none.contains(&format!("no {router}")), "{none}");
 }
 
 #[test]

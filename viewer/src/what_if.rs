@@ -228,6 +228,9 @@ fn prepare(
     if let Some(bytes) = asked.kv_cache_bytes {
         arguments.extend(["--kv-cache".to_owned(), bytes.to_string()]);
     }
+    if let Some(file) = &asked.expert_counts {
+        arguments.extend(["--expert-counts".to_owned(), path_text(file)?]);
+    }
     for format in &asked.formats {
         arguments.extend(["--format".to_owned(), format.clone()]);
     }

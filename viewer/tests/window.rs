@@ -166,6 +166,7 @@ fn a_question_repeats_what_the_plan_was_asked_for() {
         formats: vec!["numa*=q8".to_owned()],
         kv_type: Some(DType::F16),
         kv_cache_bytes: Some(1 << 30),
+        expert_counts: Some("counts.ron".into()),
     };
     let (path, _) = write_plan(folder.path(), "plan", &plan);
     let document = Document::open(&path, None).unwrap();

@@ -17,11 +17,11 @@ use ir::plan::{DeviceForecast, Phase};
 use crate::cost::fetch_nanos;
 use crate::explain::bytes;
 use crate::part::WeightKey;
-use crate::place::Offer;
 use crate::place::candidates::Arrangement;
 use crate::place::group::Group;
 use crate::place::prices::{Pins, decode_nanos};
 use crate::place::units::Units;
+use crate::place::{Offer, Room};
 use crate::task::Task;
 use crate::window::aligned;
 
@@ -78,6 +78,34 @@ pub(crate) fn offers(
         }
     }
     offers
+}
+
+/// What GPUs have left when all experts of a mixture are beside them; empty where an arrangement keeps none there.
+pub(crate) fn rooms(
+    task: &Task<'_>,
+    units: &Units,
+    pins: &Pins,
+    arrangement: &Arrangement,
+    price: &dyn Fn(&Arrangement) -> anyhow::Result<Offer>,
+) -> Vec<Room> {
+    let Some(hosted) = &arrangement.hosted else { return Vec::new() };
+    let gpus: Vec<DeviceId> =
+        arrangement.stages.iter().map(|(group, _)| group.devices[0]).collect();
+    let Some(search) = Search::new(task, units, pins, &gpus, Kept::Experts) else {
+        return Vec::new();
+    };
+    let all: Vec<usize> =
+        (0..search.stages.len()).map(|stage| search.blocks_of(stage).count()).collect();
+    let in_place = Fetching { share: 0.0, in_blocks: true };
+    let Ok(offer) = price(&search.arrange(&all, hosted.window_bytes, in_place)) else {
+        return Vec::new();
+    };
+    let room = |(device, units): &(DeviceId, Range<usize>)| {
+        let held = &offer.devices[*device];
+        let bytes = held.capacity_bytes.saturating_sub(held.needed_bytes());
+        Room { device: *device, units: units.clone(), bytes }
+    };
+    search.stages.iter().map(room).collect()
 }
 
 /// GPUs that a NUMA node is linked with.
@@ -196,7 +224,11 @@ impl<'a> Search<'a> {
                 continue;
             }
             let stays = match kept {
-                Kept::Experts => matches!(node.work, Op::Experts(_)),
+                // Where experts are split, the first are those to have on the GPU.
+                Kept::Experts => {
+                    let Op::Experts(experts) = &node.work else { continue };
+                    experts.part.is_none_or(|part| part.first > 0)
+                }
                 Kept::Matrices => !matches!(node.work, Op::Attention(_)),
             };
             if !stays || Task::block(&node.name).is_none() {
@@ -410,8 +442,18 @@ impl<'a> Search<'a> {
         Arrangement { stages: stages.collect(), has_fixed_shares: false, hosted: Some(hosted) }
     }
 
+    /// Whether the most used experts are nodes of their own.
+    fn is_split(&self) -> bool {
+        let mut members = self.blocks.iter().flat_map(|block| &block.nodes);
+        members.any(|member| {
+            let op = &self.task.model.layers.node(member.node).work;
+            matches!(op, Op::Experts(experts) if experts.part.is_some())
+        })
+    }
+
     fn name(&self, count: usize, window_bytes: u64, decode_percent: f64) -> String {
         let what = match self.kept {
+            Kept::Experts if self.is_split() => "least used experts",
             Kept::Experts => "experts",
             Kept::Matrices => "matrices",
         };

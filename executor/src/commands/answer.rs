@@ -39,7 +39,7 @@ pub(super) fn run(arguments: AnswerArguments) -> Result<()> {
             eprintln!("{}", summary(&answer.timings));
         }
     }
-    session.write_traces(arguments.trace.as_deref(), arguments.perfetto.as_deref())?;
+    session.write_records(arguments.trace.as_deref(), arguments.perfetto.as_deref())?;
     if abort.load(Ordering::Relaxed) && !is_dialogue {
         // The lanes end with the session; after that the status tells of the interruption.
         drop(session);

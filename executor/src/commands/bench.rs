@@ -70,7 +70,7 @@ pub(super) fn run(arguments: BenchArguments) -> Result<()> {
         to_markdown(&session.engine.plan().model.name, &tests)
     };
     print(&text)?;
-    session.write_traces(arguments.trace.as_deref(), arguments.perfetto.as_deref())
+    session.write_records(arguments.trace.as_deref(), arguments.perfetto.as_deref())
 }
 
 fn measure(

@@ -11,6 +11,7 @@ mod perplexity;
 mod session;
 
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use anyhow::{Result, ensure};
 use clap::{Args, Parser, Subcommand};
@@ -101,6 +102,9 @@ struct RunArguments {
     /// The most threads of each CPU device
     #[arg(long, value_name = "N")]
     threads: Option<usize>,
+    /// Write how often each expert of a mixture was chosen, for hybridc compile --expert-counts
+    #[arg(long, value_name = "FILE")]
+    count_experts: Option<PathBuf>,
 }
 
 #[derive(Args)]
@@ -242,6 +246,7 @@ impl RunArguments {
             backend: self.cpu_backend.parse()?,
             isa: self.isa.as_deref().map(features::available).transpose()?,
             threads: self.threads,
+            expert_counter: self.count_experts.as_ref().map(|_| Arc::default()),
             ..Default::default()
         })
     }

@@ -17,6 +17,7 @@ pub(super) fn run(arguments: PerplexityArguments) -> Result<()> {
     let mut session =
         Session::open(&arguments.plan, &arguments.run, &GenerationOverrides::default(), false)?;
     let scored = session.engine.perplexity(&ids)?;
+    session.write_records(None, None)?;
     if let Some(path) = &arguments.logits {
         command_line::write(path, &npy::encode(&scored.last_logits))?;
     }

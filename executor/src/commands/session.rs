@@ -1,14 +1,17 @@
 //! A plan that is loaded and ready to answer, with its checkpoint's tokenizer and defaults.
 
 use std::io::IsTerminal as _;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
 use indicatif::{ProgressBar, ProgressStyle};
+use ir::op::Op;
+use ir::plan::{Action, Plan};
 
+use executor::counting::ExpertCounter;
 use executor::engine::{Choice, Chooser, Engine, SequenceId, Timings};
 use executor::generation::{FinishReason, Generation, GenerationOptions, GenerationOverrides};
 use executor::load::{Options, PlanFile, load};
@@ -16,7 +19,7 @@ use executor::run::Row;
 use executor::text::Tokenizer;
 use executor::trace::perfetto;
 
-use super::RunArguments;
+use super::{RunArguments, check_writable};
 
 /// A loaded plan.
 pub(super) struct Session {
@@ -25,6 +28,8 @@ pub(super) struct Session {
     pub(super) load_time: Duration,
     tokenizer: Result<Tokenizer>,
     defaults: GenerationOptions,
+    /// Where the choices of routers are counted, and the file for them.
+    counted: Option<(Arc<ExpertCounter>, PathBuf)>,
 }
 
 /// A finished answer.
@@ -72,13 +77,19 @@ impl Session {
         trace: bool,
     ) -> Result<Self> {
         let start = Instant::now();
+        check_writable(&arguments.count_experts)?;
         let file = PlanFile::open(plan)?;
+        if arguments.count_experts.is_some() {
+            check_countable(&file.plan)?;
+        }
         let folder = file.checkpoint_folder();
         let tokenizer = Tokenizer::load(&folder);
         let defaults =
             GenerationOptions::load(&folder, tokenizer.as_ref().ok())?.overridden(overrides)?;
-        let engine = Engine::new(load_with_progress(file, arguments, trace)?);
-        Ok(Self { engine, load_time: start.elapsed(), tokenizer, defaults })
+        let options = Options { trace, ..arguments.options()? };
+        let engine = Engine::new(load_with_progress(file, &options)?);
+        let counted = options.expert_counter.zip(arguments.count_experts.clone());
+        Ok(Self { engine, load_time: start.elapsed(), tokenizer, defaults, counted })
     }
 
     /// The tokenizer, where one lies beside the checkpoint.
@@ -119,12 +130,16 @@ impl Session {
         Ok(Answer { ids, text, finish, timings })
     }
 
-    /// Writes what was recorded.
-    pub(super) fn write_traces(
+    /// Writes what was counted and recorded.
+    pub(super) fn write_records(
         &self,
         trace: Option<&Path>,
         perfetto_file: Option<&Path>,
     ) -> Result<()> {
+        if let Some((counter, path)) = &self.counted {
+            let counts = counter.counts(self.engine.plan());
+            command_line::write(path, counts.to_ron()?.as_bytes())?;
+        }
         let Some(recorded) = self.engine.executor().trace() else { return Ok(()) };
         if let Some(path) = trace {
             command_line::write(path, recorded.to_ron()?.as_bytes())?;
@@ -153,19 +168,30 @@ pub(super) fn interrupt_flag() -> Result<Arc<AtomicBool>> {
 /// 128 and the number of SIGINT.
 pub(super) const INTERRUPTED: i32 = 130;
 
-fn load_with_progress(
-    file: PlanFile,
-    arguments: &RunArguments,
-    trace: bool,
-) -> Result<executor::executor::Executor> {
-    let options = Options { trace, ..arguments.options()? };
+/// Whether a plan chooses experts, by the numbers that the checkpoint gives them.
+fn check_countable(plan: &Plan) -> Result<()> {
+    let mut steps = plan.programs.iter().flat_map(|program| program.steps.rows());
+    ensure!(
+        steps.any(|step| matches!(step.action, Action::Run(Op::Route { .. }))),
+        "--count-experts: {} is no mixture of experts",
+        plan.model.name
+    );
+    ensure!(
+        plan.asked.expert_counts.is_none(),
+        "--count-experts: the plan was compiled with --expert-counts, which puts experts in another order; count with \
+         a plan compiled without"
+    );
+    Ok(())
+}
+
+fn load_with_progress(file: PlanFile, options: &Options) -> Result<executor::executor::Executor> {
     let bar =
         if std::io::stderr().is_terminal() { ProgressBar::new(0) } else { ProgressBar::hidden() };
     let style =
         ProgressStyle::with_template("loading {bar:24} {bytes} of {total_bytes}, {bytes_per_sec}")
             .context("the template of the progress bar is malformed")?;
     bar.set_style(style);
-    let executor = load(file, &options, |loaded, total| {
+    let executor = load(file, options, |loaded, total| {
         bar.set_length(total);
         bar.set_position(loaded);
     });

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::sync::atomic::AtomicBool;
 
 use anyhow::{Context as _, Result, bail, ensure};
-use ir::plan::{Phase, Program};
+use ir::plan::{Phase, Program, Queue};
 use ir::tensor::Extent;
 
 use super::{Engine, SequenceId};
@@ -155,9 +155,12 @@ impl Engine {
     /// pipeline can then work on different runs at a time.
     fn share(&self, tokens: usize) -> u32 {
         let plan = self.executor.plan();
+        // Every run fetches all that is fetched, however few its tokens.
+        let fetches =
+            |program: &Program| program.lanes.iter().any(|lane| lane.queue == Queue::Copy);
         let programs = plan.programs.iter().zip(&plan.forecast.programs);
         let stages = programs
-            .filter(|(program, _)| program.phase == Phase::Prefill)
+            .filter(|(program, _)| program.phase == Phase::Prefill && !fetches(program))
             // Alone, a run takes this many times as long as the busiest lane works on it.
             .map(|(_, forecast)| forecast.nanos as f64 / forecast.busiest_lane_nanos.max(1) as f64)
             .fold(1.0, f64::max)

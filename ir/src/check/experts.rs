@@ -1,4 +1,5 @@
-//! Expert ids that reach a mixture come from a router over no more experts than it has.
+//! Expert ids that reach a mixture come from a router over no more experts than it has, or over those that it is a part
+//! of.
 
 use std::collections::BTreeMap;
 
@@ -30,7 +31,12 @@ pub(super) fn check(scope: Scope<'_>, order: &Order, found: &mut Vec<Violation>)
                     continue;
                 };
                 let bound = step.reads.get(1).and_then(|ids| bounds.get(ids));
-                if bound.is_none_or(|bound| bound > experts) {
+                // Of some experts no more are asked for than there are; of all, all are.
+                let fits = |&bound: &u32| match op.part {
+                    Some(part) => part.first.checked_add(*experts).is_some_and(|end| end <= bound),
+                    None => bound <= *experts,
+                };
+                if !bound.is_some_and(fits) {
                     let problem = match bound {
                         Some(bound) => format!("a router over {bound} experts feeds {experts}"),
                         None => "its expert ids come from no router".into(),

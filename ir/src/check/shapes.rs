@@ -238,7 +238,14 @@ impl Run<'_> {
             taken == features && up == gate && down == [experts, features, inner],
             "experts of shapes {gate:?}, {up:?} and {down:?} for {features} features"
         );
-        ensure!(used <= experts, "{used} of {experts} experts are used");
+        match op.part {
+            None => ensure!(used <= experts, "{used} of {experts} experts are used"),
+            Some(part) => ensure!(
+                (0.0..=1.0).contains(&part.load),
+                "experts have {} of all choices",
+                part.load
+            ),
+        }
         Ok(())
     }
 

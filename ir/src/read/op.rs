@@ -4,7 +4,7 @@ use anyhow::{Context as _, Result, bail};
 
 use super::line::Line;
 use crate::id::WeightId;
-use crate::op::{Activation, Attention, Experts, Linear, Norm, NormKind, Op, Then};
+use crate::op::{Activation, Attention, ExpertPart, Experts, Linear, Norm, NormKind, Op, Then};
 
 pub(super) fn read(line: &mut Line<'_>) -> Result<Op> {
     if let Some(norm) = norm(line)? {
@@ -47,7 +47,15 @@ pub(super) fn read(line: &mut Line<'_>) -> Result<Op> {
             line.expect(", ")?;
             let down = line.row("w")?;
             line.expect(" ")?;
-            Op::Experts(Experts { gate, up, down, activation: activation(line)? })
+            let activation = activation(line)?;
+            let part = if line.eat(" first=") {
+                let first = line.count()?;
+                line.expect(" load=")?;
+                Some(ExpertPart { first, load: line.number()? })
+            } else {
+                None
+            };
+            Op::Experts(Experts { gate, up, down, activation, part })
         }
         "select_rows" => Op::SelectRows,
         "soft_cap" => {

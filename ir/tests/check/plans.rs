@@ -335,6 +335,7 @@ impl Builder {
             up: up.0,
             down: down.0,
             activation: Activation::Silu,
+            part: None,
         });
         let reads = [x, chosen[0], chosen[1], gate.1, up.1, down.1];
         self.run(0, "experts", op, &reads, FEATURES)
@@ -367,6 +368,7 @@ impl Builder {
             up: self.weight(lane, &[4, 16, FEATURES]),
             down: self.weight(lane, &[4, FEATURES, 16]),
             activation: Activation::Silu,
+            part: None,
         });
         self.run(lane, "experts", op, &[x, chosen[0], chosen[1]], FEATURES)
     }

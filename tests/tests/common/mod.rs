@@ -28,24 +28,30 @@ pub(crate) enum Shape {
     GpuShared,
     /// A GPU computes everything, with weights of which two fifths are at home on slow NUMA nodes.
     GpuFetching,
+    /// A GPU lacks memory for two fifths of the weights, which NUMA nodes behind slow links compute with.
+    GpuHosted,
 }
 
 impl Shape {
     /// Those of a host without a GPU.
     pub(crate) const ALL: [Shape; 3] = [Shape::One, Shape::Pipeline, Shape::Shared];
     /// Those with a GPU.
-    pub(crate) const GPU: [Shape; 4] =
-        [Shape::Gpu, Shape::GpuPipeline, Shape::GpuShared, Shape::GpuFetching];
+    pub(crate) const GPU: [Shape; 5] =
+        [Shape::Gpu, Shape::GpuPipeline, Shape::GpuShared, Shape::GpuFetching, Shape::GpuHosted];
 
     fn request(self) -> Request {
         let first = match self {
             Shape::One | Shape::Pipeline | Shape::Shared => "numa0",
-            Shape::Gpu | Shape::GpuPipeline | Shape::GpuShared | Shape::GpuFetching => "gpu0",
+            Shape::Gpu
+            | Shape::GpuPipeline
+            | Shape::GpuShared
+            | Shape::GpuFetching
+            | Shape::GpuHosted => "gpu0",
         };
         let [first, second] = [first, "numa1"].map(str::to_owned);
         match self {
             Shape::One | Shape::Gpu => Request::Pipeline(vec![first]),
-            Shape::GpuFetching => Request::Any,
+            Shape::GpuFetching | Shape::GpuHosted => Request::Any,
             Shape::Pipeline | Shape::GpuPipeline => Request::Pipeline(vec![first, second]),
             Shape::Shared | Shape::GpuShared => {
                 Request::TensorParallel(vec![(first, Some(3.0)), (second, Some(1.0))])
@@ -104,34 +110,43 @@ pub(crate) fn compile(name: &str, shape: Shape, change: impl FnOnce(&mut Options
         ..Options::default()
     };
     change(&mut options);
-    let mut machine = if Shape::GPU.contains(&shape) { gpu_machine() } else { machine() };
+    let mut machine = if Shape::ALL.contains(&shape) { machine() } else { gpu_machine() };
     let compile = |machine: &Machine, options: &Options| {
         compiler::compile(&model, machine, options, &mut |_, _| ()).unwrap()
     };
-    if shape == Shape::GpuFetching {
+    if matches!(shape, Shape::GpuFetching | Shape::GpuHosted) {
         let alone = Options { request: Shape::Gpu.request(), ..options.clone() };
         let alone = compile(&machine, &alone);
         leave_out(&mut machine, &alone);
+        if shape == Shape::GpuFetching {
+            slow_down(&mut machine, [1e4, 1e4], 1e12);
+        } else {
+            slow_down(&mut machine, [1.0, 1e3], 1e6);
+        }
     }
     compile(&machine, &options)
 }
 
-/// Takes so much memory from the GPU that two fifths of the weights of `alone`, which is all on it, do not fit, and
-/// makes it so fast that they are fetched.
+/// Takes so much memory from the GPU that two fifths of the weights of `alone`, which is all on it, do not fit.
 fn leave_out(machine: &mut Machine, alone: &Plan) {
     let gpu = machine.device("gpu0").unwrap();
-    let held = &alone.forecast.devices[gpu];
+    let held = &alone.forecast.devices[alone.machine.device("gpu0").unwrap()];
     machine.devices[gpu].memory_bytes = held.needed_bytes() - held.weight_bytes * 2 / 5;
     machine.devices[gpu].rates = tests::machines::gpu(0, 0).rates;
+}
+
+/// Makes steps and products of NUMA nodes so many times slower, and links so fast, that weights are fetched or not.
+fn slow_down(machine: &mut Machine, [steps, weights]: [f64; 2], link_bytes_per_sec: f64) {
+    let gpu = machine.device("gpu0").unwrap();
     machine
         .links
         .iter_mut()
-        .for_each(|link| (link.bytes_per_sec, link.latency_nanos) = (1e12, 1.0));
+        .for_each(|link| (link.bytes_per_sec, link.latency_nanos) = (link_bytes_per_sec, 1.0));
     for device in machine.devices.ids().filter(|&device| device != gpu).collect::<Vec<_>>() {
         let rates = &mut machine.devices[device].rates;
-        rates.step_nanos *= 1e4;
+        rates.step_nanos *= steps;
         let linear = rates.linear.iter_mut().flat_map(|linear| &mut linear.points);
-        linear.for_each(|point| point.weights_per_sec /= 1e4);
+        linear.for_each(|point| point.weights_per_sec /= weights);
     }
 }
 

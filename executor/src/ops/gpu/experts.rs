@@ -9,6 +9,7 @@ use super::state::{Operands, State};
 use crate::kernels::gpu::experts::Experts;
 use crate::kernels::gpu::matrix::Stack;
 use crate::ops::Scope;
+use crate::ops::own::first_expert;
 
 impl State {
     /// The weighted sum of the chosen experts.
@@ -40,7 +41,7 @@ impl State {
             used,
             ids: &ids.span,
             weights: &weights.span,
-            first_expert: 0,
+            first_expert: first_expert(experts),
             gate: &gate,
             up: &up,
             down: &down,

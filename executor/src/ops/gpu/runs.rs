@@ -45,6 +45,7 @@ impl State {
             Action::Move { .. } | Action::Fetch { .. } => true,
         };
         let can_be_ahead = self.mail.as_ref().is_some_and(|mail| mail.can_be_ahead(run.program))
+            && self.expert_counter.is_none()
             && (self.vendor.is_none() || tokens <= MAX_TOKENS || steps.iter().all(is_own));
         if can_be_ahead {
             self.replays.prepare(&self.gpu);
@@ -258,6 +259,12 @@ impl State {
                         ahead: self.ahead(op, schedule, &lane.steps[position + 1..], tokens)?,
                     };
                     self.launch(op, scope, &operands)?;
+                    if let (Op::Route { .. }, Some(counter)) = (op, &self.expert_counter) {
+                        let ids = operands.outputs.first().context("a router writes ids")?;
+                        let bytes = ids.rows * ids.columns * size_of::<i32>();
+                        let chosen = self.gpu.read(&ids.span.part(0, bytes))?;
+                        counter.add(schedule, id, &collect::<i32>(&chosen));
+                    }
                 }
                 Action::Move { .. } if self.sums.peers.is_sum(program, id) => {
                     self.sum_over_peers(scope, program, id)?;

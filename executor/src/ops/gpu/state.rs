@@ -22,6 +22,7 @@ use super::stretches::exported;
 use super::sums::Sums;
 use super::weights::Weights;
 use crate::checkpoint::Checkpoint;
+use crate::counting::ExpertCounter;
 use crate::fetch::Window;
 use crate::kernels::gpu::ahead::Region;
 use crate::kernels::gpu::device::{Gpu, Span};
@@ -54,6 +55,7 @@ pub(crate) struct State {
     pub(super) replays: Replays,
     /// Number of the run whose batch is on the device.
     pub(super) run: Option<u32>,
+    pub(super) expert_counter: Option<Arc<ExpertCounter>>,
 }
 
 /// A step's operands and where its results go.
@@ -88,6 +90,7 @@ impl State {
         gpu: Gpu,
         ordinal: usize,
         peers: Arc<Peers>,
+        expert_counter: Option<Arc<ExpertCounter>>,
     ) -> Result<Self> {
         let frames: Vec<Frame> =
             plan.programs.iter().map(|program| Frame::new(program, device)).collect();
@@ -133,6 +136,7 @@ impl State {
             memory,
             replays: Replays::default(),
             run: None,
+            expert_counter,
             device,
             gpu,
         })

@@ -1,6 +1,6 @@
 //! The weights of one GPU: floats row after row, as vendor libraries take them; blocks in the CPU's panels.
 
-use anyhow::{Context as _, Result, bail, ensure};
+use anyhow::{Context as _, Result, bail};
 use ir::id::{Table, WeightId};
 use ir::packing::gpu_has_panels;
 use ir::plan::Weight;
@@ -9,7 +9,7 @@ use ir::weight::Source;
 
 use super::memory::Memory;
 use super::upload::Upload;
-use crate::checkpoint::{Checkpoint, matrices};
+use crate::checkpoint::{Checkpoint, Stored, matrices};
 use crate::kernels::cpu::pack::{PANEL, pack_rows, packed_bytes};
 use crate::kernels::gpu::device::{Gpu, Span};
 use crate::kernels::gpu::matrix::{Layout, Matrix, Stack};
@@ -58,9 +58,7 @@ impl Weights {
             return Ok(());
         }
         for source in &sources {
-            let shape = source.shape();
-            ensure!(shape == [rows as u32, columns as u32], "its source has shape {shape:?}");
-            checkpoint.contents(source)?;
+            checkpoint.check(source, rows, columns)?;
         }
         let format = weight.format;
         let is_stack = weight.shape.len() > 2;
@@ -134,7 +132,7 @@ impl Weights {
 /// A matrix of the checkpoint and what becomes of it.
 pub(super) struct Read<'a> {
     checkpoint: &'a Checkpoint,
-    source: &'a Source,
+    source: &'a Stored,
     format: Format,
     columns: usize,
 }
@@ -142,12 +140,13 @@ pub(super) struct Read<'a> {
 impl Read<'_> {
     /// Writes rows in the matrix's float format, one after another.
     pub(super) fn rows(&self, rows: std::ops::Range<usize>, bytes: &mut [u8]) {
-        let stored = (self.source.dtype, self.format);
-        if matches!(
-            stored,
-            (DType::F32, Format::F32) | (DType::F16, Format::F16) | (DType::Bf16, Format::Bf16)
-        ) && let Some(contents) = self.checkpoint.rows(self.source, &rows)
-        {
+        let is_as_stored = matches!(
+            (self.source, self.format),
+            (Stored::Whole(Source { dtype: DType::F32, .. }), Format::F32)
+                | (Stored::Whole(Source { dtype: DType::F16, .. }), Format::F16)
+                | (Stored::Whole(Source { dtype: DType::Bf16, .. }), Format::Bf16)
+        );
+        if is_as_stored && let Some(contents) = self.checkpoint.rows(self.source, &rows) {
             bytes.copy_from_slice(contents);
             return;
         }

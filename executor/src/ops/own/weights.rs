@@ -1,12 +1,11 @@
 //! The weights of one device, packed for the kernels.
 
-use anyhow::{Context as _, Result, bail, ensure};
+use anyhow::{Context as _, Result, bail};
 use ir::id::{Table, WeightId};
 use ir::op;
 use ir::plan::Weight;
-use ir::weight::Source;
 
-use crate::checkpoint::{Checkpoint, matrices};
+use crate::checkpoint::{Checkpoint, Stored, matrices};
 use crate::fetch::Home;
 use crate::kernels::cpu::norm::Norm;
 use crate::kernels::cpu::pack::{Fill, PackedMatrix, stack};
@@ -145,13 +144,11 @@ impl Weights {
 /// Hands `make` the rows of a source, `(rows, columns)`, whose pages are not needed any more when it is done.
 fn read<T>(
     checkpoint: &Checkpoint,
-    source: &Source,
+    source: &Stored,
     (rows, columns): (usize, usize),
     make: impl FnOnce(&Fill<'_>) -> Result<T>,
 ) -> Result<T> {
-    let shape = source.shape();
-    ensure!(shape == [rows as u32, columns as u32], "its source has shape {shape:?}");
-    checkpoint.contents(source)?;
+    checkpoint.check(source, rows, columns)?;
     let made = make(&|range, values| {
         checkpoint.read(source, range, values).expect("shape and file have been checked");
     })?;

@@ -7,6 +7,7 @@ use ir::op::Experts;
 use super::State;
 use super::activate;
 use super::rows::ids;
+use crate::ops::own::first_expert;
 
 /// Ids `[tokens, used]` and weights `[tokens, used]` of the experts with the largest logits `[tokens, experts]`;
 /// the lower id wins a tie.
@@ -45,10 +46,14 @@ pub(super) fn experts(
     let chosen = chosen.as_slice::<i32>().map_err(|error| anyhow::anyhow!("{error:?}"))?;
     let weights = weights.into_data();
     let weights = weights.as_slice::<f32>().map_err(|error| anyhow::anyhow!("{error:?}"))?;
-    ensure!(chosen.iter().all(|&id| (id as usize) < gate.len()), "a token chose no expert");
+    let first = first_expert(experts) as usize;
+    ensure!(
+        experts.part.is_some() || chosen.iter().all(|&id| (id as usize) < gate.len()),
+        "a token chose no expert"
+    );
     let mut sum = x.zeros_like();
     for expert in 0..gate.len() {
-        let slots = chosen.iter().enumerate().filter(|&(_, &id)| id as usize == expert);
+        let slots = chosen.iter().enumerate().filter(|&(_, &id)| id as usize == first + expert);
         let (rows, factors): (Vec<u32>, Vec<f32>) =
             slots.map(|(slot, _)| ((slot / used) as u32, weights[slot])).unzip();
         if rows.is_empty() {

@@ -1,0 +1,57 @@
+//! How often a mixture's experts were chosen: what `hybrid-exec --count-experts` writes and `hybridc compile` reads.
+
+use std::collections::BTreeMap;
+
+use anyhow::{Context as _, Result, ensure};
+use serde::{Deserialize, Serialize};
+
+/// Raised whenever a field changes meaning.
+pub const VERSION: u32 = 1;
+
+/// Choices of the routers of one model.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ExpertCounts {
+    /// [`VERSION`] of the executor that wrote it.
+    pub version: u32,
+    /// The model's name.
+    pub model: String,
+    /// For each router, by the name of its node, how often each expert was chosen, in the checkpoint's order.
+    pub routers: BTreeMap<String, Vec<u64>>,
+}
+
+impl ExpertCounts {
+    /// Adds a token's choice of an expert of `experts`; ids beyond them count for nothing.
+    pub fn add(&mut self, router: &str, experts: usize, chosen: impl IntoIterator<Item = usize>) {
+        // A name is copied once.
+        if !self.routers.contains_key(router) {
+            self.routers.insert(router.to_owned(), vec![0; experts]);
+        }
+        let Some(counts) = self.routers.get_mut(router) else { return };
+        for expert in chosen {
+            if let Some(count) = counts.get_mut(expert) {
+                *count += 1;
+            }
+        }
+    }
+
+    /// Reads counts of this version.
+    pub fn from_ron(text: &str) -> Result<Self> {
+        let counts: Self = ron::from_str(text).context("not counts of experts")?;
+        ensure!(
+            counts.version == VERSION,
+            "the counts have version {}, this build reads version {VERSION}: count again",
+            counts.version
+        );
+        Ok(counts)
+    }
+
+    /// Writes counts; the same counts give the same bytes.
+    pub fn to_ron(&self) -> Result<String> {
+        let style = ron::ser::PrettyConfig::new()
+            .depth_limit(2)
+            .struct_names(false)
+            .indentor("  ")
+            .new_line("\n");
+        Ok(ron::ser::to_string_pretty(self, style)? + "\n")
+    }
+}
