@@ -21,6 +21,9 @@ use crate::place::Room;
 use crate::place::units::Units;
 use crate::task::Task;
 
+/// The part of all choices that is expected to fall on all experts alike: texts differ from the one that was counted.
+const OTHER_TEXT: f64 = 0.1;
+
 /// The experts of one mixture by falling counts.
 struct Ranked {
     /// The node whose row of logits is the router's.
@@ -109,7 +112,11 @@ fn ranked(model: &Model, counts: &ExpertCounts) -> Result<BTreeMap<NodeId, Ranke
         let mut order: Vec<u32> = (0..there).collect();
         order.sort_by_key(|&expert| (Reverse(of_router[expert as usize]), expert));
         let sum = of_router.iter().sum::<u64>().max(1) as f64;
-        let loads = order.iter().map(|&expert| of_router[expert as usize] as f64 / sum).collect();
+        let load = |&expert: &u32| {
+            let counted = of_router[expert as usize] as f64 / sum;
+            OTHER_TEXT / f64::from(there) + (1.0 - OTHER_TEXT) * counted
+        };
+        let loads = order.iter().map(load).collect();
         all.insert(id, Ranked { router, order, loads });
     }
     Ok(all)
@@ -134,8 +141,8 @@ fn firsts(
         }
         candidates.sort_by(|a, b| b.0.total_cmp(&a.0).then((a.1, a.2).cmp(&(b.1, b.2))));
         let mut left = room.bytes;
-        for (load, _, id, bytes) in candidates {
-            if bytes > left || load == 0.0 {
+        for (_, _, id, bytes) in candidates {
+            if bytes > left {
                 break;
             }
             left -= bytes;
