@@ -20,6 +20,7 @@ mod experts;
 mod forecast;
 mod free;
 mod graphs;
+mod groups;
 mod part;
 mod schedule;
 mod window;

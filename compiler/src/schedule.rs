@@ -5,18 +5,20 @@
 //! - A weight is fetched as soon as the window has room for it, so its step comes right after the one that makes room.
 //! - A wait stands only where lane order and other waits do not imply it.
 
+mod movement;
+
 use std::collections::{BTreeMap, VecDeque};
 
 use anyhow::Result;
 use ir::dag::Node;
 use ir::graph::{Cause, Placed, PlacedGraph, Work};
 use ir::id::{BufferId, CauseId, CollectiveId, DeviceId, Id as _, NodeId, StepId, Table, ValueId};
-use ir::layout::{Layout, Move};
+use ir::layout::Layout;
 use ir::plan::{Action, Buffer, Lane, Program, Queue, Step};
 
 use crate::bind::{Bound, BoundPart, Fetched};
 use crate::clock::Clocks;
-use crate::cost::{Operands, fetch_nanos, move_nanos, run_nanos};
+use crate::cost::{Operands, fetch_nanos, run_nanos};
 use crate::free::place_frees;
 use crate::graphs::Graphs;
 use crate::part::local_type;
@@ -241,100 +243,6 @@ impl Draft<'_> {
         let fetcher = self.fetchers.get_mut(&part.device);
         let buffers = fetcher.and_then(|fetcher| fetcher.arriving.pop_front());
         buffers.expect("the window holds the weights of any one node")
-    }
-
-    fn movement(
-        &mut self,
-        graph: &PlacedGraph,
-        node: &Node<Placed>,
-        movement: &Move,
-        cause: CauseId,
-    ) -> Result<()> {
-        let (input, output) = (node.inputs[0], node.outputs[0]);
-        let layout = &node.work.layouts[0];
-        let members = &node.work.needs[0].devices;
-        match movement {
-            Move::Transfer { from, to } => {
-                let action =
-                    Action::Move { movement: movement.clone(), collective: None, slice: None };
-                // The receiver copies, in the queue that uses the copy: the sender is done when its value is
-                // where others can read it.
-                let lane = (*to, Queue::Compute);
-                let reads = vec![self.buffer(input, *from)];
-                self.move_step(graph, node, lane, action, reads, *to, 0, cause)?;
-            }
-            Move::Broadcast { from } => {
-                let collective = self.next_collective();
-                for (member, &device) in layout.devices.iter().enumerate() {
-                    // Whoever holds the value keeps the buffer it has.
-                    if let Some(buffer) = self.find_buffer(input, device) {
-                        self.held[output].push((device, buffer));
-                        continue;
-                    }
-                    let action = Action::Move {
-                        movement: movement.clone(),
-                        collective: Some(collective),
-                        slice: None,
-                    };
-                    let reads = vec![self.buffer(input, *from)];
-                    let lane = (device, Queue::Compute);
-                    self.move_step(graph, node, lane, action, reads, device, member, cause)?;
-                }
-            }
-            Move::AllReduce | Move::AllGather { .. } | Move::ReduceScatter { .. } => {
-                let collective = self.next_collective();
-                let reads: Vec<BufferId> =
-                    members.iter().map(|&device| self.buffer(input, device)).collect();
-                for (member, &device) in layout.devices.iter().enumerate() {
-                    let action = Action::Move {
-                        movement: movement.clone(),
-                        collective: Some(collective),
-                        slice: layout.slice(member),
-                    };
-                    let lane = (device, Queue::Compute);
-                    let reads = reads.clone();
-                    self.move_step(graph, node, lane, action, reads, device, member, cause)?;
-                }
-            }
-            Move::Slice { .. } => {
-                for (member, &device) in layout.devices.iter().enumerate() {
-                    let action = Action::Move {
-                        movement: movement.clone(),
-                        collective: None,
-                        slice: layout.slice(member),
-                    };
-                    let reads = vec![self.buffer(input, device)];
-                    let lane = (device, Queue::Compute);
-                    self.move_step(graph, node, lane, action, reads, device, member, cause)?;
-                }
-            }
-        }
-        Ok(())
-    }
-
-    #[expect(clippy::too_many_arguments, reason = "one call site each for the kinds of movement")]
-    fn move_step(
-        &mut self,
-        graph: &PlacedGraph,
-        node: &Node<Placed>,
-        lane: (DeviceId, Queue),
-        action: Action,
-        reads: Vec<BufferId>,
-        device: DeviceId,
-        member: usize,
-        cause: CauseId,
-    ) -> Result<()> {
-        let writes = vec![self.new_buffer(graph, node.outputs[0], &node.work.layouts[0], member)];
-        let bytes = |buffer: BufferId| self.buffers[buffer].ty.bytes(self.batch.extent);
-        let incoming: Vec<(DeviceId, u64)> =
-            reads.iter().map(|&buffer| (self.buffers[buffer].device, bytes(buffer))).collect();
-        let Action::Move { movement, .. } = &action else {
-            unreachable!("a movement makes moves only")
-        };
-        let written = bytes(writes[0]);
-        let nanos = move_nanos(self.task.target, device, movement, &incoming, written)?;
-        self.step(&node.name, lane, action, reads, writes, nanos, cause);
-        Ok(())
     }
 
     #[expect(clippy::too_many_arguments, reason = "these are the fields of a step")]

@@ -6,12 +6,15 @@ mod common;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-use common::{Shape, compile, engine, fetches, golden, gpu_options};
-use compiler::options::CountedExperts;
+use common::{Shape, compile, engine, fetches, golden, gpu_machine, gpu_options};
+use compiler::options::{CountedExperts, Request};
 use executor::counting::ExpertCounter;
 use executor::engine::Engine;
 use executor::load::{CpuBackend, Kernels, Options};
 use ir::counts::ExpertCounts;
+use ir::id::BufferId;
+use ir::layout::Move;
+use ir::plan::{Action, Queue};
 use ir::tensor::DType;
 use serde_json::Value;
 
@@ -213,6 +216,48 @@ fn a_gpu_computes_blocks_as_processors_do() {
                 assert!(off < TOLERANCE, "{name} in {format}: a logit is off by {off}");
             }
         }
+    }
+}
+
+#[test]
+fn sums_by_groups_give_the_golden_tokens() {
+    let mut machine = gpu_machine();
+    // So slow that a second crossing pays even for these small terms.
+    let gpu = machine.device("gpu0").unwrap();
+    for link in machine.links.iter_mut().filter(|link| link.from == gpu || link.to == gpu) {
+        link.bytes_per_sec = 1e7;
+    }
+    let members = [("gpu0", 2.0), ("numa0", 1.0), ("numa1", 1.0)];
+    let members = members.map(|(name, share)| (name.to_owned(), Some(share)));
+    let options = compiler::Options {
+        formats: vec!["f32".parse().unwrap()],
+        kv_type: Some(DType::F32),
+        request: Request::TensorParallel(members.to_vec()),
+        ..compiler::Options::default()
+    };
+    for name in ["llama3", "gemma2"] {
+        let model = models::lower(&golden(name)).unwrap();
+        let plan = compiler::compile(&model, &machine, &options, &mut |_, _| ()).unwrap();
+        let prefill = &plan.programs[0];
+        // Devices that the sums of a member are over.
+        let sums = |device: &str| -> Vec<Vec<&str>> {
+            let lane = prefill.lane(plan.machine.device(device).unwrap(), Queue::Compute).unwrap();
+            let steps = lane.steps.iter().map(|&step| &prefill.steps[step]);
+            let sums = steps.filter(|step| {
+                matches!(step.action, Action::Move { movement: Move::AllReduce, .. })
+            });
+            let holder = |&buffer: &BufferId| {
+                plan.machine.devices[prefill.buffers[buffer].device].name.as_str()
+            };
+            sums.map(|step| step.reads.iter().map(holder).collect()).collect()
+        };
+        assert!(sums("gpu0").iter().all(|sum| *sum == ["gpu0", "numa0"]), "{name}");
+        for (index, sum) in sums("numa1").iter().enumerate() {
+            let expected = if index % 2 == 0 { ["numa0", "numa1"] } else { ["gpu0", "numa1"] };
+            assert_eq!(*sum, expected, "{name}");
+        }
+        let worst = check(name, &mut engine(&plan, &gpu_options()));
+        assert!(worst < CLOSE, "{name}: a logit is off by {worst}");
     }
 }
 

@@ -2,11 +2,13 @@
 
 mod wishes;
 
+use compiler::options::Request;
 use compiler::{Options, compile};
 use ir::check::{check, memory};
-use ir::id::{Id as _, StepId};
-use ir::machine::Machine;
-use ir::plan::{Action, Plan, Program};
+use ir::id::{BufferId, Id as _, StepId};
+use ir::layout::Move;
+use ir::machine::{DeviceKind, Machine};
+use ir::plan::{Action, Plan, Program, Step};
 use proptest::prelude::*;
 use proptest::sample::Index;
 use proptest::strategy::ValueTree as _;
@@ -53,6 +55,46 @@ fn plans_that_fetch_weights_are_as_sound() {
         }
     }
     assert!(fetching >= 8, "{fetching} plans fetch weights, so this tests little");
+}
+
+#[test]
+fn plans_that_sum_by_groups_are_as_sound() {
+    let mut machine = machines::two_gpu_two_numa();
+    for link in &mut machine.links {
+        link.bytes_per_sec = 1e6;
+    }
+    let model = Toy { layers: 2, ..Toy::llama() }.model().expect("the toy is a model");
+    let request = Request::TensorParallelRanks(4);
+    let options = Options { context: Some(128), prefill_tokens: 64, request, ..Options::default() };
+    let plan = compile(&model, &machine, &options, &mut |_, _| ()).expect("four devices share it");
+    check_waits(&plan, 0);
+    check_harms(&plan, 0);
+    // Sums over two groups: one copy of each group's sum.
+    let is_across = |step: &Step| {
+        let is_sum = matches!(step.action, Action::Move { movement: Move::AllReduce, .. });
+        let kind = |buffer: BufferId| {
+            plan.machine.devices[plan.programs[0].buffers[buffer].device].kind.clone()
+        };
+        let is_gpu = |buffer: &BufferId| matches!(kind(*buffer), DeviceKind::Gpu { .. });
+        is_sum && step.reads.iter().any(is_gpu) && !step.reads.iter().all(is_gpu)
+    };
+    let steps = plan.programs[0].steps.ids();
+    let across: Vec<StepId> =
+        steps.filter(|&step| is_across(&plan.programs[0].steps[step])).collect();
+    assert_eq!(across.len() % 4, 0);
+    let reads = |step: StepId| plan.programs[0].steps[step].reads.clone();
+    assert!(!across.is_empty() && across.iter().all(|&step| reads(step).len() == 2));
+    let (first, later) = (across[0], across[4]);
+    assert_ne!(reads(first), reads(across[1]), "the second GPU reads its own copy");
+    for (harm, expected) in [
+        (vec![reads(later)[0], reads(first)[1]], "its steps differ in what they do or read"),
+        (vec![reads(across[1])[0], reads(first)[1]], "the devices that hold its terms"),
+    ] {
+        let mut harmed = plan.clone();
+        harmed.programs[0].steps[first].reads = harm;
+        let found: Vec<String> = check(&harmed).iter().map(ToString::to_string).collect();
+        assert!(found.iter().any(|finding| finding.contains(expected)), "{found:?}");
+    }
 }
 
 /// Every wait is needed.

@@ -1,10 +1,11 @@
-//! A collective is one alike step on each member, issued by all in one order.
+//! A collective is one alike step on each member, issued by all in one order. Members of a sum may read their own copies of
+//! what several of them have summed before.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use crate::check::order::{Home, MAX_LANES};
 use crate::check::{Scope, Violation};
-use crate::id::{CollectiveId, DeviceId, StepId, Table};
+use crate::id::{BufferId, CollectiveId, DeviceId, StepId, Table};
 use crate::layout::Move;
 use crate::plan::Action;
 
@@ -24,8 +25,9 @@ pub(super) fn check(
             collectives.entry(collective).or_default().push((id, home));
         }
     }
+    let sums = sums(scope);
     for (&collective, members) in &collectives {
-        if let Some(problem) = members_problem(scope, members) {
+        if let Some(problem) = members_problem(scope, members, &sums) {
             let program = scope.program.name.clone();
             found.push(Violation::Collective { program, collective, problem: problem.into() });
         }
@@ -35,7 +37,22 @@ pub(super) fn check(
     }
 }
 
-fn members_problem(scope: Scope<'_>, members: &Members) -> Option<&'static str> {
+/// The sum over all of its members that each buffer holds.
+fn sums(scope: Scope<'_>) -> BTreeMap<BufferId, CollectiveId> {
+    let mut sums = BTreeMap::new();
+    for step in scope.program.steps.rows() {
+        if let Action::Move { movement: Move::AllReduce, collective: Some(sum), .. } = step.action {
+            sums.extend(step.writes.iter().map(|&buffer| (buffer, sum)));
+        }
+    }
+    sums
+}
+
+fn members_problem(
+    scope: Scope<'_>,
+    members: &Members,
+    sums: &BTreeMap<BufferId, CollectiveId>,
+) -> Option<&'static str> {
     let program = scope.program;
     let (first, _) = members[0];
     let step = &program.steps[first];
@@ -46,10 +63,15 @@ fn members_problem(scope: Scope<'_>, members: &Members) -> Option<&'static str> 
     if distinct.len() != devices.len() {
         return Some("a device takes part twice");
     }
+    // Of a sum that several devices have, each may read the copy that is nearest.
+    let is_same = |(a, b): (&BufferId, &BufferId)| {
+        a == b || sums.get(a).is_some_and(|sum| sums.get(b) == Some(sum))
+    };
     let alike = members.iter().all(|&(id, _)| {
         let other = &program.steps[id];
         let same = matches!(&other.action, Action::Move { movement: m, .. } if m == movement);
-        same && other.reads == step.reads
+        same && other.reads.len() == step.reads.len()
+            && other.reads.iter().zip(&step.reads).all(is_same)
     });
     if !alike {
         return Some("its steps differ in what they do or read");
@@ -61,13 +83,23 @@ fn members_problem(scope: Scope<'_>, members: &Members) -> Option<&'static str> 
         // A matter of shapes: neither is a collective.
         Move::Transfer { .. } | Move::Slice { .. } => return None,
     }
-    let holders: Vec<DeviceId> = step
-        .reads
-        .iter()
-        .filter_map(|&buffer| program.buffers.get(buffer))
-        .map(|buffer| buffer.device)
-        .collect();
-    if holders.len() != devices.len() || !holders.iter().all(|device| distinct.contains(device)) {
+    let holders = |id: StepId| -> Vec<DeviceId> {
+        let reads = program.steps[id].reads.iter();
+        let buffers = reads.filter_map(|&buffer| program.buffers.get(buffer));
+        buffers.map(|buffer| buffer.device).collect()
+    };
+    // Each adds a term of its own, or of its own group.
+    let are_members = members.iter().zip(&devices).all(|(&(id, _), own)| {
+        let holders = holders(id);
+        let is_once = holders.iter().filter(|holder| *holder == own).count() == 1;
+        is_once && holders.iter().all(|device| distinct.contains(device))
+    });
+    let holders = holders(first);
+    let may_be_fewer = matches!(movement, Move::AllReduce);
+    if !are_members
+        || holders.len() > devices.len()
+        || (!may_be_fewer && holders.len() < devices.len())
+    {
         return Some("the devices that hold its terms are not those that take part");
     }
     if matches!(movement, Move::ReduceScatter { .. }) {
