@@ -35,6 +35,7 @@ pub(crate) fn run_nanos(
     let streamed = |bytes: u64| seconds(bytes as f64, rates.read_bytes_per_sec);
     let tensors = operands.reads.iter().chain(&operands.writes);
     let activations = streamed(tensors.map(|ty| ty.bytes(batch.extent)).sum());
+    let is_gpu = matches!(target.machine.devices[device].kind, DeviceKind::Gpu { .. });
     let matrices = |tokens: u32| -> Result<f64> {
         let mut nanos = 0.0;
         for (format, shape) in operands.weights.iter().filter(|(_, shape)| shape.len() > 1) {
@@ -43,7 +44,6 @@ pub(crate) fn run_nanos(
         }
         Ok(nanos)
     };
-    let is_gpu = matches!(target.machine.devices[device].kind, DeviceKind::Gpu { .. });
     let work = match op.products() {
         Some(Products::Linear(linear)) => {
             let rows = rows_of(&operands.reads[0], batch.extent);
@@ -106,12 +106,15 @@ fn append_bytes(operands: &Operands<'_>, batch: &Batch) -> u64 {
     2 * queries + others + others / 2
 }
 
-/// Bytes read and written to unpack fetched matrices to 16 bits: a product of few rows takes panels as they are.
+/// Bytes read and written to unpack fetched matrices of floats: a product of few rows takes panels as they are.
 fn unpacked_bytes(operands: &Operands<'_>, batch: &Batch) -> u64 {
     if !operands.is_fetched || rows_of(&operands.reads[0], batch.extent) <= UNPACKED_ROWS {
         return 0;
     }
-    let matrices = operands.weights.iter().filter(|(_, shape)| shape.len() > 1);
+    // Rates of the others are those of panels.
+    let is_float = |format: Format| format.float().is_some();
+    let matrices = operands.weights.iter();
+    let matrices = matrices.filter(|(format, shape)| shape.len() > 1 && is_float(*format));
     let bytes = matrices.map(|(format, shape)| {
         let elements: u64 = shape.iter().map(|&size| u64::from(size)).product();
         format.bytes(1, elements) + 2 * elements
@@ -181,7 +184,12 @@ pub(crate) fn rows_of(ty: &TensorType, extent: Extent) -> u32 {
 
 fn weights_per_sec(target: &Target, device: DeviceId, format: Format, tokens: u32) -> Result<f64> {
     let device = &target.machine.devices[device];
-    let rate = device.rates.linear(format).with_context(|| {
+    // A GPU without rates for 12 bits unpacks what it fetches of them, which is little beside the fetch.
+    let rate = device.rates.linear(format).or_else(|| {
+        let is_fetched = format == Format::Bf12 && matches!(device.kind, DeviceKind::Gpu { .. });
+        device.rates.linear(Format::Bf16).filter(|_| is_fetched)
+    });
+    let rate = rate.with_context(|| {
         format!("{} does not compute {format}: the machine gives no rate for it", device.name)
     })?;
     Ok(rate.weights_per_sec(tokens))

@@ -74,7 +74,7 @@ pub fn compile(
     let target = Target::new(model, machine, options)?;
     let layers = run_all(LAYER_PASSES, model.layers.clone(), observe)?;
     let model = Model { layers, ..model.clone() };
-    let placed = place(&Task::new(&model, &target), options)?;
+    let (target, placed) = place_by_width(&model, target, options)?;
     let (model, placement) = with_counts(model, placed, &target, options)?;
     let task = Task::new(&model, &target);
     let graphs = Graphs::new(&model, &placement.layouts, observe)?;
@@ -88,6 +88,18 @@ pub fn compile(
         found.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ")
     );
     Ok(plan)
+}
+
+/// The better placement of two, with its target: with bfloat16 in 12 bits on GPUs, which leaves room for more, and in 16,
+/// which prompts need not unpack.
+fn place_by_width(model: &Model, target: Target, options: &Options) -> Result<(Target, Placement)> {
+    let narrow = place(&Task::new(model, &target), options)?;
+    let Some(plain) = target.with_plain_gpus() else { return Ok((target, narrow)) };
+    // What fits in 12 bits alone is no error.
+    match place(&Task::new(model, &plain), options) {
+        Ok(wide) if wide.score <= narrow.score => Ok((plain, wide)),
+        Ok(_) | Err(_) => Ok((target, narrow)),
+    }
 }
 
 /// The model and placement with the most used experts of mixtures on GPUs, where experts are counted, some are beside the

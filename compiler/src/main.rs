@@ -82,6 +82,9 @@ struct Compile {
     /// Compute format: f32, f16, bf16, q8, q4; DEVICES=FORMAT for some devices. May be repeated.
     #[arg(long, value_name = "FORMAT")]
     format: Vec<String>,
+    /// Hold bf16 in 16 bits everywhere; default: in 12 bits where that is faster.
+    #[arg(long)]
+    plain_bf16: bool,
     /// What to minimise: latency or throughput.
     #[arg(long, default_value = "latency")]
     objective: String,
@@ -194,6 +197,7 @@ impl Compile {
             kv_cache_bytes: size("in --kv-cache", &self.kv_cache)?,
             kv_type: kv_type.context("in --kv-type")?,
             formats: formats.context("in --format")?,
+            plain_bf16: self.plain_bf16,
             objective: self.objective.parse().context("in --objective")?,
             request,
             pins: self

@@ -25,6 +25,8 @@ pub struct Options {
     pub kv_type: Option<DType>,
     /// Compute formats of devices; the last that matches a device holds.
     pub formats: Vec<FormatRule>,
+    /// Hold bfloat16 in 16 bits everywhere, also where 12 are faster.
+    pub plain_bf16: bool,
     /// What is minimised.
     pub objective: Objective,
     /// The shape of the placement.
@@ -82,6 +84,7 @@ impl Default for Options {
             kv_cache_bytes: None,
             kv_type: None,
             formats: Vec::new(),
+            plain_bf16: false,
             objective: Objective::Latency,
             request: Request::Any,
             pins: Vec::new(),
@@ -102,6 +105,7 @@ impl Options {
             request: self.request.clone(),
             pins: self.pins.iter().map(pin).collect(),
             formats: self.formats.iter().map(|rule| rule.text.clone()).collect(),
+            plain_bf16: self.plain_bf16,
             kv_type: self.kv_type,
             kv_cache_bytes: self.kv_cache_bytes,
             expert_counts: self.expert_counts.as_ref().map(|counted| counted.file.clone()),

@@ -57,7 +57,7 @@ fn part(task: &Task<'_>, node: &Node<Placed>, op: &Op, member: usize) -> Result<
         .map(|(weight, &slice)| {
             let is_matrix = task.model.weights[weight].shape.len() > 1;
             let home = node.work.home.filter(|_| is_matrix).unwrap_or(device);
-            let format = task.target.format(task.model, weight, home, task.sensitive[weight]);
+            let format = task.format(weight, home);
             WeightKey { weight, device: home, format, slice }
         })
         .collect();

@@ -1,8 +1,8 @@
 //! What a compilation aims at: options resolved against a model and a machine.
 
 use anyhow::{Context as _, Result, ensure};
-use ir::id::{DeviceId, Id as _, Table, WeightId};
-use ir::machine::{DeviceKind, Link, Machine};
+use ir::id::{DeviceId, Id as _, Table};
+use ir::machine::{Device, DeviceKind, Link, Machine};
 use ir::model::Model;
 use ir::plan::Phase;
 use ir::tensor::{DType, Extent, Format};
@@ -27,6 +27,8 @@ pub(crate) struct Target {
     pub(crate) prefill_tokens: u32,
     /// Format of matrices on each device; `None` is as stored.
     pub(crate) formats: Table<DeviceId, Option<Format>>,
+    /// Whether a device holds bfloat16 in 12 bits where it can.
+    pub(crate) has_bf12: Table<DeviceId, bool>,
     /// Element type of the caches on each device.
     pub(crate) kv_types: Table<DeviceId, DType>,
     /// What is minimised.
@@ -85,6 +87,9 @@ impl Target {
                     .next()
             })
             .collect();
+        let tokens = options.max_sequences;
+        let gains = |device: &Device| !options.plain_bf16 && gains_by_bf12(device, tokens);
+        let has_bf12 = machine.devices.rows().iter().map(gains).collect();
         let kv_types = formats
             .rows()
             .iter()
@@ -102,31 +107,19 @@ impl Target {
             max_sequences: options.max_sequences,
             prefill_tokens: options.prefill_tokens.min(context).max(options.max_sequences),
             formats,
+            has_bf12,
             kv_types,
             objective: options.objective,
         })
     }
 
-    /// How a weight is held on a device.
-    ///
-    /// Vectors are 32-bit, and so are `is_sensitive` weights: they decide which weights are read at all (routers)
-    /// or scale a whole branch, and are less than a thousandth of their layer.
-    pub(crate) fn format(
-        &self,
-        model: &Model,
-        weight: WeightId,
-        device: DeviceId,
-        is_sensitive: bool,
-    ) -> Format {
-        let weight = &model.weights[weight];
-        let stored = Format::from(weight.stored);
-        if weight.shape.len() < 2 || is_sensitive {
-            return Format::F32;
+    /// The same with bfloat16 in 16 bits on GPUs; `None` where no GPU holds it in 12.
+    pub(crate) fn with_plain_gpus(&self) -> Option<Self> {
+        let mut plain = self.clone();
+        for (id, device) in self.machine.devices.iter() {
+            plain.has_bf12[id] &= !matches!(device.kind, DeviceKind::Gpu { .. });
         }
-        match self.formats[device] {
-            None => stored,
-            Some(format) => format,
-        }
+        (plain.has_bf12 != self.has_bf12).then_some(plain)
     }
 
     /// Cache blocks of one sequence of the full context.
@@ -264,6 +257,16 @@ fn reduced(machine: &Machine, options: &Options) -> Result<Machine> {
     Ok(reduced)
 }
 
+/// Whether a device may be better off with 12 bits. For a NUMA node this is a question of speed, with so many tokens:
+/// decoding may take longer than the bytes that it saves. A GPU may also need the memory, so placements are compared.
+fn gains_by_bf12(device: &Device, tokens: u32) -> bool {
+    let rate = |format| Some(device.rates.linear(format)?.weights_per_sec(tokens));
+    match device.kind {
+        DeviceKind::Numa { .. } => rate(Format::Bf12) > rate(Format::Bf16),
+        DeviceKind::Gpu { .. } => rate(Format::Bf12).is_some(),
+    }
+}
+
 /// The element type that most of the checkpoint's matrix bytes have.
 fn stored_type(model: &Model) -> DType {
     let elements = |dtype: DType| -> u64 {
@@ -283,7 +286,7 @@ fn kv_type(format: Option<Format>, stored: DType) -> DType {
     match (format.unwrap_or(Format::from(stored)), stored) {
         (Format::F32, _) => DType::F32,
         (Format::F16, _) => DType::F16,
-        (Format::Bf16, _) | (Format::Q8 | Format::Q4, DType::Bf16) => DType::Bf16,
+        (Format::Bf16 | Format::Bf12, _) | (Format::Q8 | Format::Q4, DType::Bf16) => DType::Bf16,
         (Format::Q8 | Format::Q4, DType::F32 | DType::F16 | DType::I32 | DType::U8 | DType::I8) => {
             DType::F16
         }

@@ -1,8 +1,10 @@
 //! A model on its way to a target, with the facts about it that several stages ask for.
 
-use ir::id::{Table, WeightId};
-use ir::model::Model;
+use ir::id::{DeviceId, Table, WeightId};
+use ir::machine::DeviceKind;
+use ir::model::{Model, ModelWeight};
 use ir::op::Op;
+use ir::tensor::Format;
 
 use crate::target::Target;
 
@@ -15,6 +17,10 @@ pub(crate) struct Task<'a> {
     pub(crate) target: &'a Target,
     /// Weights that a block format would harm out of proportion to the bytes it saves.
     pub(crate) sensitive: Table<WeightId, bool>,
+    /// Matrices of linears that gain by 12 bits where they would be held in bfloat16.
+    narrow: Table<WeightId, bool>,
+    /// Weights that rows are looked up in.
+    tables: Table<WeightId, bool>,
 }
 
 impl<'a> Task<'a> {
@@ -22,7 +28,17 @@ impl<'a> Task<'a> {
     pub(crate) fn new(model: &'a Model, target: &'a Target) -> Self {
         let mut sensitive: Table<WeightId, bool> =
             model.weights.rows().iter().map(|weight| weight.shape.first() == Some(&1)).collect();
+        let none = || model.weights.rows().iter().map(|_| false).collect::<Table<WeightId, bool>>();
+        let (mut narrow, mut tables) = (none(), none());
         for (_, node) in model.layers.nodes() {
+            if let Op::Linear(linear) = &node.work {
+                for &weight in &linear.weights {
+                    narrow[weight] = gains_by_bf12(&model.weights[weight]);
+                }
+            }
+            if let Op::Embed { table, .. } = node.work {
+                tables[table] = true;
+            }
             if let Op::AddPosition { table, .. } = node.work {
                 sensitive[table] = true;
             }
@@ -33,7 +49,28 @@ impl<'a> Task<'a> {
                 }
             }
         }
-        Self { model, target, sensitive }
+        Self { model, target, sensitive, narrow, tables }
+    }
+
+    /// How a weight is held on a device.
+    ///
+    /// Vectors are 32-bit, and so are sensitive weights: they decide which weights are read at all (routers) or scale a
+    /// whole branch, and are less than a thousandth of their layer.
+    pub(crate) fn format(&self, weight: WeightId, device: DeviceId) -> Format {
+        let ModelWeight { shape, stored, .. } = &self.model.weights[weight];
+        if shape.len() < 2 || self.sensitive[weight] {
+            return Format::F32;
+        }
+        match self.target.formats[device].unwrap_or(Format::from(*stored)) {
+            Format::Bf16 | Format::Bf12 => {
+                // Rows are not looked up in 12 bits on GPUs.
+                let kind = &self.target.machine.devices[device].kind;
+                let is_table = self.tables[weight] && matches!(kind, DeviceKind::Gpu { .. });
+                let is_narrow = self.narrow[weight] && self.target.has_bf12[device] && !is_table;
+                if is_narrow { Format::Bf12 } else { Format::Bf16 }
+            }
+            format @ (Format::F32 | Format::F16 | Format::Q8 | Format::Q4) => format,
+        }
     }
 
     /// How many devices the target has.
@@ -42,7 +79,7 @@ impl<'a> Task<'a> {
     }
 
     /// One row for each device.
-    pub(crate) fn per_device<T: Clone>(&self, row: T) -> Table<ir::id::DeviceId, T> {
+    pub(crate) fn per_device<T: Clone>(&self, row: T) -> Table<DeviceId, T> {
         vec![row; self.devices()].into_iter().collect()
     }
 
@@ -50,4 +87,11 @@ impl<'a> Task<'a> {
     pub(crate) fn block(name: &str) -> Option<u32> {
         name.split('.').find_map(|component| component.parse().ok())
     }
+}
+
+/// Whether 12 bits hold a matrix in fewer bytes, in rows that GPUs unpack to whole loads.
+fn gains_by_bf12(weight: &ModelWeight) -> bool {
+    /// The word in front of a row is less than a hundredth of it.
+    const LEAST_COLUMNS: u32 = 256;
+    matches!(*weight.shape, [_, columns] if columns >= LEAST_COLUMNS && columns % 8 == 0)
 }

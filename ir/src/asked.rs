@@ -20,6 +20,9 @@ pub struct Asked {
     pub pins: Vec<String>,
     /// Compute formats as `hybridc` takes them, `DEVICES=FORMAT`; of those that match a device the last holds.
     pub formats: Vec<String>,
+    /// Whether bfloat16 is held in 16 bits everywhere.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub plain_bf16: bool,
     /// Element type of the KV caches; `None` follows the weights.
     pub kv_type: Option<DType>,
     /// Bytes of all KV caches together; `None` is what context and sequences need.

@@ -4,6 +4,7 @@
 //!   to what its instructions take at once.
 //! - A GPU packs block formats and stacks the same way, and holds other floats row after row without padding, as
 //!   vendor libraries take them, where rows are whole loads.
+//! - A panel of bfloat16 in 12 bits starts with a word for each row.
 //! - Vectors are never packed, and a stack is its matrices one after the other.
 
 use crate::machine::DeviceKind;
@@ -15,6 +16,8 @@ pub const PANEL_ROWS: u32 = 32;
 pub const BLOCK_PAIR_COLUMNS: u32 = 64;
 /// Columns that panels of bfloat16 are padded to: the depth of a matrix tile.
 pub const BF16_COLUMNS: u32 = 32;
+/// Bytes in front of a row's share of a panel in 12 bits: its base exponent.
+const BASE_BYTES: u64 = 4;
 
 /// Bytes that one unit of a GPU loads at once: every row of a matrix that is not packed is a multiple of this long.
 pub const LOAD_BYTES: u64 = 16;
@@ -23,7 +26,7 @@ pub const LOAD_BYTES: u64 = 16;
 pub fn packed_columns(format: Format, columns: u64) -> u64 {
     let multiple = match format {
         Format::F32 | Format::F16 => 1,
-        Format::Bf16 => BF16_COLUMNS,
+        Format::Bf16 | Format::Bf12 => BF16_COLUMNS,
         Format::Q8 | Format::Q4 => BLOCK_PAIR_COLUMNS,
     };
     columns.checked_next_multiple_of(u64::from(multiple)).unwrap_or(u64::MAX)
@@ -31,7 +34,11 @@ pub fn packed_columns(format: Format, columns: u64) -> u64 {
 
 /// Bytes of one panel; at most `u64::MAX`.
 pub fn panel_bytes(format: Format, columns: u64) -> u64 {
-    format.bytes(u64::from(PANEL_ROWS), packed_columns(format, columns))
+    let head = match format {
+        Format::Bf12 => u64::from(PANEL_ROWS) * BASE_BYTES,
+        Format::F32 | Format::F16 | Format::Bf16 | Format::Q8 | Format::Q4 => 0,
+    };
+    head.saturating_add(format.bytes(u64::from(PANEL_ROWS), packed_columns(format, columns)))
 }
 
 /// Bytes of a packed matrix; at most `u64::MAX`.
@@ -51,7 +58,7 @@ pub fn has_panels(kind: &DeviceKind, format: Format, shape: &[u32]) -> bool {
 pub fn gpu_has_panels(format: Format, shape: &[u32]) -> bool {
     let (_, _, columns) = dimensions(shape);
     let has_whole_loads = format.bytes(1, columns).is_multiple_of(LOAD_BYTES);
-    shape.len() > 2 || shape.len() > 1 && (format.block() > 1 || !has_whole_loads)
+    shape.len() > 2 || shape.len() > 1 && (format.float().is_none() || !has_whole_loads)
 }
 
 /// Bytes that a device of that kind needs for a weight; at most `u64::MAX`.
@@ -99,6 +106,7 @@ mod tests {
     fn a_matrix_is_packed_in_whole_panels_of_padded_columns() {
         assert_eq!(packed_bytes(Format::F32, 33, 5), 2 * 32 * 5 * 4);
         assert_eq!(packed_bytes(Format::Bf16, 1, 33), 32 * 64 * 2);
+        assert_eq!(packed_bytes(Format::Bf12, 1, 33), 32 * (64 * 3 / 2 + 4));
         assert_eq!(packed_bytes(Format::Q8, 32, 65), 32 * 4 * 34);
         assert_eq!(packed_bytes(Format::Q4, 32, 64), 32 * 2 * 18);
     }

@@ -34,6 +34,9 @@ pub enum Format {
     F16,
     /// Bfloat16.
     Bf16,
+    /// Bfloat16 in 12 bits: sign and mantissa as they are, four bits of exponent above one that a row shares. The same
+    /// number down to 2^-14 of the row's largest; smaller ones are off by at most 2^-22 of that.
+    Bf12,
     /// Signed 8-bit integers in blocks: 34 bytes for 32 elements.
     Q8,
     /// Signed 4-bit integers in blocks: 18 bytes for 32 elements.
@@ -71,30 +74,32 @@ pub struct TensorType {
 
 impl Format {
     /// All formats, widest first.
-    pub const ALL: [Format; 5] = [Format::F32, Format::F16, Format::Bf16, Format::Q8, Format::Q4];
+    pub const ALL: [Format; 6] =
+        [Format::F32, Format::F16, Format::Bf16, Format::Bf12, Format::Q8, Format::Q4];
 
     /// Elements that share one scale; 1 where there is none.
     pub fn block(self) -> u32 {
         match self {
-            Format::F32 | Format::F16 | Format::Bf16 => 1,
+            Format::F32 | Format::F16 | Format::Bf16 | Format::Bf12 => 1,
             Format::Q8 | Format::Q4 => 32,
         }
     }
 
-    /// The type of its elements; `None` for blocks.
+    /// The type of its elements where each lies by itself; `None` for blocks and for codes.
     pub fn float(self) -> Option<DType> {
         match self {
             Format::F32 => Some(DType::F32),
             Format::F16 => Some(DType::F16),
             Format::Bf16 => Some(DType::Bf16),
-            Format::Q8 | Format::Q4 => None,
+            Format::Bf12 | Format::Q8 | Format::Q4 => None,
         }
     }
 
-    /// Bytes of a matrix of `rows` × `columns`, each row padded to whole blocks; at most `u64::MAX`.
+    /// Bytes of a matrix of `rows` × `columns`, each row padded to whole blocks or bytes; at most `u64::MAX`.
     pub fn bytes(self, rows: u64, columns: u64) -> u64 {
         let blocks = columns.div_ceil(u64::from(self.block()));
         let block_bytes = match self {
+            Format::Bf12 => return rows.saturating_mul(columns.saturating_mul(3).div_ceil(2)),
             Format::F32 => 4,
             Format::F16 | Format::Bf16 => 2,
             // One f16 scale, then 32 elements.
@@ -123,9 +128,10 @@ impl FromStr for Format {
             "f32" => Format::F32,
             "f16" => Format::F16,
             "bf16" => Format::Bf16,
+            "bf12" => Format::Bf12,
             "q8" => Format::Q8,
             "q4" => Format::Q4,
-            _ => bail!("unknown format {text:?}: f32, f16, bf16, q8 and q4 exist"),
+            _ => bail!("unknown format {text:?}: f32, f16, bf16, bf12, q8 and q4 exist"),
         })
     }
 }
@@ -203,6 +209,7 @@ impl fmt::Display for Format {
             Format::F32 => "f32",
             Format::F16 => "f16",
             Format::Bf16 => "bf16",
+            Format::Bf12 => "bf12",
             Format::Q8 => "q8",
             Format::Q4 => "q4",
         })

@@ -269,7 +269,9 @@ impl Need<'_> {
         if is_cast {
             raise(&mut space.input_bytes, product(&[rows.min(UNPACKED_ROWS), features], 4));
         }
-        if rows <= UNPACKED_ROWS {
+        let formats = linear.weights.iter().filter_map(|&weight| self.plan.weights.get(weight));
+        let has_codes = formats.map(|weight| weight.format).any(|format| format == Format::Bf12);
+        if rows <= UNPACKED_ROWS && !has_codes {
             return;
         }
         raise(&mut space.library_bytes, self.library_bytes);
@@ -339,7 +341,7 @@ pub fn product_format(held: Format, has_library: bool) -> Format {
     match (held, has_library) {
         (_, false) => Format::F32,
         // Blocks carry f16 scales; bf16 keeps their range, and its rounding is below that of the blocks.
-        (Format::Q8 | Format::Q4, true) => Format::Bf16,
+        (Format::Bf12 | Format::Q8 | Format::Q4, true) => Format::Bf16,
         (Format::F32 | Format::F16 | Format::Bf16, true) => held,
     }
 }

@@ -188,14 +188,16 @@ fn what_stays_says_what_the_gpu_lacks() {
 
 #[test]
 fn the_choice_is_never_slower_than_a_simple_one() {
-    for gpu_bytes in [6, 8, 10, 12, 14, 16].map(|gib| gib * GIB) {
+    // In 12 bits it fits 12 GiB.
+    for gpu_bytes in [4, 5, 6, 7, 8, 10].map(|gib| gib * GIB) {
         let plan = llama(gpu_bytes);
         let score = |candidate: &ir::plan::Candidate| {
             Some(candidate.prefill_nanos? + 128 * candidate.decode_nanos?)
         };
         let best = plan.forecast.candidates.iter().filter_map(score).min();
         assert_eq!(score(&plan.forecast.candidates[0]), best);
-        assert!(plan.forecast.candidates.iter().any(|c| c.name.starts_with("pipeline")));
+        let names: Vec<&str> = plan.forecast.candidates.iter().map(|c| c.name.as_str()).collect();
+        assert!(names.iter().any(|name| name.starts_with("pipeline")), "{gpu_bytes}: {names:?}");
     }
 }
 

@@ -222,6 +222,9 @@ fn prepare(
             arguments.extend(["--tensor-parallel".to_owned(), ranks.to_string()]);
         }
     }
+    if asked.plain_bf16 {
+        arguments.push("--plain-bf16".to_owned());
+    }
     if let Some(dtype) = asked.kv_type {
         arguments.extend(["--kv-type".to_owned(), dtype.to_string()]);
     }

@@ -160,6 +160,7 @@ fn a_question_repeats_what_the_plan_was_asked_for() {
     let mut plan = made_up::plan(Wish::new(4, 0, 2, Style::Tensor));
     let members = vec![("numa0".to_owned(), Some(3.0)), ("numa1".to_owned(), Some(1.5))];
     plan.asked = Asked {
+        plain_bf16: false,
         objective: Objective::Throughput,
         request: Request::TensorParallel(members),
         pins: vec!["embed.*=numa1".to_owned()],

@@ -43,7 +43,7 @@ pub(crate) fn measure(bench: &mut Bench) -> Result<()> {
 pub(crate) fn arithmetic(format: Format) -> Arithmetic {
     match format {
         Format::F32 | Format::F16 => Arithmetic::F32,
-        Format::Bf16 => Arithmetic::Bf16,
+        Format::Bf16 | Format::Bf12 => Arithmetic::Bf16,
         Format::Q8 | Format::Q4 => Arithmetic::Int8,
     }
 }

@@ -66,6 +66,7 @@ pub(crate) fn node_rates(cores: u32, node_cores: u32, flags: &[String]) -> Rates
             curve(Format::F32, f32),
             curve(Format::F16, f32),
             curve(Format::Bf16, bf16),
+            curve(Format::Bf12, bf16),
             curve(Format::Q8, int8),
             curve(Format::Q4, int8),
         ],

@@ -54,7 +54,7 @@ impl<'a> Prices<'a> {
         for (id, node) in task.model.layers.nodes() {
             let Some((device, _)) = pins[id] else { continue };
             for weight in node.work.weights() {
-                let format = task.target.format(task.model, weight, device, task.sensitive[weight]);
+                let format = task.format(weight, device);
                 let key = crate::part::WeightKey { weight, device, format, slice: None };
                 if !seen.contains(&key) {
                     free[device] = free[device].saturating_sub(key.bytes(task));

@@ -251,8 +251,7 @@ impl<'a> Search<'a> {
                 for weight in node.work.weights() {
                     // Homes may hold it in different formats; the largest is what there must be room for.
                     let packed = |&home: &DeviceId| {
-                        let sensitive = task.sensitive[weight];
-                        let format = task.target.format(task.model, weight, home, sensitive);
+                        let format = task.format(weight, home);
                         let key = WeightKey { weight, device: home, format, slice: None };
                         key.packed_bytes(task)
                     };

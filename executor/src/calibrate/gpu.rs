@@ -82,11 +82,13 @@ pub(super) fn rates(gpu: &Gpu, sizes: Sizes) -> Result<Rates> {
     let bf16 = meter.linear(Format::Bf16, 0.0)?;
     let read_bytes_per_sec = bf16.weights_per_sec(1) * 2.0;
     let step_nanos = meter.step_nanos(read_bytes_per_sec)?;
-    let mut rate = |format| match format {
-        Format::Bf16 => Ok(bf16.clone()),
-        Format::F32 | Format::F16 | Format::Q8 | Format::Q4 => meter.linear(format, step_nanos),
+    let mut rate = |format| {
+        if format == Format::Bf16 { Ok(bf16.clone()) } else { meter.linear(format, step_nanos) }
     };
-    let linear = Format::ALL.into_iter().map(&mut rate).collect::<Result<_>>()?;
+    // Without matrix instructions 12 bits are unpacked whatever is multiplied with them.
+    let is_multiplied = |&format: &Format| format != Format::Bf12 || gpu.multiplies(DType::Bf16);
+    let formats = Format::ALL.into_iter().filter(is_multiplied);
+    let linear = formats.map(&mut rate).collect::<Result<_>>()?;
     Ok(Rates {
         source: RateSource::Calibrated,
         read_bytes_per_sec,
@@ -299,7 +301,7 @@ impl Meter<'_> {
             Format::F32 => bytemuck::pod_collect_to_vec(&values),
             Format::F16 => narrowed(&values, |x| half::f16::from_f32(x).to_le_bytes()),
             Format::Bf16 => narrowed(&values, |x| bf16::from_f32(x).to_le_bytes()),
-            Format::Q8 | Format::Q4 => {
+            Format::Bf12 | Format::Q8 | Format::Q4 => {
                 let mut panel = vec![0; layout.bytes(format, PANEL, columns)?];
                 pack_rows(format, columns, &values, &mut panel);
                 panel

@@ -20,6 +20,7 @@ mod math;
 
 pub mod activation;
 pub mod attention;
+pub(super) mod bf12;
 pub mod cache;
 pub mod norm;
 pub mod rope;

@@ -11,6 +11,7 @@ pub mod matrix;
 mod activation;
 mod addressed;
 pub mod ahead;
+mod bf12;
 mod instructions;
 mod panel;
 mod portion;

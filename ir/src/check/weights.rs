@@ -40,6 +40,9 @@ fn weight_problems(plan: &Plan, weight: &Weight) -> Vec<String> {
     if shape.len() == 1 && weight.format != Format::F32 {
         problems.push(format!("a vector is held as {} instead of f32", weight.format));
     }
+    if weight.format == Format::Bf12 && shape.len() != 2 {
+        problems.push("bf12 is for matrices".into());
+    }
     match weight.sources.as_slice() {
         [] => problems.push("it has no source".into()),
         [source] if source.axes.len() == shape.len() => {

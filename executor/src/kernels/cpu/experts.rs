@@ -105,7 +105,10 @@ pub fn experts(team: &Team, isa: Isa, inputs: &Experts<'_>, out: &mut [f32]) -> 
     let up_strips = cut(&slots, up_kernel);
     let down_strips = cut(&slots, down_kernel);
     let most_strips = slots.groups.iter().map(|group| group.count.div_ceil(up_kernel.rows)).max();
-    let rooms = Rooms::new(team, &[up_kernel, down_kernel], most_strips.unwrap_or(0))?;
+    let rooms = {
+        let (strips, columns) = (most_strips.unwrap_or(0), features.max(intermediate));
+        Rooms::new(team, &[up_kernel, down_kernel], strips, columns)?
+    };
 
     let take = |bytes: usize| team.arena().take(bytes).context("computing with experts");
     let buffers = [

@@ -84,7 +84,7 @@ fn linear_by(
         .take(linear.tokens * kernel.encoding.row_bytes(columns))
         .context("encoding the input of a linear")?;
     let encoded_at = Shared(encoded.as_ptr());
-    let rooms = Rooms::new(team, &[kernel], strips.len())?;
+    let rooms = Rooms::new(team, &[kernel], strips.len(), columns)?;
 
     let targets: Vec<Target<'_>> = outs
         .iter_mut()

@@ -9,6 +9,7 @@
 //! | f32 | 1 | 16 floats |
 //! | f16 | 1 | 16 halves |
 //! | bf16 | 2 | 16 pairs of neighbouring columns: what a dot-product instruction, or a tile, takes |
+//! | bf12 | 8 | three times 16 words, see [`super::bf12`]; in front of a panel a word for each row |
 //! | q8, q4 | 64: two blocks | see below |
 //!
 //! A step of blocks starts with the scales, `[block][vector][16]` halves. Then for q8 `[block][group][vector][16]`
@@ -27,6 +28,7 @@ use half::{bf16, f16};
 use ir::packing;
 use ir::tensor::Format;
 
+use super::bf12;
 use super::isa::Isa;
 use super::lanes::vectorize;
 use super::quantize::{BLOCK, Blocks, Quantize4, Quantize8};
@@ -239,6 +241,12 @@ fn pack_panel(format: Format, columns: usize, vectors: usize, wide: &[f32], pack
             pack_floats(row, vectors, packed, |value| f16::from_f32(value).to_ne_bytes())
         }
         Format::Bf16 => pack_pairs(row, vectors, packed),
+        Format::Bf12 => {
+            let bits: Vec<u16> =
+                wide.iter().map(|&value| bf16::from_f32(value).to_bits()).collect();
+            let shape = [wide.len() / columns.max(1), columns];
+            bf12::pack(shape, vectors, packed, |row, column| bits[row * columns + column]);
+        }
         Format::Q8 => pack_blocks(row, vectors, packed, 8),
         Format::Q4 => pack_blocks(row, vectors, packed, 4),
     }

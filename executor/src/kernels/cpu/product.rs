@@ -12,7 +12,7 @@
 
 use std::marker::PhantomData;
 use std::ops::Range;
-use std::slice;
+use std::{ptr, slice};
 
 use anyhow::Context as _;
 use ir::op::Then;
@@ -116,34 +116,52 @@ impl Kernel {
     }
 }
 
-/// Room for the blocks of all members of a team; nothing for kernels of vectors.
+/// Room for what all members of a team unpack, and for the sums of their blocks.
 pub(super) struct Rooms {
     buffer: Buffer,
     /// Sums of one member.
     sums: usize,
+    /// Columns of a panel that one member has unpacked at a time.
+    columns: usize,
 }
 
 impl Rooms {
-    /// Room for the products of `kernel`, or of several kernels one after another, with groups of up to `strips` strips.
+    /// Room for the products of some kernels with matrices of up to `columns` columns, one product after another, and with
+    /// groups of up to `strips` strips.
     ///
     /// # Errors
     /// When there is no memory.
-    pub(super) fn new(team: &Team, kernels: &[Kernel], strips: usize) -> anyhow::Result<Self> {
+    pub(super) fn new(
+        team: &Team,
+        kernels: &[Kernel],
+        strips: usize,
+        columns: usize,
+    ) -> anyhow::Result<Self> {
         let has_blocks = kernels.iter().any(|kernel| kernel.encoding == Encoding::Tiles);
         let sums = if has_blocks { BLOCK_PANELS * strips.min(BLOCK_STRIPS) } else { 0 };
-        let bytes = if has_blocks { team.members() * Self::bytes(sums) } else { 0 };
-        let buffer = team.arena().take(bytes).context("room for blocks of products")?;
-        Ok(Self { buffer, sums })
+        let unpacked = kernels.iter().filter(|kernel| kernel.unpacks);
+        let unpacked = unpacked.map(|kernel| match kernel.encoding {
+            Encoding::Tiles => BLOCK_COLUMNS,
+            // Of both matrices of a gate.
+            Encoding::Float | Encoding::Rounded | Encoding::Pairs | Encoding::Blocks { .. } => {
+                2 * padded(kernel.format, columns)
+            }
+        });
+        let mut rooms =
+            Self { buffer: team.arena().take(0)?, sums, columns: unpacked.max().unwrap_or(0) };
+        let bytes = team.members() * rooms.bytes();
+        rooms.buffer = team.arena().take(bytes).context("room for blocks of products")?;
+        Ok(rooms)
     }
 
-    /// Bytes of one member: its sums, and the columns of one panel in bf16.
-    fn bytes(sums: usize) -> usize {
-        sums * size_of::<Tile>() + BLOCK_COLUMNS * PANEL * 2
+    /// Bytes of one member: its sums, and columns of one panel in bf16.
+    fn bytes(&self) -> usize {
+        self.sums * size_of::<Tile>() + self.columns * PANEL * 2
     }
 
     /// What `member` works with; only it may.
     pub(super) fn of(&self, member: usize) -> Workplace<'_> {
-        let start = self.buffer.as_ptr().wrapping_add(member * Self::bytes(self.sums));
+        let start = self.buffer.as_ptr().wrapping_add(member * self.bytes());
         let unpacked = start.wrapping_add(self.sums * size_of::<Tile>());
         Workplace {
             tiles: [[[0.0; PANEL]; MOST_ROWS]; 2],
@@ -162,7 +180,7 @@ pub(super) struct Workplace<'a> {
     tiles: [Tile; 2],
     /// `[panel, matrix of a gate, strip]`, of a block.
     sums: *mut Tile,
-    /// A panel's columns in bf16.
+    /// Columns of a panel in bf16; for vectors all columns of two.
     unpacked: *mut u8,
     rooms: PhantomData<&'a Rooms>,
 }
@@ -186,7 +204,7 @@ impl Product<'_> {
         } else {
             for panel in self.panels.clone() {
                 // SAFETY: the caller's.
-                unsafe { self.finish_panel(panel, strips, &mut workplace.tiles) };
+                unsafe { self.finish_panel(panel, strips, workplace) };
             }
         }
     }
@@ -209,16 +227,25 @@ impl Product<'_> {
     ///
     /// # Safety
     /// That of [`Product::finish`].
-    unsafe fn finish_panel(&self, panel: usize, strips: &[Strip], tiles: &mut [Tile; 2]) {
+    unsafe fn finish_panel(&self, panel: usize, strips: &[Strip], workplace: &mut Workplace<'_>) {
         let kernel = self.kernel;
+        let columns = padded(kernel.format, self.weights[0].columns());
+        let tiles = &mut workplace.tiles;
+        let mut panels = [ptr::null(); 2];
+        for (i, matrix) in self.matrices().iter().enumerate() {
+            let (from, vectors) = (matrix.panel(panel), matrix.vectors(panel));
+            let room = workplace.unpacked.wrapping_add(i * columns * PANEL * 2);
+            // SAFETY: the room has as many columns of each matrix of a gate.
+            panels[i] = unsafe { kernel.unpacked(from, vectors, columns, 0..columns, room) };
+        }
         for &strip in strips {
-            for (matrix, tile) in self.matrices().iter().zip(&mut *tiles) {
+            for ((matrix, tile), from) in self.matrices().iter().zip(&mut *tiles).zip(panels) {
                 let operands = Operands {
-                    panel: matrix.panel(panel),
+                    panel: from,
                     vectors: matrix.vectors(panel),
                     strip: self.encoded(strip, 0),
                     rows: strip.rows,
-                    columns: padded(kernel.format, matrix.columns()),
+                    columns,
                 };
                 // SAFETY: the caller's, and `linear` and `experts` check the level and the shapes.
                 unsafe { kernel.multiply(operands, tile) };
@@ -254,11 +281,11 @@ impl Product<'_> {
             for panel in panels.clone() {
                 for (matrix, sums) in matrices.iter().zip(&mut sums) {
                     let vectors = matrix.vectors(panel);
-                    let packed =
-                        matrix.panel(panel).wrapping_add(kernel.step_bytes(vectors, start));
+                    let (from, part) = (matrix.panel(panel), start..start + width);
                     // SAFETY: the room is for so many columns, and they lie in the panel.
-                    let packed =
-                        unsafe { kernel.tiles_of(packed, vectors, width, workplace.unpacked) };
+                    let packed = unsafe {
+                        kernel.unpacked(from, vectors, columns, part, workplace.unpacked)
+                    };
                     for (&strip, sums) in strips.iter().zip(sums) {
                         let operands = Operands {
                             panel: packed,

@@ -37,7 +37,9 @@ impl RowTable {
         let element_bytes = match format {
             Format::F32 => 4,
             Format::F16 | Format::Bf16 => 2,
-            Format::Q8 | Format::Q4 => bail!("a table of {format} is no table of floats"),
+            Format::Bf12 | Format::Q8 | Format::Q4 => {
+                bail!("a table of {format} is no table of floats")
+            }
         };
         let row_bytes = columns * element_bytes;
         let region = Region::new(rows * row_bytes)
@@ -61,7 +63,7 @@ impl RowTable {
                     Format::Bf16 => {
                         bytemuck::cast_slice_mut::<u8, bf16>(bytes).convert_from_f32_slice(wide)
                     }
-                    Format::F32 | Format::Q8 | Format::Q4 => {
+                    Format::F32 | Format::Bf12 | Format::Q8 | Format::Q4 => {
                         bytes.copy_from_slice(bytemuck::cast_slice(wide));
                     }
                 }
@@ -90,7 +92,7 @@ impl RowTable {
         match self.format {
             Format::F16 => self.region.as_slice::<f16>()[range].convert_to_f32_slice(out),
             Format::Bf16 => self.region.as_slice::<bf16>()[range].convert_to_f32_slice(out),
-            Format::F32 | Format::Q8 | Format::Q4 => {
+            Format::F32 | Format::Bf12 | Format::Q8 | Format::Q4 => {
                 out.copy_from_slice(&self.region.as_slice::<f32>()[range]);
             }
         }

@@ -18,13 +18,15 @@ mod portable;
 mod unpack;
 
 use std::marker::PhantomData;
+use std::ops::Range;
+use std::slice;
 
-use ir::packing;
 use ir::tensor::Format;
 
+use super::bf12;
 use super::encode::{Encoding, Strip};
 use super::isa::Isa;
-use super::pack::PANEL;
+use super::pack::{PANEL, VECTOR};
 use super::product::BLOCK_STRIPS;
 use super::quantize::{OFFSET_4, OFFSET_8};
 
@@ -46,7 +48,7 @@ pub(super) struct Kernel {
     pub(super) encoding: Encoding,
     /// Most rows of a strip.
     pub(super) rows: usize,
-    /// Whether columns are unpacked to bf16 first, see [`Kernel::tiles_of`].
+    /// Whether columns are unpacked to bf16 first, see [`Kernel::unpacked`].
     pub(super) unpacks: bool,
 }
 
@@ -126,9 +128,13 @@ impl Kernel {
         let (encoding, rows) = match format {
             Format::F32 | Format::F16 => (Encoding::Float, float_rows),
             // Below 13 rows one strip of vectors reads the weights once, as fast as memory gives them.
-            Format::Bf16 if isa == Isa::Amx && tokens > 12 => (Encoding::Tiles, MOST_ROWS),
-            Format::Bf16 if isa >= Isa::Avx512Bf16Vnni => (Encoding::Pairs, float_rows),
-            Format::Bf16 => (Encoding::Rounded, float_rows),
+            Format::Bf16 | Format::Bf12 if isa == Isa::Amx && tokens > 12 => {
+                (Encoding::Tiles, MOST_ROWS)
+            }
+            Format::Bf16 | Format::Bf12 if isa >= Isa::Avx512Bf16Vnni => {
+                (Encoding::Pairs, float_rows)
+            }
+            Format::Bf16 | Format::Bf12 => (Encoding::Rounded, float_rows),
             // By the counts of instructions, unpacking a panel costs what vectors need for some 20 rows.
             Format::Q8 | Format::Q4 if isa == Isa::Amx && tokens > 24 => {
                 (Encoding::Tiles, MOST_ROWS)
@@ -136,7 +142,12 @@ impl Kernel {
             Format::Q8 => (Encoding::Blocks { offset: OFFSET_8 }, block_rows),
             Format::Q4 => (Encoding::Blocks { offset: OFFSET_4 }, block_rows),
         };
-        let unpacks = encoding == Encoding::Tiles && format != Format::Bf16;
+        let unpacks = match format {
+            Format::F32 | Format::F16 | Format::Bf16 => false,
+            // One strip decodes on the way, or two; more would each do it again.
+            Format::Bf12 => encoding != Encoding::Pairs || tokens > 2 * rows,
+            Format::Q8 | Format::Q4 => encoding == Encoding::Tiles,
+        };
         Self { isa, format, encoding, rows, unpacks }
     }
 
@@ -162,30 +173,50 @@ impl Kernel {
         })
     }
 
-    /// Packed columns as tiles take them: as they are, or what becomes of them in `room`.
+    /// Some columns of a panel as they are multiplied: as they lie, or what becomes of them in `room`.
     ///
     /// # Safety
-    /// The columns are packed in this kernel's format, in whole steps, and the room is enough for them in bf16.
-    pub(super) unsafe fn tiles_of(
+    /// The panel is one of a matrix of `columns` columns in this kernel's format, `part` are whole steps of them, and the
+    /// room is enough for those in bf16.
+    pub(super) unsafe fn unpacked(
         self,
-        packed: *const u8,
+        panel: *const u8,
         vectors: usize,
         columns: usize,
+        part: Range<usize>,
         room: *mut u8,
     ) -> *const u8 {
-        #[cfg(target_arch = "x86_64")]
-        if self.unpacks {
-            // SAFETY: the caller's; a level with tiles has AVX-512 and its bf16.
-            unsafe { unpack::unpack(self.format, packed, vectors, columns, room) };
-            return room;
+        // SAFETY: the caller's.
+        unsafe {
+            match self.format {
+                Format::Bf12 if self.unpacks => {
+                    let panel = bf12::Panel::at(panel, vectors, columns);
+                    let words = part.len() / 2 * vectors * VECTOR;
+                    let to = slice::from_raw_parts_mut(room.cast::<[u16; 2]>(), words);
+                    unpack_bf12(self.isa, panel, part, to);
+                    room
+                }
+                #[cfg(target_arch = "x86_64")]
+                Format::Q8 | Format::Q4 if self.unpacks => {
+                    let packed = panel.wrapping_add(self.step_bytes(vectors, part.start));
+                    // A level with tiles has AVX-512 and its bf16.
+                    unpack::unpack(self.format, packed, vectors, part.len(), room);
+                    room
+                }
+                _ => panel.wrapping_add(self.step_bytes(vectors, part.start)),
+            }
         }
-        let _ = (vectors, columns, room);
-        packed
     }
 
     /// Bytes of `columns` columns of a panel, whole steps of them.
-    pub(super) fn step_bytes(self, vectors: usize, columns: usize) -> usize {
-        packing::panel_bytes(self.format, columns as u64) as usize / 2 * vectors
+    fn step_bytes(self, vectors: usize, columns: usize) -> usize {
+        debug_assert!(self.format != Format::Bf12 || columns == 0, "steps have a head in front");
+        self.format.bytes(PANEL as u64, columns as u64) as usize / 2 * vectors
+    }
+
+    /// What products are made in: the format, or what it is unpacked to.
+    fn multiplied(self) -> Format {
+        if self.unpacks { Format::Bf16 } else { self.format }
     }
 
     /// Multiplies one strip with one panel, by vectors.
@@ -201,18 +232,32 @@ impl Kernel {
             #[cfg(target_arch = "x86_64")]
             match (self.isa, self.encoding) {
                 (Isa::Portable, _) => {}
-                (_, Encoding::Pairs) => {
-                    return avx512::multiply(Format::Bf16, self.encoding, operands, tile);
-                }
                 (Isa::Avx2, _) | (Isa::Avx512, Encoding::Blocks { .. }) => {
-                    return avx2::multiply(self.format, operands, tile);
+                    return avx2::multiply(self.multiplied(), operands, tile);
                 }
                 (Isa::Avx512 | Isa::Avx512Bf16Vnni | Isa::Amx, _) => {
-                    return avx512::multiply(self.format, self.encoding, operands, tile);
+                    return avx512::multiply(self.multiplied(), self.encoding, operands, tile);
                 }
             }
-            portable::multiply(self.format, operands, tile);
+            portable::multiply(self.multiplied(), operands, tile);
         }
+    }
+}
+
+/// Some columns of a panel in 12 bits as those of a bf16 panel.
+fn unpack_bf12(isa: Isa, panel: bf12::Panel<'_>, columns: Range<usize>, to: &mut [[u16; 2]]) {
+    match isa {
+        Isa::Portable => bf12::unpack(panel, columns, to),
+        // SAFETY: kernels are chosen for levels that the processor has.
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx2 => unsafe { unpack::bf12_by_avx2(panel, columns, to) },
+        // SAFETY: as above.
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx512 | Isa::Avx512Bf16Vnni | Isa::Amx => unsafe {
+            unpack::bf12_by_avx512(panel, columns, to);
+        },
+        #[cfg(not(target_arch = "x86_64"))]
+        _ => bf12::unpack(panel, columns, to),
     }
 }
 

@@ -3,6 +3,7 @@
 use half::{bf16, f16};
 use ir::tensor::Format;
 
+use super::bf12;
 use super::pack::{BLOCK_PAIR, PANEL, PackedMatrix, VECTOR};
 use super::quantize::{BLOCK, OFFSET_4, OFFSET_8};
 
@@ -28,6 +29,12 @@ impl PackedMatrix {
                     let [a, b, c, d] = pairs[column / 2 * lanes + lane];
                     let half = if column % 2 == 0 { [a, b] } else { [c, d] };
                     *out = bf16::from_ne_bytes(half).to_f32();
+                }
+            }
+            Format::Bf12 => {
+                let panel = bf12::Panel::new(bytes, lanes / VECTOR);
+                for (column, out) in out.iter_mut().enumerate() {
+                    *out = bf16::from_bits(panel.bits(lane, column)).to_f32();
                 }
             }
             Format::Q8 => read_blocks(bytes, lanes, lane, out, 8),
@@ -108,6 +115,7 @@ mod tests {
                 (Format::F32, 0.0),
                 (Format::F16, 5e-4),
                 (Format::Bf16, 4e-3),
+                (Format::Bf12, 4e-3),
                 (Format::Q8, 4.1e-3),
                 // Codes reach from -8 to 7: where the largest element is negative, its positive twin has none.
                 (Format::Q4, 0.1251),

@@ -251,7 +251,9 @@ mod tests {
                 let narrow = gpu.download::<bf16>(&out, count);
                 (narrow.into_iter().map(bf16::to_f32).collect(), 4e-3)
             }
-            Format::F32 | Format::Q8 | Format::Q4 => (gpu.download(&out, count), 2e-6),
+            Format::F32 | Format::Bf12 | Format::Q8 | Format::Q4 => {
+                (gpu.download(&out, count), 2e-6)
+            }
         };
         let distance = distance(&actual, &expected);
         assert!(distance < tolerance, "{distance} away: {features} features, {kind:?}, {format}");

@@ -38,6 +38,7 @@ impl Panel {
         match self.format {
             Format::F32 | Format::F16 => LOADS,
             Format::Bf16 => 2 * LOADS,
+            Format::Bf12 => unreachable!("12 bits have no tasks"),
             Format::Q8 => 4 * LOADS,
             Format::Q4 => 8 * LOADS,
         }
@@ -61,7 +62,7 @@ impl Panel {
     /// Blocks that a task has a part of; 0 in formats without.
     pub(super) fn blocks(self) -> usize {
         match self.format {
-            Format::F32 | Format::F16 | Format::Bf16 => 0,
+            Format::F32 | Format::F16 | Format::Bf16 | Format::Bf12 => 0,
             Format::Q8 => 1,
             Format::Q4 => 2,
         }
@@ -203,7 +204,9 @@ pub(super) fn decode_floats(
                     values[at] = half_of(word, 0usize, Format::Bf16);
                     values[at + 1] = half_of(word, 1usize, Format::Bf16);
                 }
-                Format::Q8 | Format::Q4 => comptime!(unreachable!("blocks are decoded apart")),
+                Format::Bf12 | Format::Q8 | Format::Q4 => {
+                    comptime!(unreachable!("blocks are decoded apart"))
+                }
             }
         }
     }

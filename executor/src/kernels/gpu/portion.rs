@@ -13,9 +13,11 @@ use cubecl::prelude::*;
 use half::f16;
 use ir::tensor::Format;
 
+use super::bf12::{VECTOR_LOADS, small_pair};
 use super::instructions::{Packed, add_pairs, interleave, left, of_byte, pack, spread};
 use super::panel::{Panel, SCALE_LOADS, Walk};
 use super::words::Words;
+use crate::kernels::cpu::bf12::{STEP_COLUMNS, STEP_WORDS};
 use crate::kernels::cpu::pack::BLOCK_PAIR;
 
 /// Columns of a block, whatever the format.
@@ -61,6 +63,7 @@ pub(super) fn portion_words(panel: Panel) -> usize {
     match panel.format {
         Format::Q8 | Format::Q4 => 2,
         Format::Bf16 | Format::F16 => 4,
+        Format::Bf12 => STEP_WORDS,
         Format::F32 => unreachable!("f32 is not multiplied as 16-bit elements"),
     }
 }
@@ -208,6 +211,15 @@ impl Portion {
                     self.words[i] = both;
                 }
             }
+            Format::Bf12 => {
+                let last = comptime!(panel.padded() / STEP_COLUMNS - 1);
+                let step = min(number * comptime!(BLOCK / STEP_COLUMNS) + t, last.runtime());
+                #[unroll]
+                for k in 0..STEP_WORDS {
+                    let word = (1 + step * STEP_WORDS + k) * VECTOR_LOADS;
+                    self.words[k] = weights[walk.start + word * walk.vectors + walk.slot];
+                }
+            }
             Format::F32 => comptime!(unreachable!("f32 is not multiplied as 16-bit elements")),
         }
     }
@@ -315,7 +327,8 @@ impl Portion {
                     let codes = match comptime!((panel.format, block)) {
                         (Format::Q4, 0) => word & 0x0f0f_0f0fu32,
                         (Format::Q4, _) => (word >> 4u32) & 0x0f0f_0f0fu32,
-                        (Format::F32 | Format::F16 | Format::Bf16 | Format::Q8, _) => word,
+                        (Format::Q8, _) => word,
+                        _ => comptime!(unreachable!("floats have no codes")),
                     };
                     #[unroll]
                     for column in 0..4usize {
@@ -384,7 +397,7 @@ impl Portion {
         let mask = comptime!(match (panel.format, block) {
             (Format::Q4, 0) => 0x0f0f_0f0fu32,
             (Format::Q4, _) => 0xf0f0_f0f0,
-            (Format::F32 | Format::F16 | Format::Bf16 | Format::Q8, _) => 0xffff_ffff,
+            _ => 0xffff_ffff,
         });
         #[unroll]
         for pair in 0..2usize {
@@ -399,6 +412,15 @@ impl Portion {
         operands
     }
 
+    /// A load of a format without blocks; in 12 bits what would be one of bf16.
+    fn floats(&self, #[comptime] index: usize, #[comptime] panel: Panel) -> Words {
+        if comptime!(matches!(panel.format, Format::Bf12)) {
+            small_pair(&self.words, index)
+        } else {
+            self.words[index]
+        }
+    }
+
     /// The operands of a step in a format without blocks.
     fn put_floats(
         &self,
@@ -406,8 +428,8 @@ impl Portion {
         #[comptime] step: usize,
         #[comptime] panel: Panel,
     ) {
-        let first = self.words[comptime!(2 * step)];
-        let second = self.words[comptime!(2 * step + 1)];
+        let first = self.floats(comptime!(2 * step), panel);
+        let second = self.floats(comptime!(2 * step + 1), panel);
         #[unroll]
         for rows in 0..2usize {
             operands[comptime!(2 * step + rows)] = match comptime!(panel.format) {
@@ -421,7 +443,7 @@ impl Portion {
                         interleave(c, d, true),
                     )
                 }
-                Format::Bf16 => left(
+                Format::Bf16 | Format::Bf12 => left(
                     first.extract(comptime!(2 * rows)),
                     first.extract(comptime!(2 * rows + 1)),
                     second.extract(comptime!(2 * rows)),
@@ -472,7 +494,7 @@ fn put_codes(
                     add_pairs(spread(codes, UPPER_BYTE, i), 0xc308_c308u32.runtime());
             }
         }
-        (Format::F32 | Format::F16 | Format::Bf16, _) => {
+        (Format::F32 | Format::F16 | Format::Bf16 | Format::Bf12, _) => {
             comptime!(unreachable!("floats have no codes"))
         }
     }

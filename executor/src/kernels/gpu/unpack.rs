@@ -27,6 +27,10 @@ impl Gpu {
         ensure!(matrix.layout() == Layout::Panels, "only panels are unpacked");
         let (rows, columns) = (matrix.rows(), matrix.columns());
         let unpacked = Matrix::new(format, Layout::RowMajor, rows, columns, out.clone())?;
+        if matrix.format() == Format::Bf12 {
+            self.unpack_bf12(matrix, &unpacked)?;
+            return Ok(unpacked);
+        }
         let panel = Panel { format: matrix.format(), columns };
         let size = store_size(panel, format);
         let units = rows.div_ceil(PANEL) * panel.tasks() * panel.slots();
@@ -58,7 +62,9 @@ pub(super) fn part_columns(panel: Panel) -> usize {
 fn store_size(panel: Panel, format: Format) -> usize {
     match format {
         Format::F32 => 4,
-        Format::F16 | Format::Bf16 | Format::Q8 | Format::Q4 => 8.min(part_columns(panel)),
+        Format::F16 | Format::Bf16 | Format::Bf12 | Format::Q8 | Format::Q4 => {
+            8.min(part_columns(panel))
+        }
     }
 }
 
@@ -197,13 +203,13 @@ mod tests {
             Format::Bf16 => {
                 gpu.download::<bf16>(&out, count).into_iter().map(bf16::to_f32).collect()
             }
-            Format::Q8 | Format::Q4 => panic!("blocks have no rows"),
+            Format::Bf12 | Format::Q8 | Format::Q4 => panic!("{to} has no rows"),
         };
         for (i, (&actual, &expected)) in actual.iter().zip(&sample.values).enumerate() {
             let expected = match to {
                 Format::F16 => f16::from_f64(expected).to_f32(),
                 Format::Bf16 => bf16::from_f64(expected).to_f32(),
-                Format::F32 | Format::Q8 | Format::Q4 => expected as f32,
+                Format::F32 | Format::Bf12 | Format::Q8 | Format::Q4 => expected as f32,
             };
             assert_eq!(actual, expected, "{from} to {to}, {rows} by {columns}: element {i}");
         }

@@ -155,7 +155,9 @@ impl Read<'_> {
             Format::F32 => bytes.copy_from_slice(bytemuck::cast_slice(&values)),
             Format::F16 => narrow(&values, bytes, |x| half::f16::from_f32(x).to_le_bytes()),
             Format::Bf16 => narrow(&values, bytes, |x| half::bf16::from_f32(x).to_le_bytes()),
-            Format::Q8 | Format::Q4 => unreachable!("blocks lie in panels"),
+            Format::Bf12 | Format::Q8 | Format::Q4 => {
+                unreachable!("{} lies in panels", self.format)
+            }
         }
     }
 

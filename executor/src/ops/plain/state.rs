@@ -127,7 +127,9 @@ fn round(format: Format, row: &mut [f32]) {
     match format {
         Format::F32 => (),
         Format::F16 => row.iter_mut().for_each(|x| *x = f16::from_f32(*x).to_f32()),
-        Format::Bf16 => row.iter_mut().for_each(|x| *x = bf16::from_f32(*x).to_f32()),
+        Format::Bf16 | Format::Bf12 => {
+            row.iter_mut().for_each(|x| *x = bf16::from_f32(*x).to_f32())
+        }
         Format::Q8 => blocks(row, 127.0),
         Format::Q4 => blocks(row, 7.0),
     }

@@ -53,7 +53,7 @@ pub(in super::super) fn packed(
 fn held(format: Format, columns: usize, values: &[f32]) -> Vec<f64> {
     let round = |value: &f32| match format {
         Format::F16 => f16::from_f32(*value).to_f64(),
-        Format::Bf16 => bf16::from_f32(*value).to_f64(),
+        Format::Bf16 | Format::Bf12 => bf16::from_f32(*value).to_f64(),
         Format::F32 | Format::Q8 | Format::Q4 => f64::from(*value),
     };
     let block = |values: &[f32]| {
@@ -61,13 +61,17 @@ fn held(format: Format, columns: usize, values: &[f32]) -> Vec<f64> {
         whole[..values.len()].copy_from_slice(values);
         let (block, offset) = match format {
             Format::Q8 => (quantize_8(&whole), OFFSET_8),
-            Format::F32 | Format::F16 | Format::Bf16 | Format::Q4 => (quantize_4(&whole), OFFSET_4),
+            Format::F32 | Format::F16 | Format::Bf16 | Format::Bf12 | Format::Q4 => {
+                (quantize_4(&whole), OFFSET_4)
+            }
         };
         let back = move |&code: &u8| block.scale.to_f64() * f64::from(i32::from(code) - offset);
         block.codes[..values.len()].iter().map(back).collect::<Vec<f64>>()
     };
     match format {
-        Format::F32 | Format::F16 | Format::Bf16 => values.iter().map(round).collect(),
+        Format::F32 | Format::F16 | Format::Bf16 | Format::Bf12 => {
+            values.iter().map(round).collect()
+        }
         Format::Q8 | Format::Q4 => {
             values.chunks(columns).flat_map(|row| row.chunks(BLOCK).flat_map(block)).collect()
         }
@@ -78,7 +82,9 @@ fn held(format: Format, columns: usize, values: &[f32]) -> Vec<f64> {
 fn heard(format: Format, columns: usize, values: &[f32]) -> Vec<f64> {
     match format {
         Format::F32 | Format::F16 => values.iter().map(|&value| f64::from(value)).collect(),
-        Format::Bf16 => values.iter().map(|&value| bf16::from_f32(value).to_f64()).collect(),
+        Format::Bf16 | Format::Bf12 => {
+            values.iter().map(|&value| bf16::from_f32(value).to_f64()).collect()
+        }
         Format::Q8 | Format::Q4 => values
             .chunks(columns)
             .flat_map(|row| row.chunks(BLOCK))
@@ -162,8 +168,11 @@ fn every_level_and_format_multiplies_right() {
 fn blocks_of_tiles_multiply_right() {
     let sizes = [(1, 49, 700), (17, 49, 200), (70, 530, 600), (530, 40, 300), (64, 16, 256)];
     let has_bf16 = Isa::detect() >= Isa::Avx512Bf16Vnni;
-    let formats =
-        if has_bf16 { &[Format::Bf16, Format::Q8, Format::Q4][..] } else { &[Format::Bf16] };
+    let formats = if has_bf16 {
+        &[Format::Bf16, Format::Bf12, Format::Q8, Format::Q4][..]
+    } else {
+        &[Format::Bf16]
+    };
     with_team(2, |team| {
         for (&format, (tokens, rows, columns)) in formats.iter().flat_map(|f| sizes.map(|s| (f, s)))
         {

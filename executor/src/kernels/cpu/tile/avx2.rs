@@ -37,6 +37,7 @@ pub(super) unsafe fn multiply(format: Format, operands: Operands, tile: &mut Til
             Format::F32 => by_rows!(floats, operands, tile, [1 2 3 4], F32),
             Format::F16 => by_rows!(floats, operands, tile, [1 2 3 4], F16),
             Format::Bf16 => by_rows!(floats, operands, tile, [1 2 3 4], BF16),
+            Format::Bf12 => unreachable!("12 bits are unpacked first"),
             Format::Q8 => by_rows!(blocks, operands, tile, [1 2], 8),
             Format::Q4 => by_rows!(blocks, operands, tile, [1 2], 4),
         }

@@ -13,7 +13,9 @@ use std::arch::x86_64::*;
 
 use ir::tensor::Format;
 
+use super::unpack::{based_pairs, small_pairs, subnormal};
 use super::{Operands, SUM_STEPS, Tile};
+use crate::kernels::cpu::bf12;
 use crate::kernels::cpu::encode::Encoding;
 use crate::kernels::cpu::pack::{BLOCK_PAIR, VECTOR};
 use crate::kernels::cpu::quantize::BLOCK;
@@ -55,6 +57,9 @@ pub(super) unsafe fn multiply(
                 by_shape!(pairs, operands, tile, [1 2 3 4 5 6 7 8 9 10 11 12], AHEAD_BYTES);
             }
             Format::Bf16 => by_shape!(floats, operands, tile, [1 2 3 4 5 6 7 8 9 10 11 12], BF16),
+            Format::Bf12 => {
+                by_shape!(small_floats, operands, tile, [1 2 3 4 5 6 7 8 9 10 11 12], AHEAD_BYTES);
+            }
             Format::Q8 => by_shape!(blocks, operands, tile, [1 2 3 4 5 6], 8),
             Format::Q4 => by_shape!(blocks, operands, tile, [1 2 3 4 5 6], 4),
         }
@@ -174,6 +179,96 @@ unsafe fn pairs<const R: usize, const V: usize, const AHEAD: usize>(
         // SAFETY: the processor has the features.
         unsafe { add_up(&sums, tile, start == 0) };
     }
+}
+
+/// Weights in 12 bits, activations in pairs of bf16.
+///
+/// The dot product takes subnormal numbers for zeros, so those of a row's small floats are added by themselves.
+#[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
+unsafe fn small_floats<const R: usize, const V: usize, const AHEAD: usize>(
+    operands: Operands,
+    tile: &mut Tile,
+) {
+    /// Pairs of columns of a step.
+    const PAIRS: usize = bf12::STEP_COLUMNS / 2;
+    // SAFETY: the caller's: a panel in 12 bits.
+    let panel = unsafe { bf12::Panel::at(operands.panel, V, operands.columns) };
+    let load = |from: &[u8; bf12::VECTOR_BYTES]| {
+        // SAFETY: a vector's words are as many as a load takes; prefetching may point anywhere.
+        unsafe {
+            _mm_prefetch::<_MM_HINT_T0>(from.as_ptr().wrapping_add(AHEAD).cast());
+            _mm512_loadu_si512(from.as_ptr().cast())
+        }
+    };
+    let mut bases = [_mm512_setzero_si512(); V];
+    for vector in 0..V {
+        bases[vector] = load(panel.bases(vector));
+    }
+    let x = operands.strip.cast::<i32>();
+    let words = panel.words(0..operands.columns);
+    for (at, words) in words.chunks(SUM_STEPS / PAIRS * bf12::STEP_WORDS * V).enumerate() {
+        let mut x = x.wrapping_add(at * SUM_STEPS * R);
+        let mut sums = [[_mm512_setzero_ps(); V]; R];
+        for words in words.chunks_exact(bf12::STEP_WORDS * V) {
+            for vector in 0..V {
+                let small = small_pairs([0, 1, 2].map(|k| load(&words[k * V + vector])));
+                let (pairs, has_small) = based_pairs(small, bases[vector]);
+                // SAFETY: the strip has as many columns as the panel.
+                unsafe {
+                    for pair in 0..PAIRS {
+                        let weights = std::mem::transmute::<__m512i, __m512bh>(pairs[pair]);
+                        for row in 0..R {
+                            let x = _mm512_set1_epi32(x.add(pair * R + row).read());
+                            let x = std::mem::transmute::<__m512i, __m512bh>(x);
+                            sums[row][vector] = _mm512_dpbf16_ps(sums[row][vector], weights, x);
+                        }
+                    }
+                    if has_small {
+                        let step = [0, 1, 2].map(|k| &words[k * V + vector]);
+                        let of_vector = sums.map(|sums| sums[vector]);
+                        let of_vector = add_subnormal(step, panel.bases(vector), x, of_vector);
+                        for row in 0..R {
+                            sums[row][vector] = of_vector[row];
+                        }
+                    }
+                }
+            }
+            x = x.wrapping_add(PAIRS * R);
+        }
+        // SAFETY: the processor has the features.
+        unsafe { add_up(&sums, tile, at == 0) };
+    }
+}
+
+/// The sums with the products of a step's subnormal small floats. It reads the step again: handing registers over would cost all
+/// steps something.
+///
+/// # Safety
+/// `x` has the step's columns.
+#[cold]
+#[inline(never)]
+#[target_feature(enable = "avx512f,avx512bw")]
+unsafe fn add_subnormal<const R: usize>(
+    words: [&[u8; bf12::VECTOR_BYTES]; bf12::STEP_WORDS],
+    bases: &[u8; bf12::VECTOR_BYTES],
+    x: *const i32,
+    mut sums: [__m512; R],
+) -> [__m512; R] {
+    // SAFETY: a vector's words are as many as a load takes.
+    let load = |from: &[u8; 64]| unsafe { _mm512_loadu_si512(from.as_ptr().cast()) };
+    let bases = load(bases);
+    for (pair, words) in small_pairs(words.map(load)).into_iter().enumerate() {
+        for (half, weights) in subnormal(words, bases).into_iter().enumerate() {
+            for row in 0..R {
+                // SAFETY: the caller's.
+                let x = unsafe { x.add(pair * R + row).read() };
+                let x = if half == 0 { x << 16 } else { x & 0xffff_0000_u32.cast_signed() };
+                let x = _mm512_castsi512_ps(_mm512_set1_epi32(x));
+                sums[row] = _mm512_fmadd_ps(weights, x, sums[row]);
+            }
+        }
+    }
+    sums
 }
 
 /// Weights in blocks of 8 or 4 bits, activations in blocks of 8.

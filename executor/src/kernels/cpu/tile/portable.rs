@@ -25,6 +25,7 @@ pub(super) unsafe fn multiply(format: Format, operands: Operands, tile: &mut Til
                 let pair = u32::from_le_bytes(bytes);
                 [f32::from_bits(pair << 16), f32::from_bits(pair & 0xffff_0000)]
             }),
+            Format::Bf12 => unreachable!("12 bits are unpacked first"),
             Format::Q8 => blocks(operands, tile, 8),
             Format::Q4 => blocks(operands, tile, 4),
         }

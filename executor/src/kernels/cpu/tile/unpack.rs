@@ -1,12 +1,17 @@
-//! Panels of blocks unpacked to panels of bf16, for tiles.
+//! Panels unpacked to panels of bf16.
 //!
-//! Tiles multiply bytes too, but their sums would have to leave the tiles for every block to be scaled, which
+//! Of blocks, for tiles: they multiply bytes too, but their sums would have to leave the tiles for every block to be scaled, which
 //! costs more than the tiles save. Unpacked once, a panel serves all rows.
+//!
+//! Of 12 bits (see [`crate::kernels::cpu::bf12`]), for all levels: masks make pairs of small floats, to whose exponents
+//! those of their rows are added. The few that are subnormal are put one by one.
 
 use std::arch::x86_64::*;
+use std::ops::Range;
 
 use ir::tensor::Format;
 
+use crate::kernels::cpu::bf12;
 use crate::kernels::cpu::pack::{BLOCK_PAIR, VECTOR};
 use crate::kernels::cpu::quantize::{BLOCK, OFFSET_4, OFFSET_8};
 
@@ -83,6 +88,171 @@ pub(super) unsafe fn unpack(
                         }
                     }
                 }
+            }
+        }
+    }
+}
+
+/// Pairs of columns of a step.
+const STEP_PAIRS: usize = bf12::STEP_COLUMNS / 2;
+
+/// Pairs of columns of a vector's step in 12 bits: small floats, whose exponents are above the row's base.
+#[inline]
+#[target_feature(enable = "avx512f")]
+pub(super) fn small_pairs(words: [__m512i; 3]) -> [__m512i; 4] {
+    /// `a | b & c` of three operands.
+    const OR_AND: i32 = 0xf8;
+    let mask = |bits: u32| _mm512_set1_epi32(bits.cast_signed());
+    let [sign, upper, middle, lower] = bf12::FOURTH.map(|(_, _, bits)| mask(bits));
+    let fourth = _mm512_and_si512(_mm512_slli_epi32::<1>(words[0]), sign);
+    let from = _mm512_srli_epi32::<3>(words[0]);
+    let fourth = _mm512_ternarylogic_epi32::<OR_AND>(fourth, from, upper);
+    let from = _mm512_srli_epi32::<7>(words[1]);
+    let fourth = _mm512_ternarylogic_epi32::<OR_AND>(fourth, from, middle);
+    let from = _mm512_srli_epi32::<11>(words[2]);
+    let fourth = _mm512_ternarylogic_epi32::<OR_AND>(fourth, from, lower);
+    let pair = |word| _mm512_and_si512(word, mask(bf12::PAIR));
+    [pair(words[0]), pair(words[1]), pair(words[2]), fourth]
+}
+
+/// Those pairs as bf16, but for subnormal small floats, which stay what they are; and whether there are such, or zeros.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw")]
+pub(super) fn based_pairs(small: [__m512i; 4], bases: __m512i) -> ([__m512i; 4], bool) {
+    let exponents = _mm512_set1_epi32(bf12::EXPONENTS.cast_signed());
+    let mut all = u32::MAX;
+    let based = small.map(|pair| {
+        let normal = _mm512_test_epi16_mask(pair, exponents);
+        all &= normal;
+        _mm512_mask_add_epi16(pair, normal, pair, bases)
+    });
+    (based, all != u32::MAX)
+}
+
+/// The subnormal small floats of a pair of columns, as numbers: those of each column, zeros where there is another.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw")]
+pub(super) fn subnormal(pair: __m512i, bases: __m512i) -> [__m512; 2] {
+    let exponents = _mm512_set1_epi32(bf12::EXPONENTS.cast_signed());
+    let is_small = _mm512_testn_epi16_mask(pair, exponents);
+    let pair = _mm512_maskz_mov_epi16(is_small, pair);
+    // Those of base 0 are multiples of 2^-133.
+    let base = _mm512_and_si512(_mm512_srli_epi32::<7>(bases), _mm512_set1_epi32(255));
+    let exponent = _mm512_sub_epi32(base, _mm512_set1_epi32(133));
+    let unit = _mm512_scalef_ps(_mm512_set1_ps(1.0), _mm512_cvtepi32_ps(exponent));
+    [_mm512_slli_epi32::<16>(pair), pair].map(|word| {
+        let sign = _mm512_and_si512(word, _mm512_set1_epi32(i32::MIN));
+        let count = _mm512_and_si512(_mm512_srli_epi32::<16>(word), _mm512_set1_epi32(0x7f));
+        let size = _mm512_mul_ps(_mm512_cvtepi32_ps(count), unit);
+        _mm512_castsi512_ps(_mm512_or_si512(_mm512_castps_si512(size), sign))
+    })
+}
+
+/// [`bf12::unpack`] with AVX-512.
+///
+/// # Safety
+/// The processor has it.
+#[target_feature(enable = "avx512f,avx512bw")]
+pub(super) unsafe fn bf12_by_avx512(
+    panel: bf12::Panel<'_>,
+    columns: Range<usize>,
+    to: &mut [[u16; 2]],
+) {
+    let vectors = panel.vectors();
+    let words = panel.words(columns.clone()).chunks_exact(bf12::STEP_WORDS * vectors);
+    let steps = words.zip(to.chunks_exact_mut(STEP_PAIRS * vectors * VECTOR));
+    for (words, to) in steps {
+        for vector in 0..vectors {
+            // SAFETY: a vector's words are as many as a load takes, and so are its pairs.
+            unsafe {
+                let load =
+                    |from: &[u8; bf12::VECTOR_BYTES]| _mm512_loadu_si512(from.as_ptr().cast());
+                let small = small_pairs([0, 1, 2].map(|k| load(&words[k * vectors + vector])));
+                let bases = load(panel.bases(vector));
+                let (mut pairs, has_small) = based_pairs(small, bases);
+                if has_small {
+                    for (pair, small) in pairs.iter_mut().zip(small) {
+                        // Exact in bf16, so the upper halves are all.
+                        let [even, odd] = subnormal(small, bases).map(|x| _mm512_castps_si512(x));
+                        let odd = _mm512_and_si512(odd, _mm512_set1_epi32(-1 << 16));
+                        let both = _mm512_or_si512(_mm512_srli_epi32::<16>(even), odd);
+                        let exponents = _mm512_set1_epi32(bf12::EXPONENTS.cast_signed());
+                        let is_small = _mm512_testn_epi16_mask(small, exponents);
+                        *pair = _mm512_mask_mov_epi16(*pair, is_small, both);
+                    }
+                }
+                for (pair, words) in pairs.into_iter().enumerate() {
+                    let to = &mut to[(pair * vectors + vector) * VECTOR..][..VECTOR];
+                    _mm512_storeu_si512(to.as_mut_ptr().cast(), words);
+                }
+            }
+        }
+    }
+}
+
+/// Puts the elements of a vector's step one by one.
+#[cold]
+fn put_small(panel: bf12::Panel<'_>, column: usize, vector: usize, to: &mut [[u16; 2]]) {
+    let lanes = panel.vectors() * VECTOR;
+    for (pair, to) in to.chunks_exact_mut(lanes).enumerate() {
+        let first = vector * VECTOR;
+        for (row, to) in (first..).zip(&mut to[first..][..VECTOR]) {
+            *to = [0, 1].map(|i| panel.bits(row, column + 2 * pair + i));
+        }
+    }
+}
+
+/// [`bf12::unpack`] with AVX2: half a vector at a time.
+///
+/// # Safety
+/// The processor has it.
+#[target_feature(enable = "avx2")]
+pub(super) unsafe fn bf12_by_avx2(
+    panel: bf12::Panel<'_>,
+    columns: Range<usize>,
+    to: &mut [[u16; 2]],
+) {
+    let mask = |bits: u32| _mm256_set1_epi32(bits.cast_signed());
+    let (exponents, zero) = (mask(bf12::EXPONENTS), _mm256_setzero_si256());
+    let [sign, upper, middle, lower] = bf12::FOURTH.map(|(_, _, bits)| mask(bits));
+    let vectors = panel.vectors();
+    let words = panel.words(columns.clone()).chunks_exact(bf12::STEP_WORDS * vectors);
+    let steps = words.zip(to.chunks_exact_mut(STEP_PAIRS * vectors * VECTOR));
+    for (step, (words, to)) in steps.enumerate() {
+        for vector in 0..vectors {
+            let mut has_small = false;
+            for side in 0..2 {
+                // SAFETY: half of a vector's words are as many as a load takes, and so are half of its pairs.
+                unsafe {
+                    let load = |from: &[u8; bf12::VECTOR_BYTES]| {
+                        let from = from.as_ptr().add(side * bf12::VECTOR_BYTES / 2);
+                        _mm256_loadu_si256(from.cast())
+                    };
+                    let [a, b, c] = [0, 1, 2].map(|k| load(&words[k * vectors + vector]));
+                    let pair = |word| _mm256_and_si256(word, mask(bf12::PAIR));
+                    let fourth = _mm256_or_si256(
+                        _mm256_or_si256(
+                            _mm256_and_si256(_mm256_slli_epi32::<1>(a), sign),
+                            _mm256_and_si256(_mm256_srli_epi32::<3>(a), upper),
+                        ),
+                        _mm256_or_si256(
+                            _mm256_and_si256(_mm256_srli_epi32::<7>(b), middle),
+                            _mm256_and_si256(_mm256_srli_epi32::<11>(c), lower),
+                        ),
+                    );
+                    let bases = load(panel.bases(vector));
+                    for (i, small) in [pair(a), pair(b), pair(c), fourth].into_iter().enumerate() {
+                        let is_small = _mm256_cmpeq_epi16(_mm256_and_si256(small, exponents), zero);
+                        has_small |= _mm256_movemask_epi8(is_small) != 0;
+                        let based = _mm256_add_epi16(small, _mm256_andnot_si256(is_small, bases));
+                        let to = &mut to[(i * vectors + vector) * VECTOR..][..VECTOR];
+                        let to = to.as_mut_ptr().add(side * VECTOR / 2);
+                        _mm256_storeu_si256(to.cast(), based);
+                    }
+                }
+            }
+            if has_small {
+                put_small(panel, columns.start + step * bf12::STEP_COLUMNS, vector, to);
             }
         }
     }

@@ -7,12 +7,14 @@
 
 use cubecl::prelude::*;
 use ir::op::Then;
+use ir::tensor::Format;
 
 use super::input::Input;
 use super::rights::{Conversion, OPERAND_TOKENS, Right, load_operands, parts};
 use super::total::{Output, Shape, Totals, finish_outputs};
 use crate::kernels::cpu::pack::{PANEL, VECTOR};
 use crate::kernels::gpu::ahead::{Regions, ask_at_the_end};
+use crate::kernels::gpu::bf12::row_factors;
 use crate::kernels::gpu::instructions::{Sums, multiply, right};
 use crate::kernels::gpu::matrix::Layout;
 use crate::kernels::gpu::panel::{Panel, Walk, panel_vectors};
@@ -162,6 +164,13 @@ fn multiply_band<N: Size>(
     for _ in 0..comptime!(share.stages * shape.matrices) {
         stages.push(Portion::new(share.panel));
     }
+    let mut bases = Array::<Words>::new(shape.matrices);
+    if comptime!(matches!(share.panel.format, Format::Bf12)) {
+        #[unroll]
+        for matrix in 0..shape.matrices {
+            bases[matrix] = weights[matrix][place.walk.start + place.walk.slot];
+        }
+    }
     let mut number = place.split;
     #[unroll]
     for stage in 0..comptime!(share.stages - 1) {
@@ -193,6 +202,22 @@ fn multiply_band<N: Size>(
                     sync_plane();
                 }
                 number += share.splits;
+            }
+        }
+    }
+    if comptime!(matches!(share.panel.format, Format::Bf12)) {
+        #[unroll]
+        for matrix in 0..shape.matrices {
+            let factors = row_factors(bases[matrix]);
+            #[unroll]
+            for pair in 0..2usize {
+                let at = comptime!(matrix * 2 + pair);
+                let mut sum = sums[at];
+                #[unroll]
+                for i in 0..4usize {
+                    sum.insert(i, sum.extract(i) * factors[comptime!(2 * pair + i / 2)]);
+                }
+                sums[at] = sum;
             }
         }
     }

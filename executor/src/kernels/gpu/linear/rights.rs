@@ -11,6 +11,7 @@ use ir::tensor::Format;
 use super::input::Input;
 use super::matrix::LANE_SLOTS;
 use super::total::{Shape, Totals};
+use crate::kernels::gpu::bf12::ENLARGED;
 use crate::kernels::gpu::instructions::{Packed, pack};
 use crate::kernels::gpu::panel::Panel;
 use crate::kernels::gpu::portion::{BLOCK, portion_blocks, portion_columns};
@@ -133,6 +134,9 @@ impl Conversion {
                     self.squares[round] += x.extract(i) * x.extract(i);
                 }
                 x *= input.offset_factors(self.factors);
+            }
+            if comptime!(matches!(panel.format, Format::Bf12)) {
+                x *= Four::new(ENLARGED);
             }
             let mut upper = Right::empty();
             let mut lower = Right::empty();

@@ -4,6 +4,7 @@ use half::{bf16, f16};
 use ir::tensor::Format;
 
 use super::{Layout, Matrix};
+use crate::kernels::cpu::bf12;
 use crate::kernels::cpu::pack::{BLOCK_PAIR, PANEL, VECTOR, pack, packed_bytes, padded};
 use crate::kernels::cpu::testing::{Random, with_team};
 use crate::kernels::gpu::device::Gpu;
@@ -50,7 +51,7 @@ pub(in crate::kernels::gpu) fn row_major(
             let narrow: Vec<bf16> = wide.iter().map(|&v| bf16::from_f32(v)).collect();
             (bytemuck::cast_slice(&narrow).to_vec(), narrow.iter().map(|v| v.to_f64()).collect())
         }
-        Format::Q8 | Format::Q4 => panic!("blocks have no row-major layout"),
+        Format::Bf12 | Format::Q8 | Format::Q4 => panic!("{format} has no row-major layout"),
     };
     let data = gpu.upload::<u8>(&bytes);
     let matrix = Matrix::new(format, Layout::RowMajor, rows, columns, data).unwrap();
@@ -113,6 +114,10 @@ pub(in crate::kernels::gpu) fn unpacked(
                 Format::Bf16 => {
                     let at = start + (column / 2 * lanes + lane) * 4 + column % 2 * 2;
                     bf16::from_le_bytes([bytes[at], bytes[at + 1]]).to_f64()
+                }
+                Format::Bf12 => {
+                    let panel = bf12::Panel::new(&bytes[start..], lanes / VECTOR);
+                    bf16::from_bits(panel.bits(lane, column)).to_f64()
                 }
                 Format::Q8 => {
                     let scale = half(pair + (block * lanes + lane) * 2);

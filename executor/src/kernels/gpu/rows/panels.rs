@@ -20,6 +20,7 @@ impl Table {
         let columns = match self.format {
             Format::F32 | Format::F16 => 1,
             Format::Bf16 => 2,
+            Format::Bf12 => unreachable!("no table is in 12 bits"),
             Format::Q8 => 4,
             Format::Q4 => 8,
         };
@@ -89,6 +90,7 @@ pub(super) fn gather_panels(
                     put(out, base, first, 4 * word + i, value, table);
                 }
             }
+            Format::Bf12 => comptime!(unreachable!("no table is in 12 bits")),
             Format::Q4 => {
                 let (pair, group) =
                     (word / comptime!(table.pair_words()), word % comptime!(table.pair_words()));
@@ -185,7 +187,7 @@ mod tests {
     #[test]
     fn rows_of_every_format_are_picked_scaled_and_added() {
         let Some(gpu) = gpu() else { return };
-        for format in Format::ALL {
+        for format in Format::ALL.into_iter().filter(|&format| format != Format::Bf12) {
             for with_base in [false, true] {
                 // The last panel has one vector, then two.
                 check(&gpu, format, 41, 72, with_base);
