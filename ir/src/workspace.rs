@@ -269,9 +269,7 @@ impl Need<'_> {
         if is_cast {
             raise(&mut space.input_bytes, product(&[rows.min(UNPACKED_ROWS), features], 4));
         }
-        let formats = linear.weights.iter().filter_map(|&weight| self.plan.weights.get(weight));
-        let has_codes = formats.map(|weight| weight.format).any(|format| format == Format::Bf12);
-        if rows <= UNPACKED_ROWS && !has_codes {
+        if rows <= UNPACKED_ROWS {
             return;
         }
         raise(&mut space.library_bytes, self.library_bytes);

@@ -273,6 +273,8 @@ impl<'a> Search<'a> {
     }
 
     fn offers(&self, price: &dyn Fn(&Arrangement) -> anyhow::Result<Offer>) -> Vec<Offer> {
+        /// Blocks below which room for a matrix counts for more than that its fetch waits for the one before.
+        const FEW_BLOCKS: usize = 4;
         let mut offers: Vec<Offer> = Vec::new();
         let members = || self.blocks.iter().flat_map(|block| &block.nodes);
         let largest_node = members().map(|member| member.window_bytes).max().unwrap_or(0);
@@ -280,15 +282,19 @@ impl<'a> Search<'a> {
             |block: &Block| block.nodes.iter().map(|member| member.window_bytes).sum();
         let largest_block: u64 = self.blocks.iter().map(block_bytes).max().unwrap_or(0);
         // One matrix is read while the next one comes; larger windows smooth unevenness and take room from blocks.
-        let mut windows = vec![0, 2 * largest_node, 2 * largest_block];
+        let mut windows = vec![2 * largest_block, 2 * largest_node, 0];
         windows.dedup();
-        for window_bytes in windows {
+        while let Some(window_bytes) = windows.pop() {
             let in_place = Fetching { share: 0.0, in_blocks: true };
             let Some((counts, base)) = self.fewest(window_bytes, in_place, price) else { continue };
             let decode = base.candidate.decode_nanos;
             offers.push(base);
             if let Some(decode) = decode.filter(|_| window_bytes > 0) {
                 offers.extend(self.fetching(&counts, window_bytes, decode as f64, price));
+            }
+            let stay: usize = counts.iter().sum();
+            if window_bytes == 2 * largest_node && (1..=FEW_BLOCKS).contains(&stay) {
+                windows.push(largest_node);
             }
         }
         offers

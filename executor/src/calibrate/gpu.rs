@@ -85,10 +85,7 @@ pub(super) fn rates(gpu: &Gpu, sizes: Sizes) -> Result<Rates> {
     let mut rate = |format| {
         if format == Format::Bf16 { Ok(bf16.clone()) } else { meter.linear(format, step_nanos) }
     };
-    // Without matrix instructions 12 bits are unpacked whatever is multiplied with them.
-    let is_multiplied = |&format: &Format| format != Format::Bf12 || gpu.multiplies(DType::Bf16);
-    let formats = Format::ALL.into_iter().filter(is_multiplied);
-    let linear = formats.map(&mut rate).collect::<Result<_>>()?;
+    let linear = Format::ALL.into_iter().map(&mut rate).collect::<Result<_>>()?;
     Ok(Rates {
         source: RateSource::Calibrated,
         read_bytes_per_sec,
@@ -437,7 +434,7 @@ mod tests {
             rates.cache_bytes_per_sec,
         ];
         let all: Vec<f64> = points.map(|point| point.weights_per_sec).chain(others).collect();
-        assert_eq!(all.len(), 5 * 3 + 4);
+        assert_eq!(all.len(), Format::ALL.len() * 3 + 4);
         assert!(all.iter().all(|rate| rate.is_finite() && *rate > 0.0), "{all:?}");
     }
 }

@@ -28,20 +28,24 @@ pub(super) const ENLARGED: f32 = (1_u128 << 64) as f32;
 /// What takes a base to the exponent of an f32 that makes good for its absence in weights and for [`ENLARGED`].
 const BASE_TO_FACTOR: u32 = 127 - 64;
 
-/// A pair of columns of a step, of a load's four rows: small floats.
+/// A pair of columns of a step, of a load's four rows: small floats. The step's words start at `words[first]`.
 #[cube]
-pub(super) fn small_pair(words: &Array<Words>, #[comptime] pair: usize) -> Words {
+pub(super) fn small_pair(
+    words: &Array<Words>,
+    #[comptime] first: usize,
+    #[comptime] pair: usize,
+) -> Words {
     let mut pairs = Words::empty();
     #[unroll]
     for row in 0..ROWS {
         let mut both = 0u32.runtime();
         if comptime!(pair < STEP_WORDS) {
-            both = words[pair].extract(row) & PAIR;
+            both = words[first + pair].extract(row) & PAIR;
         } else {
             #[unroll]
             for part in 0..4usize {
                 let (word, shift, mask) = comptime!(FOURTH[part]);
-                let word = words[word].extract(row);
+                let word = words[first + word].extract(row);
                 let shifted = if comptime!(shift < 0) {
                     word << comptime!(-shift as u32)
                 } else {
@@ -142,7 +146,7 @@ fn unpack_bf12<F: Float, N: Size>(
             let mut values = Array::<f32>::new(comptime!(ROWS * STEP_COLUMNS));
             #[unroll]
             for pair in 0..comptime!(STEP_COLUMNS / 2) {
-                let pairs = small_pair(&words, pair);
+                let pairs = small_pair(&words, 0usize, pair);
                 #[unroll]
                 for row in 0..ROWS {
                     let base = (bases.extract(row) >> 7u32) & 255u32;

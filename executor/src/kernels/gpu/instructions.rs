@@ -20,7 +20,7 @@ pub(super) type Sums = Vector<f32, Const<4>>;
 
 impl Gpu {
     /// Whether matrix instructions multiply elements of this type.
-    pub(crate) fn multiplies(&self, dtype: DType) -> bool {
+    pub(super) fn multiplies(&self, dtype: DType) -> bool {
         let kind = element(dtype);
         let wanted = MmaConfig {
             a_type: kind,

@@ -118,7 +118,6 @@ impl Gpu {
         match first.layout() {
             _ if self.has_digits(linear) => self.multiply_blocks(linear),
             _ if self.has_portions(linear) => self.multiply_portions(linear),
-            _ if first.format() == Format::Bf12 => bail!("12 bits are unpacked first here"),
             Layout::Panels => self.multiply_panels(linear),
             Layout::RowMajor => self.multiply_rows(linear, self.row_splits(linear)),
         }
@@ -133,19 +132,13 @@ impl Gpu {
             && matrix.columns().is_multiple_of(8)
     }
 
-    /// Whether a matrix is multiplied as it lies: not in 12 bits where there are no matrix instructions.
-    pub fn takes_as_it_lies(&self, matrix: &Matrix) -> bool {
-        matrix.format() != Format::Bf12
-            || self.multiplies(DType::Bf16) && matrix.columns().is_multiple_of(4)
-    }
-
     /// Whether a linear of f32 is one for matrix instructions: they take bf16, and columns in fours.
     fn has_portions(&self, linear: &Linear<'_>) -> bool {
         let first = linear.matrices[0];
         let fits = match (first.layout(), first.format()) {
-            (Layout::Panels, Format::Q8 | Format::Q4 | Format::Bf16 | Format::Bf12) => true,
-            // One token needs a fourth of the instructions that a processor has time for, and no conversion.
-            (Layout::RowMajor, Format::Bf16) => linear.tokens > 1,
+            (Layout::Panels, Format::Q8 | Format::Q4 | Format::Bf16) => true,
+            // One token needs a part of the instructions that a processor has time for, and no conversion.
+            (Layout::RowMajor, Format::Bf16) | (Layout::Panels, Format::Bf12) => linear.tokens > 1,
             (_, Format::F32 | Format::F16)
             | (Layout::RowMajor, Format::Bf12 | Format::Q8 | Format::Q4) => false,
         };

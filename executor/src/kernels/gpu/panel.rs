@@ -8,8 +8,10 @@
 use cubecl::prelude::*;
 use ir::tensor::Format;
 
+use super::bf12::small_pair;
 use super::matrix::LOAD_BYTES;
 use super::words::{Words, half_of};
+use crate::kernels::cpu::bf12::{STEP_COLUMNS, STEP_WORDS};
 use crate::kernels::cpu::pack::{BLOCK_PAIR, PANEL, VECTOR, packed_bytes, padded};
 
 /// Loads of a task: enough independent ones for a cube of 16 planes to keep 32 KB on their way.
@@ -38,10 +40,15 @@ impl Panel {
         match self.format {
             Format::F32 | Format::F16 => LOADS,
             Format::Bf16 => 2 * LOADS,
-            Format::Bf12 => unreachable!("12 bits have no tasks"),
+            Format::Bf12 => STEP_COLUMNS,
             Format::Q8 => 4 * LOADS,
             Format::Q4 => 8 * LOADS,
         }
+    }
+
+    /// Loads of a task.
+    fn loads(self) -> usize {
+        if matches!(self.format, Format::Bf12) { STEP_WORDS } else { LOADS }
     }
 
     /// Tasks of a slot.
@@ -121,11 +128,14 @@ pub(super) fn load_task(
         let tasks = comptime!(panel.pair_tasks());
         let pair = (task / tasks) * comptime!(panel.pair_stride()) + SCALE_LOADS;
         (pair * walk.vectors, (task % tasks) * LOADS)
+    } else if comptime!(matches!(panel.format, Format::Bf12)) {
+        // Behind the exponents of the rows.
+        (slots, task * STEP_WORDS)
     } else {
         (0usize.runtime(), task * LOADS)
     };
     #[unroll]
-    for i in 0..LOADS {
+    for i in 0..panel.loads() {
         let step = if comptime!(panel.covered() > panel.padded()) {
             // The last task reaches beyond the columns: what it loads there meets zeros.
             min(step + i, comptime!(panel.padded() - 1))
@@ -175,7 +185,8 @@ pub(super) fn task_column(task: usize, #[comptime] panel: Panel) -> usize {
     }
 }
 
-/// Decodes a task's words, in a format without blocks, to `values[row][column]`.
+/// Decodes a task's words, in a format without blocks, to `values[row][column]`; in 12 bits without what the row's
+/// exponents are above (see [`super::bf12`]).
 #[cube]
 pub(super) fn decode_floats(
     words: &Array<Words>,
@@ -185,11 +196,17 @@ pub(super) fn decode_floats(
     #[comptime] panel: Panel,
 ) {
     let columns = comptime!(panel.task_columns());
+    // A pair of columns of 12 bits is what a load of 16 is.
     #[unroll]
     for load in 0..LOADS {
+        let loaded = if comptime!(matches!(panel.format, Format::Bf12)) {
+            small_pair(words, first, load)
+        } else {
+            words[first + load]
+        };
         #[unroll]
         for i in 0..4usize {
-            let word = words[first + load].extract(i);
+            let word = loaded.extract(i);
             match comptime!(panel.format) {
                 Format::F32 => {
                     values[first_value + i * columns + load] = f32::reinterpret(word);
@@ -199,14 +216,12 @@ pub(super) fn decode_floats(
                     values[at] = half_of(word, 0usize, Format::F16);
                     values[at + columns] = half_of(word, 1usize, Format::F16);
                 }
-                Format::Bf16 => {
+                Format::Bf16 | Format::Bf12 => {
                     let at = first_value + i * columns + 2 * load;
                     values[at] = half_of(word, 0usize, Format::Bf16);
                     values[at + 1] = half_of(word, 1usize, Format::Bf16);
                 }
-                Format::Bf12 | Format::Q8 | Format::Q4 => {
-                    comptime!(unreachable!("blocks are decoded apart"))
-                }
+                Format::Q8 | Format::Q4 => comptime!(unreachable!("blocks are decoded apart")),
             }
         }
     }

@@ -415,7 +415,7 @@ impl Portion {
     /// A load of a format without blocks; in 12 bits what would be one of bf16.
     fn floats(&self, #[comptime] index: usize, #[comptime] panel: Panel) -> Words {
         if comptime!(matches!(panel.format, Format::Bf12)) {
-            small_pair(&self.words, index)
+            small_pair(&self.words, 0usize, index)
         } else {
             self.words[index]
         }

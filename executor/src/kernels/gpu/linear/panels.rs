@@ -2,12 +2,14 @@
 
 use cubecl::prelude::*;
 use ir::op::Then;
+use ir::tensor::Format;
 
 use super::input::Input;
 use super::product::{multiply_task, zeros};
 use super::total::{Output, Shape, Totals};
 use crate::kernels::cpu::pack::PANEL;
 use crate::kernels::gpu::ahead::{Regions, ask_at_the_end};
+use crate::kernels::gpu::bf12::row_factors;
 use crate::kernels::gpu::panel::{Panel, Walk, panel_vectors};
 use crate::kernels::gpu::words::Words;
 
@@ -41,6 +43,13 @@ pub(super) fn multiply_panels<N: Size>(
             let start = number * comptime!(panel.stride());
             let walk = Walk { start, vectors, slot: unit % slots };
             let stride = CUBE_DIM as usize / slots;
+            let mut bases = Array::<Words>::new(shape.matrices);
+            if comptime!(matches!(panel.format, Format::Bf12)) {
+                #[unroll]
+                for matrix in 0..shape.matrices {
+                    bases[matrix] = weights[output][matrix][start + walk.slot];
+                }
+            }
             for task in range_stepped(unit / slots, panel.tasks(), stride) {
                 multiply_task(
                     input,
@@ -53,6 +62,17 @@ pub(super) fn multiply_panels<N: Size>(
                     shape.tokens,
                     panel,
                 );
+            }
+            if comptime!(matches!(panel.format, Format::Bf12)) {
+                #[unroll]
+                for matrix in 0..shape.matrices {
+                    let factors = row_factors(bases[matrix]);
+                    #[unroll]
+                    for sum in 0..comptime!(shape.tokens * shape.rows) {
+                        let at = comptime!(matrix * shape.tokens * shape.rows + sum);
+                        sums[at] *= factors[comptime!(sum % shape.rows)];
+                    }
+                }
             }
             put_slots(&mut totals, &mut sums, &mut squares, shape, plane);
         }

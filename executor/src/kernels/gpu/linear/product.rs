@@ -3,9 +3,11 @@
 //! Sums are `[matrix][token][row]` of the unit's slot, squares `[token]`.
 
 use cubecl::prelude::*;
+use ir::tensor::Format;
 
 use super::input::Input;
 use crate::kernels::cpu::pack::BLOCK_PAIR;
+use crate::kernels::gpu::bf12::ENLARGED;
 use crate::kernels::gpu::panel::{
     BLOCK_OFFSET, LOADS, Panel, Walk, block_factor, decode_codes, decode_floats, load_scales,
     load_task, task_column,
@@ -69,7 +71,10 @@ fn multiply_floats<N: Size>(
         let factors = input.factors(column + 4 * four);
         #[unroll]
         for token in 0..tokens {
-            let x = input.four(first_row + token, column + 4 * four, factors, squares, token);
+            let mut x = input.four(first_row + token, column + 4 * four, factors, squares, token);
+            if comptime!(matches!(panel.format, Format::Bf12)) {
+                x *= Four::new(ENLARGED);
+            }
             #[unroll]
             for matrix in 0..matrices {
                 let (first, to) =
