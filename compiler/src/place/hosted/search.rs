@@ -1,0 +1,420 @@
+//! The search for what stays beside some GPUs: how many blocks, how large a fetch window, how much decode fetches.
+
+use std::ops::Range;
+
+use ir::id::{DeviceId, NodeId, Table};
+use ir::op::Op;
+use ir::plan::DeviceForecast;
+
+use super::{Hosted, Hosting, hosts};
+use crate::cost::fetch_nanos;
+use crate::explain::bytes;
+use crate::part::WeightKey;
+use crate::place::candidates::Arrangement;
+use crate::place::group::Group;
+use crate::place::prices::{Pins, decode_nanos};
+use crate::place::units::Units;
+use crate::place::{Offer, Room};
+use crate::task::Task;
+use crate::window::aligned;
+
+/// What of a block stays on a NUMA node.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Kept {
+    /// A mixture's experts.
+    Experts,
+    /// All linears and experts, with what lies between them.
+    Matrices,
+}
+
+/// A block that may stay.
+struct Block {
+    /// The stage that it belongs to.
+    stage: usize,
+    /// Its nodes in the order they run; those without a matrix go with the others.
+    nodes: Vec<Member>,
+    /// Bytes of its matrices at home, at most.
+    bytes: u64,
+}
+
+struct Member {
+    node: NodeId,
+    /// Bytes of its matrices in a fetch window, at most.
+    window_bytes: u64,
+    /// What fetching them takes while the home computes.
+    fetch_nanos: f64,
+    /// What the home takes for them in decode.
+    home_nanos: f64,
+}
+
+/// How much decode fetches.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Fetching {
+    /// Share of the bytes that stay.
+    share: f64,
+    /// Whether blocks are fetched as a whole; else each node by itself.
+    in_blocks: bool,
+}
+
+/// The search for the best arrangement beside some GPUs.
+pub(super) struct Search<'a> {
+    task: &'a Task<'a>,
+    /// GPUs, each with a range of units.
+    stages: Vec<(DeviceId, Range<usize>)>,
+    hosts: Vec<DeviceId>,
+    kept: Kept,
+    blocks: Vec<Block>,
+    /// Nodes that only look rows up: their tables are as well on a NUMA node as on the GPU.
+    lookups: Vec<NodeId>,
+}
+
+impl<'a> Search<'a> {
+    /// `None` where nothing can stay, or no NUMA node computes its format.
+    pub(super) fn new(
+        task: &'a Task<'a>,
+        units: &'a Units,
+        pins: &Pins,
+        gpus: &[DeviceId],
+        kept: Kept,
+    ) -> Option<Self> {
+        let hosts = hosts(task, gpus);
+        let home = *hosts.first()?;
+        let stages = stages(task, units, gpus)?;
+        let stage_of = |unit: usize| stages.iter().position(|(_, units)| units.contains(&unit));
+        let home_nanos = decode_nanos(task, home)?;
+        let graph = &task.model.layers;
+        let mut blocks: Vec<Option<Block>> = (0..units.len()).map(|_| None).collect();
+        let mut lookups = Vec::new();
+        for (id, node) in graph.nodes().filter(|(id, _)| pins[*id].is_none()) {
+            if let Op::Embed { table, .. } | Op::AddPosition { table, .. } = &node.work {
+                let mut users =
+                    graph.nodes().filter(|(_, node)| node.work.weights().contains(table));
+                if users.all(|(user, _)| user == id) {
+                    lookups.push(id);
+                }
+                continue;
+            }
+            let stays = match kept {
+                // Where experts are split, the first are those to have on the GPU.
+                Kept::Experts => {
+                    let Op::Experts(experts) = &node.work else { continue };
+                    experts.part.is_none_or(|part| part.first > 0)
+                }
+                Kept::Matrices => !matches!(node.work, Op::Attention(_)),
+            };
+            if !stays || Task::block(&node.name).is_none() {
+                continue;
+            }
+            let mut member = Member {
+                node: id,
+                window_bytes: 0,
+                fetch_nanos: 0.0,
+                home_nanos: home_nanos[id] as f64,
+            };
+            let stage = stage_of(units.of[id])?;
+            let gpu = stages[stage].0;
+            let block = blocks[units.of[id]].get_or_insert_with(|| Block {
+                stage,
+                nodes: Vec::new(),
+                bytes: 0,
+            });
+            if node.work.takes_fetched() {
+                for weight in node.work.weights() {
+                    // Homes may hold it in different formats; the largest is what there must be room for.
+                    let packed = |&home: &DeviceId| {
+                        let format = task.format(weight, home);
+                        let key = WeightKey { weight, device: home, format, slice: None };
+                        key.packed_bytes(task)
+                    };
+                    if task.model.weights[weight].shape.len() > 1 {
+                        let bytes = hosts.iter().map(packed).max().unwrap_or(0);
+                        block.bytes += bytes;
+                        member.window_bytes += aligned(bytes);
+                        member.fetch_nanos +=
+                            fetch_nanos(task.target, home, gpu, bytes, true).ok()?;
+                    }
+                }
+            }
+            block.nodes.push(member);
+        }
+        let blocks: Vec<Block> =
+            blocks.into_iter().flatten().filter(|block| block.bytes > 0).collect();
+        let some = !blocks.is_empty();
+        some.then_some(Self { task, stages, hosts, kept, blocks, lookups })
+    }
+
+    /// The offers that are worth comparing.
+    pub(super) fn offers(
+        &self,
+        price: &dyn Fn(&Arrangement) -> anyhow::Result<Offer>,
+    ) -> Vec<Offer> {
+        /// Blocks below which room for a matrix counts for more than that its fetch waits for the one before.
+        const FEW_BLOCKS: usize = 4;
+        let mut offers: Vec<Offer> = Vec::new();
+        let members = || self.blocks.iter().flat_map(|block| &block.nodes);
+        let largest_node = members().map(|member| member.window_bytes).max().unwrap_or(0);
+        let block_bytes =
+            |block: &Block| block.nodes.iter().map(|member| member.window_bytes).sum();
+        let largest_block: u64 = self.blocks.iter().map(block_bytes).max().unwrap_or(0);
+        // One matrix is read while the next one comes; larger windows smooth unevenness and take room from blocks.
+        let mut windows = vec![2 * largest_block, 2 * largest_node, 0];
+        windows.dedup();
+        while let Some(window_bytes) = windows.pop() {
+            let in_place = Fetching { share: 0.0, in_blocks: true };
+            let Some((counts, base)) = self.fewest(window_bytes, in_place, price) else { continue };
+            let decode = base.candidate.decode_nanos;
+            offers.push(base);
+            if let Some(decode) = decode.filter(|_| window_bytes > 0) {
+                offers.extend(self.fetching(&counts, window_bytes, decode as f64, price));
+            }
+            let stay: usize = counts.iter().sum();
+            if window_bytes == 2 * largest_node && (1..=FEW_BLOCKS).contains(&stay) {
+                windows.push(largest_node);
+            }
+        }
+        offers
+    }
+
+    /// What GPUs have left, beside a window of so many bytes, when all that may stay does.
+    pub(super) fn rooms(
+        &self,
+        window_bytes: u64,
+        price: &dyn Fn(&Arrangement) -> anyhow::Result<Offer>,
+    ) -> Vec<Room> {
+        let all: Vec<usize> =
+            (0..self.stages.len()).map(|stage| self.blocks_of(stage).count()).collect();
+        let in_place = Fetching { share: 0.0, in_blocks: true };
+        let Ok(offer) = price(&self.arrange(&all, window_bytes, in_place)) else {
+            return Vec::new();
+        };
+        let room = |(device, units): &(DeviceId, Range<usize>)| {
+            let held = &offer.devices[*device];
+            let bytes = held.capacity_bytes.saturating_sub(held.needed_bytes());
+            Room { device: *device, units: units.clone(), bytes }
+        };
+        self.stages.iter().map(room).collect()
+    }
+
+    /// The best offer in which decode fetches a share of what stays.
+    ///
+    /// The best share is near the one for which the link and the home take equally long; whether whole blocks or single
+    /// nodes are fetched is decided there.
+    fn fetching(
+        &self,
+        counts: &[usize],
+        window_bytes: u64,
+        decode_nanos: f64,
+        price: &dyn Fn(&Arrangement) -> anyhow::Result<Offer>,
+    ) -> Option<Offer> {
+        let members = || self.staying(counts).flat_map(|block| &block.nodes);
+        let fetch: f64 = members().map(|member| member.fetch_nanos).sum();
+        let home: f64 = members().map(|member| member.home_nanos).sum();
+        // Without fetches decode takes what the home takes, and what no fetch shortens.
+        let even = (decode_nanos / (fetch + home).max(1.0)).min(1.0);
+        let offer = |share: f64, in_blocks: bool| {
+            let fetching = Fetching { share: share.min(1.0), in_blocks };
+            let offer = price(&self.arrange(counts, window_bytes, fetching)).ok()?;
+            offer.candidate.missing.is_none().then_some(offer)
+        };
+        let score = |offer: &Option<Offer>| offer.as_ref().map_or(u64::MAX, |offer| offer.score);
+        let (blocks, nodes) = (offer(even, true), offer(even, false));
+        let in_blocks = score(&blocks) <= score(&nodes);
+        let others = [0.85, 0.9, 0.95, 1.05, 1.1].map(|factor| offer(even * factor, in_blocks));
+        [blocks, nodes].into_iter().chain(others).flatten().min_by_key(|offer| offer.score)
+    }
+
+    /// The fewest blocks of each stage that must stay so that the rest fits the GPUs, with the price; all of them where
+    /// it never does.
+    fn fewest(
+        &self,
+        window_bytes: u64,
+        fetching: Fetching,
+        price: &dyn Fn(&Arrangement) -> anyhow::Result<Offer>,
+    ) -> Option<(Vec<usize>, Offer)> {
+        let offer = |counts: &[usize]| price(&self.arrange(counts, window_bytes, fetching)).ok();
+        let all: Vec<usize> =
+            (0..self.stages.len()).map(|stage| self.blocks_of(stage).count()).collect();
+        let everything = offer(&all)?;
+        if everything.candidate.missing.is_some() {
+            return Some((all, everything));
+        }
+        // Blocks are much alike, so the first guess is off by little.
+        let largest = self.blocks.iter().map(|block| block.bytes).max().unwrap_or(1);
+        let guess = |(&all, (gpu, _)): (&usize, &(DeviceId, Range<usize>))| {
+            let bytes: &DeviceForecast = &everything.devices[*gpu];
+            let slack = bytes.capacity_bytes.saturating_sub(bytes.needed_bytes());
+            all - usize::try_from(slack / largest).unwrap_or(all).min(all)
+        };
+        let mut counts: Vec<usize> = all.iter().zip(&self.stages).map(guess).collect();
+        if counts.iter().all(|&count| count == 0) {
+            counts[0] = 1;
+        }
+        let mut is_tight = vec![false; counts.len()];
+        let mut best = loop {
+            let offer = offer(&counts)?;
+            let Some((lacking, _)) = offer.candidate.missing else { break (counts, offer) };
+            let stage = self.stages.iter().position(|(gpu, _)| *gpu == lacking);
+            match stage.filter(|&stage| counts[stage] < all[stage]) {
+                Some(stage) => {
+                    counts[stage] += 1;
+                    is_tight[stage] = true;
+                }
+                None => return Some((all, everything)),
+            }
+        };
+        for stage in (0..is_tight.len()).filter(|&stage| !is_tight[stage]) {
+            while best.0[stage] > 0 && best.0.iter().sum::<usize>() > 1 {
+                let mut fewer = best.0.clone();
+                fewer[stage] -= 1;
+                let offer = offer(&fewer)?;
+                if offer.candidate.missing.is_some() {
+                    break;
+                }
+                best = (fewer, offer);
+            }
+        }
+        Some(best)
+    }
+
+    fn blocks_of(&self, stage: usize) -> impl Iterator<Item = &Block> {
+        self.blocks.iter().filter(move |block| block.stage == stage)
+    }
+
+    /// The blocks that stay, so many of each stage, evenly spread; the first ones come late, so that the link has a lead.
+    fn staying(&self, counts: &[usize]) -> impl Iterator<Item = &Block> {
+        counts.iter().enumerate().flat_map(|(stage, &count)| {
+            let all = self.blocks_of(stage).count();
+            let stays = move |index: usize| (index + 1) * count / all > index * count / all;
+            let blocks = self.blocks_of(stage).enumerate();
+            blocks.filter(move |(index, _)| stays(*index)).map(|(_, block)| block)
+        })
+    }
+
+    fn arrange(&self, counts: &[usize], window_bytes: u64, fetching: Fetching) -> Arrangement {
+        let mut nodes: Table<NodeId, Option<Hosting>> =
+            self.task.model.layers.nodes().map(|_| None).collect();
+        for &lookup in &self.lookups {
+            nodes[lookup] = Some(Hosting {
+                home: self.hosts[0],
+                is_fetched_in_prefill: false,
+                is_fetched_in_decode: false,
+            });
+        }
+        let mut free: Vec<u64> = self
+            .hosts
+            .iter()
+            .map(|&host| self.task.target.machine.devices[host].memory_bytes)
+            .collect();
+        let (mut bytes, mut fetched_bytes) = (0, 0);
+        // What is to be fetched so far and was not: it decides about the next block or node.
+        let mut owed = 0.0;
+        let mut decide = |bytes: u64| {
+            owed += bytes as f64 * fetching.share;
+            let is_fetched = bytes > 0 && owed >= bytes as f64 / 2.0;
+            if is_fetched {
+                owed -= bytes as f64;
+                fetched_bytes += bytes;
+            }
+            is_fetched
+        };
+        for block in self.staying(counts) {
+            let most = free.iter().max().copied().unwrap_or(0);
+            let host = free.iter().position(|&free| free == most).unwrap_or(0);
+            free[host] = free[host].saturating_sub(block.bytes);
+            bytes += block.bytes;
+            let whole = fetching.in_blocks && decide(block.bytes);
+            let mut is_fetched = whole;
+            for member in &block.nodes {
+                if !fetching.in_blocks && member.window_bytes > 0 {
+                    is_fetched = decide(member.window_bytes);
+                }
+                nodes[member.node] = Some(Hosting {
+                    home: self.hosts[host],
+                    is_fetched_in_prefill: window_bytes > 0,
+                    is_fetched_in_decode: is_fetched,
+                });
+            }
+        }
+        let percent = 100.0 * fetched_bytes as f64 / bytes.max(1) as f64;
+        let name = self.name(counts.iter().sum(), window_bytes, percent);
+        let hosted = Hosted { nodes, window_bytes, name };
+        let stages = self.stages.iter().map(|(gpu, units)| (Group::one(*gpu), units.clone()));
+        Arrangement { stages: stages.collect(), has_fixed_shares: false, hosted: Some(hosted) }
+    }
+
+    /// Whether the most used experts are nodes of their own.
+    fn is_split(&self) -> bool {
+        let mut members = self.blocks.iter().flat_map(|block| &block.nodes);
+        members.any(|member| {
+            let op = &self.task.model.layers.node(member.node).work;
+            matches!(op, Op::Experts(experts) if experts.part.is_some())
+        })
+    }
+
+    fn name(&self, count: usize, window_bytes: u64, decode_percent: f64) -> String {
+        let what = match self.kept {
+            Kept::Experts if self.is_split() => "least used experts",
+            Kept::Experts => "experts",
+            Kept::Matrices => "matrices",
+        };
+        let name = |device: &DeviceId| self.task.target.name(*device);
+        let hosts: Vec<&str> = self.hosts.iter().map(name).collect();
+        let gpus: Vec<&str> = self.stages.iter().map(|(gpu, _)| name(gpu)).collect();
+        let mut name = format!(
+            "{what} of {count} of {} blocks on {} beside {}",
+            self.blocks.len(),
+            hosts.join("+"),
+            gpus.join(" → ")
+        );
+        if window_bytes > 0 {
+            name += &format!(", fetching {} ahead", bytes(window_bytes));
+        }
+        if decode_percent > 0.0 {
+            name += &format!(", {decode_percent:.0} % in decode");
+        }
+        name
+    }
+}
+
+/// Units for each GPU in turn: its share of the bytes is like its share of the memory. `None` where there are too few.
+fn stages(
+    task: &Task<'_>,
+    units: &Units,
+    gpus: &[DeviceId],
+) -> Option<Vec<(DeviceId, Range<usize>)>> {
+    let mut bytes = vec![0; units.len()];
+    for (id, node) in task.model.layers.nodes() {
+        let weights = node.work.weights().into_iter();
+        let elements = weights.map(|weight| {
+            let shape = &task.model.weights[weight].shape;
+            shape.iter().map(|&size| u64::from(size)).product::<u64>()
+        });
+        let is_lookup = matches!(node.work, Op::Embed { .. } | Op::AddPosition { .. });
+        bytes[units.of[id]] += if is_lookup { 0 } else { elements.sum() };
+    }
+    let memory = |gpu: &DeviceId| task.target.machine.devices[*gpu].memory_bytes as f64;
+    let all_memory: f64 = gpus.iter().map(memory).sum();
+    let all_bytes = bytes.iter().sum::<u64>() as f64;
+    let (mut start, mut taken, mut share) = (0, 0.0, 0.0);
+    let mut stages = Vec::new();
+    for (index, gpu) in gpus.iter().enumerate() {
+        share += memory(gpu) / all_memory;
+        let after = gpus.len() - 1 - index;
+        let mut end = start;
+        while end + after < units.len() {
+            let next = bytes[end] as f64;
+            // Where the limit cuts a unit, whoever has more of it takes it.
+            if after > 0 && end > start && taken + next / 2.0 > share * all_bytes {
+                break;
+            }
+            taken += next;
+            end += 1;
+        }
+        if end == start {
+            return None;
+        }
+        stages.push((*gpu, start..end));
+        start = end;
+    }
+    Some(stages)
+}
