@@ -186,7 +186,7 @@ pub(super) fn task_column(task: usize, #[comptime] panel: Panel) -> usize {
 }
 
 /// Decodes a task's words, in a format without blocks, to `values[row][column]`; in 12 bits without what the row's
-/// exponents are above (see [`super::bf12`]).
+/// exponents are above (see [`crate::kernels::gpu::bf12`]).
 #[cube]
 pub(super) fn decode_floats(
     words: &Array<Words>,
