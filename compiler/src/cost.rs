@@ -184,7 +184,7 @@ pub(crate) fn rows_of(ty: &TensorType, extent: Extent) -> u32 {
 
 fn weights_per_sec(target: &Target, device: DeviceId, format: Format, tokens: u32) -> Result<f64> {
     let device = &target.machine.devices[device];
-    // A GPU without rates for 12 bits unpacks what it fetches of them, which is little beside the fetch.
+    // A machine file may be older than 12 bits, which a GPU meets where it fetches from a calibrated node.
     let rate = device.rates.linear(format).or_else(|| {
         let is_fetched = format == Format::Bf12 && matches!(device.kind, DeviceKind::Gpu { .. });
         device.rates.linear(Format::Bf16).filter(|_| is_fetched)

@@ -159,7 +159,7 @@ fn compile(arguments: &Compile) -> Result<()> {
         );
     }
     let machine = match &arguments.machine {
-        Some(path) => read_machine(path)?,
+        Some(path) => read(path, Machine::from_ron)?,
         None => probe::machine(None)?,
     };
     let model = models::lower(&arguments.checkpoint)?;
@@ -215,7 +215,7 @@ impl Compile {
 }
 
 fn check(path: &Path) -> Result<ExitCode> {
-    let found = ir::check::check(&read_plan(path)?);
+    let found = ir::check::check(&read(path, Plan::from_ron)?);
     for violation in &found {
         eprintln!("{violation}");
     }
@@ -227,30 +227,26 @@ fn check(path: &Path) -> Result<ExitCode> {
     bail!("{} has {} violation{plural}", path.display(), found.len());
 }
 
-fn read_plan(path: &Path) -> Result<Plan> {
-    let text = fs::read_to_string(path).with_context(|| format!("reading {}", path.display()))?;
-    Plan::from_ron(&text).with_context(|| format!("reading {}", path.display()))
+/// A file of ours, by what makes something of its text.
+fn read<T>(path: &Path, from_ron: fn(&str) -> Result<T>) -> Result<T> {
+    let reading = || format!("reading {}", path.display());
+    let text = fs::read_to_string(path).with_context(reading)?;
+    from_ron(&text).with_context(reading)
 }
 
 /// A plan that may be looked at: its ids name rows.
 fn sound_plan(path: &Path) -> Result<Plan> {
-    let plan = read_plan(path)?;
+    let plan = read(path, Plan::from_ron)?;
     if let Some(first) = ir::check::check(&plan).first() {
         bail!("{} is not sound: {first}; `hybridc check` lists all violations", path.display());
     }
     Ok(plan)
 }
 
-fn read_machine(path: &Path) -> Result<Machine> {
-    let text = fs::read_to_string(path).with_context(|| format!("reading {}", path.display()))?;
-    Machine::from_ron(&text).with_context(|| format!("reading {}", path.display()))
-}
-
 fn read_counts(path: &Path) -> Result<CountedExperts> {
-    let reading = || format!("reading {}", path.display());
-    let text = fs::read_to_string(path).with_context(reading)?;
-    let counts = ExpertCounts::from_ron(&text).with_context(reading)?;
-    Ok(CountedExperts { file: path.canonicalize().with_context(reading)?, counts })
+    let counts = read(path, ExpertCounts::from_ron)?;
+    let file = path.canonicalize().with_context(|| format!("reading {}", path.display()))?;
+    Ok(CountedExperts { file, counts })
 }
 
 /// The real folder of a file that need not exist yet.

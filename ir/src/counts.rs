@@ -5,6 +5,8 @@ use std::collections::BTreeMap;
 use anyhow::{Context as _, Result, ensure};
 use serde::{Deserialize, Serialize};
 
+use crate::ron_text;
+
 /// Raised whenever a field changes meaning.
 pub const VERSION: u32 = 1;
 
@@ -47,11 +49,6 @@ impl ExpertCounts {
 
     /// Writes counts; the same counts give the same bytes.
     pub fn to_ron(&self) -> Result<String> {
-        let style = ron::ser::PrettyConfig::new()
-            .depth_limit(2)
-            .struct_names(false)
-            .indentor("  ")
-            .new_line("\n");
-        Ok(ron::ser::to_string_pretty(self, style)? + "\n")
+        ron_text::write(self, 2)
     }
 }

@@ -20,6 +20,7 @@ pub mod op;
 pub mod packing;
 pub mod plan;
 mod read;
+mod ron_text;
 pub mod split;
 pub mod tensor;
 pub mod text;

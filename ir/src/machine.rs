@@ -4,6 +4,7 @@ use anyhow::{Context as _, Result};
 use serde::{Deserialize, Serialize};
 
 use crate::id::{DeviceId, Table};
+use crate::ron_text;
 use crate::tensor::Format;
 
 /// Everything the compiler knows of the hardware: `machine.ron`.
@@ -146,12 +147,7 @@ impl Machine {
 
     /// Writes a machine file; the same machine gives the same bytes.
     pub fn to_ron(&self) -> Result<String> {
-        let style = ron::ser::PrettyConfig::new()
-            .depth_limit(6)
-            .struct_names(false)
-            .indentor("  ")
-            .new_line("\n");
-        Ok(ron::ser::to_string_pretty(self, style)? + "\n")
+        ron_text::write(self, 6)
     }
 
     /// The device of that name.

@@ -166,6 +166,13 @@ pub struct Experts {
     pub part: Option<ExpertPart>,
 }
 
+impl Experts {
+    /// Id of the first expert.
+    pub fn first(&self) -> u32 {
+        self.part.map_or(0, |part| part.first)
+    }
+}
+
 /// Some of a mixture's experts, neighbours by id. Others that a token chose count for nothing here.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ExpertPart {

@@ -15,6 +15,7 @@ use crate::machine::{DeviceKind, Machine};
 use crate::model::CheckpointFile;
 use crate::op::{Op, Rope};
 use crate::packing::{held_bytes, packed_type};
+use crate::ron_text;
 use crate::tensor::{DType, Extent, Format, TensorType};
 use crate::weight::Source;
 use crate::workspace::EXCHANGE_MEMBERS;
@@ -333,12 +334,7 @@ impl Plan {
 
     /// Writes a plan; the same plan gives the same bytes.
     pub fn to_ron(&self) -> Result<String> {
-        let style = ron::ser::PrettyConfig::new()
-            .depth_limit(4)
-            .struct_names(false)
-            .indentor("  ")
-            .new_line("\n");
-        Ok(ron::ser::to_string_pretty(self, style)? + "\n")
+        ron_text::write(self, 4)
     }
 }
 

@@ -85,7 +85,7 @@ impl Format {
         }
     }
 
-    /// The type of its elements where each lies by itself; `None` for blocks and for codes.
+    /// The type of its elements where each lies by itself; `None` for blocks and for small floats.
     pub fn float(self) -> Option<DType> {
         match self {
             Format::F32 => Some(DType::F32),

@@ -4,6 +4,7 @@ use anyhow::{Context as _, Result, ensure};
 use serde::{Deserialize, Serialize};
 
 use crate::id::StepId;
+use crate::ron_text;
 
 /// Raised whenever a field changes meaning.
 pub const VERSION: u32 = 1;
@@ -69,11 +70,6 @@ impl Trace {
 
     /// Writes a trace, one span a line.
     pub fn to_ron(&self) -> Result<String> {
-        let style = ron::ser::PrettyConfig::new()
-            .depth_limit(2)
-            .struct_names(false)
-            .indentor("  ")
-            .new_line("\n");
-        Ok(ron::ser::to_string_pretty(self, style)? + "\n")
+        ron_text::write(self, 2)
     }
 }

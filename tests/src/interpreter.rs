@@ -316,7 +316,7 @@ impl Interpreter {
         x.map_rows(x.features, |row| {
             let mut sum = vec![0.0; row.len()];
             for (&id, &weight) in ids.row(token).iter().zip(weights.row(token)) {
-                let first = experts.part.map_or(0, |part| part.first as usize);
+                let first = experts.first() as usize;
                 let Some(expert) = (id as usize).checked_sub(first) else { continue };
                 if expert >= gates.shape[0] {
                     continue;

@@ -188,16 +188,21 @@ fn what_stays_says_what_the_gpu_lacks() {
 
 #[test]
 fn the_choice_is_never_slower_than_a_simple_one() {
+    let model = model(&MadeUp::llama(LlamaShape::LLAMA_8B));
     // In 12 bits it fits 12 GiB.
-    for gpu_bytes in [4, 5, 6, 7, 8, 10].map(|gib| gib * GIB) {
-        let plan = llama(gpu_bytes);
-        let score = |candidate: &ir::plan::Candidate| {
-            Some(candidate.prefill_nanos? + 128 * candidate.decode_nanos?)
-        };
-        let best = plan.forecast.candidates.iter().filter_map(score).min();
-        assert_eq!(score(&plan.forecast.candidates[0]), best);
-        let names: Vec<&str> = plan.forecast.candidates.iter().map(|c| c.name.as_str()).collect();
-        assert!(names.iter().any(|name| name.starts_with("pipeline")), "{gpu_bytes}: {names:?}");
+    for (plain_bf16, sizes) in [(true, [6, 8, 10, 12, 14, 16]), (false, [4, 5, 6, 7, 8, 10])] {
+        for gpu_bytes in sizes.map(|gib| gib * GIB) {
+            let plan = compile(&model, &h200(gpu_bytes), &Options { plain_bf16, ..options() });
+            let score = |candidate: &ir::plan::Candidate| {
+                Some(candidate.prefill_nanos? + 128 * candidate.decode_nanos?)
+            };
+            let best = plan.forecast.candidates.iter().filter_map(score).min();
+            assert_eq!(score(&plan.forecast.candidates[0]), best);
+            let names = plan.forecast.candidates.iter().map(|c| c.name.as_str());
+            let names: Vec<&str> = names.collect();
+            let has_pipeline = names.iter().any(|name| name.starts_with("pipeline"));
+            assert!(has_pipeline, "{gpu_bytes}: {names:?}");
+        }
     }
 }
 

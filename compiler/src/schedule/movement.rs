@@ -23,10 +23,11 @@ impl Draft<'_> {
         let (input, output) = (node.inputs[0], node.outputs[0]);
         let layout = &node.work.layouts[0];
         let members = &node.work.needs[0].devices;
+        let action =
+            |collective, slice| Action::Move { movement: movement.clone(), collective, slice };
         match movement {
             Move::Transfer { from, to } => {
-                let action =
-                    Action::Move { movement: movement.clone(), collective: None, slice: None };
+                let action = action(None, None);
                 let reads = vec![self.buffer(input, *from)];
                 self.move_step(graph, node, action, reads, *to, 0, cause)?;
             }
@@ -38,11 +39,7 @@ impl Draft<'_> {
                         self.held[output].push((device, buffer));
                         continue;
                     }
-                    let action = Action::Move {
-                        movement: movement.clone(),
-                        collective: Some(collective),
-                        slice: None,
-                    };
+                    let action = action(Some(collective), None);
                     let reads = vec![self.buffer(input, *from)];
                     self.move_step(graph, node, action, reads, device, member, cause)?;
                 }
@@ -55,22 +52,14 @@ impl Draft<'_> {
                 let reads: Vec<BufferId> =
                     members.iter().map(|&device| self.buffer(input, device)).collect();
                 for (member, &device) in layout.devices.iter().enumerate() {
-                    let action = Action::Move {
-                        movement: movement.clone(),
-                        collective: Some(collective),
-                        slice: layout.slice(member),
-                    };
+                    let action = action(Some(collective), layout.slice(member));
                     let reads = reads.clone();
                     self.move_step(graph, node, action, reads, device, member, cause)?;
                 }
             }
             Move::Slice { .. } => {
                 for (member, &device) in layout.devices.iter().enumerate() {
-                    let action = Action::Move {
-                        movement: movement.clone(),
-                        collective: None,
-                        slice: layout.slice(member),
-                    };
+                    let action = action(None, layout.slice(member));
                     let reads = vec![self.buffer(input, device)];
                     self.move_step(graph, node, action, reads, device, member, cause)?;
                 }

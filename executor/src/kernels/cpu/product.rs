@@ -121,8 +121,8 @@ pub(super) struct Rooms {
     buffer: Buffer,
     /// Sums of one member.
     sums: usize,
-    /// Columns of a panel that one member has unpacked at a time.
-    columns: usize,
+    /// Bytes of one member: its sums, and columns of one panel in bf16.
+    bytes: usize,
 }
 
 impl Rooms {
@@ -147,21 +147,14 @@ impl Rooms {
                 2 * padded(kernel.format, columns)
             }
         });
-        let mut rooms =
-            Self { buffer: team.arena().take(0)?, sums, columns: unpacked.max().unwrap_or(0) };
-        let bytes = team.members() * rooms.bytes();
-        rooms.buffer = team.arena().take(bytes).context("room for blocks of products")?;
-        Ok(rooms)
-    }
-
-    /// Bytes of one member: its sums, and columns of one panel in bf16.
-    fn bytes(&self) -> usize {
-        self.sums * size_of::<Tile>() + self.columns * PANEL * 2
+        let bytes = sums * size_of::<Tile>() + unpacked.max().unwrap_or(0) * PANEL * 2;
+        let buffer = team.arena().take(team.members() * bytes).context("room for products")?;
+        Ok(Self { buffer, sums, bytes })
     }
 
     /// What `member` works with; only it may.
     pub(super) fn of(&self, member: usize) -> Workplace<'_> {
-        let start = self.buffer.as_ptr().wrapping_add(member * self.bytes());
+        let start = self.buffer.as_ptr().wrapping_add(member * self.bytes);
         let unpacked = start.wrapping_add(self.sums * size_of::<Tile>());
         Workplace {
             tiles: [[[0.0; PANEL]; MOST_ROWS]; 2],

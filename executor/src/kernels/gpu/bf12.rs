@@ -3,21 +3,14 @@
 //! What a row's exponents are above is a factor of its sums. Small floats are as small as bf16 gets; so that their sums
 //! are not, activations are larger by 2^64.
 
-#![expect(unsafe_code, reason = "kernels are launched without checks of every index")]
 #![expect(clippy::needless_range_loop, reason = "what is unrolled counts")]
 
-use anyhow::Result;
 use cubecl::prelude::*;
-use ir::tensor::Format;
 
-use super::device::{Gpu, element};
-use super::matrix::{LOAD_BYTES, Matrix, float_bytes, float_type};
 use super::words::Words;
 use crate::kernels::cpu::bf12::{FOURTH, PAIR, STEP_COLUMNS, STEP_WORDS};
-use crate::kernels::cpu::pack::{PANEL, VECTOR, packed_bytes, padded};
+use crate::kernels::cpu::pack::VECTOR;
 
-/// Units of a cube; any whole number of planes would do.
-const UNITS: usize = 256;
 /// Rows of a load.
 const ROWS: usize = 4;
 /// Loads of a vector's word.
@@ -71,108 +64,16 @@ pub(super) fn row_factors(bases: Words) -> Array<f32> {
     factors
 }
 
-/// What is known of a panel when the unpacking kernel is compiled.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-struct Panel {
-    columns: usize,
-}
-
-impl Panel {
-    fn steps(self) -> usize {
-        padded(Format::Bf12, self.columns) / STEP_COLUMNS
-    }
-
-    /// Units of a panel of two vectors.
-    fn units(self) -> usize {
-        self.steps() * PANEL / ROWS
-    }
-
-    /// Loads from the start of one panel to the next.
-    fn stride(self) -> usize {
-        packed_bytes(Format::Bf12, PANEL, self.columns) / LOAD_BYTES
-    }
-}
-
-impl Gpu {
-    /// Queues the writing of a matrix in 12 bits to `unpacked`, which has its shape and is row-major.
-    pub(super) fn unpack_bf12(&self, matrix: &Matrix, unpacked: &Matrix) -> Result<()> {
-        let (rows, columns, format) = (matrix.rows(), matrix.columns(), unpacked.format());
-        let panel = Panel { columns };
-        let size = LOAD_BYTES / float_bytes(format)?;
-        let units = rows.div_ceil(PANEL) * panel.units();
-        let out = unpacked.data();
-        // SAFETY: the spans are as long as the shapes say, and the kernel stays within those.
-        unsafe {
-            unpack_bf12::launch_unchecked(
-                &self.client,
-                CubeCount::new_1d(units.div_ceil(UNITS) as u32),
-                CubeDim::new_1d(UNITS as u32),
-                size,
-                matrix.data().loads(),
-                out.argument(rows * columns / size, LOAD_BYTES),
-                rows,
-                panel,
-                element(float_type(format)?),
-            );
-        }
-        Ok(())
-    }
-}
-
-/// Each unit writes a step of four rows.
-#[cube(launch_unchecked)]
-fn unpack_bf12<F: Float, N: Size>(
-    weights: &[Words],
-    out: &mut [Vector<F, N>],
-    rows: usize,
-    #[comptime] panel: Panel,
-    #[define(F)] _element: ElemType,
-) {
-    let size = N::value();
-    let number = ABSOLUTE_POS / comptime!(panel.units());
-    let unit = ABSOLUTE_POS % comptime!(panel.units());
-    if number * PANEL < rows {
-        let vectors = select(rows - number * PANEL > VECTOR, 2usize, 1usize);
-        let slots = vectors * VECTOR_LOADS;
-        let (step, slot) = (unit / slots, unit % slots);
-        if step < comptime!(panel.steps()) {
-            let start = number * comptime!(panel.stride()) + slot;
-            let bases = weights[start];
-            let mut words = Array::<Words>::new(STEP_WORDS);
-            #[unroll]
-            for k in 0..STEP_WORDS {
-                words[k] = weights[start + (1 + step * STEP_WORDS + k) * slots];
-            }
-            let mut values = Array::<f32>::new(comptime!(ROWS * STEP_COLUMNS));
-            #[unroll]
-            for pair in 0..comptime!(STEP_COLUMNS / 2) {
-                let pairs = small_pair(&words, 0usize, pair);
-                #[unroll]
-                for row in 0..ROWS {
-                    let base = (bases.extract(row) >> 7u32) & 255u32;
-                    let both = pairs.extract(row);
-                    let at = comptime!(row * STEP_COLUMNS + 2 * pair);
-                    values[at] = widen(both << 16u32, base);
-                    values[at + 1] = widen(both & 0xffff_0000u32, base);
-                }
-            }
-            #[unroll]
-            for of_row in 0..ROWS {
-                #[unroll]
-                for store in 0..comptime!(STEP_COLUMNS / size) {
-                    let row = number * PANEL + slot * ROWS + of_row;
-                    let column = step * STEP_COLUMNS + comptime!(store * size);
-                    if row < rows && column < panel.columns {
-                        let mut vector = Vector::<F, N>::empty();
-                        #[unroll]
-                        for i in 0..size {
-                            let from = comptime!(of_row * STEP_COLUMNS + store * size + i);
-                            vector.insert(i, F::cast_from(values[from]));
-                        }
-                        out[(row * panel.columns + column) / size] = vector;
-                    }
-                }
-            }
+/// Makes what a step was decoded to without its bases, `values[row][column]`, the numbers that it stands for.
+#[cube]
+pub(super) fn add_bases(values: &mut Array<f32>, bases: Words) {
+    #[unroll]
+    for row in 0..ROWS {
+        let base = (bases.extract(row) >> 7u32) & 255u32;
+        #[unroll]
+        for column in 0..STEP_COLUMNS {
+            let at = comptime!(row * STEP_COLUMNS + column);
+            values[at] = widen(u32::reinterpret(values[at]), base);
         }
     }
 }

@@ -6,6 +6,7 @@ use anyhow::{Result, ensure};
 use cubecl::prelude::*;
 use ir::tensor::Format;
 
+use super::bf12::add_bases;
 use super::device::{Gpu, Span, element};
 use super::matrix::{Layout, Matrix, float_bytes, float_type};
 use super::panel::{
@@ -27,10 +28,6 @@ impl Gpu {
         ensure!(matrix.layout() == Layout::Panels, "only panels are unpacked");
         let (rows, columns) = (matrix.rows(), matrix.columns());
         let unpacked = Matrix::new(format, Layout::RowMajor, rows, columns, out.clone())?;
-        if matrix.format() == Format::Bf12 {
-            self.unpack_bf12(matrix, &unpacked)?;
-            return Ok(unpacked);
-        }
         let panel = Panel { format: matrix.format(), columns };
         let size = store_size(panel, format);
         let units = rows.div_ceil(PANEL) * panel.tasks() * panel.slots();
@@ -139,6 +136,9 @@ pub(super) fn decode_part(
 ) {
     if comptime!(panel.blocks() == 0) {
         decode_floats(words, 0usize, values, 0usize, panel);
+        if comptime!(matches!(panel.format, Format::Bf12)) {
+            add_bases(values, weights[walk.start + walk.slot]);
+        }
     } else {
         decode_block(weights, walk, task, words, values, block, panel);
     }

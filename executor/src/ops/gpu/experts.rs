@@ -9,7 +9,6 @@ use super::state::{Operands, State};
 use crate::kernels::gpu::experts::Experts;
 use crate::kernels::gpu::matrix::Stack;
 use crate::ops::Scope;
-use crate::ops::own::first_expert;
 
 impl State {
     /// The weighted sum of the chosen experts.
@@ -41,7 +40,7 @@ impl State {
             used,
             ids: &ids.span,
             weights: &weights.span,
-            first_expert: first_expert(experts),
+            first_expert: experts.first().cast_signed(),
             gate: &gate,
             up: &up,
             down: &down,

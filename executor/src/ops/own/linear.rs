@@ -64,11 +64,6 @@ pub(super) fn linear(
     Ok(outputs.into_iter().map(Output::into_floats).collect())
 }
 
-/// The id of the first expert of an operation.
-pub(crate) fn first_expert(op: &op::Experts) -> i32 {
-    op.part.map_or(0, |part| part.first.cast_signed())
-}
-
 /// The weighted sum of the chosen experts.
 pub(super) fn experts(
     op: &op::Experts,
@@ -86,7 +81,7 @@ pub(super) fn experts(
         tokens: x.rows(),
         ids: ids.ints()?,
         weights: weights.floats()?,
-        first_expert: first_expert(op),
+        first_expert: op.first().cast_signed(),
         experts: &experts,
         activation: op.activation,
     };

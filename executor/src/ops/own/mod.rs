@@ -15,7 +15,6 @@ mod weights;
 use anyhow::{Context as _, Result, ensure};
 use ir::op::Op;
 
-pub(crate) use self::linear::first_expert;
 pub(crate) use self::state::State;
 pub(crate) use self::tensors::{Input, Output};
 pub(crate) use self::weights::weight_dims;

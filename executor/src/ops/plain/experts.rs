@@ -7,7 +7,6 @@ use ir::op::Experts;
 use super::State;
 use super::activate;
 use super::rows::ids;
-use crate::ops::own::first_expert;
 
 /// Ids `[tokens, used]` and weights `[tokens, used]` of the experts with the largest logits `[tokens, experts]`;
 /// the lower id wins a tie.
@@ -46,7 +45,7 @@ pub(super) fn experts(
     let chosen = chosen.as_slice::<i32>().map_err(|error| anyhow::anyhow!("{error:?}"))?;
     let weights = weights.into_data();
     let weights = weights.as_slice::<f32>().map_err(|error| anyhow::anyhow!("{error:?}"))?;
-    let first = first_expert(experts) as usize;
+    let first = experts.first() as usize;
     ensure!(
         experts.part.is_some() || chosen.iter().all(|&id| (id as usize) < gate.len()),
         "a token chose no expert"

@@ -183,7 +183,7 @@ unsafe fn pairs<const R: usize, const V: usize, const AHEAD: usize>(
 
 /// Weights in 12 bits, activations in pairs of bf16.
 ///
-/// The dot product takes subnormal numbers for zeros, so those of a row's small floats are added by themselves.
+/// The few small floats that are subnormal are added by themselves.
 #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
 unsafe fn small_floats<const R: usize, const V: usize, const AHEAD: usize>(
     operands: Operands,
@@ -240,8 +240,8 @@ unsafe fn small_floats<const R: usize, const V: usize, const AHEAD: usize>(
     }
 }
 
-/// The sums with the products of a step's subnormal small floats. It reads the step again: handing registers over would cost all
-/// steps something.
+/// The sums with the products of a step's subnormal small floats. It reads the step again: handing registers over would
+/// cost all steps something.
 ///
 /// # Safety
 /// `x` has the step's columns.

@@ -1,10 +1,10 @@
 //! Panels unpacked to panels of bf16.
 //!
-//! Of blocks, for tiles: they multiply bytes too, but their sums would have to leave the tiles for every block to be scaled, which
-//! costs more than the tiles save. Unpacked once, a panel serves all rows.
+//! Of blocks, for tiles: they multiply bytes too, but their sums would have to leave the tiles for every block to be
+//! scaled, which costs more than the tiles save. Unpacked once, a panel serves all rows.
 //!
 //! Of 12 bits (see [`crate::kernels::cpu::bf12`]), for all levels: masks make pairs of small floats, to whose exponents
-//! those of their rows are added. The few that are subnormal are put one by one.
+//! those of their rows are added. The few that are subnormal are put by themselves.
 
 use std::arch::x86_64::*;
 use std::ops::Range;
@@ -115,7 +115,7 @@ pub(super) fn small_pairs(words: [__m512i; 3]) -> [__m512i; 4] {
     [pair(words[0]), pair(words[1]), pair(words[2]), fourth]
 }
 
-/// Those pairs as bf16, but for subnormal small floats, which stay what they are; and whether there are such, or zeros.
+/// Those pairs as bf16, with zeros for subnormal small floats; and whether there are such, or zeros.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
 pub(super) fn based_pairs(small: [__m512i; 4], bases: __m512i) -> ([__m512i; 4], bool) {
@@ -124,7 +124,7 @@ pub(super) fn based_pairs(small: [__m512i; 4], bases: __m512i) -> ([__m512i; 4],
     let based = small.map(|pair| {
         let normal = _mm512_test_epi16_mask(pair, exponents);
         all &= normal;
-        _mm512_mask_add_epi16(pair, normal, pair, bases)
+        _mm512_maskz_add_epi16(normal, pair, bases)
     });
     (based, all != u32::MAX)
 }
@@ -176,9 +176,7 @@ pub(super) unsafe fn bf12_by_avx512(
                         let [even, odd] = subnormal(small, bases).map(|x| _mm512_castps_si512(x));
                         let odd = _mm512_and_si512(odd, _mm512_set1_epi32(-1 << 16));
                         let both = _mm512_or_si512(_mm512_srli_epi32::<16>(even), odd);
-                        let exponents = _mm512_set1_epi32(bf12::EXPONENTS.cast_signed());
-                        let is_small = _mm512_testn_epi16_mask(small, exponents);
-                        *pair = _mm512_mask_mov_epi16(*pair, is_small, both);
+                        *pair = _mm512_or_si512(*pair, both);
                     }
                 }
                 for (pair, words) in pairs.into_iter().enumerate() {

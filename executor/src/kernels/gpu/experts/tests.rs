@@ -136,10 +136,15 @@ fn any(slots: usize) -> Vec<i32> {
     (0..slots).map(|_| (random.next() % known) as i32).collect()
 }
 
+/// Formats of stacks.
+fn formats() -> impl Iterator<Item = Format> {
+    Format::ALL.into_iter().filter(|&format| format != Format::Bf12)
+}
+
 #[test]
 fn chosen_experts_are_summed_and_absent_ones_are_not() {
     let Some(gpu) = gpu() else { return };
-    for format in Format::ALL.into_iter().filter(|&format| format != Format::Bf12) {
+    for format in formats() {
         let layer = Layer::new(&gpu, [format; 2], 64, 96);
         layer.check(&gpu, &any(2), 2);
         layer.check(&gpu, &any(9 * 2), 2);
@@ -155,7 +160,7 @@ fn chosen_experts_are_summed_and_absent_ones_are_not() {
 #[test]
 fn longer_rows_take_many_steps() {
     let Some(gpu) = gpu() else { return };
-    for format in Format::ALL.into_iter().filter(|&format| format != Format::Bf12) {
+    for format in formats() {
         Layer::new(&gpu, [format; 2], 448, 264).check(&gpu, &any(100 * 2), 2);
     }
 }
@@ -172,7 +177,7 @@ fn formats_may_be_mixed() {
 #[test]
 fn rows_of_any_length_are_multiplied() {
     let Some(gpu) = gpu() else { return };
-    for format in Format::ALL.into_iter().filter(|&format| format != Format::Bf12) {
+    for format in formats() {
         Layer::new(&gpu, [format; 2], 37, 30).check(&gpu, &any(12 * 2), 2);
     }
 }
