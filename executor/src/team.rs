@@ -7,6 +7,8 @@
 
 #![expect(unsafe_code, reason = "workers borrow the caller's closure for the length of one run")]
 
+mod shares;
+
 use std::any::Any;
 use std::cell::UnsafeCell;
 use std::ops::Range;
@@ -22,6 +24,7 @@ use hwlocality::bitmap::BitmapIndex;
 use hwlocality::cpu::binding::CpuBindingFlags;
 use hwlocality::cpu::cpuset::CpuSet;
 
+pub use self::shares::{Claim, Shares};
 use crate::memory::Arena;
 use crate::waiting::{NAP, SPIN, give_way, spin_for};
 
@@ -193,6 +196,11 @@ impl Team {
             arrived: Padded(AtomicUsize::new(0)),
             generation: Padded(AtomicUsize::new(0)),
         }
+    }
+
+    /// `count` tasks in shares, for one run of this team.
+    pub fn shares(&self, count: usize) -> Shares {
+        Shares::new(count, self.members())
     }
 
     /// `count` parts of `tasks` tasks each, for one run of this team.

@@ -22,7 +22,7 @@ use super::linear::encode_pieces;
 use super::pack::{PANEL, PackedMatrix, Shared};
 use super::product::{Product, Rooms};
 use super::tile::Kernel;
-use crate::team::{Chunks, Team};
+use crate::team::{Chunks, Claim, Team};
 
 /// One expert: `down(activation(gate(x)) * up(x))`.
 #[derive(Clone, Copy)]
@@ -131,8 +131,13 @@ pub fn experts(team: &Team, isa: Isa, inputs: &Experts<'_>, out: &mut [f32]) -> 
     let encoder = Encoder::new(team, up_kernel.encoding, features, &up_strips.all);
     let ups = Parts::new(up_kernel.block_panels(true), intermediate);
     let downs = Parts::new(down_kernel.block_panels(false), features);
-    let up_chunks = Chunks::new(slots.groups.len() * ups.count, 1);
-    let down_chunks = Chunks::new(slots.groups.len() * downs.count, 1);
+    let up_tasks = team.shares(slots.groups.len() * ups.count);
+    let down_tasks = team.shares(slots.groups.len() * downs.count);
+    let expert = |group: usize| &inputs.experts[slots.groups[group].expert];
+    let first_up =
+        |task: usize| expert(task / ups.count).gate.panel(ups.panels(task % ups.count).start);
+    let first_down =
+        |task: usize| expert(task / downs.count).down.panel(downs.panels(task % downs.count).start);
     let (inners, outers) =
         (team.parts(slots.groups.len(), ups.count), team.parts(downs.count, slots.groups.len()));
     let are_few = inputs.tokens < team.members();
@@ -140,43 +145,41 @@ pub fn experts(team: &Team, isa: Isa, inputs: &Experts<'_>, out: &mut [f32]) -> 
     let sum_to = Shared(out.as_mut_ptr());
     let barrier = team.barrier();
     team.run(|member| {
+        if let Some(first) = up_tasks.first(member) {
+            up_kernel.ask_for(first_up(first));
+        }
         let mut workplace = rooms.of(member);
         encoder.encode(isa, inputs.x, &slots.tokens, encoded);
         barrier.wait();
-        while let Some(range) = up_chunks.claim() {
-            for task in range {
-                let (group, panels) = (task / ups.count, ups.panels(task % ups.count));
-                let expert = &inputs.experts[slots.groups[group].expert];
-                let weights = [expert.gate, expert.up];
-                let (kernel, target) = (up_kernel, &inner_target);
-                let product = Product { kernel, weights: &weights, panels, encoded, target };
-                // SAFETY: the input was encoded before the barrier; each expert's panel is claimed once.
-                unsafe { product.finish(up_strips.of(group), &mut workplace) };
-                if inners.finish_task(group) {
-                    let kernel = (isa, down_kernel);
-                    // SAFETY: the group's rows are written and only read from here on, and encoded by this member.
-                    unsafe {
-                        slots.groups[group].encode(kernel, intermediate, inner, encoded_inner)
-                    };
-                    inners.open(group);
-                }
+        while let Some(Claim { task, next }) = up_tasks.claim(member) {
+            let (group, panels) = (task / ups.count, ups.panels(task % ups.count));
+            let weights = [expert(group).gate, expert(group).up];
+            let (kernel, target) = (up_kernel, &inner_target);
+            let next = next.map(first_up).or_else(|| down_tasks.first(member).map(first_down));
+            let product = Product { kernel, weights: &weights, panels, encoded, target, next };
+            // SAFETY: the input was encoded before the barrier; each expert's panel is claimed once.
+            unsafe { product.finish(up_strips.of(group), &mut workplace) };
+            if inners.finish_task(group) {
+                let kernel = (isa, down_kernel);
+                // SAFETY: the group's rows are written and only read from here on, and encoded by this member.
+                unsafe { slots.groups[group].encode(kernel, intermediate, inner, encoded_inner) };
+                inners.open(group);
             }
         }
-        while let Some(range) = down_chunks.claim() {
-            for task in range {
-                let (group, part) = (task / downs.count, task % downs.count);
-                let panels = downs.panels(part);
-                let columns = panels.start * PANEL..features.min(panels.end * PANEL);
-                let weights = [inputs.experts[slots.groups[group].expert].down];
-                let (kernel, target, encoded) = (down_kernel, &outer_target, encoded_inner);
-                let product = Product { kernel, weights: &weights, panels, encoded, target };
-                inners.wait(group);
-                // SAFETY: the group's rows are encoded; each expert's panel is claimed once.
-                unsafe { product.finish(down_strips.of(group), &mut workplace) };
-                if outers.finish_task(part) && are_few {
-                    // SAFETY: all groups have written these columns, and nobody else adds them up.
-                    unsafe { add_up(inputs, &slots, outer, 0..inputs.tokens, columns, sum_to) };
-                }
+        while let Some(Claim { task, next }) = down_tasks.claim(member) {
+            let (group, part) = (task / downs.count, task % downs.count);
+            let panels = downs.panels(part);
+            let columns = panels.start * PANEL..features.min(panels.end * PANEL);
+            let weights = [expert(group).down];
+            let (kernel, target, encoded) = (down_kernel, &outer_target, encoded_inner);
+            let next = next.map(first_down);
+            let product = Product { kernel, weights: &weights, panels, encoded, target, next };
+            inners.wait(group);
+            // SAFETY: the group's rows are encoded; each expert's panel is claimed once.
+            unsafe { product.finish(down_strips.of(group), &mut workplace) };
+            if outers.finish_task(part) && are_few {
+                // SAFETY: all groups have written these columns, and nobody else adds them up.
+                unsafe { add_up(inputs, &slots, outer, 0..inputs.tokens, columns, sum_to) };
             }
         }
         if are_few {

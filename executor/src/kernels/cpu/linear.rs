@@ -103,9 +103,17 @@ fn linear_by(
     let encoding = Chunks::new(strips.len() * pieces, 1);
     let is_gate = matches!(linear.then, Then::Gate(_));
     let deal = Deal::new(kernel, &panels, is_gate, strips.len(), team.members());
-    let multiplying = Chunks::new(deal.tasks(), 1);
+    let multiplying = team.shares(deal.tasks());
+    let first_panel = |task: usize| {
+        let (matrix, panels, _) = deal.task(task);
+        linear.weights[matrix].panel(panels.start)
+    };
     let barrier = team.barrier();
     team.run(|member| {
+        // Encoding hides what the first panel waits for.
+        if let Some(first) = multiplying.first(member) {
+            kernel.ask_for(first_panel(first));
+        }
         while let Some(range) = encoding.claim() {
             for piece in range {
                 let strip = strips[piece / pieces];
@@ -115,20 +123,19 @@ fn linear_by(
         }
         barrier.wait();
         let mut workplace = rooms.of(member);
-        while let Some(range) = multiplying.claim() {
-            for task in range {
-                let (matrix, panels, strips_of) = deal.task(task);
-                let product = Product {
-                    kernel,
-                    weights: &linear.weights[matrix..],
-                    panels,
-                    encoded: encoded_at,
-                    target: &targets[matrix],
-                };
-                // SAFETY: the input was encoded before the barrier, and every panel's columns are claimed
-                // once for every strip.
-                unsafe { product.finish(&strips[strips_of], &mut workplace) };
-            }
+        while let Some(claim) = multiplying.claim(member) {
+            let (matrix, panels, strips_of) = deal.task(claim.task);
+            let product = Product {
+                kernel,
+                weights: &linear.weights[matrix..],
+                panels,
+                encoded: encoded_at,
+                target: &targets[matrix],
+                next: claim.next.map(first_panel),
+            };
+            // SAFETY: the input was encoded before the barrier, and every panel's columns are claimed
+            // once for every strip.
+            unsafe { product.finish(&strips[strips_of], &mut workplace) };
         }
     });
     Ok(())

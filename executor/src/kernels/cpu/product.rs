@@ -42,6 +42,8 @@ pub(super) struct Product<'a> {
     pub(super) panels: Range<usize>,
     pub(super) encoded: Shared<u8>,
     pub(super) target: &'a Target<'a>,
+    /// The panel that its member multiplies after these.
+    pub(super) next: Option<*const u8>,
 }
 
 /// How the products of some matrices with some strips are dealt out in tasks.
@@ -210,6 +212,12 @@ impl Product<'_> {
         }
     }
 
+    /// What is read after the products of a panel.
+    fn after(&self, panel: usize) -> Option<*const u8> {
+        let is_last = panel + 1 == self.panels.end;
+        if is_last { self.next } else { Some(self.weights[0].panel(panel + 1)) }
+    }
+
     /// A strip's columns from `start` on, encoded.
     fn encoded(&self, strip: Strip, start: usize) -> *const u8 {
         let offset = self.kernel.encoding.offset(strip, self.weights[0].columns(), start);
@@ -231,14 +239,22 @@ impl Product<'_> {
             // SAFETY: the room has as many columns of each matrix of a gate.
             panels[i] = unsafe { kernel.unpacked(from, vectors, columns, 0..columns, room) };
         }
-        for &strip in strips {
-            for ((matrix, tile), from) in self.matrices().iter().zip(&mut *tiles).zip(panels) {
+        for (i, &strip) in strips.iter().enumerate() {
+            let is_last = i + 1 == strips.len();
+            for (i, (matrix, tile)) in self.matrices().iter().zip(&mut *tiles).enumerate() {
+                // A panel that was unpacked, or that more strips follow for, is in a cache.
+                let next = match self.matrices().get(i + 1) {
+                    Some(_) => Some(panels[i + 1]),
+                    None if is_last && !kernel.unpacks => self.after(panel),
+                    None => None,
+                };
                 let operands = Operands {
-                    panel: from,
+                    panel: panels[i],
                     vectors: matrix.vectors(panel),
                     strip: self.encoded(strip, 0),
                     rows: strip.rows,
                     columns,
+                    next: next.unwrap_or(panels[i]),
                 };
                 // SAFETY: the caller's, and `linear` and `experts` check the level and the shapes.
                 unsafe { kernel.multiply(operands, tile) };
@@ -286,6 +302,7 @@ impl Product<'_> {
                             strip: self.encoded(strip, start),
                             rows: strip.rows,
                             columns: width,
+                            next: packed,
                         };
                         // SAFETY: the caller's; the columns of the strip follow those before them.
                         unsafe { registers.multiply(operands, start > 0, sums) };

@@ -74,6 +74,8 @@ pub(super) struct Operands {
     pub(super) rows: usize,
     /// Columns, padded as panels and strips are.
     pub(super) columns: usize,
+    /// What is read after the panel; anything that is near where nothing is.
+    pub(super) next: *const u8,
 }
 
 impl Registers {
@@ -217,6 +219,16 @@ impl Kernel {
     /// What products are made in: the format, or what it is unpacked to.
     fn multiplied(self) -> Format {
         if self.unpacks { Format::Bf16 } else { self.format }
+    }
+
+    /// Asks the memory for the start of a panel that is multiplied soon.
+    pub(super) fn ask_for(self, panel: *const u8) {
+        #[cfg(target_arch = "x86_64")]
+        if self.isa >= Isa::Avx512 && !self.unpacks {
+            avx512::ask_for_start(panel);
+        }
+        #[cfg(not(target_arch = "x86_64"))]
+        let _ = panel;
     }
 
     /// Multiplies one strip with one panel, by vectors.

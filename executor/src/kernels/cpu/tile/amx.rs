@@ -55,7 +55,7 @@ pub(super) unsafe fn release() {
 /// # Safety
 /// That of [`super::Registers::multiply`]; the registers are [shaped](shape) for the strip's rows.
 pub(super) unsafe fn multiply(operands: Operands, goes_on: bool, sums: &mut Tile) {
-    let Operands { panel, vectors, strip, rows, columns } = operands;
+    let Operands { panel, vectors, strip, rows, columns, next: _ } = operands;
     let lower = rows.saturating_sub(TILE_ROWS);
     // SAFETY: the loop reads `columns` columns of the strip and the panel, and reads and writes the rows of the
     // sums.

@@ -22,7 +22,46 @@ use crate::kernels::cpu::quantize::BLOCK;
 
 /// How far ahead of their use weights are asked for: far enough to hide the memory's latency at the rate
 /// of one core, near enough to stay in the first cache.
-const AHEAD_BYTES: usize = 4096;
+const AHEAD_BYTES: usize = 8192;
+
+/// What is asked for while a panel is read: its own bytes further on, and at its end the start of what is read next.
+#[derive(Clone, Copy)]
+struct Ahead {
+    /// How far on.
+    bytes: usize,
+    /// From here on the next is asked for.
+    turn: *const u8,
+    /// How far it is there from what is read.
+    jump: usize,
+}
+
+impl Ahead {
+    /// At least `least` bytes on, of a panel that ends there and is read in steps of so many bytes.
+    #[inline(always)]
+    fn new(least: usize, end: *const u8, step_bytes: usize, next: *const u8) -> Self {
+        let bytes = least.next_multiple_of(step_bytes);
+        let turn = end.wrapping_sub(bytes);
+        Self { bytes, turn, jump: next.addr().wrapping_sub(turn.addr()) }
+    }
+
+    /// How far beyond the step that begins there.
+    #[inline(always)]
+    fn distance(self, step: *const u8) -> usize {
+        if step < self.turn { self.bytes } else { self.jump }
+    }
+}
+
+/// Asks for a line of memory.
+#[inline(always)]
+fn ask_for(line: *const u8) {
+    // SAFETY: asking may point anywhere.
+    unsafe { _mm_prefetch::<_MM_HINT_T0>(line.cast()) };
+}
+
+/// Asks for as much of a panel as is asked for ahead.
+pub(super) fn ask_for_start(panel: *const u8) {
+    (0..AHEAD_BYTES).step_by(64).for_each(|at| ask_for(panel.wrapping_add(at)));
+}
 
 macro_rules! by_shape {
     ($kernel:ident, $operands:expr, $tile:expr, [$($rows:literal)*], $constant:expr) => {
@@ -98,17 +137,24 @@ unsafe fn floats<const R: usize, const V: usize, const KIND: u8>(
     let vector_bytes = if KIND == F16 { 32 } else { 64 };
     let (mut w, mut x) = (operands.panel, operands.strip.cast::<f32>());
     let steps = operands.columns / depth;
+    let ahead = Ahead::new(
+        AHEAD_BYTES,
+        w.wrapping_add(steps * V * vector_bytes),
+        V * vector_bytes,
+        operands.next,
+    );
     for start in (0..steps.max(1)).step_by(SUM_STEPS) {
         let mut sums = [[_mm512_setzero_ps(); V]; R];
         for _ in start..steps.min(start + SUM_STEPS) {
-            // SAFETY: the panel and the strip have `steps` steps; prefetching may point anywhere.
+            let distance = ahead.distance(w);
+            // SAFETY: the panel and the strip have `steps` steps.
             unsafe {
                 for part in 0..depth {
                     let mut weights = [_mm512_setzero_ps(); V];
                     for vector in 0..V {
                         let from = w.wrapping_add(vector * vector_bytes);
                         if part == 0 {
-                            _mm_prefetch::<_MM_HINT_T0>(from.wrapping_add(AHEAD_BYTES).cast());
+                            ask_for(from.wrapping_add(distance));
                         }
                         weights[vector] = match KIND {
                             F32 => _mm512_loadu_ps(from.cast()),
@@ -151,15 +197,17 @@ unsafe fn pairs<const R: usize, const V: usize, const AHEAD: usize>(
 ) {
     let (mut w, mut x) = (operands.panel, operands.strip.cast::<i32>());
     let steps = operands.columns / 2;
+    let ahead = Ahead::new(AHEAD, w.wrapping_add(steps * V * 64), V * 64, operands.next);
     for start in (0..steps.max(1)).step_by(SUM_STEPS) {
         let mut sums = [[_mm512_setzero_ps(); V]; R];
         for _ in start..steps.min(start + SUM_STEPS) {
-            // SAFETY: the panel and the strip have `steps` steps; prefetching may point anywhere.
+            let distance = ahead.distance(w);
+            // SAFETY: the panel and the strip have `steps` steps.
             unsafe {
                 let mut weights = [_mm512_setzero_si512(); V];
                 for vector in 0..V {
                     let from = w.wrapping_add(vector * 64);
-                    _mm_prefetch::<_MM_HINT_T0>(from.wrapping_add(AHEAD).cast());
+                    ask_for(from.wrapping_add(distance));
                     weights[vector] = _mm512_loadu_si512(from.cast());
                 }
                 for row in 0..R {
@@ -193,25 +241,27 @@ unsafe fn small_floats<const R: usize, const V: usize, const AHEAD: usize>(
     const PAIRS: usize = bf12::STEP_COLUMNS / 2;
     // SAFETY: the caller's: a panel in 12 bits.
     let panel = unsafe { bf12::Panel::at(operands.panel, V, operands.columns) };
-    let load = |from: &[u8; bf12::VECTOR_BYTES]| {
-        // SAFETY: a vector's words are as many as a load takes; prefetching may point anywhere.
-        unsafe {
-            _mm_prefetch::<_MM_HINT_T0>(from.as_ptr().wrapping_add(AHEAD).cast());
-            _mm512_loadu_si512(from.as_ptr().cast())
-        }
+    let load = |from: &[u8; bf12::VECTOR_BYTES], distance: usize| {
+        ask_for(from.as_ptr().wrapping_add(distance));
+        // SAFETY: a vector's words are as many as a load takes.
+        unsafe { _mm512_loadu_si512(from.as_ptr().cast()) }
     };
     let mut bases = [_mm512_setzero_si512(); V];
     for vector in 0..V {
-        bases[vector] = load(panel.bases(vector));
+        bases[vector] = load(panel.bases(vector), AHEAD);
     }
     let x = operands.strip.cast::<i32>();
     let words = panel.words(0..operands.columns);
+    let step_bytes = bf12::STEP_WORDS * V * bf12::VECTOR_BYTES;
+    let ahead = Ahead::new(AHEAD, words.as_ptr_range().end.cast(), step_bytes, operands.next);
     for (at, words) in words.chunks(SUM_STEPS / PAIRS * bf12::STEP_WORDS * V).enumerate() {
         let mut x = x.wrapping_add(at * SUM_STEPS * R);
         let mut sums = [[_mm512_setzero_ps(); V]; R];
         for words in words.chunks_exact(bf12::STEP_WORDS * V) {
+            let distance = ahead.distance(words.as_ptr().cast());
             for vector in 0..V {
-                let small = small_pairs([0, 1, 2].map(|k| load(&words[k * V + vector])));
+                let words_of = |k: usize| load(&words[k * V + vector], distance);
+                let small = small_pairs([0, 1, 2].map(words_of));
                 let (pairs, has_small) = based_pairs(small, bases[vector]);
                 // SAFETY: the strip has as many columns as the panel.
                 unsafe {
@@ -284,9 +334,17 @@ unsafe fn blocks<const R: usize, const V: usize, const BITS: usize>(
     let low_nibbles = _mm512_set1_epi8(15);
     let mut totals = [[_mm512_setzero_ps(); V]; R];
     let code_bytes = if BITS == 8 { 2 * GROUPS } else { GROUPS } * V * 64;
-    for _ in 0..operands.columns / BLOCK_PAIR {
+    let pairs = operands.columns / BLOCK_PAIR;
+    let pair_bytes = V * 64 + code_bytes;
+    let ahead =
+        Ahead::new(AHEAD_BYTES, w.wrapping_add(pairs * pair_bytes), pair_bytes, operands.next);
+    for _ in 0..pairs {
+        let distance = ahead.distance(w);
+        for vector in 0..V {
+            ask_for(w.wrapping_add(vector * 64 + distance));
+        }
         for half in 0..2 {
-            // SAFETY: the layouts of `pack` and `encode`; prefetching may point anywhere.
+            // SAFETY: the layouts of `pack` and `encode`.
             unsafe {
                 let mut sums = [[_mm512_setzero_si512(); V]; R];
                 for row in 0..R {
@@ -300,7 +358,7 @@ unsafe fn blocks<const R: usize, const V: usize, const BITS: usize>(
                     for vector in 0..V {
                         let from = codes.add((group * V + vector) * 64);
                         if BITS == 8 || half == 0 {
-                            _mm_prefetch::<_MM_HINT_T0>(from.wrapping_add(AHEAD_BYTES).cast());
+                            ask_for(from.wrapping_add(distance));
                         }
                         let word = _mm512_loadu_si512(from.cast());
                         weights[vector] = match (BITS, half) {
@@ -335,7 +393,7 @@ unsafe fn blocks<const R: usize, const V: usize, const BITS: usize>(
                 x = x.add((GROUPS + 2) * R);
             }
         }
-        w = w.wrapping_add(V * 64 + code_bytes);
+        w = w.wrapping_add(pair_bytes);
     }
     // SAFETY: the processor has the features.
     unsafe { add_up(&totals, tile, true) };

@@ -37,7 +37,7 @@ pub(super) unsafe fn multiply(format: Format, operands: Operands, tile: &mut Til
 /// # Safety
 /// That of [`super::Registers::multiply`].
 pub(super) unsafe fn tiles(operands: Operands, goes_on: bool, sums: &mut Tile) {
-    let Operands { panel, vectors, strip, rows, columns } = operands;
+    let Operands { panel, vectors, strip, rows, columns, next: _ } = operands;
     // SAFETY: the caller's; a step of bf16 is a word of two columns for each lane and row.
     let (panel, strip) = unsafe {
         (
@@ -83,7 +83,7 @@ unsafe fn floats<const BYTES: usize, const DEPTH: usize>(
     tile: &mut Tile,
     widen: impl Fn([u8; BYTES]) -> [f32; DEPTH],
 ) {
-    let Operands { panel, vectors, strip, rows, columns } = operands;
+    let Operands { panel, vectors, strip, rows, columns, next: _ } = operands;
     let (panel, strip) = (panel.cast::<[[u8; BYTES]; VECTOR]>(), strip.cast::<f32>());
     tile[..rows].fill([0.0; PANEL]);
     let steps = columns / DEPTH;
@@ -120,7 +120,7 @@ unsafe fn floats<const BYTES: usize, const DEPTH: usize>(
 
 unsafe fn blocks(operands: Operands, tile: &mut Tile, bits: usize) {
     const GROUPS: usize = BLOCK / 4;
-    let Operands { panel, vectors, strip, rows, columns } = operands;
+    let Operands { panel, vectors, strip, rows, columns, next: _ } = operands;
     let lanes = vectors * VECTOR;
     let step_bytes = lanes * (4 + 2 * BLOCK * bits / 8);
     let strip = strip.cast::<u32>();
