@@ -8,6 +8,8 @@
 #![expect(unsafe_code, reason = "kernels read packed weights and activations by address")]
 
 #[cfg(target_arch = "x86_64")]
+mod ahead;
+#[cfg(target_arch = "x86_64")]
 mod amx;
 #[cfg(target_arch = "x86_64")]
 mod avx2;
@@ -136,6 +138,8 @@ impl Kernel {
             Format::Bf16 | Format::Bf12 if isa >= Isa::Avx512Bf16Vnni => {
                 (Encoding::Pairs, float_rows)
             }
+            // Without dot products of bf16 the AVX2 kernel decodes 12 bits.
+            Format::Bf12 if isa == Isa::Avx512 && tokens <= 8 => (Encoding::Rounded, 4),
             Format::Bf16 | Format::Bf12 => (Encoding::Rounded, float_rows),
             // By the counts of instructions, unpacking a panel costs what vectors need for some 20 rows.
             Format::Q8 | Format::Q4 if isa == Isa::Amx && tokens > 24 => {
@@ -147,7 +151,11 @@ impl Kernel {
         let unpacks = match format {
             Format::F32 | Format::F16 | Format::Bf16 => false,
             // One strip decodes on the way, or two; more would each do it again.
-            Format::Bf12 => encoding != Encoding::Pairs || tokens > 2 * rows,
+            Format::Bf12 => match encoding {
+                Encoding::Pairs => tokens > 2 * rows,
+                Encoding::Rounded => tokens > 8 || isa == Isa::Portable,
+                Encoding::Tiles | Encoding::Float | Encoding::Blocks { .. } => true,
+            },
             Format::Q8 | Format::Q4 => encoding == Encoding::Tiles,
         };
         Self { isa, format, encoding, rows, unpacks }
@@ -224,8 +232,8 @@ impl Kernel {
     /// Asks the memory for the start of a panel that is multiplied soon.
     pub(super) fn ask_for(self, panel: *const u8) {
         #[cfg(target_arch = "x86_64")]
-        if self.isa >= Isa::Avx512 && !self.unpacks {
-            avx512::ask_for_start(panel);
+        if self.isa >= Isa::Avx2 && !self.unpacks {
+            ahead::ask_for_start(panel);
         }
         #[cfg(not(target_arch = "x86_64"))]
         let _ = panel;
@@ -246,6 +254,9 @@ impl Kernel {
                 (Isa::Portable, _) => {}
                 (Isa::Avx2, _) | (Isa::Avx512, Encoding::Blocks { .. }) => {
                     return avx2::multiply(self.multiplied(), operands, tile);
+                }
+                (Isa::Avx512, _) if self.multiplied() == Format::Bf12 => {
+                    return avx2::multiply(Format::Bf12, operands, tile);
                 }
                 (Isa::Avx512 | Isa::Avx512Bf16Vnni | Isa::Amx, _) => {
                     return avx512::multiply(self.multiplied(), self.encoding, operands, tile);

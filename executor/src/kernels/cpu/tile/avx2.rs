@@ -1,6 +1,7 @@
 //! Kernels for AVX2 with FMA and F16C: a vector of weights is two registers.
 //!
-//! A strip of 4 rows has eight sums in registers. The two vectors of a panel take turns.
+//! A strip of 4 rows has eight sums in registers, so the two vectors of a panel take turns; of fewer rows they are
+//! multiplied together, as they come from memory.
 
 #![expect(
     clippy::needless_range_loop,
@@ -11,7 +12,10 @@ use std::arch::x86_64::*;
 
 use ir::tensor::Format;
 
+use super::ahead::{AHEAD_BYTES, Ahead, ask_for};
+use super::unpack::{based_pairs_by_avx2, small_pairs_by_avx2, subnormal_by_avx2};
 use super::{Operands, SUM_STEPS, Tile};
+use crate::kernels::cpu::bf12;
 use crate::kernels::cpu::pack::{BLOCK_PAIR, VECTOR};
 use crate::kernels::cpu::quantize::BLOCK;
 
@@ -19,11 +23,13 @@ const F32: u8 = 0;
 const F16: u8 = 1;
 const BF16: u8 = 2;
 
+/// Calls a kernel for so many rows: with `few` of them it takes both vectors of a panel together.
 macro_rules! by_rows {
-    ($kernel:ident, $operands:expr, $tile:expr, [$($rows:literal)*], $constant:expr) => {
-        match $operands.rows {
-            $($rows => $kernel::<$rows, { $constant }>($operands, $tile),)*
-            rows => unreachable!("a strip of {rows} rows"),
+    ($kernel:ident, $operands:expr, $tile:expr, few [$($few:literal)*], [$($rows:literal)*], $constant:expr) => {
+        match ($operands.rows, $operands.vectors) {
+            $(($few, 2) => $kernel::<$few, 2, { $constant }>($operands, $tile),)*
+            $(($rows, _) => $kernel::<$rows, 1, { $constant }>($operands, $tile),)*
+            (rows, _) => unreachable!("a strip of {rows} rows"),
         }
     };
 }
@@ -34,154 +40,286 @@ pub(super) unsafe fn multiply(format: Format, operands: Operands, tile: &mut Til
     // SAFETY: the caller's.
     unsafe {
         match format {
-            Format::F32 => by_rows!(floats, operands, tile, [1 2 3 4], F32),
-            Format::F16 => by_rows!(floats, operands, tile, [1 2 3 4], F16),
-            Format::Bf16 => by_rows!(floats, operands, tile, [1 2 3 4], BF16),
-            Format::Bf12 => unreachable!("12 bits are unpacked first"),
-            Format::Q8 => by_rows!(blocks, operands, tile, [1 2], 8),
-            Format::Q4 => by_rows!(blocks, operands, tile, [1 2], 4),
+            Format::F32 => by_rows!(floats, operands, tile, few [1 2], [1 2 3 4], F32),
+            Format::F16 => by_rows!(floats, operands, tile, few [1 2], [1 2 3 4], F16),
+            Format::Bf16 => by_rows!(floats, operands, tile, few [1 2], [1 2 3 4], BF16),
+            Format::Bf12 => {
+                by_rows!(small_floats, operands, tile, few [1 2], [1 2 3 4], AHEAD_BYTES);
+            }
+            Format::Q8 => by_rows!(blocks, operands, tile, few [1], [1 2], 8),
+            Format::Q4 => by_rows!(blocks, operands, tile, few [1], [1 2], 4),
         }
     }
 }
 
-/// Weights in f32, f16 or bf16; activations in f32.
+/// Asks for a step of a panel, so far ahead.
+#[inline(always)]
+fn ask_for_step(step: *const u8, step_bytes: usize, distance: usize) {
+    (0..step_bytes).step_by(64).for_each(|line| ask_for(step.wrapping_add(line + distance)));
+}
+
+/// Weights in f32, f16 or bf16; activations in f32. `V` vectors are multiplied together.
 #[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn floats<const R: usize, const KIND: u8>(operands: Operands, tile: &mut Tile) {
+unsafe fn floats<const R: usize, const V: usize, const KIND: u8>(
+    operands: Operands,
+    tile: &mut Tile,
+) {
     let depth = if KIND == BF16 { 2 } else { 1 };
     let vector_bytes = if KIND == F16 { 32 } else { 64 };
     let steps = operands.columns / depth;
-    for vector in 0..operands.vectors {
-        let mut w = operands.panel.wrapping_add(vector * vector_bytes);
+    let step_bytes = operands.vectors * vector_bytes;
+    let end = operands.panel.wrapping_add(steps * step_bytes);
+    let ahead = Ahead::new(AHEAD_BYTES, end, step_bytes, operands.next);
+    for first in (0..operands.vectors).step_by(V) {
+        let mut w = operands.panel;
         let mut x = operands.strip.cast::<f32>();
         for start in (0..steps.max(1)).step_by(SUM_STEPS) {
-            let mut sums = [[_mm256_setzero_ps(); 2]; R];
+            let mut sums = [[[_mm256_setzero_ps(); 2]; V]; R];
             for _ in start..steps.min(start + SUM_STEPS) {
+                if first == 0 {
+                    ask_for_step(w, step_bytes, ahead.distance(w));
+                }
                 // SAFETY: the panel and the strip have `steps` steps.
                 unsafe {
                     for part in 0..depth {
-                        let mut weights = [_mm256_setzero_ps(); 2];
-                        for side in 0..2 {
-                            let from = w.add(side * vector_bytes / 2);
-                            weights[side] = match KIND {
-                                F32 => _mm256_loadu_ps(from.cast()),
-                                F16 => _mm256_cvtph_ps(_mm_loadu_si128(from.cast())),
-                                _ => {
-                                    let pair = _mm256_loadu_si256(from.cast());
-                                    _mm256_castsi256_ps(if part == 0 {
-                                        _mm256_slli_epi32::<16>(pair)
-                                    } else {
-                                        _mm256_and_si256(
-                                            pair,
-                                            _mm256_set1_epi32(0xffff_0000_u32 as i32),
-                                        )
-                                    })
-                                }
-                            };
+                        let mut weights = [[_mm256_setzero_ps(); 2]; V];
+                        for vector in 0..V {
+                            for side in 0..2 {
+                                let at = (first + vector) * vector_bytes + side * vector_bytes / 2;
+                                let from = w.add(at);
+                                weights[vector][side] = match KIND {
+                                    F32 => _mm256_loadu_ps(from.cast()),
+                                    F16 => _mm256_cvtph_ps(_mm_loadu_si128(from.cast())),
+                                    _ => half(_mm256_loadu_si256(from.cast()), part),
+                                };
+                            }
                         }
                         for row in 0..R {
                             let x = _mm256_set1_ps(x.add(part * R + row).read());
-                            for side in 0..2 {
-                                sums[row][side] =
-                                    _mm256_fmadd_ps(weights[side], x, sums[row][side]);
+                            for vector in 0..V {
+                                for side in 0..2 {
+                                    let sum = &mut sums[row][vector][side];
+                                    *sum = _mm256_fmadd_ps(weights[vector][side], x, *sum);
+                                }
                             }
                         }
                     }
-                    w = w.wrapping_add(operands.vectors * vector_bytes);
+                    w = w.wrapping_add(step_bytes);
                     x = x.add(depth * R);
                 }
             }
             // SAFETY: the processor has the features.
-            unsafe { add_up(&sums, tile, vector, start == 0) };
+            unsafe { add_up(&sums, tile, first, start == 0) };
         }
     }
 }
 
-/// Weights in blocks of 8 or 4 bits, activations in blocks of 8.
+/// The even or odd columns of pairs of bf16, as floats.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn half(pairs: __m256i, part: usize) -> __m256 {
+    _mm256_castsi256_ps(if part == 0 {
+        _mm256_slli_epi32::<16>(pairs)
+    } else {
+        _mm256_and_si256(pairs, _mm256_set1_epi32(0xffff_0000_u32.cast_signed()))
+    })
+}
+
+/// Weights in 12 bits, activations in f32.
 ///
-/// Products of unsigned and signed bytes are summed in 32 bits: the byte instruction would saturate.
-#[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn blocks<const R: usize, const BITS: usize>(operands: Operands, tile: &mut Tile) {
-    const GROUPS: usize = BLOCK / 4;
+/// The few small floats that are subnormal are added by themselves.
+#[target_feature(enable = "avx2,fma")]
+unsafe fn small_floats<const R: usize, const V: usize, const AHEAD: usize>(
+    operands: Operands,
+    tile: &mut Tile,
+) {
     let vectors = operands.vectors;
-    let code_bytes = if BITS == 8 { 2 * GROUPS } else { GROUPS } * vectors * 64;
-    let (bytes, nibbles) = (_mm256_set1_epi16(255), _mm256_set1_epi8(15));
-    for vector in 0..vectors {
-        let (mut w, mut x) = (operands.panel, operands.strip.cast::<i32>());
-        let mut totals = [[_mm256_setzero_ps(); 2]; R];
-        for _ in 0..operands.columns / BLOCK_PAIR {
-            for half in 0..2 {
-                // SAFETY: the layouts of `pack` and `encode`.
-                unsafe {
-                    let mut sums = [[_mm256_setzero_si256(); 2]; R];
-                    for row in 0..R {
-                        let start = _mm256_set1_epi32(x.add((GROUPS + 1) * R + row).read());
-                        sums[row] = [start; 2];
-                    }
-                    let first = if BITS == 8 { half * GROUPS } else { 0 };
-                    let codes = w.add(vectors * 64 + (first * vectors + vector) * 64);
-                    for group in 0..GROUPS {
-                        for side in 0..2 {
-                            let from = codes.add(group * vectors * 64 + side * 32);
-                            let word = _mm256_loadu_si256(from.cast());
-                            let word = match (BITS, half) {
-                                (8, _) => word,
-                                (_, 0) => _mm256_and_si256(word, nibbles),
-                                _ => _mm256_and_si256(_mm256_srli_epi16::<4>(word), nibbles),
-                            };
-                            let even = _mm256_and_si256(word, bytes);
-                            let odd = _mm256_srli_epi16::<8>(word);
+    // SAFETY: the caller's: a panel in 12 bits.
+    let panel = unsafe { bf12::Panel::at(operands.panel, vectors, operands.columns) };
+    let load = |from: &[u8; bf12::VECTOR_BYTES], side: usize| {
+        // SAFETY: half of a vector's words are as many as a load takes.
+        unsafe { _mm256_loadu_si256(from.as_ptr().add(side * bf12::VECTOR_BYTES / 2).cast()) }
+    };
+    let words = panel.words(0..operands.columns);
+    let step_bytes = bf12::STEP_WORDS * vectors * bf12::VECTOR_BYTES;
+    let ahead = Ahead::new(AHEAD, words.as_ptr_range().end.cast(), step_bytes, operands.next);
+    let sum_columns = 2 * SUM_STEPS;
+    let sum_words = sum_columns / bf12::STEP_COLUMNS * bf12::STEP_WORDS * vectors;
+    for first in (0..vectors).step_by(V) {
+        for (at, words) in words.chunks(sum_words).enumerate() {
+            let mut x = operands.strip.cast::<f32>().wrapping_add(at * sum_columns * R);
+            let mut sums = [[[_mm256_setzero_ps(); 2]; V]; R];
+            for words in words.chunks_exact(bf12::STEP_WORDS * vectors) {
+                if first == 0 {
+                    let step = words.as_ptr().cast();
+                    ask_for_step(step, step_bytes, ahead.distance(step));
+                }
+                for vector in 0..V {
+                    let bases = panel.bases(first + vector);
+                    for side in 0..2 {
+                        let load = |from| load(from, side);
+                        let step = [0, 1, 2].map(|k| load(&words[k * vectors + first + vector]));
+                        let small = small_pairs_by_avx2(step);
+                        let (pairs, has_small) = based_pairs_by_avx2(small, load(bases));
+                        for column in 0..bf12::STEP_COLUMNS {
+                            let weights = half(pairs[column / 2], column % 2);
                             for row in 0..R {
-                                let x = _mm256_set1_epi32(x.add(group * R + row).read());
-                                let x_even = _mm256_srai_epi16::<8>(_mm256_slli_epi16::<8>(x));
-                                let x_odd = _mm256_srai_epi16::<8>(x);
-                                let products = _mm256_add_epi32(
-                                    _mm256_madd_epi16(even, x_even),
-                                    _mm256_madd_epi16(odd, x_odd),
-                                );
-                                sums[row][side] = _mm256_add_epi32(sums[row][side], products);
+                                // SAFETY: the strip has as many columns as the panel.
+                                let x = unsafe { x.add(column * R + row).read() };
+                                let sum = &mut sums[row][vector][side];
+                                *sum = _mm256_fmadd_ps(weights, _mm256_set1_ps(x), *sum);
+                            }
+                        }
+                        if has_small {
+                            let mut of_side = sums.map(|sums| sums[vector][side]);
+                            // SAFETY: the strip has the step's columns.
+                            unsafe { add_subnormal(step, load(bases), x, &mut of_side) };
+                            for row in 0..R {
+                                sums[row][vector][side] = of_side[row];
                             }
                         }
                     }
-                    for side in 0..2 {
-                        let from = w.add((half * vectors + vector) * 32 + side * 16);
-                        let scale = _mm256_cvtph_ps(_mm_loadu_si128(from.cast()));
+                }
+                x = x.wrapping_add(bf12::STEP_COLUMNS * R);
+            }
+            // SAFETY: the processor has the features.
+            unsafe { add_up(&sums, tile, first, at == 0) };
+        }
+    }
+}
+
+/// Adds the products of a step's subnormal small floats.
+///
+/// # Safety
+/// `x` has the step's columns.
+#[cold]
+#[inline(never)]
+#[target_feature(enable = "avx2,fma")]
+unsafe fn add_subnormal<const R: usize>(
+    words: [__m256i; bf12::STEP_WORDS],
+    bases: __m256i,
+    x: *const f32,
+    sums: &mut [__m256; R],
+) {
+    for (pair, small) in small_pairs_by_avx2(words).into_iter().enumerate() {
+        for (half, weights) in subnormal_by_avx2(small, bases).into_iter().enumerate() {
+            for (row, sum) in sums.iter_mut().enumerate() {
+                // SAFETY: the caller's.
+                let x = unsafe { x.add((2 * pair + half) * R + row).read() };
+                *sum = _mm256_fmadd_ps(weights, _mm256_set1_ps(x), *sum);
+            }
+        }
+    }
+}
+
+/// Weights in blocks of 8 or 4 bits, activations in blocks of 8. `V` vectors are multiplied together.
+///
+/// Products of unsigned and signed bytes are summed in 32 bits: the byte instruction would saturate.
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn blocks<const R: usize, const V: usize, const BITS: usize>(
+    operands: Operands,
+    tile: &mut Tile,
+) {
+    const GROUPS: usize = BLOCK / 4;
+    let vectors = operands.vectors;
+    let code_bytes = if BITS == 8 { 2 * GROUPS } else { GROUPS } * vectors * 64;
+    let (pairs, pair_bytes) = (operands.columns / BLOCK_PAIR, vectors * 64 + code_bytes);
+    let end = operands.panel.wrapping_add(pairs * pair_bytes);
+    let ahead = Ahead::new(AHEAD_BYTES, end, pair_bytes, operands.next);
+    let (bytes, nibbles) = (_mm256_set1_epi16(255), _mm256_set1_epi8(15));
+    for start in (0..vectors).step_by(V) {
+        let (mut w, mut x) = (operands.panel, operands.strip.cast::<i32>());
+        let mut totals = [[[_mm256_setzero_ps(); 2]; V]; R];
+        for _ in 0..pairs {
+            if start == 0 {
+                ask_for_step(w, pair_bytes, ahead.distance(w));
+            }
+            for half in 0..2 {
+                // SAFETY: the layouts of `pack` and `encode`.
+                unsafe {
+                    let mut sums = [[[_mm256_setzero_si256(); 2]; V]; R];
+                    for row in 0..R {
+                        let start = _mm256_set1_epi32(x.add((GROUPS + 1) * R + row).read());
+                        sums[row] = [[start; 2]; V];
+                    }
+                    let first = if BITS == 8 { half * GROUPS } else { 0 };
+                    let codes = w.add(vectors * 64 + (first * vectors + start) * 64);
+                    for group in 0..GROUPS {
+                        let mut xs = [[_mm256_setzero_si256(); 2]; R];
                         for row in 0..R {
-                            let x_scale =
-                                _mm256_set1_ps(x.cast::<f32>().add(GROUPS * R + row).read());
-                            totals[row][side] = _mm256_fmadd_ps(
-                                _mm256_cvtepi32_ps(sums[row][side]),
-                                _mm256_mul_ps(scale, x_scale),
-                                totals[row][side],
-                            );
+                            let x = _mm256_set1_epi32(x.add(group * R + row).read());
+                            let even = _mm256_srai_epi16::<8>(_mm256_slli_epi16::<8>(x));
+                            xs[row] = [even, _mm256_srai_epi16::<8>(x)];
+                        }
+                        for vector in 0..V {
+                            for side in 0..2 {
+                                let from = codes.add((group * vectors + vector) * 64 + side * 32);
+                                let word = _mm256_loadu_si256(from.cast());
+                                let word = match (BITS, half) {
+                                    (8, _) => word,
+                                    (_, 0) => _mm256_and_si256(word, nibbles),
+                                    _ => _mm256_and_si256(_mm256_srli_epi16::<4>(word), nibbles),
+                                };
+                                let even = _mm256_and_si256(word, bytes);
+                                let odd = _mm256_srli_epi16::<8>(word);
+                                for row in 0..R {
+                                    let products = _mm256_add_epi32(
+                                        _mm256_madd_epi16(even, xs[row][0]),
+                                        _mm256_madd_epi16(odd, xs[row][1]),
+                                    );
+                                    let sum = &mut sums[row][vector][side];
+                                    *sum = _mm256_add_epi32(*sum, products);
+                                }
+                            }
+                        }
+                    }
+                    for vector in 0..V {
+                        for side in 0..2 {
+                            let from = w.add((half * vectors + start + vector) * 32 + side * 16);
+                            let scale = _mm256_cvtph_ps(_mm_loadu_si128(from.cast()));
+                            for row in 0..R {
+                                let x_scale =
+                                    _mm256_set1_ps(x.cast::<f32>().add(GROUPS * R + row).read());
+                                let total = &mut totals[row][vector][side];
+                                *total = _mm256_fmadd_ps(
+                                    _mm256_cvtepi32_ps(sums[row][vector][side]),
+                                    _mm256_mul_ps(scale, x_scale),
+                                    *total,
+                                );
+                            }
                         }
                     }
                     x = x.add((GROUPS + 2) * R);
                 }
             }
-            w = w.wrapping_add(vectors * 64 + code_bytes);
+            w = w.wrapping_add(pair_bytes);
         }
         // SAFETY: the processor has the features.
-        unsafe { add_up(&totals, tile, vector, true) };
+        unsafe { add_up(&totals, tile, start, true) };
     }
 }
 
-/// Adds sums to one vector of the tile, or starts it.
+/// Adds sums to vectors of the tile, from `first` on, or starts them.
 #[inline]
 #[target_feature(enable = "avx2")]
-unsafe fn add_up<const R: usize>(
-    sums: &[[__m256; 2]; R],
+unsafe fn add_up<const R: usize, const V: usize>(
+    sums: &[[[__m256; 2]; V]; R],
     tile: &mut Tile,
-    vector: usize,
+    first: usize,
     is_first: bool,
 ) {
     for row in 0..R {
-        for side in 0..2 {
-            // SAFETY: a tile's row has two vectors of two registers.
-            unsafe {
-                let to = tile[row].as_mut_ptr().add(vector * VECTOR + side * VECTOR / 2);
-                let sum = sums[row][side];
-                let total = if is_first { sum } else { _mm256_add_ps(_mm256_loadu_ps(to), sum) };
-                _mm256_storeu_ps(to, total);
+        for vector in 0..V {
+            for side in 0..2 {
+                // SAFETY: a tile's row has two vectors of two registers.
+                unsafe {
+                    let at = (first + vector) * VECTOR + side * VECTOR / 2;
+                    let to = tile[row].as_mut_ptr().add(at);
+                    let sum = sums[row][vector][side];
+                    let total =
+                        if is_first { sum } else { _mm256_add_ps(_mm256_loadu_ps(to), sum) };
+                    _mm256_storeu_ps(to, total);
+                }
             }
         }
     }

@@ -13,55 +13,13 @@ use std::arch::x86_64::*;
 
 use ir::tensor::Format;
 
+use super::ahead::{AHEAD_BYTES, Ahead, ask_for};
 use super::unpack::{based_pairs, small_pairs, subnormal};
 use super::{Operands, SUM_STEPS, Tile};
 use crate::kernels::cpu::bf12;
 use crate::kernels::cpu::encode::Encoding;
 use crate::kernels::cpu::pack::{BLOCK_PAIR, VECTOR};
 use crate::kernels::cpu::quantize::BLOCK;
-
-/// How far ahead of their use weights are asked for: far enough to hide the memory's latency at the rate
-/// of one core, near enough to stay in the first cache.
-const AHEAD_BYTES: usize = 8192;
-
-/// What is asked for while a panel is read: its own bytes further on, and at its end the start of what is read next.
-#[derive(Clone, Copy)]
-struct Ahead {
-    /// How far on.
-    bytes: usize,
-    /// From here on the next is asked for.
-    turn: *const u8,
-    /// How far it is there from what is read.
-    jump: usize,
-}
-
-impl Ahead {
-    /// At least `least` bytes on, of a panel that ends there and is read in steps of so many bytes.
-    #[inline(always)]
-    fn new(least: usize, end: *const u8, step_bytes: usize, next: *const u8) -> Self {
-        let bytes = least.next_multiple_of(step_bytes);
-        let turn = end.wrapping_sub(bytes);
-        Self { bytes, turn, jump: next.addr().wrapping_sub(turn.addr()) }
-    }
-
-    /// How far beyond the step that begins there.
-    #[inline(always)]
-    fn distance(self, step: *const u8) -> usize {
-        if step < self.turn { self.bytes } else { self.jump }
-    }
-}
-
-/// Asks for a line of memory.
-#[inline(always)]
-fn ask_for(line: *const u8) {
-    // SAFETY: asking may point anywhere.
-    unsafe { _mm_prefetch::<_MM_HINT_T0>(line.cast()) };
-}
-
-/// Asks for as much of a panel as is asked for ahead.
-pub(super) fn ask_for_start(panel: *const u8) {
-    (0..AHEAD_BYTES).step_by(64).for_each(|at| ask_for(panel.wrapping_add(at)));
-}
 
 macro_rules! by_shape {
     ($kernel:ident, $operands:expr, $tile:expr, [$($rows:literal)*], $constant:expr) => {
@@ -99,8 +57,12 @@ pub(super) unsafe fn multiply(
             Format::Bf12 => {
                 by_shape!(small_floats, operands, tile, [1 2 3 4 5 6 7 8 9 10 11 12], AHEAD_BYTES);
             }
-            Format::Q8 => by_shape!(blocks, operands, tile, [1 2 3 4 5 6], 8),
-            Format::Q4 => by_shape!(blocks, operands, tile, [1 2 3 4 5 6], 4),
+            Format::Q8 => {
+                by_shape!(blocks, operands, tile, [1 2 3 4 5 6], 8)
+            }
+            Format::Q4 => {
+                by_shape!(blocks, operands, tile, [1 2 3 4 5 6], 4)
+            }
         }
     }
 }
@@ -334,10 +296,9 @@ unsafe fn blocks<const R: usize, const V: usize, const BITS: usize>(
     let low_nibbles = _mm512_set1_epi8(15);
     let mut totals = [[_mm512_setzero_ps(); V]; R];
     let code_bytes = if BITS == 8 { 2 * GROUPS } else { GROUPS } * V * 64;
-    let pairs = operands.columns / BLOCK_PAIR;
-    let pair_bytes = V * 64 + code_bytes;
-    let ahead =
-        Ahead::new(AHEAD_BYTES, w.wrapping_add(pairs * pair_bytes), pair_bytes, operands.next);
+    let (pairs, pair_bytes) = (operands.columns / BLOCK_PAIR, V * 64 + code_bytes);
+    let end = w.wrapping_add(pairs * pair_bytes);
+    let ahead = Ahead::new(AHEAD_BYTES, end, pair_bytes, operands.next);
     for _ in 0..pairs {
         let distance = ahead.distance(w);
         for vector in 0..V {

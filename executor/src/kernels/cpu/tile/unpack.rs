@@ -188,16 +188,60 @@ pub(super) unsafe fn bf12_by_avx512(
     }
 }
 
-/// Puts the elements of a vector's step one by one.
-#[cold]
-fn put_small(panel: bf12::Panel<'_>, column: usize, vector: usize, to: &mut [[u16; 2]]) {
-    let lanes = panel.vectors() * VECTOR;
-    for (pair, to) in to.chunks_exact_mut(lanes).enumerate() {
-        let first = vector * VECTOR;
-        for (row, to) in (first..).zip(&mut to[first..][..VECTOR]) {
-            *to = [0, 1].map(|i| panel.bits(row, column + 2 * pair + i));
-        }
-    }
+/// [`small_pairs`] of half a vector.
+#[inline]
+#[target_feature(enable = "avx2")]
+pub(super) fn small_pairs_by_avx2([a, b, c]: [__m256i; 3]) -> [__m256i; 4] {
+    let mask = |bits: u32| _mm256_set1_epi32(bits.cast_signed());
+    let [sign, upper, middle, lower] = bf12::FOURTH.map(|(_, _, bits)| mask(bits));
+    let fourth = _mm256_or_si256(
+        _mm256_or_si256(
+            _mm256_and_si256(_mm256_slli_epi32::<1>(a), sign),
+            _mm256_and_si256(_mm256_srli_epi32::<3>(a), upper),
+        ),
+        _mm256_or_si256(
+            _mm256_and_si256(_mm256_srli_epi32::<7>(b), middle),
+            _mm256_and_si256(_mm256_srli_epi32::<11>(c), lower),
+        ),
+    );
+    let pair = |word| _mm256_and_si256(word, mask(bf12::PAIR));
+    [pair(a), pair(b), pair(c), fourth]
+}
+
+/// Which elements of a pair are subnormal small floats, or zeros: all of their bits.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn smallest_by_avx2(pair: __m256i) -> __m256i {
+    let exponents = _mm256_set1_epi32(bf12::EXPONENTS.cast_signed());
+    _mm256_cmpeq_epi16(_mm256_and_si256(pair, exponents), _mm256_setzero_si256())
+}
+
+/// [`based_pairs`] of half a vector.
+#[inline]
+#[target_feature(enable = "avx2")]
+pub(super) fn based_pairs_by_avx2(small: [__m256i; 4], bases: __m256i) -> ([__m256i; 4], bool) {
+    let are_smallest = small.map(|pair| smallest_by_avx2(pair));
+    let [a, b, c, d] = are_smallest;
+    let any = _mm256_or_si256(_mm256_or_si256(a, b), _mm256_or_si256(c, d));
+    let based = |i: usize| _mm256_andnot_si256(are_smallest[i], _mm256_add_epi16(small[i], bases));
+    ([based(0), based(1), based(2), based(3)], _mm256_testz_si256(any, any) == 0)
+}
+
+/// [`subnormal`] of half a vector.
+#[inline]
+#[target_feature(enable = "avx2")]
+pub(super) fn subnormal_by_avx2(pair: __m256i, bases: __m256i) -> [__m256; 2] {
+    let pair = _mm256_and_si256(pair, smallest_by_avx2(pair));
+    // Those of base 0 are multiples of 2^-133, which is 2^-126 times 2^-7.
+    let base = _mm256_and_si256(_mm256_srli_epi32::<7>(bases), _mm256_set1_epi32(255));
+    let unit = _mm256_slli_epi32::<23>(_mm256_add_epi32(base, _mm256_set1_epi32(1)));
+    let rest = _mm256_set1_ps(1.0 / 128.0);
+    [_mm256_slli_epi32::<16>(pair), pair].map(|word| {
+        let sign = _mm256_and_si256(word, _mm256_set1_epi32(i32::MIN));
+        let count = _mm256_and_si256(_mm256_srli_epi32::<16>(word), _mm256_set1_epi32(0x7f));
+        let size = _mm256_mul_ps(_mm256_cvtepi32_ps(count), _mm256_castsi256_ps(unit));
+        _mm256_or_ps(_mm256_mul_ps(size, rest), _mm256_castsi256_ps(sign))
+    })
 }
 
 /// [`bf12::unpack`] with AVX2: half a vector at a time.
@@ -210,15 +254,11 @@ pub(super) unsafe fn bf12_by_avx2(
     columns: Range<usize>,
     to: &mut [[u16; 2]],
 ) {
-    let mask = |bits: u32| _mm256_set1_epi32(bits.cast_signed());
-    let (exponents, zero) = (mask(bf12::EXPONENTS), _mm256_setzero_si256());
-    let [sign, upper, middle, lower] = bf12::FOURTH.map(|(_, _, bits)| mask(bits));
     let vectors = panel.vectors();
     let words = panel.words(columns.clone()).chunks_exact(bf12::STEP_WORDS * vectors);
     let steps = words.zip(to.chunks_exact_mut(STEP_PAIRS * vectors * VECTOR));
-    for (step, (words, to)) in steps.enumerate() {
+    for (words, to) in steps {
         for vector in 0..vectors {
-            let mut has_small = false;
             for side in 0..2 {
                 // SAFETY: half of a vector's words are as many as a load takes, and so are half of its pairs.
                 unsafe {
@@ -226,31 +266,26 @@ pub(super) unsafe fn bf12_by_avx2(
                         let from = from.as_ptr().add(side * bf12::VECTOR_BYTES / 2);
                         _mm256_loadu_si256(from.cast())
                     };
-                    let [a, b, c] = [0, 1, 2].map(|k| load(&words[k * vectors + vector]));
-                    let pair = |word| _mm256_and_si256(word, mask(bf12::PAIR));
-                    let fourth = _mm256_or_si256(
-                        _mm256_or_si256(
-                            _mm256_and_si256(_mm256_slli_epi32::<1>(a), sign),
-                            _mm256_and_si256(_mm256_srli_epi32::<3>(a), upper),
-                        ),
-                        _mm256_or_si256(
-                            _mm256_and_si256(_mm256_srli_epi32::<7>(b), middle),
-                            _mm256_and_si256(_mm256_srli_epi32::<11>(c), lower),
-                        ),
-                    );
+                    let words = [0, 1, 2].map(|k| load(&words[k * vectors + vector]));
+                    let small = small_pairs_by_avx2(words);
                     let bases = load(panel.bases(vector));
-                    for (i, small) in [pair(a), pair(b), pair(c), fourth].into_iter().enumerate() {
-                        let is_small = _mm256_cmpeq_epi16(_mm256_and_si256(small, exponents), zero);
-                        has_small |= _mm256_movemask_epi8(is_small) != 0;
-                        let based = _mm256_add_epi16(small, _mm256_andnot_si256(is_small, bases));
-                        let to = &mut to[(i * vectors + vector) * VECTOR..][..VECTOR];
+                    let (mut pairs, has_small) = based_pairs_by_avx2(small, bases);
+                    if has_small {
+                        for (pair, small) in pairs.iter_mut().zip(small) {
+                            // Exact in bf16, so the upper halves are all.
+                            let halves = subnormal_by_avx2(small, bases);
+                            let [even, odd] = halves.map(|x| _mm256_castps_si256(x));
+                            let odd = _mm256_and_si256(odd, _mm256_set1_epi32(-1 << 16));
+                            let both = _mm256_or_si256(_mm256_srli_epi32::<16>(even), odd);
+                            *pair = _mm256_or_si256(*pair, both);
+                        }
+                    }
+                    for (pair, words) in pairs.into_iter().enumerate() {
+                        let to = &mut to[(pair * vectors + vector) * VECTOR..][..VECTOR];
                         let to = to.as_mut_ptr().add(side * VECTOR / 2);
-                        _mm256_storeu_si256(to.cast(), based);
+                        _mm256_storeu_si256(to.cast(), words);
                     }
                 }
-            }
-            if has_small {
-                put_small(panel, columns.start + step * bf12::STEP_COLUMNS, vector, to);
             }
         }
     }

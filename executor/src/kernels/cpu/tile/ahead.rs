@@ -1,0 +1,49 @@
+//! Asking memory for weights before they are multiplied.
+//!
+//! Processors do that by themselves where a read goes on for long; at the end of a panel they ask for what lies behind
+//! it, which another member reads, and not for what this one reads next.
+
+use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+
+/// How far ahead of their use weights are asked for: far enough to hide the memory's latency at the rate
+/// of one core, near enough to stay in the first cache.
+pub(super) const AHEAD_BYTES: usize = 8192;
+
+/// What is asked for while a panel is read: its own bytes further on, and at its end the start of what is read next.
+#[derive(Clone, Copy)]
+pub(super) struct Ahead {
+    /// How far on.
+    bytes: usize,
+    /// From here on the next is asked for.
+    turn: *const u8,
+    /// How far it is there from what is read.
+    jump: usize,
+}
+
+impl Ahead {
+    /// At least `least` bytes on, of a panel that ends there and is read in steps of so many bytes.
+    #[inline(always)]
+    pub(super) fn new(least: usize, end: *const u8, step_bytes: usize, next: *const u8) -> Self {
+        let bytes = least.next_multiple_of(step_bytes);
+        let turn = end.wrapping_sub(bytes);
+        Self { bytes, turn, jump: next.addr().wrapping_sub(turn.addr()) }
+    }
+
+    /// How far beyond the step that begins there.
+    #[inline(always)]
+    pub(super) fn distance(self, step: *const u8) -> usize {
+        if step < self.turn { self.bytes } else { self.jump }
+    }
+}
+
+/// Asks for a line of memory.
+#[inline(always)]
+pub(super) fn ask_for(line: *const u8) {
+    // SAFETY: asking may point anywhere.
+    unsafe { _mm_prefetch::<_MM_HINT_T0>(line.cast()) };
+}
+
+/// Asks for as much of a panel as is asked for ahead.
+pub(super) fn ask_for_start(panel: *const u8) {
+    (0..AHEAD_BYTES).step_by(64).for_each(|at| ask_for(panel.wrapping_add(at)));
+}
