@@ -11,13 +11,16 @@ use std::collections::BTreeSet;
 use crate::id::{DeviceId, RopeId, Table};
 use crate::machine::DeviceKind;
 use crate::op::{Attention, Experts, Linear, NormKind, Op, Products, Then};
-use crate::packing::has_panels;
+use crate::packing::{PANEL_ROWS, has_panels};
 use crate::plan::{Action, Plan, Program, Step};
 use crate::tensor::{Dim, Format};
 
 /// Up to so many rows a linear takes as they are. More are narrowed first where the vendor's library multiplies them,
 /// for which a packed matrix is unpacked; a GPU that has matrix instructions reads blocks as they lie for some more rows.
 pub const UNPACKED_ROWS: u32 = 8;
+/// A packed matrix is unpacked for the vendor's library in pieces of at most so many bytes: large enough that a product
+/// of one piece fills any GPU, small beside the memory of the smallest.
+const UNPACKED_BYTES: u64 = 128 << 20;
 /// The most parts that decode attention splits a context into: beyond it merging costs more than splitting saves.
 pub const ATTENTION_SPLITS: u32 = 64;
 /// Parts of contexts, over all tokens and key heads of a run, that keep the largest GPU busy: three cubes on each of
@@ -44,7 +47,7 @@ const MOST_FLAGGED_BYTES: u64 = 128 << 10;
 pub struct Workspace {
     /// A product's input as its matrix takes it.
     pub input_bytes: u64,
-    /// One matrix, row after row: a packed one before the vendor's library multiplies with it.
+    /// A matrix or some of its rows, one after another: a packed one before the vendor's library multiplies with it.
     pub matrix_bytes: u64,
     /// Products before what follows them; queries after their rotation; what lies between the matrices of a mixture's
     /// chosen experts; what a movement brings; lists of the most likely tokens.
@@ -222,6 +225,15 @@ pub fn exchange_bytes(members: usize, piece_bytes: u64) -> u64 {
     EXCHANGE_HEADER_BYTES + inboxes * (exchange_flagged_bytes(piece_bytes) + piece_bytes)
 }
 
+/// Rows of a packed matrix `[outputs, inputs]` that are unpacked at a time for the vendor's library: pairs of panels, which
+/// start where parts of the workspace may, in pieces as even as those allow.
+pub fn piece_rows(outputs: u32, inputs: u32) -> u32 {
+    let row_bytes = product(&[inputs.max(1)], Format::F32.bytes(1, 1)) / 2;
+    let most = u32::try_from(UNPACKED_BYTES / row_bytes).unwrap_or(u32::MAX).max(1);
+    let pieces = outputs.div_ceil(most).max(1);
+    outputs.div_ceil(pieces).next_multiple_of(2 * PANEL_ROWS).min(outputs)
+}
+
 /// Bytes with what lies between them and the next place; at most `u64::MAX`.
 pub(crate) fn aligned(bytes: u64) -> u64 {
     bytes.checked_next_multiple_of(WORKSPACE_ALIGNMENT).unwrap_or(u64::MAX)
@@ -283,7 +295,8 @@ impl Need<'_> {
             }
             let kind = self.plan.machine.devices.get(weight.device).map(|device| &device.kind);
             if kind.is_some_and(|kind| has_panels(kind, weight.format, &weight.shape)) {
-                raise(&mut space.matrix_bytes, product(&[outputs, inputs], element));
+                let piece = if has_library { piece_rows(outputs, inputs) } else { outputs };
+                raise(&mut space.matrix_bytes, product(&[piece, inputs], element));
             }
             let has_bias = linear.biases.get(index).is_some_and(Option::is_some);
             let is_direct =

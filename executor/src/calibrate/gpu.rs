@@ -225,9 +225,9 @@ impl Meter<'_> {
                 let w = matrix.data();
                 match &mut self.vendor {
                     Some(vendor) => {
-                        let term = None;
+                        let (x, term, stride) = (&x, None, outputs);
                         let product =
-                            Product { x: &x, w, element, term, out, tokens, inputs, outputs };
+                            Product { x, w, element, term, out, stride, tokens, inputs, outputs };
                         vendor.multiply(&gpu, &[product])?;
                     }
                     None => gpu.gemm(&x, tokens, matrix, out)?,

@@ -8,7 +8,7 @@ use ir::tensor::{DType, Format};
 
 use super::device::Span;
 use super::panel::Panel;
-use crate::kernels::cpu::pack::packed_bytes;
+use crate::kernels::cpu::pack::{PANEL, packed_bytes};
 
 /// Bytes that one unit loads at once.
 pub(super) const LOAD_BYTES: usize = ir::packing::LOAD_BYTES as usize;
@@ -83,6 +83,23 @@ impl Matrix {
             data.bytes()
         );
         Ok(Self { format, layout, rows, columns, data })
+    }
+
+    /// Some of its rows, where it lies in panels; they begin with a panel.
+    ///
+    /// # Errors
+    /// When there are no such rows.
+    pub fn rows_from(&self, first: usize, rows: usize) -> Result<Self> {
+        ensure!(
+            self.layout == Layout::Panels
+                && first.is_multiple_of(PANEL)
+                && first + rows <= self.rows,
+            "rows {first}..+{rows} of a matrix of {} are no panels",
+            self.rows
+        );
+        let start = packed_bytes(self.format, first, self.columns);
+        let data = self.data.part(start, self.data.bytes() - start);
+        Self::new(self.format, self.layout, rows, self.columns, data)
     }
 
     /// How the elements are held.

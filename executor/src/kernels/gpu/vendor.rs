@@ -56,10 +56,12 @@ pub struct Product<'a> {
     pub w: &'a Span,
     /// f32 or 16-bit floats.
     pub element: DType,
-    /// f32 `[tokens, outputs]` that is added.
+    /// f32 `[tokens, outputs]` that is added, in rows like those of `out`.
     pub term: Option<&'a Span>,
     /// f32 `[tokens, outputs]`.
     pub out: &'a Span,
+    /// Elements from one row of `out` to the next.
+    pub stride: usize,
     /// Rows of `x`.
     pub tokens: usize,
     /// Columns of `x`.
@@ -74,6 +76,7 @@ struct Shape {
     tokens: usize,
     inputs: usize,
     outputs: usize,
+    stride: usize,
 }
 
 /// What the library wants to be told about a product, with the algorithm it chose.
@@ -211,20 +214,20 @@ impl Drop for Vendor {
 
 impl Product<'_> {
     fn shape(&self) -> Shape {
-        let Self { element, tokens, inputs, outputs, .. } = *self;
-        Shape { element, tokens, inputs, outputs }
+        let Self { element, tokens, inputs, outputs, stride, .. } = *self;
+        Shape { element, tokens, inputs, outputs, stride }
     }
 
     fn check(&self) -> Result<()> {
         let size = self.element.bytes() as usize;
         let holds = |span: &Span, count: usize, size: usize| span.bytes() >= count * size;
+        let made = self.tokens.saturating_sub(1) * self.stride + self.outputs;
         ensure!(
             holds(self.x, self.tokens * self.inputs, size)
                 && holds(self.w, self.outputs * self.inputs, size)
-                && holds(self.out, self.tokens * self.outputs, size_of::<f32>())
-                && self.term.is_none_or(|term| {
-                    holds(term, self.tokens * self.outputs, size_of::<f32>())
-                }),
+                && self.outputs <= self.stride
+                && holds(self.out, made, size_of::<f32>())
+                && self.term.is_none_or(|term| holds(term, made, size_of::<f32>())),
             "a product's operands are shorter than its shape"
         );
         Ok(())
@@ -260,7 +263,7 @@ impl Plan {
         let w = result::create_matrix_layout(element, inputs, outputs, inputs as i64)?;
         let x = result::create_matrix_layout(element, inputs, tokens, inputs as i64)?;
         let f32 = sys::cudaDataType_t::CUDA_R_32F;
-        let out = result::create_matrix_layout(f32, outputs, tokens, outputs as i64)?;
+        let out = result::create_matrix_layout(f32, outputs, tokens, shape.stride as i64)?;
         let (preference, workspace_bytes) = (result::create_matmul_pref()?, WORKSPACE_BYTES);
         // SAFETY: attributes are read before the calls return; what is destroyed is not used again.
         let heuristic = unsafe {
@@ -311,17 +314,27 @@ mod tests {
             vendor.order = order;
             let count = tokens * outputs;
             gpu.add(&term_span, &term_span, &doubled, count);
-            let product = Product {
-                x: &x_span,
-                w: &w_span,
-                element: DType::Bf16,
-                term: Some(&doubled),
-                out: &out,
-                tokens,
-                inputs,
-                outputs,
+            // In two pieces, side by side.
+            let piece = |first: usize, outputs: usize| {
+                let w = w_span.part(first * inputs * 2, outputs * inputs * 2);
+                let [term, out] =
+                    [&doubled, &out].map(|span| span.part(first * 4, span.bytes() - first * 4));
+                (w, term, out, outputs)
             };
-            vendor.multiply(&gpu, &[product]).unwrap();
+            for (w, term, out, outputs) in [piece(0, 64), piece(64, 64)] {
+                let product = Product {
+                    x: &x_span,
+                    w: &w,
+                    element: DType::Bf16,
+                    term: Some(&term),
+                    out: &out,
+                    stride: 128,
+                    tokens,
+                    inputs,
+                    outputs,
+                };
+                vendor.multiply(&gpu, &[product]).unwrap();
+            }
             gpu.add(&out, &term_span, &out, count);
             let made = gpu.download::<f32>(&out, count);
             for (i, made) in made.iter().enumerate() {

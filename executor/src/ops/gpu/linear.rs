@@ -4,12 +4,12 @@ use anyhow::{Context as _, Result, ensure};
 use ir::id::WeightId;
 use ir::op::{self, NormKind, Op, Then};
 use ir::tensor::{DType, Format};
-use ir::workspace::product_format;
+use ir::workspace::{piece_rows, product_format};
 
 use super::scratch::Scratch;
 use super::state::{Operand, Operands, State};
 use crate::kernels::gpu::cast::Cast;
-use crate::kernels::gpu::device::{ALIGNMENT, Span};
+use crate::kernels::gpu::device::{ALIGNMENT, Gpu, Span};
 use crate::kernels::gpu::epilogue::Epilogue;
 use crate::kernels::gpu::linear::{Linear, MAX_NARROW_TOKENS, MAX_TOKENS, RmsNorm};
 use crate::kernels::gpu::matrix::{Layout, Matrix};
@@ -186,23 +186,34 @@ impl State {
         term: Option<&Span>,
         out: &Span,
     ) -> Result<()> {
-        let unpacked = match matrix.layout() {
-            Layout::RowMajor => None,
-            Layout::Panels => {
-                let bytes = Layout::RowMajor.bytes(format, matrix.rows(), matrix.columns())?;
-                let place = Scratch::first(&self.scratch.matrix, bytes)?;
-                Some(self.gpu.unpack(matrix, format, &place)?)
-            }
-        };
-        let matrix = unpacked.as_ref().unwrap_or(matrix);
         let (inputs, outputs) = (matrix.columns(), matrix.rows());
         let Some(vendor) = &mut self.vendor else {
-            return self.gpu.gemm(x, tokens, matrix, out);
+            let unpacked = match matrix.layout() {
+                Layout::RowMajor => None,
+                Layout::Panels => Some(unpack(&self.gpu, &self.scratch, matrix, format)?),
+            };
+            return self.gpu.gemm(x, tokens, unpacked.as_ref().unwrap_or(matrix), out);
         };
-        let w = matrix.data();
         let element = format.float().context("a product is made of floats")?;
-        let product = Product { x, w, element, term, out, tokens, inputs, outputs };
-        vendor.multiply(&self.gpu, &[product])
+        let mut multiply = |matrix: &Matrix, out: &Span, term: Option<&Span>| {
+            let (w, stride, outputs) = (matrix.data(), outputs, matrix.rows());
+            let product = Product { x, w, element, term, out, stride, tokens, inputs, outputs };
+            vendor.multiply(&self.gpu, &[product])
+        };
+        if matrix.layout() == Layout::RowMajor {
+            return multiply(matrix, out, term);
+        }
+        let piece = piece_rows(outputs as u32, inputs as u32) as usize;
+        for first in (0..outputs).step_by(piece) {
+            let rows = matrix.rows_from(first, piece.min(outputs - first))?;
+            let rows = unpack(&self.gpu, &self.scratch, &rows, format)?;
+            let from = |span: &Span| {
+                let start = first * size_of::<f32>();
+                span.part(start, span.bytes() - start)
+            };
+            multiply(&rows, &from(out), term.map(from).as_ref())?;
+        }
+        Ok(())
     }
 
     /// `x`, normalised as the linear wants it.
@@ -228,4 +239,10 @@ impl State {
     fn biases(&self, op: &op::Linear) -> Result<Vec<Option<&Span>>> {
         op.biases.iter().map(|&bias| self.weights.optional(bias)).collect()
     }
+}
+
+/// A packed matrix, row after row.
+fn unpack(gpu: &Gpu, scratch: &Scratch, matrix: &Matrix, format: Format) -> Result<Matrix> {
+    let bytes = Layout::RowMajor.bytes(format, matrix.rows(), matrix.columns())?;
+    gpu.unpack(matrix, format, &Scratch::first(&scratch.matrix, bytes)?)
 }
