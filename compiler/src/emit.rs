@@ -2,11 +2,11 @@
 
 use std::path::{Component, Path, PathBuf};
 
-use anyhow::{Context as _, Result};
+use anyhow::Result;
 use ir::asked::Asked;
 use ir::model::CheckpointFile;
 use ir::plan::{Candidate, Forecast, ModelInfo, Plan, ProgramForecast, VERSION, Weight};
-use ir::weight::{Slice, Source};
+use ir::weight::Source;
 
 use crate::bind::bind;
 use crate::forecast::{contend, simulate};
@@ -114,21 +114,8 @@ pub(crate) fn complete(
 /// Where the held part of a weight lies.
 fn sources(task: &Task<'_>, key: &WeightKey) -> Result<Vec<Source>> {
     let weight = &task.model.weights[key.weight];
-    let Some(slice) = key.slice else { return Ok(weight.sources.clone()) };
-    let cut = |source: &Source, slice: Slice| {
-        source.sliced(slice).with_context(|| format!("cutting {}", weight.name))
-    };
-    if weight.sources.iter().all(|source| source.axes.len() == weight.shape.len()) {
-        return weight.sources.iter().map(|source| cut(source, slice)).collect();
-    }
-    // One source for each matrix of a stack: the stack's axis is cut by leaving matrices out.
-    if slice.axis == 0 {
-        let matrices = slice.start as usize..(slice.start + slice.size) as usize;
-        let kept = weight.sources.get(matrices).context("a stack lacks matrices")?;
-        return Ok(kept.to_vec());
-    }
-    let slice = Slice { axis: slice.axis - 1, ..slice };
-    weight.sources.iter().map(|source| cut(source, slice)).collect()
+    let sliced = key.slice.map(|slice| weight.sliced(slice)).transpose()?;
+    Ok(sliced.as_ref().unwrap_or(weight).sources.clone())
 }
 
 /// `path` as seen from `folder`, where both lie in one project; paths that share only the root stay absolute,

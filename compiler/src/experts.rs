@@ -10,8 +10,7 @@ use std::collections::BTreeMap;
 use anyhow::{Context as _, Result, ensure};
 use ir::counts::ExpertCounts;
 use ir::dag::Node;
-use ir::graph::LayerGraph;
-use ir::id::{NodeId, Table, ValueId, WeightId};
+use ir::id::{NodeId, ValueId, WeightId};
 use ir::model::{Model, ModelWeight};
 use ir::op::{ExpertPart, Experts, Op};
 use ir::weight::Source;
@@ -19,6 +18,7 @@ use ir::weight::Source;
 use crate::part::WeightKey;
 use crate::place::Room;
 use crate::place::units::Units;
+use crate::rewrite::Rewrite;
 use crate::task::Task;
 
 /// The part of all choices that is expected to fall on all experts alike: texts differ from the one that was counted.
@@ -50,9 +50,7 @@ pub(crate) fn split(
         return Ok(None);
     }
     let mut model = task.model.clone();
-    let mut graph = LayerGraph::default();
-    let mut renamed: Table<ValueId, Option<ValueId>> =
-        task.model.layers.values().ids().map(|_| None).collect();
+    let mut rewrite = Rewrite::new(&task.model.layers);
     // Routers come before their experts.
     let mut reordered: BTreeMap<NodeId, &Ranked> = BTreeMap::new();
     for (id, ranked) in &ranked {
@@ -61,33 +59,21 @@ pub(crate) fn split(
         }
     }
     for (id, node) in task.model.layers.nodes() {
-        let inputs: Vec<ValueId> = node
-            .inputs
-            .iter()
-            .map(|&value| renamed[value].context("a node reads what comes after it"))
-            .collect::<Result<_>>()?;
-        let made = match (&node.work, ranked.get(&id), firsts.get(&id)) {
+        match (&node.work, ranked.get(&id), firsts.get(&id)) {
             (Op::Experts(experts), Some(ranked), Some(&first)) if first > 0 => {
-                push_parts(&mut model, &mut graph, node, experts, ranked, first, &inputs)?
+                let made = push_parts(&mut model, &mut rewrite, node, experts, ranked, first)?;
+                rewrite.rename(&node.outputs, &[made]);
             }
             _ => {
                 let mut op = node.work.clone();
                 if let Some(ranked) = reordered.get(&id) {
                     op = op.map_weights(|weight| reorder_rows(&mut model, weight, &ranked.order));
                 }
-                let types: Vec<_> =
-                    node.outputs.iter().map(|&v| task.model.layers.value(v).ty.clone()).collect();
-                graph.push(node.name.clone(), op, &inputs, &types)?
+                rewrite.push(node.name.clone(), op, &node.inputs, &node.outputs)?;
             }
-        };
-        for (&old, new) in node.outputs.iter().zip(made) {
-            renamed[old] = Some(new);
         }
     }
-    for &output in task.model.layers.outputs() {
-        graph.return_value(renamed[output].context("a result is not made")?);
-    }
-    model.layers = graph;
+    model.layers = rewrite.finish();
     Ok(Some(model))
 }
 
@@ -165,14 +151,14 @@ fn expert_bytes(task: &Task<'_>, experts: &Experts, room: &Room) -> u64 {
 /// Adds the two parts of a mixture and their sum; the sum's value.
 fn push_parts(
     model: &mut Model,
-    graph: &mut LayerGraph,
+    rewrite: &mut Rewrite<'_>,
     node: &Node<Op>,
     experts: &Experts,
     ranked: &Ranked,
     first: u32,
-    inputs: &[ValueId],
-) -> Result<Vec<ValueId>> {
+) -> Result<ValueId> {
     let ty = model.layers.value(node.outputs[0]).ty.clone();
+    let inputs = rewrite.renamed(&node.inputs);
     let all = ranked.order.len() as u32;
     let mut part = |name: &str, range: std::ops::Range<u32>| -> Result<ValueId> {
         let (start, end) = (range.start as usize, range.end as usize);
@@ -184,20 +170,14 @@ fn push_parts(
         let op = op.map_weights(|stack| {
             reorder(model, stack, &ranked.order[start..end], |old| format!("{old} ({name} used)"))
         });
-        let made = graph.push(
-            format!("{}.{name}_used", node.name),
-            op,
-            inputs,
-            std::slice::from_ref(&ty),
-        )?;
-        Ok(made[0])
+        rewrite.add(format!("{}.{name}_used", node.name), op, &inputs, ty.clone())
     };
     let most = part("most", 0..first)?;
     if first == all {
-        return Ok(vec![most]);
+        return Ok(most);
     }
     let least = part("least", first..all)?;
-    graph.push(format!("{}.sum", node.name), Op::Add, &[most, least], &[ty])
+    rewrite.add(format!("{}.sum", node.name), Op::Add, &[most, least], ty)
 }
 
 /// The weight with some of the rows of its first axis, in that order, where it is a router's; others stay.

@@ -9,6 +9,7 @@ use ir::id::{NodeId, Table, ValueId};
 use ir::op::{Linear, Op, Then};
 
 use crate::Pass;
+use crate::rewrite::{Rewrite, Uses};
 
 /// The fusions, in the order they run.
 pub const LAYER_PASSES: &[Pass<LayerGraph>] = &[
@@ -230,85 +231,4 @@ fn join_name(name: &mut String, next: &str) {
     }
     name.push('+');
     name.push_str(next.rsplit('.').next().expect("a split has at least one part"));
-}
-
-/// Who reads each value; being a result of the graph counts as a use.
-struct Uses {
-    readers: Table<ValueId, Vec<NodeId>>,
-    returned: Table<ValueId, usize>,
-}
-
-impl Uses {
-    fn of(graph: &LayerGraph) -> Self {
-        let mut returned: Table<ValueId, usize> = graph.values().ids().map(|_| 0).collect();
-        for &output in graph.outputs() {
-            returned[output] += 1;
-        }
-        Self { readers: graph.readers(), returned }
-    }
-
-    fn count(&self, value: ValueId) -> usize {
-        self.readers[value].len() + self.returned[value]
-    }
-
-    /// The one node that reads all of these values, each once.
-    fn sole_reader(&self, values: &[ValueId]) -> Option<NodeId> {
-        let reader = *self.readers[*values.first()?].first()?;
-        let all = values.iter().all(|&v| self.count(v) == 1 && self.readers[v][0] == reader);
-        all.then_some(reader)
-    }
-}
-
-/// A new graph that takes over the values of an old one.
-struct Rewrite<'a> {
-    old: &'a LayerGraph,
-    new: LayerGraph,
-    renamed: Table<ValueId, Option<ValueId>>,
-}
-
-impl<'a> Rewrite<'a> {
-    fn new(old: &'a LayerGraph) -> Self {
-        Self {
-            old,
-            new: LayerGraph::default(),
-            renamed: old.values().ids().map(|_| None).collect(),
-        }
-    }
-
-    fn copy(&mut self, node: &Node<Op>) -> Result<()> {
-        self.push(node.name.clone(), node.work.clone(), &node.inputs, &node.outputs)
-    }
-
-    /// Adds a node; inputs and outputs are values of the old graph.
-    fn push(
-        &mut self,
-        name: String,
-        op: Op,
-        inputs: &[ValueId],
-        outputs: &[ValueId],
-    ) -> Result<()> {
-        let inputs: Vec<ValueId> = inputs
-            .iter()
-            .map(|&value| self.renamed[value].expect("a fusion reads a value it took away"))
-            .collect();
-        let types: Vec<_> = outputs.iter().map(|&v| self.old.value(v).ty.clone()).collect();
-        let made = self.new.push(name, op, &inputs, &types)?;
-        for (&old, new) in outputs.iter().zip(made) {
-            self.renamed[old] = Some(new);
-        }
-        Ok(())
-    }
-
-    /// Whether the node's values were made by another that swallowed it.
-    fn is_made(&self, node: &Node<Op>) -> bool {
-        node.outputs.iter().all(|&value| self.renamed[value].is_some())
-    }
-
-    fn finish(mut self) -> LayerGraph {
-        for &output in self.old.outputs() {
-            let output = self.renamed[output].expect("a fusion took a result away");
-            self.new.return_value(output);
-        }
-        self.new
-    }
 }

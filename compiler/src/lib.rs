@@ -22,12 +22,17 @@ mod free;
 mod graphs;
 mod groups;
 mod part;
+mod rewrite;
 mod schedule;
+mod shards;
 mod window;
 
 pub mod explain;
 
+use std::collections::BTreeSet;
+
 use anyhow::{Context as _, Result};
+use ir::asked::Request;
 use ir::machine::Machine;
 use ir::model::Model;
 use ir::plan::Plan;
@@ -38,7 +43,7 @@ pub use insert_moves::insert_moves;
 pub use options::{Objective, Options};
 
 use crate::graphs::Graphs;
-use crate::place::{Placement, Room, place};
+use crate::place::{Among, Placement, Room, place};
 use crate::target::Target;
 use crate::task::Task;
 
@@ -76,6 +81,7 @@ pub fn compile(
     let model = Model { layers, ..model.clone() };
     let (target, placed) = place_by_width(&model, target, options)?;
     let (model, placement) = with_counts(model, placed, &target, options)?;
+    let (model, placement) = with_shards(model, placement, &target, options)?;
     let task = Task::new(&model, &target);
     let graphs = Graphs::new(&model, &placement.layouts, observe)?;
     let plan = emit::emit(&task, &graphs, &target.batches(), placement.blocks)?;
@@ -93,10 +99,14 @@ pub fn compile(
 /// The better placement of two, with its target: with bfloat16 in 12 bits on GPUs, which leaves room for more, and in 16,
 /// which prompts need not unpack.
 fn place_by_width(model: &Model, target: Target, options: &Options) -> Result<(Target, Placement)> {
-    let narrow = place(&Task::new(model, &target), options)?;
-    let Some(plain) = target.with_plain_gpus() else { return Ok((target, narrow)) };
+    let place_for = |target: &Target| place(&Task::new(model, target), options, Among::All);
+    let Some(plain) = target.with_plain_gpus() else {
+        return place_for(&target).map(|placed| (target, placed));
+    };
+    let (narrow, wide) = rayon::join(|| place_for(&target), || place_for(&plain));
+    let narrow = narrow?;
     // What fits in 12 bits alone is no error.
-    match place(&Task::new(model, &plain), options) {
+    match wide {
         Ok(wide) if wide.score <= narrow.score => Ok((plain, wide)),
         Ok(_) | Err(_) => Ok((target, narrow)),
     }
@@ -121,16 +131,45 @@ fn with_counts(
         let Some(split) = experts::split(&task, &counted.counts, &rooms).with_context(file)? else {
             break;
         };
-        let placed = place(&Task::new(&split, target), options)?;
+        let placed = place(&Task::new(&split, target), options, Among::All)?;
         if placed.score < placement.score {
-            // What it was chosen over is what there is without counts.
-            let mut candidates = placed.candidates;
-            candidates.truncate(1);
-            candidates.extend(placement.candidates);
-            return Ok((split, Placement { candidates, ..placed }));
+            return Ok((split, placed.chosen_over(placement)));
         }
     }
     Ok((model, placement))
+}
+
+/// The model and placement with MLPs and experts in shards, where several NUMA nodes compute beside GPUs and that is
+/// predicted best; as they are otherwise.
+fn with_shards(
+    model: Model,
+    placement: Placement,
+    target: &Target,
+    options: &Options,
+) -> Result<(Model, Placement)> {
+    let task = Task::new(&model, target);
+    let beside = placement.beside_gpus(&task);
+    let gpus = placement.gpus(&task);
+    let hosts = place::hosts(&task, &gpus).filter(|_| options.request == Request::Any);
+    let Some(hosts) = hosts.filter(|_| !beside.is_empty()) else { return Ok((model, placement)) };
+    // What is cut in vain costs a GPU some launches, so only what stays is cut. Uncut layers need more scratch memory
+    // there, for which one block more may have to stay.
+    let Some(all) = shards::cut(&model, &hosts, |_| true)? else { return Ok((model, placement)) };
+    let all_task = Task::new(&all, target);
+    // Where shards fit nowhere, there is what fits uncut.
+    let Ok(rough) = place(&all_task, options, Among::RoughlyBeside(&gpus)) else {
+        return Ok((model, placement));
+    };
+    let beside = rough.beside_gpus(&all_task);
+    let mut blocks: BTreeSet<u32> =
+        beside.iter().filter_map(|name| Task::block(shards::shard(name)?.0)).collect();
+    blocks.extend((0..).find(|block| !blocks.contains(block)));
+    let is_cut = |name: &str| Task::block(name).is_some_and(|block| blocks.contains(&block));
+    let Some(cut) = shards::cut(&model, &hosts, is_cut)? else { return Ok((model, placement)) };
+    match place(&Task::new(&cut, target), options, Among::Beside(&gpus)) {
+        Ok(placed) if placed.score < placement.score => Ok((cut, placed.chosen_over(placement))),
+        Ok(_) | Err(_) => Ok((model, placement)),
+    }
 }
 
 /// Runs the passes of one stage in order.

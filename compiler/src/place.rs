@@ -7,18 +7,20 @@
 
 mod candidates;
 mod causes;
-mod group;
+pub(crate) mod group;
 mod hosted;
 mod lay_out;
 mod prices;
 mod stages;
 pub(crate) mod units;
 
+use std::collections::BTreeSet;
 use std::ops::Range;
 
 use anyhow::{Result, bail, ensure};
 use ir::graph::Placed;
 use ir::id::{DeviceId, NodeId, Table};
+use ir::layout::Layout;
 use ir::machine::DeviceKind;
 use ir::plan::{Candidate, DeviceForecast, Phase};
 use rayon::prelude::*;
@@ -27,6 +29,7 @@ use crate::emit::emit;
 use crate::graphs::{Graphs, Phases};
 use crate::options::{Options, Request};
 use crate::place::candidates::{Arrangement, Prices};
+use crate::place::group::Group;
 use crate::place::lay_out::{fetch_weights, lay_out};
 use crate::place::prices::{Pins, Times, judged_decode, missing, priced_batches};
 use crate::place::units::Units;
@@ -68,6 +71,51 @@ pub(crate) struct Layouts {
     pub(crate) window_bytes: u64,
 }
 
+impl Placement {
+    /// The same, with what it was chosen over behind it.
+    pub(crate) fn chosen_over(mut self, other: Self) -> Self {
+        self.candidates.truncate(1);
+        self.candidates.extend(other.candidates);
+        self
+    }
+
+    /// The GPUs that compute.
+    pub(crate) fn gpus(&self, task: &Task<'_>) -> Vec<DeviceId> {
+        let nodes = self.layouts.nodes.of(Phase::Decode).rows();
+        let used: BTreeSet<DeviceId> = nodes
+            .iter()
+            .flat_map(|placed| &placed.layouts)
+            .flat_map(|to| to.devices.iter().copied())
+            .collect();
+        used.into_iter().filter(|&device| !is_numa(task, device)).collect()
+    }
+
+    /// Names of the nodes whose weights are on NUMA nodes, or that run there in some phase.
+    pub(crate) fn beside_gpus(&self, task: &Task<'_>) -> BTreeSet<String> {
+        let runs_there = |to: &Layout| to.devices.iter().any(|&device| is_numa(task, device));
+        let is_beside =
+            |placed: &Placed| placed.home.is_some() || placed.layouts.iter().any(runs_there);
+        let phases = [Phase::Prefill, Phase::Decode].map(|phase| self.layouts.nodes.of(phase));
+        let nodes = task.model.layers.nodes();
+        nodes
+            .filter(|(id, _)| phases.iter().any(|nodes| is_beside(&nodes[*id])))
+            .map(|(_, node)| node.name.clone())
+            .collect()
+    }
+}
+
+fn is_numa(task: &Task<'_>, device: DeviceId) -> bool {
+    matches!(task.target.machine.devices[device].kind, DeviceKind::Numa { .. })
+}
+
+/// The NUMA nodes that can share what stays beside GPUs, each as much as it reads; `None` where there are not two.
+pub(crate) fn hosts(task: &Task<'_>, gpus: &[DeviceId]) -> Option<Group> {
+    let devices = if gpus.is_empty() { Vec::new() } else { hosted::hosts(task, gpus) };
+    let rate = |&device: &DeviceId| task.target.machine.devices[device].rates.read_bytes_per_sec;
+    let shares = devices.iter().map(rate).collect();
+    (devices.len() > 1).then_some(Group { devices, shares })
+}
+
 /// An arrangement with its exact price.
 struct Offer {
     arrangement: Arrangement,
@@ -78,21 +126,32 @@ struct Offer {
     devices: Table<DeviceId, DeviceForecast>,
 }
 
+/// Which arrangements are compared.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Among<'a> {
+    /// All that the request allows.
+    All,
+    /// Those with matrices beside these GPUs.
+    Beside(&'a [DeviceId]),
+    /// A few of those: enough to learn how many blocks stay.
+    RoughlyBeside(&'a [DeviceId]),
+}
+
 /// Places the task's model.
 ///
 /// Fails when a request names what does not exist or cannot be, and when nothing fits: then the error names the
 /// device that lacks least and what it lacks.
-pub(crate) fn place(task: &Task<'_>, options: &Options) -> Result<Placement> {
+pub(crate) fn place(task: &Task<'_>, options: &Options, among: Among<'_>) -> Result<Placement> {
     let units = Units::new(task.model);
     let pins = pins(task, options)?;
     let per_sequence = task.target.blocks_per_sequence();
     let wanted = wanted_blocks(task, options)?;
-    let mut offers = offers(task, options, &units, &pins, wanted)?;
+    let mut offers = offers(task, options, &units, &pins, wanted, among)?;
     let mut blocks = wanted;
     if offers.iter().all(|offer| offer.candidate.missing.is_some()) && wanted > per_sequence {
         // Fewer sequences can have their whole context at once, but one always can.
         blocks = per_sequence;
-        offers = self::offers(task, options, &units, &pins, blocks)?;
+        offers = self::offers(task, options, &units, &pins, blocks, among)?;
     }
     let Some(best) = offers.iter().find(|offer| offer.candidate.missing.is_none()) else {
         bail!("{}", too_large(task, &offers));
@@ -118,9 +177,11 @@ fn offers(
     units: &Units,
     pins: &Pins,
     blocks: u32,
+    among: Among<'_>,
 ) -> Result<Vec<Offer>> {
     let mut prices = Prices::new(task, units, pins, blocks);
     let arrangements = match &options.request {
+        _ if !matches!(among, Among::All) => Vec::new(),
         Request::Any => prices.simple()?,
         Request::Pipeline(names) => {
             let devices = named(task, names.iter().map(String::as_str))?;
@@ -152,7 +213,12 @@ fn offers(
     }
     if options.request == Request::Any && !offers.iter().any(|offer| fits_gpus(task, offer)) {
         let price = |arrangement: &Arrangement| offer(task, units, pins, arrangement, blocks);
-        offers.extend(hosted::offers(task, units, pins, &price));
+        let sets = match among {
+            Among::All => hosted::gpu_sets(task),
+            Among::Beside(gpus) | Among::RoughlyBeside(gpus) => vec![gpus.to_vec()],
+        };
+        let is_rough = matches!(among, Among::RoughlyBeside(_));
+        offers.extend(hosted::offers(task, units, pins, &sets, is_rough, &price));
     }
     if offers.is_empty() {
         // All of them are impossible; the first says why.
@@ -194,16 +260,13 @@ fn offer(
         let graphs = Graphs::new(task.model, &layouts, &mut |_, _| ())?;
         emit(task, &graphs, batches, blocks)
     };
+    let mut plan = plan_of(&arrangement, &batches)?;
     for _ in 0..SHIFTS {
-        if !arrangement.can_shift() {
-            break;
-        }
-        let plan = plan_of(&arrangement, &batches)?;
         if missing(&plan).is_none() || !arrangement.shift_shares(&plan) {
             break;
         }
+        plan = plan_of(&arrangement, &batches)?;
     }
-    let plan = plan_of(&arrangement, &batches)?;
     let missing = missing(&plan);
     let forecast = &plan.forecast.programs;
     let (prefill, decode) = (&forecast[0], judged_decode(task.target, forecast));

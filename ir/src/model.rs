@@ -2,13 +2,14 @@
 
 use std::path::PathBuf;
 
+use anyhow::{Context as _, Result, ensure};
 use serde::{Deserialize, Serialize};
 
 use crate::graph::LayerGraph;
 use crate::id::{CacheId, FileId, RopeId, Table, WeightId};
 use crate::op::Rope;
 use crate::tensor::DType;
-use crate::weight::Source;
+use crate::weight::{Slice, Source};
 
 /// A model as a graph of layers over weights that lie in files.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -57,6 +58,34 @@ pub struct ModelWeight {
     pub stored: DType,
     /// One source for the whole weight, or one for each row of its first axis.
     pub sources: Vec<Source>,
+}
+
+impl ModelWeight {
+    /// A part of it along one axis.
+    ///
+    /// Fails where it has no such part, and as [`Source::sliced`].
+    pub fn sliced(&self, slice: Slice) -> Result<Self> {
+        let axis = usize::from(slice.axis);
+        let is_there = self.shape.get(axis).is_some_and(|size| slice.start + slice.size <= *size);
+        ensure!(is_there, "{} has no part {slice:?}", self.name);
+        let cut = |slice: Slice| {
+            let sources = self.sources.iter().map(|source| source.sliced(slice));
+            let sources: Result<Vec<Source>> = sources.collect();
+            sources.with_context(|| format!("cutting {}", self.name))
+        };
+        let sources = if self.sources.iter().all(|source| source.axes.len() == self.shape.len()) {
+            cut(slice)?
+        } else if axis == 0 {
+            // One source for each matrix of a stack: the stack's axis is cut by leaving matrices out.
+            let matrices = slice.start as usize..(slice.start + slice.size) as usize;
+            self.sources.get(matrices).context("a stack lacks matrices")?.to_vec()
+        } else {
+            cut(Slice { axis: slice.axis - 1, ..slice })?
+        };
+        let mut shape = self.shape.clone();
+        shape[axis] = slice.size;
+        Ok(Self { shape, sources, ..self.clone() })
+    }
 }
 
 /// What one layer caches for each token.

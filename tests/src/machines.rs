@@ -100,6 +100,29 @@ pub fn h200(gpu_bytes: u64) -> Machine {
     machine
 }
 
+/// The same host with a second socket like the first.
+pub fn two_sockets(gpu_bytes: u64) -> Machine {
+    let mut machine = h200(gpu_bytes);
+    let first = machine.devices.ids().last().expect("a host");
+    let second = machine.devices.push(Device {
+        name: "numa1".into(),
+        kind: DeviceKind::Numa { node: 1, cpus: (16..32).collect() },
+        ..machine.devices[first].clone()
+    });
+    let of_second: Vec<Link> = machine
+        .links
+        .iter()
+        .map(|link| {
+            let socket = |end| if end == first { second } else { end };
+            Link { from: socket(link.from), to: socket(link.to), ..link.clone() }
+        })
+        .collect();
+    let between = |from, to| Link { from, to, bytes_per_sec: 60e9, latency_nanos: 500.0 };
+    machine.links.extend(of_second);
+    machine.links.extend([between(first, second), between(second, first)]);
+    machine
+}
+
 /// A GPU: 3 TB/s and 300 TFLOP/s over `SLOWER`, 5 µs a launch.
 pub fn gpu(ordinal: u32, memory_bytes: u64) -> Device {
     Device {

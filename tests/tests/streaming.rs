@@ -11,7 +11,7 @@ use ir::machine::Machine;
 use ir::model::Model;
 use ir::op::Op;
 use ir::plan::{Action, Plan, Program, Queue};
-use tests::machines::h200;
+use tests::machines::{h200, two_sockets};
 use tests::made_up::{LlamaShape, MadeUp};
 
 const GIB: u64 = 1 << 30;
@@ -91,6 +91,65 @@ fn a_quarter_of_a_llama_on_the_host() {
     assert!(decode > 1.2 * 28.6, "{decode} tokens/s");
 }
 
+/// Bytes of matrices that the programs multiply with, on each NUMA node.
+fn matrix_bytes_on_nodes(plan: &Plan) -> Vec<u64> {
+    let nodes = plan.machine.devices.ids().skip(1);
+    let of_node = |node| {
+        let weights = plan.weights.rows().iter().filter(|weight| weight.device == node);
+        let matrices = weights.filter(|weight| !weight.name.contains("embed"));
+        matrices.map(|weight| plan.weight_bytes(weight)).sum()
+    };
+    nodes.map(of_node).collect()
+}
+
+#[test]
+fn two_sockets_compute_what_stays_at_the_same_time() {
+    let model = model(&MadeUp::llama(LlamaShape::LLAMA_8B));
+    let decode = |machine| {
+        let plan = compile(&model, &machine, &options());
+        (rates(&plan).1, plan)
+    };
+    let (one, _) = decode(h200(8 * GIB));
+    let (two, plan) = decode(two_sockets(8 * GIB));
+    assert!(two > 1.45 * one, "{two} tokens/s on two sockets, {one} on one");
+    let held = matrix_bytes_on_nodes(&plan);
+    assert!(held[0] > 0 && held[0].abs_diff(held[1]) < held[0] / 10, "{held:?}");
+    // Each has a shard of every layer that stays.
+    let shards = |node: &str| {
+        let on_node = plan.weights.rows().iter().filter(|weight| {
+            weight.device == plan.machine.device(node).expect("it is there")
+                && weight.name.contains("(shard")
+        });
+        on_node.count()
+    };
+    assert!(shards("numa0") > 0);
+    assert_eq!(shards("numa0"), shards("numa1"));
+}
+
+#[test]
+fn two_sockets_compute_half_of_every_expert() {
+    let options = Options { formats: vec!["q4".parse().expect("it is a format")], ..options() };
+    let model = model(&MadeUp::mixture());
+    let plan = |machine| compile(&model, &machine, &options);
+    let (one, two) = (plan(h200(3 * GIB)), plan(two_sockets(3 * GIB)));
+    assert!(rates(&two).1 > 1.25 * rates(&one).1, "{} {}", rates(&two).1, rates(&one).1);
+    let held = matrix_bytes_on_nodes(&two);
+    assert!(held[0] > 0 && held[0].abs_diff(held[1]) < held[0] / 10, "{held:?}");
+}
+
+#[test]
+fn a_socket_without_memory_for_its_shards_leaves_them_to_the_other() {
+    let model = model(&MadeUp::llama(LlamaShape::LLAMA_8B));
+    let mut machine = two_sockets(8 * GIB);
+    let last = machine.devices.ids().last().expect("a socket");
+    machine.devices[last].memory_bytes = GIB / 2;
+    let plan = compile(&model, &machine, &options());
+    assert_eq!(plan.forecast.candidates[0].missing, None);
+    for forecast in plan.forecast.devices.rows() {
+        assert!(forecast.needed_bytes() <= forecast.capacity_bytes);
+    }
+}
+
 #[test]
 fn experts_stay_on_the_host_before_anything_else() {
     let options = Options { formats: vec!["q4".parse().expect("it is a format")], ..options() };
@@ -142,10 +201,10 @@ fn experts_that_are_used_more_are_on_the_gpu() {
     };
     for stack in ["gate_proj", "up_proj", "down_proj"] {
         let (most, least) = (of_kind("most", stack), of_kind("least", stack));
-        assert!(
-            most.iter().all(|(device, _)| *device == 0)
-                && least.iter().all(|(device, _)| *device == 1)
-        );
+        assert!(most.iter().all(|(device, _)| *device == 0));
+        // What room is left takes the others of some layer, too.
+        let beside = least.iter().filter(|(device, _)| *device == 1).count();
+        assert!(beside + 2 >= least.len(), "{beside} of {}", least.len());
         let all: u32 = most.iter().chain(&least).map(|(_, experts)| experts).sum();
         assert_eq!((most.len(), all), (24, 24 * 128), "{stack}");
     }

@@ -345,7 +345,7 @@ impl Arrangement {
     }
 
     /// Whether other shares could help where memory lacks.
-    pub(crate) fn can_shift(&self) -> bool {
+    fn can_shift(&self) -> bool {
         !self.has_fixed_shares && self.stages.iter().any(|(group, _)| group.devices.len() > 1)
     }
 

@@ -9,8 +9,10 @@
 
 mod search;
 
+use ir::dag::Node;
 use ir::id::{DeviceId, NodeId, Table};
 use ir::machine::DeviceKind;
+use ir::op::Op;
 use ir::plan::Phase;
 
 use self::search::{Kept, Search};
@@ -57,15 +59,15 @@ pub(crate) fn offers(
     task: &Task<'_>,
     units: &Units,
     pins: &Pins,
+    gpu_sets: &[Vec<DeviceId>],
+    is_rough: bool,
     price: &dyn Fn(&Arrangement) -> anyhow::Result<Offer>,
 ) -> Vec<Offer> {
     let mut offers: Vec<Offer> = Vec::new();
-    let all: Vec<DeviceId> = gpus(task).collect();
-    let several = (all.len() > 1).then_some(all);
-    for gpus in several.into_iter().chain(unlike_gpus(task).into_iter().map(|gpu| vec![gpu])) {
-        for kept in [Kept::Experts, Kept::Matrices] {
-            if let Some(search) = Search::new(task, units, pins, &gpus, kept) {
-                offers.extend(search.offers(price));
+    for gpus in gpu_sets {
+        for kept in [Kept::Experts, Kept::Mlps, Kept::Matrices] {
+            if let Some(search) = Search::new(task, units, pins, gpus, kept) {
+                offers.extend(search.offers(is_rough, price));
             }
             if offers.iter().any(|offer| offer.candidate.missing.is_none()) {
                 break;
@@ -84,10 +86,24 @@ pub(crate) fn rooms(
     price: &dyn Fn(&Arrangement) -> anyhow::Result<Offer>,
 ) -> Vec<Room> {
     let Some(hosted) = &arrangement.hosted else { return Vec::new() };
+    let is_experts = |(id, node): (NodeId, &Node<Op>)| {
+        hosted.nodes[id].is_some() && matches!(node.work, Op::Experts(_))
+    };
+    // The window may be too small for what stays in other arrangements alone.
+    if !task.model.layers.nodes().any(is_experts) {
+        return Vec::new();
+    }
     let gpus: Vec<DeviceId> =
         arrangement.stages.iter().map(|(group, _)| group.devices[0]).collect();
     let search = Search::new(task, units, pins, &gpus, Kept::Experts);
     search.map_or_else(Vec::new, |search| search.rooms(hosted.window_bytes, price))
+}
+
+/// The GPUs that arrangements of this kind are for: all of them, and each kind alone.
+pub(crate) fn gpu_sets(task: &Task<'_>) -> Vec<Vec<DeviceId>> {
+    let all: Vec<DeviceId> = gpus(task).collect();
+    let several = (all.len() > 1).then_some(all);
+    several.into_iter().chain(unlike_gpus(task).into_iter().map(|gpu| vec![gpu])).collect()
 }
 
 /// GPUs that a NUMA node is linked with.
@@ -116,7 +132,7 @@ fn unlike_gpus(task: &Task<'_>) -> Vec<DeviceId> {
 }
 
 /// NUMA nodes that are linked with all of these GPUs both ways.
-fn hosts(task: &Task<'_>, gpus: &[DeviceId]) -> Vec<DeviceId> {
+pub(crate) fn hosts(task: &Task<'_>, gpus: &[DeviceId]) -> Vec<DeviceId> {
     let machine = &task.target.machine;
     let is_linked = |id: DeviceId| {
         let mut gpus = gpus.iter();

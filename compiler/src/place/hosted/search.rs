@@ -2,7 +2,9 @@
 
 use std::ops::Range;
 
-use ir::id::{DeviceId, NodeId, Table};
+use ir::dag::Node;
+use ir::graph::LayerGraph;
+use ir::id::{DeviceId, NodeId, Table, ValueId};
 use ir::op::Op;
 use ir::plan::DeviceForecast;
 
@@ -15,6 +17,7 @@ use crate::place::group::Group;
 use crate::place::prices::{Pins, decode_nanos};
 use crate::place::units::Units;
 use crate::place::{Offer, Room};
+use crate::shards::shard;
 use crate::task::Task;
 use crate::window::aligned;
 
@@ -23,6 +26,8 @@ use crate::window::aligned;
 pub(super) enum Kept {
     /// A mixture's experts.
     Experts,
+    /// The MLPs that are in shards.
+    Mlps,
     /// All linears and experts, with what lies between them.
     Matrices,
 }
@@ -39,6 +44,10 @@ struct Block {
 
 struct Member {
     node: NodeId,
+    /// Of a shard, the host that it is for.
+    host: Option<usize>,
+    /// Bytes of its matrices at home, at most.
+    bytes: u64,
     /// Bytes of its matrices in a fetch window, at most.
     window_bytes: u64,
     /// What fetching them takes while the home computes.
@@ -100,16 +109,25 @@ impl<'a> Search<'a> {
                     let Op::Experts(experts) = &node.work else { continue };
                     experts.part.is_none_or(|part| part.first > 0)
                 }
-                Kept::Matrices => !matches!(node.work, Op::Attention(_)),
+                Kept::Mlps => matches!(node.work, Op::Linear(_)) && shard(&node.name).is_some(),
+                // Shards are added up where both sums arrive soonest.
+                Kept::Matrices => {
+                    !matches!(node.work, Op::Attention(_)) && !sums_shards(graph, node)
+                }
             };
             if !stays || Task::block(&node.name).is_none() {
                 continue;
             }
+            let shard = shard(&node.name).map(|(_, shard)| shard % hosts.len());
             let mut member = Member {
                 node: id,
+                host: shard,
+                bytes: 0,
                 window_bytes: 0,
                 fetch_nanos: 0.0,
-                home_nanos: home_nanos[id] as f64,
+                // Shards are computed at the same time.
+                home_nanos: home_nanos[id] as f64
+                    / if shard.is_some() { hosts.len() as f64 } else { 1.0 },
             };
             let stage = stage_of(units.of[id])?;
             let gpu = stages[stage].0;
@@ -129,6 +147,7 @@ impl<'a> Search<'a> {
                     if task.model.weights[weight].shape.len() > 1 {
                         let bytes = hosts.iter().map(packed).max().unwrap_or(0);
                         block.bytes += bytes;
+                        member.bytes += bytes;
                         member.window_bytes += aligned(bytes);
                         member.fetch_nanos +=
                             fetch_nanos(task.target, home, gpu, bytes, true).ok()?;
@@ -143,9 +162,10 @@ impl<'a> Search<'a> {
         some.then_some(Self { task, stages, hosts, kept, blocks, lookups })
     }
 
-    /// The offers that are worth comparing.
+    /// The offers that are worth comparing, or a rough one of them.
     pub(super) fn offers(
         &self,
+        is_rough: bool,
         price: &dyn Fn(&Arrangement) -> anyhow::Result<Offer>,
     ) -> Vec<Offer> {
         /// Blocks below which room for a matrix counts for more than that its fetch waits for the one before.
@@ -157,10 +177,15 @@ impl<'a> Search<'a> {
             |block: &Block| block.nodes.iter().map(|member| member.window_bytes).sum();
         let largest_block: u64 = self.blocks.iter().map(block_bytes).max().unwrap_or(0);
         // One matrix is read while the next one comes; larger windows smooth unevenness and take room from blocks.
-        let mut windows = vec![2 * largest_block, 2 * largest_node, 0];
+        let shards = if self.kept == Kept::Mlps { self.hosts.len() as u64 } else { 1 };
+        let mut windows = vec![2 * largest_block, 2 * shards * largest_node, 2 * largest_node, 0];
+        let in_place = Fetching { share: 0.0, in_blocks: true };
+        if is_rough {
+            let found = self.fewest(2 * shards * largest_node, in_place, price);
+            return found.map(|(_, offer)| offer).into_iter().collect();
+        }
         windows.dedup();
         while let Some(window_bytes) = windows.pop() {
-            let in_place = Fetching { share: 0.0, in_blocks: true };
             let Some((counts, base)) = self.fewest(window_bytes, in_place, price) else { continue };
             let decode = base.candidate.decode_nanos;
             offers.push(base);
@@ -319,8 +344,7 @@ impl<'a> Search<'a> {
         };
         for block in self.staying(counts) {
             let most = free.iter().max().copied().unwrap_or(0);
-            let host = free.iter().position(|&free| free == most).unwrap_or(0);
-            free[host] = free[host].saturating_sub(block.bytes);
+            let host_of_block = free.iter().position(|&free| free == most).unwrap_or(0);
             bytes += block.bytes;
             let whole = fetching.in_blocks && decide(block.bytes);
             let mut is_fetched = whole;
@@ -328,6 +352,8 @@ impl<'a> Search<'a> {
                 if !fetching.in_blocks && member.window_bytes > 0 {
                     is_fetched = decide(member.window_bytes);
                 }
+                let host = member.host.unwrap_or(host_of_block);
+                free[host] = free[host].saturating_sub(member.bytes);
                 nodes[member.node] = Some(Hosting {
                     home: self.hosts[host],
                     is_fetched_in_prefill: window_bytes > 0,
@@ -355,6 +381,7 @@ impl<'a> Search<'a> {
         let what = match self.kept {
             Kept::Experts if self.is_split() => "least used experts",
             Kept::Experts => "experts",
+            Kept::Mlps => "MLPs",
             Kept::Matrices => "matrices",
         };
         let name = |device: &DeviceId| self.task.target.name(*device);
@@ -374,6 +401,13 @@ impl<'a> Search<'a> {
         }
         name
     }
+}
+
+/// Whether a node adds up shards.
+fn sums_shards(graph: &LayerGraph, node: &Node<Op>) -> bool {
+    let is_shard =
+        |&input: &ValueId| shard(&graph.node(graph.value(input).producer).name).is_some();
+    matches!(node.work, Op::Add) && node.inputs.iter().any(is_shard)
 }
 
 /// Units for each GPU in turn: its share of the bytes is like its share of the memory. `None` where there are too few.

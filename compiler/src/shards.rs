@@ -1,0 +1,214 @@
+//! MLPs and experts cut in shards, which several NUMA nodes compute at the same time.
+//!
+//! - A shard has some of the intermediate features: rows of the matrices that make them, columns of the one that reads
+//!   them. So it is a narrower MLP, and what all shards of a layer make is added up.
+//! - A shard's nodes say in their names which it is: [`crate::place`] gives each NUMA node one of every layer that stays
+//!   beside the GPUs. A GPU that fetches them computes one after another.
+
+use std::collections::BTreeMap;
+
+use anyhow::Result;
+use ir::dag::Node;
+use ir::graph::LayerGraph;
+use ir::id::{ValueId, WeightId};
+use ir::model::Model;
+use ir::op::{Experts, Linear, Op, Then};
+use ir::tensor::{Dim, TensorType};
+use ir::weight::Slice;
+
+use crate::place::group::Group;
+use crate::rewrite::{Rewrite, Uses};
+
+/// What stands between the name of a layer and the number of its shard.
+const MARK: &str = ".shard";
+/// Features that parts are multiples of where they can be: what blocks of the block formats are packed in.
+const GRAIN: u32 = 64;
+
+/// The layer of a node's name, and which of its shards the node is.
+pub(crate) fn shard(name: &str) -> Option<(&str, usize)> {
+    let (layer, shard) = name.rsplit_once(MARK)?;
+    Some((layer, shard.parse().ok()?))
+}
+
+/// The model with those MLPs and experts for whose layers `is_cut` holds in shards, one for each device of the group;
+/// `None` where that is none.
+pub(crate) fn cut(
+    model: &Model,
+    group: &Group,
+    is_cut: impl Fn(&str) -> bool,
+) -> Result<Option<Model>> {
+    let graph = &model.layers;
+    let mut cutter = Cutter {
+        model: model.clone(),
+        rewrite: Rewrite::new(graph),
+        uses: Uses::of(graph),
+        group,
+        inner: BTreeMap::new(),
+    };
+    let mut has_cut = false;
+    for (_, node) in graph.nodes() {
+        if cutter.cut(graph, node, &is_cut)? {
+            has_cut = true;
+        } else {
+            cutter.rewrite.copy(node)?;
+        }
+    }
+    let Cutter { mut model, rewrite, .. } = cutter;
+    model.layers = rewrite.finish();
+    Ok(has_cut.then_some(model))
+}
+
+/// A value whose features are made in parts.
+struct Shards {
+    /// In the new graph.
+    values: Vec<ValueId>,
+    parts: Vec<u32>,
+}
+
+struct Cutter<'a> {
+    model: Model,
+    rewrite: Rewrite<'a>,
+    uses: Uses,
+    group: &'a Group,
+    /// What has been made in shards, by its value in the old graph.
+    inner: BTreeMap<ValueId, Shards>,
+}
+
+impl Cutter<'_> {
+    /// Cuts a node of the old graph, if it is to be and can be.
+    fn cut(
+        &mut self,
+        graph: &LayerGraph,
+        node: &Node<Op>,
+        is_cut: &impl Fn(&str) -> bool,
+    ) -> Result<bool> {
+        if let Op::Experts(experts) = &node.work {
+            return Ok(is_cut(&node.name) && self.cut_experts(node, experts)?);
+        }
+        let Op::Linear(linear) = &node.work else { return Ok(false) };
+        if let Some(shards) = self.inner.remove(&node.inputs[0]) {
+            self.cut_down(node, linear, &shards)?;
+            return Ok(true);
+        }
+        let is_up = is_cut(&node.name) && self.has_down(graph, node, is_cut);
+        let shards = if is_up { self.cut_up(node, linear)? } else { None };
+        let is_made = shards.is_some();
+        self.inner.extend(shards.map(|shards| (node.outputs[0], shards)));
+        Ok(is_made)
+    }
+
+    /// Whether nothing but one plain linear, which is cut too, reads what a linear activates.
+    fn has_down(&self, graph: &LayerGraph, up: &Node<Op>, is_cut: &impl Fn(&str) -> bool) -> bool {
+        let Op::Linear(Linear { then: Then::Activate(_) | Then::Gate(_), residual: false, .. }) =
+            &up.work
+        else {
+            return false;
+        };
+        let Some(reader) = self.uses.sole_reader(&up.outputs) else { return false };
+        let reader = graph.node(reader);
+        let is_down = matches!(&reader.work, Op::Linear(down)
+            if down.norm.is_none() && down.then == Then::Nothing && down.weights.len() == 1);
+        is_down && reader.inputs[0] == up.outputs[0] && is_cut(&reader.name)
+    }
+
+    /// Cuts what is activated by rows; `None` where the features are too few.
+    fn cut_up(&mut self, node: &Node<Op>, up: &Linear) -> Result<Option<Shards>> {
+        let weight = up.weights[0];
+        let Some(parts) = self.parts(self.model.weights[weight].shape[0]) else { return Ok(None) };
+        let inputs = self.rewrite.renamed(&node.inputs);
+        let mut values = Vec::new();
+        for (shard, (start, size)) in ranges(&parts).enumerate() {
+            let mut op = up.clone();
+            for weight in op.weights.iter_mut().chain(op.biases.iter_mut().flatten()) {
+                *weight = self.slice(*weight, Slice { axis: 0, start, size }, shard)?;
+            }
+            let mut ty = self.ty(node);
+            if let Some(features) = ty.shape.last_mut() {
+                *features = Dim::Fixed(size);
+            }
+            values.push(self.rewrite.add(name(node, shard), Op::Linear(op), &inputs, ty)?);
+        }
+        Ok(Some(Shards { values, parts }))
+    }
+
+    /// Cuts by columns, and adds up.
+    fn cut_down(&mut self, node: &Node<Op>, down: &Linear, shards: &Shards) -> Result<()> {
+        let inputs = self.rewrite.renamed(&node.inputs[1..]);
+        let mut terms = Vec::new();
+        for (shard, (start, size)) in ranges(&shards.parts).enumerate() {
+            let mut op = down.clone();
+            op.weights[0] = self.slice(op.weights[0], Slice { axis: 1, start, size }, shard)?;
+            let mut inputs = [&[shards.values[shard]], &inputs[..]].concat();
+            if shard > 0 {
+                // What is added to the sum is added once.
+                op.biases.fill(None);
+                op.residual = false;
+                inputs.truncate(1);
+            }
+            let ty = self.ty(node);
+            terms.push(self.rewrite.add(name(node, shard), Op::Linear(op), &inputs, ty)?);
+        }
+        self.add_up(node, &terms)
+    }
+
+    /// Cuts each expert as an MLP, and adds up; false where the features are too few.
+    fn cut_experts(&mut self, node: &Node<Op>, experts: &Experts) -> Result<bool> {
+        let features = self.model.weights[experts.gate].shape[1];
+        let Some(parts) = self.parts(features) else { return Ok(false) };
+        let inputs = self.rewrite.renamed(&node.inputs);
+        let mut terms = Vec::new();
+        for (shard, (start, size)) in ranges(&parts).enumerate() {
+            let rows = Slice { axis: 1, start, size };
+            let op = Op::Experts(Experts {
+                gate: self.slice(experts.gate, rows, shard)?,
+                up: self.slice(experts.up, rows, shard)?,
+                down: self.slice(experts.down, Slice { axis: 2, ..rows }, shard)?,
+                ..experts.clone()
+            });
+            let ty = self.ty(node);
+            terms.push(self.rewrite.add(name(node, shard), op, &inputs, ty)?);
+        }
+        self.add_up(node, &terms)?;
+        Ok(true)
+    }
+
+    /// Lets the sum of terms stand for what the node made.
+    fn add_up(&mut self, node: &Node<Op>, terms: &[ValueId]) -> Result<()> {
+        let mut sum = terms[0];
+        for &term in &terms[1..] {
+            let name = format!("{}.sum", node.name);
+            sum = self.rewrite.add(name, Op::Add, &[sum, term], self.ty(node))?;
+        }
+        self.rewrite.rename(&node.outputs, &[sum]);
+        Ok(())
+    }
+
+    /// The features of each shard.
+    fn parts(&self, features: u32) -> Option<Vec<u32>> {
+        self.group.parts(features, GRAIN).or_else(|| self.group.feature_parts(features))
+    }
+
+    /// A new weight: a part of another.
+    fn slice(&mut self, weight: WeightId, slice: Slice, shard: usize) -> Result<WeightId> {
+        let mut part = self.model.weights[weight].sliced(slice)?;
+        part.name += &format!(" (shard {shard})");
+        Ok(self.model.weights.push(part))
+    }
+
+    fn ty(&self, node: &Node<Op>) -> TensorType {
+        self.model.layers.value(node.outputs[0]).ty.clone()
+    }
+}
+
+fn name(node: &Node<Op>, shard: usize) -> String {
+    format!("{}{MARK}{shard}", node.name)
+}
+
+/// `(start, size)` of each part.
+fn ranges(parts: &[u32]) -> impl Iterator<Item = (u32, u32)> {
+    parts.iter().scan(0, |end, &size| {
+        let start = *end;
+        *end += size;
+        Some((start, size))
+    })
+}
