@@ -225,10 +225,10 @@ pub fn exchange_bytes(members: usize, piece_bytes: u64) -> u64 {
     EXCHANGE_HEADER_BYTES + inboxes * (exchange_flagged_bytes(piece_bytes) + piece_bytes)
 }
 
-/// Rows of a packed matrix `[outputs, inputs]` that are unpacked at a time for the vendor's library: pairs of panels, which
-/// start where parts of the workspace may, in pieces as even as those allow.
+/// Rows of a packed matrix `[outputs, inputs]` that are unpacked at a time for the vendor's library, to elements of two
+/// bytes: pairs of panels, which start where parts of the workspace may, in pieces as even as those allow.
 pub fn piece_rows(outputs: u32, inputs: u32) -> u32 {
-    let row_bytes = product(&[inputs.max(1)], Format::F32.bytes(1, 1)) / 2;
+    let row_bytes = product(&[inputs.max(1)], 2);
     let most = u32::try_from(UNPACKED_BYTES / row_bytes).unwrap_or(u32::MAX).max(1);
     let pieces = outputs.div_ceil(most).max(1);
     outputs.div_ceil(pieces).next_multiple_of(2 * PANEL_ROWS).min(outputs)
@@ -354,5 +354,22 @@ pub fn product_format(held: Format, has_library: bool) -> Format {
         // Blocks carry f16 scales; bf16 keeps their range, and its rounding is below that of the blocks.
         (Format::Bf12 | Format::Q8 | Format::Q4, true) => Format::Bf16,
         (Format::F32 | Format::F16 | Format::Bf16, true) => held,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pieces_are_even_pairs_of_panels_below_the_limit() {
+        assert_eq!(piece_rows(14336, 4096), 14336);
+        assert_eq!(piece_rows(14337, 8192), 7232);
+        assert_eq!(piece_rows(40, 1 << 30), 40);
+        for (outputs, inputs) in [(128_256, 4096), (151_936, 896), (256_000, 3584)] {
+            let rows = piece_rows(outputs, inputs);
+            assert!(rows.is_multiple_of(2 * PANEL_ROWS));
+            assert!(product(&[rows - 2 * PANEL_ROWS, inputs], 2) < UNPACKED_BYTES);
+        }
     }
 }

@@ -319,3 +319,13 @@ fn goldens() -> Vec<String> {
     assert!(!names.is_empty(), "golden checkpoints are in the tree");
     names
 }
+
+#[test]
+fn shards_beside_a_gpu_are_among_what_gives_the_golden_tokens() {
+    let has_shards = |name: &String| {
+        let plan = compile(name, Shape::GpuShards, |_| ());
+        plan.weights.rows().iter().any(|weight| weight.name.contains("(shard"))
+    };
+    let cut: Vec<String> = goldens().into_iter().filter(has_shards).collect();
+    assert!(cut.len() > 2, "{cut:?}");
+}

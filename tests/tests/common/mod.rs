@@ -30,14 +30,22 @@ pub(crate) enum Shape {
     GpuFetching,
     /// A GPU lacks memory for two fifths of the weights, which NUMA nodes behind slow links compute with.
     GpuHosted,
+    /// The same behind links that are fast enough to compute together: each NUMA node has a shard of what stays.
+    GpuShards,
 }
 
 impl Shape {
     /// Those of a host without a GPU.
     pub(crate) const ALL: [Shape; 3] = [Shape::One, Shape::Pipeline, Shape::Shared];
     /// Those with a GPU.
-    pub(crate) const GPU: [Shape; 5] =
-        [Shape::Gpu, Shape::GpuPipeline, Shape::GpuShared, Shape::GpuFetching, Shape::GpuHosted];
+    pub(crate) const GPU: [Shape; 6] = [
+        Shape::Gpu,
+        Shape::GpuPipeline,
+        Shape::GpuShared,
+        Shape::GpuFetching,
+        Shape::GpuHosted,
+        Shape::GpuShards,
+    ];
 
     fn request(self) -> Request {
         let first = match self {
@@ -46,12 +54,13 @@ impl Shape {
             | Shape::GpuPipeline
             | Shape::GpuShared
             | Shape::GpuFetching
-            | Shape::GpuHosted => "gpu0",
+            | Shape::GpuHosted
+            | Shape::GpuShards => "gpu0",
         };
         let [first, second] = [first, "numa1"].map(str::to_owned);
         match self {
             Shape::One | Shape::Gpu => Request::Pipeline(vec![first]),
-            Shape::GpuFetching | Shape::GpuHosted => Request::Any,
+            Shape::GpuFetching | Shape::GpuHosted | Shape::GpuShards => Request::Any,
             Shape::Pipeline | Shape::GpuPipeline => Request::Pipeline(vec![first, second]),
             Shape::Shared | Shape::GpuShared => {
                 Request::TensorParallel(vec![(first, Some(3.0)), (second, Some(1.0))])
@@ -114,15 +123,17 @@ pub(crate) fn compile(name: &str, shape: Shape, change: impl FnOnce(&mut Options
     let compile = |machine: &Machine, options: &Options| {
         compiler::compile(&model, machine, options, &mut |_, _| ()).unwrap()
     };
-    if matches!(shape, Shape::GpuFetching | Shape::GpuHosted) {
+    let slower = match shape {
+        Shape::GpuFetching => Some(([1e4, 1e4], 1e12)),
+        Shape::GpuHosted => Some(([1.0, 1e3], 1e6)),
+        Shape::GpuShards => Some(([0.1, 3e3], 3e7)),
+        _ => None,
+    };
+    if let Some((times, link_bytes_per_sec)) = slower {
         let alone = Options { request: Shape::Gpu.request(), ..options.clone() };
         let alone = compile(&machine, &alone);
         leave_out(&mut machine, &alone);
-        if shape == Shape::GpuFetching {
-            slow_down(&mut machine, [1e4, 1e4], 1e12);
-        } else {
-            slow_down(&mut machine, [1.0, 1e3], 1e6);
-        }
+        slow_down(&mut machine, times, link_bytes_per_sec);
     }
     compile(&machine, &options)
 }
