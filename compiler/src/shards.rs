@@ -2,8 +2,8 @@
 //!
 //! - A shard has some of the intermediate features: rows of the matrices that make them, columns of the one that reads
 //!   them. So it is a narrower MLP, and what all shards of a layer make is added up.
-//! - A shard's nodes say in their names which it is: [`crate::place`] gives each NUMA node one of every layer that stays
-//!   beside the GPUs. A GPU that fetches them computes one after another.
+//! - A shard's nodes say in their names which it is: each NUMA node gets one of every layer that stays beside the
+//!   GPUs. A GPU that fetches them computes one after another.
 
 use std::collections::BTreeMap;
 
@@ -21,8 +21,9 @@ use crate::rewrite::{Rewrite, Uses};
 
 /// What stands between the name of a layer and the number of its shard.
 const MARK: &str = ".shard";
-/// Features that parts are multiples of where they can be: what blocks of the block formats are packed in.
-const GRAIN: u32 = 64;
+/// Features that parts are multiples of, best first: what blocks of the block formats are packed in, a block, vectors;
+/// and what GPUs load at once.
+const GRAINS: [u32; 4] = [64, 32, 16, 8];
 
 /// The layer of a node's name, and which of its shards the node is.
 pub(crate) fn shard(name: &str) -> Option<(&str, usize)> {
@@ -153,6 +154,10 @@ impl Cutter<'_> {
 
     /// Cuts each expert as an MLP, and adds up; false where the features are too few.
     fn cut_experts(&mut self, node: &Node<Op>, experts: &Experts) -> Result<bool> {
+        // The most used of a mixture are a node of their own because they are for a GPU.
+        if experts.part.is_some_and(|part| part.first == 0) {
+            return Ok(false);
+        }
         let features = self.model.weights[experts.gate].shape[1];
         let Some(parts) = self.parts(features) else { return Ok(false) };
         let inputs = self.rewrite.renamed(&node.inputs);
@@ -175,8 +180,8 @@ impl Cutter<'_> {
     /// Lets the sum of terms stand for what the node made.
     fn add_up(&mut self, node: &Node<Op>, terms: &[ValueId]) -> Result<()> {
         let mut sum = terms[0];
-        for &term in &terms[1..] {
-            let name = format!("{}.sum", node.name);
+        for (shard, &term) in terms.iter().enumerate().skip(1) {
+            let name = format!("{}.sum{shard}", node.name);
             sum = self.rewrite.add(name, Op::Add, &[sum, term], self.ty(node))?;
         }
         self.rewrite.rename(&node.outputs, &[sum]);
@@ -185,7 +190,7 @@ impl Cutter<'_> {
 
     /// The features of each shard.
     fn parts(&self, features: u32) -> Option<Vec<u32>> {
-        self.group.parts(features, GRAIN).or_else(|| self.group.feature_parts(features))
+        GRAINS.into_iter().find_map(|grain| self.group.parts(features, grain))
     }
 
     /// A new weight: a part of another.

@@ -60,7 +60,9 @@ fn runs_of_one_plan_are_the_same_bit_for_bit() {
 fn captured_runs_of_a_gpu_are_the_same_bit_for_bit() {
     for shape in Shape::GPU {
         let plan = compile(MODEL, shape, |_| ());
-        assert_eq!(plan.programs.iter().all(fetches), shape == Shape::GpuFetching);
+        let is_fetching = plan.programs.iter().all(fetches);
+        // Of shards some may be fetched.
+        assert!(is_fetching == (shape == Shape::GpuFetching) || shape == Shape::GpuShards);
         let mut engine = engine(&plan, &gpu_options());
         let id = engine.open();
         engine.append(id, &prompt(9)).unwrap();

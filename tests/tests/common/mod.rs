@@ -127,7 +127,12 @@ pub(crate) fn compile(name: &str, shape: Shape, change: impl FnOnce(&mut Options
         Shape::GpuFetching => Some(([1e4, 1e4], 1e12)),
         Shape::GpuHosted => Some(([1.0, 1e3], 1e6)),
         Shape::GpuShards => Some(([0.1, 3e3], 3e7)),
-        _ => None,
+        Shape::One
+        | Shape::Pipeline
+        | Shape::Shared
+        | Shape::Gpu
+        | Shape::GpuPipeline
+        | Shape::GpuShared => None,
     };
     if let Some((times, link_bytes_per_sec)) = slower {
         let alone = Options { request: Shape::Gpu.request(), ..options.clone() };

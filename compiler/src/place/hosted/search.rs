@@ -1,5 +1,6 @@
 //! The search for what stays beside some GPUs: how many blocks, how large a fetch window, how much decode fetches.
 
+use std::collections::BTreeSet;
 use std::ops::Range;
 
 use ir::dag::Node;
@@ -92,6 +93,9 @@ impl<'a> Search<'a> {
         let stage_of = |unit: usize| stages.iter().position(|(_, units)| units.contains(&unit));
         let home_nanos = decode_nanos(task, home)?;
         let graph = &task.model.layers;
+        // Where some layers are in shards, those are the ones to stay.
+        let is_cut = |(_, node): (NodeId, &Node<Op>)| shard(&node.name).is_some();
+        let has_shards = graph.nodes().any(is_cut);
         let mut blocks: Vec<Option<Block>> = (0..units.len()).map(|_| None).collect();
         let mut lookups = Vec::new();
         for (id, node) in graph.nodes().filter(|(id, _)| pins[*id].is_none()) {
@@ -107,7 +111,8 @@ impl<'a> Search<'a> {
                 // Where experts are split, the first are those to have on the GPU.
                 Kept::Experts => {
                     let Op::Experts(experts) = &node.work else { continue };
-                    experts.part.is_none_or(|part| part.first > 0)
+                    let is_beside = experts.part.is_none_or(|part| part.first > 0);
+                    is_beside && (!has_shards || shard(&node.name).is_some())
                 }
                 Kept::Mlps => matches!(node.work, Op::Linear(_)) && shard(&node.name).is_some(),
                 // Shards are added up where both sums arrive soonest.
@@ -377,6 +382,16 @@ impl<'a> Search<'a> {
         })
     }
 
+    /// Blocks with what is kept, in shards or not.
+    fn blocks_of_kind(&self) -> usize {
+        let has_kind = |node: &Node<Op>| match self.kept {
+            Kept::Experts => matches!(node.work, Op::Experts(_)),
+            Kept::Mlps | Kept::Matrices => node.work.takes_fetched(),
+        };
+        let nodes = self.task.model.layers.nodes().filter(|(_, node)| has_kind(node));
+        nodes.filter_map(|(_, node)| Task::block(&node.name)).collect::<BTreeSet<u32>>().len()
+    }
+
     fn name(&self, count: usize, window_bytes: u64, decode_percent: f64) -> String {
         let what = match self.kept {
             Kept::Experts if self.is_split() => "least used experts",
@@ -389,7 +404,7 @@ impl<'a> Search<'a> {
         let gpus: Vec<&str> = self.stages.iter().map(|(gpu, _)| name(gpu)).collect();
         let mut name = format!(
             "{what} of {count} of {} blocks on {} beside {}",
-            self.blocks.len(),
+            self.blocks_of_kind(),
             hosts.join("+"),
             gpus.join(" → ")
         );

@@ -40,6 +40,9 @@ fn linear(isa: Isa, format: Format, tokens: usize) -> String {
         }
         (Encoding::Blocks { .. }, Isa::Avx2 | Isa::Avx512) => "AVX2 products of 8-bit integers",
         (Encoding::Float | Encoding::Rounded, Isa::Avx2) => "AVX2 FMA of f32",
+        (Encoding::Rounded, Isa::Avx512) if format == Format::Bf12 && !kernel.unpacks => {
+            "AVX2 FMA of f32"
+        }
         (Encoding::Float | Encoding::Rounded, Isa::Avx512 | Isa::Avx512Bf16Vnni | Isa::Amx) => {
             "AVX-512 FMA of f32"
         }

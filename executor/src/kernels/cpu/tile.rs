@@ -3,7 +3,8 @@
 //! A kernel writes `tile[row][lane]`, the products of the strip's rows with the panel's rows, in f32.
 //! Each product is summed along the columns in an order that depends on the level and the format only, so a row's
 //! result is the same whatever rows are multiplied with it and whoever does it. (Level AMX has two kernels,
-//! see [`Kernel::choose`]; there the number of rows decides between two orders.)
+//! see [`Kernel::choose`]; there the number of rows decides between two orders. So it does for the rare subnormal
+//! elements of 12 bits, which follow their step where they are decoded on the way.)
 
 #![expect(unsafe_code, reason = "kernels read packed weights and activations by address")]
 

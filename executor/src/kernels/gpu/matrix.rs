@@ -85,16 +85,16 @@ impl Matrix {
         Ok(Self { format, layout, rows, columns, data })
     }
 
-    /// Some of its rows, where it lies in panels; they begin with a panel.
+    /// Some of its rows, where it lies in panels; they begin with a pair of panels, as parts of memory must.
     ///
     /// # Errors
     /// When there are no such rows.
     pub fn rows_from(&self, first: usize, rows: usize) -> Result<Self> {
         ensure!(
             self.layout == Layout::Panels
-                && first.is_multiple_of(PANEL)
+                && first.is_multiple_of(2 * PANEL)
                 && first + rows <= self.rows,
-            "rows {first}..+{rows} of a matrix of {} are no panels",
+            "rows {first}..+{rows} of a matrix of {} are no pairs of panels",
             self.rows
         );
         let start = packed_bytes(self.format, first, self.columns);

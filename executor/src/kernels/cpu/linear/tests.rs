@@ -162,6 +162,49 @@ fn every_level_and_format_multiplies_right() {
     });
 }
 
+/// Rows of which one weight is so large that the others have fewer bits in 12-bit panels, or none.
+#[test]
+fn weights_far_below_the_largest_of_their_row_count() {
+    let (rows, columns) = (33, 130);
+    with_team(2, |team| {
+        for (isa, tokens) in
+            Isa::available().into_iter().flat_map(|isa| [1, 3, 8, 40].map(|n| (isa, n)))
+        {
+            let x = numbers(1, tokens * columns);
+            let mut w = numbers(2, rows * columns);
+            w.iter_mut().for_each(|weight| *weight *= 1.0 / f32::from(1_u16 << 15));
+            // Nothing is multiplied with the large ones, so that the others are all there is.
+            let mut x_without = x.clone();
+            x_without.chunks_mut(columns).for_each(|x| x[5] = 0.0);
+            w.chunks_mut(columns).for_each(|row| row[5] = 1.0);
+            let matrix = packed(team, Format::Bf12, rows, columns, &w);
+            let mut out = vec![f32::NAN; tokens * rows];
+            let layer = Linear {
+                x: &x_without,
+                tokens,
+                norm: None,
+                weights: &[&matrix],
+                biases: &[],
+                then: Then::Nothing,
+                residual: None,
+            };
+            linear(team, isa, &layer, &mut [&mut out]).unwrap();
+            let wanted = products(
+                &heard(Format::Bf16, columns, &x_without),
+                &held(Format::Bf16, columns, &w),
+                columns,
+            );
+            // A weight is off by half of 2^-21 of the largest at most, and so are sums by that many times the inputs.
+            let tolerance = columns as f64 / f64::from(1 << 22);
+            for (&found, (wanted, magnitude)) in out.iter().zip(wanted) {
+                assert!(magnitude > 20.0 * tolerance, "{magnitude}");
+                let off = (f64::from(found) - wanted).abs();
+                assert!(off <= tolerance, "{isa} {tokens}: {found} for {wanted}");
+            }
+        }
+    });
+}
+
 /// Blocks of products in tiles, which any processor can multiply plainly: several groups of strips and of panels, and
 /// several parts of the columns.
 #[test]

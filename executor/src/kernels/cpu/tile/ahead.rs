@@ -21,12 +21,17 @@ pub(super) struct Ahead {
 }
 
 impl Ahead {
-    /// At least `least` bytes on, of a panel that ends there and is read in steps of so many bytes.
+    /// At least `least` bytes on, of a panel that lies there and is read in steps of so many bytes.
     #[inline(always)]
-    pub(super) fn new(least: usize, end: *const u8, step_bytes: usize, next: *const u8) -> Self {
-        let bytes = least.next_multiple_of(step_bytes);
-        let turn = end.wrapping_sub(bytes);
-        Self { bytes, turn, jump: next.addr().wrapping_sub(turn.addr()) }
+    pub(super) fn new(
+        least: usize,
+        (start, bytes): (*const u8, usize),
+        step_bytes: usize,
+        next: *const u8,
+    ) -> Self {
+        let on = least.next_multiple_of(step_bytes).min(bytes);
+        let turn = start.wrapping_add(bytes - on);
+        Self { bytes: on, turn, jump: next.addr().wrapping_sub(turn.addr()) }
     }
 
     /// How far beyond the step that begins there.

@@ -1,7 +1,7 @@
 //! Kernels for AVX2 with FMA and F16C: a vector of weights is two registers.
 //!
-//! A strip of 4 rows has eight sums in registers, so the two vectors of a panel take turns; of fewer rows they are
-//! multiplied together, as they come from memory.
+//! A strip of 4 rows has eight sums in registers, so the two vectors of a panel take turns; of one or two rows, of blocks
+//! one, they are multiplied together, as they come from memory.
 
 #![expect(
     clippy::needless_range_loop,
@@ -68,8 +68,8 @@ unsafe fn floats<const R: usize, const V: usize, const KIND: u8>(
     let vector_bytes = if KIND == F16 { 32 } else { 64 };
     let steps = operands.columns / depth;
     let step_bytes = operands.vectors * vector_bytes;
-    let end = operands.panel.wrapping_add(steps * step_bytes);
-    let ahead = Ahead::new(AHEAD_BYTES, end, step_bytes, operands.next);
+    let panel = (operands.panel, steps * step_bytes);
+    let ahead = Ahead::new(AHEAD_BYTES, panel, step_bytes, operands.next);
     for first in (0..operands.vectors).step_by(V) {
         let mut w = operands.panel;
         let mut x = operands.strip.cast::<f32>();
@@ -142,7 +142,8 @@ unsafe fn small_floats<const R: usize, const V: usize, const AHEAD: usize>(
     };
     let words = panel.words(0..operands.columns);
     let step_bytes = bf12::STEP_WORDS * vectors * bf12::VECTOR_BYTES;
-    let ahead = Ahead::new(AHEAD, words.as_ptr_range().end.cast(), step_bytes, operands.next);
+    let steps = (words.as_ptr().cast(), size_of_val(words));
+    let ahead = Ahead::new(AHEAD, steps, step_bytes, operands.next);
     let sum_columns = 2 * SUM_STEPS;
     let sum_words = sum_columns / bf12::STEP_COLUMNS * bf12::STEP_WORDS * vectors;
     for first in (0..vectors).step_by(V) {
@@ -224,8 +225,8 @@ unsafe fn blocks<const R: usize, const V: usize, const BITS: usize>(
     let vectors = operands.vectors;
     let code_bytes = if BITS == 8 { 2 * GROUPS } else { GROUPS } * vectors * 64;
     let (pairs, pair_bytes) = (operands.columns / BLOCK_PAIR, vectors * 64 + code_bytes);
-    let end = operands.panel.wrapping_add(pairs * pair_bytes);
-    let ahead = Ahead::new(AHEAD_BYTES, end, pair_bytes, operands.next);
+    let panel = (operands.panel, pairs * pair_bytes);
+    let ahead = Ahead::new(AHEAD_BYTES, panel, pair_bytes, operands.next);
     let (bytes, nibbles) = (_mm256_set1_epi16(255), _mm256_set1_epi8(15));
     for start in (0..vectors).step_by(V) {
         let (mut w, mut x) = (operands.panel, operands.strip.cast::<i32>());
@@ -239,8 +240,8 @@ unsafe fn blocks<const R: usize, const V: usize, const BITS: usize>(
                 unsafe {
                     let mut sums = [[[_mm256_setzero_si256(); 2]; V]; R];
                     for row in 0..R {
-                        let start = _mm256_set1_epi32(x.add((GROUPS + 1) * R + row).read());
-                        sums[row] = [[start; 2]; V];
+                        let offset = _mm256_set1_epi32(x.add((GROUPS + 1) * R + row).read());
+                        sums[row] = [[offset; 2]; V];
                     }
                     let first = if BITS == 8 { half * GROUPS } else { 0 };
                     let codes = w.add(vectors * 64 + (first * vectors + start) * 64);

@@ -99,12 +99,8 @@ unsafe fn floats<const R: usize, const V: usize, const KIND: u8>(
     let vector_bytes = if KIND == F16 { 32 } else { 64 };
     let (mut w, mut x) = (operands.panel, operands.strip.cast::<f32>());
     let steps = operands.columns / depth;
-    let ahead = Ahead::new(
-        AHEAD_BYTES,
-        w.wrapping_add(steps * V * vector_bytes),
-        V * vector_bytes,
-        operands.next,
-    );
+    let step_bytes = V * vector_bytes;
+    let ahead = Ahead::new(AHEAD_BYTES, (w, steps * step_bytes), step_bytes, operands.next);
     for start in (0..steps.max(1)).step_by(SUM_STEPS) {
         let mut sums = [[_mm512_setzero_ps(); V]; R];
         for _ in start..steps.min(start + SUM_STEPS) {
@@ -159,7 +155,7 @@ unsafe fn pairs<const R: usize, const V: usize, const AHEAD: usize>(
 ) {
     let (mut w, mut x) = (operands.panel, operands.strip.cast::<i32>());
     let steps = operands.columns / 2;
-    let ahead = Ahead::new(AHEAD, w.wrapping_add(steps * V * 64), V * 64, operands.next);
+    let ahead = Ahead::new(AHEAD, (w, steps * V * 64), V * 64, operands.next);
     for start in (0..steps.max(1)).step_by(SUM_STEPS) {
         let mut sums = [[_mm512_setzero_ps(); V]; R];
         for _ in start..steps.min(start + SUM_STEPS) {
@@ -215,7 +211,8 @@ unsafe fn small_floats<const R: usize, const V: usize, const AHEAD: usize>(
     let x = operands.strip.cast::<i32>();
     let words = panel.words(0..operands.columns);
     let step_bytes = bf12::STEP_WORDS * V * bf12::VECTOR_BYTES;
-    let ahead = Ahead::new(AHEAD, words.as_ptr_range().end.cast(), step_bytes, operands.next);
+    let ahead =
+        Ahead::new(AHEAD, (words.as_ptr().cast(), size_of_val(words)), step_bytes, operands.next);
     for (at, words) in words.chunks(SUM_STEPS / PAIRS * bf12::STEP_WORDS * V).enumerate() {
         let mut x = x.wrapping_add(at * SUM_STEPS * R);
         let mut sums = [[_mm512_setzero_ps(); V]; R];
@@ -297,8 +294,7 @@ unsafe fn blocks<const R: usize, const V: usize, const BITS: usize>(
     let mut totals = [[_mm512_setzero_ps(); V]; R];
     let code_bytes = if BITS == 8 { 2 * GROUPS } else { GROUPS } * V * 64;
     let (pairs, pair_bytes) = (operands.columns / BLOCK_PAIR, V * 64 + code_bytes);
-    let end = w.wrapping_add(pairs * pair_bytes);
-    let ahead = Ahead::new(AHEAD_BYTES, end, pair_bytes, operands.next);
+    let ahead = Ahead::new(AHEAD_BYTES, (w, pairs * pair_bytes), pair_bytes, operands.next);
     for _ in 0..pairs {
         let distance = ahead.distance(w);
         for vector in 0..V {
