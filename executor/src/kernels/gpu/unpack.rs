@@ -228,6 +228,28 @@ mod tests {
     }
 
     #[test]
+    fn pieces_are_the_rows_of_the_whole() {
+        let Some(gpu) = gpu() else { return };
+        let (rows, columns, piece) = (150, 72, 64);
+        for format in Format::ALL {
+            let sample = panels(&gpu, format, rows, columns, 3);
+            let mut actual = Vec::new();
+            for first in (0..rows).step_by(piece) {
+                let some = sample.matrix.rows_from(first, piece.min(rows - first)).unwrap();
+                let out = gpu.poisoned(some.rows() * columns * 4);
+                gpu.unpack(&some, Format::F32, &out).unwrap();
+                actual.extend(gpu.download::<f32>(&out, some.rows() * columns));
+            }
+            let expected: Vec<f32> = sample.values.iter().map(|&value| value as f32).collect();
+            assert_eq!(actual, expected, "{format}");
+            assert!(
+                sample.matrix.rows_from(32, 32).is_err()
+                    && sample.matrix.rows_from(128, 32).is_err()
+            );
+        }
+    }
+
+    #[test]
     fn rows_that_libraries_cannot_take_are_refused() {
         let Some(gpu) = gpu() else { return };
         let matrix = panels(&gpu, Format::F16, 16, 36, 1).matrix;
