@@ -235,10 +235,7 @@ fn offers(
 /// Whether the whole model is on GPUs and they have the memory.
 fn fits_gpus(task: &Task<'_>, offer: &Offer) -> bool {
     let mut devices = offer.arrangement.stages.iter().flat_map(|(group, _)| &group.devices);
-    let is_gpu = |&device: &DeviceId| {
-        matches!(task.target.machine.devices[device].kind, DeviceKind::Gpu { .. })
-    };
-    offer.candidate.missing.is_none() && devices.all(is_gpu)
+    offer.candidate.missing.is_none() && devices.all(|&device| !is_numa(task, device))
 }
 
 /// The exact price of an arrangement.

@@ -200,7 +200,7 @@ impl Team {
 
     /// `count` tasks in shares, for one run of this team.
     pub fn shares(&self, count: usize) -> Shares {
-        Shares::new(count, self.members())
+        Shares::new((0..self.members()).map(|member| self.split(member, count, 1)))
     }
 
     /// `count` parts of `tasks` tasks each, for one run of this team.

@@ -193,7 +193,8 @@ fn falling_counts(model: &Model, steepness: f64) -> CountedExperts {
 
 #[test]
 fn experts_that_are_used_more_are_on_the_gpu() {
-    let (model, machine) = (model(&MadeUp::mixture()), h200(5 * GIB));
+    // Room for some experts of each layer, and not for all of any.
+    let (model, machine) = (model(&MadeUp::mixture()), h200(9 * GIB / 2));
     let counted = |steepness: Option<f64>| {
         let expert_counts = steepness.map(|steepness| falling_counts(&model, steepness));
         let formats = vec!["q4".parse().expect("it is a format")];
@@ -215,10 +216,10 @@ fn experts_that_are_used_more_are_on_the_gpu() {
     };
     for stack in ["gate_proj", "up_proj", "down_proj"] {
         let (most, least) = (of_kind("most", stack), of_kind("least", stack));
-        assert!(most.iter().all(|(device, _)| *device == 0));
-        // What room is left takes the others of some layer, too.
-        let beside = least.iter().filter(|(device, _)| *device == 1).count();
-        assert!(beside + 2 >= least.len(), "{beside} of {}", least.len());
+        assert!(
+            most.iter().all(|(device, _)| *device == 0)
+                && least.iter().all(|(device, _)| *device == 1)
+        );
         let all: u32 = most.iter().chain(&least).map(|(_, experts)| experts).sum();
         assert_eq!((most.len(), all), (24, 24 * 128), "{stack}");
     }

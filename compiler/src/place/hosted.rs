@@ -11,7 +11,6 @@ mod search;
 
 use ir::dag::Node;
 use ir::id::{DeviceId, NodeId, Table};
-use ir::machine::DeviceKind;
 use ir::op::Op;
 use ir::plan::Phase;
 
@@ -19,7 +18,7 @@ use self::search::{Kept, Search};
 use crate::place::candidates::Arrangement;
 use crate::place::prices::Pins;
 use crate::place::units::Units;
-use crate::place::{Offer, Room};
+use crate::place::{Offer, Room, is_numa};
 use crate::task::Task;
 
 /// What stays beside the GPUs of an arrangement.
@@ -108,11 +107,8 @@ pub(crate) fn gpu_sets(task: &Task<'_>) -> Vec<Vec<DeviceId>> {
 
 /// GPUs that a NUMA node is linked with.
 fn gpus(task: &Task<'_>) -> impl Iterator<Item = DeviceId> {
-    let is_gpu = |id: &DeviceId| {
-        matches!(task.target.machine.devices[*id].kind, DeviceKind::Gpu { .. })
-            && !hosts(task, &[*id]).is_empty()
-    };
-    task.target.machine.devices.ids().filter(is_gpu)
+    let has_host = |id: &DeviceId| !is_numa(task, *id) && !hosts(task, &[*id]).is_empty();
+    task.target.machine.devices.ids().filter(has_host)
 }
 
 /// Of those that differ in their names alone the first.
@@ -138,9 +134,5 @@ pub(crate) fn hosts(task: &Task<'_>, gpus: &[DeviceId]) -> Vec<DeviceId> {
         let mut gpus = gpus.iter();
         gpus.all(|&gpu| machine.link(id, gpu).is_some() && machine.link(gpu, id).is_some())
     };
-    let devices = machine.devices.iter();
-    devices
-        .filter(|(id, device)| matches!(device.kind, DeviceKind::Numa { .. }) && is_linked(*id))
-        .map(|(id, _)| id)
-        .collect()
+    machine.devices.ids().filter(|&id| is_numa(task, id) && is_linked(id)).collect()
 }

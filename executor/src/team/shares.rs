@@ -9,10 +9,12 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use super::Padded;
 
 /// Tasks, of which each member has a contiguous share; whoever has done its own takes from the others'.
-pub struct Shares {
-    /// For each share its first task that nobody has.
-    next: Vec<Padded<AtomicUsize>>,
-    count: usize,
+pub struct Shares(Vec<Share>);
+
+struct Share {
+    tasks: Range<usize>,
+    /// The first of them that nobody has.
+    next: Padded<AtomicUsize>,
 }
 
 /// A task that the claiming member does.
@@ -25,22 +27,25 @@ pub struct Claim {
 }
 
 impl Shares {
-    /// Tasks `0..count` for so many members.
-    pub(super) fn new(count: usize, members: usize) -> Self {
-        let start = |share| Padded(AtomicUsize::new(share * count / members));
-        Self { next: (0..members).map(start).collect(), count }
+    /// The tasks of each member.
+    pub(super) fn new(tasks: impl Iterator<Item = Range<usize>>) -> Self {
+        let share = |tasks: Range<usize>| {
+            let next = Padded(AtomicUsize::new(tasks.start));
+            Share { tasks, next }
+        };
+        Self(tasks.map(share).collect())
     }
 
     /// The first task of a member's share.
     pub fn first(&self, member: usize) -> Option<usize> {
-        let share = self.share(member);
-        (!share.is_empty()).then_some(share.start)
+        self.0[member].tasks.clone().next()
     }
 
     /// A task that nobody has yet.
     pub fn claim(&self, member: usize) -> Option<Claim> {
-        (member..self.next.len()).chain(0..member).find_map(|share| {
-            let (next, end) = (&self.next[share].0, self.share(share).end);
+        let (before, from) = self.0.split_at(member);
+        from.iter().chain(before).find_map(|share| {
+            let (next, end) = (&share.next.0, share.tasks.end);
             // Looking first spares the others a write to a share that is used up.
             if next.load(Ordering::Relaxed) >= end {
                 return None;
@@ -48,11 +53,6 @@ impl Shares {
             let task = next.fetch_add(1, Ordering::Relaxed);
             (task < end).then(|| Claim { task, next: Some(task + 1).filter(|&next| next < end) })
         })
-    }
-
-    fn share(&self, share: usize) -> Range<usize> {
-        let cut = |share: usize| share * self.count / self.next.len();
-        cut(share)..cut(share + 1)
     }
 }
 
@@ -62,7 +62,7 @@ mod tests {
 
     #[test]
     fn a_share_is_done_in_order_and_the_others_after_it() {
-        let shares = Shares::new(5, 2);
+        let shares = Shares::new([0..2, 2..5].into_iter());
         let claims: Vec<_> = std::iter::from_fn(|| shares.claim(1)).collect();
         let claim = |task, next| Claim { task, next };
         let own = [claim(2, Some(3)), claim(3, Some(4)), claim(4, None)];
@@ -75,7 +75,8 @@ mod tests {
     #[test]
     fn fewer_tasks_than_members_are_all_done_once() {
         for (count, members) in [(0, 3), (1, 3), (2, 3), (7, 3)] {
-            let shares = Shares::new(count, members);
+            let cut = |member: usize| member * count / members;
+            let shares = Shares::new((0..members).map(|member| cut(member)..cut(member + 1)));
             let mut tasks: Vec<_> =
                 (0..members).cycle().map_while(|member| shares.claim(member)).collect();
             tasks.sort_unstable_by_key(|claim| claim.task);

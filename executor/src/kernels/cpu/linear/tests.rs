@@ -111,21 +111,28 @@ fn products(x: &[f64], w: &[f64], columns: usize) -> Vec<(f64, f64)> {
         .collect()
 }
 
-fn multiplies_right(team: &Team, isa: Isa, format: Format, [tokens, rows, columns]: [usize; 3]) {
-    let x = numbers(1, tokens * columns);
-    let w = numbers(2, rows * columns);
-    let matrix = packed(team, format, rows, columns, &w);
-    let mut out = vec![f32::NAN; tokens * rows];
+/// What a linear of one matrix alone makes of some rows.
+fn multiplied(team: &Team, isa: Isa, matrix: &PackedMatrix, x: &[f32]) -> Vec<f32> {
+    let tokens = x.len() / matrix.columns();
+    let mut out = vec![f32::NAN; tokens * matrix.rows()];
     let layer = Linear {
-        x: &x,
+        x,
         tokens,
         norm: None,
-        weights: &[&matrix],
+        weights: &[matrix],
         biases: &[],
         then: Then::Nothing,
         residual: None,
     };
     linear(team, isa, &layer, &mut [&mut out]).unwrap();
+    out
+}
+
+fn multiplies_right(team: &Team, isa: Isa, format: Format, [tokens, rows, columns]: [usize; 3]) {
+    let x = numbers(1, tokens * columns);
+    let w = numbers(2, rows * columns);
+    let matrix = packed(team, format, rows, columns, &w);
+    let out = multiplied(team, isa, &matrix, &x);
     // Sums of at most 256 terms and then of such sums: their rounding stays below a few units.
     let tolerance = 1e-6;
     let (mut heard_as, mut weights) = (format, held(format, columns, &w));
@@ -170,30 +177,16 @@ fn weights_far_below_the_largest_of_their_row_count() {
         for (isa, tokens) in
             Isa::available().into_iter().flat_map(|isa| [1, 3, 8, 40].map(|n| (isa, n)))
         {
-            let x = numbers(1, tokens * columns);
+            let mut x = numbers(1, tokens * columns);
             let mut w = numbers(2, rows * columns);
             w.iter_mut().for_each(|weight| *weight *= 1.0 / f32::from(1_u16 << 15));
             // Nothing is multiplied with the large ones, so that the others are all there is.
-            let mut x_without = x.clone();
-            x_without.chunks_mut(columns).for_each(|x| x[5] = 0.0);
+            x.chunks_mut(columns).for_each(|x| x[5] = 0.0);
             w.chunks_mut(columns).for_each(|row| row[5] = 1.0);
             let matrix = packed(team, Format::Bf12, rows, columns, &w);
-            let mut out = vec![f32::NAN; tokens * rows];
-            let layer = Linear {
-                x: &x_without,
-                tokens,
-                norm: None,
-                weights: &[&matrix],
-                biases: &[],
-                then: Then::Nothing,
-                residual: None,
-            };
-            linear(team, isa, &layer, &mut [&mut out]).unwrap();
-            let wanted = products(
-                &heard(Format::Bf16, columns, &x_without),
-                &held(Format::Bf16, columns, &w),
-                columns,
-            );
+            let out = multiplied(team, isa, &matrix, &x);
+            let [x, w] = [heard(Format::Bf16, columns, &x), held(Format::Bf16, columns, &w)];
+            let wanted = products(&x, &w, columns);
             // A weight is off by half of 2^-21 of the largest at most, and so are sums by that many times the inputs.
             let tolerance = columns as f64 / f64::from(1 << 22);
             for (&found, (wanted, magnitude)) in out.iter().zip(wanted) {
