@@ -47,7 +47,7 @@ impl Panel {
     }
 
     /// Loads of a task.
-    fn loads(self) -> usize {
+    pub(super) fn loads(self) -> usize {
         if matches!(self.format, Format::Bf12) { STEP_WORDS } else { LOADS }
     }
 

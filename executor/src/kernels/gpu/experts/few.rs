@@ -11,8 +11,8 @@ use crate::kernels::cpu::pack::PANEL;
 use crate::kernels::gpu::device::{Gpu, Span};
 use crate::kernels::gpu::linear::PANEL_PLANES;
 use crate::kernels::gpu::linear::input::{Input, InputLaunch};
-use crate::kernels::gpu::linear::panels::put_slots;
-use crate::kernels::gpu::linear::product::{multiply_task, zeros};
+use crate::kernels::gpu::linear::panels::add_slots;
+use crate::kernels::gpu::linear::product::{load_words, multiply_words, zeros};
 use crate::kernels::gpu::linear::total::{Output, OutputLaunch, Shape, Totals};
 use crate::kernels::gpu::panel::{Panel, Walk, panel_vectors};
 use crate::kernels::gpu::words::{Words, read_size};
@@ -140,21 +140,40 @@ fn gate_experts<N: Size>(
         let start = expert_start(expert as usize, number, output.rows, panel);
         let walk = Walk { start, vectors, slot: unit % slots };
         let stride = CUBE_DIM as usize / slots;
+        let (token, rows) = (slot / used, comptime!(panel.rows()));
         for task in range_stepped(unit / slots, panel.tasks(), stride) {
-            multiply_task(
+            let (gate, up) = (&weights[0], &weights[1]);
+            let gate_words = load_words(gate, walk, task, panel);
+            let up_words = load_words(up, walk, task, panel);
+            multiply_words(
                 input,
-                slot / used,
-                weights,
+                token,
+                gate,
                 walk,
                 task,
+                &gate_words,
                 &mut sums,
+                0usize,
+                &mut squares,
+                1usize,
+                panel,
+            );
+            multiply_words(
+                input,
+                token,
+                up,
+                walk,
+                task,
+                &up_words,
+                &mut sums,
+                rows,
                 &mut squares,
                 1usize,
                 panel,
             );
         }
     }
-    put_slots(&mut totals, &mut sums, &mut squares, shape, plane);
+    put_slots(&mut totals, &mut sums, shape, plane);
     sync_cube();
     totals.finish(output, number * PANEL, slot, slots, 0.0, panel.columns, then, shape);
 }
@@ -189,14 +208,18 @@ fn sum_experts<N: Size>(
         if expert >= 0 && expert < experts {
             let start = expert_start(expert as usize, number, output.rows, panel);
             let walk = Walk { start, vectors, slot: unit % slots };
+            let (down, task) = (&weights[0], index % tasks);
+            let words = load_words(down, walk, task, panel);
             let mut products = zeros(shape.values());
-            multiply_task(
+            multiply_words(
                 input,
                 slot,
-                weights,
+                down,
                 walk,
-                index % tasks,
+                task,
+                &words,
                 &mut products,
+                0usize,
                 &mut squares,
                 1usize,
                 panel,
@@ -207,7 +230,7 @@ fn sum_experts<N: Size>(
             }
         }
     }
-    put_slots(&mut totals, &mut sums, &mut squares, shape, plane);
+    put_slots(&mut totals, &mut sums, shape, plane);
     sync_cube();
     totals.finish(output, number * PANEL, token, slots, 0.0, panel.columns, Then::Nothing, shape);
 }
@@ -216,4 +239,24 @@ fn sum_experts<N: Size>(
 #[cube]
 fn expert_start(expert: usize, number: usize, rows: usize, #[comptime] panel: Panel) -> usize {
     (expert * rows.div_ceil(PANEL) + number) * comptime!(panel.stride())
+}
+
+/// Adds the sums of a plane's units that have the same slot in a whole panel, and puts them.
+#[cube]
+fn put_slots(
+    totals: &mut Totals,
+    sums: &mut Array<f32>,
+    #[comptime] shape: Shape,
+    #[comptime] plane: usize,
+) {
+    add_slots(sums, shape.values(), shape.slots, plane);
+    let group_units = comptime!(plane.max(shape.slots));
+    let unit = UNIT_POS as usize;
+    if unit % group_units < shape.slots {
+        #[unroll]
+        for matrix in 0..shape.matrices {
+            let first = comptime!(matrix * shape.rows);
+            totals.put(unit / group_units, unit % group_units, matrix, &*sums, first, shape);
+        }
+    }
 }

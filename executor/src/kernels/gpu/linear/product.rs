@@ -1,6 +1,6 @@
 //! A unit's products of its part of a panel with a few rows of activations.
 //!
-//! Sums are `[matrix][token][row]` of the unit's slot, squares `[token]`.
+//! Sums are `[token][row]` of the unit's slot, squares `[token]`.
 
 use cubecl::prelude::*;
 use ir::tensor::Format;
@@ -14,34 +14,44 @@ use crate::kernels::gpu::panel::{
 };
 use crate::kernels::gpu::words::{Four, Words};
 
-/// Adds the products of one task.
-///
-/// The rows of activations are `first_row` and those after it; the unit has the same place in each of `weights`.
+/// The words of a task.
 #[cube]
-#[expect(clippy::too_many_arguments, reason = "a kernel's parts have no state of their own")]
-pub(in crate::kernels::gpu) fn multiply_task<N: Size>(
-    input: &Input<N>,
-    first_row: usize,
-    weights: &Sequence<Box<[Words]>>,
+pub(in crate::kernels::gpu) fn load_words(
+    weights: &[Words],
     walk: Walk,
     task: usize,
+    #[comptime] panel: Panel,
+) -> Array<Words> {
+    let mut words = Array::<Words>::new(LOADS);
+    load_task(weights, walk, task, &mut words, 0usize, panel);
+    words
+}
+
+/// Adds the products of the task that has these words, to `sums[first_sum..]`.
+///
+/// The rows of activations are `first_row` and those after it.
+#[cube]
+#[expect(clippy::too_many_arguments, reason = "a kernel's parts have no state of their own")]
+pub(in crate::kernels::gpu) fn multiply_words<N: Size>(
+    input: &Input<N>,
+    first_row: usize,
+    weights: &[Words],
+    walk: Walk,
+    task: usize,
+    words: &Array<Words>,
     sums: &mut Array<f32>,
+    #[comptime] first_sum: usize,
     squares: &mut Array<f32>,
     #[comptime] tokens: usize,
     #[comptime] panel: Panel,
 ) {
-    let matrices = comptime!(weights.len());
-    let mut words = Array::<Words>::new(matrices * LOADS);
-    #[unroll]
-    for matrix in 0..matrices {
-        load_task(&weights[matrix], walk, task, &mut words, matrix * LOADS, panel);
-    }
     let column = task_column(task, panel);
     if comptime!(panel.blocks() == 0) {
-        multiply_floats(input, first_row, column, &words, sums, squares, matrices, tokens, panel);
+        multiply_floats(input, first_row, column, words, sums, first_sum, squares, tokens, panel);
     } else {
         multiply_blocks(
-            input, first_row, column, weights, walk, task, &words, sums, squares, tokens, panel,
+            input, first_row, column, weights, walk, task, words, sums, first_sum, squares, tokens,
+            panel,
         );
     }
 }
@@ -54,18 +64,15 @@ fn multiply_floats<N: Size>(
     column: usize,
     words: &Array<Words>,
     sums: &mut Array<f32>,
+    #[comptime] first_sum: usize,
     squares: &mut Array<f32>,
-    #[comptime] matrices: usize,
     #[comptime] tokens: usize,
     #[comptime] panel: Panel,
 ) {
     let rows = comptime!(panel.rows());
     let columns = comptime!(panel.task_columns());
-    let mut values = Array::<f32>::new(comptime!(matrices * rows * columns));
-    #[unroll]
-    for matrix in 0..matrices {
-        decode_floats(words, matrix * LOADS, &mut values, matrix * rows * columns, panel);
-    }
+    let mut values = Array::<f32>::new(comptime!(rows * columns));
+    decode_floats(words, 0usize, &mut values, 0usize, panel);
     #[unroll]
     for four in 0..columns / 4 {
         let factors = input.factors(column + 4 * four);
@@ -75,12 +82,7 @@ fn multiply_floats<N: Size>(
             if comptime!(matches!(panel.format, Format::Bf12)) {
                 x *= Four::new(ENLARGED);
             }
-            #[unroll]
-            for matrix in 0..matrices {
-                let (first, to) =
-                    (matrix * rows * columns + 4 * four, (matrix * tokens + token) * rows);
-                multiply_four(&values, first, columns, x, sums, to, rows);
-            }
+            multiply_four(&values, 4 * four, columns, x, sums, first_sum + token * rows, rows);
         }
     }
 }
@@ -115,34 +117,27 @@ fn multiply_blocks<N: Size>(
     input: &Input<N>,
     first_row: usize,
     column: usize,
-    weights: &Sequence<Box<[Words]>>,
+    weights: &[Words],
     walk: Walk,
     task: usize,
     words: &Array<Words>,
     sums: &mut Array<f32>,
+    #[comptime] first_sum: usize,
     squares: &mut Array<f32>,
     #[comptime] tokens: usize,
     #[comptime] panel: Panel,
 ) {
-    let matrices = comptime!(weights.len());
     let rows = comptime!(panel.rows());
     #[unroll]
     for block in 0..panel.blocks() {
-        let mut scales = Array::<f32>::new(matrices * rows);
-        #[unroll]
-        for matrix in 0..matrices {
-            load_scales(&weights[matrix], walk, task, &mut scales, matrix * rows, block, panel);
-        }
-        let mut products = zeros(matrices * tokens * rows);
+        let mut scales = Array::<f32>::new(rows);
+        load_scales(weights, walk, task, &mut scales, 0usize, block, panel);
+        let mut products = zeros(tokens * rows);
         let mut inputs = zeros(tokens);
         #[unroll]
         for load in 0..LOADS {
-            let mut values = Array::<f32>::new(matrices * rows * 4);
-            #[unroll]
-            for matrix in 0..matrices {
-                let words = words[matrix * LOADS + load];
-                decode_codes(words, &mut values, matrix * rows * 4, 4usize, block, panel);
-            }
+            let mut values = Array::<f32>::new(rows * 4);
+            decode_codes(words[load], &mut values, 0usize, 4usize, block, panel);
             let column = column + block * BLOCK_PAIR / 2 + 4 * load;
             let factors = input.factors(column);
             #[unroll]
@@ -150,19 +145,14 @@ fn multiply_blocks<N: Size>(
                 let x = input.four(first_row + token, column, factors, squares, token);
                 inputs[token] +=
                     x.extract(0usize) + x.extract(1usize) + x.extract(2usize) + x.extract(3usize);
-                #[unroll]
-                for matrix in 0..matrices {
-                    let to = (matrix * tokens + token) * rows;
-                    multiply_four(&values, matrix * rows * 4, 4usize, x, &mut products, to, rows);
-                }
+                multiply_four(&values, 0usize, 4usize, x, &mut products, token * rows, rows);
             }
         }
         let factor = comptime!(block_factor(panel.format));
         #[unroll]
-        for sum in 0..matrices * tokens * rows {
-            let scale = scales[sum / (tokens * rows) * rows + sum % rows];
-            let token = sum / rows % tokens;
-            sums[sum] += scale * factor * (products[sum] - BLOCK_OFFSET * inputs[token]);
+        for sum in 0..tokens * rows {
+            sums[first_sum + sum] +=
+                scales[sum % rows] * factor * (products[sum] - BLOCK_OFFSET * inputs[sum / rows]);
         }
     }
 }

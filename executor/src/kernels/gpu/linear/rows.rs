@@ -81,7 +81,12 @@ pub(super) fn multiply_rows<N: Size>(
                 }
             }
             if UNIT_POS_X == 0 {
-                totals.put(split, band, &sums, &squares, shape);
+                #[unroll]
+                for matrix in 0..shape.matrices {
+                    let first = comptime!(matrix * shape.tokens * shape.rows);
+                    totals.put(split, band, matrix, &sums, first, shape);
+                }
+                totals.put_squares(split, band, &squares, shape);
             }
         }
         first_cube += cubes;

@@ -69,28 +69,40 @@ impl Totals {
         Totals { sums: Shared::new_slice(cells), squares: Shared::new_slice(square_cells) }
     }
 
-    /// Puts a unit's sums, as one of the `slots` units of its group.
+    /// Puts a unit's sums of one matrix, `[token][row]` from `sums[first]` on, as one of the `slots` units of its group.
     pub(in crate::kernels::gpu) fn put(
         &mut self,
         group: usize,
         slot: usize,
+        #[comptime] matrix: usize,
         sums: &Array<f32>,
-        squares: &Array<f32>,
+        #[comptime] first: usize,
         #[comptime] shape: Shape,
     ) {
         let cell = group * shape.slots + slot;
         #[unroll]
-        for value in 0..shape.matrices * shape.tokens {
+        for token in 0..shape.tokens {
             #[unroll]
             for row in 0..shape.rows {
-                let at = value * comptime!(shape.sum_cells()) + cell * shape.rows + row;
-                self.sums[at] = sums[value * shape.rows + row];
+                let value = comptime!(matrix * shape.tokens + token);
+                let at = comptime!(value * shape.sum_cells()) + cell * shape.rows + row;
+                self.sums[at] = sums[comptime!(first + token * shape.rows + row)];
             }
         }
+    }
+
+    /// Puts a unit's sums of squares, as one of the `slots` units of its group.
+    pub(in crate::kernels::gpu) fn put_squares(
+        &mut self,
+        group: usize,
+        slot: usize,
+        squares: &Array<f32>,
+        #[comptime] shape: Shape,
+    ) {
         if comptime!(shape.is_normed) {
             #[unroll]
             for token in 0..shape.tokens {
-                self.squares[token * comptime!(shape.square_cells()) + cell] = squares[token];
+                self.put_square(group, slot, token, squares[token], shape);
             }
         }
     }
