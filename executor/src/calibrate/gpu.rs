@@ -65,6 +65,10 @@ impl Sizes {
 /// How long products are made in a row: as long as prompts take, in which clocks settle.
 const SUSTAINED: Duration = Duration::from_millis(60);
 
+/// Made-up numbers before they come again: a prime, so that no two rows of a matrix or of activations are alike. What
+/// matrix instructions draw depends on how many bits change from one operand to the next.
+const UNLIKE: usize = 1_000_003;
+
 struct Meter<'a> {
     gpu: &'a Gpu,
     vendor: Option<Vendor>,
@@ -292,16 +296,17 @@ impl Meter<'_> {
     fn matrix(&self, format: Format, rows: usize) -> Result<Matrix> {
         let columns = self.sizes.columns;
         let layout = if format.float().is_some() { Layout::RowMajor } else { Layout::Panels };
-        let values: Vec<f32> = (0..PANEL * columns).map(made_up).collect();
         let bytes = layout.bytes(format, rows, columns)?;
         let pattern = match format {
-            Format::F32 => bytemuck::pod_collect_to_vec(&values),
-            Format::F16 => narrowed(&values, |x| half::f16::from_f32(x).to_le_bytes()),
-            Format::Bf16 => narrowed(&values, |x| bf16::from_f32(x).to_le_bytes()),
+            Format::F32 => bytemuck::pod_collect_to_vec(&unlike()),
+            Format::F16 => narrowed(|x| half::f16::from_f32(x).to_le_bytes()),
+            Format::Bf16 => narrowed(|x| bf16::from_f32(x).to_le_bytes()),
             Format::Bf12 | Format::Q8 | Format::Q4 => {
-                let mut panel = vec![0; layout.bytes(format, PANEL, columns)?];
-                pack_rows(format, columns, &values, &mut panel);
-                panel
+                let rows = rows.min(UNLIKE / columns).next_multiple_of(PANEL);
+                let values: Vec<f32> = (0..rows * columns).map(made_up).collect();
+                let mut panels = vec![0; layout.bytes(format, rows, columns)?];
+                pack_rows(format, columns, &values, &mut panels);
+                panels
             }
         };
         let span = self.filled(bytes, &pattern)?;
@@ -309,14 +314,12 @@ impl Meter<'_> {
     }
 
     fn floats(&self, count: usize) -> Result<Span> {
-        let values: Vec<f32> = (0..1 << 12).map(made_up).collect();
-        self.filled(count * size_of::<f32>(), bytemuck::cast_slice(&values))
+        self.filled(count * size_of::<f32>(), bytemuck::cast_slice(&unlike()))
     }
 
     /// 16-bit numbers that are small both as f16 and as bf16.
     fn narrow(&self, count: usize) -> Result<Span> {
-        let values: Vec<f32> = (0..1 << 12).map(made_up).collect();
-        self.filled(count * 2, &narrowed(&values, |x| bf16::from_f32(x / 1e3).to_le_bytes()))
+        self.filled(count * 2, &narrowed(|x| bf16::from_f32(x / 1e3).to_le_bytes()))
     }
 
     fn filled(&self, bytes: usize, pattern: &[u8]) -> Result<Span> {
@@ -327,8 +330,13 @@ impl Meter<'_> {
     }
 }
 
-fn narrowed(values: &[f32], narrow: impl Fn(f32) -> [u8; 2]) -> Vec<u8> {
-    values.iter().flat_map(|&value| narrow(value)).collect()
+/// Numbers for rows of any usual length to differ.
+fn unlike() -> Vec<f32> {
+    (0..UNLIKE).map(made_up).collect()
+}
+
+fn narrowed(narrow: impl Fn(f32) -> [u8; 2]) -> Vec<u8> {
+    unlike().into_iter().flat_map(narrow).collect()
 }
 
 #[expect(unsafe_code, reason = "replayed launches find their memory by address")]
