@@ -35,8 +35,8 @@ pub const EXCHANGE_MEMBERS: usize = 8;
 pub const EXCHANGE_CUBES: u32 = 256;
 /// Bytes of an exchange before its inboxes: flags of eight members, counters, and tables of addresses.
 pub const EXCHANGE_HEADER_BYTES: u64 = 16 << 10;
-/// Inboxes of an exchange: two for each of two runs.
-pub const EXCHANGE_INBOXES: u32 = 4;
+/// Inboxes of an exchange that a member's terms take in turn: four for each of two runs.
+pub const EXCHANGE_INBOXES: u32 = 8;
 /// Bytes of a term that an inbox takes at a time at most: the time of a piece is many times that of its flags.
 const MOST_PIECE_BYTES: u64 = 4 << 20;
 /// Bytes that an inbox has for a small term at most, of which every number has a flag beside it.
@@ -219,9 +219,9 @@ pub fn exchange_flagged_bytes(piece_bytes: u64) -> u64 {
     (2 * piece_bytes).min(MOST_FLAGGED_BYTES)
 }
 
-/// Bytes of an exchange for the terms of so many members.
+/// Bytes of the exchange of one of so many members, for the terms of the others.
 pub fn exchange_bytes(members: usize, piece_bytes: u64) -> u64 {
-    let inboxes = u64::from(EXCHANGE_INBOXES) * members as u64;
+    let inboxes = u64::from(EXCHANGE_INBOXES) * (members.max(2) - 1) as u64;
     EXCHANGE_HEADER_BYTES + inboxes * (exchange_flagged_bytes(piece_bytes) + piece_bytes)
 }
 

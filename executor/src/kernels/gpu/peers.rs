@@ -1,14 +1,17 @@
 //! Sums over GPUs that reach each other's memory.
 //!
-//! - Every GPU has an *exchange*: flags and inboxes that its peers write to. A cube writes its piece of the term to
+//! - Every GPU has an *exchange*: flags and inboxes that its peers write to. A cube writes its share of the term to
 //!   every peer, raises a flag there, waits for the flags of its peers, and sums up what has come in the order of the
 //!   members: all of them get the same bits.
+//! - A large term goes in pieces. A cube sends the next piece before it waits for one, so that links are busy while
+//!   terms are added.
 //! - Of a small term every number is written together with a flag, as NCCL's protocol LL does: it takes twice the bytes
 //!   and one crossing instead of three.
 //! - What is written is told by numbers that grow from one sum to the next, and by a run's number, so that captured
 //!   launches serve every run and a run that ended early leaves nothing behind.
-//! - A sum uses one of four inboxes in turn, two for each of two runs: a peer that is ahead by one sum, or by one run,
-//!   writes where nobody reads.
+//! - A piece uses one of eight inboxes in turn, four for each of two runs. A member that sends piece k + 2 has seen the
+//!   flag of piece k, which its peer raised when it had read piece k - 2: what is overwritten has been read. A peer that
+//!   is ahead by a run writes where nobody reads.
 //! - A peer that never comes makes the sum not a number after [`PATIENCE`] looks, and is noted in the exchange.
 
 #![expect(unsafe_code, reason = "kernels are given addresses in the memory of other GPUs")]
@@ -31,6 +34,8 @@ mod tests;
 const UNITS: u32 = 256;
 /// Vectors of a large term that a unit has on their way at a time.
 const LOADS: u32 = 4;
+/// Inboxes of one run.
+const RUN_INBOXES: u32 = EXCHANGE_INBOXES / 2;
 /// Looks at a flag before a peer is given up, at about half a microsecond each: some ten seconds.
 const PATIENCE: u32 = 20_000_000;
 /// Sums of one run at most.
@@ -112,29 +117,26 @@ impl Gpu {
             self.sum_with_flags(group, term, out, bytes, flagged_bytes);
             return;
         }
-        for start in (0..bytes).step_by(piece) {
-            let length = piece.min(bytes - start);
-            let vectors = (length / 16) as u32;
-            let cubes = vectors.div_ceil(UNITS).min(EXCHANGE_CUBES);
-            let (term, out) = (term.part(start, length), out.part(start, length));
-            // SAFETY: every index lies within its argument; addresses are those of exchanges, which are as large as
-            // plans count them for the members.
-            unsafe {
-                sum::launch_unchecked(
-                    &self.client,
-                    CubeCount::Static(cubes, 1, 1),
-                    CubeDim::new_1d(UNITS),
-                    term.argument(vectors as usize, 16),
-                    out.argument(vectors as usize, 16),
-                    group.addresses.argument(group.members as usize, 8),
-                    vectors.div_ceil(cubes),
-                    vectors,
-                    piece as u32,
-                    flagged_bytes,
-                    group.rank,
-                    group.members,
-                );
-            }
+        let (vectors, piece_vectors) = ((bytes / 16) as u32, (piece / 16) as u32);
+        // A cube has the same place in every inbox, whatever it sums.
+        let share = piece_vectors.div_ceil(EXCHANGE_CUBES).max(UNITS);
+        // SAFETY: every index lies within its argument; addresses are those of exchanges, which are as large as plans
+        // count them for the members.
+        unsafe {
+            sum::launch_unchecked(
+                &self.client,
+                CubeCount::Static(vectors.min(piece_vectors).div_ceil(share), 1, 1),
+                CubeDim::new_1d(UNITS),
+                term.argument(vectors as usize, 16),
+                out.argument(vectors as usize, 16),
+                group.addresses.argument(group.members as usize, 8),
+                share,
+                piece_vectors,
+                vectors,
+                flagged_bytes,
+                group.rank,
+                group.members,
+            );
         }
     }
 
@@ -180,29 +182,133 @@ fn start(turn: &[u32], exchange: u64) {
     }
 }
 
+/// The sum of large terms, piece after piece.
 #[cube(launch_unchecked)]
 fn sum(
     term: &[Four],
     out: &mut [Four],
     addresses: &[u64],
     share: u32,
+    piece_vectors: u32,
     vectors: u32,
-    piece_bytes: u32,
     flagged_bytes: u32,
     #[comptime] rank: u32,
     #[comptime] members: u32,
 ) {
-    let cube = CUBE_POS_X;
-    let unit = UNIT_POS;
     let own = addresses[comptime!(rank as usize)];
-    let counter = own + comptime!(COUNTERS) + u64::cast_from(cube * 4);
-    let number = load_word(counter) + 1;
-    let inbox = inbox_of(number);
-    let start = cube * share;
-    let end = u32::min(start + share, vectors);
+    let counter = own + comptime!(COUNTERS) + u64::cast_from(CUBE_POS_X * 4);
+    let first = load_word(counter) + 1;
+    let inbox_bytes = piece_vectors * 16;
+    let place = CUBE_POS_X * share;
+    let lost = own + comptime!(LOST);
+    // Where one sum was lost, the others of the run are, too.
+    let mut is_lost = load_word(lost) > 0;
+    let mut piece = 0u32.runtime();
+    let mut start = 0u32.runtime();
+    send(
+        term,
+        addresses,
+        0u32.runtime(),
+        place,
+        share,
+        piece_vectors,
+        vectors,
+        flagged_bytes,
+        first,
+        rank,
+        members,
+    );
+    while start < vectors {
+        let next = start + piece_vectors;
+        let number = first + piece;
+        if next < vectors {
+            send(
+                term,
+                addresses,
+                next,
+                place,
+                share,
+                piece_vectors,
+                vectors,
+                flagged_bytes,
+                number + 1,
+                rank,
+                members,
+            );
+        }
+        // All units wait, whatever each of them has seen.
+        let have_come = have_come(own, number, is_lost, members, rank);
+        is_lost = is_lost || !have_come;
+        let here = start + place;
+        let end = u32::min(here + share, u32::min(next, vectors));
+        let inbox = inbox_of(number);
+        let mut from = here + UNIT_POS;
+        while from < end {
+            let mut all = Array::<Four>::new(LOADS as usize);
+            #[unroll]
+            for i in 0..LOADS {
+                all[i as usize] = Four::zeroed();
+            }
+            #[unroll]
+            for member in 0..members {
+                let letter = letters(own, inbox, rank, member, inbox_bytes, flagged_bytes, members);
+                let mut its_term = Array::<Four>::new(LOADS as usize);
+                #[unroll]
+                for i in 0..LOADS {
+                    let at = from + i * UNITS;
+                    if at < end {
+                        if comptime!(member == rank) {
+                            its_term[i as usize] = term[at as usize];
+                        } else {
+                            its_term[i as usize] =
+                                load_four(letter + u64::cast_from(at - start) * 16);
+                        }
+                    }
+                }
+                #[unroll]
+                for i in 0..LOADS {
+                    all[i as usize] += its_term[i as usize];
+                }
+            }
+            #[unroll]
+            for i in 0..LOADS {
+                let at = from + i * UNITS;
+                if at < end {
+                    out[at as usize] = select(is_lost, Four::new(f32::NAN), all[i as usize]);
+                }
+            }
+            from += comptime!(LOADS * UNITS);
+        }
+        piece += 1;
+        start = next;
+    }
+    sync_cube();
+    if UNIT_POS == 0 {
+        store_word(counter, first + piece - 1);
+    }
+}
 
+/// Sends a cube's share of the piece that begins at vector `start` to all peers, and tells them.
+#[cube]
+#[expect(clippy::too_many_arguments, reason = "a kernel's parts have no state of their own")]
+fn send(
+    term: &[Four],
+    addresses: &[u64],
+    start: u32,
+    place: u32,
+    share: u32,
+    piece_vectors: u32,
+    vectors: u32,
+    flagged_bytes: u32,
+    number: u32,
+    #[comptime] rank: u32,
+    #[comptime] members: u32,
+) {
+    let here = start + place;
+    let end = u32::min(here + share, u32::min(start + piece_vectors, vectors));
+    let inbox = inbox_of(number);
     let mut own_term = Array::<Four>::new(LOADS as usize);
-    let mut from = start + unit;
+    let mut from = here + UNIT_POS;
     while from < end {
         #[unroll]
         for i in 0..LOADS {
@@ -214,11 +320,13 @@ fn sum(
         #[unroll]
         for peer in 0..members {
             if comptime!(peer != rank) {
-                let place = letters(
-                    addresses[peer as usize],
+                let exchange = addresses[peer as usize];
+                let letter = letters(
+                    exchange,
                     inbox,
+                    peer,
                     rank,
-                    piece_bytes,
+                    piece_vectors * 16,
                     flagged_bytes,
                     members,
                 );
@@ -226,7 +334,7 @@ fn sum(
                 for i in 0..LOADS {
                     let at = from + i * UNITS;
                     if at < end {
-                        store_four(place + u64::cast_from(at) * 16, own_term[i as usize]);
+                        store_four(letter + u64::cast_from(at - start) * 16, own_term[i as usize]);
                     }
                 }
             }
@@ -235,73 +343,41 @@ fn sum(
     }
     fence();
     sync_cube();
+    if UNIT_POS < members && UNIT_POS != rank {
+        raise(addresses[UNIT_POS as usize] + flag_of(rank, CUBE_POS_X), number);
+    }
+}
+
+/// Waits until all peers have sent a cube's share of a piece; whether they have.
+#[cube]
+fn have_come(
+    own: u64,
+    number: u32,
+    is_lost: bool,
+    #[comptime] members: u32,
+    #[comptime] rank: u32,
+) -> bool {
     let mut lost = Shared::<[u32]>::new_slice(1usize);
-    if unit == 0 {
+    // The cube is done with what it learned of the piece before.
+    sync_cube();
+    if UNIT_POS == 0 {
         lost[0] = 0u32;
     }
-    if unit < members && unit != rank {
-        let flag = addresses[unit as usize] + flag_of(rank, cube);
-        raise(flag, number);
-    }
     sync_cube();
-    if unit < members && unit != rank {
-        let flag = own + flag_of(unit, cube);
-        // Where one sum was lost, the others of the run are, too.
-        let mut looks = 0u32;
-        if load_word(own + comptime!(LOST)) > 0 {
-            looks = PATIENCE.runtime();
-        }
+    if UNIT_POS < members && UNIT_POS != rank {
+        let flag = own + flag_of(UNIT_POS, CUBE_POS_X);
+        let mut looks = select(is_lost, PATIENCE, 0u32);
         // Flags only grow, and are behind by less than half of all numbers.
         while look(flag) - number >= 0x8000_0000u32 && looks < PATIENCE {
             looks += 1;
         }
         if looks >= PATIENCE {
-            lost[0] = unit + 1;
-            store_word(own + comptime!(LOST), unit + 1);
+            lost[0] = UNIT_POS + 1;
+            store_word(own + comptime!(LOST), UNIT_POS + 1);
         }
     }
     sync_cube();
-    let is_lost = lost[0] > 0;
-    let mut from = start + unit;
-    while from < end {
-        let mut all = Array::<Four>::new(LOADS as usize);
-        #[unroll]
-        for i in 0..LOADS {
-            all[i as usize] = Four::zeroed();
-        }
-        #[unroll]
-        for member in 0..members {
-            let place = letters(own, inbox, member, piece_bytes, flagged_bytes, members);
-            let mut its_term = Array::<Four>::new(LOADS as usize);
-            #[unroll]
-            for i in 0..LOADS {
-                let at = from + i * UNITS;
-                if at < end {
-                    if comptime!(member == rank) {
-                        its_term[i as usize] = term[at as usize];
-                    } else {
-                        its_term[i as usize] = load_four(place + u64::cast_from(at) * 16);
-                    }
-                }
-            }
-            #[unroll]
-            for i in 0..LOADS {
-                all[i as usize] += its_term[i as usize];
-            }
-        }
-        #[unroll]
-        for i in 0..LOADS {
-            let at = from + i * UNITS;
-            if at < end {
-                out[at as usize] = select(is_lost, Four::new(f32::NAN), all[i as usize]);
-            }
-        }
-        from += comptime!(LOADS * UNITS);
-    }
-    sync_cube();
-    if unit == 0 {
-        store_word(counter, number);
-    }
+    lost[0] == 0
 }
 
 /// The sum of small terms: a unit sends four numbers, each with a flag, and waits for those of every peer.
@@ -327,8 +403,8 @@ fn sum_with_flags(
         #[unroll]
         for peer in 0..members {
             if comptime!(peer != rank) {
-                let place =
-                    flagged(addresses[peer as usize], inbox, rank, at, flagged_bytes, members);
+                let exchange = addresses[peer as usize];
+                let place = flagged(exchange, inbox, peer, rank, at, flagged_bytes, members);
                 #[unroll]
                 for half in 0..2usize {
                     let mut pairs = Four::zeroed();
@@ -352,7 +428,7 @@ fn sum_with_flags(
             if comptime!(member == rank) {
                 all += own_term;
             } else {
-                let place = flagged(own, inbox, member, at, flagged_bytes, members);
+                let place = flagged(own, inbox, rank, member, at, flagged_bytes, members);
                 let mut first = load_four(place);
                 let mut second = load_four(place + 16);
                 while !(has_flag(first, number) && has_flag(second, number)) && looks < PATIENCE {
@@ -376,10 +452,10 @@ fn sum_with_flags(
     }
 }
 
-/// Which inbox a sum of that number uses.
+/// Which inbox the piece of that number uses.
 #[cube]
 fn inbox_of(number: u32) -> u32 {
-    (number / comptime!(SUMS) % 2) * 2 + number % 2
+    (number / comptime!(SUMS) % 2) * comptime!(RUN_INBOXES) + number % comptime!(RUN_INBOXES)
 }
 
 /// Whether both numbers of two pairs have come.
@@ -389,35 +465,45 @@ fn has_flag(pairs: Four, number: u32) -> bool {
         && u32::reinterpret(pairs.extract(3usize)) == number
 }
 
-/// Where four numbers of a member's small term lie in an inbox of an exchange.
+/// Which part of an inbox of `owner` is for the terms of `member`: it needs none for its own.
+fn part_of_inbox(owner: u32, member: u32) -> u32 {
+    if member < owner { member } else { member - 1 }
+}
+
+/// Where four numbers of a member's small term lie in an inbox of the owner's exchange.
 #[cube]
 fn flagged(
     exchange: u64,
     inbox: u32,
-    member: u32,
+    #[comptime] owner: u32,
+    #[comptime] member: u32,
     vector: u32,
     flagged_bytes: u32,
     #[comptime] members: u32,
 ) -> u64 {
-    let place = u64::cast_from(inbox * members + member);
+    let part = comptime!(part_of_inbox(owner, member));
+    let place = u64::cast_from(inbox * comptime!(members - 1) + part);
     exchange
         + comptime!(EXCHANGE_HEADER_BYTES)
         + place * u64::cast_from(flagged_bytes)
         + u64::cast_from(vector) * 32
 }
 
-/// Where a member's term lies in an inbox of an exchange, behind those of small terms.
+/// Where a member's term lies in an inbox of the owner's exchange, behind those of small terms.
 #[cube]
 fn letters(
     exchange: u64,
     inbox: u32,
-    member: u32,
+    #[comptime] owner: u32,
+    #[comptime] member: u32,
     piece_bytes: u32,
     flagged_bytes: u32,
     #[comptime] members: u32,
 ) -> u64 {
-    let place = u64::cast_from(inbox * members + member);
-    let small = u64::cast_from(comptime!(EXCHANGE_INBOXES * members) * flagged_bytes);
+    // The own term is read where it lies.
+    let part = comptime!(if member == owner { 0 } else { part_of_inbox(owner, member) });
+    let place = u64::cast_from(inbox * comptime!(members - 1) + part);
+    let small = u64::cast_from(comptime!(EXCHANGE_INBOXES * (members - 1)) * flagged_bytes);
     exchange + comptime!(EXCHANGE_HEADER_BYTES) + small + place * u64::cast_from(piece_bytes)
 }
 

@@ -23,9 +23,9 @@ fn terms_of_two_members_are_summed_run_after_run() {
         eprintln!("skipped: there are no two GPUs that reach each other's memory");
         return;
     };
-    // One unit's, several cubes', the most with flags; one more; several pieces with a rest; one with flags again.
+    // One unit's, several cubes', the most with flags; one more; a few pieces with a rest, many; one with flags again.
     let flagged = exchange_flagged_bytes(PIECE_BYTES as u64) as usize / 8;
-    let counts = [4, 4096, flagged, flagged + 4, 1_000_004, 4096];
+    let counts = [4, 4096, flagged, flagged + 4, 1_000_004, 3_500_008, 4096];
     let (addresses, barrier) = (Mutex::new([0_u64; MEMBERS]), Barrier::new(MEMBERS));
     let member = |rank: usize| {
         let gpu = &gpus[rank];
