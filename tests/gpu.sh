@@ -22,13 +22,15 @@ compile() { "$programs/hybridc" compile tests/golden/llama3 --format f32 --kv-ty
 answer() { timeout 60 "$programs/hybrid-exec" "$1" --prompt "the quick brown fox" --max-tokens 24 --temperature 0; }
 
 if [ "$(nvidia-smi --query-gpu=name --format=csv,noheader | wc -l)" -ge 2 ]; then
-  # Two GPUs and two CPU ranks share every layer: a hundred runs in a row give the tokens of one processor.
+  # Two GPUs and two CPU ranks share every layer, and two GPUs in two stages read each other's values while a prompt
+  # passes in parts: a hundred runs in a row of each give the tokens of one processor.
   "$programs/hybridc" probe --split 2 -o "$folder/machine.ron"
   compile --pipeline numa0 -o "$folder/alone.ron"
   compile --machine "$folder/machine.ron" --tensor-parallel 4 -o "$folder/ranks.ron"
   compile --tensor-parallel gpu0,gpu1 -o "$folder/gpus.ron"
+  compile --pipeline gpu0,gpu1 --prefill-tokens 2 -o "$folder/stages.ron"
   answer "$folder/alone.ron" >"$folder/expected"
-  for plan in gpus ranks; do
+  for plan in gpus ranks stages; do
     for run in $(seq 100); do
       answer "$folder/$plan.ron" >"$folder/given" && cmp -s "$folder/expected" "$folder/given" ||
         { echo "run $run of $plan gave other tokens than numa0" >&2; exit 1; }

@@ -3,7 +3,6 @@
 use anyhow::{Context as _, Result};
 use ir::id::DeviceId;
 use ir::layout::Move;
-use ir::machine::DeviceKind;
 use ir::op::{Attention, Experts, Linear, Op, Products, Then};
 use ir::tensor::{Extent, Format, TensorType};
 use ir::workspace::UNPACKED_ROWS;
@@ -35,7 +34,7 @@ pub(crate) fn run_nanos(
     let streamed = |bytes: u64| seconds(bytes as f64, rates.read_bytes_per_sec);
     let tensors = operands.reads.iter().chain(&operands.writes);
     let activations = streamed(tensors.map(|ty| ty.bytes(batch.extent)).sum());
-    let is_gpu = matches!(target.machine.devices[device].kind, DeviceKind::Gpu { .. });
+    let is_gpu = target.machine.devices[device].kind.is_gpu();
     let matrices = |tokens: u32| -> Result<f64> {
         let mut nanos = 0.0;
         for (format, shape) in operands.weights.iter().filter(|(_, shape)| shape.len() > 1) {
@@ -186,7 +185,7 @@ fn weights_per_sec(target: &Target, device: DeviceId, format: Format, tokens: u3
     let device = &target.machine.devices[device];
     // A machine file may be older than 12 bits, which a GPU meets where it fetches from a calibrated node.
     let rate = device.rates.linear(format).or_else(|| {
-        let is_fetched = format == Format::Bf12 && matches!(device.kind, DeviceKind::Gpu { .. });
+        let is_fetched = format == Format::Bf12 && device.kind.is_gpu();
         device.rates.linear(Format::Bf16).filter(|_| is_fetched)
     });
     let rate = rate.with_context(|| {

@@ -4,7 +4,6 @@
 use anyhow::Result;
 use ir::id::DeviceId;
 use ir::layout::Move;
-use ir::machine::DeviceKind;
 
 use crate::cost::move_nanos;
 use crate::target::Target;
@@ -19,8 +18,7 @@ pub(crate) fn groups(
     devices: &[DeviceId],
     bytes: u64,
 ) -> Result<Option<Vec<Vec<usize>>>> {
-    let is_gpu =
-        |device: DeviceId| matches!(target.machine.devices[device].kind, DeviceKind::Gpu { .. });
+    let is_gpu = |device: DeviceId| target.machine.devices[device].kind.is_gpu();
     let (gpus, nodes): (Vec<usize>, Vec<usize>) =
         (0..devices.len()).partition(|&member| is_gpu(devices[member]));
     if gpus.is_empty() || nodes.is_empty() || devices.len() == 2 {

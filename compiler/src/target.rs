@@ -96,7 +96,7 @@ impl Target {
             .zip(machine.devices.rows())
             .map(|(&format, device)| {
                 // Kernels of GPUs read no bytes.
-                let is_gpu = matches!(device.kind, DeviceKind::Gpu { .. });
+                let is_gpu = device.kind.is_gpu();
                 let asked = options.kv_type.filter(|&dtype| !is_gpu || dtype != DType::I8);
                 asked.unwrap_or_else(|| kv_type(format, stored))
             })
@@ -117,7 +117,7 @@ impl Target {
     pub(crate) fn with_plain_gpus(&self) -> Option<Self> {
         let mut plain = self.clone();
         for (id, device) in self.machine.devices.iter() {
-            plain.has_bf12[id] &= !matches!(device.kind, DeviceKind::Gpu { .. });
+            plain.has_bf12[id] &= !device.kind.is_gpu();
         }
         (plain.has_bf12 != self.has_bf12).then_some(plain)
     }

@@ -1,7 +1,6 @@
 //! A model on its way to a target, with the facts about it that several stages ask for.
 
 use ir::id::{DeviceId, Table, WeightId};
-use ir::machine::DeviceKind;
 use ir::model::{Model, ModelWeight};
 use ir::op::Op;
 use ir::tensor::Format;
@@ -65,7 +64,7 @@ impl<'a> Task<'a> {
             Format::Bf16 | Format::Bf12 => {
                 // Rows are not looked up in 12 bits on GPUs.
                 let kind = &self.target.machine.devices[device].kind;
-                let is_table = self.tables[weight] && matches!(kind, DeviceKind::Gpu { .. });
+                let is_table = self.tables[weight] && kind.is_gpu();
                 let is_narrow = self.narrow[weight] && self.target.has_bf12[device] && !is_table;
                 if is_narrow { Format::Bf12 } else { Format::Bf16 }
             }

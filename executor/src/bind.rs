@@ -73,8 +73,7 @@ impl SparedCpus {
 /// How many of the processors of a NUMA node that computes are left to the threads that drive GPUs.
 fn spared(plan: &Plan, cpus: usize) -> usize {
     let mut lanes = plan.programs.iter().flat_map(|program| &program.lanes);
-    let drives_gpus =
-        lanes.any(|lane| matches!(plan.machine.devices[lane.device].kind, DeviceKind::Gpu { .. }));
+    let drives_gpus = lanes.any(|lane| plan.machine.devices[lane.device].kind.is_gpu());
     if drives_gpus { spared_beside_gpus(cpus) } else { 0 }
 }
 

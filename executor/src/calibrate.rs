@@ -52,7 +52,7 @@ const STREAMED_BYTES: usize = 512 << 20;
 /// # Errors
 /// When a device cannot be bound or has no memory to measure with.
 pub fn calibrate(machine: &mut Machine, isa: Isa, mut progress: impl FnMut(&str)) -> Result<()> {
-    let has_gpus = |device: &Device| matches!(device.kind, DeviceKind::Gpu { .. });
+    let has_gpus = |device: &Device| device.kind.is_gpu();
     let has_gpus = machine.devices.rows().iter().any(has_gpus);
     let devices: Vec<(DeviceId, Vec<u32>)> = machine
         .devices

@@ -10,7 +10,6 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use anyhow::Result;
 use ir::id::{DeviceId, StepId};
-use ir::machine::DeviceKind;
 use ir::op::Op;
 use ir::plan::{Action, Plan, Program, Queue};
 use ir::trace::Span;
@@ -42,6 +41,8 @@ pub(crate) struct Lane {
     pub(crate) lanes: Vec<Option<usize>>,
     /// For each program that the lane works in, its steps by position, cut where others take part.
     pub(crate) stretches: Vec<Option<Vec<Range<usize>>>>,
+    /// For each program the steps of other lanes after which a run reads nothing of this device's memory.
+    pub(crate) last_takes: Vec<Vec<StepId>>,
     pub(crate) peers: Arc<Peers>,
     pub(crate) inbox: Arc<Inbox>,
     pub(crate) recorder: Option<Arc<Recorder>>,
@@ -80,8 +81,14 @@ impl Lane {
     /// A lane thread's life.
     pub(crate) fn serve(mut self) {
         let mut spans = Vec::new();
+        let mut before: Option<Arc<Run>> = None;
         while let Some(run) = self.inbox.next() {
             if let Some(lane) = self.lanes[run.program] {
+                if let Some(before) = &before {
+                    // A run that was aborted reads nothing that matters.
+                    before.wait_for(&self.last_takes[before.program]);
+                }
+                before = Some(Arc::clone(&run));
                 self.work(&run, lane, &mut spans);
                 if let Some(recorder) = &self.recorder {
                     recorder.add(&mut spans);
@@ -131,8 +138,7 @@ impl Lane {
             return;
         };
         let is_gpu = |lane: &&ir::plan::Lane| {
-            let kind = &plan.machine.devices[lane.device].kind;
-            lane.queue == Queue::Compute && matches!(kind, DeviceKind::Gpu { .. })
+            lane.queue == Queue::Compute && plan.machine.devices[lane.device].kind.is_gpu()
         };
         let lanes = program.lanes.iter().filter(is_gpu).count();
         let mut is_pending = is_wanted;

@@ -295,10 +295,9 @@ impl Starter {
         let lanes = self.lanes(device, Queue::Compute);
         let cut = |(index, program): (usize, &ir::plan::Program)| {
             let lane = lanes[index].map(|lane| &program.lanes[lane])?;
-            let sums = self.peers.sums(index);
             Some(match &bound.form {
                 Form::Gpu(_) if self.recorder.is_none() => {
-                    gpu::stretches(program, lane, self.peers.awaited(index), sums)
+                    gpu::stretches(program, lane, &self.peers, index)
                 }
                 // A GPU's steps are recorded one by one, each with its end on the device.
                 Form::Gpu(_) | Form::Cpu(_) => (0..lane.steps.len()).map(|at| at..at + 1).collect(),
@@ -309,9 +308,13 @@ impl Starter {
             homes: bound.homes(&self.plan),
             windows: bound.window().map(|window| (device, window)).into_iter().collect(),
         };
+        let programs = 0..self.plan.programs.len();
         let lane = Lane {
             lanes,
             stretches,
+            last_takes: programs
+                .map(|index| self.peers.last_takes(&self.plan, index, device))
+                .collect(),
             peers: self.peers,
             plan: self.plan,
             device: bound,

@@ -1,16 +1,21 @@
-//! Which sums the GPUs of a plan make among themselves, so which steps are waited for on the host, and where each GPU
-//! finds the exchanges of the others.
+//! What GPUs that reach each other's memory do among themselves, so which steps are waited for on the host, and where
+//! each GPU finds the memory of the others.
+//!
+//! - Sums are made in exchanges, without the host.
+//! - A value that moves from one GPU to another is read where it lies, once the host has seen that it is there. It keeps
+//!   its place to the end of the run, and the next run of the GPU that it lies with waits until it has been read.
 
 #![expect(unsafe_code, reason = "the driver is asked for access to the memory of other GPUs")]
 
-use std::collections::BTreeMap;
-use std::sync::{Mutex, PoisonError};
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use anyhow::{Context as _, Result};
 use cudarc::driver::{CudaContext, sys};
+use ir::frame::Frame;
 use ir::id::{BufferId, DeviceId, StepId, Table};
 use ir::machine::DeviceKind;
-use ir::plan::{Plan, Program};
+use ir::plan::{Lane, Plan, Program};
 
 use crate::lane::fetching::last_read;
 use crate::load::{GpuDriver, Options};
@@ -19,36 +24,70 @@ use crate::load::{GpuDriver, Options};
 pub(crate) struct Peers {
     /// For each program, which steps are parts of sums that GPUs make without the host.
     sums: Vec<Table<StepId, bool>>,
+    /// For each program, what GPUs read in the memory of others.
+    lying: Vec<BTreeMap<StepId, Lying>>,
     /// For each program, which steps other lanes wait for on the host, in the run or before the next.
     awaited: Vec<Table<StepId, bool>>,
-    exchanges: Mutex<BTreeMap<DeviceId, Exchange>>,
+    exchanges: Mutex<BTreeMap<DeviceId, Memory>>,
+    buffers: Mutex<BTreeMap<DeviceId, Memory>>,
+    /// Which GPUs may reach the memory of which, by ordinals.
+    granted: Mutex<BTreeSet<(usize, usize)>>,
 }
 
-/// Where a GPU's exchange lies.
+/// Memory of a GPU that others reach.
 #[derive(Clone, Copy)]
-struct Exchange {
+struct Memory {
     ordinal: usize,
     address: u64,
 }
 
+/// A value that a movement reads in the memory of another GPU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Lying {
+    with: DeviceId,
+    /// Bytes from the start of that GPU's buffers.
+    start: u64,
+}
+
 impl Peers {
-    /// Finds the sums of a plan whose members reach each other's memory.
+    /// Finds what the GPUs of a plan that reach each other's memory do without the host.
     pub(crate) fn new(plan: &Plan, options: &Options) -> Self {
-        let mut reaches = BTreeMap::new();
-        let sums = plan.programs.iter().map(|program| {
-            let is_sum = |id: StepId| {
+        let mut known = BTreeMap::new();
+        Self::of_plan(plan, |members| {
+            options.gpu_driver == GpuDriver::Cuda
+                && *known
+                    .entry(members.to_vec())
+                    .or_insert_with_key(|members| reach_each_other(plan, members))
+        })
+    }
+
+    /// The same; `reach` says which devices reach each other's memory.
+    fn of_plan(plan: &Plan, mut reach: impl FnMut(&[DeviceId]) -> bool) -> Self {
+        let (mut sums, mut lying, mut awaited) = (Vec::new(), Vec::new(), Vec::new());
+        for program in &plan.programs {
+            let mut is_sum = |id: StepId| {
                 let step = &program.steps[id];
-                options.gpu_driver == GpuDriver::Cuda
-                    && plan.is_peer_sum(program, step)
-                    && *reaches
-                        .entry(members(program, &step.reads))
-                        .or_insert_with_key(|members| reach_each_other(plan, members))
+                plan.is_peer_sum(program, step) && reach(&members(program, &step.reads))
             };
-            program.steps.ids().map(is_sum).collect()
-        });
-        let sums: Vec<_> = sums.collect();
-        let awaited = plan.programs.iter().zip(&sums).map(|(program, sums)| awaited(program, sums));
-        Self { awaited: awaited.collect(), sums, exchanges: Mutex::default() }
+            let its_sums = program.steps.ids().map(&mut is_sum).collect();
+            let mut frames = BTreeMap::new();
+            let mut its_lying = BTreeMap::new();
+            for (id, step) in program.steps.iter() {
+                let Some(with) = plan.peer_moved_from(program, step) else { continue };
+                let all = step.reads.iter().chain(&step.writes).copied().collect::<Vec<_>>();
+                if !reach(&members(program, &all)) {
+                    continue;
+                }
+                let frame = frames.entry(with).or_insert_with(|| Frame::new(plan, program, with));
+                let place = step.reads.first().and_then(|&buffer| frame.place(buffer));
+                its_lying.extend(place.map(|place| (id, Lying { with, start: place.start })));
+            }
+            awaited.push(awaited_on_the_host(program, &its_sums, &its_lying));
+            sums.push(its_sums);
+            lying.push(its_lying);
+        }
+        let (exchanges, buffers) = (Mutex::default(), Mutex::default());
+        Self { sums, lying, awaited, exchanges, buffers, granted: Mutex::default() }
     }
 
     /// Whether a step is a GPU's part of a sum that needs no host.
@@ -66,38 +105,88 @@ impl Peers {
         self.sums[program].rows().contains(&true)
     }
 
+    /// Whether a step reads a value of another GPU where it lies.
+    pub(crate) fn is_lying(&self, program: usize, step: StepId) -> bool {
+        self.lying[program].contains_key(&step)
+    }
+
+    /// The steps of a run that the next run of a GPU waits for: after them nobody reads its memory any more.
+    pub(crate) fn last_takes(&self, plan: &Plan, program: usize, device: DeviceId) -> Vec<StepId> {
+        last_takes(&plan.programs[program], &self.lying[program])
+            .filter_map(|(with, step)| (with == device).then_some(step))
+            .collect()
+    }
+
     /// For each step of a program whether other lanes wait for it on the host.
     pub(crate) fn awaited(&self, program: usize) -> &Table<StepId, bool> {
         &self.awaited[program]
     }
 
     /// Tells the others where a GPU's exchange lies.
-    pub(crate) fn register(&self, device: DeviceId, ordinal: usize, address: u64) {
-        let mut exchanges = self.exchanges.lock().unwrap_or_else(PoisonError::into_inner);
-        exchanges.insert(device, Exchange { ordinal, address });
+    pub(crate) fn register_exchange(&self, device: DeviceId, ordinal: usize, address: u64) {
+        locked(&self.exchanges).insert(device, Memory { ordinal, address });
+    }
+
+    /// Tells the others where a GPU's buffers lie.
+    pub(crate) fn register_buffers(&self, device: DeviceId, ordinal: usize, address: u64) {
+        locked(&self.buffers).insert(device, Memory { ordinal, address });
     }
 
     /// The exchanges of a sum's members, once `device` may write to them.
     ///
     /// # Errors
     /// When a member has no exchange, or the driver grants no access.
-    pub(crate) fn addresses(&self, device: DeviceId, members: &[DeviceId]) -> Result<Vec<u64>> {
-        let exchanges = self.exchanges.lock().unwrap_or_else(PoisonError::into_inner);
-        let own = exchanges.get(&device).context("this GPU has no exchange")?.ordinal;
-        let address = |member: &DeviceId| {
-            let exchange = exchanges.get(member).context("a GPU has no exchange")?;
-            if exchange.ordinal != own {
-                grant(own, exchange.ordinal)?;
-            }
-            Ok(exchange.address)
-        };
-        members.iter().map(address).collect()
+    pub(crate) fn exchanges(&self, device: DeviceId, members: &[DeviceId]) -> Result<Vec<u64>> {
+        members.iter().map(|&member| self.reached(&self.exchanges, device, member)).collect()
+    }
+
+    /// Where the value lies that a movement of `device` reads in the memory of another GPU, once it may be read;
+    /// `None` where the value comes with a letter.
+    ///
+    /// # Errors
+    /// When the driver grants no access.
+    pub(crate) fn lies_at(
+        &self,
+        device: DeviceId,
+        program: usize,
+        step: StepId,
+    ) -> Result<Option<u64>> {
+        let Some(&Lying { with, start }) = self.lying[program].get(&step) else { return Ok(None) };
+        Ok(Some(self.reached(&self.buffers, device, with)? + start))
+    }
+
+    /// Where another GPU's memory lies, once `device` may reach it. The driver is asked once: while launches are
+    /// captured it answers nothing.
+    fn reached(
+        &self,
+        all: &Mutex<BTreeMap<DeviceId, Memory>>,
+        device: DeviceId,
+        other: DeviceId,
+    ) -> Result<u64> {
+        let all = locked(all);
+        let memory = |device| all.get(&device).context("a GPU has no memory that others reach");
+        let (own, other) = (memory(device)?, memory(other)?);
+        let mut granted = locked(&self.granted);
+        let pair = (own.ordinal, other.ordinal);
+        if own.ordinal != other.ordinal && !granted.contains(&pair) {
+            grant(own.ordinal, other.ordinal)?;
+            granted.insert(pair);
+        }
+        Ok(other.address)
     }
 }
 
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 /// For each step of a program whether another lane waits for it on the host, in this run or before the next; `sums` are
-/// the steps that do not wait there.
-fn awaited(program: &Program, sums: &Table<StepId, bool>) -> Table<StepId, bool> {
+/// the steps that do not wait there, and of `lying` the last ones are waited for.
+fn awaited_on_the_host(
+    program: &Program,
+    sums: &Table<StepId, bool>,
+    lying: &BTreeMap<StepId, Lying>,
+) -> Table<StepId, bool> {
     let mut awaited: Table<StepId, bool> = program.steps.ids().map(|_| false).collect();
     for (_, step) in program.steps.iter().filter(|(id, _)| !sums[*id]) {
         for &wait in &step.waits {
@@ -105,10 +194,24 @@ fn awaited(program: &Program, sums: &Table<StepId, bool>) -> Table<StepId, bool>
         }
     }
     let devices = program.lanes.iter().map(|lane| lane.device);
-    for step in devices.filter_map(|device| last_read(program, device)) {
+    let last_reads = devices.filter_map(|device| last_read(program, device));
+    for step in last_reads.chain(last_takes(program, lying).map(|(_, step)| step)) {
         awaited[step] = true;
     }
     awaited
+}
+
+/// For each GPU whose memory another reads, the last step of that other which does.
+fn last_takes(
+    program: &Program,
+    lying: &BTreeMap<StepId, Lying>,
+) -> impl Iterator<Item = (DeviceId, StepId)> {
+    let last_of_lane = |lane: &Lane| {
+        let of_step = |&step: &StepId| lying.get(&step).map(|lying| (lying.with, step));
+        // A later step takes the place of an earlier one.
+        lane.steps.iter().filter_map(of_step).collect::<BTreeMap<_, _>>()
+    };
+    program.lanes.iter().flat_map(last_of_lane)
 }
 
 /// The devices whose buffers are read, in that order.

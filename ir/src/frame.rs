@@ -1,12 +1,15 @@
 //! Where the buffers of a GPU's compute lane lie: places in one stretch of memory, decided before the first run.
 //!
 //! - A buffer keeps its place in every run, so that captured launches find it.
-//! - Lanes of other devices never see a place: what they read is copied to the host by the step that writes it.
-//!   So a place is free again after its last use by this device, whenever other devices are done.
+//! - Lanes of processors never see a place: what they read is copied to the host by the step that writes it. So a place
+//!   is free again after its last use by this device, whenever other devices are done.
+//! - What is moved to another GPU keeps its place to the end of the run: that GPU reads it where it lies.
 //! - Fetched weights lie in a window of their own, where the plan says.
 
+use std::collections::BTreeSet;
+
 use crate::id::{BufferId, DeviceId, Id as _, StepId, Table};
-use crate::plan::{Action, Lane, Program, Queue, Step};
+use crate::plan::{Action, Lane, Plan, Program, Queue, Step};
 use crate::workspace::aligned;
 
 /// Places of one program's buffers on one device.
@@ -28,7 +31,7 @@ pub struct Place {
 
 impl Frame {
     /// Decides all places.
-    pub fn new(program: &Program, device: DeviceId) -> Self {
+    pub fn new(plan: &Plan, program: &Program, device: DeviceId) -> Self {
         let nowhere = || program.buffers.ids().map(|_| None).collect();
         let mut frame = Self { places: nowhere(), fetched: nowhere(), bytes: 0 };
         for step in program.steps.rows() {
@@ -44,7 +47,10 @@ impl Frame {
         let steps = lanes.flat_map(|lane| &lane.steps);
         let steps: Vec<&Step> =
             steps.filter_map(|&step: &StepId| program.steps.get(step)).collect();
-        frame.place_all(program, &steps);
+        let moved = program.steps.rows().iter();
+        let moved = moved.filter(|step| plan.peer_moved_from(program, step) == Some(device));
+        let kept: BTreeSet<BufferId> = moved.flat_map(|step| &step.reads).copied().collect();
+        frame.place_all(program, &steps, &kept);
         frame
     }
 
@@ -63,7 +69,7 @@ impl Frame {
         self.fetched.get(buffer).copied().flatten()
     }
 
-    fn place_all(&mut self, program: &Program, steps: &[&Step]) {
+    fn place_all(&mut self, program: &Program, steps: &[&Step], kept: &BTreeSet<BufferId>) {
         let mut last_uses: Table<BufferId, usize> = program.buffers.ids().map(|_| 0).collect();
         for (position, step) in steps.iter().enumerate() {
             for buffer in step.reads.iter().chain(&step.writes) {
@@ -83,7 +89,7 @@ impl Frame {
             used.sort_unstable();
             used.dedup();
             for buffer in used {
-                if last_uses.get(buffer) == Some(&position) {
+                if last_uses.get(buffer) == Some(&position) && !kept.contains(&buffer) {
                     // What other lanes wrote has no place here.
                     self.place(buffer).into_iter().for_each(|place| free.give_back(place));
                 }

@@ -79,6 +79,13 @@ pub enum DeviceKind {
     },
 }
 
+impl DeviceKind {
+    /// Whether it is a GPU.
+    pub fn is_gpu(&self) -> bool {
+        matches!(self, Self::Gpu { .. })
+    }
+}
+
 /// Speeds of one device.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Rates {

@@ -319,17 +319,32 @@ impl Plan {
     pub fn is_peer_sum(&self, program: &Program, step: &Step) -> bool {
         let Action::Move { movement: Move::AllReduce, .. } = step.action else { return false };
         let device = |buffer: &BufferId| program.buffers.get(*buffer).map(|buffer| buffer.device);
-        let is_gpu = |device: DeviceId| {
-            let device = self.machine.devices.get(device);
-            device.is_some_and(|device| matches!(device.kind, DeviceKind::Gpu { .. }))
-        };
         let is_member = |(index, buffer): (usize, &BufferId)| {
             let is_new =
                 !step.reads[..index].iter().any(|earlier| device(earlier) == device(buffer));
-            is_new && device(buffer).is_some_and(is_gpu)
+            is_new && self.gpu_of(program, *buffer).is_some()
         };
         (2..=EXCHANGE_MEMBERS).contains(&step.reads.len())
             && step.reads.iter().enumerate().all(is_member)
+    }
+
+    /// The GPU whose buffer a step moves as it is to another GPU: where they reach each other's memory, it is read
+    /// where it lies, which therefore is its place until the run is over.
+    pub fn peer_moved_from(&self, program: &Program, step: &Step) -> Option<DeviceId> {
+        let Action::Move { movement: Move::Transfer { .. } | Move::Broadcast { .. }, .. } =
+            step.action
+        else {
+            return None;
+        };
+        let (&[from], &[to]) = (step.reads.as_slice(), step.writes.as_slice()) else { return None };
+        let (from, to) = (self.gpu_of(program, from)?, self.gpu_of(program, to)?);
+        (from != to).then_some(from)
+    }
+
+    /// The device of a buffer, if it is a GPU.
+    fn gpu_of(&self, program: &Program, buffer: BufferId) -> Option<DeviceId> {
+        let device = program.buffers.get(buffer)?.device;
+        self.machine.devices.get(device).filter(|device| device.kind.is_gpu()).map(|_| device)
     }
 
     /// Writes a plan; the same plan gives the same bytes.

@@ -148,7 +148,7 @@ pub fn numa(node: u32, memory_bytes: u64) -> Device {
 /// A machine of these devices, each linked to every other.
 pub fn linked(devices: Vec<Device>) -> Machine {
     let ids: Vec<DeviceId> = (0..devices.len()).map(DeviceId::from_index).collect();
-    let is_gpu = |id: DeviceId| matches!(devices[id.index()].kind, DeviceKind::Gpu { .. });
+    let is_gpu = |id: DeviceId| devices[id.index()].kind.is_gpu();
     let mut links = Vec::new();
     for &from in &ids {
         for &to in ids.iter().filter(|&&to| to != from) {

@@ -2,7 +2,9 @@
 
 use compiler::Options;
 use compiler::options::{Request, parse_pipeline, parse_tensor_parallel};
+use ir::frame::Frame;
 use ir::machine::Machine;
+use ir::plan::Queue;
 use tests::machines;
 use tests::toys::Toy;
 
@@ -53,4 +55,35 @@ fn requested_shapes() {
         plan(&Toy::llama(), &machine, shares.clone())
     );
     insta::assert_snapshot!("mixture in uneven shares", plan(&Toy::mixture(), &machine, shares));
+}
+
+#[test]
+fn what_another_gpu_reads_where_it_lies_is_not_overwritten() {
+    let model = Toy { layers: 6, ..Toy::llama() }.model().expect("the toy is a model");
+    // There and back again: the first GPU goes on while the other has its value.
+    let pins = ["(layers.[024]|embed|norm|lm_head|select)=gpu0", "layers.[135]=gpu1"];
+    let pins = pins.map(|pin| pin.parse().expect("it is a pin")).to_vec();
+    let options = Options { pins, ..Options::default() };
+    let machine = machines::linked(vec![machines::gpu(0, 64 << 20), machines::gpu(1, 64 << 20)]);
+    let plan = compiler::compile(&model, &machine, &options, &mut |_, _| ());
+    let plan = plan.expect("the toy fits");
+    let mut moved = 0;
+    for program in &plan.programs {
+        for step in program.steps.rows() {
+            let Some(from) = plan.peer_moved_from(program, step) else { continue };
+            moved += 1;
+            let frame = Frame::new(&plan, program, from);
+            let value = step.reads[0];
+            let place = frame.place(value).expect("the value has a place");
+            let lane = program.lane(from, Queue::Compute).expect("the device computes");
+            let written = lane.steps.iter().flat_map(|&step| &program.steps[step].writes);
+            for &later in written.skip_while(|&&buffer| buffer != value).skip(1) {
+                let other = frame.place(later).expect("a buffer of the device has a place");
+                let is_apart = other.start >= place.start + place.bytes
+                    || other.start + other.bytes <= place.start;
+                assert!(is_apart, "{later} overwrites {value} in {}", program.name);
+            }
+        }
+    }
+    assert!(moved >= 5 * plan.programs.len(), "{moved} moves between GPUs");
 }

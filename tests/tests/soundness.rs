@@ -7,7 +7,7 @@ use compiler::{Options, compile};
 use ir::check::{check, memory};
 use ir::id::{BufferId, Id as _, StepId};
 use ir::layout::Move;
-use ir::machine::{DeviceKind, Machine};
+use ir::machine::Machine;
 use ir::plan::{Action, Plan, Program, Step};
 use proptest::prelude::*;
 use proptest::sample::Index;
@@ -75,7 +75,7 @@ fn plans_that_sum_by_groups_are_as_sound() {
         let kind = |buffer: BufferId| {
             plan.machine.devices[plan.programs[0].buffers[buffer].device].kind.clone()
         };
-        let is_gpu = |buffer: &BufferId| matches!(kind(*buffer), DeviceKind::Gpu { .. });
+        let is_gpu = |buffer: &BufferId| kind(*buffer).is_gpu();
         is_sum && step.reads.iter().any(is_gpu) && !step.reads.iter().all(is_gpu)
     };
     let steps = plan.programs[0].steps.ids();

@@ -329,7 +329,7 @@ fn devices(plan: &Plan) -> Vec<Device> {
         .iter()
         .map(|(id, device)| Device {
             name: device.name.clone(),
-            is_gpu: matches!(device.kind, ir::machine::DeviceKind::Gpu { .. }),
+            is_gpu: device.kind.is_gpu(),
             is_calibrated: device.rates.source == ir::machine::RateSource::Calibrated,
             capacity_bytes: device.memory_bytes,
             buffer_bytes: forecast(id, |device| device.buffer_bytes),

@@ -166,11 +166,7 @@ fn prepare(
     for (id, device) in machine.devices.rows_mut().iter_mut().enumerate() {
         let factor = match wish {
             Wish::Memory { device, factor } if *device == id => *factor,
-            Wish::GpuMemory { factor }
-                if matches!(device.kind, ir::machine::DeviceKind::Gpu { .. }) =>
-            {
-                *factor
-            }
+            Wish::GpuMemory { factor } if device.kind.is_gpu() => *factor,
             Wish::Move { .. }
             | Wish::Memory { .. }
             | Wish::GpuMemory { .. }

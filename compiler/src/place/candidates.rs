@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use anyhow::{Context as _, Result, ensure};
 use ir::id::{DeviceId, NodeId, Table};
-use ir::machine::{Device, DeviceKind};
+use ir::machine::Device;
 use ir::plan::{Phase, Plan};
 use rayon::prelude::*;
 
@@ -158,7 +158,7 @@ impl<'a> Prices<'a> {
             let id = priced.group.devices[0];
             &self.task.target.machine.devices[id]
         };
-        let is_gpu = |priced: &&Priced| matches!(device(priced).kind, DeviceKind::Gpu { .. });
+        let is_gpu = |priced: &&Priced| device(priced).kind.is_gpu();
         let gpus: Vec<&Priced> = singles.iter().filter(is_gpu).collect();
         let nodes: Vec<&Priced> = singles.iter().filter(|priced| !is_gpu(priced)).collect();
         let mut sets = vec![gpus, nodes, singles.iter().collect()];

@@ -130,8 +130,8 @@ fn buffer_peaks(plan: &Plan, program: &Program) -> Table<DeviceId, u64> {
     let order = Order::of(program);
     on.iter()
         .map(|(device, held)| {
-            if let DeviceKind::Gpu { .. } = plan.machine.devices[device].kind {
-                return Frame::new(program, device).bytes();
+            if plan.machine.devices[device].kind.is_gpu() {
+                return Frame::new(plan, program, device).bytes();
             }
             let all = held.iter().map(|held| held.bytes).fold(0, u64::saturating_add);
             let Some(order) = &order else { return all };

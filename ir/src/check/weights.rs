@@ -17,8 +17,8 @@ pub(super) fn check(plan: &Plan, found: &mut Vec<Violation>) {
         let Cache { name, dtype, kv_heads, head_dim, device } = cache;
         let kind = plan.machine.devices.get(*device).map(|device| &device.kind);
         // Kernels of GPUs read no bytes.
-        let is_held = dtype.is_float()
-            || *dtype == DType::I8 && !matches!(kind, Some(DeviceKind::Gpu { .. }));
+        let is_held =
+            dtype.is_float() || *dtype == DType::I8 && !kind.is_some_and(DeviceKind::is_gpu);
         if !is_held || *kv_heads == 0 || *head_dim == 0 {
             let problem = format!("{kv_heads} heads of {head_dim} features in {dtype}");
             found.push(Violation::Cache { cache: id, name: name.clone(), problem });

@@ -3,7 +3,6 @@
 use ir::graph::{Cause, Reason};
 use ir::id::{BufferId, CauseId, CollectiveId, DeviceId, Id as _, StepId, Table, WeightId};
 use ir::layout::Move;
-use ir::machine::DeviceKind;
 use ir::op::{Activation, Attention, Linear, Norm, NormKind, Op, Then};
 use ir::plan::{Action, Buffer, Lane, Phase, Plan, Program, Queue, Step};
 use ir::tensor::{DType, Dim, Extent, Format, TensorType};
@@ -113,7 +112,7 @@ impl Made<'_> {
             return value;
         }
         let copy = self.program.buffers.push(Buffer { device: to, ty });
-        let gpu = matches!(self.plan.machine.devices[to].kind, DeviceKind::Gpu { .. });
+        let gpu = self.plan.machine.devices[to].kind.is_gpu();
         let queue = if gpu { Queue::Copy } else { Queue::Compute };
         let action =
             Action::Move { movement: Move::Transfer { from, to }, collective: None, slice: None };

@@ -22,6 +22,7 @@ use super::copies::copy;
 use crate::kernels::gpu::device::{ALIGNMENT, Gpu};
 use crate::kernels::gpu::mail::{POSTING_CUBES, Place, posting_cubes};
 use crate::memory::Region;
+use crate::peers::Peers;
 use crate::pinned::Pinned;
 use crate::waiting::look_for;
 
@@ -82,12 +83,11 @@ struct Sent {
 /// What a program says about a GPU's part in it.
 pub(super) struct Part<'a> {
     pub(super) program: &'a Program,
-    /// Steps that lanes wait for.
-    pub(super) awaited: &'a Table<StepId, bool>,
-    /// Buffers that others read.
+    /// Which of the plan's programs it is.
+    pub(super) index: usize,
+    pub(super) peers: &'a Peers,
+    /// Buffers that others read on the host.
     pub(super) exported: &'a Table<BufferId, bool>,
-    /// Steps of sums that GPUs make among themselves.
-    pub(super) sums: &'a Table<StepId, bool>,
 }
 
 impl Mail {
@@ -338,10 +338,13 @@ impl Letters {
             start
         };
         let mut letters = Self::default();
-        let Part { program, awaited, exported, sums } = part;
+        let &Part { program, index, peers, exported } = part;
+        let (awaited, sums) = (peers.awaited(index), peers.sums(index));
         for &id in program.lane(device, Queue::Compute).iter().flat_map(|lane| &lane.steps) {
             let step = &program.steps[id];
-            let is_move = matches!(step.action, Action::Move { .. }) && !sums[id];
+            let is_move = matches!(step.action, Action::Move { .. })
+                && !sums[id]
+                && !peers.is_lying(index, id);
             let foreign = |buffer: &&BufferId| program.buffers[**buffer].device != device;
             let read: Vec<BufferId> = if is_move {
                 step.reads.iter().filter(foreign).copied().collect()

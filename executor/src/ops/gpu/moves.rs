@@ -1,4 +1,4 @@
-//! A GPU's part of movements: what crosses devices passes through the host.
+//! A GPU's part of movements: what crosses devices passes through the host, but for what another GPU holds within reach.
 
 use anyhow::{Context as _, Result, bail, ensure};
 use ir::id::StepId;
@@ -35,7 +35,10 @@ impl State {
             }
             let (ty, extent) = (&schedule.buffers[buffer].ty, scope.batch.extent());
             let bytes = ty.bytes(extent) as usize;
-            if let Some(mail) = &self.mail {
+            if let Some(value) = self.sums.peers.lies_at(self.device, program, id)? {
+                self.queue_wait(program, id);
+                self.gpu.take_at_once(value, into, bytes);
+            } else if let Some(mail) = &self.mail {
                 let place = mail.value(program, id, buffer)?;
                 self.gpu.take(place, into, bytes, &self.inputs.turn());
             } else {

@@ -282,7 +282,7 @@ impl State {
     }
 
     /// Queues a step's wait for a letter that brings no values.
-    fn queue_wait(&self, program: usize, step: StepId) {
+    pub(super) fn queue_wait(&self, program: usize, step: StepId) {
         let Some(mail) = &self.mail else { return };
         if let Some(place) = mail.incoming(program, step) {
             self.gpu.wait_for_flag(place, &self.inputs.turn());

@@ -93,7 +93,7 @@ impl State {
         expert_counter: Option<Arc<ExpertCounter>>,
     ) -> Result<Self> {
         let frames: Vec<Frame> =
-            plan.programs.iter().map(|program| Frame::new(program, device)).collect();
+            plan.programs.iter().map(|program| Frame::new(plan, program, device)).collect();
         let bytes = frames.iter().map(Frame::bytes).max().unwrap_or(0) as usize;
         let library = Library::load(&gpu, ordinal)?;
         let library_bytes = if library.is_some() { WORKSPACE_BYTES } else { 0 };
@@ -101,21 +101,20 @@ impl State {
         let counted = ir::check::memory(plan)[device];
         let mut memory = Memory::new(&counted, &space, &gpu)?;
         let programs = plan.programs.iter().enumerate();
-        let exported =
-            programs.map(|(index, program)| exported(program, device, peers.sums(index)));
+        let exported = programs.map(|(index, program)| exported(program, device, &peers, index));
         let exported: Vec<Table<BufferId, bool>> = exported.collect();
-        let part = |(index, program)| Part {
-            program,
-            awaited: peers.awaited(index),
-            exported: &exported[index],
-            sums: peers.sums(index),
-        };
+        let part =
+            |(index, program)| Part { program, index, peers: &peers, exported: &exported[index] };
         let parts: Vec<Part<'_>> = plan.programs.iter().enumerate().map(part).collect();
         let inputs = Inputs::new(plan, &mut memory)?;
         let mail = Mail::new(device, &gpu, &parts, inputs.bytes())?;
         let window_bytes = counted.fetch_bytes as usize;
         let window = (window_bytes > 0).then(|| memory.take(window_bytes)).transpose();
         let window = window.context("the window of fetched weights")?;
+        let buffers = memory.take(bytes).context("the buffers of its steps")?;
+        if gpu.is_cuda() {
+            peers.register_buffers(device, ordinal, buffers.address()?);
+        }
         let vendor = library.map(|library| {
             let workspace = memory.take(space.library_bytes as usize)?;
             Vendor::new(library, workspace)
@@ -128,7 +127,7 @@ impl State {
             mail,
             scratch: Scratch::new(&space, &mut memory)?,
             vendor: vendor.transpose()?,
-            buffers: memory.take(bytes).context("the buffers of its steps")?,
+            buffers,
             frames,
             window,
             exported,

@@ -5,15 +5,19 @@ use std::ops::Range;
 use ir::id::{BufferId, DeviceId, StepId, Table};
 use ir::plan::{Action, Lane, Program};
 
-/// For each buffer whether a step of another device reads it on the host, or the caller does.
+use crate::peers::Peers;
+
+/// For each buffer whether a step of another device reads it on the host, or the caller does. `index` is the program's.
 pub(super) fn exported(
     program: &Program,
     device: DeviceId,
-    sums: &Table<StepId, bool>,
+    peers: &Peers,
+    index: usize,
 ) -> Table<BufferId, bool> {
     let mut exported: Table<BufferId, bool> = program.buffers.ids().map(|_| false).collect();
     let foreign = program.lanes.iter().filter(|lane| lane.device != device);
-    for &step in foreign.flat_map(|lane| &lane.steps).filter(|&&step| !sums[step]) {
+    let needs_host = |step: StepId| !peers.is_sum(index, step) && !peers.is_lying(index, step);
+    for &step in foreign.flat_map(|lane| &lane.steps).filter(|&&step| needs_host(step)) {
         for &buffer in &program.steps[step].reads {
             exported[buffer] = program.buffers[buffer].device == device;
         }
@@ -24,14 +28,15 @@ pub(super) fn exported(
 }
 
 /// Cuts a lane's steps, by position, so that only the first of a stretch waits for other lanes, or moves
-/// anything on the host, and only the last is waited for or writes what others read.
+/// anything on the host, and only the last is waited for or writes what others read. `index` is the program's.
 pub(crate) fn stretches(
     program: &Program,
     lane: &Lane,
-    awaited: &Table<StepId, bool>,
-    sums: &Table<StepId, bool>,
+    peers: &Peers,
+    index: usize,
 ) -> Vec<Range<usize>> {
-    let exported = exported(program, lane.device, sums);
+    let exported = exported(program, lane.device, peers, index);
+    let (awaited, sums) = (peers.awaited(index), peers.sums(index));
     let mut stretches: Vec<Range<usize>> = Vec::new();
     let mut is_closed = true;
     for (position, &id) in lane.steps.iter().enumerate() {

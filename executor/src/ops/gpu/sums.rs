@@ -39,7 +39,7 @@ impl Sums {
         let exchange = (bytes > 0).then(|| memory.take(bytes)).transpose()?;
         if let (Some(exchange), Some(ordinal)) = (&exchange, gpu.ordinal()) {
             gpu.clear_exchange(exchange).context("clearing the exchange")?;
-            peers.register(device, ordinal, exchange.address()?);
+            peers.register_exchange(device, ordinal, exchange.address()?);
         }
         let piece_bytes = exchange_piece_bytes(plan) as usize;
         Ok(Self { peers, device, exchange, piece_bytes, tables: BTreeMap::new(), made: 0 })
@@ -70,7 +70,7 @@ impl Sums {
             Some(table) => table,
             None if number == TABLES => bail!("a GPU sums with more than {TABLES} groups of GPUs"),
             None => {
-                let addresses = self.peers.addresses(self.device, members)?;
+                let addresses = self.peers.exchanges(self.device, members)?;
                 let table = exchange.part(TABLES_START + number * TABLE_BYTES, TABLE_BYTES);
                 gpu.write(&table, bytemuck::cast_slice(&addresses))?;
                 self.tables.entry(members.to_vec()).or_insert(table)
