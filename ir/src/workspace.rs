@@ -286,7 +286,7 @@ impl Need<'_> {
         }
         raise(&mut space.library_bytes, self.library_bytes);
         let has_library = self.library_bytes > 0;
-        for (index, weight) in linear.weights.iter().enumerate() {
+        for weight in &linear.weights {
             let Some(weight) = self.plan.weights.get(*weight) else { continue };
             let [outputs, inputs] = *weight.shape else { continue };
             let element = product_format(weight.format, has_library).bytes(1, 1);
@@ -298,13 +298,9 @@ impl Need<'_> {
                 let piece = if has_library { piece_rows(outputs, inputs) } else { outputs };
                 raise(&mut space.matrix_bytes, product(&[piece, inputs], element));
             }
-            let has_bias = linear.biases.get(index).is_some_and(Option::is_some);
-            let is_direct =
-                linear.then == Then::Nothing && !has_bias && (!linear.residual || has_library);
-            if !is_direct {
-                let products = if matches!(linear.then, Then::Gate(_)) { 2 } else { 1 };
-                let bytes = aligned(product(&[rows, outputs], 4));
-                raise(&mut space.inner_bytes, bytes.saturating_mul(products));
+            // The products of a gate lie where its outputs will.
+            if matches!(linear.then, Then::Gate(_)) {
+                raise(&mut space.inner_bytes, aligned(product(&[rows, outputs], 4)));
             }
         }
     }

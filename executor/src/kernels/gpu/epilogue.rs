@@ -16,13 +16,15 @@ const UNITS: usize = 256;
 /// Products, and what becomes of them: `then(products + biases) + residual`.
 #[derive(Clone, Copy, Debug)]
 pub struct Epilogue<'a> {
-    /// One, or gate and up: each `f32[tokens, features]`.
-    pub products: &'a [&'a Span],
+    /// `f32[tokens, features]`, those of the gate where there is one; `None` where they lie in `out`.
+    pub products: Option<&'a Span>,
+    /// The products that a gate is multiplied with, `f32[tokens, features]`.
+    pub up: Option<&'a Span>,
     /// Rows.
     pub tokens: usize,
     /// Columns.
     pub features: usize,
-    /// One for each of the products, `f32[features]`.
+    /// One, or for gate and up: each `f32[features]`.
     pub biases: &'a [Option<&'a Span>],
     /// Applied to the sums.
     pub then: Then,
@@ -38,12 +40,11 @@ impl Gpu {
     /// # Errors
     /// When its parts do not fit together.
     pub fn epilogue(&self, epilogue: &Epilogue<'_>) -> Result<()> {
-        let Epilogue { products, tokens, features, biases, then, residual, out } = *epilogue;
-        let wanted = if matches!(then, Then::Gate(_)) { 2 } else { 1 };
+        let Epilogue { products, up, tokens, features, biases, then, residual, out } = *epilogue;
+        let is_gated = matches!(then, Then::Gate(_));
         ensure!(
-            products.len() == wanted && biases.len() == wanted,
-            "{} products and {} biases, not {wanted}",
-            products.len(),
+            up.is_some() == is_gated && biases.len() == 1 + usize::from(is_gated),
+            "{} biases do not fit {then:?}",
             biases.len()
         );
         let size = read_size(features);
@@ -59,7 +60,8 @@ impl Gpu {
                 CubeCount::new_1d(vectors.div_ceil(UNITS) as u32),
                 CubeDim::new_1d(UNITS as u32),
                 size,
-                products.iter().map(|product| all(product)).collect(),
+                products.map(all).into(),
+                up.map(all).into(),
                 biases.collect(),
                 residual.map(all).into(),
                 all(out),
@@ -77,7 +79,8 @@ type Vectors<N> = Box<[Vector<f32, N>]>;
 /// Each unit writes a vector.
 #[cube(launch_unchecked)]
 fn finish<N: Size>(
-    products: &Sequence<Vectors<N>>,
+    products: &ComptimeOption<Vectors<N>>,
+    up: &ComptimeOption<Vectors<N>>,
     biases: &Sequence<ComptimeOption<Vectors<N>>>,
     residual: &ComptimeOption<Vectors<N>>,
     out: &mut [Vector<f32, N>],
@@ -86,7 +89,12 @@ fn finish<N: Size>(
 ) {
     let at = ABSOLUTE_POS;
     if at < out.len() {
-        let mut sum = products[0][at] + value_at(&biases[0], at % row_vectors);
+        let mut sum = value_at(&biases[0], at % row_vectors);
+        #[comptime]
+        match products.clone() {
+            ComptimeOption::Some(products) => sum += products[at],
+            ComptimeOption::None => sum += out[at],
+        }
         match then {
             Then::Nothing => {}
             Then::Activate(activation) =>
@@ -97,7 +105,7 @@ fn finish<N: Size>(
                 }
             }
             Then::Gate(activation) => {
-                let up = products[1][at] + value_at(&biases[1], at % row_vectors);
+                let up = value_at(up, at) + value_at(&biases[1], at % row_vectors);
                 #[unroll]
                 for i in 0..N::value() {
                     sum.insert(i, activate(sum.extract(i), activation) * up.extract(i));
@@ -137,17 +145,24 @@ mod tests {
         let residuals = values(23, count);
         let [product_spans, bias_spans] = [&products, &biases]
             .map(|all| all.iter().map(|values| gpu.upload(values)).collect::<Vec<Span>>());
-        let out = gpu.poisoned(count * 4);
-        gpu.epilogue(&Epilogue {
-            products: &product_spans.iter().collect::<Vec<_>>(),
-            tokens: TOKENS,
-            features,
-            biases: &bias_spans.iter().map(|bias| biased.then_some(bias)).collect::<Vec<_>>(),
-            then,
-            residual: residual.then_some(&gpu.upload(&residuals)),
-            out: &out,
-        })
-        .unwrap();
+        let (residual_span, out) = (gpu.upload(&residuals), gpu.poisoned(count * 4));
+        let finish = |products, out| {
+            gpu.epilogue(&Epilogue {
+                products,
+                up: product_spans.get(1),
+                tokens: TOKENS,
+                features,
+                biases: &bias_spans.iter().map(|bias| biased.then_some(bias)).collect::<Vec<_>>(),
+                then,
+                residual: residual.then_some(&residual_span),
+                out,
+            })
+            .unwrap();
+            gpu.download::<f32>(out, count)
+        };
+        let apart = finish(Some(&product_spans[0]), &out);
+        let in_place = finish(None, &product_spans[0]);
+        assert_eq!(in_place, apart, "{features} features, {then:?}");
         let expected: Vec<f64> = (0..count)
             .map(|at| {
                 let sum = |i: usize| {
@@ -162,7 +177,7 @@ mod tests {
                 value + if residual { f64::from(residuals[at]) } else { 0.0 }
             })
             .collect();
-        let distance = distance(&gpu.download(&out, count), &expected);
+        let distance = distance(&apart, &expected);
         assert!(distance < 1e-6, "{distance} away: {features} features, {then:?}");
     }
 

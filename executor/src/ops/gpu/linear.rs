@@ -132,9 +132,6 @@ impl State {
         outputs: &[Operand],
     ) -> Result<()> {
         let is_gated = matches!(op.then, Then::Gate(_));
-        let product_bytes = |matrix: &Matrix| {
-            (x.rows * matrix.rows() * size_of::<f32>()).next_multiple_of(ALIGNMENT)
-        };
         let mut converted: Option<(Format, Span)> = None;
         for (index, matrix) in matrices.iter().enumerate() {
             let format = product_format(matrix.format(), self.vendor.is_some());
@@ -148,22 +145,23 @@ impl State {
             let is_direct = op.then == Then::Nothing
                 && op.biases[index].is_none()
                 && (residual.is_none() || self.vendor.is_some());
-            let target = if is_direct {
-                out.span.clone()
+            // What follows the products takes them where they lie, and those of `up` from beside them.
+            let is_up = is_gated && index == 1;
+            let target = if is_up {
+                let bytes = x.rows * matrix.rows() * size_of::<f32>();
+                self.scratch.inner.part(0, bytes.next_multiple_of(ALIGNMENT))
             } else {
-                let start = if is_gated { index * product_bytes(matrix) } else { 0 };
-                self.scratch.inner.part(start, product_bytes(matrix))
+                out.span.clone()
             };
             let term = residual.filter(|_| is_direct).map(|residual| residual.span.clone());
             self.product(x.rows, &input, matrix, format, term.as_ref(), &target)?;
-            if is_direct || (is_gated && index == 0) {
+            if is_direct || (is_gated && !is_up) {
                 continue;
             }
-            let gate = self.scratch.inner.part(0, product_bytes(matrix));
-            let both = [&gate, &target];
             let biases = self.biases(op)?;
             let call = Epilogue {
-                products: if is_gated { &both } else { &both[1..] },
+                products: None,
+                up: is_up.then_some(&target),
                 tokens: x.rows,
                 features: matrix.rows(),
                 biases: if is_gated { &biases } else { &biases[index..=index] },

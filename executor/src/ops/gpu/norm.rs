@@ -51,12 +51,12 @@ impl State {
         up: Option<&Operand>,
         out: &Operand,
     ) -> Result<()> {
-        let products: Vec<&Span> = std::iter::once(x).chain(up).map(|x| &x.span).collect();
         let call = Epilogue {
-            products: &products,
+            products: Some(&x.span),
+            up: up.map(|up| &up.span),
             tokens: x.rows,
             features: x.columns,
-            biases: &vec![None; products.len()],
+            biases: &[None, None][..1 + usize::from(up.is_some())],
             then: if up.is_some() { Then::Gate(kind) } else { Then::Activate(kind) },
             residual: None,
             out: &out.span,
