@@ -36,13 +36,14 @@ impl Gpu {
     pub fn prefill(&self, call: &Prefill<'_>, out: &Span) {
         let head_dim = call.attention.head_dim;
         if matrix::serves(head_dim) && self.multiplies(call.cache.element) {
-            self.prefill_matrix(call, out);
+            let most = self.client.properties().hardware.max_shared_memory_size;
+            self.prefill_matrix(call, out, matrix::Step::new(head_dim, most));
         } else {
             self.prefill_portable(call, out);
         }
     }
 
-    fn prefill_matrix(&self, call: &Prefill<'_>, out: &Span) {
+    fn prefill_matrix(&self, call: &Prefill<'_>, out: &Span, step: matrix::Step) {
         let Prefill { attention, cache, tokens, queries } = call;
         let shape = Shape::new(attention, cache);
         let cached = shape.cached(cache.blocks) / 8;
@@ -54,7 +55,7 @@ impl Gpu {
             matrix::prefill::launch_unchecked(
                 &self.client,
                 grid(shape, tokens, matrix::ROWS),
-                CubeDim::new_2d(matrix::PLANE, matrix::PLANES),
+                CubeDim::new_2d(matrix::PLANE, step.planes()),
                 queries.argument(elements / 2, 8),
                 cache.keys.argument(cached, 16),
                 cache.values.argument(cached, 16),
@@ -66,6 +67,7 @@ impl Gpu {
                 tokens.sequences as u32,
                 tokens.max_blocks as u32,
                 shape,
+                step,
                 cache.element == DType::Bf16,
             );
         }

@@ -1,6 +1,8 @@
 //! Tiles with matrix instructions, after FlashAttention-2 (Dao 2023): scores, weights and sums stay in registers.
 //!
-//! - A plane has 16 queries of the tile; the keys and values of a step are in shared memory for all planes.
+//! - A plane has one or two stacks of 16 queries of the tile; the keys and values of a step are in shared memory for all
+//!   planes. What is read there once for both stacks leaves the memory time for another cube's reads: with two stacks
+//!   queries are read there, too, and two cubes share a processor.
 //! - While one step is computed the next is copied: there are two stages, and one barrier a step.
 //! - Rows of a stage are 16 bytes longer than a head, so that eight rows at a time are read from different banks.
 
@@ -9,7 +11,7 @@ use cubecl::prelude::barrier::copy_async_checked;
 use cubecl::prelude::*;
 use half::bf16;
 
-use super::tiles::tile;
+use super::tiles::{Tile, tile};
 use crate::kernels::gpu::attention::Shape;
 use crate::kernels::gpu::attention::paging::{cache_row, first_seen};
 use crate::kernels::gpu::attention::scores::{UNSEEN, score, weight};
@@ -19,23 +21,24 @@ use crate::kernels::gpu::instructions::{
 
 /// Lanes of a plane.
 pub(super) const PLANE: u32 = 32;
-/// Planes of a cube.
-pub(super) const PLANES: u32 = 8;
-/// Queries of a plane.
-const PLANE_ROWS: u32 = 16;
+/// Queries of a stack, those of a left operand.
+const STACK_ROWS: u32 = 16;
 /// Queries of a tile.
-pub(super) const ROWS: u32 = PLANES * PLANE_ROWS;
+pub(super) const ROWS: u32 = 128;
 
 /// Whether heads are of a size that fits the operands and the registers.
 pub(super) fn serves(head_dim: u32) -> bool {
     head_dim.is_multiple_of(16) && head_dim <= 256
 }
 
-/// Sizes of a step and of its place in shared memory.
+/// Keys of a step: with twice as many, registers hold more scores than they gain (6 % slower on an H200).
+const COLUMNS: u32 = 32;
+
+/// How a cube works, and what it has in shared memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-struct Step {
-    /// Keys of a step: fewer where longer heads leave fewer registers.
-    columns: u32,
+pub(super) struct Step {
+    /// Stacks of queries of a plane.
+    stacks: u32,
     /// 16-byte vectors of a head.
     vectors: u32,
     /// 16-byte vectors from row to row.
@@ -47,11 +50,45 @@ struct Step {
 }
 
 impl Step {
-    fn new(shape: Shape) -> Self {
-        let columns = if shape.head_dim > 128 { 32 } else { 64 };
-        let vectors = shape.head_dim / 8;
+    /// What suits heads of that size on a device with so many bytes of shared memory: two stacks where two cubes fit,
+    /// else one. Longer heads leave registers for one.
+    pub(super) fn new(head_dim: u32, shared_bytes: usize) -> Self {
+        let two = Self::of(head_dim, 2);
+        let fits = head_dim <= 128 && 2 * two.bytes() <= shared_bytes;
+        if fits { two } else { Self::of(head_dim, 1) }
+    }
+
+    /// One of so many stacks.
+    pub(super) fn of(head_dim: u32, stacks: u32) -> Self {
+        let vectors = head_dim / 8;
         let stride = vectors + 1;
-        Self { columns, vectors, stride, side: columns * stride, stage: 2 * columns * stride }
+        let side = COLUMNS * stride;
+        Self { stacks, vectors, stride, side, stage: 2 * side }
+    }
+
+    /// Planes of a cube.
+    pub(super) fn planes(self) -> u32 {
+        ROWS / (STACK_ROWS * self.stacks)
+    }
+
+    /// Queries of a plane.
+    fn plane_rows(self) -> u32 {
+        STACK_ROWS * self.stacks
+    }
+
+    /// Whether queries are in shared memory, behind both stages; otherwise registers hold them.
+    fn shares_queries(self) -> bool {
+        self.stacks > 1
+    }
+
+    /// 16-byte vectors of shared memory.
+    fn shared(self) -> u32 {
+        let queries = if self.shares_queries() { ROWS * self.stride } else { 0 };
+        2 * self.stage + queries
+    }
+
+    pub(super) fn bytes(self) -> usize {
+        self.shared() as usize * size_of::<[u32; 4]>()
     }
 }
 
@@ -69,12 +106,13 @@ pub(super) fn prefill(
     sequences: u32,
     max_blocks: u32,
     #[comptime] shape: Shape,
+    #[comptime] step: Step,
     #[comptime] bf16: bool,
 ) {
-    let step = comptime!(Step::new(shape));
+    let stacks = comptime!(step.stacks);
     let pairs = comptime!(shape.head_dim / 2);
     let depths = comptime!(shape.head_dim / 16);
-    let column_tiles = comptime!(step.columns / 8);
+    let column_tiles = comptime!(COLUMNS / 8);
     let element_tiles = comptime!(shape.head_dim / 8);
     let lane = UNIT_POS_X;
     let plane = UNIT_POS_Y;
@@ -88,10 +126,10 @@ pub(super) fn prefill(
     }
     let first_block = tile.sequence * max_blocks;
     let end = tile.position + tile.rows;
-    let start = tile.begin / step.columns * step.columns;
+    let start = tile.begin / COLUMNS * COLUMNS;
 
     let mut staged =
-        Shared::<[Packed]>::new_aligned_slice(comptime!((2 * step.stage) as usize), 16usize);
+        Shared::<[Packed]>::new_aligned_slice(comptime!(step.shared() as usize), 16usize);
     copy_step(
         keys,
         values,
@@ -106,45 +144,50 @@ pub(super) fn prefill(
         step,
     );
 
-    // Rows `g` and `g + 8` of the plane; those behind the last are computed as the last and not stored.
-    let row = plane * PLANE_ROWS + g;
-    let mut query = Array::<Packed>::new(depths as usize);
-    let from = query_row(tile.row, tile.rows, row, head, shape) + t;
-    let from_lower = query_row(tile.row, tile.rows, row + 8, head, shape) + t;
-    #[unroll]
-    for depth in 0..depths {
-        let a = queries[(from + 8 * depth) as usize];
-        let b = queries[(from_lower + 8 * depth) as usize];
-        let c = queries[(from + 8 * depth + 4) as usize];
-        let d = queries[(from_lower + 8 * depth + 4) as usize];
-        query[depth as usize] = left(
-            pack(a.extract(0usize), a.extract(1usize), bf16),
-            pack(b.extract(0usize), b.extract(1usize), bf16),
-            pack(c.extract(0usize), c.extract(1usize), bf16),
-            pack(d.extract(0usize), d.extract(1usize), bf16),
-        );
+    // Rows `g` and `g + 8` of each stack; those behind the last are computed as the last and not stored.
+    let row = plane * comptime!(step.plane_rows()) + g;
+    let mut held = Array::<Packed>::new(depths as usize);
+    if comptime!(step.shares_queries()) {
+        share_queries(queries, &mut staged, tile, head, shape, step, bf16);
+    } else {
+        let from = query_row(tile, row, head, shape) + t;
+        let from_lower = query_row(tile, row + 8, head, shape) + t;
+        #[unroll]
+        for depth in 0..depths {
+            held[depth as usize] = left(
+                packed_pair(queries, from + 8 * depth, bf16),
+                packed_pair(queries, from_lower + 8 * depth, bf16),
+                packed_pair(queries, from + 8 * depth + 4, bf16),
+                packed_pair(queries, from_lower + 8 * depth + 4, bf16),
+            );
+        }
     }
+    // Which row of the queries a lane points at: 16 rows by 16 elements.
+    let query_at = (plane * comptime!(step.plane_rows()) + lane % 16) * step.stride
+        + lane / 16
+        + comptime!(2 * step.stage);
 
     // Which row of a stage a lane points at when it loads four 8 × 8 operands: for keys a pair of column tiles by 16
     // elements, for values a pair of element tiles by 16 tokens, transposed.
     let key_row = (lane / 16 * 8 + lane % 8) * step.stride + lane / 8 % 2;
     let value_row = (lane / 8 % 2 * 8 + lane % 8) * step.stride + lane / 16 + step.side;
 
-    let mut sums = Array::<Sums>::new(element_tiles as usize);
+    // `[stack][tile of elements]`, and for rows `g` and `g + 8` of each stack.
+    let mut sums = Array::<Sums>::new(comptime!((stacks * element_tiles) as usize));
     #[unroll]
-    for i in 0..element_tiles {
+    for i in 0..comptime!(stacks * element_tiles) {
         sums[i as usize] = Sums::zeroed();
     }
-    let mut largest = Array::<f32>::new(2usize);
-    let mut total = Array::<f32>::new(2usize);
+    let mut largest = Array::<f32>::new(comptime!((2 * stacks) as usize));
+    let mut total = Array::<f32>::new(comptime!((2 * stacks) as usize));
     #[unroll]
-    for half in 0..2usize {
+    for half in 0..comptime!((2 * stacks) as usize) {
         largest[half] = UNSEEN;
         total[half] = 0.0;
     }
     let position = tile.position + row;
-    let first_position = tile.position + plane * PLANE_ROWS;
-    let last_position = first_position + comptime!(PLANE_ROWS - 1);
+    let first_position = tile.position + plane * comptime!(step.plane_rows());
+    let last_position = first_position + comptime!(step.plane_rows() - 1);
     let first_begin = first_seen(first_position, shape.window);
     let last_begin = first_seen(last_position, shape.window);
     // A capped score is one already; others become one where their weight is worked out.
@@ -158,14 +201,14 @@ pub(super) fn prefill(
     while next < end {
         await_copies();
         sync_cube();
-        if next + step.columns < end {
+        if next + COLUMNS < end {
             copy_step(
                 keys,
                 values,
                 blocks,
                 &mut staged,
                 step.stage - stage,
-                next + step.columns,
+                next + COLUMNS,
                 end,
                 first_block,
                 kv_head,
@@ -174,37 +217,39 @@ pub(super) fn prefill(
             );
         }
         // No row of the plane may see any key of the step.
-        if next <= last_position && next + step.columns > first_begin {
-            let mut scores = Array::<Sums>::new(column_tiles as usize);
+        if next <= last_position && next + COLUMNS > first_begin {
+            // `[stack][tile of columns]`.
+            let mut scores = Array::<Sums>::new(comptime!((stacks * column_tiles) as usize));
             #[unroll]
-            for i in 0..column_tiles {
+            for i in 0..comptime!(stacks * column_tiles) {
                 scores[i as usize] = Sums::zeroed();
             }
             #[unroll]
             for depth in 0..depths {
+                let mut query = Array::<Packed>::new(stacks as usize);
+                if comptime!(step.shares_queries()) {
+                    #[unroll]
+                    for stack in 0..stacks {
+                        let at = comptime!(stack * STACK_ROWS * step.stride + 2 * depth);
+                        query[stack as usize] = load(&staged, query_at + at, false);
+                    }
+                } else {
+                    query[0] = held[depth as usize];
+                }
                 #[unroll]
                 for pair in 0..comptime!(column_tiles / 2) {
                     let at = stage + key_row + comptime!(16 * pair * step.stride + 2 * depth);
                     let operands = load(&staged, at, false);
-                    let first = comptime!((2 * pair) as usize);
-                    let second = comptime!((2 * pair + 1) as usize);
-                    scores[first] = multiply(
-                        query[depth as usize],
-                        right(operands.extract(0usize), operands.extract(1usize)),
-                        scores[first],
-                        bf16,
-                    );
-                    scores[second] = multiply(
-                        query[depth as usize],
-                        right(operands.extract(2usize), operands.extract(3usize)),
-                        scores[second],
-                        bf16,
-                    );
+                    #[unroll]
+                    for stack in 0..stacks {
+                        let first = comptime!((stack * column_tiles + 2 * pair) as usize);
+                        multiply_pair(&mut scores, first, query[stack as usize], operands, bf16);
+                    }
                 }
             }
             if comptime!(shape.capped) {
                 #[unroll]
-                for i in 0..column_tiles {
+                for i in 0..comptime!(stacks * column_tiles) {
                     let mut capped = Sums::empty();
                     #[unroll]
                     for j in 0..4usize {
@@ -213,14 +258,14 @@ pub(super) fn prefill(
                     scores[i as usize] = capped;
                 }
             }
-            if next + step.columns - 1 > first_position || next < last_begin {
+            if next + COLUMNS - 1 > first_position || next < last_begin {
                 #[unroll]
-                for i in 0..column_tiles {
+                for i in 0..comptime!(stacks * column_tiles) {
                     let mut seen = Sums::empty();
                     #[unroll]
                     for j in 0..4u32 {
-                        let at = position + comptime!(j / 2 * 8);
-                        let column = next + 8 * i + 2 * t + comptime!(j % 2);
+                        let at = position + comptime!(i / column_tiles * STACK_ROWS + j / 2 * 8);
+                        let column = next + comptime!(8 * (i % column_tiles) + j % 2) + 2 * t;
                         let begin = first_seen(at, shape.window);
                         let inside = column <= at && column >= begin;
                         let value = scores[i as usize].extract(j as usize);
@@ -230,14 +275,15 @@ pub(super) fn prefill(
                 }
             }
 
-            let mut kept = Array::<f32>::new(2usize);
+            let mut kept = Array::<f32>::new(comptime!((2 * stacks) as usize));
             #[unroll]
-            for half in 0..2usize {
-                let mut above = scores[0].extract(comptime!(2 * half));
+            for half in 0..comptime!((2 * stacks) as usize) {
+                let first = comptime!(half / 2 * column_tiles as usize);
+                let mut above = scores[first].extract(comptime!(2 * (half % 2)));
                 #[unroll]
-                for i in 0..column_tiles {
-                    above = above.max(scores[i as usize].extract(comptime!(2 * half)));
-                    above = above.max(scores[i as usize].extract(comptime!(2 * half + 1)));
+                for i in 0..column_tiles as usize {
+                    above = above.max(scores[first + i].extract(comptime!(2 * (half % 2))));
+                    above = above.max(scores[first + i].extract(comptime!(2 * (half % 2) + 1)));
                 }
                 let above = largest[half].max(quad_max(above) * factor);
                 kept[half] = weight(largest[half] - above, true);
@@ -245,83 +291,132 @@ pub(super) fn prefill(
                 total[half] *= kept[half];
             }
             #[unroll]
-            for i in 0..element_tiles {
+            for i in 0..comptime!(stacks * element_tiles) {
                 let mut sum = sums[i as usize];
                 #[unroll]
                 for j in 0..4usize {
-                    sum.insert(j, sum.extract(j) * kept[comptime!(j / 2)]);
+                    let half = comptime!((i / element_tiles * 2) as usize + j / 2);
+                    sum.insert(j, sum.extract(j) * kept[half]);
                 }
                 sums[i as usize] = sum;
             }
             #[unroll]
-            for depth in 0..comptime!(step.columns / 16) {
+            for depth in 0..comptime!(COLUMNS / 16) {
                 // The weights of 16 columns are laid down as the left operand of their values already.
-                let mut shares = Array::<u32>::new(4usize);
+                let mut weights = Array::<Packed>::new(stacks as usize);
                 #[unroll]
-                for i in 0..2u32 {
-                    let scores = scores[comptime!((2 * depth + i) as usize)];
+                for stack in 0..stacks {
+                    let mut shares = Array::<u32>::new(4usize);
                     #[unroll]
-                    for half in 0..2usize {
-                        let first = scores.extract(comptime!(2 * half)) * factor;
-                        let second = scores.extract(comptime!(2 * half + 1)) * factor;
-                        let first = weight(first - largest[half], true);
-                        let second = weight(second - largest[half], true);
-                        total[half] += first + second;
-                        shares[comptime!(2 * i as usize + half)] = pack(first, second, bf16);
+                    for i in 0..2u32 {
+                        let scores =
+                            scores[comptime!((stack * column_tiles + 2 * depth + i) as usize)];
+                        #[unroll]
+                        for half in 0..2usize {
+                            let of_stack = comptime!(2 * stack as usize + half);
+                            let first = scores.extract(comptime!(2 * half)) * factor;
+                            let second = scores.extract(comptime!(2 * half + 1)) * factor;
+                            let first = weight(first - largest[of_stack], true);
+                            let second = weight(second - largest[of_stack], true);
+                            total[of_stack] += first + second;
+                            shares[comptime!(2 * i as usize + half)] = pack(first, second, bf16);
+                        }
                     }
+                    weights[stack as usize] = left(shares[0], shares[1], shares[2], shares[3]);
                 }
-                let share = left(shares[0], shares[1], shares[2], shares[3]);
                 #[unroll]
                 for pair in 0..comptime!(element_tiles / 2) {
                     let at = stage + value_row + comptime!(16 * depth * step.stride + 2 * pair);
                     let operands = load(&staged, at, true);
-                    let first = comptime!((2 * pair) as usize);
-                    let second = comptime!((2 * pair + 1) as usize);
-                    sums[first] = multiply(
-                        share,
-                        right(operands.extract(0usize), operands.extract(1usize)),
-                        sums[first],
-                        bf16,
-                    );
-                    sums[second] = multiply(
-                        share,
-                        right(operands.extract(2usize), operands.extract(3usize)),
-                        sums[second],
-                        bf16,
-                    );
+                    #[unroll]
+                    for stack in 0..stacks {
+                        let first = comptime!((stack * element_tiles + 2 * pair) as usize);
+                        multiply_pair(&mut sums, first, weights[stack as usize], operands, bf16);
+                    }
                 }
             }
         }
         stage = step.stage - stage;
-        next += step.columns;
+        next += COLUMNS;
     }
 
     #[unroll]
-    for half in 0..2u32 {
+    for half in 0..comptime!(2 * stacks) {
         let inverse = 1.0 / quad_sum(total[half as usize]);
-        if row + 8 * half < tile.rows {
-            let to = ((tile.row + row + 8 * half) * comptime!(shape.heads) + head) * pairs + t;
+        let of_tile = row + comptime!(8 * half);
+        if of_tile < tile.rows {
+            let to = ((tile.row + of_tile) * comptime!(shape.heads) + head) * pairs + t;
             #[unroll]
             for i in 0..element_tiles {
+                let sum = sums[comptime!((half / 2 * element_tiles + i) as usize)];
                 let mut pair = Vector::<f32, Const<2>>::empty();
-                pair.insert(
-                    0usize,
-                    sums[i as usize].extract(comptime!((2 * half) as usize)) * inverse,
-                );
-                pair.insert(
-                    1usize,
-                    sums[i as usize].extract(comptime!((2 * half + 1) as usize)) * inverse,
-                );
+                #[unroll]
+                for j in 0..2usize {
+                    let of_sum = comptime!((half % 2 * 2) as usize + j);
+                    pair.insert(j, sum.extract(of_sum) * inverse);
+                }
                 out[(to + 4 * i) as usize] = pair;
             }
         }
     }
 }
 
+/// Adds the products of a left operand with a pair of neighbouring right ones to `sums[first]` and the one behind it.
+#[cube]
+fn multiply_pair(
+    sums: &mut Array<Sums>,
+    #[comptime] first: usize,
+    operand: Packed,
+    pair: Packed,
+    #[comptime] bf16: bool,
+) {
+    let lower = right(pair.extract(0usize), pair.extract(1usize));
+    let upper = right(pair.extract(2usize), pair.extract(3usize));
+    sums[first] = multiply(operand, lower, sums[first], bf16);
+    sums[first + 1] = multiply(operand, upper, sums[first + 1], bf16);
+}
+
+/// Puts the queries of a plane behind the stages.
+#[cube]
+fn share_queries(
+    queries: &[Vector<f32, Const<2>>],
+    staged: &mut Shared<[Packed]>,
+    tile: Tile,
+    head: u32,
+    #[comptime] shape: Shape,
+    #[comptime] step: Step,
+    #[comptime] bf16: bool,
+) {
+    let all = comptime!(step.plane_rows() * step.vectors);
+    #[unroll]
+    for i in 0..comptime!(all.div_ceil(PLANE)) {
+        let at = UNIT_POS_X + i * PLANE;
+        if comptime!((i + 1) * PLANE <= all) || at < all {
+            let row = UNIT_POS_Y * comptime!(step.plane_rows()) + at / step.vectors;
+            let vector = at % step.vectors;
+            let from = query_row(tile, row, head, shape) + 4 * vector;
+            let to = comptime!(2 * step.stage) + row * step.stride + vector;
+            staged[to as usize] = left(
+                packed_pair(queries, from, bf16),
+                packed_pair(queries, from + 1, bf16),
+                packed_pair(queries, from + 2, bf16),
+                packed_pair(queries, from + 3, bf16),
+            );
+        }
+    }
+}
+
+/// A pair of elements of a query.
+#[cube]
+fn packed_pair(queries: &[Vector<f32, Const<2>>], at: u32, #[comptime] bf16: bool) -> u32 {
+    let pair = queries[at as usize];
+    pack(pair.extract(0usize), pair.extract(1usize), bf16)
+}
+
 /// The first pair of elements of a query.
 #[cube]
-fn query_row(first: u32, rows: u32, row: u32, head: u32, #[comptime] shape: Shape) -> u32 {
-    let row = first + u32::min(row, rows - 1);
+fn query_row(tile: Tile, row: u32, head: u32, #[comptime] shape: Shape) -> u32 {
+    let row = tile.row + u32::min(row, tile.rows - 1);
     (row * comptime!(shape.heads) + head) * comptime!(shape.head_dim / 2)
 }
 
@@ -340,8 +435,8 @@ fn copy_step(
     #[comptime] shape: Shape,
     #[comptime] step: Step,
 ) {
-    let units = comptime!(PLANE * PLANES);
-    let all = comptime!(step.columns * step.vectors);
+    let units = comptime!(PLANE * step.planes());
+    let all = comptime!(COLUMNS * step.vectors);
     let unit = UNIT_POS_Y * PLANE + UNIT_POS_X;
     #[unroll]
     for i in 0..comptime!(all.div_ceil(units)) {

@@ -38,6 +38,18 @@ fn check_with(gpu: &Gpu, attention: &Attention, run: &Run, element: DType, what:
     let out = gpu.poisoned(count * 4);
     gpu.prefill(&call, &out);
     assert_close(&out, tolerance, "as dispatched");
+    if matrix::serves(attention.head_dim) && gpu.multiplies(element) {
+        for stacks in [1, 2] {
+            let step = matrix::Step::of(attention.head_dim, stacks);
+            let fits = step.bytes() <= gpu.client.properties().hardware.max_shared_memory_size;
+            // Two stacks of longer heads have more sums than a unit has registers.
+            if fits && (stacks == 1 || attention.head_dim <= 128) {
+                let out = gpu.poisoned(count * 4);
+                gpu.prefill_matrix(&call, &out, step);
+                assert_close(&out, tolerance, &format!("{stacks} stacks"));
+            }
+        }
+    }
 }
 
 #[test]

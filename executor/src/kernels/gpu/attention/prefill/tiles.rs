@@ -6,6 +6,7 @@ use crate::kernels::gpu::attention::paging::first_seen;
 
 /// Some consecutive tokens of one sequence.
 #[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
 pub(super) struct Tile {
     /// Whose tokens; that of no sequence where there is no such tile.
     pub sequence: u32,
