@@ -151,7 +151,8 @@ fn leave_out(machine: &mut Machine, alone: &Plan) {
     machine.devices[gpu].rates = tests::machines::gpu(0, 0).rates;
 }
 
-/// Makes steps and products of NUMA nodes so many times slower, and links so fast, that weights are fetched or not.
+/// Makes steps and products of NUMA nodes so many times slower than a core's, whatever this host's are, and links so
+/// fast, that weights are fetched or not.
 fn slow_down(machine: &mut Machine, [steps, weights]: [f64; 2], link_bytes_per_sec: f64) {
     let gpu = machine.device("gpu0").unwrap();
     machine
@@ -159,7 +160,9 @@ fn slow_down(machine: &mut Machine, [steps, weights]: [f64; 2], link_bytes_per_s
         .iter_mut()
         .for_each(|link| (link.bytes_per_sec, link.latency_nanos) = (link_bytes_per_sec, 1.0));
     for device in machine.devices.ids().filter(|&device| device != gpu).collect::<Vec<_>>() {
+        machine.devices[device].cpu_caches.clear();
         let rates = &mut machine.devices[device].rates;
+        *rates = tests::machines::core_rates();
         rates.step_nanos *= steps;
         let linear = rates.linear.iter_mut().flat_map(|linear| &mut linear.points);
         linear.for_each(|point| point.weights_per_sec /= weights);
