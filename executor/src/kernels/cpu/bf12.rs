@@ -22,7 +22,7 @@ use std::slice;
 
 use half::bf16;
 
-use super::pack::{TILE_DEPTH, VECTOR};
+use super::pack::{PANEL, TILE_DEPTH, VECTOR};
 
 /// Columns of a step.
 pub(in crate::kernels) const STEP_COLUMNS: usize = 8;
@@ -39,6 +39,8 @@ pub(in crate::kernels) const FOURTH: [(usize, i32, u32); 4] =
     [(0, -1, 0x8000_8000), (0, 3, 0x0700_0700), (1, 7, 0x00f0_00f0), (2, 11, 0x000f_000f)];
 /// Bits of a mantissa.
 const MANTISSA_BITS: u32 = 7;
+/// Columns that are narrowed at a time, whole steps: those of a panel's rows stay in the first cache.
+const NARROWED: usize = 64;
 /// The largest exponent of an element above its row's base.
 const MOST_EXPONENT: u16 = 15;
 
@@ -97,37 +99,77 @@ impl<'a> Panel<'a> {
     }
 }
 
-/// Packs a panel of bf16 bits, `bits(row, column)`. `packed` is zeros at first, which is the padding of rows and columns.
-pub(super) fn pack(
-    [rows, columns]: [usize; 2],
+/// Packs a panel of rows of equal length, which are rounded to bf16. `packed` is zeros at first, which is the padding of
+/// rows and columns.
+pub(super) fn pack<'a>(
+    row: impl Fn(usize) -> Option<&'a [f32]>,
     vectors: usize,
     packed: &mut [u8],
-    bits: impl Fn(usize, usize) -> u16,
 ) {
     let (words, _) = packed.as_chunks_mut::<4>();
     let lanes = vectors * VECTOR;
-    for row in 0..rows {
-        let exponent = |column| bits(row, column) >> MANTISSA_BITS & 0xff;
-        let largest = (0..columns).map(exponent).max().unwrap_or(0);
-        let base = largest.saturating_sub(MOST_EXPONENT);
-        let both = |half: u16| u32::from(half) << 16 | u32::from(half);
-        words[row] = both(base << MANTISSA_BITS).to_le_bytes();
-        for (step, first) in (0..columns).step_by(STEP_COLUMNS).enumerate() {
-            let element = |i: usize| {
-                let column = first + i;
-                if column < columns { narrow(bits(row, column), base) } else { 0 }
-            };
-            let [spread, rest] = [6, 7].map(element).map(u32::from);
-            for k in 0..STEP_WORDS {
-                let pair = u32::from(element(2 * k + 1)) << 16 | u32::from(element(2 * k));
-                // An element of the fourth pair has its sign above the upper three bits of what follows.
-                let quarter = |element: u32| {
-                    let dense = element >> 4 & 0x800 | element & 0x7ff;
-                    dense >> (8 - 4 * k) & 15
-                };
-                let word = pair | quarter(spread) << 11 | quarter(rest) << 27;
-                words[(1 + step * STEP_WORDS + k) * lanes + row] = word.to_le_bytes();
+    let (bases, words) = words.split_at_mut(lanes);
+    let mut rows = Vec::with_capacity(lanes);
+    for (row, to) in (0..lanes).map_while(row).zip(bases) {
+        let base = (largest(row) >> MANTISSA_BITS).saturating_sub(MOST_EXPONENT);
+        *to = both(base << MANTISSA_BITS, base << MANTISSA_BITS).to_le_bytes();
+        rows.push((row, base));
+    }
+    let columns = rows.first().map_or(0, |(row, _)| row.len());
+    let mut narrowed = [[0; NARROWED]; PANEL];
+    for first in (0..columns).step_by(NARROWED) {
+        let block = first..columns.min(first + NARROWED);
+        for ((row, base), to) in rows.iter().zip(&mut narrowed) {
+            // What is left of the block before meets no element any more.
+            to[block.len()..].fill(0);
+            narrow_all(&row[block.clone()], *base, to);
+        }
+        let steps =
+            words[first / STEP_COLUMNS * STEP_WORDS * lanes..].chunks_mut(STEP_WORDS * lanes);
+        for (step, words) in steps.take(block.len().div_ceil(STEP_COLUMNS)).enumerate() {
+            for (lane, narrowed) in narrowed[..rows.len()].iter().enumerate() {
+                for (k, word) in step_words(&narrowed.as_chunks().0[step]).into_iter().enumerate() {
+                    words[k * lanes + lane] = word.to_le_bytes();
+                }
             }
+        }
+    }
+}
+
+/// A pair of halves, the lower first.
+fn both(lower: u16, upper: u16) -> u32 {
+    u32::from(upper) << 16 | u32::from(lower)
+}
+
+/// The words of a row in a step.
+fn step_words(elements: &[u16; STEP_COLUMNS]) -> [u32; STEP_WORDS] {
+    // An element of the fourth pair has its sign above the upper three bits of what follows.
+    let fourth = both(elements[6], elements[7]);
+    let dense = fourth >> 4 & 0x0800_0800 | fourth & 0x07ff_07ff;
+    [0, 1, 2].map(|k| {
+        let quarters = dense >> (8 - 4 * k) & 0x000f_000f;
+        both(elements[2 * k], elements[2 * k + 1]) | quarters << 11
+    })
+}
+
+/// The bits of the largest of some numbers, as bf16 without its sign.
+fn largest(row: &[f32]) -> u16 {
+    let magnitudes = row.iter().map(|&x| (bf16::from_f32(x).to_bits() & 0x7fff).cast_signed());
+    magnitudes.fold(0, i16::max).cast_unsigned()
+}
+
+/// Narrows neighbouring elements: those that keep all of their bits at once, where there are others each by itself.
+fn narrow_all(row: &[f32], base: u16, to: &mut [u16]) {
+    let mut least = i16::MAX;
+    for (x, to) in row.iter().zip(&mut *to) {
+        let bits = bf16::from_f32(*x).to_bits();
+        let magnitude = bits & 0x7fff;
+        least = least.min(magnitude.cast_signed());
+        *to = bits & 0x8000 | magnitude.wrapping_sub(base << MANTISSA_BITS) & 0x7fff;
+    }
+    if least.cast_unsigned() >> MANTISSA_BITS <= base {
+        for (x, to) in row.iter().zip(to) {
+            *to = narrow(bf16::from_f32(*x).to_bits(), base);
         }
     }
 }
@@ -204,7 +246,8 @@ mod tests {
         let vectors = rows.div_ceil(VECTOR);
         let steps = columns.next_multiple_of(TILE_DEPTH) / STEP_COLUMNS;
         let mut bytes = vec![0; (1 + steps * STEP_WORDS) * vectors * VECTOR_BYTES];
-        pack([rows, columns], vectors, &mut bytes, |row, column| bits[row * columns + column]);
+        let wide: Vec<f32> = bits.iter().map(|&bits| bf16::from_bits(bits).to_f32()).collect();
+        pack(|row| wide.get(row * columns..(row + 1) * columns), vectors, &mut bytes);
         (vectors, bytes)
     }
 

@@ -241,12 +241,7 @@ fn pack_panel(format: Format, columns: usize, vectors: usize, wide: &[f32], pack
             pack_floats(row, vectors, packed, |value| f16::from_f32(value).to_ne_bytes())
         }
         Format::Bf16 => pack_pairs(row, vectors, packed),
-        Format::Bf12 => {
-            let bits: Vec<u16> =
-                wide.iter().map(|&value| bf16::from_f32(value).to_bits()).collect();
-            let shape = [wide.len() / columns.max(1), columns];
-            bf12::pack(shape, vectors, packed, |row, column| bits[row * columns + column]);
-        }
+        Format::Bf12 => bf12::pack(row, vectors, packed),
         Format::Q8 => pack_blocks(row, vectors, packed, 8),
         Format::Q4 => pack_blocks(row, vectors, packed, 4),
     }
