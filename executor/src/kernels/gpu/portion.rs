@@ -9,10 +9,13 @@
 //! - Blocks become operands scaled and rounded to bf16, or as *codes*: whole numbers, exact, whose scales are for the
 //!   sums of a block.
 
+mod trail;
+
 use cubecl::prelude::*;
 use half::f16;
 use ir::tensor::Format;
 
+pub(super) use self::trail::Trail;
 use super::bf12::{VECTOR_LOADS, small_pair};
 use super::instructions::{Packed, add_pairs, interleave, left, of_byte, pack, spread};
 use super::panel::{Panel, SCALE_LOADS, Walk};
@@ -65,51 +68,6 @@ pub(super) fn portion_words(panel: Panel) -> usize {
         Format::Bf16 | Format::F16 => 4,
         Format::Bf12 => STEP_WORDS,
         Format::F32 => unreachable!("f32 is not multiplied as 16-bit elements"),
-    }
-}
-
-/// Where a lane finds one portion of blocks after another, a fixed number of portions apart: what it adds to go on is
-/// all that it computes.
-#[derive(CubeType, Clone, Copy)]
-#[expand(derive(Clone, Copy))]
-pub(super) struct Trail {
-    /// The next portion's.
-    pub(super) number: usize,
-    /// Its first words, and its scales, were portions all alike.
-    words: usize,
-    scales: usize,
-    /// Loads between two of a lane's words.
-    row: usize,
-    /// Loads from portion to portion.
-    stride: usize,
-}
-
-#[cube]
-impl Trail {
-    /// From the portion of that number on, `step` portions at a time.
-    pub(super) fn new(
-        walk: Walk,
-        t: usize,
-        number: usize,
-        #[comptime] step: usize,
-        #[comptime] panel: Panel,
-    ) -> Trail {
-        let portion = comptime!(panel.pair_stride() * portion_columns(panel) / BLOCK_PAIR);
-        let start = walk.start + number * portion * walk.vectors;
-        Trail {
-            number,
-            words: start + (SCALE_LOADS + 8 * t) * walk.vectors + walk.slot,
-            scales: start + walk.slot / 2,
-            row: 4 * walk.vectors,
-            stride: comptime!(step * portion) * walk.vectors,
-        }
-    }
-
-    /// Goes on.
-    pub(super) fn advance(&mut self, #[comptime] step: usize) {
-        self.number += step;
-        self.words += self.stride;
-        self.scales += self.stride;
     }
 }
 

@@ -1,0 +1,208 @@
+//! Large terms: piece after piece, each told by the flag of every cube.
+
+use cubecl::prelude::*;
+
+use super::places::{flag_of, inbox_of, letters};
+use super::{COUNTERS, LOADS, LOST, PATIENCE, UNITS};
+use crate::kernels::gpu::addressed::{
+    fence, load_four, load_word, look, raise, store_four, store_word,
+};
+use crate::kernels::gpu::words::Four;
+
+/// The sum of large terms, piece after piece.
+#[cube(launch_unchecked)]
+pub(super) fn sum(
+    term: &[Four],
+    out: &mut [Four],
+    addresses: &[u64],
+    share: u32,
+    piece_vectors: u32,
+    vectors: u32,
+    flagged_bytes: u32,
+    #[comptime] rank: u32,
+    #[comptime] members: u32,
+) {
+    let own = addresses[comptime!(rank as usize)];
+    let counter = own + comptime!(COUNTERS) + u64::cast_from(CUBE_POS_X * 4);
+    let first = load_word(counter) + 1;
+    let inbox_bytes = piece_vectors * 16;
+    let place = CUBE_POS_X * share;
+    let lost = own + comptime!(LOST);
+    // Where one sum was lost, the others of the run are, too.
+    let mut is_lost = load_word(lost) > 0;
+    let mut piece = 0u32.runtime();
+    let mut start = 0u32.runtime();
+    send(
+        term,
+        addresses,
+        0u32.runtime(),
+        place,
+        share,
+        piece_vectors,
+        vectors,
+        flagged_bytes,
+        first,
+        rank,
+        members,
+    );
+    while start < vectors {
+        let next = start + piece_vectors;
+        let number = first + piece;
+        if next < vectors {
+            send(
+                term,
+                addresses,
+                next,
+                place,
+                share,
+                piece_vectors,
+                vectors,
+                flagged_bytes,
+                number + 1,
+                rank,
+                members,
+            );
+        }
+        // All units wait, whatever each of them has seen.
+        let have_come = have_come(own, number, is_lost, members, rank);
+        is_lost = is_lost || !have_come;
+        let here = start + place;
+        let end = u32::min(here + share, u32::min(next, vectors));
+        let inbox = inbox_of(number);
+        let mut from = here + UNIT_POS;
+        while from < end {
+            let mut all = Array::<Four>::new(LOADS as usize);
+            #[unroll]
+            for i in 0..LOADS {
+                all[i as usize] = Four::zeroed();
+            }
+            #[unroll]
+            for member in 0..members {
+                let letter = letters(own, inbox, rank, member, inbox_bytes, flagged_bytes, members);
+                let mut its_term = Array::<Four>::new(LOADS as usize);
+                #[unroll]
+                for i in 0..LOADS {
+                    let at = from + i * UNITS;
+                    if at < end {
+                        if comptime!(member == rank) {
+                            its_term[i as usize] = term[at as usize];
+                        } else {
+                            its_term[i as usize] =
+                                load_four(letter + u64::cast_from(at - start) * 16);
+                        }
+                    }
+                }
+                #[unroll]
+                for i in 0..LOADS {
+                    all[i as usize] += its_term[i as usize];
+                }
+            }
+            #[unroll]
+            for i in 0..LOADS {
+                let at = from + i * UNITS;
+                if at < end {
+                    out[at as usize] = select(is_lost, Four::new(f32::NAN), all[i as usize]);
+                }
+            }
+            from += comptime!(LOADS * UNITS);
+        }
+        piece += 1;
+        start = next;
+    }
+    sync_cube();
+    if UNIT_POS == 0 {
+        store_word(counter, first + piece - 1);
+    }
+}
+
+/// Sends a cube's share of the piece that begins at vector `start` to all peers, and tells them.
+#[cube]
+#[expect(clippy::too_many_arguments, reason = "a kernel's parts have no state of their own")]
+fn send(
+    term: &[Four],
+    addresses: &[u64],
+    start: u32,
+    place: u32,
+    share: u32,
+    piece_vectors: u32,
+    vectors: u32,
+    flagged_bytes: u32,
+    number: u32,
+    #[comptime] rank: u32,
+    #[comptime] members: u32,
+) {
+    let here = start + place;
+    let end = u32::min(here + share, u32::min(start + piece_vectors, vectors));
+    let inbox = inbox_of(number);
+    let mut own_term = Array::<Four>::new(LOADS as usize);
+    let mut from = here + UNIT_POS;
+    while from < end {
+        #[unroll]
+        for i in 0..LOADS {
+            let at = from + i * UNITS;
+            if at < end {
+                own_term[i as usize] = term[at as usize];
+            }
+        }
+        #[unroll]
+        for peer in 0..members {
+            if comptime!(peer != rank) {
+                let exchange = addresses[peer as usize];
+                let letter = letters(
+                    exchange,
+                    inbox,
+                    peer,
+                    rank,
+                    piece_vectors * 16,
+                    flagged_bytes,
+                    members,
+                );
+                #[unroll]
+                for i in 0..LOADS {
+                    let at = from + i * UNITS;
+                    if at < end {
+                        store_four(letter + u64::cast_from(at - start) * 16, own_term[i as usize]);
+                    }
+                }
+            }
+        }
+        from += comptime!(LOADS * UNITS);
+    }
+    fence();
+    sync_cube();
+    if UNIT_POS < members && UNIT_POS != rank {
+        raise(addresses[UNIT_POS as usize] + flag_of(rank, CUBE_POS_X), number);
+    }
+}
+
+/// Waits until all peers have sent a cube's share of a piece; whether they have.
+#[cube]
+fn have_come(
+    own: u64,
+    number: u32,
+    is_lost: bool,
+    #[comptime] members: u32,
+    #[comptime] rank: u32,
+) -> bool {
+    let mut lost = Shared::<[u32]>::new_slice(1usize);
+    // The cube is done with what it learned of the piece before.
+    sync_cube();
+    if UNIT_POS == 0 {
+        lost[0] = 0u32;
+    }
+    sync_cube();
+    if UNIT_POS < members && UNIT_POS != rank {
+        let flag = own + flag_of(UNIT_POS, CUBE_POS_X);
+        let mut looks = select(is_lost, PATIENCE, 0u32);
+        // Flags only grow, and are behind by less than half of all numbers.
+        while look(flag) - number >= 0x8000_0000u32 && looks < PATIENCE {
+            looks += 1;
+        }
+        if looks >= PATIENCE {
+            lost[0] = UNIT_POS + 1;
+            store_word(own + comptime!(LOST), UNIT_POS + 1);
+        }
+    }
+    sync_cube();
+    lost[0] == 0
+}
