@@ -53,29 +53,25 @@ impl Peers {
     /// Finds what the GPUs of a plan that reach each other's memory do without the host.
     pub(crate) fn new(plan: &Plan, options: &Options) -> Self {
         let mut known = BTreeMap::new();
-        Self::of_plan(plan, |members| {
+        let mut reach = |members: Vec<DeviceId>| {
             options.gpu_driver == GpuDriver::Cuda
                 && *known
-                    .entry(members.to_vec())
+                    .entry(members)
                     .or_insert_with_key(|members| reach_each_other(plan, members))
-        })
-    }
-
-    /// The same; `reach` says which devices reach each other's memory.
-    fn of_plan(plan: &Plan, mut reach: impl FnMut(&[DeviceId]) -> bool) -> Self {
+        };
         let (mut sums, mut lying, mut awaited) = (Vec::new(), Vec::new(), Vec::new());
         for program in &plan.programs {
             let mut is_sum = |id: StepId| {
                 let step = &program.steps[id];
-                plan.is_peer_sum(program, step) && reach(&members(program, &step.reads))
+                plan.is_peer_sum(program, step) && reach(members(program, &step.reads))
             };
             let its_sums = program.steps.ids().map(&mut is_sum).collect();
             let mut frames = BTreeMap::new();
             let mut its_lying = BTreeMap::new();
             for (id, step) in program.steps.iter() {
                 let Some(with) = plan.peer_moved_from(program, step) else { continue };
-                let all = step.reads.iter().chain(&step.writes).copied().collect::<Vec<_>>();
-                if !reach(&members(program, &all)) {
+                let both = [step.reads.as_slice(), step.writes.as_slice()].concat();
+                if !reach(members(program, &both)) {
                     continue;
                 }
                 let frame = frames.entry(with).or_insert_with(|| Frame::new(plan, program, with));
