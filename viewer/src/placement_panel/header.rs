@@ -3,7 +3,7 @@
 use egui::{Align2, Color32, FontId, Rect, Sense, Stroke, StrokeKind, Ui, vec2};
 
 use crate::quantity;
-use crate::scene::Scene;
+use crate::scene::{Scene, Summary};
 use crate::text::text_within;
 use crate::theme;
 use crate::view::{Selection, View, Wish};
@@ -59,10 +59,7 @@ pub(super) fn draw_header(ui: &mut Ui, scene: &Scene, view: &mut View, rect: Rec
                 theme::alarm(ui),
             );
         }
-        let nanos = summary.critical_nanos.get(number).copied().unwrap_or(0);
-        let share = nanos as f64 / summary.critical_end.max(1) as f64;
-        let text =
-            format!("{} of a run ({})", quantity::nanos(nanos as f64), quantity::share(share));
+        let text = work_text(summary, number);
         text_within(
             ui,
             &painter,
@@ -88,6 +85,16 @@ pub(super) fn draw_header(ui: &mut Ui, scene: &Scene, view: &mut View, rect: Rec
             theme::weak(ui),
         );
     }
+}
+
+/// A device's part of the critical path, and all of its work where that is much more: it works beside others then.
+fn work_text(summary: &Summary, device: usize) -> String {
+    let nanos = |of: &[u64]| of.get(device).copied().unwrap_or(0) as f64;
+    let (critical, busy) = (nanos(&summary.critical_nanos), nanos(&summary.busy_nanos));
+    let run = summary.critical_end.max(1) as f64;
+    let share = |nanos: f64| quantity::share(nanos / run);
+    let text = format!("{} of a run ({})", quantity::nanos(critical), share(critical));
+    if busy - critical > run / 10.0 { format!("{text}, {} busy", share(busy)) } else { text }
 }
 
 /// Weights, caches and buffers against capacity.
@@ -129,4 +136,21 @@ fn device_menu(response: &egui::Response, scene: &Scene, view: &mut View, device
             view.wish = Some((Wish::Without { device }, at));
         }
     });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn work_beside_the_critical_path_is_named() {
+        let summary = Summary {
+            critical_nanos: vec![600_000, 0, 0],
+            busy_nanos: vec![650_000, 400_000, 0],
+            critical_end: 1_000_000,
+            ..Summary::default()
+        };
+        assert_eq!(work_text(&summary, 0), "600 µs of a run (60 %)");
+        assert_eq!(work_text(&summary, 1), "0 ns of a run (0.0 %), 40 % busy");
+    }
 }

@@ -22,6 +22,8 @@ pub struct Summary {
     pub other_cached: Option<(u32, u32)>,
     /// For each device, then for movement: time on the critical path, measured if there is a trace.
     pub critical_nanos: Vec<u64>,
+    /// For each device, then for movement: time of all steps, on that path or beside it.
+    pub busy_nanos: Vec<u64>,
     /// The whole of that path, waiting included.
     pub critical_end: u64,
     /// The device with most of it.
@@ -82,6 +84,7 @@ impl Scene {
                 (!alike).then_some((predicted, run.past))
             }),
             critical_end: timing.nanos(),
+            busy_nanos: timing.all_shares(row, self.devices.len()),
             critical_nanos,
             bottleneck,
             limits: self.limits(program),

@@ -82,8 +82,22 @@ impl Timing {
 
     /// Time of each device on the critical path, and of movement on it as the last entry.
     pub fn critical_shares(&self, program: &Program, devices: usize) -> Vec<u64> {
+        self.shares(program, devices, self.critical.iter().copied())
+    }
+
+    /// The same for all steps.
+    pub fn all_shares(&self, program: &Program, devices: usize) -> Vec<u64> {
+        self.shares(program, devices, 0..self.times.len())
+    }
+
+    fn shares(
+        &self,
+        program: &Program,
+        devices: usize,
+        steps: impl Iterator<Item = usize>,
+    ) -> Vec<u64> {
         let mut shares = vec![0_u64; devices + 1];
-        for &step in &self.critical {
+        for step in steps {
             let (Some(times), Some(row)) = (self.times[step], program.steps.get(step)) else {
                 continue;
             };
