@@ -49,8 +49,8 @@ pub struct Workspace {
     pub input_bytes: u64,
     /// A matrix or some of its rows, one after another: a packed one before the vendor's library multiplies with it.
     pub matrix_bytes: u64,
-    /// Products before what follows them; queries after their rotation; what lies between the matrices of a mixture's
-    /// chosen experts; what a movement brings; lists of the most likely tokens.
+    /// Products that a gate is multiplied with; queries after their rotation; what lies between the matrices of a
+    /// mixture's chosen experts; what a movement brings; lists of the most likely tokens.
     pub inner_bytes: u64,
     /// What decode attention finds in each part of the contexts.
     pub partial_bytes: u64,
