@@ -84,11 +84,10 @@ impl Lane {
         let mut before: Option<Arc<Run>> = None;
         while let Some(run) = self.inbox.next() {
             if let Some(lane) = self.lanes[run.program] {
-                if let Some(before) = &before {
+                if let Some(before) = before.replace(Arc::clone(&run)) {
                     // A run that was aborted reads nothing that matters.
                     before.wait_for(&self.last_takes[before.program]);
                 }
-                before = Some(Arc::clone(&run));
                 self.work(&run, lane, &mut spans);
                 if let Some(recorder) = &self.recorder {
                     recorder.add(&mut spans);

@@ -101,9 +101,10 @@ impl Peers {
         self.sums[program].rows().contains(&true)
     }
 
-    /// Whether a step reads a value of another GPU where it lies.
-    pub(crate) fn is_lying(&self, program: usize, step: StepId) -> bool {
-        self.lying[program].contains_key(&step)
+    /// Whether what a step reads of other devices passes through the host: GPUs neither sum it up among themselves nor
+    /// read it where it lies.
+    pub(crate) fn reads_on_host(&self, program: usize, step: StepId) -> bool {
+        !self.is_sum(program, step) && !self.lying[program].contains_key(&step)
     }
 
     /// The steps of a run that the next run of a GPU waits for: after them nobody reads its memory any more.

@@ -65,8 +65,9 @@ impl Sizes {
 /// How long products are made in a row: as long as prompts take, in which clocks settle.
 const SUSTAINED: Duration = Duration::from_millis(60);
 
-/// Made-up numbers before they come again: a prime, so that no two rows of a matrix or of activations are alike. What
-/// matrix instructions draw depends on how many bits change from one operand to the next.
+/// Made-up numbers before they come again: a prime, so that rows of activations and of floats are all unlike; packed
+/// matrices have as many whole panels of unlike rows. What matrix instructions draw depends on how many bits change from
+/// one operand to the next.
 const UNLIKE: usize = 1_000_003;
 
 struct Meter<'a> {

@@ -44,7 +44,8 @@ impl Gpu {
         let is_gated = matches!(then, Then::Gate(_));
         ensure!(
             up.is_some() == is_gated && biases.len() == 1 + usize::from(is_gated),
-            "{} biases do not fit {then:?}",
+            "{} products and {} biases do not fit {then:?}",
+            1 + usize::from(up.is_some()),
             biases.len()
         );
         let size = read_size(features);

@@ -342,9 +342,8 @@ impl Letters {
         let (awaited, sums) = (peers.awaited(index), peers.sums(index));
         for &id in program.lane(device, Queue::Compute).iter().flat_map(|lane| &lane.steps) {
             let step = &program.steps[id];
-            let is_move = matches!(step.action, Action::Move { .. })
-                && !sums[id]
-                && !peers.is_lying(index, id);
+            let is_move =
+                matches!(step.action, Action::Move { .. }) && peers.reads_on_host(index, id);
             let foreign = |buffer: &&BufferId| program.buffers[**buffer].device != device;
             let read: Vec<BufferId> = if is_move {
                 step.reads.iter().filter(foreign).copied().collect()

@@ -1,4 +1,5 @@
-//! A GPU's part of movements: what crosses devices passes through the host, but for what another GPU holds within reach.
+//! A GPU's part of movements: what crosses devices passes through the host, or is read where another GPU within reach
+//! holds it.
 
 use anyhow::{Context as _, Result, bail, ensure};
 use ir::id::StepId;

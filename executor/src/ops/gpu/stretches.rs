@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use ir::id::{BufferId, DeviceId, StepId, Table};
+use ir::id::{BufferId, DeviceId, Table};
 use ir::plan::{Action, Lane, Program};
 
 use crate::peers::Peers;
@@ -16,8 +16,8 @@ pub(super) fn exported(
 ) -> Table<BufferId, bool> {
     let mut exported: Table<BufferId, bool> = program.buffers.ids().map(|_| false).collect();
     let foreign = program.lanes.iter().filter(|lane| lane.device != device);
-    let needs_host = |step: StepId| !peers.is_sum(index, step) && !peers.is_lying(index, step);
-    for &step in foreign.flat_map(|lane| &lane.steps).filter(|&&step| needs_host(step)) {
+    let steps = foreign.flat_map(|lane| &lane.steps);
+    for &step in steps.filter(|&&step| peers.reads_on_host(index, step)) {
         for &buffer in &program.steps[step].reads {
             exported[buffer] = program.buffers[buffer].device == device;
         }

@@ -57,12 +57,8 @@ pub(super) unsafe fn multiply(
             Format::Bf12 => {
                 by_shape!(small_floats, operands, tile, [1 2 3 4 5 6 7 8 9 10 11 12], AHEAD_BYTES);
             }
-            Format::Q8 => {
-                by_shape!(blocks, operands, tile, [1 2 3 4 5 6], 8)
-            }
-            Format::Q4 => {
-                by_shape!(blocks, operands, tile, [1 2 3 4 5 6], 4)
-            }
+            Format::Q8 => by_shape!(blocks, operands, tile, [1 2 3 4 5 6], 8),
+            Format::Q4 => by_shape!(blocks, operands, tile, [1 2 3 4 5 6], 4),
         }
     }
 }
