@@ -29,10 +29,7 @@ mod window;
 
 pub mod explain;
 
-use std::collections::BTreeSet;
-
 use anyhow::{Context as _, Result};
-use ir::asked::Request;
 use ir::machine::Machine;
 use ir::model::Model;
 use ir::plan::Plan;
@@ -81,7 +78,7 @@ pub fn compile(
     let model = Model { layers, ..model.clone() };
     let (target, placed) = place_by_width(&model, target, options)?;
     let (model, placement) = with_counts(model, placed, &target, options)?;
-    let (model, placement) = with_shards(model, placement, &target, options)?;
+    let (model, placement) = shards::with_shards(model, placement, &target, options)?;
     let task = Task::new(&model, &target);
     let graphs = Graphs::new(&model, &placement.layouts, observe)?;
     let plan = emit::emit(&task, &graphs, &target.batches(), placement.blocks)?;
@@ -137,53 +134,6 @@ fn with_counts(
         }
     }
     Ok((model, placement))
-}
-
-/// The model and placement with MLPs and experts in shards, where several NUMA nodes compute beside GPUs and that is
-/// predicted best; as they are otherwise.
-fn with_shards(
-    model: Model,
-    placement: Placement,
-    target: &Target,
-    options: &Options,
-) -> Result<(Model, Placement)> {
-    let task = Task::new(&model, target);
-    let beside = placement.beside_gpus(&task);
-    let gpus = placement.gpus(&task);
-    let hosts = place::hosts(&task, &gpus).filter(|_| options.request == Request::Any);
-    let Some(hosts) = hosts.filter(|_| !beside.is_empty()) else { return Ok((model, placement)) };
-    // A pin is for the whole layer. What is cut in vain costs a GPU some launches, so only what stays is cut in the end:
-    // and a block more of each stage, since uncut layers need more scratch memory.
-    let is_free = |layer: &str| !options.pins.iter().any(|pin| pin.pattern.is_match(layer));
-    let Some(all) = shards::cut(&model, &hosts, is_free)? else { return Ok((model, placement)) };
-    let all_task = Task::new(&all, target);
-    // Where shards fit nowhere, there is what fits uncut.
-    let Ok(rough) = place(&all_task, options, Among::RoughlyBeside(&gpus)) else {
-        return Ok((model, placement));
-    };
-    let beside = rough.beside_gpus(&all_task);
-    let stays: BTreeSet<&str> =
-        beside.iter().filter_map(|name| Some(shards::shard(name)?.0)).collect();
-    let blocks: BTreeSet<u32> = stays.iter().filter_map(|layer| Task::block(layer)).collect();
-    let all_blocks = model.layers.nodes().filter_map(|(_, node)| Task::block(&node.name));
-    let all_blocks = all_blocks.max().map_or(0, |last| last as usize + 1);
-    let spare = |stage: usize| {
-        let start = (stage * all_blocks / gpus.len()) as u32;
-        (start..all_blocks as u32).find(|block| !blocks.contains(block))
-    };
-    let spare: BTreeSet<u32> = (0..gpus.len()).filter_map(spare).collect();
-    let is_cut = |layer: &str| {
-        let is_spare = Task::block(layer).is_some_and(|block| spare.contains(&block));
-        stays.contains(layer) || is_spare && is_free(layer)
-    };
-    let Some(cut) = shards::cut(&model, &hosts, is_cut)? else { return Ok((model, placement)) };
-    match place(&Task::new(&cut, target), options, Among::Beside(&gpus)) {
-        // A faster placement with fewer cache blocks is not the better one.
-        Ok(placed) if placed.score < placement.score && placed.blocks >= placement.blocks => {
-            Ok((cut, placed.chosen_over(placement)))
-        }
-        Ok(_) | Err(_) => Ok((model, placement)),
-    }
 }
 
 /// Runs the passes of one stage in order.

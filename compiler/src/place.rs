@@ -29,12 +29,13 @@ use crate::emit::emit;
 use crate::graphs::{Graphs, Phases};
 use crate::options::{Options, Request};
 use crate::place::candidates::{Arrangement, Prices};
-use crate::place::group::Group;
 use crate::place::lay_out::{fetch_weights, lay_out};
 use crate::place::prices::{Pins, Times, judged_decode, missing, priced_batches};
 use crate::place::units::Units;
 use crate::target::{BLOCK_TOKENS, Batch};
 use crate::task::Task;
+
+pub(crate) use self::hosted::hosts;
 
 /// A decided placement.
 #[derive(Clone, Debug)]
@@ -106,14 +107,6 @@ impl Placement {
 
 fn is_numa(task: &Task<'_>, device: DeviceId) -> bool {
     matches!(task.target.machine.devices[device].kind, DeviceKind::Numa { .. })
-}
-
-/// The NUMA nodes that can share what stays beside GPUs, each as much as it reads; `None` where there are not two.
-pub(crate) fn hosts(task: &Task<'_>, gpus: &[DeviceId]) -> Option<Group> {
-    let devices = if gpus.is_empty() { Vec::new() } else { hosted::hosts(task, gpus) };
-    let rate = |&device: &DeviceId| task.target.machine.devices[device].rates.read_bytes_per_sec;
-    let shares = devices.iter().map(rate).collect();
-    (devices.len() > 1).then_some(Group { devices, shares })
 }
 
 /// An arrangement with its exact price.

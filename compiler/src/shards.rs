@@ -1,9 +1,12 @@
-//! MLPs and experts cut in shards, which several NUMA nodes compute at the same time.
+//! MLPs and experts cut in shards, which several NUMA nodes, or the GPU and they, compute at the same time.
 //!
 //! - A shard has some of the intermediate features: rows of the matrices that make them, columns of the one that reads
 //!   them. So it is a narrower MLP, and what all shards of a layer make is added up.
 //! - A shard's nodes say in their names which it is: each NUMA node gets one of every layer that stays beside the
 //!   GPUs. A GPU that fetches them computes one after another.
+//! - One more may be *resident*: its weights are the GPU's own, which so is not idle while NUMA nodes compute theirs.
+
+mod choice;
 
 use std::collections::BTreeMap;
 
@@ -16,26 +19,53 @@ use ir::op::{Experts, Linear, Op, Then};
 use ir::tensor::{Dim, TensorType};
 use ir::weight::Slice;
 
-use crate::place::group::Group;
+use crate::place::group::parts;
 use crate::rewrite::{Rewrite, Uses};
 
-/// What stands between the name of a layer and the number of its shard.
-const MARK: &str = ".shard";
+pub(crate) use self::choice::with_shards;
+
+/// What stands before the number of a shard in its name, which follows the layer's behind a dot.
+const SHARD: &str = "shard";
 /// Features that parts are multiples of, best first: what blocks of the block formats are packed in, a block, vectors;
 /// and what GPUs load at once.
 const GRAINS: [u32; 4] = [64, 32, 16, 8];
 
-/// The layer of a node's name, and which of its shards the node is.
-pub(crate) fn shard(name: &str) -> Option<(&str, usize)> {
-    let (layer, shard) = name.rsplit_once(MARK)?;
-    Some((layer, shard.parse().ok()?))
+/// How layers are cut.
+#[derive(Clone, Debug)]
+pub(crate) struct Cut {
+    /// Each shard's share of the features, in any scale.
+    shares: Vec<f64>,
+    /// The number of each shard, which is that of its NUMA node; none of the resident one.
+    numbers: Vec<Option<usize>>,
 }
 
-/// The model with those MLPs and experts for whose layers `is_cut` holds in shards, one for each device of the group;
-/// `None` where that is none.
+impl Cut {
+    /// A shard for each of the numbered NUMA nodes with its share, and a resident one with that part of the features,
+    /// which may be none.
+    pub(crate) fn new(nodes: &[(usize, f64)], resident: f64) -> Self {
+        let all: f64 = nodes.iter().map(|(_, share)| share).sum();
+        let resident = (resident > 0.0).then(|| (None, all * resident / (1.0 - resident)));
+        let nodes = nodes.iter().map(|&(number, share)| (Some(number), share));
+        let (numbers, shares) = resident.into_iter().chain(nodes).unzip();
+        Self { shares, numbers }
+    }
+
+    /// The name of a shard.
+    fn name(&self, shard: usize) -> String {
+        self.numbers[shard].map_or_else(|| "resident".into(), |number| format!("{SHARD}{number}"))
+    }
+}
+
+/// The layer of a node's name, and which of the NUMA nodes' shards the node is.
+pub(crate) fn shard(name: &str) -> Option<(&str, usize)> {
+    let (layer, shard) = name.rsplit_once('.')?;
+    Some((layer, shard.strip_prefix(SHARD)?.parse().ok()?))
+}
+
+/// The model with those MLPs and experts for whose layers `is_cut` holds in shards; `None` where that is none.
 pub(crate) fn cut(
     model: &Model,
-    group: &Group,
+    cut: &Cut,
     is_cut: impl Fn(&str) -> bool,
 ) -> Result<Option<Model>> {
     let graph = &model.layers;
@@ -43,12 +73,12 @@ pub(crate) fn cut(
         model: model.clone(),
         rewrite: Rewrite::new(graph),
         uses: Uses::of(graph),
-        group,
+        cut,
         inner: BTreeMap::new(),
     };
     let mut has_cut = false;
     for (_, node) in graph.nodes() {
-        if cutter.cut(graph, node, &is_cut)? {
+        if cutter.cut_node(graph, node, &is_cut)? {
             has_cut = true;
         } else {
             cutter.rewrite.copy(node)?;
@@ -70,14 +100,14 @@ struct Cutter<'a> {
     model: Model,
     rewrite: Rewrite<'a>,
     uses: Uses,
-    group: &'a Group,
+    cut: &'a Cut,
     /// What has been made in shards, by its value in the old graph.
     inner: BTreeMap<ValueId, Shards>,
 }
 
 impl Cutter<'_> {
     /// Cuts a node of the old graph, if it is to be and can be.
-    fn cut(
+    fn cut_node(
         &mut self,
         graph: &LayerGraph,
         node: &Node<Op>,
@@ -127,7 +157,7 @@ impl Cutter<'_> {
             if let Some(features) = ty.shape.last_mut() {
                 *features = Dim::Fixed(size);
             }
-            values.push(self.rewrite.add(name(node, shard), Op::Linear(op), &inputs, ty)?);
+            values.push(self.rewrite.add(self.name(node, shard), Op::Linear(op), &inputs, ty)?);
         }
         Ok(Some(Shards { values, parts }))
     }
@@ -147,7 +177,7 @@ impl Cutter<'_> {
                 inputs.truncate(1);
             }
             let ty = self.ty(node);
-            terms.push(self.rewrite.add(name(node, shard), Op::Linear(op), &inputs, ty)?);
+            terms.push(self.rewrite.add(self.name(node, shard), Op::Linear(op), &inputs, ty)?);
         }
         self.add_up(node, &terms)
     }
@@ -171,7 +201,7 @@ impl Cutter<'_> {
                 ..experts.clone()
             });
             let ty = self.ty(node);
-            terms.push(self.rewrite.add(name(node, shard), op, &inputs, ty)?);
+            terms.push(self.rewrite.add(self.name(node, shard), op, &inputs, ty)?);
         }
         self.add_up(node, &terms)?;
         Ok(true)
@@ -190,23 +220,23 @@ impl Cutter<'_> {
 
     /// The features of each shard.
     fn parts(&self, features: u32) -> Option<Vec<u32>> {
-        GRAINS.into_iter().find_map(|grain| self.group.parts(features, grain))
+        GRAINS.into_iter().find_map(|grain| parts(&self.cut.shares, features, grain))
     }
 
     /// A new weight: a part of another.
     fn slice(&mut self, weight: WeightId, slice: Slice, shard: usize) -> Result<WeightId> {
         let mut part = self.model.weights[weight].sliced(slice)?;
-        part.name += &format!(" (shard {shard})");
+        part.name += &format!(" ({})", self.cut.name(shard));
         Ok(self.model.weights.push(part))
+    }
+
+    fn name(&self, node: &Node<Op>, shard: usize) -> String {
+        format!("{}.{}", node.name, self.cut.name(shard))
     }
 
     fn ty(&self, node: &Node<Op>) -> TensorType {
         self.model.layers.value(node.outputs[0]).ty.clone()
     }
-}
-
-fn name(node: &Node<Op>, shard: usize) -> String {
-    format!("{}{MARK}{shard}", node.name)
 }
 
 /// `(start, size)` of each part.

@@ -20,38 +20,9 @@ impl Group {
         Self { devices: vec![device], shares: vec![1.0] }
     }
 
-    /// Divides `total` in whole multiples of `grain`, at least one for each device, in proportion to the shares.
-    ///
-    /// `None` when `total` is no multiple of `grain` or has too few of them.
+    /// [`parts()`] by the group's shares.
     pub(crate) fn parts(&self, total: u32, grain: u32) -> Option<Vec<u32>> {
-        let devices = self.devices.len();
-        let grains = total / grain;
-        if !total.is_multiple_of(grain) || (grains as usize) < devices {
-            return None;
-        }
-        let sum: f64 = self.shares.iter().sum();
-        // Every device gets one grain; the rest goes by largest remainder.
-        let wanted: Vec<f64> =
-            self.shares.iter().map(|share| share / sum * f64::from(grains)).collect();
-        let mut parts: Vec<u32> = wanted.iter().map(|&want| (want.floor() as u32).max(1)).collect();
-        loop {
-            let given: u32 = parts.iter().sum();
-            let shortfall = |member: usize| wanted[member] - f64::from(parts[member]);
-            let by_shortfall = |a: &usize, b: &usize| shortfall(*a).total_cmp(&shortfall(*b));
-            if given < grains {
-                // Of equals the first: `max_by` alone would take the last.
-                let most = (0..devices).rev().max_by(by_shortfall).expect("a group has devices");
-                parts[most] += 1;
-            } else if given > grains {
-                let least = (0..devices)
-                    .filter(|&member| parts[member] > 1)
-                    .min_by(by_shortfall)
-                    .expect("there are at least as many grains as devices");
-                parts[least] -= 1;
-            } else {
-                return Some(parts.iter().map(|part| part * grain).collect());
-            }
-        }
+        parts(&self.shares, total, grain)
     }
 
     /// Divides features in the coarsest grain that they allow.
@@ -60,16 +31,44 @@ impl Group {
     }
 }
 
+/// Divides `total` in whole multiples of `grain`, at least one for each share, in proportion to the shares.
+///
+/// `None` when `total` is no multiple of `grain` or has too few of them.
+pub(crate) fn parts(shares: &[f64], total: u32, grain: u32) -> Option<Vec<u32>> {
+    let grains = total / grain;
+    if !total.is_multiple_of(grain) || (grains as usize) < shares.len() {
+        return None;
+    }
+    let sum: f64 = shares.iter().sum();
+    // Everyone gets one grain; the rest goes by largest remainder.
+    let wanted: Vec<f64> = shares.iter().map(|share| share / sum * f64::from(grains)).collect();
+    let mut parts: Vec<u32> = wanted.iter().map(|&want| (want.floor() as u32).max(1)).collect();
+    loop {
+        let given: u32 = parts.iter().sum();
+        let shortfall = |member: usize| wanted[member] - f64::from(parts[member]);
+        let by_shortfall = |a: &usize, b: &usize| shortfall(*a).total_cmp(&shortfall(*b));
+        if given < grains {
+            // Of equals the first: `max_by` alone would take the last.
+            let most = (0..parts.len()).rev().max_by(by_shortfall).expect("there are shares");
+            parts[most] += 1;
+        } else if given > grains {
+            let least = (0..parts.len())
+                .filter(|&member| parts[member] > 1)
+                .min_by(by_shortfall)
+                .expect("there are at least as many grains as shares");
+            parts[least] -= 1;
+        } else {
+            return Some(parts.iter().map(|part| part * grain).collect());
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
-    use ir::id::Id as _;
-
     use super::*;
 
     fn check(shares: &[f64], total: u32, grain: u32, expected: Option<&[u32]>) {
-        let devices = (0..shares.len()).map(DeviceId::from_index).collect();
-        let group = Group { devices, shares: shares.to_vec() };
-        assert_eq!(group.parts(total, grain).as_deref(), expected);
+        assert_eq!(parts(shares, total, grain).as_deref(), expected);
     }
 
     #[test]

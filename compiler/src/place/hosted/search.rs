@@ -96,6 +96,8 @@ impl<'a> Search<'a> {
         // Where some layers are in shards, those are the ones to stay.
         let is_cut = |(_, node): (NodeId, &Node<Op>)| shard(&node.name).is_some();
         let has_shards = graph.nodes().any(is_cut);
+        let shards = graph.nodes().filter_map(|(_, node)| Some(shard(&node.name)?.1));
+        let shards = shards.collect::<BTreeSet<usize>>().len();
         let mut blocks: Vec<Option<Block>> = (0..units.len()).map(|_| None).collect();
         let mut lookups = Vec::new();
         for (id, node) in graph.nodes().filter(|(id, _)| pins[*id].is_none()) {
@@ -123,7 +125,7 @@ impl<'a> Search<'a> {
             if !stays || Task::block(&node.name).is_none() {
                 continue;
             }
-            let shard = shard(&node.name).map(|(_, shard)| shard % hosts.len());
+            let shard = shard(&node.name).map(|(_, shard)| shard);
             let mut member = Member {
                 node: id,
                 host: shard,
@@ -132,7 +134,7 @@ impl<'a> Search<'a> {
                 fetch_nanos: 0.0,
                 // Shards are computed at the same time.
                 home_nanos: home_nanos[id] as f64
-                    / if shard.is_some() { hosts.len() as f64 } else { 1.0 },
+                    / if shard.is_some() { shards as f64 } else { 1.0 },
             };
             let stage = stage_of(units.of[id])?;
             let gpu = stages[stage].0;

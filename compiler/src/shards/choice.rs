@@ -1,0 +1,126 @@
+//! Whether MLPs and experts are cut in shards, which, and how.
+
+use std::collections::BTreeSet;
+
+use anyhow::Result;
+use ir::id::{DeviceId, WeightId};
+use ir::model::Model;
+use rayon::prelude::*;
+
+use super::{Cut, cut, shard};
+use crate::options::{Options, Request};
+use crate::part::WeightKey;
+
+use crate::place::{Among, Placement, hosts, place};
+use crate::target::Target;
+use crate::task::Task;
+
+/// How much more of each layer that is cut stays beside the GPUs than if all were cut: so that nearly all are, and a
+/// half. With more of them GPUs wait less while NUMA nodes compute, and more activations cross.
+const SPREADS: [f64; 2] = [1.05, 2.0];
+/// The least share of a layer that is worth launches of its own.
+const LEAST_RESIDENT: f64 = 0.05;
+
+/// The model and placement with MLPs and experts in shards, where NUMA nodes compute beside GPUs and that is predicted
+/// best; as they are otherwise.
+pub(crate) fn with_shards(
+    model: Model,
+    placement: Placement,
+    target: &Target,
+    options: &Options,
+) -> Result<(Model, Placement)> {
+    let task = Task::new(&model, target);
+    let gpus = placement.gpus(&task);
+    let beside = placement.beside_gpus(&task);
+    if options.request != Request::Any || gpus.is_empty() || beside.is_empty() {
+        return Ok((model, placement));
+    }
+    // A pin is for the whole layer.
+    let is_free = |layer: &str| !options.pins.iter().any(|pin| pin.pattern.is_match(layer));
+    let cuts = cuts(&task, &hosts(&task, &gpus), &beside, is_free)?;
+    let sharded = |cut: &Cut| sharded(&model, target, options, &gpus, cut, is_free);
+    let found = cuts.par_iter().map(sharded).collect::<Result<Vec<_>>>()?;
+    // A faster placement with fewer cache blocks is not the better one.
+    let is_better =
+        |placed: &Placement| placed.score < placement.score && placed.blocks >= placement.blocks;
+    let found = found.into_iter().flatten().filter(|(_, placed)| is_better(placed));
+    Ok(match found.min_by_key(|(_, placed)| placed.score) {
+        Some((sharded, placed)) => (sharded, placed.chosen_over(placement)),
+        None => (model, placement),
+    })
+}
+
+/// The ways to cut that are worth comparing, among these NUMA nodes.
+fn cuts(
+    task: &Task<'_>,
+    hosts: &[DeviceId],
+    beside: &BTreeSet<String>,
+    is_free: impl Fn(&str) -> bool,
+) -> Result<Vec<Cut>> {
+    let devices = &task.target.machine.devices;
+    let rate =
+        |(number, host): (usize, &DeviceId)| (number, devices[*host].rates.read_bytes_per_sec);
+    let mut nodes: Vec<(usize, f64)> = hosts.iter().enumerate().map(rate).collect();
+    // Each holds as much of what stays as it reads. One without the memory for that leaves it to the others.
+    let stays = |host: DeviceId| bytes(task, host, |name| beside.contains(name));
+    let all: f64 = nodes.iter().map(|(_, rate)| rate).sum();
+    nodes.retain(|&(number, rate)| {
+        let host = hosts[number];
+        stays(host) * rate / all <= devices[host].memory_bytes as f64
+    });
+    let Some(&(first, _)) = nodes.first() else { return Ok(Vec::new()) };
+    let by_nodes = Cut::new(&nodes, 0.0);
+    let Some(model) = cut(task.model, &by_nodes, is_free)? else { return Ok(Vec::new()) };
+    let can_stay =
+        bytes(&Task::new(&model, task.target), hosts[first], |name| shard(name).is_some());
+    let residents = SPREADS.map(|spread| 1.0 - spread * stays(hosts[first]) / can_stay);
+    let several = (nodes.len() > 1).then_some(by_nodes);
+    let residents = residents.into_iter().filter(|&resident| resident >= LEAST_RESIDENT);
+    Ok(several.into_iter().chain(residents.map(|resident| Cut::new(&nodes, resident))).collect())
+}
+
+/// Bytes of the matrices of those nodes at a home.
+fn bytes(task: &Task<'_>, home: DeviceId, is_one: impl Fn(&str) -> bool) -> f64 {
+    let nodes = task.model.layers.nodes().map(|(_, node)| node);
+    let nodes = nodes.filter(|node| node.work.takes_fetched() && is_one(&node.name));
+    let weights = nodes.flat_map(|node| node.work.weights());
+    let packed = |weight: WeightId| {
+        let format = task.format(weight, home);
+        WeightKey { weight, device: home, format, slice: None }.packed_bytes(task) as f64
+    };
+    weights.filter(|&weight| task.model.weights[weight].shape.len() > 1).map(packed).sum()
+}
+
+/// The model cut so, with the best placement beside those GPUs; `None` where nothing can be cut or nothing fits.
+fn sharded(
+    model: &Model,
+    target: &Target,
+    options: &Options,
+    gpus: &[DeviceId],
+    by: &Cut,
+    is_free: impl Fn(&str) -> bool,
+) -> Result<Option<(Model, Placement)>> {
+    // What is cut in vain costs a GPU some launches, so only what stays is cut in the end: and a block more of each
+    // stage, since uncut layers need more scratch memory.
+    let Some(all) = cut(model, by, &is_free)? else { return Ok(None) };
+    let all_task = Task::new(&all, target);
+    // Where shards fit nowhere, there is what fits uncut.
+    let Ok(rough) = place(&all_task, options, Among::RoughlyBeside(gpus)) else { return Ok(None) };
+    let beside = rough.beside_gpus(&all_task);
+    let stays: BTreeSet<&str> = beside.iter().filter_map(|name| Some(shard(name)?.0)).collect();
+    let blocks: BTreeSet<u32> = stays.iter().filter_map(|layer| Task::block(layer)).collect();
+    let all_blocks = model.layers.nodes().filter_map(|(_, node)| Task::block(&node.name));
+    let all_blocks = all_blocks.max().map_or(0, |last| last as usize + 1);
+    let spare = |stage: usize| {
+        let start = (stage * all_blocks / gpus.len()) as u32;
+        (start..all_blocks as u32).find(|block| !blocks.contains(block))
+    };
+    let spare: BTreeSet<u32> = (0..gpus.len()).filter_map(spare).collect();
+    let is_cut = |layer: &str| {
+        let is_spare = Task::block(layer).is_some_and(|block| spare.contains(&block));
+        stays.contains(layer) || is_spare && is_free(layer)
+    };
+    let Some(cut) = cut(model, by, is_cut)? else { return Ok(None) };
+    let placed = place(&Task::new(&cut, target), options, Among::Beside(gpus));
+    Ok(placed.ok().map(|placed| (cut, placed)))
+}
