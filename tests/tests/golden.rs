@@ -322,10 +322,16 @@ fn goldens() -> Vec<String> {
 
 #[test]
 fn shards_beside_a_gpu_are_among_what_gives_the_golden_tokens() {
-    let has_shards = |name: &String| {
-        let plan = compile(name, Shape::GpuShards, |_| ());
-        plan.weights.rows().iter().any(|weight| weight.name.contains(" (shard"))
+    let with = |shape: Shape, mark: &str| -> Vec<String> {
+        let has_mark = |name: &String| {
+            let plan = compile(name, shape, |_| ());
+            plan.weights.rows().iter().any(|weight| weight.name.ends_with(mark))
+        };
+        goldens().into_iter().filter(has_mark).collect()
     };
-    let cut: Vec<String> = goldens().into_iter().filter(has_shards).collect();
-    assert!(cut.len() > 2, "{cut:?}");
+    let shards = [" (shard0)", " (shard1)"].map(|mark| (Shape::GpuShards, mark));
+    for (shape, mark) in shards.into_iter().chain([(Shape::GpuResident, " (resident)")]) {
+        let cut = with(shape, mark);
+        assert!(cut.len() > 2, "{mark}: {cut:?}");
+    }
 }

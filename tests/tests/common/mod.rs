@@ -7,7 +7,7 @@ use compiler::options::Request;
 use executor::engine::Engine;
 use executor::load::{self, GpuDriver, PlanFile};
 use ir::id::DeviceId;
-use ir::machine::{Device, DeviceKind, Link, Machine};
+use ir::machine::{Device, DeviceKind, Link, Machine, Rates};
 use ir::plan::{Plan, Program, Queue};
 use ir::tensor::DType;
 
@@ -32,19 +32,22 @@ pub(crate) enum Shape {
     GpuHosted,
     /// The same behind links that are fast enough to compute together: each NUMA node has a shard of what stays.
     GpuShards,
+    /// The same with a GPU that is not much faster, and has a shard of its own.
+    GpuResident,
 }
 
 impl Shape {
     /// Those of a host without a GPU.
     pub(crate) const ALL: [Shape; 3] = [Shape::One, Shape::Pipeline, Shape::Shared];
     /// Those with a GPU.
-    pub(crate) const GPU: [Shape; 6] = [
+    pub(crate) const GPU: [Shape; 7] = [
         Shape::Gpu,
         Shape::GpuPipeline,
         Shape::GpuShared,
         Shape::GpuFetching,
         Shape::GpuHosted,
         Shape::GpuShards,
+        Shape::GpuResident,
     ];
 
     fn request(self) -> Request {
@@ -55,12 +58,15 @@ impl Shape {
             | Shape::GpuShared
             | Shape::GpuFetching
             | Shape::GpuHosted
-            | Shape::GpuShards => "gpu0",
+            | Shape::GpuShards
+            | Shape::GpuResident => "gpu0",
         };
         let [first, second] = [first, "numa1"].map(str::to_owned);
         match self {
             Shape::One | Shape::Gpu => Request::Pipeline(vec![first]),
-            Shape::GpuFetching | Shape::GpuHosted | Shape::GpuShards => Request::Any,
+            Shape::GpuFetching | Shape::GpuHosted | Shape::GpuShards | Shape::GpuResident => {
+                Request::Any
+            }
             Shape::Pipeline | Shape::GpuPipeline => Request::Pipeline(vec![first, second]),
             Shape::Shared | Shape::GpuShared => {
                 Request::TensorParallel(vec![(first, Some(3.0)), (second, Some(1.0))])
@@ -124,9 +130,10 @@ pub(crate) fn compile(name: &str, shape: Shape, change: impl FnOnce(&mut Options
         compiler::compile(&model, machine, options, &mut |_, _| ()).unwrap()
     };
     let slower = match shape {
-        Shape::GpuFetching => Some(([1e4, 1e4], 1e12)),
-        Shape::GpuHosted => Some(([1.0, 1e3], 1e6)),
-        Shape::GpuShards => Some(([0.1, 3e3], 3e7)),
+        Shape::GpuFetching => Some(([1e4, 1e4, 1.0], 1e12)),
+        Shape::GpuHosted => Some(([1.0, 1e3, 1.0], 1e6)),
+        Shape::GpuShards => Some(([0.1, 3e3, 1.0], 3e7)),
+        Shape::GpuResident => Some(([0.1, 3e3, 3.0], 3e7)),
         Shape::One
         | Shape::Pipeline
         | Shape::Shared
@@ -151,10 +158,15 @@ fn leave_out(machine: &mut Machine, alone: &Plan) {
     machine.devices[gpu].rates = tests::machines::gpu(0, 0).rates;
 }
 
-/// Makes steps and products of NUMA nodes so many times slower than a core's, whatever this host's are, and links so
-/// fast, that weights are fetched or not.
-fn slow_down(machine: &mut Machine, [steps, weights]: [f64; 2], link_bytes_per_sec: f64) {
+/// Makes steps and products of NUMA nodes so many times slower than a core's, whatever this host's are, products of the
+/// GPU so many times slower than a GPU's, and links so fast, that weights are fetched or not.
+fn slow_down(machine: &mut Machine, [steps, weights, of_gpu]: [f64; 3], link_bytes_per_sec: f64) {
+    let divide = |rates: &mut Rates, by: f64| {
+        let points = rates.linear.iter_mut().flat_map(|linear| &mut linear.points);
+        points.for_each(|point| point.weights_per_sec /= by);
+    };
     let gpu = machine.device("gpu0").unwrap();
+    divide(&mut machine.devices[gpu].rates, of_gpu);
     machine
         .links
         .iter_mut()
@@ -164,8 +176,7 @@ fn slow_down(machine: &mut Machine, [steps, weights]: [f64; 2], link_bytes_per_s
         let rates = &mut machine.devices[device].rates;
         *rates = tests::machines::core_rates();
         rates.step_nanos *= steps;
-        let linear = rates.linear.iter_mut().flat_map(|linear| &mut linear.points);
-        linear.for_each(|point| point.weights_per_sec /= weights);
+        divide(rates, weights);
     }
 }
 
