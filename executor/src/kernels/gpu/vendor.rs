@@ -3,14 +3,15 @@
 //! - The library works on a stream of our own, since CubeCL's are private. Events of the whole context put its work
 //!   between CubeCL's launches: all that was queued before a product ends before it, and what is queued after it
 //!   begins after it. Nothing waits on the host.
-//! - Copies of weights that are made meanwhile would be drawn into that order; beside them the host waits instead.
-//! - Numbers in device memory that one stream writes and another waits for would hold up no third stream, but they
-//!   stall on an H200.
+//! - Copies of weights that are made meanwhile would be drawn into that order; beside them the streams take turns by
+//!   flags.
 
 #![expect(
     unsafe_code,
     reason = "the vendor's library and driver are called through their C interfaces"
 )]
+
+mod turns;
 
 use std::collections::BTreeMap;
 use std::ffi::c_void;
@@ -21,10 +22,13 @@ use cudarc::cublaslt::{result, sys};
 use cudarc::driver::{CudaContext, CudaEvent, CudaStream, sys as driver};
 use ir::tensor::DType;
 
+use self::turns::{TURNS_BYTES, Turns};
 use super::device::{Gpu, Span};
 
-/// Device memory that the library may use while it multiplies; NVIDIA advises 32 MiB for Hopper.
+/// Device memory that the library may use while it multiplies, with the flags of turns; NVIDIA advises 32 MiB for Hopper.
 pub const WORKSPACE_BYTES: usize = 32 << 20;
+/// What the library has of it.
+const LIBRARY_BYTES: usize = WORKSPACE_BYTES - TURNS_BYTES;
 
 /// The library, ready on one GPU.
 pub struct Vendor {
@@ -32,7 +36,8 @@ pub struct Vendor {
     stream: Arc<CudaStream>,
     workspace: Span,
     /// The end of what CubeCL queued, then the end of the products.
-    turns: [CudaEvent; 2],
+    events: [CudaEvent; 2],
+    turns: Turns,
     plans: BTreeMap<Shape, Plan>,
     /// How products are put between launches.
     pub order: Order,
@@ -43,9 +48,9 @@ pub struct Vendor {
 pub enum Order {
     /// By events of the whole context. Copies that are on their way in it take part in that order: products wait for
     /// them, and they for products.
-    Device,
-    /// By waiting on the host: for work beside which copies are made.
-    Host,
+    Events,
+    /// By flags: for work beside which copies are made.
+    Flags,
 }
 
 /// One product: `out = x · wᵀ`, or `out = x · wᵀ + term`, sums in f32.
@@ -116,13 +121,14 @@ impl Vendor {
     ///
     /// # Errors
     /// When the driver has no more streams.
-    pub fn new(library: Library, workspace: Span) -> Result<Self> {
+    pub fn new(gpu: &Gpu, library: Library, workspace: Span) -> Result<Self> {
         let Library { context, handle } = library;
         let stream = context.new_stream().context("making a stream for cuBLASLt")?;
         let event = || context.new_event(None).context("making an event for cuBLASLt");
-        let turns = [event()?, event()?];
-        let (plans, order) = (BTreeMap::new(), Order::Device);
-        Ok(Self { handle, stream, workspace, turns, plans, order })
+        let events = [event()?, event()?];
+        let turns = Turns::new(gpu, &context, &workspace.part(LIBRARY_BYTES, TURNS_BYTES))?;
+        let (plans, order) = (BTreeMap::new(), Order::Events);
+        Ok(Self { handle, stream, workspace, events, turns, plans, order })
     }
 
     /// Queues products after all launches made so far; launches made from now on come after them.
@@ -137,30 +143,44 @@ impl Vendor {
                 self.plans.insert(shape, Plan::new(self.handle, shape)?);
             }
         }
-        if self.order == Order::Host {
-            gpu.sync()?;
-            products.iter().try_for_each(|product| self.queue(product))?;
-            return self.stream.synchronize().context("multiplying with cuBLASLt");
+        match self.order {
+            Order::Events => {
+                self.begin_after_all(gpu)?;
+                products.iter().try_for_each(|product| self.queue(product))?;
+                self.end_before_all()
+            }
+            Order::Flags => {
+                self.turns.begin(gpu, &self.stream)?;
+                products.iter().try_for_each(|product| self.queue(product))?;
+                self.turns.end(gpu, &self.stream)
+            }
         }
+    }
+
+    /// Lets what is queued on the stream begin after all that the context has.
+    fn begin_after_all(&self, gpu: &Gpu) -> Result<()> {
         // What CubeCL has not passed on is not yet in the context.
         gpu.flush()?;
-        let (context, stream) = (self.stream.context().cu_ctx(), self.stream.cu_stream());
-        let [before, after] = self.turns.each_ref().map(CudaEvent::cu_event);
-        // SAFETY: context, stream and events live as long as `self`.
-        unsafe { driver::cuCtxRecordEvent(context, before) }
+        let (context, event) = (self.stream.context().cu_ctx(), self.events[0].cu_event());
+        // SAFETY: context, stream and event live as long as `self`.
+        unsafe { driver::cuCtxRecordEvent(context, event) }
             .result()
             .context("recording what a product comes after")?;
         // SAFETY: as above.
-        unsafe { driver::cuStreamWaitEvent(stream, before, 0) }
+        unsafe { driver::cuStreamWaitEvent(self.stream.cu_stream(), event, 0) }
             .result()
-            .context("waiting for what a product comes after")?;
-        for product in products {
-            self.queue(product)?;
-        }
+            .context("waiting for what a product comes after")
+    }
+
+    /// Lets all that is queued in the context from now on begin after what the stream has.
+    fn end_before_all(&self) -> Result<()> {
+        let (context, event) = (self.stream.context().cu_ctx(), self.events[1].cu_event());
         // SAFETY: as above.
-        unsafe { driver::cuEventRecord(after, stream) }.result().context("recording a product")?;
+        unsafe { driver::cuEventRecord(event, self.stream.cu_stream()) }
+            .result()
+            .context("recording a product")?;
         // SAFETY: as above.
-        unsafe { driver::cuCtxWaitEvent(context, after) }.result().context("waiting for a product")
+        unsafe { driver::cuCtxWaitEvent(context, event) }.result().context("waiting for a product")
     }
 
     fn queue(&self, product: &Product<'_>) -> Result<()> {
@@ -187,7 +207,7 @@ impl Vendor {
                 plan.out,
                 &raw const plan.algorithm,
                 pointer(&self.workspace)?,
-                WORKSPACE_BYTES,
+                LIBRARY_BYTES,
                 self.stream.cu_stream().cast(),
             )
         }
@@ -264,7 +284,7 @@ impl Plan {
         let x = result::create_matrix_layout(element, inputs, tokens, inputs as i64)?;
         let f32 = sys::cudaDataType_t::CUDA_R_32F;
         let out = result::create_matrix_layout(f32, outputs, tokens, shape.stride as i64)?;
-        let (preference, workspace_bytes) = (result::create_matmul_pref()?, WORKSPACE_BYTES);
+        let (preference, workspace_bytes) = (result::create_matmul_pref()?, LIBRARY_BYTES);
         // SAFETY: attributes are read before the calls return; what is destroyed is not used again.
         let heuristic = unsafe {
             result::set_matmul_pref_attribute(
@@ -299,7 +319,8 @@ mod tests {
             eprintln!("skipped: no cuBLASLt");
             return;
         };
-        let mut vendor = Vendor::new(library, gpu.allocate(WORKSPACE_BYTES).unwrap()).unwrap();
+        let mut vendor =
+            Vendor::new(&gpu, library, gpu.allocate(WORKSPACE_BYTES).unwrap()).unwrap();
         let (tokens, inputs, outputs) = (48, 256, 128);
         let wave = |count: usize, phase: f32| -> Vec<f32> {
             (0..count).map(|i| (i as f32 * 0.37 + phase).sin()).collect()
@@ -310,7 +331,7 @@ mod tests {
         let (x_span, w_span, term_span) = (gpu.upload(&x), gpu.upload(&w), gpu.upload(&term));
         let doubled = gpu.poisoned(tokens * outputs * 4);
         let out = gpu.poisoned(tokens * outputs * 4);
-        for order in [Order::Device, Order::Host].repeat(10) {
+        for order in [Order::Events, Order::Flags].repeat(10) {
             vendor.order = order;
             let count = tokens * outputs;
             gpu.add(&term_span, &term_span, &doubled, count);

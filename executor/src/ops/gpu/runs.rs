@@ -187,7 +187,7 @@ impl State {
         let schedule = &scope.plan.programs[program];
         if let Some(vendor) = &mut self.vendor {
             let has_fetches = schedule.lane(self.device, Queue::Copy).is_some();
-            vendor.order = if has_fetches { Order::Host } else { Order::Device };
+            vendor.order = if has_fetches { Order::Flags } else { Order::Events };
         }
         let (&first, &last) = steps.first().zip(steps.last()).context("a stretch has no steps")?;
         self.deliver(scope, run, first)?;

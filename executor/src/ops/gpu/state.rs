@@ -117,7 +117,7 @@ impl State {
         }
         let vendor = library.map(|library| {
             let workspace = memory.take(space.library_bytes as usize)?;
-            Vendor::new(library, workspace)
+            Vendor::new(&gpu, library, workspace)
         });
         Ok(Self {
             weights: Weights::new(&gpu)?,
