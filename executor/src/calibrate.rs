@@ -42,6 +42,9 @@ const MANY_TOKENS: [u32; 3] = [64, 128, 512];
 const MOST_ROUNDS: usize = 15;
 const LEAST_ROUNDS: usize = 3;
 const MOST_TIME: Duration = Duration::from_millis(150);
+/// Times that each linear is measured in turn with the others, and what each of them takes beside its last round.
+const VISITS: usize = 5;
+const VISIT_TIME: Duration = Duration::from_millis(15);
 /// The least bytes that are streamed.
 const STREAMED_BYTES: usize = 512 << 20;
 
@@ -157,10 +160,7 @@ fn device_rates(team: &Team, isa: Isa, cached: usize, beside_fetch: f64) -> Resu
         source: RateSource::Calibrated,
         read_bytes_per_sec: read_rate(team, cached)?,
         step_nanos: step_nanos(team, isa, cached)?,
-        linear: Format::ALL
-            .into_iter()
-            .map(|format| linear_rate(team, isa, cached, format))
-            .collect::<Result<_>>()?,
+        linear: linear_rates(team, isa, cached)?,
         attention_flops_per_sec: attention_rate(team, isa)?,
         cache_bytes_per_sec: cache_rate(team, isa)?,
         beside_fetch,
@@ -219,21 +219,47 @@ fn many_rows(format: Format, cached: usize) -> usize {
     MANY_ROWS.max((CACHES * cached / row_bytes).next_multiple_of(PANEL))
 }
 
-fn linear_rate(team: &Team, isa: Isa, cached: usize, format: Format) -> Result<LinearRate> {
-    let mut points = Vec::new();
-    let many_rows = many_rows(format, cached);
-    for (rows, all_tokens) in [(many_rows, &FEW_TOKENS[..]), (FEW_ROWS, &MANY_TOKENS[..])] {
-        let matrix = packed(team, format, rows, COLUMNS)?;
-        for &tokens in all_tokens {
-            let count = tokens as usize;
-            let x: Vec<f32> = (0..count * COLUMNS).map(made_up).collect();
-            let mut out = vec![0.0; count * rows];
-            let nanos = typical(|| multiply(team, isa, &matrix, &x, count, &mut out))?;
-            points
-                .push(RatePoint { tokens, weights_per_sec: (rows * COLUMNS) as f64 / nanos * 1e9 });
+/// Rates of all formats. Each is measured a little at a time, in turn with the others: a machine that others use is not
+/// as fast at all times, and what is compared must have met the same.
+fn linear_rates(team: &Team, isa: Isa, cached: usize) -> Result<Vec<LinearRate>> {
+    let mut measured = Vec::new();
+    for format in Format::ALL {
+        for (rows, all_tokens) in
+            [(many_rows(format, cached), &FEW_TOKENS[..]), (FEW_ROWS, &MANY_TOKENS[..])]
+        {
+            let times: Vec<(u32, Vec<f64>)> =
+                all_tokens.iter().map(|&tokens| (tokens, Vec::new())).collect();
+            measured.push((format, packed(team, format, rows, COLUMNS)?, times));
         }
     }
-    Ok(LinearRate { format, points })
+    let most = |all: &[u32]| all.iter().copied().max().unwrap_or(1) as usize;
+    let x: Vec<f32> = (0..most(&MANY_TOKENS) * COLUMNS).map(made_up).collect();
+    let outputs = |(_, matrix, times): &(Format, PackedMatrix, Vec<(u32, Vec<f64>)>)| {
+        matrix.rows() * times.iter().map(|(tokens, _)| *tokens as usize).max().unwrap_or(1)
+    };
+    let mut out = vec![0.0; measured.iter().map(outputs).max().unwrap_or(0)];
+    for _ in 0..VISITS {
+        for (_, matrix, times) in &mut measured {
+            for (tokens, times) in times {
+                let count = *tokens as usize;
+                let (x, out) = (&x[..count * COLUMNS], &mut out[..count * matrix.rows()]);
+                visit(times, 1, VISIT_TIME, || multiply(team, isa, matrix, x, count, out))?;
+            }
+        }
+    }
+    let mut rates: Vec<LinearRate> = Vec::new();
+    for (format, matrix, times) in measured {
+        let weights = (matrix.rows() * COLUMNS) as f64;
+        let points = times.into_iter().map(|(tokens, times)| RatePoint {
+            tokens,
+            weights_per_sec: weights / median(times).max(1.0) * 1e9,
+        });
+        match rates.last_mut().filter(|rate| rate.format == format) {
+            Some(rate) => rate.points.extend(points),
+            None => rates.push(LinearRate { format, points: points.collect() }),
+        }
+    }
+    Ok(rates)
 }
 
 fn packed(team: &Team, format: Format, rows: usize, columns: usize) -> Result<PackedMatrix> {
@@ -296,16 +322,30 @@ fn touch(team: &Team, words: &mut [u64]) {
 }
 
 /// Median time of a few rounds, in nanoseconds, after one that warms up.
-fn typical(mut round: impl FnMut() -> Result<()>) -> Result<f64> {
+fn typical(round: impl FnMut() -> Result<()>) -> Result<f64> {
+    let mut times = Vec::with_capacity(MOST_ROUNDS);
+    visit(&mut times, LEAST_ROUNDS, MOST_TIME, round)?;
+    Ok(median(times).max(1.0))
+}
+
+/// Adds the times of rounds, in nanoseconds, after one that warms up: up to [`MOST_ROUNDS`], as many as that time holds
+/// and at least so many.
+fn visit(
+    times: &mut Vec<f64>,
+    least: usize,
+    most_time: Duration,
+    mut round: impl FnMut() -> Result<()>,
+) -> Result<()> {
     round()?;
     let begun = Instant::now();
-    let mut times = Vec::with_capacity(MOST_ROUNDS);
-    while times.len() < LEAST_ROUNDS || times.len() < MOST_ROUNDS && begun.elapsed() < MOST_TIME {
+    let mut rounds = 0;
+    while rounds < least || rounds < MOST_ROUNDS && begun.elapsed() < most_time {
         let start = Instant::now();
         round()?;
         times.push(start.elapsed().as_nanos() as f64);
+        rounds += 1;
     }
-    Ok(median(times).max(1.0))
+    Ok(())
 }
 
 fn median(mut values: Vec<f64>) -> f64 {
