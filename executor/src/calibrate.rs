@@ -55,20 +55,8 @@ const STREAMED_BYTES: usize = 512 << 20;
 /// # Errors
 /// When a device cannot be bound or has no memory to measure with.
 pub fn calibrate(machine: &mut Machine, isa: Isa, mut progress: impl FnMut(&str)) -> Result<()> {
-    let has_gpus = |device: &Device| device.kind.is_gpu();
-    let has_gpus = machine.devices.rows().iter().any(has_gpus);
-    let devices: Vec<(DeviceId, Vec<u32>)> = machine
-        .devices
-        .iter()
-        .filter_map(|(id, device)| match &device.kind {
-            DeviceKind::Numa { cpus, .. } => {
-                // As many as compute beside GPUs: they are slower than all, and that is what most plans will use.
-                let spared = if has_gpus { spared_beside_gpus(cpus.len()) } else { 0 };
-                Some((id, cpus[..cpus.len() - spared].to_vec()))
-            }
-            DeviceKind::Gpu { .. } => None,
-        })
-        .collect();
+    let nodes = machine.devices.ids().filter_map(|id| Some((id, computing(machine, id)?)));
+    let devices: Vec<(DeviceId, Vec<u32>)> = nodes.collect();
     for (id, cpus) in &devices {
         let name = machine.devices[*id].name.clone();
         progress(&name);
@@ -129,6 +117,29 @@ pub fn calibrate(machine: &mut Machine, isa: Isa, mut progress: impl FnMut(&str)
     Ok(())
 }
 
+/// Bytes per second that the cores of a NUMA node read from its memory at the moment; `None` for a GPU.
+///
+/// # Errors
+/// When they cannot be bound or there is no memory to measure with.
+pub fn reads_now(machine: &Machine, id: DeviceId) -> Result<Option<f64>> {
+    let Some(cpus) = computing(machine, id) else { return Ok(None) };
+    let cached = last_caches(&machine.devices[id]);
+    on_team(&cpus, |team| read_rate(team, cached)).map(Some)
+}
+
+/// The processors of a NUMA node that compute. Beside GPUs those are fewer than all, and slower: that is what most plans
+/// of such a machine use.
+fn computing(machine: &Machine, id: DeviceId) -> Option<Vec<u32>> {
+    let has_gpus = machine.devices.rows().iter().any(|device| device.kind.is_gpu());
+    match &machine.devices[id].kind {
+        DeviceKind::Numa { cpus, .. } => {
+            let spared = if has_gpus { spared_beside_gpus(cpus.len()) } else { 0 };
+            Some(cpus[..cpus.len() - spared].to_vec())
+        }
+        DeviceKind::Gpu { .. } => None,
+    }
+}
+
 fn label(machine: &Machine, from: DeviceId, to: DeviceId) -> String {
     format!("{} to {}", machine.devices[from].name, machine.devices[to].name)
 }
@@ -156,11 +167,12 @@ fn last_caches(device: &Device) -> usize {
 }
 
 fn device_rates(team: &Team, isa: Isa, cached: usize, beside_fetch: f64) -> Result<Rates> {
+    let (read_bytes_per_sec, linear) = streaming_rates(team, isa, cached)?;
     Ok(Rates {
         source: RateSource::Calibrated,
-        read_bytes_per_sec: read_rate(team, cached)?,
+        read_bytes_per_sec,
         step_nanos: step_nanos(team, isa, cached)?,
-        linear: linear_rates(team, isa, cached)?,
+        linear,
         attention_flops_per_sec: attention_rate(team, isa)?,
         cache_bytes_per_sec: cache_rate(team, isa)?,
         beside_fetch,
@@ -170,11 +182,28 @@ fn device_rates(team: &Team, isa: Isa, cached: usize, beside_fetch: f64) -> Resu
 /// Bytes per second of all members reading memory that none of them has cached; the last-level caches hold
 /// `cached` bytes.
 pub fn read_rate(team: &Team, cached: usize) -> Result<f64> {
-    let bytes = STREAMED_BYTES.max(CACHES * cached);
-    let mut region = Region::new(bytes)?;
-    touch(team, region.as_mut_slice());
-    let words: &[u64] = region.as_slice();
-    let nanos = typical(|| {
+    let memory = Memory::new(team, cached)?;
+    let nanos = typical(|| memory.read(team))?;
+    Ok(memory.bytes as f64 / nanos * 1e9)
+}
+
+/// Memory that no cache holds.
+struct Memory {
+    region: Region,
+    bytes: usize,
+}
+
+impl Memory {
+    fn new(team: &Team, cached: usize) -> Result<Self> {
+        let bytes = STREAMED_BYTES.max(CACHES * cached);
+        let mut region = Region::new(bytes)?;
+        touch(team, region.as_mut_slice());
+        Ok(Self { region, bytes })
+    }
+
+    /// Lets all members read their parts.
+    fn read(&self, team: &Team) -> Result<()> {
+        let words: &[u64] = self.region.as_slice();
         team.run(|member| {
             let mut sums = [0u64; 8];
             for chunk in words[team.split(member, words.len(), 512)].chunks_exact(8) {
@@ -185,8 +214,7 @@ pub fn read_rate(team: &Team, cached: usize) -> Result<f64> {
             black_box(sums);
         });
         Ok(())
-    })?;
-    Ok(bytes as f64 / nanos * 1e9)
+    }
 }
 
 /// Time of a step beside what it reads: how much longer a matrix takes by small parts, one step each, than at once.
@@ -219,9 +247,11 @@ fn many_rows(format: Format, cached: usize) -> usize {
     MANY_ROWS.max((CACHES * cached / row_bytes).next_multiple_of(PANEL))
 }
 
-/// Rates of all formats. Each is measured a little at a time, in turn with the others: a machine that others use is not
-/// as fast at all times, and what is compared must have met the same.
-fn linear_rates(team: &Team, isa: Isa, cached: usize) -> Result<Vec<LinearRate>> {
+/// Bytes per second of reading memory, and rates of linears in all formats. Each is measured a little at a time, in turn
+/// with the others: a machine that others use is not as fast at all times, and what is compared must have met the same.
+fn streaming_rates(team: &Team, isa: Isa, cached: usize) -> Result<(f64, Vec<LinearRate>)> {
+    let memory = Memory::new(team, cached)?;
+    let mut reads = Vec::new();
     let mut measured = Vec::new();
     for format in Format::ALL {
         for (rows, all_tokens) in
@@ -239,6 +269,7 @@ fn linear_rates(team: &Team, isa: Isa, cached: usize) -> Result<Vec<LinearRate>>
     };
     let mut out = vec![0.0; measured.iter().map(outputs).max().unwrap_or(0)];
     for _ in 0..VISITS {
+        visit(&mut reads, 1, VISIT_TIME, || memory.read(team))?;
         for (_, matrix, times) in &mut measured {
             for (tokens, times) in times {
                 let count = *tokens as usize;
@@ -259,7 +290,7 @@ fn linear_rates(team: &Team, isa: Isa, cached: usize) -> Result<Vec<LinearRate>>
             None => rates.push(LinearRate { format, points: points.collect() }),
         }
     }
-    Ok(rates)
+    Ok((memory.bytes as f64 / median(reads).max(1.0) * 1e9, rates))
 }
 
 fn packed(team: &Team, format: Format, rows: usize, columns: usize) -> Result<PackedMatrix> {

@@ -4,9 +4,11 @@
 use std::time::Duration;
 
 use anyhow::{Result, ensure};
+use ir::machine::RateSource;
 use ir::plan::{Phase, Plan};
 use serde_json::json;
 
+use executor::calibrate::reads_now;
 use executor::engine::Engine;
 use executor::generation::GenerationOverrides;
 
@@ -70,7 +72,35 @@ pub(super) fn run(arguments: BenchArguments) -> Result<()> {
         to_markdown(&session.engine.plan().model.name, &tests)
     };
     print(&text)?;
-    session.write_records(arguments.trace.as_deref(), arguments.perfetto.as_deref())
+    session.write_records(arguments.trace.as_deref(), arguments.perfetto.as_deref())?;
+    let plan = session.engine.plan().clone();
+    // Its memory and threads are out of the way.
+    drop(session);
+    if arguments.output != "json" {
+        print(&memory_now(&plan)?)?;
+    }
+    Ok(())
+}
+
+/// How fast memory is now, where forecasts rest on how fast it was: on machines that others use too it changes.
+fn memory_now(plan: &Plan) -> Result<String> {
+    let mut text = String::new();
+    for (id, device) in plan.machine.devices.iter() {
+        let is_used = plan.weights.rows().iter().any(|weight| weight.device == id);
+        if !is_used || device.rates.source != RateSource::Calibrated {
+            continue;
+        }
+        if let Some(now) = reads_now(&plan.machine, id)? {
+            let then = device.rates.read_bytes_per_sec;
+            text += &format!(
+                "\n{}: memory reads {:.1} GB/s now, {:.1} GB/s when it was calibrated\n",
+                device.name,
+                now / 1e9,
+                then / 1e9
+            );
+        }
+    }
+    Ok(text)
 }
 
 fn measure(
