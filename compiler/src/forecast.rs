@@ -33,9 +33,9 @@ pub(crate) fn simulate(program: &Program) -> Times {
     }
 }
 
-/// What a product of many rows takes longer on a GPU whose copies must not wait for it: the host waits before and after
-/// the vendor's library. Measured on an H200: see benches/RESULTS.md.
-const HOST_ORDER_NANOS: u64 = 100_000;
+/// What a linear of many rows takes longer on a GPU while weights are copied to it: products and launches take turns by
+/// flags, and copies take some of the memory's time. Measured on an H200: see benches/RESULTS.md.
+const BESIDE_COPIES_NANOS: u64 = 100_000;
 
 /// Lengthens what GPUs and NUMA nodes compute while weights are fetched.
 ///
@@ -78,7 +78,7 @@ pub(crate) fn contend(task: &Task<'_>, bound: &Bound, program: &mut Program) {
                 let rows =
                     step.reads.first().map(|&x| rows_of(&program.buffers[x].ty, program.max));
                 if rows > Some(UNPACKED_ROWS) {
-                    step.estimate_nanos += HOST_ORDER_NANOS;
+                    step.estimate_nanos += BESIDE_COPIES_NANOS;
                 }
             }
             Action::Run(_) | Action::Move { .. } => (),
