@@ -32,7 +32,7 @@ const LIBRARY_BYTES: usize = WORKSPACE_BYTES - TURNS_BYTES;
 
 /// The library, ready on one GPU.
 pub struct Vendor {
-    handle: sys::cublasLtHandle_t,
+    library: Library,
     stream: Arc<CudaStream>,
     workspace: Span,
     /// The end of what CubeCL queued, then the end of the products.
@@ -116,19 +116,27 @@ impl Library {
     }
 }
 
+impl Drop for Library {
+    fn drop(&mut self) {
+        // What the library answers helps nobody now.
+        // SAFETY: the handle was made once by the library and is not used again.
+        let _ = unsafe { result::destroy_handle(self.handle) };
+    }
+}
+
 impl Vendor {
     /// The library with [`WORKSPACE_BYTES`] of memory.
     ///
     /// # Errors
     /// When the driver has no more streams.
     pub fn new(gpu: &Gpu, library: Library, workspace: Span) -> Result<Self> {
-        let Library { context, handle } = library;
+        let context = &library.context;
         let stream = context.new_stream().context("making a stream for cuBLASLt")?;
         let event = || context.new_event(None).context("making an event for cuBLASLt");
         let events = [event()?, event()?];
-        let turns = Turns::new(gpu, &context, &workspace.part(LIBRARY_BYTES, TURNS_BYTES))?;
+        let turns = Turns::new(gpu, context, &workspace.part(LIBRARY_BYTES, TURNS_BYTES))?;
         let (plans, order) = (BTreeMap::new(), Order::Events);
-        Ok(Self { handle, stream, workspace, events, turns, plans, order })
+        Ok(Self { library, stream, workspace, events, turns, plans, order })
     }
 
     /// Queues products after all launches made so far; launches made from now on come after them.
@@ -140,7 +148,7 @@ impl Vendor {
         for product in products {
             let shape = product.shape();
             if !self.plans.contains_key(&shape) {
-                self.plans.insert(shape, Plan::new(self.handle, shape)?);
+                self.plans.insert(shape, Plan::new(self.library.handle, shape)?);
             }
         }
         match self.order {
@@ -193,7 +201,7 @@ impl Vendor {
         // the call returns.
         unsafe {
             result::matmul(
-                self.handle,
+                self.library.handle,
                 plan.description,
                 (&raw const one).cast(),
                 std::ptr::from_ref(add).cast(),
@@ -227,8 +235,6 @@ impl Drop for Vendor {
                 }
             }
         }
-        // SAFETY: as above.
-        let _ = unsafe { result::destroy_handle(self.handle) };
     }
 }
 

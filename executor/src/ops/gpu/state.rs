@@ -115,6 +115,8 @@ impl State {
         if gpu.is_cuda() {
             peers.register_buffers(device, ordinal, buffers.address()?);
         }
+        // A plan without products of many rows counts no memory for the library.
+        let library = library.filter(|_| space.library_bytes > 0);
         let vendor = library.map(|library| {
             let workspace = memory.take(space.library_bytes as usize)?;
             Vendor::new(&gpu, library, workspace)
