@@ -10,7 +10,6 @@ use rayon::prelude::*;
 use super::{Cut, cut, shard};
 use crate::options::{Options, Request};
 use crate::part::WeightKey;
-
 use crate::place::{Among, Placement, hosts, place};
 use crate::target::Target;
 use crate::task::Task;

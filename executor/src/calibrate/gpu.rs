@@ -82,7 +82,8 @@ struct Meter<'a> {
 /// When it has no memory to measure with, or fails.
 pub(super) fn rates(gpu: &Gpu, sizes: Sizes) -> Result<Rates> {
     let library = gpu.ordinal().map(|ordinal| Library::load(gpu, ordinal)).transpose()?.flatten();
-    let vendor = library.map(|library| Vendor::new(gpu, library, gpu.allocate(WORKSPACE_BYTES)?));
+    let vendor =
+        library.map(|library| Vendor::new(gpu, library, gpu.allocate(WORKSPACE_BYTES)?, false));
     let mut meter = Meter { gpu, vendor: vendor.transpose()?, sizes };
     let bf16 = meter.linear(Format::Bf16, 0.0)?;
     let read_bytes_per_sec = bf16.weights_per_sec(1) * 2.0;

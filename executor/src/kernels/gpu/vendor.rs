@@ -37,7 +37,8 @@ pub struct Vendor {
     workspace: Span,
     /// The end of what CubeCL queued, then the end of the products.
     events: [CudaEvent; 2],
-    turns: Turns,
+    /// For work beside which copies are made.
+    turns: Option<Turns>,
     plans: BTreeMap<Shape, Plan>,
     /// How products are put between launches.
     pub order: Order,
@@ -125,16 +126,18 @@ impl Drop for Library {
 }
 
 impl Vendor {
-    /// The library with [`WORKSPACE_BYTES`] of memory.
+    /// The library with [`WORKSPACE_BYTES`] of memory; `beside_copies` says whether products are to be put in
+    /// [`Order::Flags`].
     ///
     /// # Errors
-    /// When the driver has no more streams.
-    pub fn new(gpu: &Gpu, library: Library, workspace: Span) -> Result<Self> {
+    /// When the driver has no more streams, or launches cannot raise flags.
+    pub fn new(gpu: &Gpu, library: Library, workspace: Span, beside_copies: bool) -> Result<Self> {
         let context = &library.context;
         let stream = context.new_stream().context("making a stream for cuBLASLt")?;
         let event = || context.new_event(None).context("making an event for cuBLASLt");
         let events = [event()?, event()?];
-        let turns = Turns::new(gpu, context, &workspace.part(LIBRARY_BYTES, TURNS_BYTES))?;
+        let flags = beside_copies.then(|| workspace.part(LIBRARY_BYTES, TURNS_BYTES));
+        let turns = flags.map(|flags| Turns::new(gpu, context, &flags)).transpose()?;
         let (plans, order) = (BTreeMap::new(), Order::Events);
         Ok(Self { library, stream, workspace, events, turns, plans, order })
     }
@@ -158,9 +161,10 @@ impl Vendor {
                 self.end_before_all()
             }
             Order::Flags => {
-                self.turns.begin(gpu, &self.stream)?;
+                let turns = self.turns.as_ref().context("no copies were to be made meanwhile")?;
+                turns.begin(gpu, &self.stream)?;
                 products.iter().try_for_each(|product| self.queue(product))?;
-                self.turns.end(gpu, &self.stream)
+                turns.end(gpu, &self.stream)
             }
         }
     }
@@ -326,7 +330,7 @@ mod tests {
             return;
         };
         let mut vendor =
-            Vendor::new(&gpu, library, gpu.allocate(WORKSPACE_BYTES).unwrap()).unwrap();
+            Vendor::new(&gpu, library, gpu.allocate(WORKSPACE_BYTES).unwrap(), true).unwrap();
         let (tokens, inputs, outputs) = (48, 256, 128);
         let wave = |count: usize, phase: f32| -> Vec<f32> {
             (0..count).map(|i| (i as f32 * 0.37 + phase).sin()).collect()

@@ -7,7 +7,7 @@ use anyhow::{Context as _, Result, ensure};
 use ir::frame::Frame;
 use ir::id::{BufferId, DeviceId, Table, WeightId};
 use ir::op::Op;
-use ir::plan::{Plan, Program, Weight};
+use ir::plan::{Plan, Program, Queue, Weight};
 use ir::tensor::{Extent, TensorType};
 use ir::workspace::workspace;
 
@@ -117,9 +117,10 @@ impl State {
         }
         // A plan without products of many rows counts no memory for the library.
         let library = library.filter(|_| space.library_bytes > 0);
+        let fetches = |program: &Program| program.lane(device, Queue::Copy).is_some();
         let vendor = library.map(|library| {
             let workspace = memory.take(space.library_bytes as usize)?;
-            Vendor::new(&gpu, library, workspace)
+            Vendor::new(&gpu, library, workspace, plan.programs.iter().any(fetches))
         });
         Ok(Self {
             weights: Weights::new(&gpu)?,

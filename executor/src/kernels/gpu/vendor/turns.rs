@@ -7,6 +7,7 @@
 //! - What a stream writes before it raises a flag is done, as launches of one stream follow each other; flags are
 //!   raised and seen with the order of the whole system.
 
+use std::cell::Cell;
 use std::ffi::{CStr, c_void};
 use std::sync::Arc;
 
@@ -57,7 +58,7 @@ pub(super) struct Turns {
     /// Of the flag that is raised when the vendor may begin, and of the one for when it has ended.
     addresses: [u64; 2],
     /// The last turn's: what flags are raised to.
-    number: u32,
+    number: Cell<u32>,
     context: Arc<CudaContext>,
     module: driver::CUmodule,
     await_turn: driver::CUfunction,
@@ -82,21 +83,22 @@ impl Turns {
         let addresses = [address, address + ALIGNMENT as u64];
         gpu.write(flags, &[0; TURNS_BYTES])?;
         let context = Arc::clone(context);
-        let turns = Self { addresses, number: 1, context, module, await_turn, give_turn };
+        let turns =
+            Self { addresses, number: Cell::new(1), context, module, await_turn, give_turn };
         // A launch that cannot be made would leave the other stream waiting for good.
         for address in addresses {
             turns.give_to(gpu, address);
             turns.wait_for(gpu, address);
         }
         let raised = gpu.read(flags)?;
-        let is_raised = |at: usize| raised[at..].starts_with(&turns.number.to_ne_bytes());
+        let is_raised = |at: usize| raised[at..].starts_with(&turns.number.get().to_ne_bytes());
         ensure!(is_raised(0) && is_raised(ALIGNMENT), "launches cannot raise flags on this GPU");
         Ok(turns)
     }
 
     /// Lets the stream go on after all that was queued on CubeCL's.
-    pub(super) fn begin(&mut self, gpu: &Gpu, stream: &CudaStream) -> Result<()> {
-        self.number = self.number.wrapping_add(1);
+    pub(super) fn begin(&self, gpu: &Gpu, stream: &CudaStream) -> Result<()> {
+        self.number.set(self.number.get().wrapping_add(1));
         self.give_to(gpu, self.addresses[0]);
         gpu.flush()?;
         self.launch(self.await_turn, stream, self.addresses[0])
@@ -112,17 +114,17 @@ impl Turns {
     fn give_to(&self, gpu: &Gpu, flag: u64) {
         let (cubes, units) = (CubeCount::new_1d(1), CubeDim::new_1d(1));
         // SAFETY: the flag lies in memory that lives as long as `self`.
-        unsafe { give::launch_unchecked(&gpu.client, cubes, units, flag, self.number) };
+        unsafe { give::launch_unchecked(&gpu.client, cubes, units, flag, self.number.get()) };
     }
 
     fn wait_for(&self, gpu: &Gpu, flag: u64) {
         let (cubes, units) = (CubeCount::new_1d(1), CubeDim::new_1d(1));
         // SAFETY: as above.
-        unsafe { wait::launch_unchecked(&gpu.client, cubes, units, flag, self.number) };
+        unsafe { wait::launch_unchecked(&gpu.client, cubes, units, flag, self.number.get()) };
     }
 
     fn launch(&self, kernel: driver::CUfunction, stream: &CudaStream, flag: u64) -> Result<()> {
-        let (mut flag, mut number) = (flag, self.number);
+        let (mut flag, mut number) = (flag, self.number.get());
         let mut arguments: [*mut c_void; 2] = [(&raw mut flag).cast(), (&raw mut number).cast()];
         let one = (1, 1, 1);
         // SAFETY: the kernel takes a 64-bit and a 32-bit number, which are read before the call returns; the flag
