@@ -5,7 +5,7 @@
 //! - The first node then stays on a GPU where there is room, and the home of the others computes less.
 
 use std::cmp::Reverse;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use anyhow::{Context as _, Result, ensure};
 use ir::counts::ExpertCounts;
@@ -32,6 +32,25 @@ struct Ranked {
     order: Vec<u32>,
     /// The part of all choices that fell on each, in that order.
     loads: Vec<f64>,
+}
+
+/// Fails where the counts are those of another model, or there is nothing to count.
+pub(crate) fn check_counts(model: &Model, counts: &ExpertCounts) -> Result<()> {
+    let ranked = ranked(model, counts)?;
+    ensure!(
+        !ranked.is_empty(),
+        "the model has no experts, and the counts are of those of {}: leave --expert-counts out",
+        counts.model
+    );
+    let routers: BTreeSet<NodeId> = ranked.values().map(|ranked| ranked.router).collect();
+    ensure!(
+        routers.len() == counts.routers.len(),
+        "the counts are of {} routers of {}, and the model has {}: count its own with `hybrid-exec --count-experts`",
+        counts.routers.len(),
+        counts.model,
+        routers.len()
+    );
+    Ok(())
 }
 
 /// The model with as many of the most used experts of each mixture in a node of their own as there is room for beside

@@ -76,6 +76,10 @@ pub fn compile(
     let target = Target::new(model, machine, options)?;
     let layers = run_all(LAYER_PASSES, model.layers.clone(), observe)?;
     let model = Model { layers, ..model.clone() };
+    if let Some(counted) = &options.expert_counts {
+        let file = || format!("using {}", counted.file.display());
+        experts::check_counts(&model, &counted.counts).with_context(file)?;
+    }
     let (target, placed) = place_by_width(&model, target, options)?;
     let (model, placement) = with_counts(model, placed, &target, options)?;
     let (model, placement) = shards::with_shards(model, placement, &target, options)?;

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use anyhow::{Context as _, Result, bail, ensure};
+use clap::builder::RangedI64ValueParser;
 use clap::{Args, Parser, Subcommand};
 use compiler::explain::{diff, explain};
 use compiler::options::{self, CountedExperts, Options, Request};
@@ -64,22 +65,22 @@ struct Compile {
     #[arg(long, value_name = "FILE")]
     machine: Option<PathBuf>,
     /// The most tokens of a sequence; default: the model's, at most 8192.
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = at_least_one())]
     context: Option<u32>,
     /// Sequences at once.
-    #[arg(long, value_name = "N", default_value_t = 1)]
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = at_least_one())]
     max_sequences: u32,
     /// The most tokens of one prefill run.
-    #[arg(long, value_name = "N", default_value_t = 512)]
+    #[arg(long, value_name = "N", default_value_t = 512, value_parser = at_least_one())]
     prefill_tokens: u32,
-    /// Bytes of all KV caches: 4GiB; default: what context and sequences need.
+    /// The most bytes for all KV caches: 4GiB; default: what context and sequences need.
     #[arg(long, value_name = "SIZE")]
     kv_cache: Option<String>,
     /// Element type of the KV caches: f32, f16, bf16, i8; default: as exact as the weights. GPUs keep the default
     /// instead of i8.
     #[arg(long, value_name = "TYPE")]
     kv_type: Option<String>,
-    /// Compute format: f32, f16, bf16, q8, q4; DEVICES=FORMAT for some devices. May be repeated.
+    /// Compute format: f32, f16, bf16, bf12, q8, q4; DEVICES=FORMAT for some devices. May be repeated.
     #[arg(long, value_name = "FORMAT")]
     format: Vec<String>,
     /// Hold bf16 in 16 bits everywhere; default: in 12 bits where that is faster.
@@ -117,6 +118,11 @@ struct Compile {
     /// Print the graph after a pass, or after all, to standard error. May be repeated.
     #[arg(long, value_name = "PASS")]
     print_after: Vec<String>,
+}
+
+/// Parses what is never 0.
+fn at_least_one() -> RangedI64ValueParser<u32> {
+    clap::value_parser!(u32).range(1..)
 }
 
 fn main() -> ExitCode {
@@ -162,7 +168,8 @@ fn compile(arguments: &Compile) -> Result<()> {
         Some(path) => read(path, Machine::from_ron)?,
         None => probe::machine(None)?,
     };
-    let model = models::lower(&arguments.checkpoint)?;
+    let model = models::lower(&arguments.checkpoint)
+        .map_err(|error| with_expected_file(error, &arguments.checkpoint))?;
     let mut observe = |stage: &str, graph: &dyn std::fmt::Display| {
         if arguments.print_after.iter().any(|wanted| wanted == "all" || wanted == stage) {
             eprintln!("; after {stage}\n{graph}");
@@ -176,6 +183,17 @@ fn compile(arguments: &Compile) -> Result<()> {
     Ok(())
 }
 
+/// Says what is expected where another file of a checkpoint's folder is given, such as its `config.json`.
+fn with_expected_file(error: anyhow::Error, checkpoint: &Path) -> anyhow::Error {
+    let is_json = checkpoint.extension().is_some_and(|extension| extension == "json");
+    if !is_json || !checkpoint.is_file() || checkpoint.to_string_lossy().ends_with(".index.json") {
+        return error;
+    }
+    error.context(
+        "expected a model.safetensors, a model.safetensors.index.json or the folder of either",
+    )
+}
+
 impl Compile {
     fn options(&self) -> Result<Options> {
         let request = match (&self.pipeline, &self.tensor_parallel) {
@@ -185,16 +203,15 @@ impl Compile {
             }
             (None, None) => Request::Any,
         };
-        let size = |name: &'static str, text: &Option<String>| {
-            text.as_deref().map(options::parse_bytes).transpose().context(name)
-        };
+        let kv_cache = self.kv_cache.as_deref().map(options::parse_bytes).transpose();
+        let gpu_memory = self.gpu_memory.as_deref().map(options::parse_gpu_memory).transpose();
         let formats = self.format.iter().map(|rule| rule.parse()).collect::<Result<_>>();
         let kv_type = self.kv_type.as_deref().map(options::parse_kv_type).transpose();
         Ok(Options {
             context: self.context,
             max_sequences: self.max_sequences,
             prefill_tokens: self.prefill_tokens,
-            kv_cache_bytes: size("in --kv-cache", &self.kv_cache)?,
+            kv_cache_bytes: kv_cache.context("in --kv-cache")?,
             kv_type: kv_type.context("in --kv-type")?,
             formats: formats.context("in --format")?,
             plain_bf16: self.plain_bf16,
@@ -207,7 +224,7 @@ impl Compile {
                 .collect::<Result<_>>()
                 .context("in --pin")?,
             without: self.without.clone(),
-            gpu_memory_bytes: size("in --gpu-memory", &self.gpu_memory)?,
+            gpu_memory_bytes: gpu_memory.context("in --gpu-memory")?,
             expert_counts: self.expert_counts.as_deref().map(read_counts).transpose()?,
             plan_folder: Some(folder_of(&self.output)?),
         })

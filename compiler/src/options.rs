@@ -19,7 +19,7 @@ pub struct Options {
     pub max_sequences: u32,
     /// The most tokens of one prefill run.
     pub prefill_tokens: u32,
-    /// Bytes of all KV caches together; `None` is what context and sequences need.
+    /// The most bytes of all KV caches together; `None` is what context and sequences need.
     pub kv_cache_bytes: Option<u64>,
     /// Element type of the KV caches; `None` follows the weights.
     pub kv_type: Option<DType>,
@@ -45,6 +45,9 @@ pub struct Options {
 
 /// Longer contexts are asked for, not assumed: their caches take as much memory as weights do.
 pub const DEFAULT_CONTEXT: u32 = 8192;
+
+/// The least share of a tensor split that layers can be divided in: large ones have a few hundred blocks of features.
+const LEAST_SHARE: f64 = 1e-3;
 
 /// How often experts are chosen, as counted.
 #[derive(Clone, Debug)]
@@ -133,6 +136,10 @@ impl FromStr for FormatRule {
     type Err = anyhow::Error;
     fn from_str(text: &str) -> Result<Self> {
         let (devices, format) = text.rsplit_once('=').unwrap_or(("*", text));
+        ensure!(
+            !text.contains(','),
+            "{text:?} is more than one rule: repeat --format, as in --format numa0=q8 --format numa1=q4"
+        );
         let format = format.parse()?;
         let pattern = regex::escape(devices).replace(r"\*", ".*").replace(r"\?", ".");
         let devices = Regex::new(&format!("^{pattern}$"))
@@ -169,6 +176,14 @@ pub fn parse_tensor_parallel(text: &str) -> Result<Request> {
         weighted == 0 || weighted == members.len(),
         "either all devices of a tensor split have a share or none has"
     );
+    let all: f64 = members.iter().filter_map(|(_, share)| *share).sum();
+    let is_nothing = |share: &Option<f64>| share.is_some_and(|share| share < LEAST_SHARE * all);
+    if let Some((name, _)) = members.iter().find(|(_, share)| is_nothing(share)) {
+        bail!(
+            "the share of {name} is below a thousandth, and a device that takes part computes a head and \
+             a block of every layer: leave {name} out or give it more"
+        );
+    }
     Ok(Request::TensorParallel(members))
 }
 
@@ -187,7 +202,8 @@ pub fn parse_bytes(text: &str) -> Result<u64> {
     let text = text.trim();
     let digits = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
     let (number, unit) = text.split_at(digits);
-    let number: f64 = number.parse().with_context(|| format!("{text:?} is not a size"))?;
+    let expected = || format!("{text:?} is not a size: write 4GiB, 512MiB or bytes");
+    let number: f64 = number.parse().map_err(|_| anyhow!(expected()))?;
     let unit = match unit.trim().to_ascii_lowercase().as_str() {
         "" | "b" => 1u64,
         "kb" => 1000,
@@ -198,11 +214,24 @@ pub fn parse_bytes(text: &str) -> Result<u64> {
         "m" | "mib" => 1 << 20,
         "g" | "gib" => 1 << 30,
         "t" | "tib" => 1 << 40,
-        _ => bail!("{text:?} is not a size: write 4GiB, 512MiB or bytes"),
+        _ => bail!(expected()),
     };
     let bytes = number * unit as f64;
-    ensure!(bytes >= 1.0 && bytes < 2f64.powi(63), "{text:?} is not a size");
+    ensure!(bytes >= 1.0 && bytes < 2f64.powi(63), "{text:?} is less than a byte or too many");
     Ok(bytes as u64)
+}
+
+/// [`parse_bytes`] of what a GPU may use, where a number without its unit is a slip.
+pub fn parse_gpu_memory(text: &str) -> Result<u64> {
+    /// Less than any GPU has or any model takes.
+    const LEAST_BYTES: u64 = 1 << 20;
+    let bytes = parse_bytes(text)?;
+    let number = text.trim();
+    ensure!(
+        bytes >= LEAST_BYTES,
+        "{number:?} is {bytes} bytes, too few for any model: give a unit, as in 24GiB"
+    );
+    Ok(bytes)
 }
 
 /// `f32`, `f16`, `bf16`, `i8`.

@@ -12,6 +12,7 @@ mod hosted;
 mod lay_out;
 mod prices;
 mod stages;
+mod too_large;
 pub(crate) mod units;
 
 use std::collections::BTreeSet;
@@ -21,7 +22,8 @@ use anyhow::{Result, bail, ensure};
 use ir::graph::Placed;
 use ir::id::{DeviceId, NodeId, Table};
 use ir::layout::Layout;
-use ir::machine::DeviceKind;
+use ir::machine::{DeviceKind, Machine};
+use ir::model::ModelCache;
 use ir::plan::{Candidate, DeviceForecast, Phase};
 use rayon::prelude::*;
 
@@ -31,6 +33,7 @@ use crate::options::{Options, Request};
 use crate::place::candidates::{Arrangement, Prices};
 use crate::place::lay_out::{fetch_weights, lay_out};
 use crate::place::prices::{Pins, Times, judged_decode, missing, priced_batches};
+use crate::place::too_large::too_large;
 use crate::place::units::Units;
 use crate::target::{BLOCK_TOKENS, Batch};
 use crate::task::Task;
@@ -137,20 +140,25 @@ pub(crate) enum Among<'a> {
 pub(crate) fn place(task: &Task<'_>, options: &Options, among: Among<'_>) -> Result<Placement> {
     let units = Units::new(task.model);
     let pins = pins(task, options)?;
-    let per_sequence = task.target.blocks_per_sequence();
-    let wanted = wanted_blocks(task, options)?;
-    let mut offers = offers(task, options, &units, &pins, wanted, among)?;
-    let mut blocks = wanted;
-    if offers.iter().all(|offer| offer.candidate.missing.is_some()) && wanted > per_sequence {
-        // Fewer sequences can have their whole context at once, but one always can.
-        blocks = per_sequence;
-        offers = self::offers(task, options, &units, &pins, blocks, among)?;
-    }
+    let blocks = wanted_blocks(task, options)?;
+    let offers_of = |blocks| offers(task, options, &units, &pins, blocks, among);
+    let offers = offers_of(blocks)?;
     let Some(best) = offers.iter().find(|offer| offer.candidate.missing.is_none()) else {
-        bail!("{}", too_large(task, &offers));
+        let with_blocks = |blocks| match among {
+            Among::All => offers_of(blocks),
+            // Nobody is told why there is none.
+            Among::Beside(_) | Among::RoughlyBeside(_) => Ok(Vec::new()),
+        };
+        bail!("{}", too_large(task, options, &offers, blocks, with_blocks)?);
     };
     let mut layouts = layouts(task, &units, &pins, &best.arrangement)?;
-    let chosen = causes::Chosen { arrangement: &best.arrangement, devices: &best.devices };
+    let faster = offers.iter().filter(|offer| offer.score < best.score);
+    let faster = faster.filter(|offer| offer.candidate.missing.is_some());
+    let chosen = causes::Chosen {
+        arrangement: &best.arrangement,
+        devices: &best.devices,
+        faster: faster.min_by_key(|offer| offer.score),
+    };
     causes::explain(task, options, &units, &pins, &chosen, blocks, &mut layouts)?;
     let price = |arrangement: &Arrangement| offer(task, &units, &pins, arrangement, blocks);
     // Where experts are split, what stays beside GPUs may become best.
@@ -189,6 +197,11 @@ fn offers(
         Request::TensorParallelRanks(ranks) => {
             vec![prices.requested_group(&first(task, *ranks)?, None)?]
         }
+    };
+    // Where everything is pinned, all arrangements are the same.
+    let arrangements = match pins.rows().iter().all(Option::is_some) {
+        true => arrangements.get(..1).unwrap_or_default(),
+        false => &arrangements,
     };
     let priced: Vec<Result<Offer>> = arrangements
         .par_iter()
@@ -268,7 +281,7 @@ fn offer(
     };
     let fits = missing.is_none();
     let candidate = Candidate {
-        name: arrangement.name(task),
+        name: arrangement.name(task, units, pins),
         prefill_nanos: fits.then_some(prefill.nanos),
         decode_nanos: fits.then_some(forecast[1].nanos),
         missing,
@@ -324,29 +337,35 @@ fn wanted_blocks(task: &Task<'_>, options: &Options) -> Result<u32> {
     let per_sequence = target.blocks_per_sequence();
     let all = per_sequence.saturating_mul(target.max_sequences);
     let Some(budget) = options.kv_cache_bytes else { return Ok(all) };
-    // Devices may hold keys in different types; the widest is what the budget is for.
-    let widest = |head_dim: u32| {
-        let types = target.kv_types.rows().iter();
-        types.map(|dtype| dtype.head_bytes(head_dim)).max().expect("there are devices")
-    };
-    let block_bytes: u64 = task
-        .model
-        .caches
-        .rows()
-        .iter()
-        .map(|cache| {
-            2 * widest(cache.head_dim) * u64::from(cache.kv_heads) * u64::from(BLOCK_TOKENS)
-        })
-        .sum();
+    let block_bytes = cache_block_bytes(task);
     let needed = block_bytes * u64::from(per_sequence);
     ensure!(
         budget >= needed,
-        "a KV cache of {budget} bytes is {} bytes short of one context of {} tokens, which takes {needed}",
+        "a KV cache of {budget} bytes is {} bytes short of one context of {} tokens, which takes {needed}: raise \
+         --kv-cache or lower --context",
         needed - budget,
         target.context
     );
     let blocks = budget.checked_div(block_bytes).unwrap_or(u64::from(all));
-    Ok(u32::try_from(blocks).unwrap_or(u32::MAX).min(all))
+    let blocks = u32::try_from(blocks).unwrap_or(u32::MAX).min(all);
+    ensure!(
+        blocks >= target.max_sequences,
+        "a KV cache of {budget} bytes has {blocks} blocks of {BLOCK_TOKENS} tokens, and each of {} sequences takes \
+         one at least: raise --kv-cache or lower --max-sequences to {blocks}",
+        target.max_sequences
+    );
+    Ok(blocks)
+}
+
+/// Bytes of one block of all caches. Devices may hold keys in different types; this is of the widest.
+fn cache_block_bytes(task: &Task<'_>) -> u64 {
+    let widest = |head_dim: u32| {
+        let types = task.target.kv_types.rows().iter();
+        types.map(|dtype| dtype.head_bytes(head_dim)).max().expect("there are devices")
+    };
+    let caches = task.model.caches.rows().iter();
+    let row = |cache: &ModelCache| 2 * widest(cache.head_dim) * u64::from(cache.kv_heads);
+    caches.map(|cache| row(cache) * u64::from(BLOCK_TOKENS)).sum()
 }
 
 /// The devices of a request, each named once.
@@ -371,22 +390,31 @@ fn first(task: &Task<'_>, ranks: usize) -> Result<Vec<DeviceId>> {
     });
     ensure!(
         ranks <= devices.len(),
-        "{ranks} ranks need as many devices; the machine has {}",
-        devices.len()
+        "{ranks} ranks need as many devices; the machine has {}{}",
+        devices.len(),
+        advice_to_split(machine, ranks)
     );
     devices.truncate(ranks);
     Ok(devices)
 }
 
-fn too_large(task: &Task<'_>, offers: &[Offer]) -> String {
-    let Some(offer) = offers.first() else { return "no device can run the model".into() };
-    let (device, bytes) = offer.candidate.missing.expect("an offer that fits is taken");
-    let capacity = task.target.machine.devices[device].memory_bytes;
+/// How NUMA nodes become so many devices, with GPUs beside them; nothing where there are none.
+fn advice_to_split(machine: &Machine, ranks: usize) -> String {
+    let mut nodes = BTreeSet::new();
+    let mut gpus = 0;
+    for device in machine.devices.rows() {
+        match device.kind {
+            DeviceKind::Numa { node, .. } => {
+                nodes.insert(node);
+            }
+            DeviceKind::Gpu { .. } => gpus += 1,
+        }
+    }
+    if nodes.is_empty() {
+        return String::new();
+    }
+    let parts = (ranks - gpus).div_ceil(nodes.len());
     format!(
-        "the model does not fit: {bytes} bytes are missing on {}, which has {capacity} bytes, even with {} \
-         at a context of {} tokens",
-        task.target.name(device),
-        offer.candidate.name,
-        task.target.context
+        ": `hybridc probe --split {parts} -o machine.ron` divides its nodes, for --machine machine.ron"
     )
 }

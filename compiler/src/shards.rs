@@ -41,8 +41,9 @@ pub(crate) struct Cut {
 
 impl Cut {
     /// A shard for each of the numbered NUMA nodes with its share, and a resident one with that part of the features,
-    /// which may be none.
+    /// which may be none but not all.
     pub(crate) fn new(nodes: &[(usize, f64)], resident: f64) -> Self {
+        assert!(resident < 1.0, "the choice of shards leaves nothing to NUMA nodes");
         let all: f64 = nodes.iter().map(|(_, share)| share).sum();
         let resident = (resident > 0.0).then(|| (None, all * resident / (1.0 - resident)));
         let nodes = nodes.iter().map(|&(number, share)| (Some(number), share));

@@ -1,6 +1,8 @@
 //! What a compilation aims at: options resolved against a model and a machine.
 
-use anyhow::{Context as _, Result, ensure};
+use std::collections::BTreeSet;
+
+use anyhow::{Context as _, Result, bail, ensure};
 use ir::id::{DeviceId, Id as _, Table};
 use ir::machine::{Device, DeviceKind, Link, Machine};
 use ir::model::Model;
@@ -64,6 +66,10 @@ impl Target {
         );
         ensure!(options.max_sequences > 0, "max-sequences is 0");
         ensure!(options.prefill_tokens > 0, "prefill-tokens is 0");
+        ensure!(
+            !options.plain_bf16 || options.formats.iter().all(|rule| rule.format != Format::Bf12),
+            "--format bf12 asks for bfloat16 in 12 bits and --plain-bf16 for 16: leave one out"
+        );
         check_machine(machine)?;
         let machine = reduced(machine, options)?;
         let stored = stored_type(model);
@@ -105,7 +111,7 @@ impl Target {
             machine,
             context,
             max_sequences: options.max_sequences,
-            prefill_tokens: options.prefill_tokens.min(context).max(options.max_sequences),
+            prefill_tokens: options.prefill_tokens.min(context),
             formats,
             has_bf12,
             kv_types,
@@ -127,14 +133,14 @@ impl Target {
         self.context.div_ceil(BLOCK_TOKENS)
     }
 
-    /// The batch of prefill programs.
+    /// The batch of prefill programs. More sequences than it takes tokens are fed in several runs.
     pub(crate) fn prefill(&self) -> Batch {
         let tokens = self.prefill_tokens;
         Batch {
             program: "prefill".into(),
             phase: Phase::Prefill,
-            extent: Extent { tokens, rows: PREFILL_ROWS.min(tokens).max(self.max_sequences) },
-            max_sequences: self.max_sequences,
+            extent: Extent { tokens, rows: PREFILL_ROWS.max(self.max_sequences).min(tokens) },
+            max_sequences: self.max_sequences.min(tokens),
             sequences: 1,
             past: 0,
         }
@@ -191,6 +197,9 @@ fn check_machine(machine: &Machine) -> Result<()> {
         ensure!(machine.device(name) == Some(id), "the machine has two devices named {name}");
         if let DeviceKind::Numa { cpus, .. } = &device.kind {
             ensure!(!cpus.is_empty(), "the machine gives {name} no processor");
+            if let Some(cpu) = first_repeated(cpus) {
+                bail!("the machine gives {name} processor {cpu} twice: name each once in its cpus");
+            }
         }
         ensure!(
             positive(rates.read_bytes_per_sec)
@@ -231,8 +240,19 @@ fn check_machine(machine: &Machine) -> Result<()> {
     Ok(())
 }
 
+/// The first number that stands in a list before.
+fn first_repeated(numbers: &[u32]) -> Option<u32> {
+    let mut seen = BTreeSet::new();
+    numbers.iter().copied().find(|&number| !seen.insert(number))
+}
+
 /// The machine less what the options take away.
 fn reduced(machine: &Machine, options: &Options) -> Result<Machine> {
+    let mut devices = machine.devices.rows().iter();
+    ensure!(
+        options.gpu_memory_bytes.is_none() || devices.any(|device| device.kind.is_gpu()),
+        "--gpu-memory limits GPUs, and the machine has none: leave it out"
+    );
     let without: Vec<DeviceId> =
         options.without.iter().map(|name| device(machine, name)).collect::<Result<_>>()?;
     let mut reduced = Machine { host: machine.host.clone(), ..Machine::default() };

@@ -3,10 +3,13 @@
 use std::time::Duration;
 
 use compiler::Options;
-use compiler::options::{Objective, Request, parse_pipeline, parse_tensor_parallel};
+use compiler::options::{
+    CountedExperts, Objective, Request, parse_pipeline, parse_tensor_parallel,
+};
+use ir::counts::ExpertCounts;
 use ir::graph::Reason;
 use ir::id::{DeviceId, Id as _};
-use ir::machine::Machine;
+use ir::machine::{DeviceKind, Machine};
 use ir::plan::{Action, Plan};
 use ir::tensor::Format;
 use tests::machines::{self, gpu, linked, numa};
@@ -126,6 +129,68 @@ fn a_pin_moves_its_layers_and_is_their_cause() {
 }
 
 #[test]
+fn a_candidate_does_not_claim_what_is_pinned() {
+    let options = |pin: &str| {
+        let pin = pin.parse().expect("it is a pin");
+        Options { pins: vec![pin], ..Options::default() }
+    };
+    let names = |plan: &Plan| -> Vec<String> {
+        plan.forecast.candidates.iter().map(|candidate| candidate.name.clone()).collect()
+    };
+    let one = plan(&Toy::llama(), &machines::two_numa(), &options("layers.1.*=numa1"));
+    let names_of_one = names(&one);
+    for name in ["all on numa1", "all on numa0 but for pins"] {
+        assert!(names_of_one.iter().any(|known| known == name), "{names_of_one:?}");
+    }
+    let all = plan(&Toy::llama(), &machines::two_numa(), &options(".*=numa1"));
+    assert_eq!(names(&all), ["all as pinned"]);
+}
+
+#[test]
+fn caches_of_too_many_sequences_are_refused_and_may_be_shared() {
+    let toy = Toy::llama();
+    let machine = linked(vec![numa(0, 8 << 20)]);
+    let options =
+        |kv_cache_bytes| Options { max_sequences: 100, kv_cache_bytes, ..Options::default() };
+    let refused = refusal(&toy, &machine, &options(None));
+    assert!(refused.contains("the KV cache of 100 sequences does not fit"), "{refused}");
+    // A block of 16 KiB for each, where one context takes 8.
+    assert!(refused.contains("with --kv-cache, of 1638400 bytes"), "{refused}");
+    assert_eq!(plan(&toy, &machine, &options(Some(1_638_400))).model.blocks, 100);
+    let few = refusal(&toy, &machine, &options(Some(1 << 20)));
+    assert!(few.contains("lower --max-sequences to 64"), "{few}");
+}
+
+#[test]
+fn prefill_takes_no_more_tokens_than_asked() {
+    let options = Options { max_sequences: 100, prefill_tokens: 16, ..Options::default() };
+    let plan = plan(&Toy::llama(), &machines::two_numa(), &options);
+    let prefill = &plan.programs[0];
+    assert_eq!((prefill.max.tokens, prefill.max.rows, prefill.max_sequences), (16, 16, 16));
+    assert_eq!(plan.programs.last().expect("a decode program").max_sequences, 100);
+}
+
+#[test]
+fn options_that_would_do_nothing_are_refused() {
+    let no_gpu = Options { gpu_memory_bytes: Some(GIB), ..Options::default() };
+    let refused = refusal(&Toy::llama(), &machines::two_numa(), &no_gpu);
+    assert!(refused.contains("--gpu-memory limits GPUs, and the machine has none"), "{refused}");
+    let counts = ExpertCounts { model: "another".into(), ..ExpertCounts::default() };
+    let expert_counts = Some(CountedExperts { file: "counts.ron".into(), counts });
+    let dense = Options { expert_counts, ..Options::default() };
+    let refused = refusal(&Toy::llama(), &machines::two_numa(), &dense);
+    assert!(refused.contains("counts.ron: the model has no experts"), "{refused}");
+}
+
+#[test]
+fn a_processor_that_is_named_twice_is_refused() {
+    let mut device = numa(0, GIB);
+    device.kind = DeviceKind::Numa { node: 0, cpus: vec![3, 4, 3] };
+    let refused = refusal(&Toy::llama(), &linked(vec![device]), &Options::default());
+    assert!(refused.contains("gives numa0 processor 3 twice"), "{refused}");
+}
+
+#[test]
 fn a_pin_that_cannot_be_is_refused() {
     let machine = machines::two_numa();
     let options = |pin: &str| {
@@ -203,7 +268,11 @@ fn ranks_are_gpus_first_then_nodes() {
     assert_eq!(shared.forecast.candidates[0].name, "tensor parallel gpu0+numa0+numa1");
     let many = parse_tensor_parallel("4").expect("it is a request");
     let refusal = refusal(&toy, &machine, &options(many));
-    assert_eq!(refusal, "4 ranks need as many devices; the machine has 3");
+    assert_eq!(
+        refusal,
+        "4 ranks need as many devices; the machine has 3: `hybridc probe --split 2 -o machine.ron` divides its nodes, \
+         for --machine machine.ron"
+    );
 }
 
 #[test]

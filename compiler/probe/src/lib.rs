@@ -21,15 +21,23 @@ const USABLE_NODE_MEMORY: f64 = 0.9;
 /// Share of a GPU's memory that plans may fill: the driver keeps 0.43 % of an H200 for itself, and pages are 2 MiB.
 const USABLE_GPU_MEMORY: f64 = 0.985;
 
+/// Parts of a node that are plenty for trying plans; every pair of devices has links, so their number grows with its
+/// square.
+const MOST_PARTS: u32 = 64;
+
 /// This machine: GPUs first, then NUMA nodes with one logical processor a core.
 ///
 /// `split` divides each node's cores and memory into that many devices, for trying plans of several devices on
-/// one node. Fails when the topology cannot be read or `split` is 0.
+/// one node. Fails when the topology cannot be read, or `split` is 0 or more than 64.
 pub fn machine(split: Option<u32>) -> Result<Machine> {
     let processors = Processors::read()?;
     let gpus = gpu::read();
     let parts = split.unwrap_or(1);
     ensure!(parts > 0, "a machine cannot be split into 0 devices");
+    ensure!(
+        parts <= MOST_PARTS,
+        "a node can be split into {MOST_PARTS} devices at most, not {parts}: lower --split"
+    );
     let mut devices = Table::default();
     for gpu in &gpus {
         devices.push(gpu_device(gpu));
@@ -266,7 +274,9 @@ mod tests {
     }
 
     #[test]
-    fn a_machine_cannot_be_split_into_nothing() {
+    fn a_machine_cannot_be_split_into_nothing_or_into_dust() {
         assert!(machine(Some(0)).is_err());
+        assert!(machine(Some(MOST_PARTS)).is_ok());
+        assert!(machine(Some(MOST_PARTS + 1)).is_err());
     }
 }

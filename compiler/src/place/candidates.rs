@@ -324,8 +324,27 @@ impl Arrangement {
         (groups, group_of)
     }
 
-    /// What it is, for people.
-    pub(crate) fn name(&self, task: &Task<'_>) -> String {
+    /// The group of a unit's stage.
+    pub(crate) fn group_of(&self, unit: usize) -> &Group {
+        let stage = self.stages.iter().find(|(_, range)| range.contains(&unit));
+        &stage.expect("stages cover all units").0
+    }
+
+    /// What it is, for people; pins that lead elsewhere are not passed over.
+    pub(crate) fn name(&self, task: &Task<'_>, units: &Units, pins: &Pins) -> String {
+        if pins.rows().iter().all(Option::is_some) {
+            return "all as pinned".into();
+        }
+        let leads_elsewhere = pins.iter().any(|(id, pin)| {
+            let group = self.group_of(units.of[id]);
+            pin.as_ref().is_some_and(|(device, _)| group.devices != [*device])
+        });
+        let shape = self.shape(task);
+        if leads_elsewhere { format!("{shape} but for pins") } else { shape }
+    }
+
+    /// Its stages, for people.
+    fn shape(&self, task: &Task<'_>) -> String {
         let group = |group: &Group| {
             let names: Vec<&str> =
                 group.devices.iter().map(|&device| task.target.name(device)).collect();

@@ -8,11 +8,11 @@ use ir::id::{DeviceId, Table};
 use ir::plan::DeviceForecast;
 
 use crate::options::{Options, Request};
-use crate::place::Layouts;
 use crate::place::candidates::{Arrangement, handover_of};
 use crate::place::group::Group;
 use crate::place::prices::{Pins, Priced, price_group};
 use crate::place::units::Units;
+use crate::place::{Layouts, Offer};
 use crate::task::Task;
 
 /// The arrangement that was chosen.
@@ -21,12 +21,15 @@ pub(crate) struct Chosen<'a> {
     pub(crate) arrangement: &'a Arrangement,
     /// What each device holds for it.
     pub(crate) devices: &'a Table<DeviceId, DeviceForecast>,
+    /// Of those that lack memory and would be better, the best.
+    pub(crate) faster: Option<&'a Offer>,
 }
 
 /// Writes the cause of every node that holds weights or a cache.
 ///
 /// The runner-up of a unit is the single device that it would move to at the least cost, handovers included,
-/// with everything else where it is; the gap is one decode step's.
+/// with everything else where it is; the gap is one decode step's. Where a unit alone gains nothing elsewhere, but a
+/// whole arrangement would that lacks memory, the runner-up is the device that lacks it, without handovers.
 pub(crate) fn explain(
     task: &Task<'_>,
     options: &Options,
@@ -65,7 +68,14 @@ pub(crate) fn explain(
         // Where the unit is alone already is no other place.
         let elsewhere: Vec<&Priced> =
             others.iter().filter(|other| !on.iter().eq(&other.group.devices)).collect();
-        causes.push(unit_cause(task, options, arrangement, &stages, &elsewhere, &taken, unit));
+        let mut cause = unit_cause(task, options, arrangement, &stages, &elsewhere, &taken, unit);
+        if cause.reason == Reason::Fastest
+            && options.request == Request::Any
+            && let Some(together) = limit(task, chosen, &stages, &elsewhere, &taken, unit)
+        {
+            cause = together;
+        }
+        causes.push(cause);
     }
     for nodes in layouts.nodes.iter_mut() {
         for (id, placed) in nodes.ids().zip(nodes.rows_mut()) {
@@ -88,6 +98,40 @@ pub(crate) fn explain(
     Ok(())
 }
 
+/// What keeps a unit from where it would be in a better arrangement: a device that lacks memory for all of it.
+fn limit(
+    task: &Task<'_>,
+    chosen: &Chosen<'_>,
+    stages: &[Priced],
+    elsewhere: &[&Priced],
+    taken: &Table<DeviceId, u64>,
+    unit: usize,
+) -> Option<Cause> {
+    let faster = chosen.faster?;
+    let (device, missing_of_all) = faster.candidate.missing?;
+    if !faster.arrangement.group_of(unit).devices.contains(&device) {
+        return None;
+    }
+    let there = elsewhere.iter().find(|other| other.group.devices[0] == device)?;
+    let missing_bytes = match lacks(task, taken, there, unit) {
+        0 => missing_of_all,
+        missing_bytes => missing_bytes,
+    };
+    let here = stages.iter().find(|stage| stage.group == *chosen.arrangement.group_of(unit))?;
+    let gap_nanos = there.times[unit].decode as i64 - here.times[unit].decode as i64;
+    let runner_up = Some(RunnerUp { devices: vec![device], gap_nanos });
+    Some(Cause { reason: Reason::Memory { device, missing_bytes }, runner_up })
+}
+
+/// Bytes that a single device lacks for one unit more.
+fn lacks(task: &Task<'_>, taken: &Table<DeviceId, u64>, other: &Priced, unit: usize) -> u64 {
+    let device = other.group.devices[0];
+    let capacity = task.target.machine.devices[device].memory_bytes;
+    // A device that has no stage yet needs its buffers too.
+    let buffers = if taken[device] == 0 { other.buffers[0] } else { 0 };
+    (taken[device] + buffers + other.bytes[unit][0]).saturating_sub(capacity)
+}
+
 /// Why a unit's matrices stay beside the GPU of its stage: it has no room for them.
 fn hosted_cause(
     task: &Task<'_>,
@@ -97,8 +141,7 @@ fn hosted_cause(
     home: DeviceId,
     unit: usize,
 ) -> Cause {
-    let stage = arrangement.stages.iter().find(|(_, units)| units.contains(&unit));
-    let gpu = stage.expect("stages cover all units").0.devices[0];
+    let gpu = arrangement.group_of(unit).devices[0];
     let priced = |device| others.iter().find(|other| other.group.devices[0] == device);
     let (Some(there), Some(here)) = (priced(gpu), priced(home)) else {
         return Cause { reason: Reason::Fastest, runner_up: None };
@@ -153,13 +196,7 @@ fn unit_cause(
         devices: other.group.devices.clone(),
         gap_nanos,
     };
-    let lacks = |other: &Priced| {
-        let device = other.group.devices[0];
-        let capacity = task.target.machine.devices[device].memory_bytes;
-        // A device that has no stage yet needs its buffers too.
-        let buffers = if taken[device] == 0 { other.buffers[0] } else { 0 };
-        (taken[device] + buffers + other.bytes[unit][0]).saturating_sub(capacity)
-    };
+    let lacks = |other: &Priced| lacks(task, taken, other, unit);
     if options.request != Request::Any {
         let runner_up = options_elsewhere.first().map(runner_up);
         return Cause { reason: Reason::Requested, runner_up };

@@ -98,11 +98,20 @@ pub(crate) fn rooms(
     search.map_or_else(Vec::new, |search| search.rooms(hosted.window_bytes, price))
 }
 
-/// The GPUs that arrangements of this kind are for: all of them, and each kind alone.
+/// The GPUs that arrangements of this kind are for: all of them, all of each kind, and one of each kind.
 pub(crate) fn gpu_sets(task: &Task<'_>) -> Vec<Vec<DeviceId>> {
     let all: Vec<DeviceId> = gpus(task).collect();
-    let several = (all.len() > 1).then_some(all);
-    several.into_iter().chain(unlike_gpus(task).into_iter().map(|gpu| vec![gpu])).collect()
+    let kinds = kinds_of_gpus(task);
+    let ones = kinds.iter().map(|kind| vec![kind[0]]);
+    let mut sets: Vec<Vec<DeviceId>> = Vec::new();
+    for set in [all].into_iter().chain(kinds.iter().cloned()).filter(|set| set.len() > 1) {
+        // Where all are of one kind, that is the same.
+        if !sets.contains(&set) {
+            sets.push(set);
+        }
+    }
+    sets.extend(ones);
+    sets
 }
 
 /// GPUs that a NUMA node is linked with.
@@ -111,20 +120,21 @@ fn gpus(task: &Task<'_>) -> impl Iterator<Item = DeviceId> {
     task.target.machine.devices.ids().filter(has_host)
 }
 
-/// Of those that differ in their names alone the first.
-fn unlike_gpus(task: &Task<'_>) -> Vec<DeviceId> {
+/// Those together that differ in their names alone.
+fn kinds_of_gpus(task: &Task<'_>) -> Vec<Vec<DeviceId>> {
     let devices = &task.target.machine.devices;
-    let mut unlike: Vec<DeviceId> = Vec::new();
+    let mut kinds: Vec<Vec<DeviceId>> = Vec::new();
     for id in gpus(task) {
-        let alike = |&gpu: &DeviceId| {
-            devices[gpu].rates == devices[id].rates
-                && devices[gpu].memory_bytes == devices[id].memory_bytes
+        let alike = |kind: &&mut Vec<DeviceId>| {
+            let first = &devices[kind[0]];
+            first.rates == devices[id].rates && first.memory_bytes == devices[id].memory_bytes
         };
-        if !unlike.iter().any(alike) {
-            unlike.push(id);
+        match kinds.iter_mut().find(alike) {
+            Some(kind) => kind.push(id),
+            None => kinds.push(vec![id]),
         }
     }
-    unlike
+    kinds
 }
 
 /// NUMA nodes that are linked with all of these GPUs both ways.

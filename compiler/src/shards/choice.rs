@@ -3,8 +3,10 @@
 use std::collections::BTreeSet;
 
 use anyhow::Result;
-use ir::id::{DeviceId, WeightId};
+use ir::id::{DeviceId, NodeId, WeightId};
 use ir::model::Model;
+use ir::op::Op;
+use ir::plan::Phase;
 use rayon::prelude::*;
 
 use super::{Cut, cut, shard};
@@ -39,10 +41,7 @@ pub(crate) fn with_shards(
     let cuts = cuts(&task, &hosts(&task, &gpus), &beside, is_free)?;
     let sharded = |cut: &Cut| sharded(&model, target, options, &gpus, cut, is_free);
     let found = cuts.par_iter().map(sharded).collect::<Result<Vec<_>>>()?;
-    // A faster placement with fewer cache blocks is not the better one.
-    let is_better =
-        |placed: &Placement| placed.score < placement.score && placed.blocks >= placement.blocks;
-    let found = found.into_iter().flatten().filter(|(_, placed)| is_better(placed));
+    let found = found.into_iter().flatten().filter(|(_, placed)| placed.score < placement.score);
     Ok(match found.min_by_key(|(_, placed)| placed.score) {
         Some((sharded, placed)) => (sharded, placed.chosen_over(placement)),
         None => (model, placement),
@@ -62,12 +61,22 @@ fn cuts(
     let mut nodes: Vec<(usize, f64)> = hosts.iter().enumerate().map(rate).collect();
     // Each holds as much of what stays as it reads. One without the memory for that leaves it to the others.
     let stays = |host: DeviceId| bytes(task, host, |name| beside.contains(name));
-    let all: f64 = nodes.iter().map(|(_, rate)| rate).sum();
-    nodes.retain(|&(number, rate)| {
-        let host = hosts[number];
-        stays(host) * rate / all <= devices[host].memory_bytes as f64
-    });
+    loop {
+        let before = nodes.len();
+        let all: f64 = nodes.iter().map(|(_, rate)| rate).sum();
+        nodes.retain(|&(number, rate)| {
+            let host = hosts[number];
+            stays(host) * rate / all <= devices[host].memory_bytes as f64
+        });
+        if nodes.len() == before {
+            break;
+        }
+    }
     let Some(&(first, _)) = nodes.first() else { return Ok(Vec::new()) };
+    // Tables that rows are looked up in may be all that is there.
+    if stays(hosts[first]) == 0.0 {
+        return Ok(Vec::new());
+    }
     let by_nodes = Cut::new(&nodes, 0.0);
     let Some(model) = cut(task.model, &by_nodes, is_free)? else { return Ok(Vec::new()) };
     let can_stay =
@@ -108,13 +117,11 @@ fn sharded(
     let beside = rough.beside_gpus(&all_task);
     let stays: BTreeSet<&str> = beside.iter().filter_map(|name| Some(shard(name)?.0)).collect();
     let blocks: BTreeSet<u32> = stays.iter().filter_map(|layer| Task::block(layer)).collect();
-    let all_blocks = model.layers.nodes().filter_map(|(_, node)| Task::block(&node.name));
-    let all_blocks = all_blocks.max().map_or(0, |last| last as usize + 1);
-    let spare = |stage: usize| {
-        let start = (stage * all_blocks / gpus.len()) as u32;
-        (start..all_blocks as u32).find(|block| !blocks.contains(block))
+    let spare = |gpu: &DeviceId| {
+        let of_stage = attended_blocks(&all_task, &rough, *gpu);
+        of_stage.into_iter().find(|block| !blocks.contains(block))
     };
-    let spare: BTreeSet<u32> = (0..gpus.len()).filter_map(spare).collect();
+    let spare: BTreeSet<u32> = gpus.iter().filter_map(spare).collect();
     let is_cut = |layer: &str| {
         let is_spare = Task::block(layer).is_some_and(|block| spare.contains(&block));
         stays.contains(layer) || is_spare && is_free(layer)
@@ -122,4 +129,16 @@ fn sharded(
     let Some(cut) = cut(model, by, is_cut)? else { return Ok(None) };
     let placed = place(&Task::new(&cut, target), options, Among::Beside(gpus));
     Ok(placed.ok().map(|placed| (cut, placed)))
+}
+
+/// The blocks of a GPU's stage: it computes all their attention, whatever stays beside it.
+fn attended_blocks(task: &Task<'_>, placement: &Placement, gpu: DeviceId) -> BTreeSet<u32> {
+    let nodes = placement.layouts.nodes.of(Phase::Decode);
+    let is_there = |id: NodeId| nodes[id].layouts.iter().any(|to| to.devices.contains(&gpu));
+    let attentions =
+        task.model.layers.nodes().filter(|(_, node)| matches!(node.work, Op::Attention(_)));
+    attentions
+        .filter(|(id, _)| is_there(*id))
+        .filter_map(|(_, node)| Task::block(&node.name))
+        .collect()
 }

@@ -24,8 +24,15 @@ struct Test {
     /// Tokens that count, over all sequences.
     tokens: usize,
     samples: Vec<f64>,
-    /// The plan's prediction for the same tokens, at the depth the compiler assumed.
-    forecast: Option<f64>,
+    /// The plan's prediction, where it has one.
+    forecast: Option<Forecast>,
+}
+
+/// What a plan predicts, for the size that the compiler assumed.
+struct Forecast {
+    tokens_per_sec: f64,
+    /// `pp512`, `d256`: the prompt or the depth that it is of.
+    of: String,
 }
 
 pub(super) fn run(arguments: BenchArguments) -> Result<()> {
@@ -42,11 +49,12 @@ pub(super) fn run(arguments: BenchArguments) -> Result<()> {
         "--sequences {asked}: {} is for {most} at a time; compile it with --max-sequences {asked}",
         arguments.plan.display()
     );
+    check_context(&arguments, engine.plan())?;
     let mut tests = Vec::new();
     if arguments.prompt_tokens > 0 {
         let tokens = arguments.prompt_tokens;
         let prefill = |engine: &mut Engine| engine.time_prefill(tokens);
-        let forecast = forecast_prefill(engine.plan(), tokens);
+        let forecast = forecast_prefill(engine.plan());
         let test = Test::new(format!("pp{tokens}"), "prefill", tokens, forecast);
         tests.push(measure(engine, test, arguments.repetitions, prefill)?);
     }
@@ -103,6 +111,24 @@ fn memory_now(plan: &Plan) -> Result<String> {
     Ok(text)
 }
 
+/// Fails before anything is measured where a test is longer than the plan's context.
+fn check_context(arguments: &BenchArguments, plan: &Plan) -> Result<()> {
+    // Decoding begins behind one token at least.
+    let decoded = match arguments.generated_tokens {
+        0 => 0,
+        tokens => tokens.saturating_add(arguments.depth.max(1)),
+    };
+    let needed = decoded.max(arguments.prompt_tokens);
+    ensure!(
+        needed <= plan.model.context as usize,
+        "these tests need a context of {needed} tokens, and that of {} is {}: lower -p, -d or -n, or compile it with \
+         --context {needed} if the model has as much",
+        arguments.plan.display(),
+        plan.model.context
+    );
+    Ok(())
+}
+
 fn measure(
     engine: &mut Engine,
     mut test: Test,
@@ -116,12 +142,15 @@ fn measure(
     Ok(test)
 }
 
-/// Predicted prompt tokens per second: as many full runs as the prompt needs.
-fn forecast_prefill(plan: &Plan, tokens: usize) -> Option<f64> {
+/// Predicted prompt tokens per second of a full run with nothing cached.
+fn forecast_prefill(plan: &Plan) -> Option<Forecast> {
     let index = plan.programs.iter().position(|program| program.phase == Phase::Prefill)?;
     let nanos = plan.forecast.programs.get(index)?.nanos;
-    let per_token = nanos as f64 / f64::from(plan.programs[index].max.tokens);
-    (nanos > 0 && tokens > 0).then(|| 1e9 / per_token)
+    let tokens = plan.programs[index].max.tokens;
+    (nanos > 0).then(|| Forecast {
+        tokens_per_sec: f64::from(tokens) * 1e9 / nanos as f64,
+        of: format!("pp{tokens}"),
+    })
 }
 
 /// Sequences that a plan decodes at a time.
@@ -130,22 +159,28 @@ fn most_sequences(plan: &Plan) -> usize {
     decodes.map(|program| program.max_sequences as usize).max().unwrap_or(0)
 }
 
-/// Predicted generated tokens per second, over all sequences.
-fn forecast_decode(plan: &Plan, sequences: usize) -> Option<f64> {
+/// Predicted generated tokens per second, over all sequences, each half as long as the context.
+fn forecast_decode(plan: &Plan, sequences: usize) -> Option<Forecast> {
     let takes = |index: &usize| {
         let program = &plan.programs[*index];
         program.phase == Phase::Decode && program.max_sequences as usize >= sequences
     };
     let index = (0..plan.programs.len()).find(takes)?;
     let nanos = plan.forecast.programs.get(index)?.nanos;
-    (nanos > 0).then(|| sequences as f64 * 1e9 / nanos as f64)
+    (nanos > 0).then(|| Forecast {
+        tokens_per_sec: sequences as f64 * 1e9 / nanos as f64,
+        of: format!("d{}", plan.model.context / 2),
+    })
 }
 
 fn to_markdown(model: &str, tests: &[Test]) -> String {
     let mut text =
         String::from("| model | test | tok/s | forecast |\n| --- | --- | ---: | ---: |\n");
     for test in tests {
-        let forecast = test.forecast.map_or("–".into(), |rate| format!("{rate:.1}"));
+        let forecast = test.forecast.as_ref().map_or("–".into(), |forecast| {
+            let rate = format!("{:.1}", forecast.tokens_per_sec);
+            if forecast.of == test.name { rate } else { format!("{rate} @ {}", forecast.of) }
+        });
         let (mean, deviation) = test.mean_and_deviation();
         text += &format!("| {model} | {} | {mean:.2} ± {deviation:.2} | {forecast} |\n", test.name);
     }
@@ -153,7 +188,7 @@ fn to_markdown(model: &str, tests: &[Test]) -> String {
 }
 
 impl Test {
-    fn new(name: String, kind: &'static str, tokens: usize, forecast: Option<f64>) -> Self {
+    fn new(name: String, kind: &'static str, tokens: usize, forecast: Option<Forecast>) -> Self {
         Self { name, kind, tokens, samples: Vec::new(), forecast }
     }
 
@@ -174,7 +209,8 @@ impl Test {
             "tokens_per_sec": mean,
             "stddev": deviation,
             "samples": self.samples,
-            "forecast_tokens_per_sec": self.forecast,
+            "forecast_tokens_per_sec": self.forecast.as_ref().map(|forecast| forecast.tokens_per_sec),
+            "forecast_of": self.forecast.as_ref().map(|forecast| &forecast.of),
         })
     }
 }

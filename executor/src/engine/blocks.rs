@@ -23,7 +23,8 @@ impl Blocks {
         let missing = tokens.div_ceil(self.block_tokens).saturating_sub(table.len());
         ensure!(
             missing <= self.free.len(),
-            "the cache is full: {missing} blocks of {} tokens are needed, {} of {} are free",
+            "the cache is full: {missing} blocks of {} tokens are needed, {} of {} are free; compile the plan with a \
+             larger --kv-cache or --max-sequences",
             self.block_tokens,
             self.free.len(),
             self.total

@@ -77,7 +77,8 @@ impl Engine {
         let length = sequence.tokens.len() + tokens.len();
         ensure!(
             length <= model.context as usize,
-            "{length} tokens are more than the plan's context of {}: compile it with --context {length}",
+            "{length} tokens are more than the plan's context of {}: feed fewer, or compile it with --context {length} \
+             or more if the model has as much",
             model.context
         );
         sequence.tokens.extend_from_slice(tokens);

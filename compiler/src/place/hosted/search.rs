@@ -88,16 +88,20 @@ impl<'a> Search<'a> {
         kept: Kept,
     ) -> Option<Self> {
         let hosts = hosts(task, gpus);
-        let home = *hosts.first()?;
         let stages = stages(task, units, gpus)?;
         let stage_of = |unit: usize| stages.iter().position(|(_, units)| units.contains(&unit));
-        let home_nanos = decode_nanos(task, home)?;
         let graph = &task.model.layers;
         // Where some layers are in shards, those are the ones to stay.
         let is_cut = |(_, node): (NodeId, &Node<Op>)| shard(&node.name).is_some();
         let has_shards = graph.nodes().any(is_cut);
         let shards = graph.nodes().filter_map(|(_, node)| Some(shard(&node.name)?.1));
-        let shards = shards.collect::<BTreeSet<usize>>().len();
+        let shards: BTreeSet<usize> = shards.collect();
+        // What is in no shard goes to any of them; the first stands for all.
+        let mut home_nanos = vec![None; hosts.len()];
+        for &host in shards.iter().chain([&0]) {
+            let home = *hosts.get(host)?;
+            home_nanos[host] = Some(decode_nanos(task, home)?);
+        }
         let mut blocks: Vec<Option<Block>> = (0..units.len()).map(|_| None).collect();
         let mut lookups = Vec::new();
         for (id, node) in graph.nodes().filter(|(id, _)| pins[*id].is_none()) {
@@ -126,6 +130,8 @@ impl<'a> Search<'a> {
                 continue;
             }
             let shard = shard(&node.name).map(|(_, shard)| shard);
+            let host = shard.unwrap_or(0);
+            let (home, home_nanos) = (hosts[host], home_nanos[host].as_ref()?[id]);
             let mut member = Member {
                 node: id,
                 host: shard,
@@ -133,8 +139,8 @@ impl<'a> Search<'a> {
                 window_bytes: 0,
                 fetch_nanos: 0.0,
                 // Shards are computed at the same time.
-                home_nanos: home_nanos[id] as f64
-                    / if shard.is_some() { shards as f64 } else { 1.0 },
+                home_nanos: home_nanos as f64
+                    / if shard.is_some() { shards.len() as f64 } else { 1.0 },
             };
             let stage = stage_of(units.of[id])?;
             let gpu = stages[stage].0;
