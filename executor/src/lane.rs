@@ -83,18 +83,38 @@ impl Lane {
         let mut spans = Vec::new();
         let mut before: Option<Arc<Run>> = None;
         while let Some(run) = self.inbox.next() {
-            if let Some(lane) = self.lanes[run.program] {
-                if let Some(before) = before.replace(Arc::clone(&run)) {
+            let Some(lane) = self.lanes[run.program] else { continue };
+            let _presence = run.enter();
+            let before = before.replace(Arc::clone(&run));
+            self.attend(&run, |this| {
+                if let Some(before) = before {
                     // A run that was aborted reads nothing that matters.
-                    before.wait_for(&self.last_takes[before.program]);
+                    before.wait_for(&this.last_takes[before.program]);
                 }
-                self.work(&run, lane, &mut spans);
-                if let Some(recorder) = &self.recorder {
+                this.work(&run, lane, &mut spans);
+                if let Some(recorder) = &this.recorder {
                     recorder.add(&mut spans);
                 }
-                run.leave();
+                Ok(())
+            });
+            if run.is_aborted() && self.peers.meet(run.program) {
+                self.attend(&run, |this| this.leave(&run));
             }
         }
+    }
+
+    /// Does a part of a lane's work in a run. What fails or panics in it beside its steps ends the run, not the thread.
+    fn attend(&mut self, run: &Run, work: impl FnOnce(&mut Self) -> Result<()>) {
+        if let Err(cause) = guarded(|| work(self)) {
+            let (step, device) = (lane_of(&self.plan, run), self.device.name.clone());
+            run.abort(Failure::Step { step, device, cause });
+        }
+    }
+
+    /// Tells the GPUs that meet this one in a run that ended early.
+    fn leave(&mut self, run: &Run) -> Result<()> {
+        let Form::Gpu(state) = &mut self.device.form else { return Ok(()) };
+        state.leave(Scope { plan: &self.plan, batch: &run.batch, run: run.number }, run.program)
     }
 
     /// Works through one run, or leaves it early when it is aborted.
@@ -128,35 +148,39 @@ impl Lane {
         let steps = &program.lanes[lane].steps;
         let plan = Arc::clone(&self.plan);
         let scope = Scope { plan: &plan, batch: &run.batch, run: run.number };
-        let is_wanted = matches!(
-            &self.device.form,
-            Form::Gpu(state) if state.prepare_capture(scope, run, steps)
-        );
-        let has_ended = self.work_in_stretches(run, program, lane, spans);
-        let (Form::Gpu(state), Some(&first)) = (&mut self.device.form, steps.first()) else {
-            return;
-        };
-        let is_gpu = |lane: &&ir::plan::Lane| {
-            lane.queue == Queue::Compute && plan.machine.devices[lane.device].kind.is_gpu()
-        };
-        let lanes = program.lanes.iter().filter(is_gpu).count();
-        let mut is_pending = is_wanted;
-        let outcome = guarded(|| {
-            state.finish()?;
-            if has_ended && run.meet(0, lanes) {
-                if is_wanted {
-                    is_pending = false;
-                    state.capture(scope, run.program, steps, run.kind)?;
-                }
-                run.meet(1, lanes);
+        // A capture that may have begun is made or abandoned.
+        let mut is_pending = true;
+        let prepared = guarded(|| {
+            if let Form::Gpu(state) = &self.device.form {
+                is_pending = state.prepare_capture(scope, run, steps);
             }
             Ok(())
         });
-        if is_pending {
-            state.abandon_capture();
-        }
+        let is_wanted = prepared.is_ok() && is_pending;
+        let has_ended = prepared.is_ok() && self.work_in_stretches(run, program, lane, spans);
+        let (Form::Gpu(state), Some(&first)) = (&mut self.device.form, steps.first()) else {
+            return;
+        };
+        let lanes = lanes_that_meet(program, |device| plan.machine.devices[device].kind.is_gpu());
+        let outcome = prepared.and_then(|()| {
+            guarded(|| {
+                state.finish()?;
+                if has_ended && run.meet(0, lanes) {
+                    if is_wanted {
+                        is_pending = false;
+                        state.capture(scope, run.program, steps, run.kind)?;
+                    }
+                    run.meet(1, lanes);
+                }
+                Ok(())
+            })
+        });
+        // Others learn of it before this lane does more.
         if let Err(cause) = outcome {
             self.fail(run, program, first, cause);
+        }
+        if let (true, Form::Gpu(state)) = (is_pending, &self.device.form) {
+            state.abandon_capture();
         }
     }
 
@@ -241,7 +265,16 @@ impl Lane {
                 }
             }
         }
-        true
+        let (Form::Gpu(state), Some(&last)) = (&self.device.form, steps.last()) else {
+            return true;
+        };
+        let scope = Scope { plan: &self.plan, batch: &run.batch, run: run.number };
+        let outcome = guarded(|| state.check_output(scope, run));
+        let is_right = outcome.is_ok();
+        if let Err(cause) = outcome {
+            self.fail(run, program, last, cause);
+        }
+        is_right
     }
 
     /// Ends a run at a step that failed.
@@ -278,9 +311,6 @@ impl Lane {
             Form::Gpu(state) => {
                 let is_traced = self.recorder.is_some();
                 state.run(scope, run, stretch, is_traced, at)?;
-                if stretch.iter().any(|&id| program.steps[id].writes.contains(&program.output)) {
-                    state.check_output(scope, run)?;
-                }
             }
         }
         // Where GPUs meet on the devices, the host does not see when others have read a buffer.
@@ -342,6 +372,19 @@ fn compute(
     Ok(())
 }
 
+/// The GPU lanes that come to the meetings of a run's first of its kind: those that have something to do.
+fn lanes_that_meet(program: &Program, is_gpu: impl Fn(DeviceId) -> bool) -> usize {
+    let meets = |lane: &&ir::plan::Lane| {
+        lane.queue == Queue::Compute && !lane.steps.is_empty() && is_gpu(lane.device)
+    };
+    program.lanes.iter().filter(meets).count()
+}
+
+/// What failed where no step is to blame.
+fn lane_of(plan: &Plan, run: &Run) -> String {
+    format!("a lane of {}", plan.programs[run.program].name)
+}
+
 /// Counts what a router chose, if the step is one.
 fn count_chosen(counter: &ExpertCounter, run: &Run, program: &Program, id: StepId) -> Result<()> {
     let step = &program.steps[id];
@@ -375,4 +418,46 @@ pub(crate) fn queues(plan: &Plan) -> Vec<(DeviceId, Queue)> {
     queues.sort_unstable();
     queues.dedup();
     queues
+}
+
+#[cfg(test)]
+mod tests {
+    use ir::id::{BufferId, Id as _, Table};
+    use ir::plan::{Lane as PlannedLane, Phase};
+    use ir::tensor::Extent;
+
+    use super::*;
+
+    #[test]
+    fn only_gpu_lanes_with_something_to_do_meet() {
+        let lane = |device: usize, queue, steps: &[usize]| PlannedLane {
+            device: DeviceId::from_index(device),
+            queue,
+            steps: steps.iter().map(|&step| StepId::from_index(step)).collect(),
+        };
+        let program = Program {
+            name: "decode1".into(),
+            phase: Phase::Decode,
+            max: Extent { tokens: 1, rows: 1 },
+            max_sequences: 1,
+            buffers: Table::default(),
+            steps: Table::default(),
+            lanes: vec![
+                lane(0, Queue::Compute, &[0, 1]),
+                lane(0, Queue::Copy, &[2]),
+                lane(1, Queue::Compute, &[]),
+                lane(2, Queue::Compute, &[3]),
+                lane(3, Queue::Compute, &[4]),
+            ],
+            output: BufferId::from_index(0),
+        };
+        // The last is a NUMA node's.
+        assert_eq!(lanes_that_meet(&program, |device| device.index() < 3), 2);
+    }
+
+    #[test]
+    fn a_panic_is_what_went_wrong() {
+        assert_eq!(guarded(|| panic!("no device")), Err("no device".into()));
+        assert_eq!(guarded(|| anyhow::bail!("no memory")), Err("no memory".into()));
+    }
 }

@@ -48,6 +48,11 @@ pub(crate) struct Run {
     end_bell: Bell,
 }
 
+/// A lane's part in a run, which ends when this is dropped, even by a panic.
+pub(crate) struct Presence<'a> {
+    run: &'a Run,
+}
+
 /// Why a run ended early.
 #[derive(Clone, Debug)]
 pub(crate) enum Failure {
@@ -170,10 +175,16 @@ impl Run {
         self.lanes_left.load(Ordering::SeqCst) == 0
     }
 
-    /// A lane has done with the run.
-    pub(crate) fn leave(&self) {
-        self.lanes_left.fetch_sub(1, Ordering::SeqCst);
-        self.end_bell.ring();
+    /// A lane begins its part, as each does once.
+    pub(crate) fn enter(&self) -> Presence<'_> {
+        Presence { run: self }
+    }
+}
+
+impl Drop for Presence<'_> {
+    fn drop(&mut self) {
+        self.run.lanes_left.fetch_sub(1, Ordering::SeqCst);
+        self.run.end_bell.ring();
     }
 }
 

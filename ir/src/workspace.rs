@@ -34,7 +34,7 @@ pub const EXCHANGE_MEMBERS: usize = 8;
 /// Cubes of a sum over GPUs at most.
 pub const EXCHANGE_CUBES: u32 = 256;
 /// Bytes of an exchange before its inboxes: flags of eight members, counters, and tables of addresses.
-pub const EXCHANGE_HEADER_BYTES: u64 = 16 << 10;
+pub const EXCHANGE_HEADER_BYTES: u64 = 32 << 10;
 /// Inboxes of an exchange that a member's terms take in turn: four for each of two runs.
 pub const EXCHANGE_INBOXES: u32 = 8;
 /// Bytes of a term that an inbox takes at a time at most: the time of a piece is many times that of its flags.
@@ -142,10 +142,14 @@ fn of_device(plan: &Plan, device: DeviceId, library_bytes: u64, piece_bytes: u64
                         need.add(op, &mut space);
                         ropes.extend(op.rope());
                     }
-                    Action::Move { .. } if plan.is_peer_sum(program, step) => {
-                        members = members.max(step.reads.len());
+                    Action::Move { .. } => {
+                        if plan.is_peer_sum(program, step) {
+                            members = members.max(step.reads.len());
+                        }
+                        // Sums, too: only the executor knows which GPUs reach each other, and the terms of others
+                        // come through the host. That is no more than one term, and mostly not more than gates take.
+                        need.add_movement(&mut space);
                     }
-                    Action::Move { .. } => need.add_movement(&mut space),
                     Action::Fetch { .. } => (),
                 }
             }

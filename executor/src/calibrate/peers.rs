@@ -73,7 +73,7 @@ impl<'a> Member<'a> {
 
     /// Queues the next run of so many sums.
     fn queue(&self, rank: usize, count: usize, sums: u32) -> Result<()> {
-        self.gpu.start_sums(&self.exchange, &self.turn)?;
+        self.gpu.start_sums(&self.exchange)?;
         for number in 0..sums {
             let group = Group {
                 addresses: &self.addresses,
@@ -83,7 +83,7 @@ impl<'a> Member<'a> {
                 turn: &self.turn,
                 number,
             };
-            self.gpu.sum_over_peers(&group, &self.term, &self.out, count);
+            self.gpu.sum_over_peers(&group, &self.term, &self.out, count)?;
         }
         Ok(())
     }
@@ -114,7 +114,7 @@ fn sum_nanos(members: &[Member<'_>; 2], count: usize, sums: u32, turn: &mut u32)
         members.iter().try_for_each(|member| member.gpu.sync())
     })?;
     for member in members {
-        let lost = member.gpu.lost_member(&member.exchange)?;
+        let lost = member.gpu.lost_member(&member.exchange, *turn)?;
         ensure!(lost.is_none(), "a GPU did not come to a sum in time");
     }
     Ok(nanos / f64::from(sums))

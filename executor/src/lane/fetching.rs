@@ -12,7 +12,7 @@ use ir::id::{DeviceId, StepId};
 use ir::plan::{Action, Plan, Program, Queue, Step};
 use ir::trace::Span;
 
-use super::{Inbox, guarded};
+use super::{Inbox, guarded, lane_of};
 use crate::fetch::{Fetch, Fetcher};
 use crate::load::Fault;
 use crate::run::{Failure, Run};
@@ -60,17 +60,28 @@ impl FetchLane {
         let mut before: Option<Arc<Run>> = None;
         while let Some(run) = self.inbox.next() {
             let Some(lane) = self.lanes[run.program] else { continue };
+            let _presence = run.enter();
             if let Some(before) = before.replace(Arc::clone(&run)) {
                 // A run that was aborted reads nothing that matters.
                 before.wait_for(last_reads[before.program].as_slice());
             }
             let mut spans = Vec::new();
-            self.work(&run, lane, &mut spans);
+            let outcome = guarded(|| {
+                self.work(&run, lane, &mut spans);
+                Ok(())
+            });
+            if let Err(cause) = outcome {
+                run.abort(self.failure(&run, cause));
+            }
             if let Some(recorder) = &self.recorder {
                 recorder.add(&mut spans);
             }
-            run.leave();
         }
+    }
+
+    fn failure(&self, run: &Run, cause: String) -> Failure {
+        let device = self.plan.machine.devices[self.device].name.clone();
+        Failure::Step { step: lane_of(&self.plan, run), device, cause }
     }
 
     fn work(&mut self, run: &Run, lane: usize, spans: &mut Vec<Span>) {

@@ -7,7 +7,7 @@ use ir::workspace::{
     ATTENTION_SPLITS, WORKSPACE_ALIGNMENT, Workspace, attention_splits, workspace, workspaces,
 };
 
-use crate::plans::{d, one_device, streamed, w};
+use crate::plans::{d, one_device, streamed, tensor_parallel, w};
 
 /// A plan of so many tokens a prefill.
 fn with_tokens(mut plan: Plan, tokens: u32) -> Plan {
@@ -70,6 +70,34 @@ fn without_the_library_products_are_made_in_f32() {
 fn floats_of_the_gpu_are_not_unpacked() {
     let space = workspaces(&with_tokens(on_gpu(one_device()), 9))[d(0)];
     assert_eq!((space.matrix_bytes, space.library_bytes), (0, LIBRARY_BYTES));
+}
+
+#[test]
+fn terms_of_a_sum_over_gpus_have_a_place_where_they_come_through_the_host() {
+    let mut plan = tensor_parallel();
+    for (ordinal, device) in (0..).zip(plan.machine.devices.ids().collect::<Vec<_>>()) {
+        plan.machine.devices[device].kind =
+            DeviceKind::Gpu { ordinal, reserved_bytes: 0, library_bytes: LIBRARY_BYTES };
+    }
+    // Nothing but sums is left to do.
+    let mut sums = Vec::new();
+    for (index, program) in plan.programs.iter().enumerate() {
+        let steps = program.steps.iter().filter(|(_, step)| plan.is_peer_sum(program, step));
+        sums.extend(steps.map(|(id, step)| (index, id, step.writes[0])));
+    }
+    assert!(!sums.is_empty());
+    for (index, program) in plan.programs.iter_mut().enumerate() {
+        for lane in &mut program.lanes {
+            lane.steps.retain(|step| sums.iter().any(|sum| (index, *step) == (sum.0, sum.1)));
+        }
+    }
+    let spaces = workspaces(&plan);
+    for (index, _, written) in sums {
+        let program = &plan.programs[index];
+        let sum = &program.buffers[written];
+        assert!(spaces[sum.device].exchange_bytes > 0);
+        assert!(spaces[sum.device].inner_bytes >= sum.ty.bytes(program.max));
+    }
 }
 
 #[test]

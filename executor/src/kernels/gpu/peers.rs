@@ -8,14 +8,17 @@
 //! - Of a small term every number is written together with a flag, as NCCL's protocol LL does: it takes twice the bytes
 //!   and one crossing instead of three.
 //! - What is written is told by numbers that grow from one sum to the next, and by a run's number, so that captured
-//!   launches serve every run and a run that ended early leaves nothing behind.
+//!   launches serve every run and a run that ended early leaves nothing behind. Those of pieces do not come round; those
+//!   of small terms do, so whoever has read one erases it.
 //! - A piece uses one of eight inboxes in turn, four for each of two runs. A member that sends piece k + 2 has seen the
 //!   flag of piece k, which its peer raised when it had read piece k - 2: what is overwritten has been read. A peer that
 //!   is ahead by a run writes where nobody reads.
-//! - A peer that never comes makes the sum not a number after [`PATIENCE`] looks, and is noted in the exchange.
+//! - A peer that never comes makes the sum not a number after [`PATIENCE`] looks, or soon if it told that it has left
+//!   the run. That is noted in the exchanges of all members, and their further sums of the run are not numbers either.
 
 #![expect(unsafe_code, reason = "kernels are given addresses in the memory of other GPUs")]
 
+mod flags;
 mod large;
 mod places;
 mod small;
@@ -23,9 +26,11 @@ mod small;
 #[cfg(test)]
 mod tests;
 
+use anyhow::ensure;
 use cubecl::prelude::*;
 use ir::workspace::{
-    EXCHANGE_CUBES, EXCHANGE_HEADER_BYTES, EXCHANGE_INBOXES, exchange_flagged_bytes,
+    EXCHANGE_CUBES, EXCHANGE_HEADER_BYTES, EXCHANGE_INBOXES, EXCHANGE_MEMBERS,
+    exchange_flagged_bytes,
 };
 
 use super::addressed::store_word;
@@ -39,15 +44,20 @@ const LOADS: u32 = 4;
 const RUN_INBOXES: u32 = EXCHANGE_INBOXES / 2;
 /// Looks at a flag before a peer is given up, at about half a microsecond each: some ten seconds.
 const PATIENCE: u32 = 20_000_000;
-/// Sums of one run at most.
+/// Sums of one run at most, one more than that: from the numbers of one run's small terms to those of the next.
 const SUMS: u32 = 1 << 13;
-/// Where the counters of this GPU's cubes lie in its exchange, behind the flags of eight members.
-const COUNTERS: u64 = 8 * EXCHANGE_CUBES as u64 * 4;
-/// Where the member that was given up is noted.
+/// Where the counters of this GPU's cubes lie in its exchange, behind the flags of all members.
+const COUNTERS: u64 = EXCHANGE_MEMBERS as u64 * EXCHANGE_CUBES as u64 * 8;
+/// Where the number of the last run that lost a member is noted.
 const LOST: u64 = COUNTERS + EXCHANGE_CUBES as u64 * 4;
+/// Where that member is noted, counted from 1.
+const WHO: u64 = LOST + 4;
+/// Where the number of the last run that a member left is noted.
+const LEFT: u64 = LOST + 8;
 
 /// Where tables of addresses lie in an exchange.
-pub const TABLES_START: usize = 10 << 10;
+pub const TABLES_START: usize = 20 << 10;
+const _: () = assert!(LEFT + 4 <= TABLES_START as u64, "tables lie behind what members tell");
 /// Bytes of a table.
 pub const TABLE_BYTES: usize = 256;
 /// Tables of an exchange.
@@ -79,44 +89,72 @@ impl Gpu {
         self.sync()
     }
 
-    /// Queues the preparation of an exchange for a run; `turn` is `u32[1]`, the run's number.
+    /// Queues the preparation of an exchange for a run.
     ///
     /// # Errors
     /// When the exchange is not one of a CUDA device.
-    pub fn start_sums(&self, exchange: &Span, turn: &Span) -> anyhow::Result<()> {
+    pub fn start_sums(&self, exchange: &Span) -> anyhow::Result<()> {
         let address = exchange.address()?;
-        // SAFETY: counters and what follows them lie in the head of the exchange.
+        // SAFETY: the counters lie in the head of the exchange.
         unsafe {
             start::launch_unchecked(
                 &self.client,
                 CubeCount::Static(1, 1, 1),
                 CubeDim::new_1d(UNITS),
-                turn.argument(1, size_of::<u32>()),
                 address,
             );
         }
         Ok(())
     }
 
-    /// The member that never came, if there is one.
+    /// Queues telling all members, whose exchanges lie at `addresses`, that this GPU does no more of run `turn` than it
+    /// has queued: who waits for more need not wait long.
+    pub fn leave_sums(&self, addresses: &Span, members: u32, turn: u32) {
+        // SAFETY: addresses are those of exchanges, and what is written lies in their heads.
+        unsafe {
+            flags::leave::launch_unchecked(
+                &self.client,
+                CubeCount::Static(1, 1, 1),
+                CubeDim::new_1d(EXCHANGE_MEMBERS as u32),
+                addresses.argument(members as usize, 8),
+                turn,
+                members,
+            );
+        }
+    }
+
+    /// The member that never came in run `turn`, if there is one.
     ///
     /// # Errors
     /// When the device failed.
-    pub fn lost_member(&self, exchange: &Span) -> anyhow::Result<Option<u32>> {
+    pub fn lost_member(&self, exchange: &Span, turn: u32) -> anyhow::Result<Option<u32>> {
         let bytes = self.read(&exchange.part(0, EXCHANGE_HEADER_BYTES as usize))?;
-        let word: [u8; 4] = bytes[LOST as usize..LOST as usize + 4].try_into()?;
-        Ok(u32::from_le_bytes(word).checked_sub(1))
+        let word = |at: u64| -> anyhow::Result<u32> {
+            Ok(u32::from_le_bytes(bytes[at as usize..at as usize + 4].try_into()?))
+        };
+        Ok(if word(LOST)? == turn { word(WHO)?.checked_sub(1) } else { None })
     }
 
-    /// `out` becomes the sum of the terms of all members, f32 each, `count` numbers, a multiple of 4. Every member
-    /// queues the same sums in the same order.
-    pub fn sum_over_peers(&self, group: &Group<'_>, term: &Span, out: &Span, count: usize) {
+    /// `out` becomes the sum of the terms of all members, f32 each, `count` numbers. Every member queues the same sums
+    /// in the same order.
+    ///
+    /// # Errors
+    /// When `count` is no multiple of 4, or the run has too many sums.
+    pub fn sum_over_peers(
+        &self,
+        group: &Group<'_>,
+        term: &Span,
+        out: &Span,
+        count: usize,
+    ) -> anyhow::Result<()> {
+        ensure!(count.is_multiple_of(4), "GPUs sum numbers in fours, not {count}");
+        ensure!(group.number < SUMS - 1, "a run has more than {} sums over GPUs", SUMS - 1);
         let piece = group.piece_bytes;
         let bytes = count * size_of::<f32>();
         let flagged_bytes = exchange_flagged_bytes(piece as u64) as u32;
         if 2 * bytes <= flagged_bytes as usize {
             self.sum_with_flags(group, term, out, bytes, flagged_bytes);
-            return;
+            return Ok(());
         }
         let (vectors, piece_vectors) = ((bytes / 16) as u32, (piece / 16) as u32);
         // A cube has the same place in every inbox, whatever it sums.
@@ -131,6 +169,7 @@ impl Gpu {
                 term.argument(vectors as usize, 16),
                 out.argument(vectors as usize, 16),
                 group.addresses.argument(group.members as usize, 8),
+                group.turn.argument(1, 4),
                 share,
                 piece_vectors,
                 vectors,
@@ -139,6 +178,7 @@ impl Gpu {
                 group.members,
             );
         }
+        Ok(())
     }
 
     fn sum_with_flags(
@@ -170,15 +210,12 @@ impl Gpu {
     }
 }
 
-/// Sets the counters of all cubes to the first number of a run; nobody is lost yet.
+/// Sets the counters of all cubes back: they have summed no piece of the run.
 #[cube(launch_unchecked)]
-fn start(turn: &[u32], exchange: u64) {
+fn start(exchange: u64) {
     let mut cube = UNIT_POS;
     while cube < EXCHANGE_CUBES {
-        store_word(exchange + comptime!(COUNTERS) + u64::cast_from(cube * 4), turn[0] * SUMS);
+        store_word(exchange + comptime!(COUNTERS) + u64::cast_from(cube * 4), 0u32);
         cube += UNITS;
-    }
-    if UNIT_POS == 0 {
-        store_word(exchange + comptime!(LOST), 0u32);
     }
 }

@@ -157,14 +157,17 @@ impl Vendor {
         match self.order {
             Order::Events => {
                 self.begin_after_all(gpu)?;
-                products.iter().try_for_each(|product| self.queue(product))?;
-                self.end_before_all()
+                let queued = products.iter().try_for_each(|product| self.queue(product));
+                let ended = self.end_before_all();
+                queued.and(ended)
             }
             Order::Flags => {
                 let turns = self.turns.as_ref().context("no copies were to be made meanwhile")?;
                 turns.begin(gpu, &self.stream)?;
-                products.iter().try_for_each(|product| self.queue(product))?;
-                turns.end(gpu, &self.stream)
+                // A turn that began ends, whatever was queued in it.
+                let queued = products.iter().try_for_each(|product| self.queue(product));
+                let ended = turns.end(gpu, &self.stream);
+                queued.and(ended)
             }
         }
     }

@@ -1,9 +1,12 @@
 //! A GPU's part of movements: what crosses devices passes through the host, or is read where another GPU within reach
 //! holds it.
 
+use std::collections::BTreeSet;
+
 use anyhow::{Context as _, Result, bail, ensure};
-use ir::id::StepId;
+use ir::id::{DeviceId, StepId};
 use ir::layout::Move;
+use ir::plan::Queue;
 
 use super::runs::with_bytes;
 use super::state::{Operand, State, dims};
@@ -104,5 +107,19 @@ impl State {
         let out = self.operand(schedule, program, out, scope)?;
         let count = out.rows * out.columns;
         self.sums.sum(&self.gpu, &members, &term.span, &out.span, count, &self.inputs.turn())
+    }
+
+    /// Lets GPUs that sum with this one in a run wait for no more than it has queued.
+    ///
+    /// # Errors
+    /// When they cannot be told.
+    pub(super) fn leave_sums(&mut self, scope: Scope<'_>, program: usize, turn: u32) -> Result<()> {
+        let schedule = &scope.plan.programs[program];
+        let steps =
+            schedule.lane(self.device, Queue::Compute).into_iter().flat_map(|lane| &lane.steps);
+        let sums = steps.filter(|&&step| self.sums.peers.is_sum(program, step));
+        let groups: BTreeSet<Vec<DeviceId>> =
+            sums.map(|&step| members(schedule, &schedule.steps[step].reads)).collect();
+        groups.iter().try_for_each(|members| self.sums.leave(&self.gpu, members, turn))
     }
 }

@@ -82,22 +82,22 @@ impl Replays {
         drop(gpu.capture(|| Ok(())));
     }
 
-    /// Captures what `queue` queues, while nothing is queued on any GPU of this process. Where the device cannot,
-    /// runs go on being queued launch by launch.
+    /// Captures what `queue` queues, while nothing is queued on any GPU of this process. `None` where the device
+    /// cannot: then runs go on being queued launch by launch.
     ///
     /// # Errors
     /// Those of `queue`.
-    pub(super) fn capture(
-        &mut self,
-        gpu: &Gpu,
-        kind: Kind,
-        queue: impl FnOnce() -> Result<()>,
-    ) -> Result<()> {
+    pub(super) fn capture(gpu: &Gpu, queue: impl FnOnce() -> Result<()>) -> Result<Option<Graph>> {
         let _alone = CAPTURING.lock().unwrap_or_else(PoisonError::into_inner);
-        match gpu.capture(queue)? {
-            Ok(graph) => drop(self.captured.insert(kind, graph)),
-            Err(error) => tracing::debug!("a run's launches could not be captured: {error:?}"),
-        }
-        Ok(())
+        let captured = gpu.capture(queue)?;
+        let told = captured.inspect_err(|error| {
+            tracing::debug!("a run's launches could not be captured: {error:?}");
+        });
+        Ok(told.ok())
+    }
+
+    /// Keeps what was captured of a run of a kind.
+    pub(super) fn keep(&mut self, kind: Kind, graph: Graph) {
+        self.captured.insert(kind, graph);
     }
 }

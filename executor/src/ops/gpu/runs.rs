@@ -13,7 +13,7 @@ use ir::tensor::{DType, Extent, TensorType};
 
 use super::copies::collect;
 use super::output::sent_type;
-use super::replay::Kind;
+use super::replay::{Kind, Replays};
 use super::state::{Operands, State, dims};
 use crate::kernels::gpu::linear::MAX_TOKENS;
 use crate::kernels::gpu::matrix::Matrix;
@@ -82,14 +82,16 @@ impl State {
         steps: &[StepId],
         kind: Kind,
     ) -> Result<()> {
-        let (gpu, mut replays) = (self.gpu.clone(), std::mem::take(&mut self.replays));
-        let captured = replays.capture(&gpu, kind, || {
+        let gpu = self.gpu.clone();
+        let captured = Replays::capture(&gpu, || {
             let mut at = *steps.first().context("a run has no steps")?;
             self.queue_inputs()?;
             self.queue(scope, program, steps, None, &mut at)
-        });
-        self.replays = replays;
-        captured
+        })?;
+        if let Some(graph) = captured {
+            self.replays.keep(kind, graph);
+        }
+        Ok(())
     }
 
     /// Waits until the device is done with everything.
@@ -166,6 +168,14 @@ impl State {
         }
     }
 
+    /// Lets GPUs that meet this one in a run that ended early wait no longer than for what it has queued of it.
+    ///
+    /// # Errors
+    /// When they cannot be told.
+    pub(crate) fn leave(&mut self, scope: Scope<'_>, program: usize) -> Result<()> {
+        self.leave_sums(scope, program, turn(scope.run))
+    }
+
     /// Works through a stretch of a lane. `at` is kept at the step that is queued. What other devices read is on
     /// the host when it returns; where steps are traced, all else is done on the device, too.
     ///
@@ -228,7 +238,7 @@ impl State {
         if let Some(mail) = &self.mail {
             self.inputs.queue(&self.gpu, mail);
         }
-        self.sums.queue_start(&self.gpu, &self.inputs.turn())
+        self.sums.queue_start(&self.gpu)
     }
 
     /// Queues steps. Values of other devices come from `slots` where the device knows no letters.
@@ -308,21 +318,35 @@ impl State {
         Ok(())
     }
 
-    /// Fails when the output of a run that this device wrote is not what GPUs summed up, since one never came.
+    /// Fails when a member of a sum over GPUs never came, once this device has done its part of a run.
+    ///
+    /// All members are told of that, and what they make of it is not a number: where a GPU wrote the output, it looks
+    /// for the reason if there is such a number. What NUMA nodes make of it shows nothing, so then all GPUs look.
     ///
     /// # Errors
     /// That, or when the device failed.
     pub(crate) fn check_output(&self, scope: Scope<'_>, run: &Run) -> Result<()> {
         let schedule = &scope.plan.programs[run.program];
-        if schedule.buffers[schedule.output].device != self.device {
+        if !self.sums.peers.meet(run.program) {
             return Ok(());
         }
-        let is_lost = with_bytes(schedule, schedule.output, scope, &run.slots, |bytes| {
-            let first = bytes.first_chunk().map(|first| f32::from_ne_bytes(*first));
-            Ok(first.is_some_and(|first| first.is_nan() || first == UNUSABLE))
-        })?;
-        if is_lost { self.sums.check(&self.gpu) } else { Ok(()) }
+        let writer = schedule.buffers[schedule.output].device;
+        let is_suspect = if writer == self.device {
+            with_bytes(schedule, schedule.output, scope, &run.slots, |bytes| {
+                Ok(holds_unusable(bytes))
+            })?
+        } else {
+            !scope.plan.machine.devices[writer].kind.is_gpu()
+        };
+        if is_suspect { self.sums.check(&self.gpu, turn(run.number)) } else { Ok(()) }
     }
+}
+
+/// Whether one of these floats is not a number, or stands for one in a shortlist. All are looked at: each GPU may have
+/// made some, and each row may have come with another piece.
+fn holds_unusable(floats: &[u8]) -> bool {
+    let floats = floats.as_chunks().0.iter().map(|&bytes| f32::from_ne_bytes(bytes));
+    floats.fold(false, |found, float| found | float.is_nan() | (float == UNUSABLE))
 }
 
 /// Hands over a buffer's value on the host.
@@ -356,6 +380,24 @@ fn value(ty: &TensorType, extent: Extent, bytes: &[u8]) -> Result<Value> {
         DType::I32 => Ok(Value::of_ints(collect(bytes), rows, columns)),
         other @ (DType::F16 | DType::Bf16 | DType::U8 | DType::I8) => {
             bail!("a buffer of {other} is read by another device")
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_number_that_is_none_is_found_wherever_it_stands() {
+        let mut floats = vec![1.0_f32; 100];
+        assert!(!holds_unusable(bytemuck::cast_slice(&floats)));
+        for at in [0, 57, 99] {
+            for unusable in [f32::NAN, -f32::NAN, UNUSABLE] {
+                floats[at] = unusable;
+                assert!(holds_unusable(bytemuck::cast_slice(&floats)), "{unusable} at {at}");
+            }
+            floats[at] = f32::NEG_INFINITY;
         }
     }
 }

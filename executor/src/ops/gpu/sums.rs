@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use anyhow::{Context as _, Result, bail};
+use anyhow::{Context as _, Result, bail, ensure};
 use ir::id::DeviceId;
 use ir::plan::Plan;
 use ir::workspace::{Workspace, exchange_piece_bytes};
@@ -46,10 +46,10 @@ impl Sums {
     }
 
     /// Queues the preparation for a run.
-    pub(super) fn queue_start(&mut self, gpu: &Gpu, turn: &Span) -> Result<()> {
+    pub(super) fn queue_start(&mut self, gpu: &Gpu) -> Result<()> {
         self.made = 0;
         match &self.exchange {
-            Some(exchange) if gpu.is_cuda() => gpu.start_sums(exchange, turn),
+            Some(exchange) if gpu.is_cuda() => gpu.start_sums(exchange),
             Some(_) | None => Ok(()),
         }
     }
@@ -64,21 +64,10 @@ impl Sums {
         count: usize,
         turn: &Span,
     ) -> Result<()> {
-        let exchange = self.exchange.as_ref().context("the plan counts no exchange")?;
-        let number = self.tables.len();
-        let table = match self.tables.get(members) {
-            Some(table) => table,
-            None if number == TABLES => bail!("a GPU sums with more than {TABLES} groups of GPUs"),
-            None => {
-                let addresses = self.peers.exchanges(self.device, members)?;
-                let table = exchange.part(TABLES_START + number * TABLE_BYTES, TABLE_BYTES);
-                gpu.write(&table, bytemuck::cast_slice(&addresses))?;
-                self.tables.entry(members.to_vec()).or_insert(table)
-            }
-        };
+        let table = self.table(gpu, members)?;
         let rank = members.iter().position(|member| *member == self.device);
         let group = Group {
-            addresses: table,
+            addresses: &table,
             members: members.len() as u32,
             rank: rank.context("a GPU sums terms of others")? as u32,
             piece_bytes: self.piece_bytes,
@@ -86,18 +75,41 @@ impl Sums {
             number: self.made,
         };
         self.made += 1;
-        gpu.sum_over_peers(&group, term, out, count);
-        Ok(())
+        gpu.sum_over_peers(&group, term, out, count)
     }
 
-    /// Fails when a member never came.
-    pub(super) fn check(&self, gpu: &Gpu) -> Result<()> {
+    /// Queues telling the members of a sum that this GPU does no more of a run than it has queued.
+    pub(super) fn leave(&mut self, gpu: &Gpu, members: &[DeviceId], turn: u32) -> Result<()> {
+        let table = self.table(gpu, members)?;
+        gpu.leave_sums(&table, members.len() as u32, turn);
+        gpu.flush()
+    }
+
+    /// Fails when a member never came in a run.
+    pub(super) fn check(&self, gpu: &Gpu, turn: u32) -> Result<()> {
         let Some(exchange) = self.exchange.as_ref().filter(|_| gpu.is_cuda()) else {
             return Ok(());
         };
-        match gpu.lost_member(exchange)? {
+        match gpu.lost_member(exchange, turn)? {
             Some(member) => bail!("GPU {member} of a sum over GPUs did not come in time"),
             None => Ok(()),
         }
+    }
+
+    /// Where the addresses of the members' exchanges lie on the device.
+    fn table(&mut self, gpu: &Gpu, members: &[DeviceId]) -> Result<Span> {
+        if let Some(table) = self.tables.get(members) {
+            return Ok(table.clone());
+        }
+        let (exchange, number) = (self.exchange.as_ref(), self.tables.len());
+        let exchange = exchange.context("the plan counts no exchange")?;
+        ensure!(number < TABLES, "a GPU sums with more than {TABLES} groups of GPUs");
+        let addresses = self.peers.exchanges(self.device, members)?;
+        let table = exchange.part(TABLES_START + number * TABLE_BYTES, TABLE_BYTES);
+        gpu.write(&table, bytemuck::cast_slice(&addresses))?;
+        // Leaving no run compiles the launch, which could not be done while a sum waits.
+        gpu.leave_sums(&table, members.len() as u32, 0);
+        self.tables.insert(members.to_vec(), table.clone());
+        Ok(table)
     }
 }

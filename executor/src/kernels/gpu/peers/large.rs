@@ -2,11 +2,10 @@
 
 use cubecl::prelude::*;
 
+use super::flags::{flag_number, is_run_lost, look_again, look_for_piece, raise_piece};
 use super::places::{flag_of, inbox_of, letters};
-use super::{COUNTERS, LOADS, LOST, PATIENCE, UNITS};
-use crate::kernels::gpu::addressed::{
-    fence, load_four, load_word, look, raise, store_four, store_word,
-};
+use super::{COUNTERS, LOADS, PATIENCE, UNITS};
+use crate::kernels::gpu::addressed::{fence, load_four, load_word, store_four, store_word};
 use crate::kernels::gpu::words::Four;
 
 /// The sum of large terms, piece after piece.
@@ -15,6 +14,7 @@ pub(super) fn sum(
     term: &[Four],
     out: &mut [Four],
     addresses: &[u64],
+    turn: &[u32],
     share: u32,
     piece_vectors: u32,
     vectors: u32,
@@ -23,13 +23,13 @@ pub(super) fn sum(
     #[comptime] members: u32,
 ) {
     let own = addresses[comptime!(rank as usize)];
+    let turn = turn[0];
     let counter = own + comptime!(COUNTERS) + u64::cast_from(CUBE_POS_X * 4);
     let first = load_word(counter) + 1;
     let inbox_bytes = piece_vectors * 16;
     let place = CUBE_POS_X * share;
-    let lost = own + comptime!(LOST);
     // Where one sum was lost, the others of the run are, too.
-    let mut is_lost = load_word(lost) > 0;
+    let mut is_lost = is_run_lost(own, turn);
     let mut piece = 0u32.runtime();
     let mut start = 0u32.runtime();
     send(
@@ -41,6 +41,7 @@ pub(super) fn sum(
         piece_vectors,
         vectors,
         flagged_bytes,
+        turn,
         first,
         rank,
         members,
@@ -58,17 +59,18 @@ pub(super) fn sum(
                 piece_vectors,
                 vectors,
                 flagged_bytes,
+                turn,
                 number + 1,
                 rank,
                 members,
             );
         }
         // All units wait, whatever each of them has seen.
-        let have_come = have_come(own, number, is_lost, members, rank);
+        let have_come = have_come(addresses, turn, number, is_lost, rank, members);
         is_lost = is_lost || !have_come;
         let here = start + place;
         let end = u32::min(here + share, u32::min(next, vectors));
-        let inbox = inbox_of(number);
+        let inbox = inbox_of(turn, number);
         let mut from = here + UNIT_POS;
         while from < end {
             let mut all = Array::<Four>::new(LOADS as usize);
@@ -127,13 +129,14 @@ fn send(
     piece_vectors: u32,
     vectors: u32,
     flagged_bytes: u32,
+    turn: u32,
     number: u32,
     #[comptime] rank: u32,
     #[comptime] members: u32,
 ) {
     let here = start + place;
     let end = u32::min(here + share, u32::min(start + piece_vectors, vectors));
-    let inbox = inbox_of(number);
+    let inbox = inbox_of(turn, number);
     let mut own_term = Array::<Four>::new(LOADS as usize);
     let mut from = here + UNIT_POS;
     while from < end {
@@ -171,18 +174,20 @@ fn send(
     fence();
     sync_cube();
     if UNIT_POS < members && UNIT_POS != rank {
-        raise(addresses[UNIT_POS as usize] + flag_of(rank, CUBE_POS_X), number);
+        let flag = addresses[UNIT_POS as usize] + flag_of(rank, CUBE_POS_X);
+        raise_piece(flag, flag_number(turn, number));
     }
 }
 
 /// Waits until all peers have sent a cube's share of a piece; whether they have.
 #[cube]
 fn have_come(
-    own: u64,
+    addresses: &[u64],
+    turn: u32,
     number: u32,
     is_lost: bool,
-    #[comptime] members: u32,
     #[comptime] rank: u32,
+    #[comptime] members: u32,
 ) -> bool {
     let mut lost = Shared::<[u32]>::new_slice(1usize);
     // The cube is done with what it learned of the piece before.
@@ -192,15 +197,15 @@ fn have_come(
     }
     sync_cube();
     if UNIT_POS < members && UNIT_POS != rank {
-        let flag = own + flag_of(UNIT_POS, CUBE_POS_X);
+        let flag = addresses[comptime!(rank as usize)] + flag_of(UNIT_POS, CUBE_POS_X);
+        let expected = flag_number(turn, number);
         let mut looks = select(is_lost, PATIENCE, 0u32);
-        // Flags only grow, and are behind by less than half of all numbers.
-        while look(flag) - number >= 0x8000_0000u32 && looks < PATIENCE {
-            looks += 1;
+        // A peer is ahead by a piece, or by runs that this one has lost.
+        while look_for_piece(flag) < expected && looks < PATIENCE {
+            looks = look_again(looks, addresses, turn, UNIT_POS, rank, members);
         }
         if looks >= PATIENCE {
             lost[0] = UNIT_POS + 1;
-            store_word(own + comptime!(LOST), UNIT_POS + 1);
         }
     }
     sync_cube();

@@ -3,12 +3,12 @@
 use cubecl::prelude::*;
 use ir::workspace::{EXCHANGE_CUBES, EXCHANGE_HEADER_BYTES, EXCHANGE_INBOXES};
 
-use super::{RUN_INBOXES, SUMS};
+use super::RUN_INBOXES;
 
-/// Which inbox the piece of that number uses.
+/// Which inbox a run's piece of that number uses.
 #[cube]
-pub(super) fn inbox_of(number: u32) -> u32 {
-    (number / comptime!(SUMS) % 2) * comptime!(RUN_INBOXES) + number % comptime!(RUN_INBOXES)
+pub(super) fn inbox_of(turn: u32, number: u32) -> u32 {
+    (turn % 2) * comptime!(RUN_INBOXES) + number % comptime!(RUN_INBOXES)
 }
 
 /// Which part of an inbox of `owner` is for the terms of `member`: it needs none for its own.
@@ -56,5 +56,5 @@ pub(super) fn letters(
 /// Where the flag of a member's cube lies in an exchange.
 #[cube]
 pub(super) fn flag_of(member: u32, cube: u32) -> u64 {
-    u64::cast_from((member * EXCHANGE_CUBES + cube) * 4)
+    u64::cast_from((member * EXCHANGE_CUBES + cube) * 8)
 }

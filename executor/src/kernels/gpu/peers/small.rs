@@ -2,9 +2,10 @@
 
 use cubecl::prelude::*;
 
+use super::flags::{is_run_lost, look_again};
 use super::places::{flagged, inbox_of};
-use super::{LOST, PATIENCE, SUMS, UNITS};
-use crate::kernels::gpu::addressed::{load_four, load_word, store_pairs, store_word};
+use super::{PATIENCE, SUMS, UNITS};
+use crate::kernels::gpu::addressed::{load_four, store_pairs};
 use crate::kernels::gpu::words::Four;
 
 /// The sum of small terms: a unit sends four numbers, each with a flag, and waits for those of every peer.
@@ -24,8 +25,10 @@ pub(super) fn sum_with_flags(
     if at < vectors {
         let own = addresses[comptime!(rank as usize)];
         let own_term = term[at as usize];
-        let number = turn[0] * SUMS + sum_of_run;
-        let inbox = inbox_of(number);
+        let turn = turn[0];
+        // Never 0, which is what erased flags are.
+        let number = turn * SUMS + sum_of_run + 1;
+        let inbox = inbox_of(turn, sum_of_run);
         let flag = f32::reinterpret(number);
         #[unroll]
         for peer in 0..members {
@@ -46,7 +49,7 @@ pub(super) fn sum_with_flags(
         }
         // Where one sum was lost, the others of the run are, too.
         let mut looks = 0u32;
-        if load_word(own + comptime!(LOST)) > 0 {
+        if is_run_lost(own, turn) {
             looks = PATIENCE.runtime();
         }
         let mut all = Four::zeroed();
@@ -61,10 +64,13 @@ pub(super) fn sum_with_flags(
                 while !(has_flag(first, number) && has_flag(second, number)) && looks < PATIENCE {
                     first = load_four(place);
                     second = load_four(place + 16);
-                    looks += 1;
-                    if looks == PATIENCE {
-                        store_word(own + comptime!(LOST), comptime!(member + 1).runtime());
-                    }
+                    let its = comptime!(member).runtime();
+                    looks = look_again(looks, addresses, turn, its, rank, members);
+                }
+                // Whoever writes here next waits for what this GPU sends after this sum.
+                if has_flag(first, number) && has_flag(second, number) {
+                    store_pairs(place, Four::zeroed());
+                    store_pairs(place + 16, Four::zeroed());
                 }
                 #[unroll]
                 for i in 0..2usize {

@@ -41,7 +41,7 @@ fn terms_of_two_members_are_summed_run_after_run() {
             let outs = counts.map(|count| gpu.poisoned(count * size_of::<f32>()));
             gpu.sync().unwrap();
             barrier.wait();
-            gpu.start_sums(&exchange, &turn).unwrap();
+            gpu.start_sums(&exchange).unwrap();
             for (i, count) in (0..).zip(counts) {
                 let group = Group {
                     addresses: &table,
@@ -51,7 +51,7 @@ fn terms_of_two_members_are_summed_run_after_run() {
                     turn: &turn,
                     number: i as u32,
                 };
-                gpu.sum_over_peers(&group, &terms[i], &outs[i], count);
+                gpu.sum_over_peers(&group, &terms[i], &outs[i], count).unwrap();
             }
             gpu.flush().unwrap();
             barrier.wait();
@@ -63,7 +63,7 @@ fn terms_of_two_members_are_summed_run_after_run() {
                     "{count} numbers, run {number}"
                 );
             }
-            assert_eq!(gpu.lost_member(&exchange).unwrap(), None);
+            assert_eq!(gpu.lost_member(&exchange, number).unwrap(), None);
         }
     };
     thread::scope(|scope| {
@@ -72,4 +72,66 @@ fn terms_of_two_members_are_summed_run_after_run() {
             scope.spawn(move || member(rank));
         }
     });
+}
+
+#[test]
+fn what_does_not_come_in_fours_is_refused() {
+    let Some(gpu) = crate::kernels::gpu::testing::gpu() else { return };
+    let span = gpu.upload(&[0_u32; 64]);
+    let group = |number| Group {
+        addresses: &span,
+        members: 2,
+        rank: 0,
+        piece_bytes: PIECE_BYTES,
+        turn: &span,
+        number,
+    };
+    let refusal = |number, count| {
+        gpu.sum_over_peers(&group(number), &span, &span, count).unwrap_err().to_string()
+    };
+    assert_eq!(refusal(0, 6), "GPUs sum numbers in fours, not 6");
+    assert_eq!(refusal(SUMS - 1, 8), "a run has more than 8191 sums over GPUs");
+}
+
+#[test]
+fn who_waits_for_a_member_that_left_does_not_wait_long() {
+    let gpus = (0..MEMBERS).map(Gpu::cuda).collect::<anyhow::Result<Vec<Gpu>>>();
+    let Ok(gpus) = gpus.and_then(|gpus| grant(0, 1).and(grant(1, 0)).map(|()| gpus)) else {
+        eprintln!("skipped: there are no two GPUs that reach each other's memory");
+        return;
+    };
+    let bytes = exchange_bytes(MEMBERS, PIECE_BYTES as u64) as usize;
+    let exchanges = gpus.iter().map(|gpu| gpu.allocate(bytes).unwrap()).collect::<Vec<_>>();
+    gpus.iter().zip(&exchanges).for_each(|(gpu, exchange)| gpu.clear_exchange(exchange).unwrap());
+    let addresses = exchanges.iter().map(|exchange| exchange.address().unwrap());
+    let addresses = addresses.collect::<Vec<_>>();
+    let [table, others] = [0, 1].map(|gpu: usize| gpus[gpu].upload(&addresses));
+    gpus[1].leave_sums(&others, MEMBERS as u32, 0);
+    gpus[1].sync().unwrap();
+    // A small term and one of several pieces: all members learn that the second did not come.
+    for (run, count) in [(1, 64), (2, 1_000_000)] {
+        let gpu = &gpus[0];
+        let (turn, term) = (gpu.upload(&[run]), gpu.upload(&term(0, run, count)));
+        let out = gpu.upload(&vec![0.0_f32; count]);
+        let group = Group {
+            addresses: &table,
+            members: MEMBERS as u32,
+            rank: 0,
+            piece_bytes: PIECE_BYTES,
+            turn: &turn,
+            number: 0,
+        };
+        gpu.start_sums(&exchanges[0]).unwrap();
+        gpu.sum_over_peers(&group, &term, &out, count).unwrap();
+        gpu.flush().unwrap();
+        gpus[1].leave_sums(&others, MEMBERS as u32, run);
+        gpus[1].flush().unwrap();
+        let start = std::time::Instant::now();
+        assert!(gpu.download::<f32>(&out, count).iter().all(|sum| sum.is_nan()));
+        assert!(start.elapsed().as_secs() < 5, "half of what patience takes");
+        for (gpu, exchange) in gpus.iter().zip(&exchanges) {
+            assert_eq!(gpu.lost_member(exchange, run).unwrap(), Some(1));
+            assert_eq!(gpu.lost_member(exchange, run + 1).unwrap(), None);
+        }
+    }
 }

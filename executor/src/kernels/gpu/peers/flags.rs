@@ -1,0 +1,88 @@
+//! What members tell each other in an exchange: which pieces have come, and that one does not come.
+//!
+//! - The flag of a large term's piece has 64 bits, the run's number above that of the piece: it only ever grows, so that
+//!   an old one, or none, is never taken for one that is ahead.
+//! - A run that lost a member, or that a member left, is told by its number: what is told of one run says nothing about
+//!   the next.
+
+use cubecl::prelude::*;
+
+use super::{LEFT, LOST, PATIENCE, WHO};
+use crate::kernels::gpu::addressed::{fence, load_word, store_word};
+use crate::kernels::gpu::registers::held;
+
+/// From the number of one run's first piece to that of the next run.
+const RUN: u64 = 1 << 32;
+/// Looks between two glances at whether a member has left: half a millisecond.
+const GLANCE: u32 = 1 << 10;
+/// Looks at what members may have sent before one left. Who has left the run after this one has received all terms of
+/// this one, so all were sent by then.
+const LAST_LOOKS: u32 = 1 << 10;
+
+/// What the flag of a run's piece is raised to.
+#[cube]
+pub(super) fn flag_number(turn: u32, piece: u32) -> u64 {
+    u64::cast_from(turn) * comptime!(RUN) + u64::cast_from(piece)
+}
+
+/// Writes the flag of a piece: whoever sees it sees what this unit wrote before.
+#[cube]
+pub(super) fn raise_piece(address: u64, number: u64) {
+    let (address, number) = (held::<u64>(address), held::<u64>(number));
+    gpu_asm!("st.release.sys.global.u64 [{a}], {v};", a = in(_) address, v = in(_) number);
+}
+
+/// Reads the flag of a piece: what was written before it was raised can be read from now on.
+#[cube]
+pub(super) fn look_for_piece(address: u64) -> u64 {
+    let address = held::<u64>(address);
+    let number: u64;
+    gpu_asm!("ld.acquire.sys.global.u64 {v}, [{a}];", v = out(_) number, a = in(_) address);
+    number
+}
+
+/// Whether a run is known to have lost a member.
+#[cube]
+pub(super) fn is_run_lost(own: u64, turn: u32) -> bool {
+    load_word(own + comptime!(LOST)) == turn
+}
+
+/// Counts one more look for a member that has not come. At [`PATIENCE`] it is given up, and all members learn of it; if
+/// it has left the run, or one after it, that is soon.
+#[cube]
+pub(super) fn look_again(
+    looks: u32,
+    addresses: &[u64],
+    turn: u32,
+    member: u32,
+    #[comptime] rank: u32,
+    #[comptime] members: u32,
+) -> u32 {
+    let mut looks = looks + 1;
+    if looks % GLANCE == comptime!(GLANCE - 1) && looks < comptime!(PATIENCE - LAST_LOOKS) {
+        let own = addresses[comptime!(rank as usize)];
+        if load_word(own + comptime!(LEFT)) >= turn {
+            looks = comptime!(PATIENCE - LAST_LOOKS).runtime();
+        }
+    }
+    if looks == PATIENCE {
+        #[unroll]
+        for peer in 0..members {
+            let exchange = addresses[peer as usize];
+            store_word(exchange + comptime!(WHO), member + 1);
+            store_word(exchange + comptime!(LOST), turn);
+        }
+        fence();
+    }
+    looks
+}
+
+/// Tells all members that one of them does no more of a run than it has queued.
+#[cube(launch_unchecked)]
+pub(super) fn leave(addresses: &[u64], turn: u32, members: u32) {
+    // What was sent before comes before.
+    fence();
+    if UNIT_POS < members {
+        store_word(addresses[UNIT_POS as usize] + comptime!(LEFT), turn);
+    }
+}
