@@ -2,10 +2,14 @@
 
 #![expect(unsafe_code, reason = "kernels are given raw pieces of device memory")]
 
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+
 use anyhow::{Context as _, Result, ensure};
 use burn_cubecl::CubeDevice;
 use cubecl::bytes::Bytes;
 use cubecl::client::{Client, Graph};
+use cubecl::config::cache::CacheConfig;
+use cubecl::config::{CubeClRuntimeConfig, RuntimeConfig as _};
 use cubecl::prelude::{BufferArg, CubeCount, CubeDim, ElemType};
 use cubecl::server::{Handle, ServerError};
 use cubecl_runtime::runtime::Runtime;
@@ -34,12 +38,25 @@ pub struct Span {
     address: Option<u64>,
 }
 
+/// Lets CubeCL keep what it compiles in the user's cache folder, where the next process finds it; by itself it compiles
+/// anew in every process. What a `cubecl.toml` or the environment says otherwise holds.
+fn keep_compiled_kernels() {
+    let mut config = CubeClRuntimeConfig::from_current_dir().override_from_env();
+    config.compilation.cache = true;
+    if matches!(config.environment.path, CacheConfig::Target) {
+        config.environment.path = CacheConfig::Global;
+    }
+    // Once a device is open, the configuration stays as it is.
+    let _is_first = CubeClRuntimeConfig::try_set(config);
+}
+
 impl Gpu {
-    /// Opens a GPU by the driver's ordinal.
+    /// Opens a GPU by the driver's ordinal. Its kernels are compiled once for each build of this program.
     ///
     /// # Errors
     /// When there is no driver, or no such GPU.
     pub fn cuda(ordinal: usize) -> Result<Self> {
+        keep_compiled_kernels();
         let device = CubeDevice::cuda(ordinal).map_err(anyhow::Error::from)?;
         Ok(Self { client: device.client(), device })
     }
@@ -57,6 +74,11 @@ impl Gpu {
     /// Whether it is driven through CUDA: then vendor libraries and captured graphs are there.
     pub fn is_cuda(&self) -> bool {
         matches!(self.device, CubeDevice::Cuda(_))
+    }
+
+    /// Whether its kernels know a type.
+    pub fn knows(&self, dtype: ir::tensor::DType) -> bool {
+        self.client.properties().supports_type(element(dtype))
     }
 
     /// The driver's number for it, where it is driven through CUDA.
@@ -128,7 +150,7 @@ impl Gpu {
     /// device captured nothing.
     ///
     /// # Errors
-    /// Those of `queue`.
+    /// Those of `queue`; a panic of its passes on once the capture has ended.
     pub(crate) fn capture(
         &self,
         queue: impl FnOnce() -> Result<()>,
@@ -136,9 +158,10 @@ impl Gpu {
         if let Err(error) = self.client.start_capture() {
             return Ok(Err(error));
         }
-        let queued = queue();
+        // What is left open would take in all that is queued from now on.
+        let queued = catch_unwind(AssertUnwindSafe(queue));
         let captured = self.client.stop_capture();
-        queued.map(|()| captured)
+        queued.unwrap_or_else(|panic| resume_unwind(panic)).map(|()| captured)
     }
 
     /// Passes launches on to the device: until then they may wait in this process, for other calls to follow.
