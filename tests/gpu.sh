@@ -9,11 +9,14 @@ source .ci/packages
 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2>/dev/null ||
   { echo "there is no NVIDIA GPU here: tests/run.sh checks the kernels on a device in software" >&2; exit 1; }
 filter='package(executor) and test(kernels::gpu) + test(a_gpu) + test(captured_runs) + test(every_rate)'
+filter+=' + test(sums_by_groups) + test(every_device_counts) + test(in_12_bits)'
 if cargo nextest --version >/dev/null 2>&1; then
   cargo nextest run --release --locked --workspace -E "$filter"
 else
   cargo test --release --locked --workspace gpu
-  cargo test --release --locked --workspace captured_runs
+  for test in captured_runs sums_by_groups every_device_counts in_12_bits; do
+    cargo test --release --locked --workspace "$test"
+  done
 fi
 programs="${CARGO_TARGET_DIR:-target}/release"
 folder=$(mktemp -d)
@@ -26,7 +29,7 @@ if [ "$(nvidia-smi --query-gpu=name --format=csv,noheader | wc -l)" -ge 2 ]; the
   # passes in parts: a hundred runs in a row of each give the tokens of one processor.
   "$programs/hybridc" probe --split 2 -o "$folder/machine.ron"
   compile --pipeline numa0 -o "$folder/alone.ron"
-  compile --machine "$folder/machine.ron" --tensor-parallel 4 -o "$folder/ranks.ron"
+  compile --machine "$folder/machine.ron" --tensor-parallel gpu0,gpu1,numa0,numa1 -o "$folder/ranks.ron"
   compile --tensor-parallel gpu0,gpu1 -o "$folder/gpus.ron"
   compile --pipeline gpu0,gpu1 --prefill-tokens 2 -o "$folder/stages.ron"
   answer "$folder/alone.ron" >"$folder/expected"

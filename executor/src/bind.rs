@@ -13,6 +13,7 @@ use ir::id::{DeviceId, WeightId};
 use ir::machine::DeviceKind;
 use ir::op::Op;
 use ir::plan::{Action, Plan, Weight};
+use ir::tensor::{DType, Format};
 
 use crate::checkpoint::Checkpoint;
 use crate::fetch::{Homes, Window, fetched};
@@ -82,6 +83,35 @@ pub(crate) fn spared_beside_gpus(cpus: usize) -> usize {
     SPARED_CPUS.min(cpus / 4)
 }
 
+/// The processors of a NUMA node that compute, one for each thread.
+fn team_cpus<'a>(plan: &Plan, cpus: &'a [u32], options: &Options) -> &'a [u32] {
+    let threads = options.threads.unwrap_or(cpus.len() - spared(plan, cpus.len()));
+    &cpus[..threads.clamp(1, cpus.len())]
+}
+
+/// What each rank of a plan is, in their order: the devices that compute, with the GPU or the NUMA node and processors that
+/// they are bound to.
+pub(crate) fn ranks(plan: &Plan, options: &Options) -> Vec<String> {
+    let lanes = plan.programs.iter().flat_map(|program| &program.lanes);
+    let computing: BTreeSet<DeviceId> = lanes.map(|lane| lane.device).collect();
+    let describe = |(rank, &id): (usize, &DeviceId)| {
+        let device = &plan.machine.devices[id];
+        let place = match &device.kind {
+            DeviceKind::Gpu { ordinal, .. } => {
+                let model = plan.machine.host.gpus.get(*ordinal as usize);
+                format!("GPU {ordinal}, {}", model.map_or("of unknown model", String::as_str))
+            }
+            DeviceKind::Numa { node, cpus } => {
+                let cpus: Vec<String> =
+                    team_cpus(plan, cpus, options).iter().map(u32::to_string).collect();
+                format!("bound to NUMA node {node}, a thread on each of cpus {}", cpus.join(" "))
+            }
+        };
+        format!("rank {rank} of {}: {}, {place}", computing.len(), device.name)
+    };
+    computing.iter().enumerate().map(describe).collect()
+}
+
 /// One device, ready to compute.
 pub(crate) struct Device {
     pub(crate) name: String,
@@ -137,6 +167,13 @@ impl Device {
                     GpuDriver::Vulkan => Gpu::vulkan(),
                 };
                 let gpu = gpu.with_context(|| format!("opening {name}"))?;
+                for dtype in numbers(plan, id) {
+                    ensure!(
+                        gpu.knows(dtype),
+                        "{name} does not compute with {dtype}: compile the plan with another \
+                         --format and --kv-type, such as f16"
+                    );
+                }
                 // Its weights are converted by all of them.
                 spared.unbind()?;
                 let counter = options.expert_counter.clone();
@@ -177,6 +214,17 @@ impl Device {
     pub(crate) fn window(&self) -> Option<Window> {
         if let Form::Gpu(state) = &self.form { state.window() } else { None }
     }
+}
+
+/// The types of floats that a GPU finds in the weights that it holds and in its caches; what it fetches it unpacks.
+fn numbers(plan: &Plan, gpu: DeviceId) -> BTreeSet<DType> {
+    let held = plan.weights.rows().iter().filter(|weight| weight.device == gpu);
+    let floats = held.filter_map(|weight| match weight.format {
+        Format::Bf12 => Some(DType::Bf16),
+        Format::F32 | Format::F16 | Format::Bf16 | Format::Q8 | Format::Q4 => weight.format.float(),
+    });
+    let caches = plan.caches.rows().iter().filter(|cache| cache.device == gpu);
+    floats.chain(caches.map(|cache| cache.dtype)).collect()
 }
 
 /// The matrices of floats of which rows are looked up, and nothing else is done with them.
@@ -222,9 +270,7 @@ impl Form {
 impl Cpu {
     fn new(plan: &Plan, id: DeviceId, cpus: &[u32], options: &Options) -> Result<Self> {
         let name = &plan.machine.devices[id].name;
-        let threads =
-            options.threads.unwrap_or(cpus.len() - spared(plan, cpus.len())).clamp(1, cpus.len());
-        let cpus = &cpus[..threads];
+        let cpus = team_cpus(plan, cpus, options);
         let team = Team::new(cpus).with_context(|| format!("starting the threads of {name}"))?;
         let form = match (options.backend, options.kernels) {
             (CpuBackend::Flex, Kernels::Own) => {

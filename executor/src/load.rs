@@ -145,6 +145,9 @@ pub fn load(
     }
     let checkpoint = Arc::new(Checkpoint::open(&file.plan.files, &file.folder)?);
     let plan = Arc::new(file.plan);
+    // One device alone needs no telling.
+    let ranks = bind::ranks(&plan, options);
+    ranks.iter().filter(|_| ranks.len() > 1).for_each(|rank| tracing::info!("{rank}"));
     let recorder = options.trace.then(|| Arc::new(Recorder::new(file.fingerprint)));
     let total = plan.weights.rows().iter().map(|weight| plan.weight_bytes(weight)).sum();
     let (events, news) = mpsc::channel();

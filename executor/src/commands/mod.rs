@@ -145,12 +145,22 @@ struct PerplexityArguments {
     plan: PathBuf,
     #[command(flatten)]
     run: RunArguments,
-    /// A JSON list of token ids, or an object with such a list under "ids"
-    #[arg(long, value_name = "FILE")]
-    ids_file: PathBuf,
+    #[command(flatten)]
+    scored: ScoredArguments,
     /// Write the logits after the last token, as a NumPy array of 32-bit floats
     #[arg(long, value_name = "FILE")]
     logits: Option<PathBuf>,
+}
+
+#[derive(Args)]
+#[group(required = true, multiple = false)]
+struct ScoredArguments {
+    /// A JSON list of token ids, or an object with such a list under "ids"
+    #[arg(long, value_name = "FILE")]
+    ids_file: Option<PathBuf>,
+    /// A text, scored in pieces as long as the plan's context
+    #[arg(long, value_name = "FILE")]
+    text_file: Option<PathBuf>,
 }
 
 #[derive(Args)]

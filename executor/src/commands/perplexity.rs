@@ -1,10 +1,11 @@
-//! `perplexity`: how well a plan predicts a list of token ids.
+//! `perplexity`: how well a plan predicts a text.
 
 use std::path::Path;
 
-use anyhow::{Context as _, Result, bail};
+use anyhow::{Context as _, Result, bail, ensure};
 use serde_json::{Value, json};
 
+use executor::engine::Perplexity;
 use executor::generation::GenerationOverrides;
 
 use super::answer::print;
@@ -13,10 +14,15 @@ use super::{PerplexityArguments, check_writable, npy};
 
 pub(super) fn run(arguments: PerplexityArguments) -> Result<()> {
     check_writable(&arguments.logits)?;
-    let ids = read_ids(&arguments.ids_file)?;
+    let scored = &arguments.scored;
+    let ids = scored.ids_file.as_deref().map(read_ids).transpose()?;
+    let text = scored.text_file.as_deref().map(read).transpose()?;
     let mut session =
         Session::open(&arguments.plan, &arguments.run, &GenerationOverrides::default(), false)?;
-    let scored = session.engine.perplexity(&ids)?;
+    let scored = match (ids, text) {
+        (Some(ids), _) => session.engine.perplexity(&ids)?,
+        (None, text) => score_text(&mut session, &text.unwrap_or_default())?,
+    };
     session.write_records(None, None)?;
     if let Some(path) = &arguments.logits {
         command_line::write(path, &npy::encode(&scored.last_logits))?;
@@ -26,10 +32,31 @@ pub(super) fn run(arguments: PerplexityArguments) -> Result<()> {
     print(&format!("{result}\n"))
 }
 
+/// Scores a text in pieces as long as the plan's context, each by itself.
+fn score_text(session: &mut Session, text: &str) -> Result<Perplexity> {
+    let ids = session.tokenizer()?.encode(text, true)?;
+    let context = session.engine.plan().model.context as usize;
+    // A piece of one token predicts nothing; a text of one is refused.
+    let pieces = ids.chunks(context).filter(|piece| piece.len() > 1 || ids.len() == 1);
+    let mut all = Perplexity { tokens: 0, nll: 0.0, last_logits: Vec::new() };
+    for piece in pieces {
+        let scored = session.engine.perplexity(piece)?;
+        let tokens = all.tokens + scored.tokens;
+        let sum = all.nll * all.tokens as f64 + scored.nll * scored.tokens as f64;
+        all = Perplexity { tokens, nll: sum / tokens as f64, ..scored };
+    }
+    ensure!(all.tokens > 0, "the text is empty");
+    Ok(all)
+}
+
+fn read(path: &Path) -> Result<String> {
+    std::fs::read_to_string(path).with_context(|| format!("reading {}", path.display()))
+}
+
 /// Token ids from a JSON list, or from an object's `ids`.
 fn read_ids(path: &Path) -> Result<Vec<u32>> {
     let name = path.display();
-    let text = std::fs::read_to_string(path).with_context(|| format!("reading {name}"))?;
+    let text = read(path)?;
     let value: Value =
         serde_json::from_str(&text).with_context(|| format!("{name} is not JSON"))?;
     let list = match &value {

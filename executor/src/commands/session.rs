@@ -95,7 +95,7 @@ impl Session {
     /// The tokenizer, where one lies beside the checkpoint.
     pub(super) fn tokenizer(&self) -> Result<&Tokenizer> {
         self.tokenizer.as_ref().map_err(|error| anyhow::anyhow!("{error:#}")).context(
-            "the prompt is text, and its tokenizer cannot be used; --prompt-ids needs none",
+            "text takes the checkpoint's tokenizer, which cannot be used; token ids need none",
         )
     }
 

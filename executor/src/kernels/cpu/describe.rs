@@ -23,9 +23,11 @@ pub fn describe(isa: Isa) -> Vec<(String, String)> {
         Isa::Avx2 => "vectors of 8 floats, FMA",
         Isa::Avx512 | Isa::Avx512Bf16Vnni | Isa::Amx => "vectors of 16 floats, FMA",
     };
-    for operation in ["attention", "norm, activation, router"] {
+    rows.push(("experts".into(), "those of their formats' linears".into()));
+    for operation in ["attention, rotary", "norm, activation, router"] {
         rows.push((operation.into(), vectors.into()));
     }
+    rows.push(("cache, rows of tables".into(), "copies and conversions in plain Rust".into()));
     rows
 }
 
