@@ -1,6 +1,7 @@
 """run.py PROGRAMS MODELS [--shapes a,b] [--formats bf16,q8,q4] [--threads 2] [--rounds 5]
 
-Runs this project and llama.cpp in turn on the same shapes, in one quiet run, and prints a table of medians and ratios.
+Runs this project and llama.cpp in turn on the same shapes, with as many threads on one NUMA node, in one quiet run, and
+prints a table of medians and ratios.
 PROGRAMS is the folder of hybridc and hybrid-exec, MODELS a folder of folders made by make_model.py.
 """
 
@@ -16,7 +17,8 @@ HERE = pathlib.Path(__file__).parent
 
 def ours(arguments, plan, prefill, decode, depth, sequences=1):
     command = [f"{arguments.programs}/hybrid-exec", "bench", str(plan), "-r", "1", "-o", "json",
-               "-p", str(prefill), "-n", str(decode), "-d", str(depth), "--sequences", str(sequences)]
+               "-p", str(prefill), "-n", str(decode), "-d", str(depth), "--sequences", str(sequences),
+               "--threads", str(arguments.threads)]
     tests = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     rate = {test["kind"]: test["tokens_per_sec"] for test in tests}
     return rate.get("prefill"), rate.get("decode")
@@ -32,7 +34,7 @@ def theirs(arguments, model, prefill, decode, depth):
 def compile_plan(arguments, folder, form, sequences):
     plan = folder / f"{form}-{sequences}.plan.ron"
     command = [f"{arguments.programs}/hybridc", "compile", str(folder), "-o", str(plan), "--format", form,
-               "--max-sequences", str(sequences), "--context", "4352"]
+               "--max-sequences", str(sequences), "--context", "4352", "--pipeline", "numa0"]
     if arguments.machine:
         command += ["--machine", arguments.machine]
     subprocess.run(command, check=True)

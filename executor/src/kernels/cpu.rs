@@ -10,6 +10,10 @@ mod unpack;
 mod encode;
 mod epilogue;
 mod product;
+#[cfg_attr(
+    not(target_arch = "x86_64"),
+    expect(dead_code, reason = "kernels of x86-64 use what portable ones do not")
+)]
 mod tile;
 
 pub mod experts;
@@ -20,6 +24,10 @@ mod math;
 
 pub mod activation;
 pub mod attention;
+#[cfg_attr(
+    not(target_arch = "x86_64"),
+    expect(dead_code, reason = "kernels of x86-64 use what portable ones do not")
+)]
 pub(super) mod bf12;
 pub mod cache;
 pub mod norm;
