@@ -97,7 +97,7 @@ impl Lane {
                 }
                 Ok(())
             });
-            if run.is_aborted() && self.peers.meet(run.program) {
+            if run.is_aborted() && self.peers.have_sums(run.program) {
                 self.attend(&run, |this| this.leave(&run));
             }
         }
@@ -126,11 +126,11 @@ impl Lane {
             self.work_in_stretches(run, program, lane, spans);
             return;
         };
-        let meets = self.recorder.is_none() && state.meets(program);
+        let can_capture = self.recorder.is_none() && state.can_capture(program);
         // Whether it is the first of its kind is the same for all lanes that meet.
-        if meets && run.is_first {
+        if can_capture && run.is_first {
             self.work_and_capture(run, program, lane, spans);
-        } else if meets && state.is_captured(run.kind) {
+        } else if can_capture && state.is_captured(run.kind) {
             self.work_ahead(run, program, steps);
         } else {
             self.work_in_stretches(run, program, lane, spans);
@@ -314,7 +314,7 @@ impl Lane {
             }
         }
         // Where GPUs meet on the devices, the host does not see when others have read a buffer.
-        if !self.peers.meet(run.program) {
+        if !self.peers.have_sums(run.program) {
             for &buffer in stretch.iter().flat_map(|&id| &program.steps[id].frees) {
                 run.slots.take(buffer);
             }

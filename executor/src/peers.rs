@@ -96,8 +96,8 @@ impl Peers {
         &self.sums[program]
     }
 
-    /// Whether GPUs meet in a program without the host.
-    pub(crate) fn meet(&self, program: usize) -> bool {
+    /// Whether GPUs make sums in a program without the host.
+    pub(crate) fn have_sums(&self, program: usize) -> bool {
         self.sums[program].rows().contains(&true)
     }
 

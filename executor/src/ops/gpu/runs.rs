@@ -30,8 +30,9 @@ fn turn(run: u32) -> u32 {
 }
 
 impl State {
-    /// Whether the GPUs that take part in a program meet after a first run, to be captured one after another.
-    pub(crate) fn meets(&self, program: &Program) -> bool {
+    /// Whether first runs of a program are captured: then the GPUs that take part meet, and are captured one after
+    /// another.
+    pub(crate) fn can_capture(&self, program: &Program) -> bool {
         self.mail.is_some() && program.phase == Phase::Decode
     }
 
@@ -327,7 +328,7 @@ impl State {
     /// That, or when the device failed.
     pub(crate) fn check_output(&self, scope: Scope<'_>, run: &Run) -> Result<()> {
         let schedule = &scope.plan.programs[run.program];
-        if !self.sums.peers.meet(run.program) {
+        if !self.sums.peers.have_sums(run.program) {
             return Ok(());
         }
         let writer = schedule.buffers[schedule.output].device;
