@@ -42,7 +42,7 @@ const MANY_TOKENS: [u32; 3] = [64, 128, 512];
 const MOST_ROUNDS: usize = 15;
 const LEAST_ROUNDS: usize = 3;
 const MOST_TIME: Duration = Duration::from_millis(150);
-/// Times that each linear is measured in turn with the others, and what each of them takes beside its last round.
+/// Times that each linear is measured in turn with the others, and what each of them takes but for its last round.
 const VISITS: usize = 5;
 const VISIT_TIME: Duration = Duration::from_millis(15);
 /// The least bytes that are streamed.
@@ -248,49 +248,89 @@ fn many_rows(format: Format, cached: usize) -> usize {
 }
 
 /// Bytes per second of reading memory, and rates of linears in all formats. Each is measured a little at a time, in turn
-/// with the others: a machine that others use is not as fast at all times, and what is compared must have met the same.
+/// with the others and with reads beside it: a machine that others use is not as fast at all times, and what is compared
+/// must have met the same.
 fn streaming_rates(team: &Team, isa: Isa, cached: usize) -> Result<(f64, Vec<LinearRate>)> {
     let memory = Memory::new(team, cached)?;
-    let mut reads = Vec::new();
-    let mut measured = Vec::new();
+    let mut kernels = Vec::new();
     for format in Format::ALL {
-        for (rows, all_tokens) in
-            [(many_rows(format, cached), &FEW_TOKENS[..]), (FEW_ROWS, &MANY_TOKENS[..])]
-        {
-            let times: Vec<(u32, Vec<f64>)> =
-                all_tokens.iter().map(|&tokens| (tokens, Vec::new())).collect();
-            measured.push((format, packed(team, format, rows, COLUMNS)?, times));
-        }
+        kernels.push(Measured::new(team, format, many_rows(format, cached), &FEW_TOKENS)?);
+        kernels.push(Measured::new(team, format, FEW_ROWS, &MANY_TOKENS)?);
     }
-    let most = |all: &[u32]| all.iter().copied().max().unwrap_or(1) as usize;
-    let x: Vec<f32> = (0..most(&MANY_TOKENS) * COLUMNS).map(made_up).collect();
-    let outputs = |(_, matrix, times): &(Format, PackedMatrix, Vec<(u32, Vec<f64>)>)| {
-        matrix.rows() * times.iter().map(|(tokens, _)| *tokens as usize).max().unwrap_or(1)
-    };
-    let mut out = vec![0.0; measured.iter().map(outputs).max().unwrap_or(0)];
+    let most = MANY_TOKENS.iter().copied().max().unwrap_or(1) as usize;
+    let x: Vec<f32> = (0..most * COLUMNS).map(made_up).collect();
+    let mut out = vec![0.0; kernels.iter().map(Measured::outputs).max().unwrap_or(0)];
     for _ in 0..VISITS {
-        visit(&mut reads, 1, VISIT_TIME, || memory.read(team))?;
-        for (_, matrix, times) in &mut measured {
-            for (tokens, times) in times {
+        for kernel in &mut kernels {
+            kernel.reads.push(timed(1, VISIT_TIME, || memory.read(team))?);
+            for (tokens, nanos) in &mut kernel.nanos {
                 let count = *tokens as usize;
-                let (x, out) = (&x[..count * COLUMNS], &mut out[..count * matrix.rows()]);
-                visit(times, 1, VISIT_TIME, || multiply(team, isa, matrix, x, count, out))?;
+                let (x, out) = (&x[..count * COLUMNS], &mut out[..count * kernel.matrix.rows()]);
+                let multiplied = || multiply(team, isa, &kernel.matrix, x, count, out);
+                nanos.push(timed(1, VISIT_TIME, multiplied)?);
             }
         }
     }
+    let reads = median(kernels.iter().flat_map(|kernel| &kernel.reads).copied().collect());
     let mut rates: Vec<LinearRate> = Vec::new();
-    for (format, matrix, times) in measured {
-        let weights = (matrix.rows() * COLUMNS) as f64;
-        let points = times.into_iter().map(|(tokens, times)| RatePoint {
-            tokens,
-            weights_per_sec: weights / median(times).max(1.0) * 1e9,
-        });
-        match rates.last_mut().filter(|rate| rate.format == format) {
+    for kernel in kernels {
+        let points = kernel.points(&memory, reads);
+        match rates.last_mut().filter(|rate| rate.format == kernel.format) {
             Some(rate) => rate.points.extend(points),
-            None => rates.push(LinearRate { format, points: points.collect() }),
+            None => rates.push(LinearRate { format: kernel.format, points }),
         }
     }
-    Ok((memory.bytes as f64 / median(reads).max(1.0) * 1e9, rates))
+    Ok((memory.bytes as f64 / reads.max(1.0) * 1e9, rates))
+}
+
+/// A matrix that is multiplied by some numbers of tokens, visit after visit.
+struct Measured {
+    format: Format,
+    matrix: PackedMatrix,
+    /// Nanoseconds of reading memory beside each visit.
+    reads: Vec<f64>,
+    /// For each number of tokens the nanoseconds of each visit.
+    nanos: Vec<(u32, Vec<f64>)>,
+}
+
+impl Measured {
+    fn new(team: &Team, format: Format, rows: usize, tokens: &[u32]) -> Result<Self> {
+        let matrix = packed(team, format, rows, COLUMNS)?;
+        let nanos = tokens.iter().map(|&tokens| (tokens, Vec::new())).collect();
+        Ok(Self { format, matrix, reads: Vec::new(), nanos })
+    }
+
+    fn outputs(&self) -> usize {
+        let most = self.nanos.iter().map(|(tokens, _)| *tokens).max().unwrap_or(1);
+        self.matrix.rows() * most as usize
+    }
+
+    /// The rates while memory takes `reads` nanoseconds to be read.
+    fn points(&self, memory: &Memory, reads: f64) -> Vec<RatePoint> {
+        let (rows, columns) = (self.matrix.rows() as u64, COLUMNS as u64);
+        // Reading as much as the matrix has.
+        let part = self.format.bytes(rows, columns) as f64 / memory.bytes as f64;
+        let beside: Vec<f64> = self.reads.iter().map(|nanos| nanos * part).collect();
+        let point = |(tokens, nanos): &(u32, Vec<f64>)| {
+            let nanos = usual_nanos(nanos, &beside, reads * part);
+            RatePoint { tokens: *tokens, weights_per_sec: (rows * columns) as f64 / nanos * 1e9 }
+        };
+        self.nanos.iter().map(point).collect()
+    }
+}
+
+/// Nanoseconds of a kernel while reading what it reads takes `usual` of them. Where memory bounds it and was not as fast
+/// in all visits, each is judged by what reading took beside it.
+fn usual_nanos(visits: &[f64], reads: &[f64], usual: f64) -> f64 {
+    /// A kernel that reads as fast as this part of plain reads waits for memory.
+    const WAITING: f64 = 0.7;
+    /// The slowest visit took so many times as long as the fastest: memory's speed changed.
+    const UNSTEADY: f64 = 1.25;
+    let ratio = median(visits.iter().zip(reads).map(|(nanos, read)| nanos / read).collect());
+    let fastest = visits.iter().copied().fold(f64::INFINITY, f64::min);
+    let is_unsteady = visits.iter().any(|&nanos| nanos > UNSTEADY * fastest);
+    let waits = ratio * WAITING <= 1.0;
+    (if waits && is_unsteady { ratio * usual } else { median(visits.to_vec()) }).max(1.0)
 }
 
 fn packed(team: &Team, format: Format, rows: usize, columns: usize) -> Result<PackedMatrix> {
@@ -353,30 +393,21 @@ fn touch(team: &Team, words: &mut [u64]) {
 }
 
 /// Median time of a few rounds, in nanoseconds, after one that warms up.
-fn typical(round: impl FnMut() -> Result<()>) -> Result<f64> {
-    let mut times = Vec::with_capacity(MOST_ROUNDS);
-    visit(&mut times, LEAST_ROUNDS, MOST_TIME, round)?;
-    Ok(median(times).max(1.0))
+fn typical(mut round: impl FnMut() -> Result<()>) -> Result<f64> {
+    round()?;
+    timed(LEAST_ROUNDS, MOST_TIME, round)
 }
 
-/// Adds the times of rounds, in nanoseconds, after one that warms up: up to [`MOST_ROUNDS`], as many as that time holds
-/// and at least so many.
-fn visit(
-    times: &mut Vec<f64>,
-    least: usize,
-    most_time: Duration,
-    mut round: impl FnMut() -> Result<()>,
-) -> Result<()> {
-    round()?;
+/// Median time of rounds, in nanoseconds: up to [`MOST_ROUNDS`], as many as that time holds and at least so many.
+fn timed(least: usize, most_time: Duration, mut round: impl FnMut() -> Result<()>) -> Result<f64> {
+    let mut times = Vec::with_capacity(MOST_ROUNDS);
     let begun = Instant::now();
-    let mut rounds = 0;
-    while rounds < least || rounds < MOST_ROUNDS && begun.elapsed() < most_time {
+    while times.len() < least || times.len() < MOST_ROUNDS && begun.elapsed() < most_time {
         let start = Instant::now();
         round()?;
         times.push(start.elapsed().as_nanos() as f64);
-        rounds += 1;
     }
-    Ok(())
+    Ok(median(times).max(1.0))
 }
 
 fn median(mut values: Vec<f64>) -> f64 {
@@ -390,4 +421,25 @@ fn made_up(i: usize) -> f32 {
     let mixed = (i as u32).wrapping_mul(2_654_435_761);
     let mixed = (mixed ^ mixed >> 15).wrapping_mul(0x2c1b_3c6d);
     mixed.cast_signed() as f32 / (10.0 * i32::MAX as f32)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::usual_nanos;
+
+    #[test]
+    fn a_kernel_that_waits_for_memory_is_timed_at_its_usual_speed() {
+        // Memory was twice as fast in two of three visits, and so was the kernel, which reads nine tenths as fast.
+        let (visits, reads) = ([100.0, 50.0, 50.0], [90.0, 45.0, 45.0]);
+        assert!((usual_nanos(&visits, &reads, 90.0) - 100.0).abs() < 1e-9);
+        assert!((usual_nanos(&visits, &reads, 45.0) - 50.0).abs() < 1e-9);
+        // Where all visits met the same, what reads met says less.
+        assert!((usual_nanos(&[52.0, 50.0, 51.0], &[90.0, 45.0, 45.0], 90.0) - 51.0).abs() < 1e-9);
+    }
+
+    #[test]
+    fn a_kernel_that_computes_for_longer_is_not() {
+        let (visits, reads) = ([300.0, 400.0, 305.0], [90.0, 45.0, 45.0]);
+        assert!((usual_nanos(&visits, &reads, 90.0) - 305.0).abs() < 1e-9);
+    }
 }
