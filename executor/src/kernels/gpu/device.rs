@@ -39,7 +39,7 @@ pub struct Span {
 }
 
 /// Lets CubeCL keep what it compiles in the user's cache folder, where the next process finds it; by itself it compiles
-/// anew in every process. What a `cubecl.toml` or the environment says otherwise holds.
+/// anew in every process. What a `cubecl.toml` or the environment says of all else holds.
 fn keep_compiled_kernels() {
     let mut config = CubeClRuntimeConfig::from_current_dir().override_from_env();
     config.compilation.cache = true;
