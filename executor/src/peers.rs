@@ -2,8 +2,9 @@
 //! each GPU finds the memory of the others.
 //!
 //! - Sums are made in exchanges, without the host.
-//! - A value that moves from one GPU to another is read where it lies, once the host has seen that it is there. It keeps
-//!   its place to the end of the run, and the next run of the GPU that it lies with waits until it has been read.
+//! - A value that moves from one GPU to another, or that several gather, is read where it lies, once the host has seen
+//!   that it is there. It keeps its place to the end of the run, and the next run of the GPU that it lies with waits until
+//!   it has been read.
 
 #![expect(unsafe_code, reason = "the driver is asked for access to the memory of other GPUs")]
 
@@ -16,6 +17,7 @@ use ir::frame::Frame;
 use ir::id::{BufferId, DeviceId, StepId, Table};
 use ir::machine::DeviceKind;
 use ir::plan::{Lane, Plan, Program};
+use ir::workspace::flagged_term_bytes;
 
 use crate::lane::fetching::last_read;
 use crate::load::{GpuDriver, Options};
@@ -24,8 +26,10 @@ use crate::load::{GpuDriver, Options};
 pub(crate) struct Peers {
     /// For each program, which steps are parts of sums that GPUs make without the host.
     sums: Vec<Table<StepId, bool>>,
-    /// For each program, what GPUs read in the memory of others.
-    lying: Vec<BTreeMap<StepId, Lying>>,
+    /// For each program, which steps make the sum that follows them in the same launch.
+    joined: Vec<Table<StepId, bool>>,
+    /// For each program, what GPUs read in the memory of others: all that such a step reads of them.
+    lying: Vec<BTreeMap<StepId, Vec<Lying>>>,
     /// For each program, which steps other lanes wait for on the host, in the run or before the next.
     awaited: Vec<Table<StepId, bool>>,
     exchanges: Mutex<BTreeMap<DeviceId, Memory>>,
@@ -44,6 +48,7 @@ struct Memory {
 /// A value that a movement reads in the memory of another GPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Lying {
+    buffer: BufferId,
     with: DeviceId,
     /// Bytes from the start of that GPU's buffers.
     start: u64,
@@ -59,7 +64,9 @@ impl Peers {
                     .entry(members)
                     .or_insert_with_key(|members| reach_each_other(plan, members))
         };
-        let (mut sums, mut lying, mut awaited) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut sums, mut joined) = (Vec::new(), Vec::new());
+        let (mut lying, mut awaited) = (Vec::new(), Vec::new());
+        let most_bytes = flagged_term_bytes(plan);
         for program in &plan.programs {
             let mut is_sum = |id: StepId| {
                 let step = &program.steps[id];
@@ -69,21 +76,28 @@ impl Peers {
             let mut frames = BTreeMap::new();
             let mut its_lying = BTreeMap::new();
             for (id, step) in program.steps.iter() {
-                let Some(with) = plan.peer_moved_from(program, step) else { continue };
                 let both = [step.reads.as_slice(), step.writes.as_slice()].concat();
-                if !reach(members(program, &both)) {
-                    continue;
+                let place = |(buffer, with)| {
+                    let frame =
+                        frames.entry(with).or_insert_with(|| Frame::new(plan, program, with));
+                    Some(Lying { buffer, with, start: frame.place(buffer)?.start })
+                };
+                let moved = plan.peer_moved(program, step).into_iter();
+                let lying: Option<Vec<Lying>> = moved.map(place).collect();
+                let lying = lying.filter(|lying| !lying.is_empty());
+                if let Some(lying) = lying
+                    && reach(members(program, &both))
+                {
+                    its_lying.insert(id, lying);
                 }
-                let frame = frames.entry(with).or_insert_with(|| Frame::new(plan, program, with));
-                let place = step.reads.first().and_then(|&buffer| frame.place(buffer));
-                its_lying.extend(place.map(|place| (id, Lying { with, start: place.start })));
             }
+            joined.push(joined_with_sums(plan, program, &its_sums, most_bytes));
             awaited.push(awaited_on_the_host(program, &its_sums, &its_lying));
             sums.push(its_sums);
             lying.push(its_lying);
         }
         let (exchanges, buffers) = (Mutex::default(), Mutex::default());
-        Self { sums, lying, awaited, exchanges, buffers, granted: Mutex::default() }
+        Self { sums, joined, lying, awaited, exchanges, buffers, granted: Mutex::default() }
     }
 
     /// Whether a step is a GPU's part of a sum that needs no host.
@@ -91,7 +105,13 @@ impl Peers {
         self.sums[program][step]
     }
 
-    /// The same for all steps of a program.
+    /// Whether a step is one that a GPU may queue together with the sum that follows it in its lane, of the step's only
+    /// output, which nothing else reads.
+    pub(crate) fn is_joined(&self, program: usize, step: StepId) -> bool {
+        self.joined[program][step]
+    }
+
+    /// Whether a step is a GPU's part of a sum that needs no host, for all steps of a program.
     pub(crate) fn sums(&self, program: usize) -> &Table<StepId, bool> {
         &self.sums[program]
     }
@@ -137,8 +157,8 @@ impl Peers {
         members.iter().map(|&member| self.reached(&self.exchanges, device, member)).collect()
     }
 
-    /// Where the value lies that a movement of `device` reads in the memory of another GPU, once it may be read;
-    /// `None` where the value comes with a letter.
+    /// Where a value lies that a movement of `device` reads in the memory of another GPU, once it may be read; `None`
+    /// where the value comes with a letter.
     ///
     /// # Errors
     /// When the driver grants no access.
@@ -147,8 +167,11 @@ impl Peers {
         device: DeviceId,
         program: usize,
         step: StepId,
+        buffer: BufferId,
     ) -> Result<Option<u64>> {
-        let Some(&Lying { with, start }) = self.lying[program].get(&step) else { return Ok(None) };
+        let of_step = self.lying[program].get(&step).into_iter().flatten();
+        let mut found = of_step.filter(|lying| lying.buffer == buffer);
+        let Some(&Lying { with, start, .. }) = found.next() else { return Ok(None) };
         Ok(Some(self.reached(&self.buffers, device, with)? + start))
     }
 
@@ -177,12 +200,35 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// For each step of a program whether it can make the sum that follows it in the same launch.
+fn joined_with_sums(
+    plan: &Plan,
+    program: &Program,
+    sums: &Table<StepId, bool>,
+    most_bytes: u64,
+) -> Table<StepId, bool> {
+    let mut readers: Table<BufferId, usize> = program.buffers.ids().map(|_| 0).collect();
+    program.steps.rows().iter().flat_map(|step| &step.reads).for_each(|&read| readers[read] += 1);
+    let mut joined: Table<StepId, bool> = program.steps.ids().map(|_| false).collect();
+    for lane in &program.lanes {
+        for (position, pair) in lane.steps.windows(2).enumerate() {
+            let [step, sum] = [pair[0], pair[1]];
+            // Every member of the sum reads all of its terms.
+            let is_term = |term: &BufferId| readers[*term] == program.steps[sum].reads.len();
+            joined[step] = sums[sum]
+                && plan.may_join_sum(program, &lane.steps, position, most_bytes)
+                && program.steps[step].writes.iter().all(is_term);
+        }
+    }
+    joined
+}
+
 /// For each step of a program whether another lane waits for it on the host, in this run or before the next; `sums` are
 /// the steps that do not wait there, and of `lying` the last ones are waited for.
 fn awaited_on_the_host(
     program: &Program,
     sums: &Table<StepId, bool>,
-    lying: &BTreeMap<StepId, Lying>,
+    lying: &BTreeMap<StepId, Vec<Lying>>,
 ) -> Table<StepId, bool> {
     let mut awaited: Table<StepId, bool> = program.steps.ids().map(|_| false).collect();
     for (_, step) in program.steps.iter().filter(|(id, _)| !sums[*id]) {
@@ -201,12 +247,14 @@ fn awaited_on_the_host(
 /// For each GPU whose memory another reads, the last step of that other which does.
 fn last_takes(
     program: &Program,
-    lying: &BTreeMap<StepId, Lying>,
+    lying: &BTreeMap<StepId, Vec<Lying>>,
 ) -> impl Iterator<Item = (DeviceId, StepId)> {
     let last_of_lane = |lane: &Lane| {
-        let of_step = |&step: &StepId| lying.get(&step).map(|lying| (lying.with, step));
+        let of_step = |&step: &StepId| {
+            lying.get(&step).into_iter().flatten().map(move |lying| (lying.with, step))
+        };
         // A later step takes the place of an earlier one.
-        lane.steps.iter().filter_map(of_step).collect::<BTreeMap<_, _>>()
+        lane.steps.iter().flat_map(of_step).collect::<BTreeMap<_, _>>()
     };
     program.lanes.iter().flat_map(last_of_lane)
 }

@@ -3,6 +3,7 @@
 //! - A buffer keeps its place in every run, so that captured launches find it.
 //! - Lanes of processors never see a place: what they read is copied to the host by the step that writes it. So a place
 //!   is free again after its last use by this device, whenever other devices are done.
+//! - A sum over GPUs that a linear may make by itself has a place apart from what the linear reads.
 //! - What is moved to another GPU keeps its place to the end of the run: that GPU reads it where it lies.
 //! - Fetched weights lie in a window of their own, where the plan says.
 
@@ -10,7 +11,7 @@ use std::collections::BTreeSet;
 
 use crate::id::{BufferId, DeviceId, Id as _, StepId, Table};
 use crate::plan::{Action, Lane, Plan, Program, Queue, Step};
-use crate::workspace::aligned;
+use crate::workspace::{aligned, flagged_term_bytes};
 
 /// Places of one program's buffers on one device.
 #[derive(Debug, Default)]
@@ -44,12 +45,14 @@ impl Frame {
         }
         let is_ours = |lane: &&Lane| lane.device == device && lane.queue == Queue::Compute;
         let lanes = program.lanes.iter().filter(is_ours);
-        let steps = lanes.flat_map(|lane| &lane.steps);
-        let steps: Vec<&Step> =
-            steps.filter_map(|&step: &StepId| program.steps.get(step)).collect();
-        let moved = program.steps.rows().iter();
-        let moved = moved.filter(|step| plan.peer_moved_from(program, step) == Some(device));
-        let kept: BTreeSet<BufferId> = moved.flat_map(|step| &step.reads).copied().collect();
+        let ids: Vec<StepId> = lanes.flat_map(|lane| &lane.steps).copied().collect();
+        let most_bytes = flagged_term_bytes(plan);
+        let join = |position: usize| plan.may_join_sum(program, &ids, position, most_bytes);
+        let step = |(position, &id)| Some((program.steps.get(id)?, join(position)));
+        let steps: Vec<(&Step, bool)> = ids.iter().enumerate().filter_map(step).collect();
+        let moved = program.steps.rows().iter().flat_map(|step| plan.peer_moved(program, step));
+        let ours = moved.filter(|(_, from)| *from == device);
+        let kept: BTreeSet<BufferId> = ours.map(|(buffer, _)| buffer).collect();
         frame.place_all(program, &steps, &kept);
         frame
     }
@@ -69,23 +72,27 @@ impl Frame {
         self.fetched.get(buffer).copied().flatten()
     }
 
-    fn place_all(&mut self, program: &Program, steps: &[&Step], kept: &BTreeSet<BufferId>) {
+    /// Places what steps write, each given with whether it may write what the next one does.
+    fn place_all(&mut self, program: &Program, steps: &[(&Step, bool)], kept: &BTreeSet<BufferId>) {
         let mut last_uses: Table<BufferId, usize> = program.buffers.ids().map(|_| 0).collect();
-        for (position, step) in steps.iter().enumerate() {
+        for (position, (step, is_joined)) in steps.iter().enumerate() {
             for buffer in step.reads.iter().chain(&step.writes) {
                 if let Some(last) = last_uses.rows_mut().get_mut(buffer.index()) {
-                    *last = position;
+                    *last = (*last).max(position + usize::from(*is_joined));
                 }
             }
         }
         let mut free = Free::default();
-        for (position, step) in steps.iter().enumerate() {
+        let mut joined: &[BufferId] = &[];
+        for (position, (step, is_joined)) in steps.iter().enumerate() {
             for &buffer in &step.writes {
                 if let Some(place) = self.places.rows_mut().get_mut(buffer.index()) {
                     *place = Some(free.take(bytes(program, buffer)));
                 }
             }
-            let mut used: Vec<BufferId> = step.reads.iter().chain(&step.writes).copied().collect();
+            let used = step.reads.iter().chain(&step.writes).chain(joined);
+            let mut used: Vec<BufferId> = used.copied().collect();
+            joined = if *is_joined { &step.reads } else { &[] };
             used.sort_unstable();
             used.dedup();
             for buffer in used {

@@ -328,17 +328,40 @@ impl Plan {
             && step.reads.iter().enumerate().all(is_member)
     }
 
-    /// The GPU whose buffer a step moves as it is to another GPU: where they reach each other's memory, it is read
-    /// where it lies, which therefore is its place until the run is over.
-    pub fn peer_moved_from(&self, program: &Program, step: &Step) -> Option<DeviceId> {
-        let Action::Move { movement: Move::Transfer { .. } | Move::Broadcast { .. }, .. } =
-            step.action
+    /// Whether a GPU may make the sum that follows a step of its lane in the same launch: one over GPUs, of the only
+    /// output of a linear, in terms of at most `most_bytes`. The caller sees to it that nothing else reads that output.
+    pub fn may_join_sum(
+        &self,
+        program: &Program,
+        lane: &[StepId],
+        position: usize,
+        most_bytes: u64,
+    ) -> bool {
+        let step = |position: usize| program.steps.get(*lane.get(position)?);
+        let (Some(linear), Some(sum)) = (step(position), step(position + 1)) else { return false };
+        let &[term] = linear.writes.as_slice() else { return false };
+        matches!(linear.action, Action::Run(Op::Linear(_)))
+            && sum.reads.contains(&term)
+            && self.is_peer_sum(program, sum)
+            && program.buffers.get(term).is_some_and(|it| it.ty.bytes(program.max) <= most_bytes)
+    }
+
+    /// The buffers of other GPUs that a GPU's step moves as they are, each with its GPU, where it reads no others:
+    /// where GPUs reach each other's memory, such a buffer is read where it lies, which therefore is its place until the
+    /// run is over.
+    pub fn peer_moved(&self, program: &Program, step: &Step) -> Vec<(BufferId, DeviceId)> {
+        let Action::Move {
+            movement: Move::Transfer { .. } | Move::Broadcast { .. } | Move::AllGather { .. },
+            ..
+        } = step.action
         else {
-            return None;
+            return Vec::new();
         };
-        let (&[from], &[to]) = (step.reads.as_slice(), step.writes.as_slice()) else { return None };
-        let (from, to) = (self.gpu_of(program, from)?, self.gpu_of(program, to)?);
-        (from != to).then_some(from)
+        let &[out] = step.writes.as_slice() else { return Vec::new() };
+        let Some(to) = self.gpu_of(program, out) else { return Vec::new() };
+        let read = |&buffer: &BufferId| Some((buffer, self.gpu_of(program, buffer)?));
+        let read: Option<Vec<_>> = step.reads.iter().map(read).collect();
+        read.into_iter().flatten().filter(|(_, from)| *from != to).collect()
     }
 
     /// The device of a buffer, if it is a GPU.

@@ -33,8 +33,8 @@ pub const WORKSPACE_ALIGNMENT: u64 = 256;
 pub const EXCHANGE_MEMBERS: usize = 8;
 /// Cubes of a sum over GPUs at most.
 pub const EXCHANGE_CUBES: u32 = 256;
-/// Bytes of an exchange before its inboxes: flags of eight members, counters, and tables of addresses.
-pub const EXCHANGE_HEADER_BYTES: u64 = 32 << 10;
+/// Bytes of an exchange before its inboxes: flags of eight members, counters, and which run lost a member.
+pub const EXCHANGE_HEADER_BYTES: u64 = 20 << 10;
 /// Inboxes of an exchange that a member's terms take in turn: four for each of two runs.
 pub const EXCHANGE_INBOXES: u32 = 8;
 /// Bytes of a term that an inbox takes at a time at most: the time of a piece is many times that of its flags.
@@ -221,6 +221,11 @@ pub fn exchange_piece_bytes(plan: &Plan) -> u64 {
 /// Bytes that an inbox has for a small term, of which every number has a flag beside it.
 pub fn exchange_flagged_bytes(piece_bytes: u64) -> u64 {
     (2 * piece_bytes).min(MOST_FLAGGED_BYTES)
+}
+
+/// Bytes of a term at most that passes with a flag beside every number.
+pub fn flagged_term_bytes(plan: &Plan) -> u64 {
+    exchange_flagged_bytes(exchange_piece_bytes(plan)) / 2
 }
 
 /// Bytes of the exchange of one of so many members, for the terms of the others.

@@ -70,18 +70,18 @@ fn what_another_gpu_reads_where_it_lies_is_not_overwritten() {
     let mut moved = 0;
     for program in &plan.programs {
         for step in program.steps.rows() {
-            let Some(from) = plan.peer_moved_from(program, step) else { continue };
-            moved += 1;
-            let frame = Frame::new(&plan, program, from);
-            let value = step.reads[0];
-            let place = frame.place(value).expect("the value has a place");
-            let lane = program.lane(from, Queue::Compute).expect("the device computes");
-            let written = lane.steps.iter().flat_map(|&step| &program.steps[step].writes);
-            for &later in written.skip_while(|&&buffer| buffer != value).skip(1) {
-                let other = frame.place(later).expect("a buffer of the device has a place");
-                let is_apart = other.start >= place.start + place.bytes
-                    || other.start + other.bytes <= place.start;
-                assert!(is_apart, "{later} overwrites {value} in {}", program.name);
+            for (value, from) in plan.peer_moved(program, step) {
+                moved += 1;
+                let frame = Frame::new(&plan, program, from);
+                let place = frame.place(value).expect("the value has a place");
+                let lane = program.lane(from, Queue::Compute).expect("the device computes");
+                let written = lane.steps.iter().flat_map(|&step| &program.steps[step].writes);
+                for &later in written.skip_while(|&&buffer| buffer != value).skip(1) {
+                    let other = frame.place(later).expect("a buffer of the device has a place");
+                    let is_apart = other.start >= place.start + place.bytes
+                        || other.start + other.bytes <= place.start;
+                    assert!(is_apart, "{later} overwrites {value} in {}", program.name);
+                }
             }
         }
     }

@@ -171,6 +171,7 @@ impl Meter<'_> {
                 residual: None,
                 outputs: &[&out],
                 ahead: &[],
+                sum: None,
             })
         })
     }

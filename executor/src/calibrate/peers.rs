@@ -32,9 +32,7 @@ pub(super) fn between_gpus(gpus: [(&Gpu, usize); 2], rates: &Rates) -> Result<Op
     grant(b, a)?;
     let members = [Member::new(first)?, Member::new(second)?];
     let addresses = [members[0].exchange.address()?, members[1].exchange.address()?];
-    for member in &members {
-        member.gpu.write(&member.addresses, bytemuck::cast_slice(&addresses))?;
-    }
+    let members = members.map(|member| Member { addresses, ..member });
     let mut turn = 0;
     let few = sum_nanos(&members, FEW, 64, &mut turn)?;
     let many = sum_nanos(&members, MANY, 4, &mut turn)?;
@@ -53,8 +51,8 @@ pub(super) fn between_gpus(gpus: [(&Gpu, usize); 2], rates: &Rates) -> Result<Op
 struct Member<'a> {
     gpu: &'a Gpu,
     exchange: Span,
-    /// `u64[2]`: where the exchanges of both lie.
-    addresses: Span,
+    /// Where the exchanges of both lie.
+    addresses: [u64; 2],
     /// `u32[1]`: the number of the run.
     turn: Span,
     term: Span,
@@ -67,8 +65,8 @@ impl<'a> Member<'a> {
         gpu.clear_exchange(&exchange)?;
         let numbers = || gpu.allocate(MANY * size_of::<f32>());
         let (term, out) = (numbers()?, numbers()?);
-        let (addresses, turn) = (gpu.allocate(2 * size_of::<u64>())?, gpu.allocate(4)?);
-        Ok(Self { gpu, exchange, addresses, turn, term, out })
+        let turn = gpu.allocate(4)?;
+        Ok(Self { gpu, exchange, addresses: [0; 2], turn, term, out })
     }
 
     /// Queues the next run of so many sums.
@@ -76,11 +74,10 @@ impl<'a> Member<'a> {
         self.gpu.start_sums(&self.exchange)?;
         for number in 0..sums {
             let group = Group {
-                addresses: &self.addresses,
-                members: 2,
+                addresses: self.addresses.into(),
                 rank: rank as u32,
                 piece_bytes: PIECE_BYTES,
-                turn: &self.turn,
+                turn: self.turn.clone(),
                 number,
             };
             self.gpu.sum_over_peers(&group, &self.term, &self.out, count)?;

@@ -21,12 +21,20 @@ pub(super) fn load_four(address: u64) -> Four {
     value
 }
 
-/// Writes four numbers, the first two and the others each at once: who sees one of a pair sees the other. `address` is
-/// a multiple of 16.
+/// Writes two words at once: who sees one of them sees the other. `address` is a multiple of 8.
 #[cube]
-pub(super) fn store_pairs(address: u64, value: Four) {
-    let (address, value) = (held::<u64>(address), held::<Four>(value));
-    gpu_asm!("st.volatile.global.v4.f32 [{a}], {v};", a = in(_) address, v = in(_) value);
+pub(super) fn store_long(address: u64, value: u64) {
+    let (address, value) = (held::<u64>(address), held::<u64>(value));
+    gpu_asm!("st.volatile.global.u64 [{a}], {v};", a = in(_) address, v = in(_) value);
+}
+
+/// Reads two words from memory at once, whatever a cache holds; `address` is a multiple of 8.
+#[cube]
+pub(super) fn load_long(address: u64) -> u64 {
+    let address = held::<u64>(address);
+    let value: u64;
+    gpu_asm!("ld.volatile.global.u64 {v}, [{a}];", v = out(_) value, a = in(_) address);
+    value
 }
 
 /// Writes a word to memory.
@@ -58,6 +66,22 @@ pub(super) fn look(address: u64) -> u32 {
     let address = held::<u64>(address);
     let value: u32;
     gpu_asm!("ld.acquire.sys.global.u32 {v}, [{a}];", v = out(_) value, a = in(_) address);
+    value
+}
+
+/// Writes a flag of 64 bits, as [`raise`] does.
+#[cube]
+pub(super) fn raise_long(address: u64, value: u64) {
+    let (address, value) = (held::<u64>(address), held::<u64>(value));
+    gpu_asm!("st.release.sys.global.u64 [{a}], {v};", a = in(_) address, v = in(_) value);
+}
+
+/// Reads a flag of 64 bits, as [`look`] does.
+#[cube]
+pub(super) fn look_for_long(address: u64) -> u64 {
+    let address = held::<u64>(address);
+    let value: u64;
+    gpu_asm!("ld.acquire.sys.global.u64 {v}, [{a}];", v = out(_) value, a = in(_) address);
     value
 }
 

@@ -36,6 +36,7 @@ use self::total::{Output, OutputLaunch, Shape};
 use super::ahead::{Region, argument};
 use super::device::{Gpu, Span};
 use super::matrix::{LOAD_BYTES, Layout, Matrix};
+use super::peers::Group;
 use super::words::{Words, read_size};
 use crate::kernels::cpu::pack::{PANEL, VECTOR};
 
@@ -100,6 +101,8 @@ pub struct Linear<'a> {
     pub residual: Option<&'a Span>,
     /// One for each matrix, or one for gate and up, `f32[tokens, rows]`. None of the inputs.
     pub outputs: &'a [&'a Span],
+    /// Where the only output is summed up with those of other GPUs: all of it is sent with flags.
+    pub sum: Option<&'a Group>,
     /// What it asks for ahead at its end.
     pub ahead: &'a [Region],
 }
@@ -371,6 +374,14 @@ impl<'a> Linear<'a> {
             self.outputs.len()
         );
         ensure!(self.residual.is_none() || outputs == 1, "a residual is added to one output");
+        if let Some(sum) = self.sum {
+            sum.check()?;
+            let count = self.tokens * first.rows();
+            ensure!(
+                outputs == 1 && sum.has_flags_for(count),
+                "a linear of {outputs} outputs sends no {count} numbers by itself"
+            );
+        }
         Ok(())
     }
 
@@ -445,6 +456,7 @@ impl<'a> Linear<'a> {
                 floats(out, self.tokens * rows),
                 biases.iter().map(|bias| bias.map(|bias| floats(bias, rows)).into()).collect(),
                 self.residual.map(|residual| floats(residual, self.tokens * rows)).into(),
+                self.sum.map(Group::meeting).into(),
                 rows,
             )
         };

@@ -6,7 +6,8 @@
 //! - A large term goes in pieces. A cube sends the next piece before it waits for one, so that links are busy while
 //!   terms are added.
 //! - Of a small term every number is written together with a flag, as NCCL's protocol LL does: it takes twice the bytes
-//!   and one crossing instead of three.
+//!   and one crossing instead of three. What makes such a term can send it by itself, number by number, and write the sum
+//!   in its place (see [`small::Meeting`]): no launch stands between a product and its sum.
 //! - What is written is told by numbers that grow from one sum to the next, and by a run's number, so that captured
 //!   launches serve every run and a run that ended early leaves nothing behind. Those of pieces do not come round; those
 //!   of small terms do, so whoever has read one erases it.
@@ -21,10 +22,12 @@
 mod flags;
 mod large;
 mod places;
-mod small;
+pub(super) mod small;
 
 #[cfg(test)]
 mod tests;
+
+use std::sync::Arc;
 
 use anyhow::ensure;
 use cubecl::prelude::*;
@@ -55,26 +58,19 @@ const WHO: u64 = LOST + 4;
 /// Where the number of the last run that a member left is noted.
 const LEFT: u64 = LOST + 8;
 
-/// Where tables of addresses lie in an exchange.
-pub const TABLES_START: usize = 20 << 10;
-const _: () = assert!(LEFT + 4 <= TABLES_START as u64, "tables lie behind what members tell");
-/// Bytes of a table.
-pub const TABLE_BYTES: usize = 256;
-/// Tables of an exchange.
-pub const TABLES: usize = (EXCHANGE_HEADER_BYTES as usize - TABLES_START) / TABLE_BYTES;
+const _: () = assert!(LEFT + 4 <= EXCHANGE_HEADER_BYTES, "what members tell lies before inboxes");
 
 /// Members of a sum.
-pub struct Group<'a> {
-    /// `u64[members]`: the addresses of their exchanges.
-    pub addresses: &'a Span,
-    /// How many.
-    pub members: u32,
+#[derive(Clone, Debug)]
+pub struct Group {
+    /// Where their exchanges lie, at most [`EXCHANGE_MEMBERS`].
+    pub addresses: Arc<[u64]>,
     /// Which this GPU is.
     pub rank: u32,
     /// Bytes that an inbox takes at a time, a multiple of 256: the same on all members.
     pub piece_bytes: usize,
     /// `u32[1]`: the run's number.
-    pub turn: &'a Span,
+    pub turn: Span,
     /// Which sum of the run it is.
     pub number: u32,
 }
@@ -109,16 +105,15 @@ impl Gpu {
 
     /// Queues telling all members, whose exchanges lie at `addresses`, that this GPU does no more of run `turn` than it
     /// has queued: who waits for more need not wait long.
-    pub fn leave_sums(&self, addresses: &Span, members: u32, turn: u32) {
+    pub fn leave_sums(&self, addresses: &[u64], turn: u32) {
         // SAFETY: addresses are those of exchanges, and what is written lies in their heads.
         unsafe {
             flags::leave::launch_unchecked(
                 &self.client,
                 CubeCount::Static(1, 1, 1),
-                CubeDim::new_1d(EXCHANGE_MEMBERS as u32),
-                addresses.argument(members as usize, 8),
+                CubeDim::new_1d(1),
+                addresses.iter().copied().collect(),
                 turn,
-                members,
             );
         }
     }
@@ -142,25 +137,33 @@ impl Gpu {
     /// When `count` is no multiple of 4, or the run has too many sums.
     pub fn sum_over_peers(
         &self,
-        group: &Group<'_>,
+        group: &Group,
         term: &Span,
         out: &Span,
         count: usize,
     ) -> anyhow::Result<()> {
         ensure!(count.is_multiple_of(4), "GPUs sum numbers in fours, not {count}");
-        ensure!(group.number < SUMS - 1, "a run has more than {} sums over GPUs", SUMS - 1);
-        let piece = group.piece_bytes;
-        let bytes = count * size_of::<f32>();
-        let flagged_bytes = exchange_flagged_bytes(piece as u64) as u32;
-        if 2 * bytes <= flagged_bytes as usize {
-            self.sum_with_flags(group, term, out, bytes, flagged_bytes);
+        group.check()?;
+        if group.has_flags_for(count) {
+            // SAFETY: every index lies within its argument; addresses are those of exchanges, which are as large as
+            // plans count them for the members.
+            unsafe {
+                small::sum_with_flags::launch_unchecked(
+                    &self.client,
+                    CubeCount::new_1d((count as u32).div_ceil(UNITS)),
+                    CubeDim::new_1d(UNITS),
+                    term.argument(count, size_of::<f32>()),
+                    out.argument(count, size_of::<f32>()),
+                    group.meeting(),
+                    count as u32,
+                );
+            }
             return Ok(());
         }
-        let (vectors, piece_vectors) = ((bytes / 16) as u32, (piece / 16) as u32);
+        let (vectors, piece_vectors) = ((count / 4) as u32, (group.piece_bytes / 16) as u32);
         // A cube has the same place in every inbox, whatever it sums.
         let share = piece_vectors.div_ceil(EXCHANGE_CUBES).max(UNITS);
-        // SAFETY: every index lies within its argument; addresses are those of exchanges, which are as large as plans
-        // count them for the members.
+        // SAFETY: as above.
         unsafe {
             large::sum::launch_unchecked(
                 &self.client,
@@ -168,45 +171,36 @@ impl Gpu {
                 CubeDim::new_1d(UNITS),
                 term.argument(vectors as usize, 16),
                 out.argument(vectors as usize, 16),
-                group.addresses.argument(group.members as usize, 8),
+                group.addresses.iter().copied().collect(),
                 group.turn.argument(1, 4),
                 share,
                 piece_vectors,
                 vectors,
-                flagged_bytes,
+                group.flagged_bytes() as u32,
                 group.rank,
-                group.members,
+                group.addresses.len() as u32,
             );
         }
         Ok(())
     }
+}
 
-    fn sum_with_flags(
-        &self,
-        group: &Group<'_>,
-        term: &Span,
-        out: &Span,
-        bytes: usize,
-        flagged_bytes: u32,
-    ) {
-        let vectors = bytes / 16;
-        // SAFETY: as above.
-        unsafe {
-            small::sum_with_flags::launch_unchecked(
-                &self.client,
-                CubeCount::Static((vectors as u32).div_ceil(UNITS), 1, 1),
-                CubeDim::new_1d(UNITS),
-                term.argument(vectors, 16),
-                out.argument(vectors, 16),
-                group.addresses.argument(group.members as usize, 8),
-                group.turn.argument(1, 4),
-                group.number,
-                vectors as u32,
-                flagged_bytes,
-                group.rank,
-                group.members,
-            );
-        }
+impl Group {
+    /// Whether terms of `count` numbers pass with a flag beside every number.
+    pub fn has_flags_for(&self, count: usize) -> bool {
+        2 * count * size_of::<f32>() <= self.flagged_bytes()
+    }
+
+    /// # Errors
+    /// When the run has too many sums.
+    pub fn check(&self) -> anyhow::Result<()> {
+        ensure!(self.number < SUMS - 1, "a run has more than {} sums over GPUs", SUMS - 1);
+        Ok(())
+    }
+
+    /// Bytes that an inbox has for a small term.
+    fn flagged_bytes(&self) -> usize {
+        exchange_flagged_bytes(self.piece_bytes as u64) as usize
     }
 }
 

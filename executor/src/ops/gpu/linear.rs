@@ -116,6 +116,7 @@ impl State {
                 then: op.then,
                 residual: residual.map(|residual| &residual.span),
                 outputs: &spans,
+                sum: operands.sum.as_ref(),
                 ahead: if end == all.len() { &operands.ahead } else { &[] },
             })?;
             first = end;

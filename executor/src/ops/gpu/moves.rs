@@ -4,13 +4,14 @@
 use std::collections::BTreeSet;
 
 use anyhow::{Context as _, Result, bail, ensure};
-use ir::id::{DeviceId, StepId};
+use ir::id::{BufferId, DeviceId, StepId};
 use ir::layout::Move;
-use ir::plan::Queue;
+use ir::plan::{Program, Queue};
 
 use super::runs::with_bytes;
 use super::state::{Operand, State, dims};
-use crate::kernels::gpu::device::Span;
+use crate::kernels::gpu::device::{ALIGNMENT, Span};
+use crate::kernels::gpu::peers::Group;
 use crate::ops::Scope;
 use crate::peers::members;
 use crate::slots::Slots;
@@ -39,7 +40,7 @@ impl State {
             }
             let (ty, extent) = (&schedule.buffers[buffer].ty, scope.batch.extent());
             let bytes = ty.bytes(extent) as usize;
-            if let Some(value) = self.sums.peers.lies_at(self.device, program, id)? {
+            if let Some(value) = self.sums.peers.lies_at(self.device, program, id, buffer)? {
                 self.queue_wait(program, id);
                 self.gpu.take_at_once(value, into, bytes);
             } else if let Some(mail) = &self.mail {
@@ -76,10 +77,17 @@ impl State {
             }
             Move::AllGather { axis: 1 } => {
                 let mut first = 0;
-                for index in 0..step.reads.len() {
-                    let part = whole(index, staging)?;
-                    let shape = [part.rows, part.columns];
-                    self.gpu.place_columns(&part.span, &out.span, shape, first, out.columns);
+                for (index, &is_here) in here.iter().enumerate() {
+                    let start = first * size_of::<f32>();
+                    // A single row's columns may come to their place. What is written behind them is their successors'.
+                    let part = if out.rows == 1 && !is_here && start.is_multiple_of(ALIGNMENT) {
+                        whole(index, &out.span.part(start, out.span.bytes() - start))?
+                    } else {
+                        let part = whole(index, staging)?;
+                        let shape = [part.rows, part.columns];
+                        self.gpu.place_columns(&part.span, &out.span, shape, first, out.columns);
+                        part
+                    };
                     first += part.columns;
                 }
             }
@@ -98,15 +106,19 @@ impl State {
         step: StepId,
     ) -> Result<()> {
         let schedule = &scope.plan.programs[program];
-        let step = &schedule.steps[step];
-        let members = members(schedule, &step.reads);
-        let own = members.iter().position(|&member| member == self.device);
-        let term = step.reads[own.context("a GPU sums terms of others")?];
+        let (step, group) = (&schedule.steps[step], self.next_sum(schedule, step)?);
         let &[out] = step.writes.as_slice() else { bail!("a movement writes one buffer") };
-        let term = self.operand(schedule, program, term, scope)?;
+        let ours = |buffer: &&BufferId| schedule.buffers[**buffer].device == self.device;
+        let term = step.reads.iter().find(ours).context("a GPU sums terms of others")?;
+        let term = self.operand(schedule, program, *term, scope)?;
         let out = self.operand(schedule, program, out, scope)?;
-        let count = out.rows * out.columns;
-        self.sums.sum(&self.gpu, &members, &term.span, &out.span, count, &self.inputs.turn())
+        self.gpu.sum_over_peers(&group, &term.span, &out.span, out.rows * out.columns)
+    }
+
+    /// The members of the run's next sum over GPUs, which is that step.
+    pub(super) fn next_sum(&mut self, schedule: &Program, step: StepId) -> Result<Group> {
+        let members = members(schedule, &schedule.steps[step].reads);
+        self.sums.next(&self.gpu, &members, self.inputs.turn())
     }
 
     /// Lets GPUs that sum with this one in a run wait for no more than it has queued.

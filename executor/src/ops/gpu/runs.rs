@@ -5,6 +5,8 @@
 //! - Small runs are queued ahead as a whole, from what was captured in the first run of their kind. Then the device
 //!   waits by itself for what comes from the host, and the lane's thread only carries letters, in the order of steps.
 
+use std::mem;
+
 use anyhow::{Context as _, Result, bail, ensure};
 use ir::id::{BufferId, StepId};
 use ir::op::{Op, Products};
@@ -256,19 +258,32 @@ impl State {
         // What a step asks for ahead is the same however the lane is cut.
         let lane = schedule.lane(self.device, Queue::Compute).context("the GPU has no lane")?;
         let first = lane.steps.iter().position(|id| Some(id) == steps.first()).unwrap_or(0);
+        // Whether the step before has made this one's sum.
+        let mut is_summed = false;
         for (position, &id) in (first..).zip(steps) {
             *at = id;
             let step = &schedule.steps[id];
             match &step.action {
+                Action::Move { .. } if mem::take(&mut is_summed) => (),
                 Action::Run(op) => {
                     self.queue_wait(program, id);
                     let operand =
                         |&buffer: &BufferId| self.operand(schedule, program, buffer, scope);
-                    let operands = Operands {
+                    let after = &lane.steps[position + 1..];
+                    // The library's products leave a term. A sum that another stretch begins with may have to wait.
+                    let is_joined = self.sums.peers.is_joined(program, id)
+                        && !self.calls_library(op, tokens)
+                        && steps.last() != Some(&id);
+                    let sum = after.first().copied().filter(|_| is_joined);
+                    let written = sum.map_or(&step.writes, |sum| &schedule.steps[sum].writes);
+                    let mut operands = Operands {
                         inputs: step.reads.iter().map(operand).collect::<Result<_>>()?,
-                        outputs: step.writes.iter().map(operand).collect::<Result<_>>()?,
-                        ahead: self.ahead(op, schedule, &lane.steps[position + 1..], tokens)?,
+                        outputs: written.iter().map(operand).collect::<Result<_>>()?,
+                        ahead: self.ahead(op, schedule, after, tokens)?,
+                        sum: None,
                     };
+                    operands.sum = sum.map(|sum| self.next_sum(schedule, sum)).transpose()?;
+                    is_summed = operands.sum.is_some();
                     self.launch(op, scope, &operands)?;
                     if let (Op::Route { .. }, Some(counter)) = (op, &self.expert_counter) {
                         let ids = operands.outputs.first().context("a router writes ids")?;

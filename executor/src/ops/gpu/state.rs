@@ -26,6 +26,7 @@ use crate::counting::ExpertCounter;
 use crate::fetch::Window;
 use crate::kernels::gpu::ahead::Region;
 use crate::kernels::gpu::device::{Gpu, Span};
+use crate::kernels::gpu::peers::Group;
 use crate::kernels::gpu::vendor::{Library, Vendor, WORKSPACE_BYTES};
 use crate::ops::Scope;
 use crate::peers::Peers;
@@ -64,6 +65,8 @@ pub(super) struct Operands {
     pub(super) outputs: Vec<Operand>,
     /// What its launches ask for ahead.
     pub(super) ahead: Vec<Region>,
+    /// Where its only output is summed up with those of other GPUs.
+    pub(super) sum: Option<Group>,
 }
 
 /// A buffer of the run under way.

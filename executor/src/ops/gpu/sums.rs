@@ -10,7 +10,7 @@ use ir::workspace::{Workspace, exchange_piece_bytes};
 
 use super::memory::Memory;
 use crate::kernels::gpu::device::{Gpu, Span};
-use crate::kernels::gpu::peers::{Group, TABLE_BYTES, TABLES, TABLES_START};
+use crate::kernels::gpu::peers::Group;
 use crate::peers::Peers;
 
 /// One GPU's place to meet others.
@@ -21,8 +21,8 @@ pub(super) struct Sums {
     exchange: Option<Span>,
     /// Bytes that members pass each other at a time.
     piece_bytes: usize,
-    /// Tables of addresses that are on the device.
-    tables: BTreeMap<Vec<DeviceId>, Span>,
+    /// Where the exchanges of the groups lie that this GPU has met.
+    groups: BTreeMap<Vec<DeviceId>, Arc<[u64]>>,
     /// Sums that the run has made so far.
     made: u32,
 }
@@ -42,7 +42,7 @@ impl Sums {
             peers.register_exchange(device, ordinal, exchange.address()?);
         }
         let piece_bytes = exchange_piece_bytes(plan) as usize;
-        Ok(Self { peers, device, exchange, piece_bytes, tables: BTreeMap::new(), made: 0 })
+        Ok(Self { peers, device, exchange, piece_bytes, groups: BTreeMap::new(), made: 0 })
     }
 
     /// Queues the preparation for a run.
@@ -54,34 +54,26 @@ impl Sums {
         }
     }
 
-    /// Queues `out = ` the sum of the members' terms, of which `term` is this device's.
-    pub(super) fn sum(
-        &mut self,
-        gpu: &Gpu,
-        members: &[DeviceId],
-        term: &Span,
-        out: &Span,
-        count: usize,
-        turn: &Span,
-    ) -> Result<()> {
-        let table = self.table(gpu, members)?;
+    /// The run's next sum, of terms of `members`.
+    ///
+    /// # Errors
+    /// When this GPU is none of them, or cannot reach them.
+    pub(super) fn next(&mut self, gpu: &Gpu, members: &[DeviceId], turn: Span) -> Result<Group> {
         let rank = members.iter().position(|member| *member == self.device);
-        let group = Group {
-            addresses: &table,
-            members: members.len() as u32,
-            rank: rank.context("a GPU sums terms of others")? as u32,
-            piece_bytes: self.piece_bytes,
-            turn,
-            number: self.made,
-        };
+        let (number, piece_bytes) = (self.made, self.piece_bytes);
         self.made += 1;
-        gpu.sum_over_peers(&group, term, out, count)
+        Ok(Group {
+            addresses: self.group(gpu, members)?,
+            rank: rank.context("a GPU sums terms of others")? as u32,
+            piece_bytes,
+            turn,
+            number,
+        })
     }
 
     /// Queues telling the members of a sum that this GPU does no more of a run than it has queued.
     pub(super) fn leave(&mut self, gpu: &Gpu, members: &[DeviceId], turn: u32) -> Result<()> {
-        let table = self.table(gpu, members)?;
-        gpu.leave_sums(&table, members.len() as u32, turn);
+        gpu.leave_sums(&self.group(gpu, members)?, turn);
         gpu.flush()
     }
 
@@ -96,20 +88,16 @@ impl Sums {
         }
     }
 
-    /// Where the addresses of the members' exchanges lie on the device.
-    fn table(&mut self, gpu: &Gpu, members: &[DeviceId]) -> Result<Span> {
-        if let Some(table) = self.tables.get(members) {
-            return Ok(table.clone());
+    /// Where the exchanges of a group lie.
+    fn group(&mut self, gpu: &Gpu, members: &[DeviceId]) -> Result<Arc<[u64]>> {
+        if let Some(addresses) = self.groups.get(members) {
+            return Ok(Arc::clone(addresses));
         }
-        let (exchange, number) = (self.exchange.as_ref(), self.tables.len());
-        let exchange = exchange.context("the plan counts no exchange")?;
-        ensure!(number < TABLES, "a GPU sums with more than {TABLES} groups of GPUs");
-        let addresses = self.peers.exchanges(self.device, members)?;
-        let table = exchange.part(TABLES_START + number * TABLE_BYTES, TABLE_BYTES);
-        gpu.write(&table, bytemuck::cast_slice(&addresses))?;
+        ensure!(self.exchange.is_some(), "the plan counts no exchange");
+        let addresses: Arc<[u64]> = self.peers.exchanges(self.device, members)?.into();
         // Leaving no run compiles the launch, which could not be done while a sum waits.
-        gpu.leave_sums(&table, members.len() as u32, 0);
-        self.tables.insert(members.to_vec(), table.clone());
-        Ok(table)
+        gpu.leave_sums(&addresses, 0);
+        self.groups.insert(members.to_vec(), Arc::clone(&addresses));
+        Ok(addresses)
     }
 }

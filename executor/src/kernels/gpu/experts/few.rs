@@ -109,7 +109,13 @@ fn integers(ids: &Span, count: usize) -> BufferArg {
 
 fn output(out: &Span, tokens: usize, rows: usize, matrices: usize) -> OutputLaunch {
     let biases = (0..matrices).map(|_| None.into()).collect();
-    OutputLaunch::new(out.argument(tokens * rows, size_of::<f32>()), biases, None.into(), rows)
+    OutputLaunch::new(
+        out.argument(tokens * rows, size_of::<f32>()),
+        biases,
+        None.into(),
+        None.into(),
+        rows,
+    )
 }
 
 /// A cube for each slot and panel of gate and up.
@@ -132,7 +138,7 @@ fn gate_experts<N: Size>(
     let unit = UNIT_POS as usize;
     let vectors = panel_vectors(output.rows, number);
     let slots = vectors * comptime!(panel.slots() / 2);
-    let mut totals = Totals::new(shape);
+    let mut totals = Totals::new(&*output, shape);
     let mut sums = zeros(shape.values());
     let mut squares = zeros(1usize);
     let expert = ids[slot] - first_expert;
@@ -199,7 +205,7 @@ fn sum_experts<N: Size>(
     let vectors = panel_vectors(output.rows, number);
     let slots = vectors * comptime!(panel.slots() / 2);
     let tasks = comptime!(panel.tasks());
-    let mut totals = Totals::new(shape);
+    let mut totals = Totals::new(&*output, shape);
     let mut sums = zeros(shape.values());
     let mut squares = zeros(1usize);
     for index in range_stepped(unit / slots, used * tasks, CUBE_DIM as usize / slots) {

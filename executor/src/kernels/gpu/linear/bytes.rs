@@ -61,7 +61,7 @@ pub(super) fn multiply_blocks<N: Size>(
     let plane = UNIT_POS as usize / PLANE;
     let planes = comptime!(share.planes());
     let tile = comptime!(share.bands * PANEL);
-    let mut totals = Totals::new(shape);
+    let mut totals = Totals::new(&outputs[0], shape);
     let mut digits = Digits::new(lane, planes, shape.tokens, share.panel);
     let mut first_cube = 0usize.runtime();
     #[unroll]

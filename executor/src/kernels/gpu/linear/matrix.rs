@@ -77,7 +77,7 @@ pub(super) fn multiply_portions<N: Size>(
     let plane = UNIT_POS_Y as usize;
     let tile = comptime!(share.bands * PANEL);
     let first_token = CUBE_POS_Y as usize * shape.tokens;
-    let mut totals = Totals::new(shape);
+    let mut totals = Totals::new(&outputs[0], shape);
     let planes = comptime!(if share.is_narrow { 0 } else { share.bands * share.splits });
     let mut conversion = Conversion::new(lane, plane, planes, shape.tokens, share.panel);
     let mut first_cube = 0usize.runtime();

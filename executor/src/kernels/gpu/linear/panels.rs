@@ -41,7 +41,7 @@ pub(super) fn multiply_panels<N: Size>(
     let of_plane = plane % shape.matrices;
     let unit = plane / shape.matrices * share.plane + UNIT_POS as usize % share.plane;
     let panel = comptime!(share.panel);
-    let mut totals = Totals::new(shape);
+    let mut totals = Totals::new(&outputs[0], shape);
     let mut first_cube = 0usize.runtime();
     #[unroll]
     for output in 0..outputs.len() {

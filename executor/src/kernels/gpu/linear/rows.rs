@@ -46,7 +46,7 @@ pub(super) fn multiply_rows<N: Size>(
     let cube = CUBE_POS_X as usize;
     let plane = UNIT_POS_Y as usize;
     let tile = comptime!(share.bands * shape.rows);
-    let mut totals = Totals::new(shape);
+    let mut totals = Totals::new(&outputs[0], shape);
     let mut first_cube = 0usize.runtime();
     #[unroll]
     for output in 0..outputs.len() {

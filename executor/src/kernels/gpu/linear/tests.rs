@@ -164,6 +164,7 @@ fn check(gpu: &Gpu, case: Case<'_>, splits: Option<usize>) {
         residual: case.residual.then_some(&residual),
         outputs: &outputs.iter().collect::<Vec<_>>(),
         ahead: &[],
+        sum: None,
     };
     // Of floats, matrix instructions take two parts, which together are 2⁻¹⁷ off at most.
     let limit = if gpu.has_portions(&linear) { 8e-6 } else { 3e-6 };
@@ -334,6 +335,7 @@ fn what_does_not_fit_is_refused() {
             residual: None,
             outputs,
             ahead: &[],
+            sum: None,
         })
     };
     assert!(linear(&[], 1, &[]).is_err());
@@ -371,6 +373,7 @@ fn asking_ahead_changes_no_bit() {
                 residual: None,
                 outputs: &[&out],
                 ahead,
+                sum: None,
             })
             .unwrap();
             let out: Vec<f32> = gpu.download(&out, rows);

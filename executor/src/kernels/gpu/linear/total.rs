@@ -4,6 +4,7 @@ use cubecl::prelude::*;
 use ir::op::Then;
 
 use crate::kernels::gpu::activation::activate;
+use crate::kernels::gpu::peers::small::Meeting;
 
 /// One output of a linear.
 #[derive(CubeType, CubeLaunch)]
@@ -14,8 +15,22 @@ pub(in crate::kernels::gpu) struct Output {
     pub(in crate::kernels::gpu) biases: Sequence<ComptimeOption<Box<[f32]>>>,
     /// Added to the output, `[tokens, rows]`.
     pub(in crate::kernels::gpu) residual: ComptimeOption<Box<[f32]>>,
+    /// Where the output is summed up with those of other GPUs, which have as many rows.
+    pub(in crate::kernels::gpu) meeting: ComptimeOption<Meeting>,
     /// Features of a token.
     pub(in crate::kernels::gpu) rows: usize,
+}
+
+#[cube]
+impl Output {
+    /// The number of the run whose sum this is; 0 where it is none.
+    fn turn(&self) -> u32 {
+        #[comptime]
+        match self.meeting.clone() {
+            ComptimeOption::Some(meeting) => meeting.turn(),
+            ComptimeOption::None => 0u32.runtime(),
+        }
+    }
 }
 
 /// A cube's sums in shared memory. Groups of units hold sums of the same rows, which are to be added.
@@ -25,6 +40,8 @@ pub(in crate::kernels::gpu) struct Totals {
     pub(in crate::kernels::gpu) sums: Shared<[f32]>,
     /// `[token][group][copy]`; every copy of a group is the same.
     pub(in crate::kernels::gpu) squares: Shared<[f32]>,
+    /// The number of the run, where the output is summed up with others: read early, it is there at the end.
+    turn: u32,
 }
 
 /// What is known of a cube's sums when a kernel is compiled.
@@ -61,12 +78,16 @@ impl Shape {
 
 #[cube]
 impl Totals {
-    /// Room for a cube's sums.
-    pub(in crate::kernels::gpu) fn new(#[comptime] shape: Shape) -> Totals {
+    /// Room for a cube's sums of an output, or of several that are summed up with no others.
+    pub(in crate::kernels::gpu) fn new(output: &Output, #[comptime] shape: Shape) -> Totals {
         let cells = comptime!(shape.matrices * shape.tokens * shape.sum_cells());
         let square_cells =
             comptime!(if shape.is_normed { shape.tokens * shape.square_cells() } else { 1 });
-        Totals { sums: Shared::new_slice(cells), squares: Shared::new_slice(square_cells) }
+        Totals {
+            sums: Shared::new_slice(cells),
+            squares: Shared::new_slice(square_cells),
+            turn: output.turn(),
+        }
     }
 
     /// Puts a unit's sums of one matrix, `[token][row]` from `sums[first]` on, as one of the `slots` units of its group.
@@ -175,6 +196,13 @@ impl Totals {
                 #[comptime]
                 match output.residual.clone() {
                     ComptimeOption::Some(residual) => value += residual[at],
+                    ComptimeOption::None => {}
+                }
+                #[comptime]
+                match output.meeting.clone() {
+                    ComptimeOption::Some(meeting) => {
+                        value = meeting.sum(self.turn, at as u32, value);
+                    }
                     ComptimeOption::None => {}
                 }
                 output.out[at] = value;

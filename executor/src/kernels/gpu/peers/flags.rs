@@ -9,7 +9,6 @@ use cubecl::prelude::*;
 
 use super::{LEFT, LOST, PATIENCE, WHO};
 use crate::kernels::gpu::addressed::{fence, load_word, store_word};
-use crate::kernels::gpu::registers::held;
 
 /// From the number of one run's first piece to that of the next run.
 const RUN: u64 = 1 << 32;
@@ -25,22 +24,6 @@ pub(super) fn flag_number(turn: u32, piece: u32) -> u64 {
     u64::cast_from(turn) * comptime!(RUN) + u64::cast_from(piece)
 }
 
-/// Writes the flag of a piece: whoever sees it sees what this unit wrote before.
-#[cube]
-pub(super) fn raise_piece(address: u64, number: u64) {
-    let (address, number) = (held::<u64>(address), held::<u64>(number));
-    gpu_asm!("st.release.sys.global.u64 [{a}], {v};", a = in(_) address, v = in(_) number);
-}
-
-/// Reads the flag of a piece: what was written before it was raised can be read from now on.
-#[cube]
-pub(super) fn look_for_piece(address: u64) -> u64 {
-    let address = held::<u64>(address);
-    let number: u64;
-    gpu_asm!("ld.acquire.sys.global.u64 {v}, [{a}];", v = out(_) number, a = in(_) address);
-    number
-}
-
 /// Whether a run is known to have lost a member.
 #[cube]
 pub(super) fn is_run_lost(own: u64, turn: u32) -> bool {
@@ -52,23 +35,24 @@ pub(super) fn is_run_lost(own: u64, turn: u32) -> bool {
 #[cube]
 pub(super) fn look_again(
     looks: u32,
-    addresses: &[u64],
+    own: u64,
+    addresses: &Sequence<u64>,
     turn: u32,
     member: u32,
-    #[comptime] rank: u32,
     #[comptime] members: u32,
 ) -> u32 {
     let mut looks = looks + 1;
-    if looks % GLANCE == comptime!(GLANCE - 1) && looks < comptime!(PATIENCE - LAST_LOOKS) {
-        let own = addresses[comptime!(rank as usize)];
-        if load_word(own + comptime!(LEFT)) >= turn {
+    let may_glance = looks < comptime!(PATIENCE - LAST_LOOKS);
+    if looks % GLANCE == comptime!(GLANCE - 1) && may_glance {
+        let has_left = load_word(own + comptime!(LEFT)) >= turn;
+        if has_left {
             looks = comptime!(PATIENCE - LAST_LOOKS).runtime();
         }
     }
     if looks == PATIENCE {
         #[unroll]
         for peer in 0..members {
-            let exchange = addresses[peer as usize];
+            let exchange = *addresses.index(peer as usize);
             store_word(exchange + comptime!(WHO), member + 1);
             store_word(exchange + comptime!(LOST), turn);
         }
@@ -79,10 +63,11 @@ pub(super) fn look_again(
 
 /// Tells all members that one of them does no more of a run than it has queued.
 #[cube(launch_unchecked)]
-pub(super) fn leave(addresses: &[u64], turn: u32, members: u32) {
+pub(super) fn leave(addresses: &Sequence<u64>, turn: u32) {
     // What was sent before comes before.
     fence();
-    if UNIT_POS < members {
-        store_word(addresses[UNIT_POS as usize] + comptime!(LEFT), turn);
+    #[unroll]
+    for member in 0..addresses.len() {
+        store_word(*addresses.index(member) + comptime!(LEFT), turn);
     }
 }

@@ -2,10 +2,12 @@
 
 use cubecl::prelude::*;
 
-use super::flags::{flag_number, is_run_lost, look_again, look_for_piece, raise_piece};
+use super::flags::{flag_number, is_run_lost, look_again};
 use super::places::{flag_of, inbox_of, letters};
 use super::{COUNTERS, LOADS, PATIENCE, UNITS};
-use crate::kernels::gpu::addressed::{fence, load_four, load_word, store_four, store_word};
+use crate::kernels::gpu::addressed::{
+    fence, load_four, load_word, look_for_long, raise_long, store_four, store_word,
+};
 use crate::kernels::gpu::words::Four;
 
 /// The sum of large terms, piece after piece.
@@ -13,7 +15,7 @@ use crate::kernels::gpu::words::Four;
 pub(super) fn sum(
     term: &[Four],
     out: &mut [Four],
-    addresses: &[u64],
+    addresses: &Sequence<u64>,
     turn: &[u32],
     share: u32,
     piece_vectors: u32,
@@ -22,7 +24,7 @@ pub(super) fn sum(
     #[comptime] rank: u32,
     #[comptime] members: u32,
 ) {
-    let own = addresses[comptime!(rank as usize)];
+    let own = *addresses.index(comptime!(rank as usize));
     let turn = turn[0];
     let counter = own + comptime!(COUNTERS) + u64::cast_from(CUBE_POS_X * 4);
     let first = load_word(counter) + 1;
@@ -122,7 +124,7 @@ pub(super) fn sum(
 #[expect(clippy::too_many_arguments, reason = "a kernel's parts have no state of their own")]
 fn send(
     term: &[Four],
-    addresses: &[u64],
+    addresses: &Sequence<u64>,
     start: u32,
     place: u32,
     share: u32,
@@ -150,7 +152,7 @@ fn send(
         #[unroll]
         for peer in 0..members {
             if comptime!(peer != rank) {
-                let exchange = addresses[peer as usize];
+                let exchange = *addresses.index(peer as usize);
                 let letter = letters(
                     exchange,
                     inbox,
@@ -173,16 +175,19 @@ fn send(
     }
     fence();
     sync_cube();
-    if UNIT_POS < members && UNIT_POS != rank {
-        let flag = addresses[UNIT_POS as usize] + flag_of(rank, CUBE_POS_X);
-        raise_piece(flag, flag_number(turn, number));
+    #[unroll]
+    for peer in 0..members {
+        if comptime!(peer != rank) && UNIT_POS == peer {
+            let flag = *addresses.index(peer as usize) + flag_of(rank, CUBE_POS_X);
+            raise_long(flag, flag_number(turn, number));
+        }
     }
 }
 
 /// Waits until all peers have sent a cube's share of a piece; whether they have.
 #[cube]
 fn have_come(
-    addresses: &[u64],
+    addresses: &Sequence<u64>,
     turn: u32,
     number: u32,
     is_lost: bool,
@@ -197,12 +202,13 @@ fn have_come(
     }
     sync_cube();
     if UNIT_POS < members && UNIT_POS != rank {
-        let flag = addresses[comptime!(rank as usize)] + flag_of(UNIT_POS, CUBE_POS_X);
+        let own = *addresses.index(comptime!(rank as usize));
+        let flag = own + flag_of(UNIT_POS, CUBE_POS_X);
         let expected = flag_number(turn, number);
         let mut looks = select(is_lost, PATIENCE, 0u32);
         // A peer is ahead by a piece, or by runs that this one has lost.
-        while look_for_piece(flag) < expected && looks < PATIENCE {
-            looks = look_again(looks, addresses, turn, UNIT_POS, rank, members);
+        while look_for_long(flag) < expected && looks < PATIENCE {
+            looks = look_again(looks, own, addresses, turn, UNIT_POS, members);
         }
         if looks >= PATIENCE {
             lost[0] = UNIT_POS + 1;

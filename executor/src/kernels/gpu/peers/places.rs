@@ -16,14 +16,14 @@ fn part_of_inbox(owner: u32, member: u32) -> u32 {
     if member < owner { member } else { member - 1 }
 }
 
-/// Where four numbers of a member's small term lie in an inbox of the owner's exchange.
+/// Where number `at` of a member's small term lies, with its flag, in an inbox of the owner's exchange.
 #[cube]
 pub(super) fn flagged(
     exchange: u64,
     inbox: u32,
     #[comptime] owner: u32,
     #[comptime] member: u32,
-    vector: u32,
+    at: u32,
     flagged_bytes: u32,
     #[comptime] members: u32,
 ) -> u64 {
@@ -32,7 +32,7 @@ pub(super) fn flagged(
     exchange
         + comptime!(EXCHANGE_HEADER_BYTES)
         + place * u64::cast_from(flagged_bytes)
-        + u64::cast_from(vector) * 32
+        + u64::cast_from(at) * 8
 }
 
 /// Where a member's term lies in an inbox of the owner's exchange, behind those of small terms.

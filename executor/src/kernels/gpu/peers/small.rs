@@ -4,47 +4,76 @@ use cubecl::prelude::*;
 
 use super::flags::{is_run_lost, look_again};
 use super::places::{flagged, inbox_of};
-use super::{PATIENCE, SUMS, UNITS};
-use crate::kernels::gpu::addressed::{load_four, store_pairs};
-use crate::kernels::gpu::words::Four;
+use super::{Group, PATIENCE, SUMS, UNITS};
+use crate::kernels::gpu::addressed::{load_long, store_long};
 
-/// The sum of small terms: a unit sends four numbers, each with a flag, and waits for those of every peer.
-#[cube(launch_unchecked)]
-pub(super) fn sum_with_flags(
-    term: &[Four],
-    out: &mut [Four],
-    addresses: &[u64],
-    turn: &[u32],
+/// Where the members of a sum of small terms meet, as a kernel sees it.
+#[derive(CubeType, CubeLaunch, Clone)]
+#[expand(derive(Clone))]
+pub(in crate::kernels::gpu) struct Meeting {
+    /// Those of the members' exchanges.
+    addresses: Sequence<u64>,
+    /// `[1]`: the run's number.
+    turn: Box<[u32]>,
+    /// Which sum of the run it is.
     sum_of_run: u32,
-    vectors: u32,
+    /// Bytes that an inbox has for a small term.
     flagged_bytes: u32,
-    #[comptime] rank: u32,
-    #[comptime] members: u32,
-) {
+    /// Which of the members this GPU is.
+    #[cube(comptime)]
+    rank: u32,
+    /// How many there are.
+    #[cube(comptime)]
+    members: u32,
+}
+
+impl Group {
+    /// How kernels are told of the group.
+    pub(in crate::kernels::gpu) fn meeting(&self) -> MeetingLaunch {
+        MeetingLaunch::new(
+            self.addresses.iter().copied().collect(),
+            self.turn.argument(1, size_of::<u32>()),
+            self.number,
+            self.flagged_bytes() as u32,
+            self.rank,
+            self.addresses.len() as u32,
+        )
+    }
+}
+
+/// The sum of small terms, a number for each unit.
+#[cube(launch_unchecked)]
+pub(super) fn sum_with_flags(term: &[f32], out: &mut [f32], meeting: &Meeting, count: u32) {
     let at = CUBE_POS_X * UNITS + UNIT_POS;
-    if at < vectors {
-        let own = addresses[comptime!(rank as usize)];
-        let own_term = term[at as usize];
-        let turn = turn[0];
+    if at < count {
+        let turn = meeting.turn();
+        out[at as usize] = meeting.sum(turn, at, term[at as usize]);
+    }
+}
+
+#[cube]
+impl Meeting {
+    /// The run's number.
+    pub(in crate::kernels::gpu) fn turn(&self) -> u32 {
+        self.turn[0]
+    }
+
+    /// Number `at` of the sum of all terms, of which this GPU's is `value`, in run `turn`.
+    pub(in crate::kernels::gpu) fn sum(&self, turn: u32, at: u32, value: f32) -> f32 {
+        let rank = comptime!(self.rank);
+        let members = comptime!(self.members);
+        let own = *self.addresses.index(comptime!(rank as usize));
         // Never 0, which is what erased flags are.
-        let number = turn * SUMS + sum_of_run + 1;
-        let inbox = inbox_of(turn, sum_of_run);
-        let flag = f32::reinterpret(number);
+        let flag = turn * SUMS + self.sum_of_run + 1;
+        let inbox = inbox_of(turn, self.sum_of_run);
+        let sent =
+            u64::cast_from(flag) * comptime!(1u64 << 32) + u64::cast_from(u32::reinterpret(value));
         #[unroll]
         for peer in 0..members {
             if comptime!(peer != rank) {
-                let exchange = addresses[peer as usize];
-                let place = flagged(exchange, inbox, peer, rank, at, flagged_bytes, members);
-                #[unroll]
-                for half in 0..2usize {
-                    let mut pairs = Four::zeroed();
-                    #[unroll]
-                    for i in 0..2usize {
-                        pairs.insert(comptime!(2 * i), own_term.extract(comptime!(2 * half + i)));
-                        pairs.insert(comptime!(2 * i + 1), flag);
-                    }
-                    store_pairs(place + comptime!(16 * half as u64), pairs);
-                }
+                let exchange = *self.addresses.index(peer as usize);
+                let place = flagged(exchange, inbox, peer, rank, at, self.flagged_bytes, members);
+                store_long(place, sent);
             }
         }
         // Where one sum was lost, the others of the run are, too.
@@ -52,42 +81,26 @@ pub(super) fn sum_with_flags(
         if is_run_lost(own, turn) {
             looks = PATIENCE.runtime();
         }
-        let mut all = Four::zeroed();
+        let mut all = f32::new(0.0);
         #[unroll]
         for member in 0..members {
             if comptime!(member == rank) {
-                all += own_term;
+                all += value;
             } else {
-                let place = flagged(own, inbox, rank, member, at, flagged_bytes, members);
-                let mut first = load_four(place);
-                let mut second = load_four(place + 16);
-                while !(has_flag(first, number) && has_flag(second, number)) && looks < PATIENCE {
-                    first = load_four(place);
-                    second = load_four(place + 16);
+                let place = flagged(own, inbox, rank, member, at, self.flagged_bytes, members);
+                let mut received = load_long(place);
+                while u32::cast_from(received >> 32) != flag && looks < PATIENCE {
+                    received = load_long(place);
                     let its = comptime!(member).runtime();
-                    looks = look_again(looks, addresses, turn, its, rank, members);
+                    looks = look_again(looks, own, &self.addresses, turn, its, members);
                 }
                 // Whoever writes here next waits for what this GPU sends after this sum.
-                if has_flag(first, number) && has_flag(second, number) {
-                    store_pairs(place, Four::zeroed());
-                    store_pairs(place + 16, Four::zeroed());
+                if u32::cast_from(received >> 32) == flag {
+                    store_long(place, 0u64);
                 }
-                #[unroll]
-                for i in 0..2usize {
-                    let (upper, lower) =
-                        (first.extract(comptime!(2 * i)), second.extract(comptime!(2 * i)));
-                    all.insert(i, all.extract(i) + upper);
-                    all.insert(comptime!(2 + i), all.extract(comptime!(2 + i)) + lower);
-                }
+                all += f32::reinterpret(u32::cast_from(received & comptime!(u32::MAX as u64)));
             }
         }
-        out[at as usize] = select(looks >= PATIENCE, Four::new(f32::NAN), all);
+        select(looks >= PATIENCE, f32::new(f32::NAN), all)
     }
-}
-
-/// Whether both numbers of two pairs have come.
-#[cube]
-fn has_flag(pairs: Four, number: u32) -> bool {
-    u32::reinterpret(pairs.extract(1usize)) == number
-        && u32::reinterpret(pairs.extract(3usize)) == number
 }

@@ -3,13 +3,35 @@
 use std::sync::{Barrier, Mutex};
 use std::thread;
 
+use ir::op::Then;
+use ir::tensor::{DType, Format};
 use ir::workspace::exchange_bytes;
 
 use super::*;
+use crate::kernels::cpu::testing::Random;
+use crate::kernels::gpu::linear::{Linear, MAX_TOKENS};
+use crate::kernels::gpu::matrix::Layout;
+use crate::kernels::gpu::matrix::testing::{panels, row_major};
 use crate::peers::grant;
 
 const MEMBERS: usize = 2;
 const PIECE_BYTES: usize = 1 << 20;
+
+/// Two GPUs that reach each other's memory, if there are.
+fn gpus() -> Option<Vec<Gpu>> {
+    let gpus = (0..MEMBERS).map(Gpu::cuda).collect::<anyhow::Result<Vec<Gpu>>>();
+    let granted = gpus.and_then(|gpus| grant(0, 1).and(grant(1, 0)).map(|()| gpus));
+    if granted.is_err() {
+        eprintln!("skipped: there are no two GPUs that reach each other's memory");
+    }
+    granted.ok()
+}
+
+/// Both GPUs, whose exchanges lie at those addresses, at one of the sums of a run.
+fn group(addresses: [u64; MEMBERS], rank: usize, turn: &Span, number: u32) -> Group {
+    let (addresses, turn) = (addresses.into(), turn.clone());
+    Group { addresses, rank: rank as u32, piece_bytes: PIECE_BYTES, turn, number }
+}
 
 /// Whole numbers, so that sums are exact.
 fn term(rank: usize, turn: u32, count: usize) -> Vec<f32> {
@@ -18,11 +40,7 @@ fn term(rank: usize, turn: u32, count: usize) -> Vec<f32> {
 
 #[test]
 fn terms_of_two_members_are_summed_run_after_run() {
-    let gpus = (0..MEMBERS).map(Gpu::cuda).collect::<anyhow::Result<Vec<Gpu>>>();
-    let Ok(gpus) = gpus.and_then(|gpus| grant(0, 1).and(grant(1, 0)).map(|()| gpus)) else {
-        eprintln!("skipped: there are no two GPUs that reach each other's memory");
-        return;
-    };
+    let Some(gpus) = gpus() else { return };
     // One unit's, several cubes', the most with flags; one more; a few pieces with a rest, many; one with flags again.
     let flagged = exchange_flagged_bytes(PIECE_BYTES as u64) as usize / 8;
     let counts = [4, 4096, flagged, flagged + 4, 1_000_004, 3_500_008, 4096];
@@ -34,7 +52,7 @@ fn terms_of_two_members_are_summed_run_after_run() {
         gpu.clear_exchange(&exchange).unwrap();
         addresses.lock().unwrap()[rank] = exchange.address().unwrap();
         barrier.wait();
-        let table = gpu.upload(&*addresses.lock().unwrap());
+        let exchanges = *addresses.lock().unwrap();
         for number in 1..=3 {
             let turn = gpu.upload(&[number]);
             let terms = counts.map(|count| gpu.upload(&term(rank, number, count)));
@@ -42,15 +60,8 @@ fn terms_of_two_members_are_summed_run_after_run() {
             gpu.sync().unwrap();
             barrier.wait();
             gpu.start_sums(&exchange).unwrap();
-            for (i, count) in (0..).zip(counts) {
-                let group = Group {
-                    addresses: &table,
-                    members: MEMBERS as u32,
-                    rank: rank as u32,
-                    piece_bytes: PIECE_BYTES,
-                    turn: &turn,
-                    number: i as u32,
-                };
+            for (i, count) in counts.into_iter().enumerate() {
+                let group = group(exchanges, rank, &turn, i as u32);
                 gpu.sum_over_peers(&group, &terms[i], &outs[i], count).unwrap();
             }
             gpu.flush().unwrap();
@@ -75,19 +86,95 @@ fn terms_of_two_members_are_summed_run_after_run() {
 }
 
 #[test]
+fn linears_sum_what_they_make() {
+    let Some(gpus) = gpus() else { return };
+    // In f32 and f16 by rows, in 12 bits for one token and for more, and in blocks: a rest, and more cubes than fit.
+    let cases = [
+        (Layout::RowMajor, Format::F32, 1, 67),
+        (Layout::RowMajor, Format::Bf16, 2, 4096),
+        (Layout::Panels, Format::F16, 1, 100),
+        (Layout::Panels, Format::Bf12, 1, 4096),
+        (Layout::Panels, Format::Bf12, 3, 2048),
+        (Layout::Panels, Format::Q8, 1, 16384),
+        (Layout::Panels, Format::Q4, 4, 100),
+        (Layout::Panels, Format::Q8, 12, 1024),
+    ];
+    let columns = [512, 256];
+    let (addresses, barrier) = (Mutex::new([0_u64; MEMBERS]), Barrier::new(MEMBERS));
+    let (alone, wrong) = (Mutex::new([const { Vec::new() }; MEMBERS]), Mutex::new(Vec::new()));
+    let member = |rank: usize| {
+        let gpu = &gpus[rank];
+        let bytes = exchange_bytes(MEMBERS, PIECE_BYTES as u64) as usize;
+        let exchange = gpu.allocate(bytes).unwrap();
+        gpu.clear_exchange(&exchange).unwrap();
+        addresses.lock().unwrap()[rank] = exchange.address().unwrap();
+        let turn = gpu.upload(&[1_u32]);
+        gpu.start_sums(&exchange).unwrap();
+        gpu.sync().unwrap();
+        barrier.wait();
+        let exchanges = *addresses.lock().unwrap();
+        for (number, (layout, format, tokens, rows)) in cases.into_iter().enumerate() {
+            let (columns, seed) = (columns[rank], 3 + rank as u64);
+            let sample = match layout {
+                Layout::Panels => panels(gpu, format, rows, columns, seed),
+                Layout::RowMajor => row_major(gpu, format, rows, columns, seed),
+            };
+            let is_narrow = tokens > MAX_TOKENS;
+            let x = Random(7).floats(tokens * columns);
+            let narrow: Vec<half::bf16> = x.iter().map(|&x| half::bf16::from_f32(x)).collect();
+            let x = if is_narrow { gpu.upload(&narrow) } else { gpu.upload(&x) };
+            let residual = gpu.upload(&Random(9).floats(tokens * rows));
+            let multiply = |sum: Option<&Group>| -> Vec<f32> {
+                let out = gpu.poisoned(tokens * rows * size_of::<f32>());
+                let linear = Linear {
+                    x: &x,
+                    element: if is_narrow { DType::Bf16 } else { DType::F32 },
+                    tokens,
+                    norm: None,
+                    matrices: &[&sample.matrix],
+                    biases: &[None],
+                    then: Then::Nothing,
+                    residual: (rank == 0).then_some(&residual),
+                    outputs: &[&out],
+                    ahead: &[],
+                    sum,
+                };
+                gpu.linear(&linear).unwrap();
+                gpu.download(&out, tokens * rows)
+            };
+            let term = multiply(None);
+            alone.lock().unwrap()[rank] = term;
+            barrier.wait();
+            let sums = multiply(Some(&group(exchanges, rank, &turn, number as u32)));
+            let terms = alone.lock().unwrap();
+            let expected: Vec<f32> = terms[0].iter().zip(&terms[1]).map(|(a, b)| a + b).collect();
+            drop(terms);
+            // A member that panics here would be waited for.
+            if sums != expected {
+                let case = format!("{format} {layout:?}, {tokens} tokens, {rows} rows");
+                wrong.lock().unwrap().push(case);
+            }
+            barrier.wait();
+        }
+        assert_eq!(gpu.lost_member(&exchange, 1).unwrap(), None);
+    };
+    thread::scope(|scope| {
+        for rank in 0..MEMBERS {
+            let member = &member;
+            scope.spawn(move || member(rank));
+        }
+    });
+    let wrong = wrong.into_inner().unwrap();
+    assert!(wrong.is_empty(), "{wrong:?}");
+}
+
+#[test]
 fn what_does_not_come_in_fours_is_refused() {
     let Some(gpu) = crate::kernels::gpu::testing::gpu() else { return };
     let span = gpu.upload(&[0_u32; 64]);
-    let group = |number| Group {
-        addresses: &span,
-        members: 2,
-        rank: 0,
-        piece_bytes: PIECE_BYTES,
-        turn: &span,
-        number,
-    };
     let refusal = |number, count| {
-        gpu.sum_over_peers(&group(number), &span, &span, count).unwrap_err().to_string()
+        let group = group([0; MEMBERS], 0, &span, number);
+        gpu.sum_over_peers(&group, &span, &span, count).unwrap_err().to_string()
     };
     assert_eq!(refusal(0, 6), "GPUs sum numbers in fours, not 6");
     assert_eq!(refusal(SUMS - 1, 8), "a run has more than 8191 sums over GPUs");
@@ -95,36 +182,24 @@ fn what_does_not_come_in_fours_is_refused() {
 
 #[test]
 fn who_waits_for_a_member_that_left_does_not_wait_long() {
-    let gpus = (0..MEMBERS).map(Gpu::cuda).collect::<anyhow::Result<Vec<Gpu>>>();
-    let Ok(gpus) = gpus.and_then(|gpus| grant(0, 1).and(grant(1, 0)).map(|()| gpus)) else {
-        eprintln!("skipped: there are no two GPUs that reach each other's memory");
-        return;
-    };
+    let Some(gpus) = gpus() else { return };
     let bytes = exchange_bytes(MEMBERS, PIECE_BYTES as u64) as usize;
     let exchanges = gpus.iter().map(|gpu| gpu.allocate(bytes).unwrap()).collect::<Vec<_>>();
     gpus.iter().zip(&exchanges).for_each(|(gpu, exchange)| gpu.clear_exchange(exchange).unwrap());
     let addresses = exchanges.iter().map(|exchange| exchange.address().unwrap());
-    let addresses = addresses.collect::<Vec<_>>();
-    let [table, others] = [0, 1].map(|gpu: usize| gpus[gpu].upload(&addresses));
-    gpus[1].leave_sums(&others, MEMBERS as u32, 0);
+    let addresses: [u64; MEMBERS] = addresses.collect::<Vec<_>>().try_into().unwrap();
+    gpus[1].leave_sums(&addresses, 0);
     gpus[1].sync().unwrap();
     // A small term and one of several pieces: all members learn that the second did not come.
     for (run, count) in [(1, 64), (2, 1_000_000)] {
         let gpu = &gpus[0];
         let (turn, term) = (gpu.upload(&[run]), gpu.upload(&term(0, run, count)));
         let out = gpu.upload(&vec![0.0_f32; count]);
-        let group = Group {
-            addresses: &table,
-            members: MEMBERS as u32,
-            rank: 0,
-            piece_bytes: PIECE_BYTES,
-            turn: &turn,
-            number: 0,
-        };
+        let group = group(addresses, 0, &turn, 0);
         gpu.start_sums(&exchanges[0]).unwrap();
         gpu.sum_over_peers(&group, &term, &out, count).unwrap();
         gpu.flush().unwrap();
-        gpus[1].leave_sums(&others, MEMBERS as u32, run);
+        gpus[1].leave_sums(&addresses, run);
         gpus[1].flush().unwrap();
         let start = std::time::Instant::now();
         assert!(gpu.download::<f32>(&out, count).iter().all(|sum| sum.is_nan()));
