@@ -154,6 +154,18 @@ pub(crate) fn move_nanos(
     Ok(rates.step_nanos + latency + crossing + seconds(local as f64, rates.read_bytes_per_sec))
 }
 
+/// Nanoseconds of a sum over so many GPUs, of terms of `bytes` bytes, by the vendor's library; `None` where the machine
+/// has none.
+///
+/// Each GPU adds up one part of the terms and passes that on, so 2·(n − 1)/n of a term crosses each link, where a direct
+/// sum has n − 1 terms cross.
+pub(crate) fn library_sum_nanos(target: &Target, members: usize, bytes: u64) -> Option<f64> {
+    let collectives = target.machine.collectives.as_ref()?;
+    let members = members as f64;
+    let crossing = 2.0 * (members - 1.0) / members * bytes as f64;
+    Some(collectives.latency_nanos + seconds(crossing, collectives.bytes_per_sec))
+}
+
 /// Nanoseconds of bringing a weight from its home to a GPU; `is_shared` where the home computes at the same time.
 ///
 /// Fails when no link leads there.

@@ -255,7 +255,8 @@ fn reduced(machine: &Machine, options: &Options) -> Result<Machine> {
     );
     let without: Vec<DeviceId> =
         options.without.iter().map(|name| device(machine, name)).collect::<Result<_>>()?;
-    let mut reduced = Machine { host: machine.host.clone(), ..Machine::default() };
+    let (host, collectives) = (machine.host.clone(), machine.collectives.clone());
+    let mut reduced = Machine { host, collectives, ..Machine::default() };
     let mut renamed: Table<DeviceId, Option<DeviceId>> = Table::default();
     for (id, device) in machine.devices.iter() {
         if without.contains(&id) {

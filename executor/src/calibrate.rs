@@ -48,8 +48,8 @@ const VISIT_TIME: Duration = Duration::from_millis(15);
 /// The least bytes that are streamed.
 const STREAMED_BYTES: usize = 512 << 20;
 
-/// Replaces the rates of all devices of `machine`, and of their links, by measured ones; links between GPUs that do not
-/// reach each other's memory stay as they are.
+/// Replaces the rates of all devices of `machine`, of their links and of sums by the vendor's library by measured ones.
+/// GPUs that do not reach each other's memory do so by way of the fastest NUMA node.
 /// `progress` is told what is measured next.
 ///
 /// # Errors
@@ -111,9 +111,21 @@ pub fn calibrate(machine: &mut Machine, isa: Isa, mut progress: impl FnMut(&str)
             if let Some(speed) = speed.with_context(|| format!("measuring {label}"))? {
                 set(machine, *first, *second, speed);
                 set(machine, *second, *first, speed);
+            } else {
+                for (from, to) in [(*first, *second), (*second, *first)] {
+                    let nodes = devices.iter().map(|(node, _)| *node);
+                    let speeds = nodes.filter_map(|node| through(machine, [from, node, to]));
+                    let fastest = speeds.max_by(|a, b| a.bytes_per_sec.total_cmp(&b.bytes_per_sec));
+                    fastest.into_iter().for_each(|speed| set(machine, from, to, speed));
+                }
             }
         }
     }
+    let gpus: Vec<(&Gpu, usize)> = opened.iter().map(|(_, ordinal, gpu)| (gpu, *ordinal)).collect();
+    if gpus.len() > 1 {
+        progress("NCCL");
+    }
+    machine.collectives = peers::by_library(&gpus).context("measuring NCCL")?;
     Ok(())
 }
 
@@ -149,6 +161,15 @@ fn set(machine: &mut Machine, from: DeviceId, to: DeviceId, speed: links::Speed)
         link.bytes_per_sec = speed.bytes_per_sec;
         link.latency_nanos = speed.latency_nanos;
     }
+}
+
+/// A path whose halves are taken one after the other; `None` where one of them is missing.
+fn through(machine: &Machine, [from, by, to]: [DeviceId; 3]) -> Option<links::Speed> {
+    let (first, second) = (machine.link(from, by)?, machine.link(by, to)?);
+    Some(links::Speed {
+        bytes_per_sec: 1.0 / (1.0 / first.bytes_per_sec + 1.0 / second.bytes_per_sec),
+        latency_nanos: first.latency_nanos + second.latency_nanos,
+    })
 }
 
 /// Runs `work` on a thread of its own with a team: a team binds the thread that makes it.

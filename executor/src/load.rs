@@ -194,6 +194,7 @@ pub fn load(
         Ok(())
     };
     wait_for(computing.len(), &mut held)?;
+    starter.peers.join_libraries(&plan).context("letting NCCL bring GPUs together")?;
     for &device in &fetching {
         executor.add(starter.start_fetching(device, &mut held)?);
     }

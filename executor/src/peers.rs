@@ -1,7 +1,7 @@
 //! What GPUs that reach each other's memory do among themselves, so which steps are waited for on the host, and where
 //! each GPU finds the memory of the others.
 //!
-//! - Sums are made in exchanges, without the host.
+//! - Sums are made in exchanges or by the vendor's library, without the host.
 //! - A value that moves from one GPU to another, or that several gather, is read where it lies, once the host has seen
 //!   that it is there. It keeps its place to the end of the run, and the next run of the GPU that it lies with waits until
 //!   it has been read.
@@ -16,9 +16,10 @@ use cudarc::driver::{CudaContext, sys};
 use ir::frame::Frame;
 use ir::id::{BufferId, DeviceId, StepId, Table};
 use ir::machine::DeviceKind;
-use ir::plan::{Lane, Plan, Program};
+use ir::plan::{Lane, Plan, Program, Step};
 use ir::workspace::flagged_term_bytes;
 
+use crate::kernels::gpu::device::{Gpu, Span};
 use crate::lane::fetching::last_read;
 use crate::load::{GpuDriver, Options};
 
@@ -32,6 +33,8 @@ pub(crate) struct Peers {
     lying: Vec<BTreeMap<StepId, Vec<Lying>>>,
     /// For each program, which steps other lanes wait for on the host, in the run or before the next.
     awaited: Vec<Table<StepId, bool>>,
+    /// GPUs that the vendor's library sums over, with a little memory to try it.
+    libraries: Mutex<BTreeMap<DeviceId, (Gpu, Span)>>,
     exchanges: Mutex<BTreeMap<DeviceId, Memory>>,
     buffers: Mutex<BTreeMap<DeviceId, Memory>>,
     /// Which GPUs may reach the memory of which, by ordinals.
@@ -70,7 +73,10 @@ impl Peers {
         for program in &plan.programs {
             let mut is_sum = |id: StepId| {
                 let step = &program.steps[id];
-                plan.is_peer_sum(program, step) && reach(members(program, &step.reads))
+                let by_library =
+                    options.gpu_driver == GpuDriver::Cuda && plan.is_library_sum(program, step);
+                by_library
+                    || plan.is_peer_sum(program, step) && reach(members(program, &step.reads))
             };
             let its_sums = program.steps.ids().map(&mut is_sum).collect();
             let mut frames = BTreeMap::new();
@@ -96,8 +102,18 @@ impl Peers {
             sums.push(its_sums);
             lying.push(its_lying);
         }
-        let (exchanges, buffers) = (Mutex::default(), Mutex::default());
-        Self { sums, joined, lying, awaited, exchanges, buffers, granted: Mutex::default() }
+        let (libraries, exchanges, buffers) =
+            (Mutex::default(), Mutex::default(), Mutex::default());
+        Self {
+            libraries,
+            sums,
+            joined,
+            lying,
+            awaited,
+            exchanges,
+            buffers,
+            granted: Mutex::default(),
+        }
     }
 
     /// Whether a step is a GPU's part of a sum that needs no host.
@@ -147,6 +163,37 @@ impl Peers {
     /// Tells the others where a GPU's buffers lie.
     pub(crate) fn register_buffers(&self, device: DeviceId, ordinal: usize, address: u64) {
         locked(&self.buffers).insert(device, Memory { ordinal, address });
+    }
+
+    /// Notes a GPU that the vendor's library sums over; `span` may be written until the first run.
+    pub(crate) fn register_library(&self, device: DeviceId, gpu: Gpu, span: Span) {
+        locked(&self.libraries).insert(device, (gpu, span));
+    }
+
+    /// Lets the vendor's library bring together the GPUs of each of its sums, which takes a second that no run should
+    /// wait for. All of them are loaded.
+    ///
+    /// # Errors
+    /// When the library fails.
+    pub(crate) fn join_libraries(&self, plan: &Plan) -> Result<()> {
+        let libraries = locked(&self.libraries);
+        let mut groups: BTreeSet<(Vec<DeviceId>, Vec<usize>)> = BTreeSet::new();
+        for program in &plan.programs {
+            let steps = program.steps.rows().iter();
+            for step in steps.filter(|step| plan.is_library_sum(program, step)) {
+                let ordinals = ordinals(plan, program, step)?;
+                groups.insert((members(program, &step.reads), ordinals));
+            }
+        }
+        for (devices, ordinals) in &groups {
+            let its_members: Vec<&(Gpu, Span)> =
+                devices.iter().filter_map(|device| libraries.get(device)).collect();
+            for (gpu, span) in &its_members {
+                gpu.sum_by_library(ordinals, span, span, 1)?;
+            }
+            its_members.iter().try_for_each(|(gpu, _)| gpu.sync())?;
+        }
+        Ok(())
     }
 
     /// The exchanges of a sum's members, once `device` may write to them.
@@ -262,6 +309,19 @@ fn last_takes(
 /// The devices whose buffers are read, in that order.
 pub(crate) fn members(program: &Program, reads: &[BufferId]) -> Vec<DeviceId> {
     reads.iter().map(|&buffer| program.buffers[buffer].device).collect()
+}
+
+/// The driver's ordinals of the GPUs of a sum, in its order.
+///
+/// # Errors
+/// When one is none.
+pub(crate) fn ordinals(plan: &Plan, program: &Program, sum: &Step) -> Result<Vec<usize>> {
+    let ordinal = |device: DeviceId| match plan.machine.devices[device].kind {
+        DeviceKind::Gpu { ordinal, .. } => Some(ordinal as usize),
+        DeviceKind::Numa { .. } => None,
+    };
+    let all = members(program, &sum.reads).into_iter().map(ordinal);
+    all.collect::<Option<Vec<usize>>>().context("a sum over GPUs has other members")
 }
 
 fn reach_each_other(plan: &Plan, members: &[DeviceId]) -> bool {

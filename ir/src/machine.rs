@@ -16,6 +16,21 @@ pub struct Machine {
     pub devices: Table<DeviceId, Device>,
     /// One-way paths; a pair of devices without one cannot exchange tensors.
     pub links: Vec<Link>,
+    /// The vendor's library of collectives, where it was measured.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub collectives: Option<Collectives>,
+}
+
+/// How fast the vendor's library (NCCL) sums over GPUs.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Collectives {
+    /// What each GPU sends, and receives, per second: of a sum over n GPUs that is 2·(n − 1)/n of a term's bytes (the
+    /// "bus bandwidth" of NCCL's own tests).
+    pub bytes_per_sec: f64,
+    /// Time of a sum of nothing.
+    pub latency_nanos: f64,
+    /// What the library takes of each GPU's memory.
+    pub reserved_bytes: u64,
 }
 
 /// Facts of a host that do not change between two boots.

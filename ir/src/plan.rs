@@ -217,7 +217,28 @@ pub enum Action {
         collective: Option<CollectiveId>,
         /// This device's slice, `(start, size)` along the movement's axis, where it makes one.
         slice: Option<(u32, u32)>,
+        /// How it is made.
+        #[serde(default, skip_serializing_if = "Algorithm::is_direct")]
+        algorithm: Algorithm,
     },
+}
+
+/// Ways to make a movement.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Algorithm {
+    /// Every member reads what it needs of the others, or is sent it by them.
+    #[default]
+    Direct,
+    /// The vendor's library of collectives makes a sum over GPUs, of which each passes on a part: in prefill alone, since
+    /// no graph captures it.
+    Library,
+}
+
+impl Algorithm {
+    /// Whether it is [`Algorithm::Direct`].
+    pub fn is_direct(&self) -> bool {
+        matches!(self, Self::Direct)
+    }
 }
 
 /// Predictions: all times at the programs' largest extents.
@@ -315,16 +336,29 @@ impl Plan {
         }
     }
 
-    /// Whether a step is one GPU's part of a sum over GPUs alone: they can make it without the host.
+    /// Whether a step is one GPU's part of a sum over GPUs alone, which they can make without the host where they reach
+    /// each other's memory.
     pub fn is_peer_sum(&self, program: &Program, step: &Step) -> bool {
-        let Action::Move { movement: Move::AllReduce, .. } = step.action else { return false };
+        self.is_sum_of_gpus(program, step, Algorithm::Direct)
+    }
+
+    /// Whether a step is one GPU's part of a sum that the vendor's library makes.
+    pub fn is_library_sum(&self, program: &Program, step: &Step) -> bool {
+        self.is_sum_of_gpus(program, step, Algorithm::Library)
+    }
+
+    fn is_sum_of_gpus(&self, program: &Program, step: &Step, by: Algorithm) -> bool {
+        let Action::Move { movement: Move::AllReduce, algorithm, .. } = step.action else {
+            return false;
+        };
         let device = |buffer: &BufferId| program.buffers.get(*buffer).map(|buffer| buffer.device);
         let is_member = |(index, buffer): (usize, &BufferId)| {
             let is_new =
                 !step.reads[..index].iter().any(|earlier| device(earlier) == device(buffer));
             is_new && self.gpu_of(program, *buffer).is_some()
         };
-        (2..=EXCHANGE_MEMBERS).contains(&step.reads.len())
+        algorithm == by
+            && (2..=EXCHANGE_MEMBERS).contains(&step.reads.len())
             && step.reads.iter().enumerate().all(is_member)
     }
 

@@ -216,8 +216,11 @@ impl fmt::Display for Step {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.action {
             Action::Run(op) => write!(f, "{} = {op} ({})", list(&self.writes), list(&self.reads))?,
-            Action::Move { movement, .. } => {
+            Action::Move { movement, algorithm, .. } => {
                 write!(f, "{} = {movement} ({})", list(&self.writes), list(&self.reads))?;
+                if !algorithm.is_direct() {
+                    write!(f, " by the library")?;
+                }
             }
             Action::Fetch { weight, offset } => {
                 write!(f, "{} = fetch {weight} at={offset}", list(&self.writes))?;

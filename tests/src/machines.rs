@@ -1,9 +1,7 @@
 //! Machines by name, small and slow, so that toy models overflow and occupy them as large ones do real machines.
 
 use ir::id::{DeviceId, Id as _};
-use ir::machine::{
-    Device, DeviceKind, Host, LinearRate, Link, Machine, RatePoint, RateSource, Rates,
-};
+use ir::machine::{Device, DeviceKind, LinearRate, Link, Machine, RatePoint, RateSource, Rates};
 use ir::tensor::Format;
 
 /// Rates are those of real hardware over this: a toy has about a ten-thousandth of a small model's weights.
@@ -167,7 +165,7 @@ pub fn linked(devices: Vec<Device>) -> Machine {
         }
     }
     links.iter_mut().for_each(|link| link.bytes_per_sec /= SLOWER);
-    Machine { host: Host::default(), devices: devices.into_iter().collect(), links }
+    Machine { devices: devices.into_iter().collect(), links, ..Machine::default() }
 }
 
 /// Linears that are bound by the weights up to some rows, then by arithmetic.

@@ -3,8 +3,8 @@
 use compiler::Options;
 use compiler::options::{Request, parse_pipeline, parse_tensor_parallel};
 use ir::frame::Frame;
-use ir::machine::Machine;
-use ir::plan::Queue;
+use ir::machine::{Collectives, Machine};
+use ir::plan::{Phase, Plan, Queue};
 use tests::machines;
 use tests::toys::Toy;
 
@@ -86,4 +86,38 @@ fn what_another_gpu_reads_where_it_lies_is_not_overwritten() {
         }
     }
     assert!(moved >= 5 * plan.programs.len(), "{moved} moves between GPUs");
+}
+
+#[test]
+fn sums_over_many_gpus_are_the_librarys_in_prefill() {
+    let model = Toy::llama().model().expect("the toy is a model");
+    let of = |gpus: u32| {
+        let mut machine =
+            machines::linked((0..gpus).map(|gpu| machines::gpu(gpu, 64 << 20)).collect());
+        let link = machine.links[0].clone();
+        let (bytes_per_sec, latency_nanos) = (0.7 * link.bytes_per_sec, 1.5 * link.latency_nanos);
+        machine.collectives =
+            Some(Collectives { bytes_per_sec, latency_nanos, reserved_bytes: 1 << 20 });
+        let names: Vec<String> = (0..gpus).map(|gpu| format!("gpu{gpu}")).collect();
+        let request = parse_tensor_parallel(&names.join(",")).expect("it is a request");
+        let options = Options { request, ..Options::default() };
+        compiler::compile(&model, &machine, &options, &mut |_, _| ()).expect("the toy fits")
+    };
+    let by_library = |plan: &Plan, phase: Phase| {
+        let programs = plan.programs.iter().filter(|program| program.phase == phase);
+        let steps = programs.flat_map(|program| {
+            program.steps.rows().iter().filter(|step| plan.is_library_sum(program, step))
+        });
+        steps.count()
+    };
+    // Of two GPUs, each sends a whole term either way; of four, half as much as three terms.
+    let (two, four) = (of(2), of(4));
+    assert_eq!(by_library(&two, Phase::Prefill), 0);
+    assert!(by_library(&four, Phase::Prefill) > 0);
+    assert_eq!(by_library(&four, Phase::Decode), 0);
+    let reserved = |plan: &Plan| plan.forecast.devices.rows()[0].reserved_bytes;
+    assert_eq!(reserved(&four), reserved(&two) + (1 << 20));
+    let text = four.to_ron().expect("the plan is written");
+    assert_eq!(Plan::from_ron(&text).expect("it is a plan"), four);
+    assert!(four.to_string().contains("by the library"));
 }

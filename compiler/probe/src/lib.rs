@@ -50,7 +50,7 @@ pub fn machine(split: Option<u32>) -> Result<Machine> {
         }
     }
     let links = links::all(&devices, &gpus);
-    Ok(Machine { host: host(&processors, &gpus), devices, links })
+    Ok(Machine { host: host(&processors, &gpus), devices, links, collectives: None })
 }
 
 /// What keeps a plan made for `machine` from running here, one sentence each; empty when nothing does.

@@ -1,15 +1,19 @@
 //! Steps that move values between devices.
 
-use anyhow::Result;
+use anyhow::{Context as _, Result};
 use ir::dag::Node;
 use ir::graph::{Placed, PlacedGraph};
 use ir::id::{BufferId, CauseId, DeviceId, ValueId};
 use ir::layout::Move;
-use ir::plan::{Action, Buffer, Queue};
+use ir::plan::{Action, Algorithm, Buffer, Phase, Queue};
+use ir::workspace::EXCHANGE_MEMBERS;
 
 use super::Draft;
-use crate::cost::move_nanos;
+use crate::cost::{library_sum_nanos, move_nanos};
 use crate::groups::{groups, terms};
+
+/// The vendor's library has to be so much faster than a direct sum: its buffers take memory.
+const LIBRARY_GAIN: f64 = 1.1;
 
 impl Draft<'_> {
     /// Adds one step for each device that a movement brings a value to.
@@ -23,8 +27,10 @@ impl Draft<'_> {
         let (input, output) = (node.inputs[0], node.outputs[0]);
         let layout = &node.work.layouts[0];
         let members = &node.work.needs[0].devices;
-        let action =
-            |collective, slice| Action::Move { movement: movement.clone(), collective, slice };
+        let action = |collective, slice| {
+            let (movement, algorithm) = (movement.clone(), Algorithm::Direct);
+            Action::Move { movement, collective, slice, algorithm }
+        };
         match movement {
             Move::Transfer { from, to } => {
                 let action = action(None, None);
@@ -47,7 +53,16 @@ impl Draft<'_> {
             Move::AllReduce if let Some(groups) = self.groups(graph, input, members)? => {
                 self.sum_by_groups(graph, node, &groups, cause)?;
             }
-            Move::AllReduce | Move::AllGather { .. } | Move::ReduceScatter { .. } => {
+            Move::AllReduce => {
+                let terms: Vec<BufferId> =
+                    members.iter().map(|&device| self.buffer(input, device)).collect();
+                let action = self.sum(&terms)?;
+                for (member, &device) in layout.devices.iter().enumerate() {
+                    let (action, terms) = (action.clone(), terms.clone());
+                    self.move_step(graph, node, action, terms, device, member, cause)?;
+                }
+            }
+            Move::AllGather { .. } | Move::ReduceScatter { .. } => {
                 let collective = self.next_collective();
                 let reads: Vec<BufferId> =
                     members.iter().map(|&device| self.buffer(input, device)).collect();
@@ -88,33 +103,63 @@ impl Draft<'_> {
     ) -> Result<()> {
         let (input, layout) = (node.inputs[0], &node.work.layouts[0]);
         let members = &node.work.needs[0].devices;
-        let action = |collective| Action::Move {
-            movement: Move::AllReduce,
-            collective: Some(collective),
-            slice: None,
-        };
         // What each member holds: its term, then the sum of its group.
         let mut held: Vec<BufferId> =
             members.iter().map(|&device| self.buffer(input, device)).collect();
         for group in groups.iter().filter(|group| group.len() > 1) {
-            let collective = self.next_collective();
             let terms: Vec<BufferId> = group.iter().map(|&member| held[member]).collect();
+            let action = self.sum(&terms)?;
             for &member in group {
                 let (device, ty) = (members[member], self.buffers[terms[0]].ty.clone());
                 let sum = self.buffers.push(Buffer { device, ty });
                 self.uses.push(Vec::new());
-                self.push_move(node, device, action(collective), terms.clone(), sum, cause)?;
+                self.push_move(node, device, action.clone(), terms.clone(), sum, cause)?;
                 held[member] = sum;
             }
         }
-        let collective = self.next_collective();
+        // Members read other copies of the same sums, so each adds for itself.
+        let action = Action::Move {
+            movement: Move::AllReduce,
+            collective: Some(self.next_collective()),
+            slice: None,
+            algorithm: Algorithm::Direct,
+        };
         for (member, &device) in layout.devices.iter().enumerate() {
             let own = groups.iter().position(|group| group.contains(&member));
             let terms = terms(groups, own.expect("groups hold all members"), member);
             let reads = terms.into_iter().map(|term| held[term]).collect();
-            self.move_step(graph, node, action(collective), reads, device, member, cause)?;
+            self.move_step(graph, node, action.clone(), reads, device, member, cause)?;
         }
         Ok(())
+    }
+
+    /// A new sum of terms, each on a device of its own, made in the way that is predicted to be faster.
+    fn sum(&mut self, terms: &[BufferId]) -> Result<Action> {
+        let (target, bytes) = (self.task.target, |&term| self.buffer_bytes(term));
+        let device = |&term: &BufferId| self.buffers[term].device;
+        let incoming: Vec<(DeviceId, u64)> =
+            terms.iter().map(|term| (device(term), bytes(term))).collect();
+        let is_gpu = |(device, _): &(DeviceId, u64)| target.machine.devices[*device].kind.is_gpu();
+        let largest = terms.iter().map(bytes).max().context("a sum has no terms")?;
+        let mut algorithm = Algorithm::Direct;
+        if self.batch.phase == Phase::Prefill
+            && incoming.iter().all(is_gpu)
+            && terms.len() <= EXCHANGE_MEMBERS
+            && let Some(by_library) = library_sum_nanos(target, terms.len(), largest)
+        {
+            let direct = |&(to, _)| move_nanos(target, to, &Move::AllReduce, &incoming, largest);
+            let direct: Vec<f64> = incoming.iter().map(direct).collect::<Result<_>>()?;
+            if direct.into_iter().fold(0.0, f64::max) > by_library * LIBRARY_GAIN {
+                algorithm = Algorithm::Library;
+            }
+        }
+        let collective = Some(self.next_collective());
+        Ok(Action::Move { movement: Move::AllReduce, collective, slice: None, algorithm })
+    }
+
+    /// Bytes of a buffer in the batch that is priced.
+    fn buffer_bytes(&self, buffer: BufferId) -> u64 {
+        self.buffers[buffer].ty.bytes(self.batch.extent)
     }
 
     #[expect(clippy::too_many_arguments, reason = "one call site each for the kinds of movement")]
@@ -142,13 +187,19 @@ impl Draft<'_> {
         to: BufferId,
         cause: CauseId,
     ) -> Result<()> {
-        let bytes = |buffer: BufferId| self.buffers[buffer].ty.bytes(self.batch.extent);
-        let incoming: Vec<(DeviceId, u64)> =
-            reads.iter().map(|&buffer| (self.buffers[buffer].device, bytes(buffer))).collect();
-        let Action::Move { movement, .. } = &action else {
+        let incoming: Vec<(DeviceId, u64)> = reads
+            .iter()
+            .map(|&buffer| (self.buffers[buffer].device, self.buffer_bytes(buffer)))
+            .collect();
+        let Action::Move { movement, algorithm, .. } = &action else {
             unreachable!("a movement makes moves only")
         };
-        let nanos = move_nanos(self.task.target, device, movement, &incoming, bytes(to))?;
+        let (target, written) = (self.task.target, self.buffer_bytes(to));
+        let nanos = match algorithm {
+            Algorithm::Direct => move_nanos(target, device, movement, &incoming, written)?,
+            Algorithm::Library => library_sum_nanos(target, reads.len(), written)
+                .context("a library that the machine lacks was chosen")?,
+        };
         let lane = (device, Queue::Compute);
         self.step(&node.name, lane, action, reads, vec![to], nanos, cause);
         Ok(())

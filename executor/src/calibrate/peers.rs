@@ -1,8 +1,9 @@
-//! How fast GPUs reach each other: timed by the sums that plans make.
+//! How fast GPUs reach each other: timed by the sums that plans make, in exchanges and by the vendor's library.
 
 use anyhow::{Context as _, Result, ensure};
 use cubecl::client::Graph;
-use ir::machine::Rates;
+use cudarc::driver::CudaContext;
+use ir::machine::{Collectives, Rates};
 use ir::workspace::exchange_bytes;
 
 use super::gpu::replay;
@@ -45,6 +46,46 @@ pub(super) fn between_gpus(gpus: [(&Gpu, usize); 2], rates: &Rates) -> Result<Op
     let rest = (FEW * size_of::<f32>()) as f64 / bytes_per_sec * 1e9 + local(FEW);
     let latency_nanos = (few - rates.step_nanos - rest).max(1.0);
     Ok(Some(Speed { bytes_per_sec, latency_nanos }))
+}
+
+/// Sums of all GPUs by the vendor's library; `None` where it is not installed.
+///
+/// # Errors
+/// When a GPU has no memory to measure with, or fails.
+pub(super) fn by_library(gpus: &[(&Gpu, usize)]) -> Result<Option<Collectives>> {
+    if gpus.len() < 2 || !gpus.iter().all(|(gpu, _)| gpu.has_collectives()) {
+        return Ok(None);
+    }
+    let ordinals: Vec<usize> = gpus.iter().map(|(_, ordinal)| *ordinal).collect();
+    let spans = gpus.iter().map(|(gpu, _)| gpu.allocate(MANY * size_of::<f32>()));
+    let spans = spans.collect::<Result<Vec<Span>>>()?;
+    let sum = |count: usize, sums: usize| -> Result<()> {
+        for ((gpu, _), span) in gpus.iter().zip(&spans) {
+            for _ in 0..sums {
+                gpu.sum_by_library(&ordinals, span, span, count)?;
+            }
+        }
+        gpus.iter().try_for_each(|(gpu, _)| gpu.sync())
+    };
+    let free = || -> Result<Vec<usize>> {
+        let free = |ordinal: &usize| -> Result<usize> {
+            let context = CudaContext::new(*ordinal).context("opening the GPU's context")?;
+            Ok(context.mem_get_info().context("asking for free memory")?.0)
+        };
+        ordinals.iter().map(free).collect()
+    };
+    let before = free()?;
+    // The first sums bring the GPUs together and take memory.
+    sum(MANY, 1)?;
+    sum(FEW, 1)?;
+    let taken = before.iter().zip(free()?).map(|(before, after)| before.saturating_sub(after));
+    let reserved_bytes = taken.max().unwrap_or(0) as u64;
+    let few = typical(|| sum(FEW, 64))? / 64.0;
+    let many = typical(|| sum(MANY, 8))? / 8.0;
+    let members = gpus.len() as f64;
+    let bytes = 2.0 * (members - 1.0) / members * ((MANY - FEW) * size_of::<f32>()) as f64;
+    let bytes_per_sec = bytes / (many - few).max(1.0) * 1e9;
+    Ok(Some(Collectives { bytes_per_sec, latency_nanos: few, reserved_bytes }))
 }
 
 /// One GPU of a sum.

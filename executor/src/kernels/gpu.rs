@@ -28,6 +28,7 @@ pub mod unpack;
 pub mod vendor;
 
 pub mod attention;
+pub mod collectives;
 mod elementwise;
 pub mod mail;
 pub mod peers;

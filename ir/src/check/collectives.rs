@@ -7,7 +7,7 @@ use crate::check::order::{Home, MAX_LANES};
 use crate::check::{Scope, Violation};
 use crate::id::{BufferId, CollectiveId, DeviceId, StepId, Table};
 use crate::layout::Move;
-use crate::plan::Action;
+use crate::plan::{Action, Phase};
 
 /// The steps of one collective that are in lanes.
 type Members = Vec<(StepId, Home)>;
@@ -56,7 +56,7 @@ fn members_problem(
     let program = scope.program;
     let (first, _) = members[0];
     let step = &program.steps[first];
-    let Action::Move { movement, .. } = &step.action else { return None };
+    let Action::Move { movement, algorithm, .. } = &step.action else { return None };
     let devices: Vec<DeviceId> =
         members.iter().map(|(_, home)| program.lanes[home.lane].device).collect();
     let distinct: BTreeSet<DeviceId> = devices.iter().copied().collect();
@@ -69,12 +69,28 @@ fn members_problem(
     };
     let alike = members.iter().all(|&(id, _)| {
         let other = &program.steps[id];
-        let same = matches!(&other.action, Action::Move { movement: m, .. } if m == movement);
+        let same = matches!(
+            &other.action,
+            Action::Move { movement: m, algorithm: a, .. } if m == movement && a == algorithm
+        );
         same && other.reads.len() == step.reads.len()
             && other.reads.iter().zip(&step.reads).all(is_same)
     });
     if !alike {
         return Some("its steps differ in what they do or read");
+    }
+    let plan = scope.plan;
+    if !algorithm.is_direct() {
+        let are_sums = members.iter().all(|(id, _)| {
+            let step = &program.steps[*id];
+            plan.is_library_sum(program, step) && step.reads.len() == members.len()
+        });
+        if !are_sums || program.phase != Phase::Prefill {
+            return Some("a library makes sums of all their GPUs' terms, in prefill");
+        }
+        if plan.machine.collectives.is_none() {
+            return Some("the machine has no library that makes it");
+        }
     }
     match movement {
         // Those that hold the value already take no part.

@@ -9,6 +9,8 @@
 //! Fetched weights lie in a window of their own, which is as large as the last byte that any of them takes.
 //! A GPU that is used also holds the workspace of its kernels and what the driver takes.
 
+use std::collections::BTreeSet;
+
 use crate::check::Violation;
 use crate::check::order::{Home, Order};
 use crate::frame::Frame;
@@ -58,14 +60,33 @@ pub fn memory(plan: &Plan) -> Table<DeviceId, DeviceForecast> {
             if let Some(DeviceKind::Gpu { reserved_bytes, .. }) =
                 plan.machine.devices.get(lane.device).map(|device| &device.kind)
             {
-                devices[lane.device].reserved_bytes = *reserved_bytes;
+                let reserved = &mut devices[lane.device].reserved_bytes;
+                *reserved = (*reserved).max(*reserved_bytes);
             }
+        }
+    }
+    if let Some(collectives) = &plan.machine.collectives {
+        for device in users_of_library(plan) {
+            let reserved = &mut devices[device].reserved_bytes;
+            *reserved = reserved.saturating_add(collectives.reserved_bytes);
         }
     }
     for (device, space) in workspaces(plan).iter() {
         devices[device].workspace_bytes = space.bytes();
     }
     devices
+}
+
+/// The GPUs that sum with the vendor's library of collectives.
+fn users_of_library(plan: &Plan) -> BTreeSet<DeviceId> {
+    let of_program = |program: &Program| {
+        let steps = program.steps.rows().iter();
+        let steps = steps.filter(|step| plan.is_library_sum(program, step));
+        let written = steps.flat_map(|step| &step.writes);
+        let devices = written.filter_map(|&buffer| Some(program.buffers.get(buffer)?.device));
+        devices.collect::<Vec<_>>()
+    };
+    plan.programs.iter().flat_map(of_program).collect()
 }
 
 pub(super) fn check(plan: &Plan, found: &mut Vec<Violation>) {

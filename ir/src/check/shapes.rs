@@ -46,7 +46,7 @@ fn step_types(scope: Scope<'_>, step: &Step) -> Result<()> {
             let reads = &reads[..reads.len() - packed];
             if named { (Run { plan, reads, writes: &writes }).check(op) } else { Ok(()) }
         }
-        Action::Move { movement, collective, slice } => {
+        Action::Move { movement, collective, slice, .. } => {
             moves::check(movement, collective.is_some(), *slice, &reads, &writes)
         }
         Action::Fetch { weight, offset } => {

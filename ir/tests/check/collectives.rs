@@ -1,8 +1,10 @@
 //! Members of collectives.
 
+use ir::check::{check, memory};
 use ir::id::{CollectiveId, Id as _};
 use ir::layout::Move;
-use ir::plan::{Action, Step};
+use ir::machine::{Collectives, DeviceKind};
+use ir::plan::{Action, Algorithm, Phase, Program, Step};
 
 use crate::plans::tensor_parallel;
 use crate::{finds_in_prefill, finds_in_step};
@@ -86,4 +88,47 @@ fn members_issue_collectives_in_one_order() {
             "lanes of prefill issue g2 and g3 in different orders",
         ],
     );
+}
+
+/// Lets the library make so many members' parts of sums.
+fn by_library(program: &mut Program, sums: usize) {
+    let algorithms =
+        program.steps.rows_mut().iter_mut().filter_map(|step| match &mut step.action {
+            Action::Move { movement: Move::AllReduce, algorithm, .. } => Some(algorithm),
+            Action::Run(_) | Action::Fetch { .. } | Action::Move { .. } => None,
+        });
+    algorithms.take(sums).for_each(|algorithm| *algorithm = Algorithm::Library);
+}
+
+#[test]
+fn a_library_sums_over_gpus_that_have_it_in_prefill() {
+    finds_in_prefill(
+        tensor_parallel(),
+        |program| by_library(program, 1),
+        &["collective g1 of prefill: its steps differ in what they do or read"],
+    );
+    let of_others =
+        "collective g1 of prefill: a library makes sums of all their GPUs' terms, in prefill";
+    finds_in_prefill(tensor_parallel(), |program| by_library(program, 2), &[of_others]);
+    let on_gpus = || {
+        let mut plan = tensor_parallel();
+        for (ordinal, device) in (0..).zip(plan.machine.devices.rows_mut()) {
+            device.kind = DeviceKind::Gpu { ordinal, reserved_bytes: 0, library_bytes: 0 };
+        }
+        plan
+    };
+    let missing = "collective g1 of prefill: the machine has no library that makes it";
+    finds_in_prefill(on_gpus(), |program| by_library(program, 2), &[missing]);
+    let collectives = Collectives { bytes_per_sec: 1e11, latency_nanos: 1e4, reserved_bytes: 256 };
+    let mut plan = on_gpus();
+    plan.machine.collectives = Some(collectives.clone());
+    let before = memory(&plan);
+    by_library(&mut plan.programs[0], 2);
+    assert_eq!(check(&plan), []);
+    for (after, before) in memory(&plan).rows().iter().zip(before.rows()) {
+        assert_eq!(after.reserved_bytes, before.reserved_bytes + 256);
+    }
+    plan.programs[0].phase = Phase::Decode;
+    let found: Vec<String> = check(&plan).iter().map(ToString::to_string).collect();
+    assert!(found.contains(&of_others.to_string()), "{found:?}");
 }

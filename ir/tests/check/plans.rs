@@ -4,14 +4,14 @@ use ir::asked::Asked;
 use ir::graph::{Cause, Reason};
 use ir::id::{BufferId, CacheId, DeviceId, Id as _, StepId, Table, WeightId};
 use ir::layout::Move;
-use ir::machine::{Device, DeviceKind, Host, Link, Machine, RateSource, Rates};
+use ir::machine::{Device, DeviceKind, Link, Machine, RateSource, Rates};
 use ir::model::CheckpointFile;
 use ir::op::{
     Activation, Attention, Experts, Frequencies, Linear, Norm, NormKind, Op, Pairing, Rope, Then,
 };
 use ir::plan::{
-    Action, Buffer, Cache, Forecast, Lane, ModelInfo, Phase, Plan, Program, Queue, Step, VERSION,
-    Weight,
+    Action, Algorithm, Buffer, Cache, Forecast, Lane, ModelInfo, Phase, Plan, Program, Queue, Step,
+    VERSION, Weight,
 };
 use ir::tensor::{DType, Dim, Extent, Format, TensorType};
 use ir::weight::Source;
@@ -124,7 +124,7 @@ impl Builder {
             })
             .collect();
         let machine =
-            Machine { host: Host::default(), devices: (0..devices).map(device).collect(), links };
+            Machine { devices: (0..devices).map(device).collect(), links, ..Machine::default() };
         let cause = Cause { reason: Reason::Fastest, runner_up: None };
         let file = CheckpointFile { path: "model".into(), bytes: 1 << 20, fingerprint: 0 };
         let rope = Rope {
@@ -382,7 +382,8 @@ impl Builder {
 
     fn transfer(&mut self, from: usize, to: usize, x: BufferId) -> BufferId {
         let movement = Move::Transfer { from: d(from), to: d(to) };
-        let action = Action::Move { movement, collective: None, slice: None };
+        let action =
+            Action::Move { movement, collective: None, slice: None, algorithm: Algorithm::Direct };
         let ty = self.program.buffers[x].ty.clone();
         self.step(to, "transfer", action, &[x], &[ty])[0]
     }
@@ -402,7 +403,12 @@ impl Builder {
             .iter()
             .map(|&member| {
                 let slice = scatters.then_some((member as u32 * features, features));
-                let action = Action::Move { movement: movement.clone(), collective, slice };
+                let action = Action::Move {
+                    movement: movement.clone(),
+                    collective,
+                    slice,
+                    algorithm: Algorithm::Direct,
+                };
                 self.step(member, name, action, reads, &[TensorType::activation(features)])[0]
             })
             .collect()

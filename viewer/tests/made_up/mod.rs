@@ -145,7 +145,7 @@ fn machine(wish: Wish) -> Machine {
     }
     let host =
         Host { cpu: "made up".into(), cpus: 2 * wish.nodes, nodes: wish.nodes, gpus: vec![] };
-    Machine { host, devices, links }
+    Machine { host, devices, links, collectives: None }
 }
 
 fn forecast(plan: &mut Plan) {

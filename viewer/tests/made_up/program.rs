@@ -4,7 +4,7 @@ use ir::graph::{Cause, Reason};
 use ir::id::{BufferId, CauseId, CollectiveId, DeviceId, Id as _, StepId, Table, WeightId};
 use ir::layout::Move;
 use ir::op::{Activation, Attention, Linear, Norm, NormKind, Op, Then};
-use ir::plan::{Action, Buffer, Lane, Phase, Plan, Program, Queue, Step};
+use ir::plan::{Action, Algorithm, Buffer, Lane, Phase, Plan, Program, Queue, Step};
 use ir::tensor::{DType, Dim, Extent, Format, TensorType};
 
 use super::layers::{Layer, weight};
@@ -114,8 +114,12 @@ impl Made<'_> {
         let copy = self.program.buffers.push(Buffer { device: to, ty });
         let gpu = self.plan.machine.devices[to].kind.is_gpu();
         let queue = if gpu { Queue::Copy } else { Queue::Compute };
-        let action =
-            Action::Move { movement: Move::Transfer { from, to }, collective: None, slice: None };
+        let action = Action::Move {
+            movement: Move::Transfer { from, to },
+            collective: None,
+            slice: None,
+            algorithm: Algorithm::Direct,
+        };
         let cause = self.mismatch();
         self.step(name, (to, queue), action, &[value], &[copy], cause);
         copy
@@ -136,6 +140,7 @@ impl Made<'_> {
                     movement: Move::AllReduce,
                     collective: Some(CollectiveId::from_index(collective)),
                     slice: None,
+                    algorithm: Algorithm::Direct,
                 };
                 self.step(name, (device, Queue::Compute), action, terms, &[sum], cause);
                 sum

@@ -210,6 +210,11 @@ impl Span {
         Self { handle, bytes, address }
     }
 
+    /// How CubeCL names it.
+    pub(super) fn handle(&self) -> Handle {
+        self.handle.clone()
+    }
+
     /// Where CUDA sees its first byte.
     ///
     /// # Errors

@@ -13,7 +13,7 @@ use super::state::{Operand, State, dims};
 use crate::kernels::gpu::device::{ALIGNMENT, Span};
 use crate::kernels::gpu::peers::Group;
 use crate::ops::Scope;
-use crate::peers::members;
+use crate::peers::{members, ordinals};
 use crate::slots::Slots;
 
 impl State {
@@ -106,13 +106,19 @@ impl State {
         step: StepId,
     ) -> Result<()> {
         let schedule = &scope.plan.programs[program];
-        let (step, group) = (&schedule.steps[step], self.next_sum(schedule, step)?);
+        let (id, step) = (step, &schedule.steps[step]);
         let &[out] = step.writes.as_slice() else { bail!("a movement writes one buffer") };
         let ours = |buffer: &&BufferId| schedule.buffers[**buffer].device == self.device;
         let term = step.reads.iter().find(ours).context("a GPU sums terms of others")?;
         let term = self.operand(schedule, program, *term, scope)?;
         let out = self.operand(schedule, program, out, scope)?;
-        self.gpu.sum_over_peers(&group, &term.span, &out.span, out.rows * out.columns)
+        let count = out.rows * out.columns;
+        if scope.plan.is_library_sum(schedule, step) {
+            let ordinals = ordinals(scope.plan, schedule, step)?;
+            return self.sums.sum_by_library(&self.gpu, &ordinals, &term.span, &out.span, count);
+        }
+        let group = self.next_sum(schedule, id)?;
+        self.gpu.sum_over_peers(&group, &term.span, &out.span, count)
     }
 
     /// The members of the run's next sum over GPUs, which is that step.
@@ -121,7 +127,8 @@ impl State {
         self.sums.next(&self.gpu, &members, self.inputs.turn())
     }
 
-    /// Lets GPUs that sum with this one in a run wait for no more than it has queued.
+    /// Lets GPUs that sum with this one in a run wait for no more than it has queued; what the vendor's library sums is
+    /// queued to the end of the run, whatever there is to be summed: it cannot be told.
     ///
     /// # Errors
     /// When they cannot be told.
@@ -129,9 +136,16 @@ impl State {
         let schedule = &scope.plan.programs[program];
         let steps =
             schedule.lane(self.device, Queue::Compute).into_iter().flat_map(|lane| &lane.steps);
-        let sums = steps.filter(|&&step| self.sums.peers.is_sum(program, step));
+        let sums = steps.copied().filter(|&step| self.sums.peers.is_sum(program, step));
+        let is_by_library =
+            |&step: &StepId| scope.plan.is_library_sum(schedule, &schedule.steps[step]);
+        let (by_library, sums): (Vec<StepId>, Vec<StepId>) = sums.partition(is_by_library);
         let groups: BTreeSet<Vec<DeviceId>> =
-            sums.map(|&step| members(schedule, &schedule.steps[step].reads)).collect();
-        groups.iter().try_for_each(|members| self.sums.leave(&self.gpu, members, turn))
+            sums.iter().map(|&step| members(schedule, &schedule.steps[step].reads)).collect();
+        groups.iter().try_for_each(|members| self.sums.leave(&self.gpu, members, turn))?;
+        let queued = if self.run == Some(scope.run) { self.sums.by_library() } else { 0 };
+        let missing: Vec<StepId> = by_library.into_iter().skip(queued).collect();
+        missing.into_iter().try_for_each(|step| self.sum_over_peers(scope, program, step))?;
+        self.gpu.flush()
     }
 }

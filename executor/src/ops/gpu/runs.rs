@@ -45,7 +45,8 @@ impl State {
         let program = &scope.plan.programs[run.program];
         let is_own = |&id: &StepId| match &program.steps[id].action {
             Action::Run(op) => !self.calls_library(op, tokens),
-            Action::Move { .. } | Action::Fetch { .. } => true,
+            Action::Move { algorithm, .. } => algorithm.is_direct(),
+            Action::Fetch { .. } => true,
         };
         let can_be_ahead = self.mail.as_ref().is_some_and(|mail| mail.can_be_ahead(run.program))
             && self.expert_counter.is_none()
@@ -231,6 +232,7 @@ impl State {
 
     /// Prepares what the launches of a run read of its batch.
     fn fill(&mut self, scope: Scope<'_>) -> Result<()> {
+        self.sums.start();
         self.inputs.fill(&self.gpu, self.mail.as_mut(), scope.batch, turn(scope.run))?;
         self.rotations.fill(&self.gpu, scope)?;
         self.run = Some(scope.run);

@@ -76,6 +76,14 @@ pub(super) struct Operand {
     pub(super) columns: usize,
 }
 
+/// Whether the vendor's library makes sums that a GPU takes part in.
+fn sums_by_library(plan: &Plan, device: DeviceId) -> bool {
+    plan.programs.iter().any(|program| {
+        let steps = program.lane(device, Queue::Compute).into_iter().flat_map(|lane| &lane.steps);
+        steps.into_iter().any(|&step| plan.is_library_sum(program, &program.steps[step]))
+    })
+}
+
 /// Rows and columns of a buffer in a run of that size.
 pub(super) fn dims(ty: &TensorType, extent: Extent) -> (usize, usize) {
     let rows = ty.shape.first().map_or(1, |dim| dim.size(extent));
@@ -118,6 +126,15 @@ impl State {
         if gpu.is_cuda() {
             peers.register_buffers(device, ordinal, buffers.address()?);
         }
+        let scratch = Scratch::new(&space, &mut memory)?;
+        if gpu.is_cuda() && sums_by_library(plan, device) {
+            ensure!(
+                gpu.has_collectives(),
+                "the plan sums over GPUs with NCCL, which is not installed here: install it \
+                 (libnccl.so.2), or calibrate this machine and compile the plan again"
+            );
+            peers.register_library(device, gpu.clone(), scratch.inner.clone());
+        }
         // A plan without products of many rows counts no memory for the library.
         let library = library.filter(|_| space.library_bytes > 0);
         let fetches = |program: &Program| program.lane(device, Queue::Copy).is_some();
@@ -131,7 +148,7 @@ impl State {
             rotations: Rotations::new(plan, device, &gpu, &mut memory)?,
             inputs,
             mail,
-            scratch: Scratch::new(&space, &mut memory)?,
+            scratch,
             vendor: vendor.transpose()?,
             buffers,
             frames,

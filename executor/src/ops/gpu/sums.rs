@@ -23,8 +23,10 @@ pub(super) struct Sums {
     piece_bytes: usize,
     /// Where the exchanges of the groups lie that this GPU has met.
     groups: BTreeMap<Vec<DeviceId>, Arc<[u64]>>,
-    /// Sums that the run has made so far.
+    /// Sums that the run has made in exchanges so far.
     made: u32,
+    /// Sums that the vendor's library makes in the run so far.
+    by_library: usize,
 }
 
 impl Sums {
@@ -42,7 +44,15 @@ impl Sums {
             peers.register_exchange(device, ordinal, exchange.address()?);
         }
         let piece_bytes = exchange_piece_bytes(plan) as usize;
-        Ok(Self { peers, device, exchange, piece_bytes, groups: BTreeMap::new(), made: 0 })
+        Ok(Self {
+            peers,
+            device,
+            exchange,
+            piece_bytes,
+            groups: BTreeMap::new(),
+            made: 0,
+            by_library: 0,
+        })
     }
 
     /// Queues the preparation for a run.
@@ -69,6 +79,29 @@ impl Sums {
             turn,
             number,
         })
+    }
+
+    /// Notes that a run begins.
+    pub(super) fn start(&mut self) {
+        self.by_library = 0;
+    }
+
+    /// Queues a sum of `count` numbers by the vendor's library.
+    pub(super) fn sum_by_library(
+        &mut self,
+        gpu: &Gpu,
+        ordinals: &[usize],
+        term: &Span,
+        out: &Span,
+        count: usize,
+    ) -> Result<()> {
+        self.by_library += 1;
+        gpu.sum_by_library(ordinals, term, out, count)
+    }
+
+    /// Sums that the vendor's library makes in the run so far.
+    pub(super) fn by_library(&self) -> usize {
+        self.by_library
     }
 
     /// Queues telling the members of a sum that this GPU does no more of a run than it has queued.
