@@ -3,6 +3,7 @@
 use anyhow::{Context as _, Result};
 use ir::id::DeviceId;
 use ir::layout::Move;
+use ir::machine::LinearRate;
 use ir::op::{Attention, Experts, Linear, Op, Products, Then};
 use ir::tensor::{Extent, Format, TensorType};
 use ir::workspace::UNPACKED_ROWS;
@@ -36,12 +37,16 @@ pub(crate) fn run_nanos(
     let activations = streamed(tensors.map(|ty| ty.bytes(batch.extent)).sum());
     let is_gpu = target.machine.devices[device].kind.is_gpu();
     let matrices = |tokens: u32| -> Result<f64> {
-        let mut nanos = 0.0;
+        let (mut nanos, mut beside) = (0.0, 0f64);
         for (format, shape) in operands.weights.iter().filter(|(_, shape)| shape.len() > 1) {
             let elements: f64 = shape.iter().map(|&size| f64::from(size)).product();
-            nanos += seconds(elements, weights_per_sec(target, device, *format, tokens)?);
+            let rate = linear_rate(target, device, *format)?;
+            nanos += seconds(elements, rate.weights_per_sec(tokens));
+            // Few tokens go through all matrices in one launch.
+            let own = rate.nanos(tokens);
+            beside = if tokens > UNPACKED_ROWS { beside + own } else { beside.max(own) };
         }
-        Ok(nanos)
+        Ok(nanos + beside)
     };
     let work = match op.products() {
         Some(Products::Linear(linear)) => {
@@ -65,7 +70,11 @@ pub(crate) fn run_nanos(
             // Of many tokens, a GPU first rotates all heads and caches keys and values.
             let is_prompt = batch.extent.tokens > batch.sequences;
             attending
-                + if is_gpu && is_prompt { streamed(append_bytes(operands, batch)) } else { 0.0 }
+                + match (is_gpu, is_prompt) {
+                    (true, true) => streamed(append_bytes(operands, batch)),
+                    (false, true) => 0.0,
+                    (_, false) => rates.attention_nanos,
+                }
         }
         Some(Products::Experts(experts)) => {
             experts_nanos(target, device, experts, operands, batch)?
@@ -193,17 +202,16 @@ pub(crate) fn rows_of(ty: &TensorType, extent: Extent) -> u32 {
     ty.shape.first().map_or(1, |dim| dim.size(extent)).max(1)
 }
 
-fn weights_per_sec(target: &Target, device: DeviceId, format: Format, tokens: u32) -> Result<f64> {
+fn linear_rate(target: &Target, device: DeviceId, format: Format) -> Result<&LinearRate> {
     let device = &target.machine.devices[device];
     // A machine file may be older than 12 bits, which a GPU meets where it fetches from a calibrated node.
     let rate = device.rates.linear(format).or_else(|| {
         let is_fetched = format == Format::Bf12 && device.kind.is_gpu();
         device.rates.linear(Format::Bf16).filter(|_| is_fetched)
     });
-    let rate = rate.with_context(|| {
+    rate.with_context(|| {
         format!("{} does not compute {format}: the machine gives no rate for it", device.name)
-    })?;
-    Ok(rate.weights_per_sec(tokens))
+    })
 }
 
 fn attention_nanos(
@@ -247,14 +255,23 @@ fn experts_nanos(
     if used == 0.0 {
         return Ok(0.0);
     }
+    let rates = &target.machine.devices[device].rates;
     let mut nanos = 0.0;
+    let mut beside = 0f64;
     for (format, shape) in operands.weights {
+        if let Some(rate) = rates.experts(*format) {
+            let fed = rows_of(&operands.reads[0], batch.extent);
+            let elements = used * f64::from(shape[1]) * f64::from(shape[2]);
+            nanos += seconds(elements, rate.weights_per_sec(fed));
+            beside = beside.max(rate.nanos(fed));
+            continue;
+        }
         let experts = f64::from(shape[0]);
         // Experts that any of the tokens chose, as if each chose at random.
         let chosen = experts * (1.0 - (1.0 - (used / experts).min(1.0)).powf(tokens));
         let rows = (tokens * used / chosen).round().max(1.0) as u32;
         let elements = chosen * f64::from(shape[1]) * f64::from(shape[2]);
-        nanos += seconds(elements, weights_per_sec(target, device, *format, rows)?);
+        nanos += seconds(elements, linear_rate(target, device, *format)?.weights_per_sec(rows));
     }
-    Ok(nanos)
+    Ok(nanos + beside)
 }

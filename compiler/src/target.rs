@@ -192,6 +192,7 @@ fn device(machine: &Machine, name: &str) -> Result<DeviceId> {
 /// A machine file is written by hand at times.
 fn check_machine(machine: &Machine) -> Result<()> {
     let positive = |rate: f64| rate.is_finite() && rate > 0.0;
+    let not_negative = |nanos: f64| nanos.is_finite() && nanos >= 0.0;
     for (id, device) in machine.devices.iter() {
         let (name, rates) = (&device.name, &device.rates);
         ensure!(machine.device(name) == Some(id), "the machine has two devices named {name}");
@@ -205,8 +206,8 @@ fn check_machine(machine: &Machine) -> Result<()> {
             positive(rates.read_bytes_per_sec)
                 && positive(rates.attention_flops_per_sec)
                 && positive(rates.cache_bytes_per_sec)
-                && rates.step_nanos.is_finite()
-                && rates.step_nanos >= 0.0
+                && not_negative(rates.step_nanos)
+                && not_negative(rates.attention_nanos)
                 && positive(rates.beside_fetch),
             "the machine gives {name} a rate that is not positive"
         );
@@ -214,11 +215,13 @@ fn check_machine(machine: &Machine) -> Result<()> {
             rates.beside_fetch <= 1.0,
             "the machine gives {name} more than all of its rate beside a fetch"
         );
-        for rate in &rates.linear {
+        for rate in rates.linear.iter().chain(&rates.experts) {
             let points = &rate.points;
             ensure!(
                 !points.is_empty()
-                    && points.iter().all(|p| p.tokens > 0 && positive(p.weights_per_sec))
+                    && points.iter().all(|p| {
+                        p.tokens > 0 && positive(p.weights_per_sec) && not_negative(p.nanos)
+                    })
                     && points.is_sorted_by(|a, b| a.tokens < b.tokens),
                 "the machine's {} rates of {name} are no curve of rising tokens and positive rates",
                 rate.format
@@ -231,10 +234,14 @@ fn check_machine(machine: &Machine) -> Result<()> {
             "the machine has a link between devices it lacks"
         );
         ensure!(
-            positive(link.bytes_per_sec)
-                && link.latency_nanos.is_finite()
-                && link.latency_nanos >= 0.0,
+            positive(link.bytes_per_sec) && not_negative(link.latency_nanos),
             "the machine has a link whose rate is not positive"
+        );
+    }
+    if let Some(collectives) = &machine.collectives {
+        ensure!(
+            positive(collectives.bytes_per_sec) && not_negative(collectives.latency_nanos),
+            "the machine's collectives have a rate that is not positive"
         );
     }
     Ok(())

@@ -194,6 +194,8 @@ fn device_rates(team: &Team, isa: Isa, cached: usize, beside_fetch: f64) -> Resu
         read_bytes_per_sec,
         step_nanos: step_nanos(team, isa, cached)?,
         linear,
+        experts: Vec::new(),
+        attention_nanos: 0.0,
         attention_flops_per_sec: attention_rate(team, isa)?,
         cache_bytes_per_sec: cache_rate(team, isa)?,
         beside_fetch,
@@ -334,7 +336,8 @@ impl Measured {
         let beside: Vec<f64> = self.reads.iter().map(|nanos| nanos * part).collect();
         let point = |(tokens, nanos): &(u32, Vec<f64>)| {
             let nanos = usual_nanos(nanos, &beside, reads * part);
-            RatePoint { tokens: *tokens, weights_per_sec: (rows * columns) as f64 / nanos * 1e9 }
+            let weights_per_sec = (rows * columns) as f64 / nanos * 1e9;
+            RatePoint { tokens: *tokens, weights_per_sec, nanos: 0.0 }
         };
         self.nanos.iter().map(point).collect()
     }

@@ -112,6 +112,13 @@ pub struct Rates {
     pub step_nanos: f64,
     /// Linears, one curve for each format. A missing format is not computed on this device.
     pub linear: Vec<LinearRate>,
+    /// The chosen experts of a mixture, one curve for each format: their weights are those of one token's experts,
+    /// `tokens` those of a run. Where there is no curve, they are linears of as many rows as share an expert.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub experts: Vec<LinearRate>,
+    /// Time of one token's attention beside the cache that it reads, and beyond that of a step.
+    #[serde(default)]
+    pub attention_nanos: f64,
     /// Attention arithmetic when many tokens are fed.
     pub attention_flops_per_sec: f64,
     /// KV cache read when one token a sequence is fed.
@@ -146,6 +153,9 @@ pub struct RatePoint {
     pub tokens: u32,
     /// Elements of the weight matrix per second.
     pub weights_per_sec: f64,
+    /// Time beside those, and beyond that of a step: what a matrix of no rows would take.
+    #[serde(default)]
+    pub nanos: f64,
 }
 
 /// A one-way path between two devices.
@@ -187,22 +197,33 @@ impl LinearRate {
     /// Elements per second at `tokens` rows: between points on a straight line of logarithms; beyond the last
     /// point the time grows with the rows, so the rate falls with them.
     pub fn weights_per_sec(&self, tokens: u32) -> f64 {
-        let (first, last) = (self.points[0], self.points[self.points.len() - 1]);
-        if tokens <= first.tokens {
-            return first.weights_per_sec;
+        let (low, high, along) = self.between(tokens);
+        if tokens > high.tokens {
+            return high.weights_per_sec * f64::from(high.tokens) / f64::from(tokens);
         }
-        if tokens >= last.tokens {
-            return last.weights_per_sec * f64::from(last.tokens) / f64::from(tokens);
+        (low.weights_per_sec.ln() * (1.0 - along) + high.weights_per_sec.ln() * along).exp()
+    }
+
+    /// Time beside the weights at `tokens` rows: between points on a straight line over the logarithm of rows; before the
+    /// first and beyond the last what it is there.
+    pub fn nanos(&self, tokens: u32) -> f64 {
+        let (low, high, along) = self.between(tokens);
+        low.nanos * (1.0 - along) + high.nanos * along
+    }
+
+    /// The points on either side of so many rows, the same one beyond an end, and how far they lie from the first to the
+    /// second, in logarithms.
+    fn between(&self, tokens: u32) -> (RatePoint, RatePoint, f64) {
+        let after = self.points.iter().position(|point| point.tokens > tokens);
+        let after = after.unwrap_or(self.points.len());
+        let high = self.points[after.min(self.points.len() - 1)];
+        let low = self.points[after.saturating_sub(1)];
+        if low.tokens == high.tokens {
+            return (low, high, 0.0);
         }
-        let after = self
-            .points
-            .iter()
-            .position(|point| point.tokens > tokens)
-            .expect("tokens lie before the last point");
-        let (low, high) = (self.points[after - 1], self.points[after]);
         let log = |tokens: u32| f64::from(tokens).ln();
         let along = (log(tokens) - log(low.tokens)) / (log(high.tokens) - log(low.tokens));
-        (low.weights_per_sec.ln() * (1.0 - along) + high.weights_per_sec.ln() * along).exp()
+        (low, high, along)
     }
 }
 
@@ -210,5 +231,10 @@ impl Rates {
     /// The curve of a format, where the device computes it.
     pub fn linear(&self, format: Format) -> Option<&LinearRate> {
         self.linear.iter().find(|rate| rate.format == format)
+    }
+
+    /// The curve of a mixture's experts in a format, where there is one.
+    pub fn experts(&self, format: Format) -> Option<&LinearRate> {
+        self.experts.iter().find(|rate| rate.format == format)
     }
 }

@@ -59,10 +59,11 @@ pub fn two_numa() -> Machine {
 pub fn h200(gpu_bytes: u64) -> Machine {
     let curve = |format: Format, bytes_per_sec: f64, flops: &[(u32, f64)]| {
         let weights_per_sec = bytes_per_sec / (format.bytes(1, 64) as f64 / 64.0);
-        let few = RatePoint { tokens: 1, weights_per_sec };
+        let few = RatePoint { tokens: 1, weights_per_sec, nanos: 0.0 };
         let many = flops.iter().map(|&(tokens, flops)| RatePoint {
             tokens,
             weights_per_sec: weights_per_sec.min(flops / 2.0 / f64::from(tokens)),
+            nanos: 0.0,
         });
         LinearRate { format, points: [few].into_iter().chain(many).collect() }
     };
@@ -73,6 +74,8 @@ pub fn h200(gpu_bytes: u64) -> Machine {
             step_nanos,
             linear: Format::ALL.map(|format| curve(format, bytes_per_sec, flops)).to_vec(),
             attention_flops_per_sec: attention,
+            attention_nanos: 0.0,
+            experts: Vec::new(),
             cache_bytes_per_sec: bytes_per_sec * 0.8,
             beside_fetch,
         };
@@ -175,7 +178,8 @@ fn rates(read_bytes_per_sec: f64, step_nanos: f64, flops_per_sec: f64) -> Rates 
         let memory_bound = read_bytes_per_sec / weight_bytes;
         let at = |tokens: u32| {
             let arithmetic_bound = flops_per_sec / 2.0 / f64::from(tokens);
-            RatePoint { tokens, weights_per_sec: memory_bound.min(arithmetic_bound) }
+            let weights_per_sec = memory_bound.min(arithmetic_bound);
+            RatePoint { tokens, weights_per_sec, nanos: 0.0 }
         };
         LinearRate { format, points: [1, 32, 512].map(at).to_vec() }
     };
@@ -185,6 +189,8 @@ fn rates(read_bytes_per_sec: f64, step_nanos: f64, flops_per_sec: f64) -> Rates 
         step_nanos,
         linear: Format::ALL.map(linear).to_vec(),
         attention_flops_per_sec: flops_per_sec / 2.0,
+        attention_nanos: 0.0,
+        experts: Vec::new(),
         cache_bytes_per_sec: read_bytes_per_sec,
         beside_fetch: 0.9,
     }

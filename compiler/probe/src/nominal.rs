@@ -72,6 +72,8 @@ pub(crate) fn node_rates(cores: u32, node_cores: u32, flags: &[String]) -> Rates
         ],
         // Attention scores go through exponentials: half of what a plain product reaches.
         attention_flops_per_sec: f32 * cores * REACHED / 2.0,
+        attention_nanos: 0.0,
+        experts: Vec::new(),
         cache_bytes_per_sec: read_bytes_per_sec * REACHED,
         beside_fetch: BESIDE_FETCH,
     }
@@ -133,6 +135,8 @@ pub(crate) fn gpu_rates(gpu: &Gpu) -> Rates {
         ],
         // A vendor's attention reaches 411 of 989 T on an H200.
         attention_flops_per_sec: bf16 * 0.4,
+        attention_nanos: 0.0,
+        experts: Vec::new(),
         cache_bytes_per_sec: read_bytes_per_sec * REACHED,
         beside_fetch: 1.0,
     }
@@ -145,7 +149,8 @@ fn linear(format: Format, bytes_per_sec: f64, ops_per_sec: f64) -> LinearRate {
     let weight_bytes = format.bytes(1, 1024) as f64 / 1024.0;
     let at = |tokens: u32| {
         let arithmetic = ops_per_sec / (2.0 * f64::from(tokens));
-        RatePoint { tokens, weights_per_sec: arithmetic.min(bytes_per_sec / weight_bytes) }
+        let weights_per_sec = arithmetic.min(bytes_per_sec / weight_bytes);
+        RatePoint { tokens, weights_per_sec, nanos: 0.0 }
     };
     let knee = (ops_per_sec * weight_bytes / (2.0 * bytes_per_sec)) as u32;
     let mut tokens = vec![1, knee.clamp(2, MANY_TOKENS - 1), MANY_TOKENS];

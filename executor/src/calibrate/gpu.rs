@@ -8,19 +8,20 @@ use anyhow::{Context as _, Result};
 use half::bf16;
 use ir::id::{CacheId, Id as _};
 use ir::machine::{LinearRate, RatePoint, RateSource, Rates};
-use ir::op::{self, Then};
+use ir::op::{self, Activation, Then};
 use ir::tensor::{DType, Format};
 use ir::workspace;
 
 use super::work::{BLOCK_TOKENS, HEAD_DIM, HEADS, KV_HEADS, prompt_flops};
 use super::{made_up, typical};
-use crate::kernels::cpu::pack::{PANEL, pack_rows};
+use crate::kernels::cpu::pack::{PANEL, pack_rows, packed_bytes};
 use crate::kernels::gpu::attention::decode::Decode;
 use crate::kernels::gpu::attention::prefill::Prefill;
 use crate::kernels::gpu::attention::{Cache, Reach, Tokens};
 use crate::kernels::gpu::device::{Gpu, Span};
+use crate::kernels::gpu::experts::Experts;
 use crate::kernels::gpu::linear::{Linear, MAX_NARROW_TOKENS, MAX_TOKENS};
-use crate::kernels::gpu::matrix::{Layout, Matrix};
+use crate::kernels::gpu::matrix::{Layout, Matrix, Stack};
 use crate::kernels::gpu::vendor::{Library, Product, Vendor, WORKSPACE_BYTES};
 
 /// How large measured things are.
@@ -34,6 +35,8 @@ pub(super) struct Sizes {
     rows: usize,
     /// Tokens at which linears are measured: with the first matrix where it is read as it lies, then with the second.
     tokens: &'static [u32],
+    /// Features and inner features of a mixture, and its experts: too many to stay near.
+    mixture: [usize; 3],
     /// Tokens of an attended prompt.
     prompt: usize,
     /// Launches in a row.
@@ -47,6 +50,7 @@ impl Sizes {
         streamed_bytes: 256 << 20,
         rows: 14336,
         tokens: &[1, 2, 4, 8, 16, 64, 256, 512, 2048],
+        mixture: [2048, 768, 64],
         prompt: 2048,
         launches: 20,
     };
@@ -57,6 +61,7 @@ impl Sizes {
         streamed_bytes: 64 << 10,
         rows: 96,
         tokens: &[1, 8, 16],
+        mixture: [128, 64, 12],
         prompt: 64,
         launches: 2,
     };
@@ -69,6 +74,13 @@ const SUSTAINED: Duration = Duration::from_millis(60);
 /// matrices have as many whole panels of unlike rows. What matrix instructions draw depends on how many bits change from
 /// one operand to the next.
 const UNLIKE: usize = 1_000_003;
+
+/// Small matrices have so many times fewer rows than those of a layer's size.
+const SMALLER: usize = 16;
+/// Matrices of one size at most.
+const MOST_MATRICES: usize = 64;
+/// Experts that a token uses, and half of them.
+const EXPERTS_USED: usize = 8;
 
 struct Meter<'a> {
     gpu: &'a Gpu,
@@ -85,20 +97,24 @@ pub(super) fn rates(gpu: &Gpu, sizes: Sizes) -> Result<Rates> {
     let vendor =
         library.map(|library| Vendor::new(gpu, library, gpu.allocate(WORKSPACE_BYTES)?, false));
     let mut meter = Meter { gpu, vendor: vendor.transpose()?, sizes };
-    let bf16 = meter.linear(Format::Bf16, 0.0)?;
-    let read_bytes_per_sec = bf16.weights_per_sec(1) * 2.0;
+    let read_bytes_per_sec = meter.read_rate()?;
     let step_nanos = meter.step_nanos(read_bytes_per_sec)?;
-    let mut rate = |format| {
-        if format == Format::Bf16 { Ok(bf16.clone()) } else { meter.linear(format, step_nanos) }
-    };
-    let linear = Format::ALL.into_iter().map(&mut rate).collect::<Result<_>>()?;
+    let linear = Format::ALL.into_iter().map(|format| meter.linear(format, step_nanos));
+    let linear = linear.collect::<Result<_>>()?;
+    // Experts are not held in 12 bits.
+    let formats = Format::ALL.into_iter().filter(|format| *format != Format::Bf12);
+    let experts = formats.map(|format| meter.experts(format, step_nanos));
+    let experts = experts.collect::<Result<_>>()?;
+    let (cache_bytes_per_sec, attention_nanos) = meter.cache(step_nanos)?;
     Ok(Rates {
         source: RateSource::Calibrated,
         read_bytes_per_sec,
         step_nanos,
         linear,
+        experts,
+        attention_nanos,
         attention_flops_per_sec: meter.attention_flops()?,
-        cache_bytes_per_sec: meter.cache_bytes()?,
+        cache_bytes_per_sec,
         beside_fetch: 1.0,
     })
 }
@@ -176,35 +192,97 @@ impl Meter<'_> {
         })
     }
 
-    /// The rates of a format. Floats are read from one large matrix. Of blocks, cubes take whole panels, which share
-    /// processors unevenly where there are few: those are read from matrices of a layer's size, one after another, and
-    /// `step_nanos` are left out of each launch.
+    /// Bytes per second at which a large matrix is read.
+    fn read_rate(&self) -> Result<f64> {
+        let Sizes { columns, streamed_bytes, launches, .. } = self.sizes;
+        let row_bytes = Format::Bf16.bytes(1, columns as u64) as usize;
+        let matrix =
+            self.matrix(Format::Bf16, (streamed_bytes / row_bytes).next_multiple_of(PANEL))?;
+        let bytes = (matrix.rows() * row_bytes) as f64;
+        Ok(bytes / self.few(&[matrix], 1, launches)? * 1e9)
+    }
+
+    /// The rates of a format, from matrices of a layer's size and from small ones: what grows with the matrix is the
+    /// rate, and the rest of it beyond `step_nanos` is beside it. Matrices are as many as a cache does not hold.
     fn linear(&mut self, format: Format, step_nanos: f64) -> Result<LinearRate> {
         let Sizes { columns, streamed_bytes, rows, tokens, launches, .. } = self.sizes;
-        let row_bytes = format.bytes(1, columns as u64) as usize;
-        let is_float = format.float().is_some();
-        let (step_nanos, read) = if is_float {
-            let rows = (streamed_bytes / row_bytes).next_multiple_of(PANEL);
-            (0.0, vec![self.matrix(format, rows)?])
-        } else {
-            let count = streamed_bytes.div_ceil(rows * row_bytes);
-            let matrices = (0..count).map(|_| self.matrix(format, rows));
-            (step_nanos, matrices.collect::<Result<Vec<_>>>()?)
+        let sizes = [rows, (rows / SMALLER).next_multiple_of(PANEL)];
+        let matrices = |rows: usize| {
+            let bytes = format.bytes(rows as u64, columns as u64) as usize;
+            let count = (streamed_bytes / 2).div_ceil(bytes).clamp(2, MOST_MATRICES);
+            (0..count).map(|_| self.matrix(format, rows)).collect::<Result<Vec<_>>>()
         };
-        let small = self.matrix(format, rows)?;
+        let [large, small] = [matrices(sizes[0])?, matrices(sizes[1])?];
         let mut points = Vec::new();
         for &tokens in tokens {
             let count = tokens as usize;
-            let is_narrow = count <= MAX_NARROW_TOKENS && self.gpu.takes_narrow(&read[0]);
-            let (matrix, nanos) = if count <= MAX_TOKENS || is_narrow {
-                let whole = self.few(&read, count, launches.next_multiple_of(read.len()))?;
-                (&read[0], (whole - step_nanos).max(whole / 2.0))
-            } else {
-                let out = self.gpu.allocate(count * small.rows() * size_of::<f32>())?;
-                (&small, self.product(&small, count, &out)?)
-            };
-            let weights = (matrix.rows() * matrix.columns()) as f64;
-            points.push(RatePoint { tokens, weights_per_sec: weights / nanos * 1e9 });
+            let is_narrow = count <= MAX_NARROW_TOKENS && self.gpu.takes_narrow(&large[0]);
+            let mut nanos = [0.0; 2];
+            for (matrices, nanos) in [&large, &small].into_iter().zip(&mut nanos) {
+                *nanos = if count <= MAX_TOKENS || is_narrow {
+                    self.few(matrices, count, launches.next_multiple_of(matrices.len()))?
+                } else {
+                    let out = self.gpu.allocate(count * matrices[0].rows() * size_of::<f32>())?;
+                    self.product(&matrices[0], count, &out)?
+                };
+            }
+            let weights = sizes.map(|rows| (rows * columns) as f64);
+            points.push(point(tokens, weights, nanos, step_nanos));
+        }
+        Ok(LinearRate { format, points })
+    }
+
+    /// The rates of a mixture's experts.
+    fn experts(&self, format: Format, step_nanos: f64) -> Result<LinearRate> {
+        /// Choices of experts that launches take in turn.
+        const CHOICES: usize = 8;
+        let Sizes { mixture: [features, inner, experts], prompt, launches, .. } = self.sizes;
+        let used = [EXPERTS_USED, EXPERTS_USED / 2];
+        let stack = |rows: usize, columns: usize| {
+            let bytes = packed_bytes(format, rows, columns);
+            let data = self.filled(experts * bytes, &self.packed(format, rows, columns))?;
+            Stack::new(format, experts, rows, columns, data)
+        };
+        let [gate, up] = [stack(inner, features)?, stack(inner, features)?];
+        let down = stack(features, inner)?;
+        let mut points = Vec::new();
+        for tokens in [1, MAX_TOKENS, prompt] {
+            let (x, out) = (self.floats(tokens * features)?, self.floats(tokens * features)?);
+            let mut nanos = [0.0; 2];
+            for (used, nanos) in used.into_iter().zip(&mut nanos) {
+                // Neighbouring tokens choose other experts, as those of a balanced mixture do.
+                let choice = |number: usize| -> Result<Span> {
+                    let chosen = |slot: usize| (slot + number * 5) * 7 % experts;
+                    let ids = (0..tokens * used).map(|slot| chosen(slot) as i32);
+                    let ids: Vec<i32> = ids.collect();
+                    self.filled(size_of_val(&ids[..]), bytemuck::cast_slice(&ids))
+                };
+                let choices = (0..CHOICES).map(choice).collect::<Result<Vec<_>>>()?;
+                let weights = self.floats(tokens * used)?;
+                let mut call = Experts {
+                    x: &x,
+                    tokens,
+                    ids: &choices[0],
+                    weights: &weights,
+                    used,
+                    first_expert: 0,
+                    gate: &gate,
+                    up: &up,
+                    down: &down,
+                    activation: Activation::Silu,
+                    workspace: &x,
+                    out: &out,
+                };
+                let workspace = self.gpu.allocate(call.sizes().bytes() as usize)?;
+                call.workspace = &workspace;
+                let mut turns = choices.iter().cycle();
+                *nanos = self.time(launches.next_multiple_of(CHOICES), || {
+                    let ids = turns.next().context("there are choices")?;
+                    self.gpu.experts(&Experts { ids, ..call })
+                })?;
+            }
+            let weights = used.map(|used| (used * 3 * features * inner) as f64);
+            points.push(point(tokens as u32, weights, nanos, step_nanos));
         }
         Ok(LinearRate { format, points })
     }
@@ -262,11 +340,19 @@ impl Meter<'_> {
         Ok(prompt_flops(prompt) / nanos * 1e9)
     }
 
-    /// Bytes of keys and values per second when one token looks back.
-    fn cache_bytes(&self) -> Result<f64> {
+    /// Bytes of keys and values per second when one token looks back, and what that takes beside them.
+    fn cache(&self, step_nanos: f64) -> Result<(f64, f64)> {
+        let pasts = [2 * self.sizes.prompt, self.sizes.prompt / 8];
+        let bytes = pasts.map(|past| (past * 2 * KV_HEADS * HEAD_DIM * 2) as f64);
+        let nanos = [self.look_back(pasts[0])?, self.look_back(pasts[1])?];
+        let RatePoint { weights_per_sec, nanos, .. } = point(1, bytes, nanos, step_nanos);
+        Ok((weights_per_sec, nanos))
+    }
+
+    /// Nanoseconds of one token's attention.
+    fn look_back(&self, past: usize) -> Result<f64> {
         /// Of caches of which none is still near when its turn comes again: 134 MB in all.
         const LAYERS: usize = 8;
-        let past = 2 * self.sizes.prompt;
         let layers = (0..LAYERS).map(|_| Layer::new(self, 1, past)).collect::<Result<Vec<_>>>()?;
         let [values, stats] = workspace::attention_terms(
             &layers[0].attention,
@@ -275,7 +361,7 @@ impl Meter<'_> {
         );
         let workspace = self.gpu.allocate((values + stats) as usize)?;
         let mut turns = layers.iter().cycle();
-        let nanos = self.time(2 * LAYERS, || {
+        self.time(2 * LAYERS, || {
             let layer = turns.next().context("there are layers")?;
             let Layer { attention, queries, out, .. } = layer;
             let (cache, tokens) = (layer.cache(), layer.tokens());
@@ -290,9 +376,7 @@ impl Meter<'_> {
             };
             self.gpu.decode(&call, out);
             Ok(())
-        })?;
-        let bytes = past * 2 * KV_HEADS * HEAD_DIM * 2;
-        Ok(bytes as f64 / nanos * 1e9)
+        })
     }
 
     /// A matrix as plans hold it, of made-up weights.
@@ -304,16 +388,19 @@ impl Meter<'_> {
             Format::F32 => bytemuck::pod_collect_to_vec(&unlike()),
             Format::F16 => narrowed(|x| half::f16::from_f32(x).to_le_bytes()),
             Format::Bf16 => narrowed(|x| bf16::from_f32(x).to_le_bytes()),
-            Format::Bf12 | Format::Q8 | Format::Q4 => {
-                let rows = rows.min(UNLIKE / columns).next_multiple_of(PANEL);
-                let values: Vec<f32> = (0..rows * columns).map(made_up).collect();
-                let mut panels = vec![0; layout.bytes(format, rows, columns)?];
-                pack_rows(format, columns, &values, &mut panels);
-                panels
-            }
+            Format::Bf12 | Format::Q8 | Format::Q4 => self.packed(format, rows, columns),
         };
         let span = self.filled(bytes, &pattern)?;
         Matrix::new(format, layout, rows, columns, span)
+    }
+
+    /// Whole panels of made-up weights, of at most so many rows.
+    fn packed(&self, format: Format, rows: usize, columns: usize) -> Vec<u8> {
+        let rows = rows.min(UNLIKE / columns).next_multiple_of(PANEL);
+        let values: Vec<f32> = (0..rows * columns).map(made_up).collect();
+        let mut panels = vec![0; packed_bytes(format, rows, columns)];
+        pack_rows(format, columns, &values, &mut panels);
+        panels
     }
 
     fn floats(&self, count: usize) -> Result<Span> {
@@ -327,10 +414,25 @@ impl Meter<'_> {
 
     fn filled(&self, bytes: usize, pattern: &[u8]) -> Result<Span> {
         let span = self.gpu.allocate(bytes)?;
-        let contents: Vec<u8> = pattern.iter().copied().cycle().take(bytes).collect();
+        let mut contents = Vec::with_capacity(bytes);
+        while contents.len() < bytes {
+            let missing = bytes - contents.len();
+            contents.extend_from_slice(&pattern[..pattern.len().min(missing)]);
+        }
         self.gpu.write(&span, &contents)?;
         Ok(span)
     }
+}
+
+/// A point of a curve, from the times of much and of little work: what grows with the work is the rate, the rest of it
+/// beyond that of a step is beside it.
+fn point(tokens: u32, weights: [f64; 2], nanos: [f64; 2], step_nanos: f64) -> RatePoint {
+    let [much, little] = weights;
+    let growth = (nanos[0] - nanos[1]) / (much - little);
+    // Times that hardly grow are those of another state of the device.
+    let growth = growth.max(nanos[0] / much / 2.0);
+    let beside = (nanos[0] - growth * much - step_nanos).max(0.0);
+    RatePoint { tokens, weights_per_sec: 1e9 / growth, nanos: beside }
 }
 
 /// Numbers for rows of any usual length to differ.
@@ -437,7 +539,10 @@ mod tests {
     fn every_rate_is_measured() {
         let Some(gpu) = gpu() else { return };
         let rates = rates(&gpu, Sizes::SMALL).unwrap();
-        let points = rates.linear.iter().flat_map(|rate| &rate.points);
+        let points = rates.linear.iter().chain(&rates.experts).flat_map(|rate| &rate.points);
+        let beside: Vec<f64> =
+            points.clone().map(|point| point.nanos).chain([rates.attention_nanos]).collect();
+        assert!(beside.iter().all(|nanos| nanos.is_finite() && *nanos >= 0.0), "{beside:?}");
         let others = [
             rates.read_bytes_per_sec,
             rates.step_nanos,
@@ -445,7 +550,8 @@ mod tests {
             rates.cache_bytes_per_sec,
         ];
         let all: Vec<f64> = points.map(|point| point.weights_per_sec).chain(others).collect();
-        assert_eq!(all.len(), Format::ALL.len() * 3 + 4);
+        // Experts are measured in all formats but one.
+        assert_eq!(all.len(), Format::ALL.len() * 3 + (Format::ALL.len() - 1) * 3 + 4);
         assert!(all.iter().all(|rate| rate.is_finite() && *rate > 0.0), "{all:?}");
     }
 }

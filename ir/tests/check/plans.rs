@@ -103,6 +103,8 @@ impl Builder {
             step_nanos: 1e3,
             linear: vec![],
             attention_flops_per_sec: 1e10,
+            attention_nanos: 0.0,
+            experts: Vec::new(),
             cache_bytes_per_sec: 1e10,
             beside_fetch: 1.0,
         };

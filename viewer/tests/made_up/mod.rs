@@ -118,9 +118,11 @@ fn machine(wish: Wish) -> Machine {
             step_nanos: 2e3,
             linear: vec![LinearRate {
                 format: Format::Bf16,
-                points: vec![RatePoint { tokens: 1, weights_per_sec: speed / 2.0 }],
+                points: vec![RatePoint { tokens: 1, weights_per_sec: speed / 2.0, nanos: 0.0 }],
             }],
             attention_flops_per_sec: speed * 10.0,
+            attention_nanos: 0.0,
+            experts: Vec::new(),
             cache_bytes_per_sec: speed,
             beside_fetch: 1.0,
         },

@@ -7,7 +7,7 @@ use cubecl::prelude::*;
 use ir::op::Then;
 
 use super::Experts;
-use crate::kernels::cpu::pack::PANEL;
+use crate::kernels::cpu::pack::{PANEL, VECTOR};
 use crate::kernels::gpu::device::{Gpu, Span};
 use crate::kernels::gpu::linear::PANEL_PLANES;
 use crate::kernels::gpu::linear::input::{Input, InputLaunch};
@@ -17,7 +17,7 @@ use crate::kernels::gpu::linear::total::{Output, OutputLaunch, Shape, Totals};
 use crate::kernels::gpu::panel::{Panel, Walk, panel_vectors};
 use crate::kernels::gpu::words::{Words, read_size};
 
-/// Planes that share a panel of `down`. There are few such panels and each stands for all of a token's experts,
+/// Planes that share a vector of `down`. There are few such vectors and each stands for all of a token's experts,
 /// so a cube is as large as cubes get.
 const DOWN_PLANES: usize = 32;
 
@@ -39,7 +39,7 @@ impl Gpu {
         unsafe {
             gate_experts::launch_unchecked(
                 &self.client,
-                CubeCount::new_2d((tokens * used) as u32, gate.rows().div_ceil(PANEL) as u32),
+                CubeCount::new_2d((tokens * used) as u32, gate.rows().div_ceil(VECTOR) as u32),
                 CubeDim::new_1d(units as u32),
                 read_size(panel.columns),
                 input(experts.x, tokens, panel),
@@ -67,7 +67,7 @@ impl Gpu {
         unsafe {
             sum_experts::launch_unchecked(
                 &self.client,
-                CubeCount::new_2d(tokens as u32, down.rows().div_ceil(PANEL) as u32),
+                CubeCount::new_2d(tokens as u32, down.rows().div_ceil(VECTOR) as u32),
                 CubeDim::new_1d(units as u32),
                 read_size(panel.columns),
                 input(experts.workspace, tokens * used, panel),
@@ -87,12 +87,13 @@ impl Gpu {
 }
 
 fn shape(panel: Panel, matrices: usize, units: usize, plane: usize) -> Shape {
+    let slots = panel.slots() * VECTOR / PANEL;
     Shape {
         tokens: 1,
         matrices,
         rows: panel.rows(),
-        slots: panel.slots(),
-        groups: units / plane.max(panel.slots()),
+        slots,
+        groups: units / plane.max(slots),
         is_normed: false,
     }
 }
@@ -118,7 +119,7 @@ fn output(out: &Span, tokens: usize, rows: usize, matrices: usize) -> OutputLaun
     )
 }
 
-/// A cube for each slot and panel of gate and up.
+/// A cube for each slot and vector of gate and up.
 #[cube(launch_unchecked)]
 fn gate_experts<N: Size>(
     input: &Input<N>,
@@ -134,20 +135,17 @@ fn gate_experts<N: Size>(
     #[comptime] plane: usize,
 ) {
     let slot = CUBE_POS_X as usize;
-    let number = CUBE_POS_Y as usize;
+    let vector = CUBE_POS_Y as usize;
     let unit = UNIT_POS as usize;
-    let vectors = panel_vectors(output.rows, number);
-    let slots = vectors * comptime!(panel.slots() / 2);
     let mut totals = Totals::new(&*output, shape);
     let mut sums = zeros(shape.values());
     let mut squares = zeros(1usize);
     let expert = ids[slot] - first_expert;
     if expert >= 0 && expert < experts {
-        let start = expert_start(expert as usize, number, output.rows, panel);
-        let walk = Walk { start, vectors, slot: unit % slots };
-        let stride = CUBE_DIM as usize / slots;
+        let walk = walk(expert as usize, vector, output.rows, unit, shape, panel);
+        let stride = CUBE_DIM as usize / shape.slots;
         let (token, rows) = (slot / used, comptime!(panel.rows()));
-        for task in range_stepped(unit / slots, panel.tasks(), stride) {
+        for task in range_stepped(unit / shape.slots, panel.tasks(), stride) {
             let (gate, up) = (&weights[0], &weights[1]);
             let gate_words = load_words(gate, walk, task, panel);
             let up_words = load_words(up, walk, task, panel);
@@ -181,10 +179,11 @@ fn gate_experts<N: Size>(
     }
     put_slots(&mut totals, &mut sums, shape, plane);
     sync_cube();
-    totals.finish(output, number * PANEL, slot, slots, 0.0, panel.columns, then, shape);
+    let slots = shape.slots.runtime();
+    totals.finish(output, vector * VECTOR, slot, slots, 0.0, panel.columns, then, shape);
 }
 
-/// A cube for each token and panel of down, whose units share out the tasks of all its experts.
+/// A cube for each token and vector of down, whose units share out the tasks of all its experts.
 #[cube(launch_unchecked)]
 fn sum_experts<N: Size>(
     input: &Input<N>,
@@ -200,20 +199,18 @@ fn sum_experts<N: Size>(
     #[comptime] plane: usize,
 ) {
     let token = CUBE_POS_X as usize;
-    let number = CUBE_POS_Y as usize;
+    let vector = CUBE_POS_Y as usize;
     let unit = UNIT_POS as usize;
-    let vectors = panel_vectors(output.rows, number);
-    let slots = vectors * comptime!(panel.slots() / 2);
     let tasks = comptime!(panel.tasks());
     let mut totals = Totals::new(&*output, shape);
     let mut sums = zeros(shape.values());
     let mut squares = zeros(1usize);
-    for index in range_stepped(unit / slots, used * tasks, CUBE_DIM as usize / slots) {
+    let stride = CUBE_DIM as usize / shape.slots;
+    for index in range_stepped(unit / shape.slots, used * tasks, stride) {
         let slot = token * used + index / tasks;
         let expert = ids[slot] - first_expert;
         if expert >= 0 && expert < experts {
-            let start = expert_start(expert as usize, number, output.rows, panel);
-            let walk = Walk { start, vectors, slot: unit % slots };
+            let walk = walk(expert as usize, vector, output.rows, unit, shape, panel);
             let (down, task) = (&weights[0], index % tasks);
             let words = load_words(down, walk, task, panel);
             let mut products = zeros(shape.values());
@@ -238,13 +235,27 @@ fn sum_experts<N: Size>(
     }
     put_slots(&mut totals, &mut sums, shape, plane);
     sync_cube();
-    totals.finish(output, number * PANEL, token, slots, 0.0, panel.columns, Then::Nothing, shape);
+    let (then, slots) = (comptime!(Then::Nothing), shape.slots.runtime());
+    totals.finish(output, vector * VECTOR, token, slots, 0.0, panel.columns, then, shape);
 }
 
-/// The first load of a panel of an expert's matrix.
+/// Where a unit walks in a vector of an expert's matrix.
 #[cube]
-fn expert_start(expert: usize, number: usize, rows: usize, #[comptime] panel: Panel) -> usize {
-    (expert * rows.div_ceil(PANEL) + number) * comptime!(panel.stride())
+fn walk(
+    expert: usize,
+    vector: usize,
+    rows: usize,
+    unit: usize,
+    #[comptime] shape: Shape,
+    #[comptime] panel: Panel,
+) -> Walk {
+    let number = vector / comptime!(PANEL / VECTOR);
+    let of_panel = vector % comptime!(PANEL / VECTOR);
+    Walk {
+        start: (expert * rows.div_ceil(PANEL) + number) * comptime!(panel.stride()),
+        vectors: panel_vectors(rows, number),
+        slot: of_panel * shape.slots + unit % shape.slots,
+    }
 }
 
 /// Adds the sums of a plane's units that have the same slot in a whole panel, and puts them.
