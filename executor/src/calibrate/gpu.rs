@@ -50,7 +50,7 @@ impl Sizes {
         streamed_bytes: 256 << 20,
         rows: 14336,
         tokens: &[1, 2, 4, 8, 16, 64, 256, 512, 2048],
-        mixture: [2048, 768, 64],
+        mixture: [2048, 768, 32],
         prompt: 2048,
         launches: 20,
     };
@@ -79,6 +79,8 @@ const UNLIKE: usize = 1_000_003;
 const SMALLER: usize = 16;
 /// Matrices of one size at most.
 const MOST_MATRICES: usize = 64;
+/// Formats that experts are measured in: those that mixtures are held in.
+const EXPERT_FORMATS: [Format; 3] = [Format::Bf16, Format::Q8, Format::Q4];
 /// Experts that a token uses, and half of them.
 const EXPERTS_USED: usize = 8;
 
@@ -101,10 +103,8 @@ pub(super) fn rates(gpu: &Gpu, sizes: Sizes) -> Result<Rates> {
     let step_nanos = meter.step_nanos(read_bytes_per_sec)?;
     let linear = Format::ALL.into_iter().map(|format| meter.linear(format, step_nanos));
     let linear = linear.collect::<Result<_>>()?;
-    // Experts are not held in 12 bits.
-    let formats = Format::ALL.into_iter().filter(|format| *format != Format::Bf12);
-    let experts = formats.map(|format| meter.experts(format, step_nanos));
-    let experts = experts.collect::<Result<_>>()?;
+    let experts = EXPERT_FORMATS.map(|format| meter.experts(format, step_nanos));
+    let experts = experts.into_iter().collect::<Result<_>>()?;
     let (cache_bytes_per_sec, attention_nanos) = meter.cache(step_nanos)?;
     Ok(Rates {
         source: RateSource::Calibrated,
@@ -202,10 +202,10 @@ impl Meter<'_> {
         Ok(bytes / self.few(&[matrix], 1, launches)? * 1e9)
     }
 
-    /// The rates of a format, from matrices of a layer's size and from small ones: what grows with the matrix is the
-    /// rate, and the rest of it beyond `step_nanos` is beside it. Matrices are as many as a cache does not hold.
+    /// The rates of a format, from matrices of a layer's size, and at some numbers of tokens from small ones: what does
+    /// not grow with the matrix is beside its weights. Matrices are as many as a cache does not hold.
     fn linear(&mut self, format: Format, step_nanos: f64) -> Result<LinearRate> {
-        let Sizes { columns, streamed_bytes, rows, tokens, launches, .. } = self.sizes;
+        let Sizes { columns, streamed_bytes, rows, tokens, .. } = self.sizes;
         let sizes = [rows, (rows / SMALLER).next_multiple_of(PANEL)];
         let matrices = |rows: usize| {
             let bytes = format.bytes(rows as u64, columns as u64) as usize;
@@ -213,23 +213,36 @@ impl Meter<'_> {
             (0..count).map(|_| self.matrix(format, rows)).collect::<Result<Vec<_>>>()
         };
         let [large, small] = [matrices(sizes[0])?, matrices(sizes[1])?];
-        let mut points = Vec::new();
-        for &tokens in tokens {
-            let count = tokens as usize;
-            let is_narrow = count <= MAX_NARROW_TOKENS && self.gpu.takes_narrow(&large[0]);
-            let mut nanos = [0.0; 2];
-            for (matrices, nanos) in [&large, &small].into_iter().zip(&mut nanos) {
-                *nanos = if count <= MAX_TOKENS || is_narrow {
-                    self.few(matrices, count, launches.next_multiple_of(matrices.len()))?
-                } else {
-                    let out = self.gpu.allocate(count * matrices[0].rows() * size_of::<f32>())?;
-                    self.product(&matrices[0], count, &out)?
-                };
+        let weights = sizes.map(|rows| (rows * columns) as f64);
+        let whole = tokens.iter().map(|&tokens| self.whole(&large, tokens));
+        let whole = whole.collect::<Result<Vec<f64>>>()?;
+        let (first, last) = (tokens[0], tokens[tokens.len() - 1]);
+        let mut ends = Vec::new();
+        for (&tokens, &nanos) in tokens.iter().zip(&whole) {
+            if [first, MAX_TOKENS as u32, last].contains(&tokens) {
+                let nanos = [nanos, self.whole(&small, tokens)?];
+                ends.push(point(tokens, weights, nanos, step_nanos));
             }
-            let weights = sizes.map(|rows| (rows * columns) as f64);
-            points.push(point(tokens, weights, nanos, step_nanos));
         }
-        Ok(LinearRate { format, points })
+        let ends = LinearRate { format, points: ends };
+        let between = |(&tokens, &whole): (&u32, &f64)| {
+            let nanos = ends.nanos(tokens);
+            let growing = (whole - step_nanos - nanos).max(whole / 2.0);
+            RatePoint { tokens, weights_per_sec: weights[0] / growing * 1e9, nanos }
+        };
+        Ok(LinearRate { format, points: tokens.iter().zip(&whole).map(between).collect() })
+    }
+
+    /// Nanoseconds of a linear of so many tokens, with one matrix after the other.
+    fn whole(&mut self, matrices: &[Matrix], tokens: u32) -> Result<f64> {
+        let tokens = tokens as usize;
+        let is_narrow = tokens <= MAX_NARROW_TOKENS && self.gpu.takes_narrow(&matrices[0]);
+        if tokens <= MAX_TOKENS || is_narrow {
+            let launches = self.sizes.launches.next_multiple_of(matrices.len());
+            return self.few(matrices, tokens, launches);
+        }
+        let out = self.gpu.allocate(tokens * matrices[0].rows() * size_of::<f32>())?;
+        self.product(&matrices[0], tokens, &out)
     }
 
     /// The rates of a mixture's experts.
@@ -550,8 +563,7 @@ mod tests {
             rates.cache_bytes_per_sec,
         ];
         let all: Vec<f64> = points.map(|point| point.weights_per_sec).chain(others).collect();
-        // Experts are measured in all formats but one.
-        assert_eq!(all.len(), Format::ALL.len() * 3 + (Format::ALL.len() - 1) * 3 + 4);
+        assert_eq!(all.len(), (Format::ALL.len() + EXPERT_FORMATS.len()) * 3 + 4);
         assert!(all.iter().all(|rate| rate.is_finite() && *rate > 0.0), "{all:?}");
     }
 }
