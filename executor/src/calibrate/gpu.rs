@@ -2,26 +2,24 @@
 //!
 //! Launches are queued in rows and waited for once, so that what is measured is the device and not the host.
 
+mod attention;
+mod experts;
+
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result};
 use half::bf16;
-use ir::id::{CacheId, Id as _};
 use ir::machine::{LinearRate, RatePoint, RateSource, Rates};
-use ir::op::{self, Activation, Then};
+use ir::op::Then;
 use ir::tensor::{DType, Format};
 use ir::workspace;
 
-use super::work::{BLOCK_TOKENS, HEAD_DIM, HEADS, KV_HEADS, prompt_flops};
+use self::experts::EXPERT_FORMATS;
 use super::{made_up, typical};
 use crate::kernels::cpu::pack::{PANEL, pack_rows, packed_bytes};
-use crate::kernels::gpu::attention::decode::Decode;
-use crate::kernels::gpu::attention::prefill::Prefill;
-use crate::kernels::gpu::attention::{Cache, Reach, Tokens};
 use crate::kernels::gpu::device::{Gpu, Span};
-use crate::kernels::gpu::experts::Experts;
 use crate::kernels::gpu::linear::{Linear, MAX_NARROW_TOKENS, MAX_TOKENS};
-use crate::kernels::gpu::matrix::{Layout, Matrix, Stack};
+use crate::kernels::gpu::matrix::{Layout, Matrix};
 use crate::kernels::gpu::vendor::{Library, Product, Vendor, WORKSPACE_BYTES};
 
 /// How large measured things are.
@@ -29,11 +27,12 @@ use crate::kernels::gpu::vendor::{Library, Product, Vendor, WORKSPACE_BYTES};
 pub(super) struct Sizes {
     /// Columns of matrices: the features of an 8 B model.
     columns: usize,
-    /// Bytes of the matrix that memory bounds: several times a second-level cache.
+    /// Bytes of a matrix that is read alone, and twice those of matrices that are read in turn: several times a
+    /// second-level cache.
     streamed_bytes: usize,
-    /// Rows of the matrix that arithmetic bounds.
+    /// Rows of matrices of a layer's size.
     rows: usize,
-    /// Tokens at which linears are measured: with the first matrix where it is read as it lies, then with the second.
+    /// Tokens at which linears are measured.
     tokens: &'static [u32],
     /// Features and inner features of a mixture, and its experts: too many to stay near.
     mixture: [usize; 3],
@@ -79,11 +78,6 @@ const UNLIKE: usize = 1_000_003;
 const SMALLER: usize = 16;
 /// Matrices of one size at most.
 const MOST_MATRICES: usize = 64;
-/// Formats that experts are measured in: those that mixtures are held in.
-const EXPERT_FORMATS: [Format; 3] = [Format::Bf16, Format::Q8, Format::Q4];
-/// Experts that a token uses, and half of them.
-const EXPERTS_USED: usize = 8;
-
 struct Meter<'a> {
     gpu: &'a Gpu,
     vendor: Option<Vendor>,
@@ -245,61 +239,6 @@ impl Meter<'_> {
         self.product(&matrices[0], tokens, &out)
     }
 
-    /// The rates of a mixture's experts.
-    fn experts(&self, format: Format, step_nanos: f64) -> Result<LinearRate> {
-        /// Choices of experts that launches take in turn.
-        const CHOICES: usize = 8;
-        let Sizes { mixture: [features, inner, experts], prompt, launches, .. } = self.sizes;
-        let used = [EXPERTS_USED, EXPERTS_USED / 2];
-        let stack = |rows: usize, columns: usize| {
-            let bytes = packed_bytes(format, rows, columns);
-            let data = self.filled(experts * bytes, &self.packed(format, rows, columns))?;
-            Stack::new(format, experts, rows, columns, data)
-        };
-        let [gate, up] = [stack(inner, features)?, stack(inner, features)?];
-        let down = stack(features, inner)?;
-        let mut points = Vec::new();
-        for tokens in [1, MAX_TOKENS, prompt] {
-            let (x, out) = (self.floats(tokens * features)?, self.floats(tokens * features)?);
-            let mut nanos = [0.0; 2];
-            for (used, nanos) in used.into_iter().zip(&mut nanos) {
-                // Neighbouring tokens choose other experts, as those of a balanced mixture do.
-                let choice = |number: usize| -> Result<Span> {
-                    let chosen = |slot: usize| (slot + number * 5) * 7 % experts;
-                    let ids = (0..tokens * used).map(|slot| chosen(slot) as i32);
-                    let ids: Vec<i32> = ids.collect();
-                    self.filled(size_of_val(&ids[..]), bytemuck::cast_slice(&ids))
-                };
-                let choices = (0..CHOICES).map(choice).collect::<Result<Vec<_>>>()?;
-                let weights = self.floats(tokens * used)?;
-                let mut call = Experts {
-                    x: &x,
-                    tokens,
-                    ids: &choices[0],
-                    weights: &weights,
-                    used,
-                    first_expert: 0,
-                    gate: &gate,
-                    up: &up,
-                    down: &down,
-                    activation: Activation::Silu,
-                    workspace: &x,
-                    out: &out,
-                };
-                let workspace = self.gpu.allocate(call.sizes().bytes() as usize)?;
-                call.workspace = &workspace;
-                let mut turns = choices.iter().cycle();
-                *nanos = self.time(launches.next_multiple_of(CHOICES), || {
-                    let ids = turns.next().context("there are choices")?;
-                    self.gpu.experts(&Experts { ids, ..call })
-                })?;
-            }
-            let weights = used.map(|used| (used * 3 * features * inner) as f64);
-            points.push(point(tokens as u32, weights, nanos, step_nanos));
-        }
-        Ok(LinearRate { format, points })
-    }
-
     /// Nanoseconds of a product of many tokens, with the unpacking of a packed matrix.
     fn product(&mut self, matrix: &Matrix, tokens: usize, out: &Span) -> Result<f64> {
         let (inputs, outputs) = (matrix.columns(), matrix.rows());
@@ -338,58 +277,6 @@ impl Meter<'_> {
         work(1)?;
         let repeats = SUSTAINED.div_duration_f64(work(launches)?).ceil().max(1.0) as usize;
         Ok(work(repeats * launches)?.as_nanos() as f64 / (repeats * launches) as f64)
-    }
-
-    /// Operations a second of a prompt's attention.
-    fn attention_flops(&self) -> Result<f64> {
-        let prompt = self.sizes.prompt;
-        let layer = Layer::new(self, prompt, prompt)?;
-        let nanos = self.time(self.sizes.launches, || {
-            let Layer { attention, queries, out, .. } = &layer;
-            let (cache, tokens) = (layer.cache(), layer.tokens());
-            self.gpu.prefill(&Prefill { attention, cache, tokens, queries }, out);
-            Ok(())
-        })?;
-        Ok(prompt_flops(prompt) / nanos * 1e9)
-    }
-
-    /// Bytes of keys and values per second when one token looks back, and what that takes beside them.
-    fn cache(&self, step_nanos: f64) -> Result<(f64, f64)> {
-        let pasts = [2 * self.sizes.prompt, self.sizes.prompt / 8];
-        let bytes = pasts.map(|past| (past * 2 * KV_HEADS * HEAD_DIM * 2) as f64);
-        let nanos = [self.look_back(pasts[0])?, self.look_back(pasts[1])?];
-        let RatePoint { weights_per_sec, nanos, .. } = point(1, bytes, nanos, step_nanos);
-        Ok((weights_per_sec, nanos))
-    }
-
-    /// Nanoseconds of one token's attention.
-    fn look_back(&self, past: usize) -> Result<f64> {
-        /// Of caches of which none is still near when its turn comes again: 134 MB in all.
-        const LAYERS: usize = 8;
-        let layers = (0..LAYERS).map(|_| Layer::new(self, 1, past)).collect::<Result<Vec<_>>>()?;
-        let [values, stats] = workspace::attention_terms(
-            &layers[0].attention,
-            1,
-            workspace::attention_splits(KV_HEADS as u32, 1),
-        );
-        let workspace = self.gpu.allocate((values + stats) as usize)?;
-        let mut turns = layers.iter().cycle();
-        self.time(2 * LAYERS, || {
-            let layer = turns.next().context("there are layers")?;
-            let Layer { attention, queries, out, .. } = layer;
-            let (cache, tokens) = (layer.cache(), layer.tokens());
-            let call = Decode {
-                attention,
-                cache,
-                tokens,
-                queries,
-                fresh: None,
-                ahead: &[],
-                workspace: &workspace,
-            };
-            self.gpu.decode(&call, out);
-            Ok(())
-        })
     }
 
     /// A matrix as plans hold it, of made-up weights.
@@ -461,86 +348,6 @@ fn narrowed(narrow: impl Fn(f32) -> [u8; 2]) -> Vec<u8> {
 pub(super) fn replay(graph: &cubecl::client::Graph) -> Result<()> {
     // SAFETY: the launches use spans that live as long as the measurement.
     unsafe { graph.replay() }.context("replaying captured steps")
-}
-
-/// One layer's cache for one sequence, and a run of its last tokens.
-struct Layer {
-    attention: op::Attention,
-    keys: Span,
-    values: Span,
-    queries: Span,
-    out: Span,
-    sequence: Span,
-    position: Span,
-    parts: Span,
-    blocks: Span,
-    tokens: usize,
-    cached: usize,
-}
-
-impl Layer {
-    /// The last `tokens` tokens of a sequence of `length`.
-    fn new(meter: &Meter<'_>, tokens: usize, length: usize) -> Result<Self> {
-        let gpu = meter.gpu;
-        let cached = length.div_ceil(BLOCK_TOKENS);
-        let elements = cached * BLOCK_TOKENS * KV_HEADS * HEAD_DIM;
-        let width = HEADS * HEAD_DIM;
-        let integers = |values: &[i32]| -> Result<Span> {
-            let span = gpu.allocate(size_of_val(values))?;
-            gpu.write(&span, bytemuck::cast_slice(values))?;
-            Ok(span)
-        };
-        let past = (length - tokens) as i32;
-        Ok(Self {
-            attention: op::Attention {
-                cache: CacheId::from_index(0),
-                heads: HEADS as u32,
-                kv_heads: KV_HEADS as u32,
-                head_dim: HEAD_DIM as u32,
-                group: (HEADS / KV_HEADS) as u32,
-                first_head: 0,
-                scale: 1.0 / (HEAD_DIM as f32).sqrt(),
-                window: None,
-                soft_cap: None,
-                q_norm: None,
-                k_norm: None,
-                rope: None,
-            },
-            keys: meter.narrow(elements)?,
-            values: meter.narrow(elements)?,
-            queries: meter.floats(tokens * width)?,
-            out: gpu.allocate(tokens * width * size_of::<f32>())?,
-            sequence: integers(&vec![0; tokens])?,
-            position: integers(&(past..past + tokens as i32).collect::<Vec<_>>())?,
-            parts: integers(&[0, tokens as i32, past])?,
-            blocks: integers(&(0..cached as i32).collect::<Vec<_>>())?,
-            tokens,
-            cached,
-        })
-    }
-
-    fn cache(&self) -> Cache<'_> {
-        Cache {
-            keys: &self.keys,
-            values: &self.values,
-            element: DType::F16,
-            blocks: self.cached,
-            block_tokens: BLOCK_TOKENS,
-        }
-    }
-
-    fn tokens(&self) -> Tokens<'_> {
-        Tokens {
-            tokens: self.tokens,
-            sequences: 1,
-            sequence: &self.sequence,
-            position: &self.position,
-            parts: &self.parts,
-            blocks: &self.blocks,
-            max_blocks: self.cached,
-            reach: Reach::of(self.cached * BLOCK_TOKENS),
-        }
-    }
 }
 
 #[cfg(test)]
