@@ -41,6 +41,8 @@ pub const EXCHANGE_INBOXES: u32 = 8;
 const MOST_PIECE_BYTES: u64 = 4 << 20;
 /// Bytes that an inbox has for a small term at most, of which every number has a flag beside it.
 const MOST_FLAGGED_BYTES: u64 = 128 << 10;
+/// Bytes of such a term at most.
+pub const MOST_FLAGGED_TERM_BYTES: u64 = MOST_FLAGGED_BYTES / 2;
 
 /// Bytes of each kind of scratch on one device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -5,8 +5,9 @@ use ir::dag::Node;
 use ir::graph::{Placed, PlacedGraph};
 use ir::id::{BufferId, CauseId, DeviceId, ValueId};
 use ir::layout::Move;
+use ir::op::Op;
 use ir::plan::{Action, Algorithm, Buffer, Phase, Queue};
-use ir::workspace::EXCHANGE_MEMBERS;
+use ir::workspace::{EXCHANGE_MEMBERS, MOST_FLAGGED_TERM_BYTES};
 
 use super::Draft;
 use crate::cost::{library_sum_nanos, move_nanos};
@@ -157,6 +158,22 @@ impl Draft<'_> {
         Ok(Action::Move { movement: Move::AllReduce, collective, slice: None, algorithm })
     }
 
+    /// Whether a device makes a sum in the launch of the linear whose output it adds (see [`ir::plan::Plan::may_join_sum`]).
+    fn is_joined(&self, device: DeviceId, movement: &Move, terms: &[BufferId], bytes: u64) -> bool {
+        let is_gpu = |term: &BufferId| {
+            self.task.target.machine.devices[self.buffers[*term].device].kind.is_gpu()
+        };
+        let is_of_linear = |term: &BufferId| {
+            let writer = self.uses[*term].first().map(|&writer| &self.steps[writer].action);
+            matches!(writer, Some(Action::Run(Op::Linear(_))))
+        };
+        let own = terms.iter().find(|&&term| self.buffers[term].device == device);
+        matches!(movement, Move::AllReduce)
+            && bytes <= MOST_FLAGGED_TERM_BYTES
+            && terms.iter().all(is_gpu)
+            && own.is_some_and(is_of_linear)
+    }
+
     /// Bytes of a buffer in the batch that is priced.
     fn buffer_bytes(&self, buffer: BufferId) -> u64 {
         self.buffers[buffer].ty.bytes(self.batch.extent)
@@ -196,7 +213,15 @@ impl Draft<'_> {
         };
         let (target, written) = (self.task.target, self.buffer_bytes(to));
         let nanos = match algorithm {
-            Algorithm::Direct => move_nanos(target, device, movement, &incoming, written)?,
+            Algorithm::Direct => {
+                let whole = move_nanos(target, device, movement, &incoming, written)?;
+                let launch = target.machine.devices[device].rates.step_nanos;
+                if self.is_joined(device, movement, &reads, written) {
+                    whole - launch
+                } else {
+                    whole
+                }
+            }
             Algorithm::Library => library_sum_nanos(target, reads.len(), written)
                 .context("a library that the machine lacks was chosen")?,
         };
