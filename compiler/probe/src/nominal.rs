@@ -11,8 +11,10 @@ const CORE_BYTES_PER_SEC: f64 = 28e9;
 const NODE_BYTES_PER_SEC: f64 = 220e9;
 /// Dispatch of a team that spins, with one barrier.
 const TEAM_STEP_NANOS: f64 = 2_000.0;
-/// A launch through CubeCL takes 5 µs on an H200 host.
-const LAUNCH_NANOS: f64 = 5_000.0;
+/// A captured launch takes 2 µs on an H200 beside what it reads; one that is not captured, 5 µs of its host.
+const LAUNCH_NANOS: f64 = 2_000.0;
+/// One token's attention beside its cache and beyond a launch, as measured on an H200: its parts are merged.
+const ATTENTION_NANOS: f64 = 3_900.0;
 /// A context takes 527 MiB on an H200 (driver 580, CUDA 13.0) and the vendor library's code 66 MiB; the rest is for
 /// kernels of ours.
 pub(crate) const GPU_RESERVED_BYTES: u64 = 640 << 20;
@@ -128,14 +130,14 @@ pub(crate) fn gpu_rates(gpu: &Gpu) -> Rates {
             curve(Format::F32, bf16 / 15.0),
             curve(Format::F16, bf16),
             curve(Format::Bf16, bf16),
-            // On an H200 one row takes as long as in 16 bits, and unpacking for many takes a seventh.
-            linear(Format::Bf12, read_bytes_per_sec * 0.75, bf16 * REACHED * 0.86),
+            // On an H200 one row takes 0.84 of the time in 16 bits, and unpacking for many takes a seventh.
+            linear(Format::Bf12, read_bytes_per_sec * 0.9, bf16 * REACHED * 0.86),
             curve(Format::Q8, bf16),
             curve(Format::Q4, bf16),
         ],
         // A vendor's attention reaches 411 of 989 T on an H200.
         attention_flops_per_sec: bf16 * 0.4,
-        attention_nanos: 0.0,
+        attention_nanos: ATTENTION_NANOS,
         experts: Vec::new(),
         cache_bytes_per_sec: read_bytes_per_sec * REACHED,
         beside_fetch: 1.0,
