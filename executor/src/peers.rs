@@ -191,7 +191,10 @@ impl Peers {
             for (gpu, span) in &its_members {
                 gpu.sum_by_library(ordinals, span, span, 1)?;
             }
-            its_members.iter().try_for_each(|(gpu, _)| gpu.sync())?;
+            // A sum that failed shows in what it wrote.
+            for (gpu, span) in &its_members {
+                gpu.read(&span.part(0, size_of::<f32>()))?;
+            }
         }
         Ok(())
     }

@@ -158,7 +158,8 @@ impl Draft<'_> {
         Ok(Action::Move { movement: Move::AllReduce, collective, slice: None, algorithm })
     }
 
-    /// Whether a device makes a sum in the launch of the linear whose output it adds (see [`ir::plan::Plan::may_join_sum`]).
+    /// Whether a device makes a sum in the launch of the linear whose output it adds: see
+    /// [`ir::plan::Plan::may_join_sum`].
     fn is_joined(&self, device: DeviceId, movement: &Move, terms: &[BufferId], bytes: u64) -> bool {
         let is_gpu = |term: &BufferId| {
             self.task.target.machine.devices[self.buffers[*term].device].kind.is_gpu()

@@ -75,9 +75,12 @@ pub(super) fn by_library(gpus: &[(&Gpu, usize)]) -> Result<Option<Collectives>> 
         ordinals.iter().map(free).collect()
     };
     let before = free()?;
-    // The first sums bring the GPUs together and take memory.
+    // The first sums bring the GPUs together and take memory. One that failed shows in what it wrote.
     sum(MANY, 1)?;
     sum(FEW, 1)?;
+    for ((gpu, _), span) in gpus.iter().zip(&spans) {
+        gpu.read(&span.part(0, size_of::<f32>())).context("summing with NCCL")?;
+    }
     let taken = before.iter().zip(free()?).map(|(before, after)| before.saturating_sub(after));
     let reserved_bytes = taken.max().unwrap_or(0) as u64;
     let few = typical(|| sum(FEW, 64))? / 64.0;
