@@ -69,14 +69,14 @@ pub(super) fn look(address: u64) -> u32 {
     value
 }
 
-/// Writes a flag of 64 bits, as [`raise`] does.
+/// Writes a flag of 64 bits, as [`raise()`] does.
 #[cube]
 pub(super) fn raise_long(address: u64, value: u64) {
     let (address, value) = (held::<u64>(address), held::<u64>(value));
     gpu_asm!("st.release.sys.global.u64 [{a}], {v};", a = in(_) address, v = in(_) value);
 }
 
-/// Reads a flag of 64 bits, as [`look`] does.
+/// Reads a flag of 64 bits, as [`look()`] does.
 #[cube]
 pub(super) fn look_for_long(address: u64) -> u64 {
     let address = held::<u64>(address);
