@@ -130,8 +130,8 @@ impl State {
         if gpu.is_cuda() && sums_by_library(plan, device) {
             ensure!(
                 gpu.has_collectives(),
-                "the plan sums over GPUs with NCCL, which is not installed here: install it \
-                 (libnccl.so.2), or calibrate this machine and compile the plan again"
+                "the plan sums over GPUs with NCCL, of which no libnccl.so is found here: install \
+                 its development package, or calibrate this machine and compile the plan again"
             );
             peers.register_library(device, gpu.clone(), scratch.inner.clone());
         }
