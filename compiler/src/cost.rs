@@ -249,7 +249,8 @@ fn experts_nanos(
     operands: &Operands<'_>,
     batch: &Batch,
 ) -> Result<f64> {
-    let tokens = f64::from(rows_of(&operands.reads[0], batch.extent));
+    let fed = rows_of(&operands.reads[0], batch.extent);
+    let tokens = f64::from(fed);
     let load = op.part.map_or(1.0, |part| f64::from(part.load));
     let used = load * f64::from(operands.reads[1].features(batch.extent));
     if used == 0.0 {
@@ -260,7 +261,6 @@ fn experts_nanos(
     let mut beside = 0f64;
     for (format, shape) in operands.weights {
         if let Some(rate) = rates.experts(*format) {
-            let fed = rows_of(&operands.reads[0], batch.extent);
             let elements = used * f64::from(shape[1]) * f64::from(shape[2]);
             nanos += seconds(elements, rate.weights_per_sec(fed));
             beside = beside.max(rate.nanos(fed));

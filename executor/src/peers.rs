@@ -16,8 +16,7 @@ use cudarc::driver::{CudaContext, sys};
 use ir::frame::Frame;
 use ir::id::{BufferId, DeviceId, StepId, Table};
 use ir::machine::DeviceKind;
-use ir::plan::{Lane, Plan, Program, Step};
-use ir::workspace::flagged_term_bytes;
+use ir::plan::{Lane, Plan, Program};
 
 use crate::kernels::gpu::device::{Gpu, Span};
 use crate::lane::fetching::last_read;
@@ -69,7 +68,6 @@ impl Peers {
         };
         let (mut sums, mut joined) = (Vec::new(), Vec::new());
         let (mut lying, mut awaited) = (Vec::new(), Vec::new());
-        let most_bytes = flagged_term_bytes(plan);
         for program in &plan.programs {
             let mut is_sum = |id: StepId| {
                 let step = &program.steps[id];
@@ -82,22 +80,20 @@ impl Peers {
             let mut frames = BTreeMap::new();
             let mut its_lying = BTreeMap::new();
             for (id, step) in program.steps.iter() {
-                let both = [step.reads.as_slice(), step.writes.as_slice()].concat();
+                let moved = plan.peer_moved(program, step);
+                let both = || [step.reads.as_slice(), step.writes.as_slice()].concat();
+                if moved.is_empty() || !reach(members(program, &both())) {
+                    continue;
+                }
                 let place = |(buffer, with)| {
                     let frame =
                         frames.entry(with).or_insert_with(|| Frame::new(plan, program, with));
                     Some(Lying { buffer, with, start: frame.place(buffer)?.start })
                 };
-                let moved = plan.peer_moved(program, step).into_iter();
-                let lying: Option<Vec<Lying>> = moved.map(place).collect();
-                let lying = lying.filter(|lying| !lying.is_empty());
-                if let Some(lying) = lying
-                    && reach(members(program, &both))
-                {
-                    its_lying.insert(id, lying);
-                }
+                let lying: Option<Vec<Lying>> = moved.into_iter().map(place).collect();
+                its_lying.extend(lying.map(|lying| (id, lying)));
             }
-            joined.push(joined_with_sums(plan, program, &its_sums, most_bytes));
+            joined.push(joined_with_sums(plan, program, &its_sums));
             awaited.push(awaited_on_the_host(program, &its_sums, &its_lying));
             sums.push(its_sums);
             lying.push(its_lying);
@@ -177,19 +173,15 @@ impl Peers {
     /// When the library fails.
     pub(crate) fn join_libraries(&self, plan: &Plan) -> Result<()> {
         let libraries = locked(&self.libraries);
-        let mut groups: BTreeSet<(Vec<DeviceId>, Vec<usize>)> = BTreeSet::new();
-        for program in &plan.programs {
-            let steps = program.steps.rows().iter();
-            for step in steps.filter(|step| plan.is_library_sum(program, step)) {
-                let ordinals = ordinals(plan, program, step)?;
-                groups.insert((members(program, &step.reads), ordinals));
-            }
-        }
-        for (devices, ordinals) in &groups {
+        let sums = plan.library_sums();
+        let groups: BTreeSet<Vec<DeviceId>> =
+            sums.map(|(program, step)| members(program, &step.reads)).collect();
+        for devices in &groups {
+            let ordinals = ordinals(plan, devices)?;
             let its_members: Vec<&(Gpu, Span)> =
                 devices.iter().filter_map(|device| libraries.get(device)).collect();
             for (gpu, span) in &its_members {
-                gpu.sum_by_library(ordinals, span, span, 1)?;
+                gpu.sum_by_library(&ordinals, span, span, 1)?;
             }
             // A sum that failed shows in what it wrote.
             for (gpu, span) in &its_members {
@@ -219,9 +211,9 @@ impl Peers {
         step: StepId,
         buffer: BufferId,
     ) -> Result<Option<u64>> {
-        let of_step = self.lying[program].get(&step).into_iter().flatten();
-        let mut found = of_step.filter(|lying| lying.buffer == buffer);
-        let Some(&Lying { with, start, .. }) = found.next() else { return Ok(None) };
+        let mut of_step = self.lying[program].get(&step).into_iter().flatten();
+        let found = of_step.find(|lying| lying.buffer == buffer);
+        let Some(&Lying { with, start, .. }) = found else { return Ok(None) };
         Ok(Some(self.reached(&self.buffers, device, with)? + start))
     }
 
@@ -255,7 +247,6 @@ fn joined_with_sums(
     plan: &Plan,
     program: &Program,
     sums: &Table<StepId, bool>,
-    most_bytes: u64,
 ) -> Table<StepId, bool> {
     let mut readers: Table<BufferId, usize> = program.buffers.ids().map(|_| 0).collect();
     program.steps.rows().iter().flat_map(|step| &step.reads).for_each(|&read| readers[read] += 1);
@@ -266,7 +257,7 @@ fn joined_with_sums(
             // Every member of the sum reads all of its terms.
             let is_term = |term: &BufferId| readers[*term] == program.steps[sum].reads.len();
             joined[step] = sums[sum]
-                && plan.may_join_sum(program, &lane.steps, position, most_bytes)
+                && plan.may_join_sum(program, &lane.steps, position)
                 && program.steps[step].writes.iter().all(is_term);
         }
     }
@@ -314,27 +305,20 @@ pub(crate) fn members(program: &Program, reads: &[BufferId]) -> Vec<DeviceId> {
     reads.iter().map(|&buffer| program.buffers[buffer].device).collect()
 }
 
-/// The driver's ordinals of the GPUs of a sum, in its order.
+/// The driver's ordinals of GPUs, in their order.
 ///
 /// # Errors
 /// When one is none.
-pub(crate) fn ordinals(plan: &Plan, program: &Program, sum: &Step) -> Result<Vec<usize>> {
-    let ordinal = |device: DeviceId| match plan.machine.devices[device].kind {
-        DeviceKind::Gpu { ordinal, .. } => Some(ordinal as usize),
-        DeviceKind::Numa { .. } => None,
-    };
-    let all = members(program, &sum.reads).into_iter().map(ordinal);
-    all.collect::<Option<Vec<usize>>>().context("a sum over GPUs has other members")
-}
-
-fn reach_each_other(plan: &Plan, members: &[DeviceId]) -> bool {
+pub(crate) fn ordinals(plan: &Plan, devices: &[DeviceId]) -> Result<Vec<usize>> {
     let ordinal = |&device: &DeviceId| match plan.machine.devices[device].kind {
         DeviceKind::Gpu { ordinal, .. } => Some(ordinal as usize),
         DeviceKind::Numa { .. } => None,
     };
-    let Some(ordinals) = members.iter().map(ordinal).collect::<Option<Vec<usize>>>() else {
-        return false;
-    };
+    devices.iter().map(ordinal).collect::<Option<_>>().context("one of these devices is no GPU")
+}
+
+fn reach_each_other(plan: &Plan, members: &[DeviceId]) -> bool {
+    let Ok(ordinals) = ordinals(plan, members) else { return false };
     let pairs = ordinals.iter().flat_map(|&from| ordinals.iter().map(move |&to| (from, to)));
     pairs.filter(|(from, to)| from != to).all(|(from, to)| reaches(from, to).unwrap_or(false))
 }

@@ -11,7 +11,7 @@ use std::collections::BTreeSet;
 
 use crate::id::{BufferId, DeviceId, Id as _, StepId, Table};
 use crate::plan::{Action, Lane, Plan, Program, Queue, Step};
-use crate::workspace::{aligned, flagged_term_bytes};
+use crate::workspace::aligned;
 
 /// Places of one program's buffers on one device.
 #[derive(Debug, Default)]
@@ -46,8 +46,7 @@ impl Frame {
         let is_ours = |lane: &&Lane| lane.device == device && lane.queue == Queue::Compute;
         let lanes = program.lanes.iter().filter(is_ours);
         let ids: Vec<StepId> = lanes.flat_map(|lane| &lane.steps).copied().collect();
-        let most_bytes = flagged_term_bytes(plan);
-        let join = |position: usize| plan.may_join_sum(program, &ids, position, most_bytes);
+        let join = |position: usize| plan.may_join_sum(program, &ids, position);
         let step = |(position, &id)| Some((program.steps.get(id)?, join(position)));
         let steps: Vec<(&Step, bool)> = ids.iter().enumerate().filter_map(step).collect();
         let moved = program.steps.rows().iter().flat_map(|step| plan.peer_moved(program, step));

@@ -18,7 +18,7 @@ use crate::packing::{held_bytes, packed_type};
 use crate::ron_text;
 use crate::tensor::{DType, Extent, Format, TensorType};
 use crate::weight::Source;
-use crate::workspace::EXCHANGE_MEMBERS;
+use crate::workspace::{EXCHANGE_MEMBERS, MOST_FLAGGED_TERM_BYTES};
 
 /// Raised whenever a field changes meaning; other plans are refused.
 pub const VERSION: u32 = 3;
@@ -347,6 +347,15 @@ impl Plan {
         self.is_sum_of_gpus(program, step, Algorithm::Library)
     }
 
+    /// All such steps, each with its program.
+    pub fn library_sums(&self) -> impl Iterator<Item = (&Program, &Step)> {
+        self.programs.iter().flat_map(move |program| {
+            let steps = program.steps.rows().iter();
+            let sums = steps.filter(move |step| self.is_library_sum(program, step));
+            sums.map(move |step| (program, step))
+        })
+    }
+
     fn is_sum_of_gpus(&self, program: &Program, step: &Step, by: Algorithm) -> bool {
         let Action::Move { movement: Move::AllReduce, algorithm, .. } = step.action else {
             return false;
@@ -363,21 +372,16 @@ impl Plan {
     }
 
     /// Whether a GPU may make the sum that follows a step of its lane in the same launch: one over GPUs, of the only
-    /// output of a linear, in terms of at most `most_bytes`. The caller sees to it that nothing else reads that output.
-    pub fn may_join_sum(
-        &self,
-        program: &Program,
-        lane: &[StepId],
-        position: usize,
-        most_bytes: u64,
-    ) -> bool {
+    /// output of a linear, in small terms. The caller sees to it that nothing else reads that output.
+    pub fn may_join_sum(&self, program: &Program, lane: &[StepId], position: usize) -> bool {
         let step = |position: usize| program.steps.get(*lane.get(position)?);
         let (Some(linear), Some(sum)) = (step(position), step(position + 1)) else { return false };
         let &[term] = linear.writes.as_slice() else { return false };
+        let bytes = program.buffers.get(term).map(|term| term.ty.bytes(program.max));
         matches!(linear.action, Action::Run(Op::Linear(_)))
             && sum.reads.contains(&term)
             && self.is_peer_sum(program, sum)
-            && program.buffers.get(term).is_some_and(|it| it.ty.bytes(program.max) <= most_bytes)
+            && bytes.is_some_and(|bytes| bytes <= MOST_FLAGGED_TERM_BYTES)
     }
 
     /// The buffers of other GPUs that a GPU's step moves as they are, each with its GPU, where it reads no others:

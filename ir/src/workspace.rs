@@ -41,7 +41,7 @@ pub const EXCHANGE_INBOXES: u32 = 8;
 const MOST_PIECE_BYTES: u64 = 4 << 20;
 /// Bytes that an inbox has for a small term at most, of which every number has a flag beside it.
 const MOST_FLAGGED_BYTES: u64 = 128 << 10;
-/// Bytes of such a term at most.
+/// Bytes of such a term at most: pieces, and so inboxes, are as large as the largest term or larger than this.
 pub const MOST_FLAGGED_TERM_BYTES: u64 = MOST_FLAGGED_BYTES / 2;
 
 /// Bytes of each kind of scratch on one device.
@@ -223,11 +223,6 @@ pub fn exchange_piece_bytes(plan: &Plan) -> u64 {
 /// Bytes that an inbox has for a small term, of which every number has a flag beside it.
 pub fn exchange_flagged_bytes(piece_bytes: u64) -> u64 {
     (2 * piece_bytes).min(MOST_FLAGGED_BYTES)
-}
-
-/// Bytes of a term at most that passes with a flag beside every number.
-pub fn flagged_term_bytes(plan: &Plan) -> u64 {
-    exchange_flagged_bytes(exchange_piece_bytes(plan)) / 2
 }
 
 /// Bytes of the exchange of one of so many members, for the terms of the others.

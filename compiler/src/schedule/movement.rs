@@ -28,8 +28,9 @@ impl Draft<'_> {
         let (input, output) = (node.inputs[0], node.outputs[0]);
         let layout = &node.work.layouts[0];
         let members = &node.work.needs[0].devices;
+        let algorithm = Algorithm::Direct;
         let action = |collective, slice| {
-            let (movement, algorithm) = (movement.clone(), Algorithm::Direct);
+            let movement = movement.clone();
             Action::Move { movement, collective, slice, algorithm }
         };
         match movement {
@@ -54,21 +55,14 @@ impl Draft<'_> {
             Move::AllReduce if let Some(groups) = self.groups(graph, input, members)? => {
                 self.sum_by_groups(graph, node, &groups, cause)?;
             }
-            Move::AllReduce => {
-                let terms: Vec<BufferId> =
-                    members.iter().map(|&device| self.buffer(input, device)).collect();
-                let action = self.sum(&terms)?;
-                for (member, &device) in layout.devices.iter().enumerate() {
-                    let (action, terms) = (action.clone(), terms.clone());
-                    self.move_step(graph, node, action, terms, device, member, cause)?;
-                }
-            }
-            Move::AllGather { .. } | Move::ReduceScatter { .. } => {
-                let collective = self.next_collective();
+            Move::AllReduce | Move::AllGather { .. } | Move::ReduceScatter { .. } => {
+                let collective = Some(self.next_collective());
                 let reads: Vec<BufferId> =
                     members.iter().map(|&device| self.buffer(input, device)).collect();
+                let algorithm = self.algorithm(movement, &reads)?;
                 for (member, &device) in layout.devices.iter().enumerate() {
-                    let action = action(Some(collective), layout.slice(member));
+                    let (movement, slice) = (movement.clone(), layout.slice(member));
+                    let action = Action::Move { movement, collective, slice, algorithm };
                     let reads = reads.clone();
                     self.move_step(graph, node, action, reads, device, member, cause)?;
                 }
@@ -104,80 +98,85 @@ impl Draft<'_> {
     ) -> Result<()> {
         let (input, layout) = (node.inputs[0], &node.work.layouts[0]);
         let members = &node.work.needs[0].devices;
+        let action = |collective, algorithm| Action::Move {
+            movement: Move::AllReduce,
+            collective: Some(collective),
+            slice: None,
+            algorithm,
+        };
         // What each member holds: its term, then the sum of its group.
         let mut held: Vec<BufferId> =
             members.iter().map(|&device| self.buffer(input, device)).collect();
         for group in groups.iter().filter(|group| group.len() > 1) {
+            let collective = self.next_collective();
             let terms: Vec<BufferId> = group.iter().map(|&member| held[member]).collect();
-            let action = self.sum(&terms)?;
+            let algorithm = self.algorithm(&Move::AllReduce, &terms)?;
             for &member in group {
                 let (device, ty) = (members[member], self.buffers[terms[0]].ty.clone());
                 let sum = self.buffers.push(Buffer { device, ty });
                 self.uses.push(Vec::new());
-                self.push_move(node, device, action.clone(), terms.clone(), sum, cause)?;
+                let action = action(collective, algorithm);
+                self.push_move(node, device, action, terms.clone(), sum, cause)?;
                 held[member] = sum;
             }
         }
-        // Members read other copies of the same sums, so each adds for itself.
-        let action = Action::Move {
-            movement: Move::AllReduce,
-            collective: Some(self.next_collective()),
-            slice: None,
-            algorithm: Algorithm::Direct,
-        };
+        let collective = self.next_collective();
         for (member, &device) in layout.devices.iter().enumerate() {
             let own = groups.iter().position(|group| group.contains(&member));
             let terms = terms(groups, own.expect("groups hold all members"), member);
             let reads = terms.into_iter().map(|term| held[term]).collect();
-            self.move_step(graph, node, action.clone(), reads, device, member, cause)?;
+            // Members read other copies of the same sums, so each adds for itself.
+            let action = action(collective, Algorithm::Direct);
+            self.move_step(graph, node, action, reads, device, member, cause)?;
         }
         Ok(())
     }
 
-    /// A new sum of terms, each on a device of its own, made in the way that is predicted to be faster.
-    fn sum(&mut self, terms: &[BufferId]) -> Result<Action> {
-        let (target, bytes) = (self.task.target, |&term| self.buffer_bytes(term));
-        let device = |&term: &BufferId| self.buffers[term].device;
-        let incoming: Vec<(DeviceId, u64)> =
-            terms.iter().map(|term| (device(term), bytes(term))).collect();
-        let is_gpu = |(device, _): &(DeviceId, u64)| target.machine.devices[*device].kind.is_gpu();
-        let largest = terms.iter().map(bytes).max().context("a sum has no terms")?;
-        let mut algorithm = Algorithm::Direct;
-        if self.batch.phase == Phase::Prefill
-            && incoming.iter().all(is_gpu)
-            && terms.len() <= EXCHANGE_MEMBERS
-            && let Some(by_library) = library_sum_nanos(target, terms.len(), largest)
-        {
-            let direct = |&(to, _)| move_nanos(target, to, &Move::AllReduce, &incoming, largest);
-            let direct: Vec<f64> = incoming.iter().map(direct).collect::<Result<_>>()?;
-            if direct.into_iter().fold(0.0, f64::max) > by_library * LIBRARY_GAIN {
-                algorithm = Algorithm::Library;
-            }
-        }
-        let collective = Some(self.next_collective());
-        Ok(Action::Move { movement: Move::AllReduce, collective, slice: None, algorithm })
+    /// How a collective over those buffers is made: in the way that is predicted to be faster.
+    fn algorithm(&self, movement: &Move, reads: &[BufferId]) -> Result<Algorithm> {
+        let (target, incoming) = (self.task.target, self.incoming(reads));
+        let largest = incoming.iter().map(|(_, bytes)| *bytes).max().unwrap_or(0);
+        let may_be_librarys = matches!(movement, Move::AllReduce)
+            && self.batch.phase == Phase::Prefill
+            && reads.len() <= EXCHANGE_MEMBERS
+            && self.are_gpus(&incoming);
+        let by_library = library_sum_nanos(target, reads.len(), largest);
+        let Some(by_library) = by_library.filter(|_| may_be_librarys) else {
+            return Ok(Algorithm::Direct);
+        };
+        let direct = |&(to, _)| move_nanos(target, to, movement, &incoming, largest);
+        let direct: Vec<f64> = incoming.iter().map(direct).collect::<Result<_>>()?;
+        let is_faster = direct.into_iter().fold(0.0, f64::max) > by_library * LIBRARY_GAIN;
+        Ok(if is_faster { Algorithm::Library } else { Algorithm::Direct })
     }
 
     /// Whether a device makes a sum in the launch of the linear whose output it adds: see
     /// [`ir::plan::Plan::may_join_sum`].
-    fn is_joined(&self, device: DeviceId, movement: &Move, terms: &[BufferId], bytes: u64) -> bool {
-        let is_gpu = |term: &BufferId| {
-            self.task.target.machine.devices[self.buffers[*term].device].kind.is_gpu()
-        };
-        let is_of_linear = |term: &BufferId| {
-            let writer = self.uses[*term].first().map(|&writer| &self.steps[writer].action);
-            matches!(writer, Some(Action::Run(Op::Linear(_))))
-        };
-        let own = terms.iter().find(|&&term| self.buffers[term].device == device);
+    fn is_joined(
+        &self,
+        device: DeviceId,
+        movement: &Move,
+        reads: &[BufferId],
+        incoming: &[(DeviceId, u64)],
+    ) -> bool {
+        let own = reads.iter().find(|&&term| self.buffers[term].device == device);
+        let writer = own.and_then(|&term| self.uses[term].first());
+        let writer = writer.map(|&writer| &self.steps[writer].action);
         matches!(movement, Move::AllReduce)
-            && bytes <= MOST_FLAGGED_TERM_BYTES
-            && terms.iter().all(is_gpu)
-            && own.is_some_and(is_of_linear)
+            && matches!(writer, Some(Action::Run(Op::Linear(_))))
+            && incoming.iter().all(|(_, bytes)| *bytes <= MOST_FLAGGED_TERM_BYTES)
+            && self.are_gpus(incoming)
     }
 
-    /// Bytes of a buffer in the batch that is priced.
-    fn buffer_bytes(&self, buffer: BufferId) -> u64 {
-        self.buffers[buffer].ty.bytes(self.batch.extent)
+    /// Where buffers lie, and their bytes in the batch that is priced.
+    fn incoming(&self, reads: &[BufferId]) -> Vec<(DeviceId, u64)> {
+        let buffers = reads.iter().map(|&buffer| &self.buffers[buffer]);
+        buffers.map(|buffer| (buffer.device, buffer.ty.bytes(self.batch.extent))).collect()
+    }
+
+    fn are_gpus(&self, incoming: &[(DeviceId, u64)]) -> bool {
+        let devices = &self.task.target.machine.devices;
+        incoming.iter().all(|(device, _)| devices[*device].kind.is_gpu())
     }
 
     #[expect(clippy::too_many_arguments, reason = "one call site each for the kinds of movement")]
@@ -205,23 +204,18 @@ impl Draft<'_> {
         to: BufferId,
         cause: CauseId,
     ) -> Result<()> {
-        let incoming: Vec<(DeviceId, u64)> = reads
-            .iter()
-            .map(|&buffer| (self.buffers[buffer].device, self.buffer_bytes(buffer)))
-            .collect();
+        let incoming = self.incoming(&reads);
         let Action::Move { movement, algorithm, .. } = &action else {
             unreachable!("a movement makes moves only")
         };
-        let (target, written) = (self.task.target, self.buffer_bytes(to));
+        let target = self.task.target;
+        let written = self.buffers[to].ty.bytes(self.batch.extent);
         let nanos = match algorithm {
             Algorithm::Direct => {
-                let whole = move_nanos(target, device, movement, &incoming, written)?;
+                let is_joined = self.is_joined(device, movement, &reads, &incoming);
                 let launch = target.machine.devices[device].rates.step_nanos;
-                if self.is_joined(device, movement, &reads, written) {
-                    whole - launch
-                } else {
-                    whole
-                }
+                let saved = if is_joined { launch } else { 0.0 };
+                move_nanos(target, device, movement, &incoming, written)? - saved
             }
             Algorithm::Library => library_sum_nanos(target, reads.len(), written)
                 .context("a library that the machine lacks was chosen")?,

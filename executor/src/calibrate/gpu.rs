@@ -78,6 +78,7 @@ const UNLIKE: usize = 1_000_003;
 const SMALLER: usize = 16;
 /// Matrices of one size at most.
 const MOST_MATRICES: usize = 64;
+
 struct Meter<'a> {
     gpu: &'a Gpu,
     vendor: Option<Vendor>,
@@ -215,7 +216,8 @@ impl Meter<'_> {
         for (&tokens, &nanos) in tokens.iter().zip(&whole) {
             if [first, MAX_TOKENS as u32, last].contains(&tokens) {
                 let nanos = [nanos, self.whole(&small, tokens)?];
-                ends.push(point(tokens, weights, nanos, step_nanos));
+                let (weights_per_sec, nanos) = rate(weights, nanos, step_nanos);
+                ends.push(RatePoint { tokens, weights_per_sec, nanos });
             }
         }
         let ends = LinearRate { format, points: ends };
@@ -324,15 +326,14 @@ impl Meter<'_> {
     }
 }
 
-/// A point of a curve, from the times of much and of little work: what grows with the work is the rate, the rest of it
-/// beyond that of a step is beside it.
-fn point(tokens: u32, weights: [f64; 2], nanos: [f64; 2], step_nanos: f64) -> RatePoint {
-    let [much, little] = weights;
+/// Work per second, and the time beside it and beyond that of a step, from the times of much and of little work: what
+/// grows with the work is the rate.
+fn rate([much, little]: [f64; 2], nanos: [f64; 2], step_nanos: f64) -> (f64, f64) {
     let growth = (nanos[0] - nanos[1]) / (much - little);
     // Times that hardly grow are those of another state of the device.
     let growth = growth.max(nanos[0] / much / 2.0);
     let beside = (nanos[0] - growth * much - step_nanos).max(0.0);
-    RatePoint { tokens, weights_per_sec: 1e9 / growth, nanos: beside }
+    (1e9 / growth, beside)
 }
 
 /// Numbers for rows of any usual length to differ.

@@ -16,7 +16,7 @@ use crate::check::order::{Home, Order};
 use crate::frame::Frame;
 use crate::id::{BufferId, DeviceId, Id as _, StepId, Table};
 use crate::machine::DeviceKind;
-use crate::plan::{Action, DeviceForecast, Lane, Plan, Program};
+use crate::plan::{Action, DeviceForecast, Lane, Plan, Program, Step};
 use crate::tensor::DType;
 use crate::workspace::{aligned, workspaces};
 
@@ -79,14 +79,11 @@ pub fn memory(plan: &Plan) -> Table<DeviceId, DeviceForecast> {
 
 /// The GPUs that sum with the vendor's library of collectives.
 fn users_of_library(plan: &Plan) -> BTreeSet<DeviceId> {
-    let of_program = |program: &Program| {
-        let steps = program.steps.rows().iter();
-        let steps = steps.filter(|step| plan.is_library_sum(program, step));
-        let written = steps.flat_map(|step| &step.writes);
-        let devices = written.filter_map(|&buffer| Some(program.buffers.get(buffer)?.device));
-        devices.collect::<Vec<_>>()
+    let writers = |(program, step): (&Program, &Step)| {
+        let written = step.writes.iter().filter_map(|&buffer| program.buffers.get(buffer));
+        written.map(|buffer| buffer.device).collect::<Vec<_>>()
     };
-    plan.programs.iter().flat_map(of_program).collect()
+    plan.library_sums().flat_map(writers).collect()
 }
 
 pub(super) fn check(plan: &Plan, found: &mut Vec<Violation>) {

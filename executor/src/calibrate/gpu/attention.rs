@@ -2,12 +2,11 @@
 
 use anyhow::{Context as _, Result};
 use ir::id::{CacheId, Id as _};
-use ir::machine::RatePoint;
 use ir::op;
 use ir::tensor::DType;
 use ir::workspace;
 
-use super::{Meter, point};
+use super::{Meter, rate};
 use crate::calibrate::work::{BLOCK_TOKENS, HEAD_DIM, HEADS, KV_HEADS, prompt_flops};
 use crate::kernels::gpu::attention::decode::Decode;
 use crate::kernels::gpu::attention::prefill::Prefill;
@@ -33,8 +32,7 @@ impl Meter<'_> {
         let pasts = [2 * self.sizes.prompt, self.sizes.prompt / 8];
         let bytes = pasts.map(|past| (past * 2 * KV_HEADS * HEAD_DIM * 2) as f64);
         let nanos = [self.look_back(pasts[0])?, self.look_back(pasts[1])?];
-        let RatePoint { weights_per_sec, nanos, .. } = point(1, bytes, nanos, step_nanos);
-        Ok((weights_per_sec, nanos))
+        Ok(rate(bytes, nanos, step_nanos))
     }
 
     /// Nanoseconds of one token's attention.

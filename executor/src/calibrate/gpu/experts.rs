@@ -1,11 +1,11 @@
 //! How fast the chosen experts of a mixture are.
 
 use anyhow::{Context as _, Result};
-use ir::machine::LinearRate;
+use ir::machine::{LinearRate, RatePoint};
 use ir::op::Activation;
 use ir::tensor::Format;
 
-use super::{Meter, Sizes, point};
+use super::{Meter, Sizes, rate};
 use crate::kernels::cpu::pack::packed_bytes;
 use crate::kernels::gpu::device::Span;
 use crate::kernels::gpu::experts::Experts;
@@ -68,7 +68,8 @@ impl Meter<'_> {
                 })?;
             }
             let weights = used.map(|used| (used * 3 * features * inner) as f64);
-            points.push(point(tokens as u32, weights, nanos, step_nanos));
+            let (weights_per_sec, nanos) = rate(weights, nanos, step_nanos);
+            points.push(RatePoint { tokens: tokens as u32, weights_per_sec, nanos });
         }
         Ok(LinearRate { format, points })
     }

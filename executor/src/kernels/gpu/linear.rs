@@ -269,7 +269,7 @@ impl Gpu {
         let of_processor = cubes.div_ceil(self.processors()) as usize;
         let planes = (VECTOR_PLANES / of_processor).clamp(LEAST_VECTOR_PLANES, PANEL_PLANES);
         let planes = planes / matrices * matrices;
-        let slots = panel.slots() * VECTOR / PANEL;
+        let slots = panel.vector_slots();
         let shape = Shape {
             tokens: linear.tokens,
             matrices,

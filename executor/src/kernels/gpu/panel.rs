@@ -35,6 +35,11 @@ impl Panel {
         PANEL / self.rows()
     }
 
+    /// Loads side by side in a vector of a panel.
+    pub(super) fn vector_slots(self) -> usize {
+        self.slots() * VECTOR / PANEL
+    }
+
     /// Columns of a task, all of one block pair where there are blocks.
     pub(super) fn task_columns(self) -> usize {
         match self.format {
@@ -111,6 +116,25 @@ pub(super) struct Walk {
 pub(super) fn panel_vectors(rows: usize, panel: usize) -> usize {
     let left = rows - panel * PANEL;
     select(left > VECTOR, 2usize, 1usize)
+}
+
+/// Where a unit walks in a vector of a matrix of `rows` rows, whose first panel has that number in the binding.
+#[cube]
+pub(super) fn vector_walk(
+    first_panel: usize,
+    vector: usize,
+    rows: usize,
+    unit: usize,
+    #[comptime] panel: Panel,
+) -> Walk {
+    let number = vector / comptime!(PANEL / VECTOR);
+    let of_panel = vector % comptime!(PANEL / VECTOR);
+    let slots = comptime!(panel.vector_slots());
+    Walk {
+        start: (first_panel + number) * comptime!(panel.stride()),
+        vectors: panel_vectors(rows, number),
+        slot: of_panel * slots + unit % slots,
+    }
 }
 
 /// Loads a task's words to `words[first..]`.

@@ -191,6 +191,8 @@ impl Group {
         2 * count * size_of::<f32>() <= self.flagged_bytes()
     }
 
+    /// Checks the sum's number.
+    ///
     /// # Errors
     /// When the run has too many sums.
     pub fn check(&self) -> anyhow::Result<()> {

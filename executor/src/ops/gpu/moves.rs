@@ -114,7 +114,7 @@ impl State {
         let out = self.operand(schedule, program, out, scope)?;
         let count = out.rows * out.columns;
         if scope.plan.is_library_sum(schedule, step) {
-            let ordinals = ordinals(scope.plan, schedule, step)?;
+            let ordinals = ordinals(scope.plan, &members(schedule, &step.reads))?;
             return self.sums.sum_by_library(&self.gpu, &ordinals, &term.span, &out.span, count);
         }
         let group = self.next_sum(schedule, id)?;

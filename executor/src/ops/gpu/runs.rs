@@ -45,8 +45,7 @@ impl State {
         let program = &scope.plan.programs[run.program];
         let is_own = |&id: &StepId| match &program.steps[id].action {
             Action::Run(op) => !self.calls_library(op, tokens),
-            Action::Move { algorithm, .. } => algorithm.is_direct(),
-            Action::Fetch { .. } => true,
+            Action::Move { .. } | Action::Fetch { .. } => true,
         };
         let can_be_ahead = self.mail.as_ref().is_some_and(|mail| mail.can_be_ahead(run.program))
             && self.expert_counter.is_none()

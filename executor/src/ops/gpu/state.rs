@@ -7,7 +7,7 @@ use anyhow::{Context as _, Result, ensure};
 use ir::frame::Frame;
 use ir::id::{BufferId, DeviceId, Table, WeightId};
 use ir::op::Op;
-use ir::plan::{Plan, Program, Queue, Weight};
+use ir::plan::{Plan, Program, Queue, Step, Weight};
 use ir::tensor::{Extent, TensorType};
 use ir::workspace::workspace;
 
@@ -29,7 +29,7 @@ use crate::kernels::gpu::device::{Gpu, Span};
 use crate::kernels::gpu::peers::Group;
 use crate::kernels::gpu::vendor::{Library, Vendor, WORKSPACE_BYTES};
 use crate::ops::Scope;
-use crate::peers::Peers;
+use crate::peers::{Peers, members};
 
 /// One GPU's weights, caches and places of buffers.
 pub(crate) struct State {
@@ -76,14 +76,6 @@ pub(super) struct Operand {
     pub(super) columns: usize,
 }
 
-/// Whether the vendor's library makes sums that a GPU takes part in.
-fn sums_by_library(plan: &Plan, device: DeviceId) -> bool {
-    plan.programs.iter().any(|program| {
-        let steps = program.lane(device, Queue::Compute).into_iter().flat_map(|lane| &lane.steps);
-        steps.into_iter().any(|&step| plan.is_library_sum(program, &program.steps[step]))
-    })
-}
-
 /// Rows and columns of a buffer in a run of that size.
 pub(super) fn dims(ty: &TensorType, extent: Extent) -> (usize, usize) {
     let rows = ty.shape.first().map_or(1, |dim| dim.size(extent));
@@ -127,7 +119,10 @@ impl State {
             peers.register_buffers(device, ordinal, buffers.address()?);
         }
         let scratch = Scratch::new(&space, &mut memory)?;
-        if gpu.is_cuda() && sums_by_library(plan, device) {
+        let mut library_sums = plan.library_sums();
+        let is_member =
+            |(program, sum): (&Program, &Step)| members(program, &sum.reads).contains(&device);
+        if gpu.is_cuda() && library_sums.any(is_member) {
             ensure!(
                 gpu.has_collectives(),
                 "the plan sums over GPUs with NCCL, of which no libnccl.so is found here: install \

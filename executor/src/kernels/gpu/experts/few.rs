@@ -14,7 +14,7 @@ use crate::kernels::gpu::linear::input::{Input, InputLaunch};
 use crate::kernels::gpu::linear::panels::add_slots;
 use crate::kernels::gpu::linear::product::{load_words, multiply_words, zeros};
 use crate::kernels::gpu::linear::total::{Output, OutputLaunch, Shape, Totals};
-use crate::kernels::gpu::panel::{Panel, Walk, panel_vectors};
+use crate::kernels::gpu::panel::{Panel, vector_walk};
 use crate::kernels::gpu::words::{Words, read_size};
 
 /// Planes that share a vector of `down`. There are few such vectors and each stands for all of a token's experts,
@@ -87,7 +87,7 @@ impl Gpu {
 }
 
 fn shape(panel: Panel, matrices: usize, units: usize, plane: usize) -> Shape {
-    let slots = panel.slots() * VECTOR / PANEL;
+    let slots = panel.vector_slots();
     Shape {
         tokens: 1,
         matrices,
@@ -142,7 +142,8 @@ fn gate_experts<N: Size>(
     let mut squares = zeros(1usize);
     let expert = ids[slot] - first_expert;
     if expert >= 0 && expert < experts {
-        let walk = walk(expert as usize, vector, output.rows, unit, shape, panel);
+        let first_panel = expert as usize * output.rows.div_ceil(PANEL);
+        let walk = vector_walk(first_panel, vector, output.rows, unit, panel);
         let stride = CUBE_DIM as usize / shape.slots;
         let (token, rows) = (slot / used, comptime!(panel.rows()));
         for task in range_stepped(unit / shape.slots, panel.tasks(), stride) {
@@ -210,7 +211,8 @@ fn sum_experts<N: Size>(
         let slot = token * used + index / tasks;
         let expert = ids[slot] - first_expert;
         if expert >= 0 && expert < experts {
-            let walk = walk(expert as usize, vector, output.rows, unit, shape, panel);
+            let first_panel = expert as usize * output.rows.div_ceil(PANEL);
+            let walk = vector_walk(first_panel, vector, output.rows, unit, panel);
             let (down, task) = (&weights[0], index % tasks);
             let words = load_words(down, walk, task, panel);
             let mut products = zeros(shape.values());
@@ -239,26 +241,7 @@ fn sum_experts<N: Size>(
     totals.finish(output, vector * VECTOR, token, slots, 0.0, panel.columns, then, shape);
 }
 
-/// Where a unit walks in a vector of an expert's matrix.
-#[cube]
-fn walk(
-    expert: usize,
-    vector: usize,
-    rows: usize,
-    unit: usize,
-    #[comptime] shape: Shape,
-    #[comptime] panel: Panel,
-) -> Walk {
-    let number = vector / comptime!(PANEL / VECTOR);
-    let of_panel = vector % comptime!(PANEL / VECTOR);
-    Walk {
-        start: (expert * rows.div_ceil(PANEL) + number) * comptime!(panel.stride()),
-        vectors: panel_vectors(rows, number),
-        slot: of_panel * shape.slots + unit % shape.slots,
-    }
-}
-
-/// Adds the sums of a plane's units that have the same slot in a whole panel, and puts them.
+/// Adds the sums of a plane's units that have the same slot, and puts them.
 #[cube]
 fn put_slots(
     totals: &mut Totals,

@@ -8,10 +8,10 @@ use ir::tensor::Format;
 use super::input::Input;
 use super::product::{load_words, multiply_words, zeros};
 use super::total::{Output, Shape, Totals, finish_outputs};
-use crate::kernels::cpu::pack::{PANEL, VECTOR};
+use crate::kernels::cpu::pack::VECTOR;
 use crate::kernels::gpu::ahead::{Regions, ask_at_the_end};
 use crate::kernels::gpu::bf12::row_factors;
-use crate::kernels::gpu::panel::{Panel, Walk, panel_vectors};
+use crate::kernels::gpu::panel::{Panel, Walk, vector_walk};
 use crate::kernels::gpu::words::Words;
 
 /// How a launch is shared out.
@@ -49,13 +49,7 @@ pub(super) fn multiply_panels<N: Size>(
         let cubes = rows.div_ceil(VECTOR);
         if cube >= first_cube && cube < first_cube + cubes {
             let vector = cube - first_cube;
-            let number = vector / comptime!(PANEL / VECTOR);
-            let of_panel = vector % comptime!(PANEL / VECTOR);
-            let walk = Walk {
-                start: number * comptime!(panel.stride()),
-                vectors: panel_vectors(rows, number),
-                slot: of_panel * shape.slots + unit % shape.slots,
-            };
+            let walk = vector_walk(0usize, vector, rows, unit, panel);
             let weights = weights.index(output);
             #[unroll]
             for matrix in 0..shape.matrices {
