@@ -12,7 +12,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use anyhow::{Context as _, Result};
-use cudarc::driver::{CudaContext, sys};
+use cudarc::driver::{CudaContext, result, sys};
 use ir::frame::Frame;
 use ir::id::{BufferId, DeviceId, StepId, Table};
 use ir::machine::DeviceKind;
@@ -325,11 +325,12 @@ fn reach_each_other(plan: &Plan, members: &[DeviceId]) -> bool {
 
 /// Whether launches on one GPU can reach the memory of another.
 pub(crate) fn reaches(from: usize, to: usize) -> Result<bool> {
-    let (from, to) = (CudaContext::new(from)?, CudaContext::new(to)?);
+    // A context takes half a second, and nobody else has opened one yet.
+    result::init()?;
+    let (from, to) = (result::device::get(from as i32)?, result::device::get(to as i32)?);
     let mut answer = 0;
     // SAFETY: the answer is written to a number of this function.
-    unsafe { sys::cuDeviceCanAccessPeer(&raw mut answer, from.cu_device(), to.cu_device()) }
-        .result()?;
+    unsafe { sys::cuDeviceCanAccessPeer(&raw mut answer, from, to) }.result()?;
     Ok(answer != 0)
 }
 

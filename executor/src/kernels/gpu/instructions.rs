@@ -152,6 +152,21 @@ pub(super) fn add_pairs(first: u32, second: u32) -> u32 {
     sums
 }
 
+/// The products of two pairs of bf16.
+#[cube]
+pub(super) fn multiply_pairs(first: u32, second: u32) -> u32 {
+    let first = held::<u32>(first);
+    let second = held::<u32>(second);
+    let zeros = held::<u32>(0x8000_8000u32.runtime());
+    let products: u32;
+    gpu_asm!(
+        "fma.rn.bf16x2 {d}, {a}, {b}, {zero};",
+        a = in(_) first, b = in(_) second, zero = in(_) zeros, d = out(_) products,
+        options(pure, nomem),
+    );
+    products
+}
+
 /// 128 and as many 256ths as a byte of a word says, in one instruction.
 #[cube]
 pub(super) fn of_byte(word: u32, #[comptime] byte: usize) -> f32 {

@@ -15,6 +15,7 @@ pub(super) mod panels;
 pub(super) mod product;
 mod rights;
 pub(super) mod rows;
+mod tiles;
 pub(super) mod total;
 
 #[cfg(test)]
@@ -30,12 +31,12 @@ use self::digits::{DIGIT_TOKENS, digit_bytes};
 use self::input::InputLaunch;
 use self::matrix::Share;
 use self::panels::PanelShare;
-use self::rights::{OPERAND_TOKENS, WHOLE_TOKENS};
+use self::rights::WHOLE_TOKENS;
 use self::rows::RowShare;
 use self::total::{Output, OutputLaunch, Shape};
 use super::ahead::{Region, argument};
 use super::device::{Gpu, Span};
-use super::matrix::{LOAD_BYTES, Layout, Matrix};
+use super::matrix::{Layout, Matrix};
 use super::peers::Group;
 use super::words::{Words, read_size};
 use crate::kernels::cpu::pack::{PANEL, VECTOR};
@@ -49,9 +50,8 @@ pub const MAX_NARROW_TOKENS: usize = 64;
 /// Planes that share a panel: with a task of each of their units on its way, 32 KB. Memory that delivers
 /// 4.8 TB/s after about 0.7 µs to each of 132 processors needs 25 KB from each.
 pub(super) const PANEL_PLANES: usize = 16;
-/// Planes whose registers fit a processor where blocks are multiplied as bytes: for tokens of one operand a lane of an
-/// H200 needs 72, for more 96.
-const BYTE_PLANES: [usize; 2] = [28, 20];
+/// Planes whose registers fit a processor where blocks are multiplied as bytes: a lane of an H200 needs 72.
+const BYTE_PLANES: usize = 28;
 /// Planes of a cube of that kind which share rows, where more cubes come than fit at a time.
 const BYTE_SPLITS: usize = 4;
 /// Planes whose registers fit a processor where blocks or floats are multiplied as floats, 40 for each of a plane's
@@ -64,8 +64,6 @@ const LEAST_VECTOR_PLANES: usize = 4;
 const ROW_PLANES: usize = 8;
 /// Rows of row-major matrices that a plane reads at a time: with fewer, more planes fit a processor.
 const PLANE_ROWS: usize = 2;
-/// Tokens of bf16 of a cube, whose sums fit a unit's registers.
-const CUBE_NARROW_TOKENS: usize = 32;
 /// Planes of a processor below which rows are split: with two loads of each on their way, 40 KB.
 const WANTED_PLANES: usize = 40;
 
@@ -122,7 +120,7 @@ impl Gpu {
                 first.columns(),
                 first.format()
             );
-            self.multiply_portions(linear);
+            self.multiply_tiles(linear, self.tile_share(linear));
             return Ok(());
         }
         match first.layout() {
@@ -138,7 +136,7 @@ impl Gpu {
     /// would have it unpacked.
     pub fn takes_narrow(&self, matrix: &Matrix) -> bool {
         self.multiplies(DType::Bf16)
-            && matches!(matrix.format(), Format::Q8 | Format::Q4)
+            && matches!(matrix.format(), Format::Bf12 | Format::Q8 | Format::Q4)
             && matrix.columns().is_multiple_of(8)
     }
 
@@ -155,14 +153,15 @@ impl Gpu {
         fits && first.columns().is_multiple_of(4) && self.multiplies(DType::Bf16)
     }
 
-    /// Whether a linear with portions is one for matrix instructions of bytes: all rows must fit shared memory at once,
-    /// with room for a second cube.
+    /// Whether a linear with portions is one for matrix instructions of bytes, which more tokens than an operand holds
+    /// would keep from waiting for memory: all rows must fit shared memory at once, with room for a second cube.
     fn has_digits(&self, linear: &Linear<'_>) -> bool {
         let first = linear.matrices[0];
         let panel = first.panel();
         let most = self.client.properties().hardware.max_shared_memory_size / 2;
         self.has_portions(linear)
             && matches!(first.format(), Format::Q8 | Format::Q4)
+            && linear.tokens <= DIGIT_TOKENS
             && digit_bytes(linear.tokens, panel) <= most
     }
 
@@ -196,8 +195,7 @@ impl Gpu {
         let panel = first.panel();
         let matrices = linear.matrices_of_output();
         let of_processor = linear.cubes(PANEL).div_ceil(self.processors()) as usize;
-        let most = BYTE_PLANES[usize::from(linear.tokens > DIGIT_TOKENS)];
-        let planes = (most / of_processor).min(PANEL_PLANES);
+        let planes = (BYTE_PLANES / of_processor).min(PANEL_PLANES);
         let (bands, splits) =
             if planes < 2 * matrices { (2, BYTE_SPLITS) } else { (1, planes / matrices) };
         // A processor's only cube has registers for more on its way. Portions of q4 have two blocks.
@@ -211,24 +209,18 @@ impl Gpu {
 
     fn multiply_portions(&self, linear: &Linear<'_>) {
         let share = self.portion_share(linear);
-        let (mut tokens, mut stacks) = (linear.tokens, 1);
-        if linear.is_narrow() {
-            stacks = tokens.div_ceil(CUBE_NARROW_TOKENS);
-            tokens = tokens.div_ceil(stacks).next_multiple_of(OPERAND_TOKENS);
-        }
-        let shape = linear.shape_of_lanes(tokens, share.bands, share.splits);
+        let shape = linear.shape_of_lanes(linear.tokens, share.bands, share.splits);
         // SAFETY: the spans are as long as the shapes say, and the kernel stays within those.
         unsafe {
             matrix::multiply_portions::launch_unchecked(
                 &self.client,
-                CubeCount::new_2d(linear.cubes(share.bands * PANEL), stacks as u32),
+                CubeCount::new_1d(linear.cubes(share.bands * PANEL)),
                 CubeDim::new_2d(rights::PLANE as u32, (share.bands * share.splits) as u32),
                 read_size(share.panel.columns),
                 linear.input(share.covered()),
                 linear.weights(),
                 linear.outputs(),
                 argument(linear.ahead),
-                linear.tokens as u32,
                 linear.epsilon(),
                 linear.then,
                 shape,
@@ -256,7 +248,6 @@ impl Gpu {
             // The planes of a gate have twice as many loads on their way.
             splits: planes / linear.matrices_of_output() / bands,
             stages: if linear.tokens > WHOLE_TOKENS { 2 } else { 3 },
-            is_narrow: linear.is_narrow(),
         }
     }
 
@@ -428,13 +419,8 @@ impl<'a> Linear<'a> {
             span.argument(rows * columns / size, size * size_of::<f32>())
         };
         let scale = self.norm.and_then(|norm| norm.scale).map(|scale| vectors(scale, 1));
-        let x = if self.is_narrow() {
-            self.x.argument(self.tokens * columns / 8, LOAD_BYTES)
-        } else {
-            vectors(self.x, self.tokens)
-        };
         InputLaunch::new(
-            x,
+            vectors(self.x, self.tokens),
             scale.into(),
             self.norm.map_or(0.0, |norm| norm.scale_offset),
             columns,

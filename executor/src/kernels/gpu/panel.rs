@@ -170,6 +170,26 @@ pub(super) fn load_task(
     }
 }
 
+/// Loads the words of half a task of blocks, the first two or the others, to `words[..2]`.
+#[cube]
+pub(super) fn load_half(
+    weights: &[Words],
+    walk: Walk,
+    task: usize,
+    half: usize,
+    words: &mut Array<Words>,
+    #[comptime] panel: Panel,
+) {
+    let slots = walk.vectors * comptime!(panel.slots() / 2);
+    let tasks = comptime!(panel.pair_tasks());
+    let pair = (task / tasks) * comptime!(panel.pair_stride()) + SCALE_LOADS;
+    let step = (task % tasks) * LOADS + half * comptime!(LOADS / 2);
+    #[unroll]
+    for i in 0..comptime!(LOADS / 2) {
+        words[i] = weights[walk.start + pair * walk.vectors + (step + i) * slots + walk.slot];
+    }
+}
+
 /// Loads the scales of one of a task's blocks, for each row of the slot, to `scales[first..]`.
 #[cube]
 pub(super) fn load_scales(

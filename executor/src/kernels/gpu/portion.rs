@@ -17,7 +17,9 @@ use ir::tensor::Format;
 
 pub(super) use self::trail::Trail;
 use super::bf12::{VECTOR_LOADS, small_pair};
-use super::instructions::{Packed, add_pairs, interleave, left, of_byte, pack, spread};
+use super::instructions::{
+    Packed, add_pairs, interleave, left, multiply_pairs, of_byte, pack, spread,
+};
 use super::panel::{Panel, SCALE_LOADS, Walk};
 use super::words::Words;
 use crate::kernels::cpu::bf12::{STEP_COLUMNS, STEP_WORDS};
@@ -340,6 +342,32 @@ impl Portion {
                 }
             } else {
                 self.put_floats(&mut operands, step, panel);
+            }
+        }
+        operands
+    }
+
+    /// The left operands of a block: codes multiplied with their scales, both in bf16.
+    pub(super) fn scaled_codes(
+        &self,
+        #[comptime] block: usize,
+        slot: usize,
+        #[comptime] panel: Panel,
+    ) -> Array<Packed> {
+        let mut operands = self.codes(block, panel);
+        if comptime!(panel.blocks() > 0) {
+            let scales = self.scales(block, slot);
+            #[unroll]
+            for row in 0..4usize {
+                let scale = pack(scales[row], scales[row], true);
+                #[unroll]
+                for i in 0..4usize {
+                    let at = comptime!(i / 2 * 2 + row / 2);
+                    let word = comptime!(i % 2 * 2 + row % 2);
+                    let mut operand = operands[at];
+                    operand.insert(word, multiply_pairs(operand.extract(word), scale));
+                    operands[at] = operand;
+                }
             }
         }
         operands

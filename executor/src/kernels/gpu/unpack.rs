@@ -10,8 +10,8 @@ use super::bf12::add_bases;
 use super::device::{Gpu, Span, element};
 use super::matrix::{Layout, Matrix, float_bytes, float_type};
 use super::panel::{
-    BLOCK_OFFSET, LOADS, Panel, Walk, block_factor, decode_codes, decode_floats, load_scales,
-    load_task, panel_vectors, task_column,
+    BLOCK_OFFSET, LOADS, Panel, Walk, block_factor, decode_codes, decode_floats, load_half,
+    load_scales, load_task, panel_vectors, task_column,
 };
 use super::words::Words;
 use crate::kernels::cpu::pack::{BLOCK_PAIR, PANEL};
@@ -30,7 +30,7 @@ impl Gpu {
         let unpacked = Matrix::new(format, Layout::RowMajor, rows, columns, out.clone())?;
         let panel = Panel { format: matrix.format(), columns };
         let size = store_size(panel, format);
-        let units = rows.div_ceil(PANEL) * panel.tasks() * panel.slots();
+        let units = rows.div_ceil(PANEL) * pieces(panel) * panel.slots();
         let data = matrix.data();
         // SAFETY: the spans are as long as the shapes say, and the kernel stays within those.
         unsafe {
@@ -55,17 +55,33 @@ pub(super) fn part_columns(panel: Panel) -> usize {
     panel.task_columns() / panel.blocks().max(1)
 }
 
-/// Elements that a unit stores at once: 16 bytes where a task has as many neighbouring columns.
+/// Elements that a unit stores at once: 16 bytes where a piece has as many neighbouring columns.
 fn store_size(panel: Panel, format: Format) -> usize {
     match format {
         Format::F32 => 4,
         Format::F16 | Format::Bf16 | Format::Bf12 | Format::Q8 | Format::Q4 => {
-            8.min(part_columns(panel))
+            8.min(piece_columns(panel))
         }
     }
 }
 
-/// Each unit writes a task.
+/// Pieces of a task: half a task of blocks has eight neighbouring columns, so that units beside one another store
+/// bytes beside one another.
+fn pieces_of_task(panel: Panel) -> usize {
+    if panel.blocks() > 0 { 2 } else { 1 }
+}
+
+/// Pieces of a slot.
+fn pieces(panel: Panel) -> usize {
+    panel.tasks() * pieces_of_task(panel)
+}
+
+/// Neighbouring columns of a piece.
+fn piece_columns(panel: Panel) -> usize {
+    part_columns(panel) / pieces_of_task(panel)
+}
+
+/// Each unit writes a piece.
 #[cube(launch_unchecked)]
 fn unpack<F: Float, N: Size>(
     weights: &[Words],
@@ -74,47 +90,58 @@ fn unpack<F: Float, N: Size>(
     #[comptime] panel: Panel,
     #[define(F)] _element: ElemType,
 ) {
-    let units_of_panel = comptime!(panel.tasks() * panel.slots());
+    let units_of_panel = comptime!(pieces(panel) * panel.slots());
     let number = ABSOLUTE_POS / units_of_panel;
     let unit = ABSOLUTE_POS % units_of_panel;
     if number * PANEL < rows {
         let vectors = panel_vectors(rows, number);
         let slots = vectors * comptime!(panel.slots() / 2);
-        let task = unit / slots;
+        let piece = unit / slots;
         let walk = Walk { start: number * panel.stride(), vectors, slot: unit % slots };
-        if task < panel.tasks() {
+        if piece < comptime!(pieces(panel)) {
             let first_row = number * PANEL + walk.slot * panel.rows();
-            unpack_task(weights, walk, task, first_row, rows, out, panel);
+            unpack_piece(weights, walk, piece, first_row, rows, out, panel);
         }
     }
 }
 
 #[cube]
-fn unpack_task<F: Float, N: Size>(
+fn unpack_piece<F: Float, N: Size>(
     weights: &[Words],
     walk: Walk,
-    task: usize,
+    piece: usize,
     first_row: usize,
     rows: usize,
     out: &mut [Vector<F, N>],
     #[comptime] panel: Panel,
 ) {
     let size = N::value();
-    let part_columns = comptime!(part_columns(panel));
+    let columns = comptime!(piece_columns(panel));
+    let task = piece / comptime!(pieces_of_task(panel));
+    let of_task = piece % comptime!(pieces_of_task(panel));
     let mut words = Array::<Words>::new(LOADS);
-    load_task(weights, walk, task, &mut words, 0usize, panel);
+    if comptime!(panel.blocks() > 0) {
+        load_half(weights, walk, task, of_task, &mut words, panel);
+    } else {
+        load_task(weights, walk, task, &mut words, 0usize, panel);
+    }
     #[unroll]
     for part in 0..comptime!(panel.blocks().max(1)) {
-        let mut values = Array::<f32>::new(comptime!(panel.rows() * part_columns));
-        decode_part(weights, walk, task, &words, &mut values, part, panel);
-        let first_column = task_column(task, panel) + comptime!(part * BLOCK_PAIR / 2);
+        let mut values = Array::<f32>::new(comptime!(panel.rows() * columns));
+        if comptime!(panel.blocks() > 0) {
+            decode_block(weights, walk, task, &words, &mut values, part, columns, panel);
+        } else {
+            decode_part(weights, walk, task, &words, &mut values, part, panel);
+        }
+        let first_column =
+            task_column(task, panel) + of_task * columns + comptime!(part * BLOCK_PAIR / 2);
         #[unroll]
         for row in 0..comptime!(panel.rows()) {
             #[unroll]
-            for store in 0..comptime!(part_columns / size) {
+            for store in 0..comptime!(columns / size) {
                 let column = first_column + comptime!(store * size);
                 if first_row + row < rows && column < panel.columns {
-                    let from = comptime!(row * part_columns + store * size);
+                    let from = comptime!(row * columns + store * size);
                     let at = (first_row + row) * panel.columns + column;
                     out[at / size] = neighbours(&values, from);
                 }
@@ -140,10 +167,12 @@ pub(super) fn decode_part(
             add_bases(values, weights[walk.start + walk.slot]);
         }
     } else {
-        decode_block(weights, walk, task, words, values, block, panel);
+        let columns = comptime!(part_columns(panel));
+        decode_block(weights, walk, task, words, values, block, columns, panel);
     }
 }
 
+/// Decodes so many neighbouring columns of a block.
 #[cube]
 fn decode_block(
     weights: &[Words],
@@ -152,22 +181,24 @@ fn decode_block(
     words: &Array<Words>,
     values: &mut Array<f32>,
     #[comptime] block: usize,
+    #[comptime] columns: usize,
     #[comptime] panel: Panel,
 ) {
-    let columns = comptime!(part_columns(panel));
     let mut scales = Array::<f32>::new(panel.rows());
     load_scales(weights, walk, task, &mut scales, 0usize, block, panel);
     #[unroll]
-    for load in 0..LOADS {
+    for load in 0..comptime!(columns / 4) {
         decode_codes(words[load], values, 4 * load, columns, block, panel);
     }
-    let factor = comptime!(block_factor(panel.format));
     #[unroll]
     for row in 0..comptime!(panel.rows()) {
+        // Products of both have few enough bits to be exact.
+        let scale = scales[row] * comptime!(block_factor(panel.format));
+        let offset = scale * -BLOCK_OFFSET;
         #[unroll]
         for column in 0..columns {
             let at = comptime!(row * columns + column);
-            values[at] = (values[at] - BLOCK_OFFSET) * factor * scales[row];
+            values[at] = fma(values[at], scale, offset);
         }
     }
 }

@@ -1,4 +1,4 @@
-//! A few rows of floats with matrix instructions of bytes: blocks of weights are left operands as they lie, whole
+//! One or two rows of floats with matrix instructions of bytes: blocks of weights are left operands as they lie, whole
 //! numbers of four bytes right ones (see [`super::digits`]).
 //!
 //! - A plane takes 32 rows of one matrix and some of their columns, portion after portion; what it loads is portions
@@ -9,7 +9,7 @@
 use cubecl::prelude::*;
 use ir::op::Then;
 
-use super::digits::{DIGIT_TOKENS, Digits};
+use super::digits::Digits;
 use super::input::Input;
 use super::matrix::{LANE_ROWS, LANE_SLOTS};
 use super::rights::PLANE;
@@ -124,7 +124,6 @@ fn multiply_band<N: Size>(
 ) {
     let count = comptime!(portions(share.panel));
     let blocks = comptime!(portion_blocks(share.panel));
-    let groups = comptime!(shape.tokens.div_ceil(DIGIT_TOKENS));
     let mut stages = Sequence::<Portion>::new();
     #[unroll]
     for _ in 0..share.stages {
@@ -136,10 +135,10 @@ fn multiply_band<N: Size>(
         load_stage(&mut stages, weights, place.matrix, &mut trail, stage, share);
     }
     digits.convert(input, totals, comptime!(share.planes()), shape, share.panel);
-    // `[block][group][row]`: blocks' bytes differ in what they count.
-    let mut sums = Array::<f32>::new(comptime!(blocks * groups * LANE_ROWS));
+    // `[block][row]`: blocks' bytes differ in what they count.
+    let mut sums = Array::<f32>::new(comptime!(blocks * LANE_ROWS));
     #[unroll]
-    for sum in 0..comptime!(blocks * groups * LANE_ROWS) {
+    for sum in 0..comptime!(blocks * LANE_ROWS) {
         sums[sum] = 0.0;
     }
     let mut number = place.split;
@@ -149,7 +148,7 @@ fn multiply_band<N: Size>(
             if number < count {
                 let free = comptime!((stage + share.stages - 1) % share.stages);
                 load_stage(&mut stages, weights, place.matrix, &mut trail, free, share);
-                multiply_stage(&stages, &*digits, place, number, &mut sums, stage, shape, share);
+                multiply_stage(&stages, &*digits, place, number, &mut sums, stage, share);
                 number += share.splits;
             }
         }
@@ -192,12 +191,10 @@ fn multiply_stage(
     number: usize,
     sums: &mut Array<f32>,
     #[comptime] stage: usize,
-    #[comptime] shape: Shape,
     #[comptime] share: ByteShare,
 ) {
     let panel = comptime!(share.panel);
     let blocks = comptime!(portion_blocks(panel));
-    let groups = comptime!(shape.tokens.div_ceil(DIGIT_TOKENS));
     let portion = stages.index(stage);
     #[unroll]
     for block in 0..blocks {
@@ -205,29 +202,26 @@ fn multiply_stage(
         let scales = portion.scales(block, place.walk.slot);
         let offsets = comptime!(byte_offsets(panel.format, block)).runtime();
         let offsets = left(offsets, offsets, offsets, offsets);
+        let operand = digits.operand(number * blocks + block);
+        let unit = digits.unit(number * blocks + block, panel);
+        let offset = multiply_bytes(offsets, operand, Counts::zeroed(), true);
         #[unroll]
-        for group in 0..groups {
-            let operand = digits.operand(number * blocks + block, group, shape, panel);
-            let unit = digits.unit(number * blocks + block, group, shape, panel);
-            let offset = multiply_bytes(offsets, operand, Counts::zeroed(), true);
+        for pair in 0..2usize {
+            let counts = multiply_bytes(*bytes.index(pair), operand, offset, false);
             #[unroll]
-            for pair in 0..2usize {
-                let counts = multiply_bytes(*bytes.index(pair), operand, offset, false);
-                #[unroll]
-                for half in 0..2usize {
-                    let row = comptime!(2 * pair + half);
-                    let at = comptime!((block * groups + group) * LANE_ROWS + row);
-                    // A lane has two neighbouring bytes of a number.
-                    let count = counts.extract(comptime!(2 * half)) * 256i32
-                        + counts.extract(comptime!(2 * half + 1));
-                    sums[at] = fma(scales[row] * unit, f32::cast_from(count), sums[at]);
-                }
+            for half in 0..2usize {
+                let row = comptime!(2 * pair + half);
+                let at = comptime!(block * LANE_ROWS + row);
+                // A lane has two neighbouring bytes of a number.
+                let count = counts.extract(comptime!(2 * half)) * 256i32
+                    + counts.extract(comptime!(2 * half + 1));
+                sums[at] = fma(scales[row] * unit, f32::cast_from(count), sums[at]);
             }
         }
     }
 }
 
-/// Puts a lane's sums of four rows for one token of each group.
+/// Puts a lane's sums of four rows for a token.
 #[cube]
 fn put(
     totals: &mut Totals,
@@ -237,30 +231,25 @@ fn put(
     #[comptime] share: ByteShare,
 ) {
     let blocks = comptime!(portion_blocks(share.panel));
-    let groups = comptime!(shape.tokens.div_ceil(DIGIT_TOKENS));
+    let mut rows = Array::<f32>::new(LANE_ROWS);
     #[unroll]
-    for group in 0..groups {
-        let mut rows = Array::<f32>::new(LANE_ROWS);
+    for row in 0..LANE_ROWS {
+        let mut sum = f32::new(0.0);
         #[unroll]
-        for row in 0..LANE_ROWS {
-            let mut sum = f32::new(0.0);
-            #[unroll]
-            for block in 0..blocks {
-                let part = sums[comptime!((block * groups + group) * LANE_ROWS + row)];
-                sum += part * comptime!(1.0 / byte_unit(share.panel.format, block) as f32);
-            }
-            rows[row] = sum * 65536.0 + plane_shuffle_xor(sum, 1u32);
+        for block in 0..blocks {
+            let part = sums[comptime!(block * LANE_ROWS + row)];
+            sum += part * comptime!(1.0 / byte_unit(share.panel.format, block) as f32);
         }
-        #[unroll]
-        for i in 0..DIGIT_TOKENS {
-            let token = comptime!(group * DIGIT_TOKENS + i);
-            if comptime!(token < shape.tokens) && place.t == comptime!(2 * i) {
-                #[unroll]
-                for matrix in 0..share.matrices {
-                    if place.matrix == matrix {
-                        let token = token.runtime();
-                        totals.put_token(place.split, place.slot, matrix, token, &rows, shape);
-                    }
+        rows[row] = sum * 65536.0 + plane_shuffle_xor(sum, 1u32);
+    }
+    #[unroll]
+    for token in 0..shape.tokens {
+        if place.t == comptime!(2 * token) {
+            #[unroll]
+            for matrix in 0..share.matrices {
+                if place.matrix == matrix {
+                    let token = token.runtime();
+                    totals.put_token(place.split, place.slot, matrix, token, &rows, shape);
                 }
             }
         }

@@ -1,4 +1,4 @@
-//! A few rows of floats as whole numbers of four bytes, which are right operands of matrix instructions.
+//! One or two rows of floats as whole numbers of four bytes, which are right operands of matrix instructions.
 //!
 //! - A block's largest element is less than 2³⁰; all of it have the same unit, a power of two. What an element less than
 //!   2⁻⁷ of the largest one lacks of an f32's bits is less than 2⁻³⁰ of that one.
@@ -66,14 +66,14 @@ impl Digits {
         #[comptime] tokens: usize,
         #[comptime] panel: Panel,
     ) -> Digits {
-        let token = lane / (4 * DIGITS) % comptime!(tokens.min(DIGIT_TOKENS));
+        let token = lane / (4 * DIGITS) % tokens;
         let byte = lane / 4 % DIGITS;
         Digits {
             staged: Shared::new_slice(comptime!(tokens * padded(panel) / 2)),
             units: Shared::new_slice(comptime!(tokens * blocks(panel))),
             squares: Shared::new_slice(comptime!(tokens * planes)),
             from: token * comptime!(padded(panel) / 2) + lane % 4 * DIGITS + byte,
-            token: lane % 4 / 2 * comptime!(tokens.min(DIGIT_TOKENS) - 1),
+            token: lane % 4 / 2 * comptime!(tokens - 1),
         }
     }
 
@@ -155,33 +155,14 @@ impl Digits {
         }
     }
 
-    /// The operand of a block for that group of tokens; of a last one there may be only half.
-    pub(super) fn operand(
-        &self,
-        block: usize,
-        #[comptime] group: usize,
-        #[comptime] shape: Shape,
-        #[comptime] panel: Panel,
-    ) -> Right {
-        let mut from = self.from;
-        if comptime!(shape.tokens > DIGIT_TOKENS && (group + 1) * DIGIT_TOKENS > shape.tokens) {
-            from %= comptime!(padded(panel) / 2);
-        }
-        from += comptime!(group * DIGIT_TOKENS * padded(panel) / 2);
-        self.staged[from + block * comptime!(BLOCK / 2)]
+    /// The operand of a block.
+    pub(super) fn operand(&self, block: usize) -> Right {
+        self.staged[self.from + block * comptime!(BLOCK / 2)]
     }
 
-    /// What the numbers of a block count, for a lane's token of that group.
-    pub(super) fn unit(
-        &self,
-        block: usize,
-        #[comptime] group: usize,
-        #[comptime] shape: Shape,
-        #[comptime] panel: Panel,
-    ) -> f32 {
-        let last = comptime!(shape.tokens - 1 - group * DIGIT_TOKENS);
-        let token = comptime!(group * DIGIT_TOKENS) + self.token.min(last);
-        self.units[token * comptime!(blocks(panel)) + block]
+    /// What the numbers of a block count, for a lane's token.
+    pub(super) fn unit(&self, block: usize, #[comptime] panel: Panel) -> f32 {
+        self.units[self.token * comptime!(blocks(panel)) + block]
     }
 }
 

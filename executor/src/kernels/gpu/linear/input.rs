@@ -7,7 +7,7 @@ use crate::kernels::gpu::words::{Four, read_four};
 /// The input of a linear, `[rows, columns]`.
 #[derive(CubeType, CubeLaunch)]
 pub(in crate::kernels::gpu) struct Input<N: Size> {
-    /// The activations, or the bits of eight of them where they are bf16.
+    /// The activations.
     pub(in crate::kernels::gpu) x: Box<[Vector<f32, N>]>,
     /// The norm's factors, `[columns]`.
     pub(in crate::kernels::gpu) scale: ComptimeOption<Box<[Vector<f32, N>]>>,

@@ -10,12 +10,12 @@ use ir::op::Then;
 use ir::tensor::Format;
 
 use super::input::Input;
-use super::rights::{Conversion, OPERAND_TOKENS, Right, load_operands, parts};
+use super::rights::{Conversion, Right, parts};
 use super::total::{Output, Shape, Totals, finish_outputs};
 use crate::kernels::cpu::pack::{PANEL, VECTOR};
 use crate::kernels::gpu::ahead::{Regions, ask_at_the_end};
 use crate::kernels::gpu::bf12::row_factors;
-use crate::kernels::gpu::instructions::{Sums, multiply, right};
+use crate::kernels::gpu::instructions::{Sums, multiply};
 use crate::kernels::gpu::matrix::Layout;
 use crate::kernels::gpu::panel::{Panel, Walk, panel_vectors};
 use crate::kernels::gpu::portion::{Portion, portion_blocks, portion_columns, portions};
@@ -38,8 +38,6 @@ pub(super) struct Share {
     pub(super) splits: usize,
     /// Portions that a plane has in registers.
     pub(super) stages: usize,
-    /// Whether activations are bf16, with as many tokens as operands have places.
-    pub(super) is_narrow: bool,
 }
 
 impl Share {
@@ -47,26 +45,15 @@ impl Share {
     pub(super) fn covered(self) -> usize {
         portions(self.panel) * portion_columns(self.panel)
     }
-
-    /// Operands of different tokens.
-    fn groups(self, tokens: usize) -> usize {
-        if self.is_narrow { tokens / OPERAND_TOKENS } else { 1 }
-    }
-
-    /// Operands of the same tokens.
-    fn parts(self, tokens: usize) -> usize {
-        if self.is_narrow { 1 } else { parts(tokens) }
-    }
 }
 
-/// Writes every output: cubes take bands of its rows, output after output; along the second axis, other tokens.
+/// Writes every output: cubes take bands of its rows, output after output.
 #[cube(launch_unchecked)]
 pub(super) fn multiply_portions<N: Size>(
     input: &Input<N>,
     weights: &Sequence<Sequence<Box<[Words]>>>,
     outputs: &mut Sequence<Output>,
     ahead: &Regions,
-    tokens: u32,
     epsilon: f32,
     #[comptime] then: Then,
     #[comptime] shape: Shape,
@@ -76,9 +63,8 @@ pub(super) fn multiply_portions<N: Size>(
     let lane = UNIT_POS_X as usize;
     let plane = UNIT_POS_Y as usize;
     let tile = comptime!(share.bands * PANEL);
-    let first_token = CUBE_POS_Y as usize * shape.tokens;
     let mut totals = Totals::new(&outputs[0], shape);
-    let planes = comptime!(if share.is_narrow { 0 } else { share.bands * share.splits });
+    let planes = comptime!(share.bands * share.splits);
     let mut conversion = Conversion::new(lane, plane, planes, shape.tokens, share.panel);
     let mut first_cube = 0usize.runtime();
     #[unroll]
@@ -101,11 +87,8 @@ pub(super) fn multiply_portions<N: Size>(
                     walk,
                     split: plane / share.bands,
                     lane,
-                    first_token,
-                    last_token: tokens as usize - 1,
                 };
-                let mut sums =
-                    Array::<Sums>::new(comptime!(shape.matrices * share.groups(shape.tokens) * 2));
+                let mut sums = Array::<Sums>::new(comptime!(shape.matrices * 2));
                 multiply_band(
                     input,
                     &weights[output],
@@ -122,7 +105,7 @@ pub(super) fn multiply_portions<N: Size>(
     }
     ask_at_the_end(ahead, UNIT_POS_Y, CUBE_DIM_Y);
     sync_cube();
-    finish_outputs(&totals, outputs, first_token, epsilon, tile, share.panel.columns, then, shape);
+    finish_outputs(&totals, outputs, 0usize, epsilon, tile, share.panel.columns, then, shape);
 }
 
 /// What a lane takes.
@@ -138,12 +121,9 @@ struct Place {
     /// Which of the planes that share them it is.
     split: usize,
     lane: usize,
-    first_token: usize,
-    /// Of all cubes.
-    last_token: usize,
 }
 
-/// Sets `sums[matrix][group][pair of rows]` to the products of a plane.
+/// Sets `sums[matrix][pair of rows]` to the products of a plane.
 #[cube]
 fn multiply_band<N: Size>(
     input: &Input<N>,
@@ -156,7 +136,7 @@ fn multiply_band<N: Size>(
 ) {
     let count = comptime!(portions(share.panel));
     #[unroll]
-    for sum in 0..comptime!(shape.matrices * share.groups(shape.tokens) * 2) {
+    for sum in 0..comptime!(shape.matrices * 2) {
         sums[sum] = Sums::zeroed();
     }
     let mut stages = Sequence::<Portion>::new();
@@ -176,7 +156,7 @@ fn multiply_band<N: Size>(
     for stage in 0..comptime!(share.stages - 1) {
         load_stage(&mut stages, weights, place, number + stage * share.splits, stage, shape, share);
     }
-    if comptime!(!share.is_narrow) && number < count {
+    if number < count {
         conversion.load(input, number, shape.tokens, share.panel);
     }
     while number < count {
@@ -186,21 +166,15 @@ fn multiply_band<N: Size>(
                 let ahead = number + comptime!((share.stages - 1) * share.splits);
                 let free = comptime!((stage + share.stages - 1) % share.stages);
                 load_stage(&mut stages, weights, place, ahead, free, shape, share);
-                if comptime!(!share.is_narrow) {
-                    conversion.convert(input, shape.tokens, share.panel);
-                    sync_plane();
-                    if number + share.splits < count {
-                        let next = number + share.splits;
-                        conversion.load(input, next, shape.tokens, share.panel);
-                    }
+                conversion.convert(input, shape.tokens, share.panel);
+                sync_plane();
+                if number + share.splits < count {
+                    let next = number + share.splits;
+                    conversion.load(input, next, shape.tokens, share.panel);
                 }
-                multiply_stage(
-                    input, &stages, conversion, place, number, sums, stage, shape, share,
-                );
-                if comptime!(!share.is_narrow) {
-                    // The place of what was converted is free for the next portion.
-                    sync_plane();
-                }
+                multiply_stage(&stages, &*conversion, place, sums, stage, shape, share);
+                // The place of what was converted is free for the next portion.
+                sync_plane();
                 number += share.splits;
             }
         }
@@ -254,86 +228,59 @@ fn load_stage(
 
 /// Adds the products of the portion of a stage.
 #[cube]
-#[expect(clippy::too_many_arguments, reason = "a kernel's parts have no state of their own")]
-fn multiply_stage<N: Size>(
-    input: &Input<N>,
+fn multiply_stage(
     stages: &Sequence<Portion>,
-    conversion: &mut Conversion,
+    conversion: &Conversion,
     place: Place,
-    number: usize,
     sums: &mut Array<Sums>,
     #[comptime] stage: usize,
     #[comptime] shape: Shape,
     #[comptime] share: Share,
 ) {
-    let (g, t) = (place.lane / 4, place.lane % 4);
-    let groups = comptime!(share.groups(shape.tokens));
-    let parts = comptime!(share.parts(shape.tokens));
+    let parts = comptime!(parts(shape.tokens));
     let blocks = comptime!(portion_blocks(share.panel));
     #[unroll]
     for block in 0..blocks {
-        // `[group][part][step]`; either there are groups or there are parts.
-        let mut operands = Array::<Right>::new(comptime!(groups * parts * 2));
-        if comptime!(share.is_narrow) {
-            #[unroll]
-            for group in 0..groups {
-                let token = place.first_token + comptime!(group * OPERAND_TOKENS) + g;
-                let token = token.min(place.last_token);
-                let words = load_operands(input, token, t, number * blocks + block, share.panel);
-                operands[comptime!(2 * group)] =
-                    right(words.extract(0usize), words.extract(1usize));
-                operands[comptime!(2 * group + 1)] =
-                    right(words.extract(2usize), words.extract(3usize));
-            }
-        } else {
-            #[unroll]
-            for part in 0..parts {
-                #[unroll]
-                for step in 0..2usize {
-                    operands[comptime!(2 * part + step)] =
-                        conversion.operand(part, block, step, share.panel);
-                }
-            }
+        // `[part][step]`.
+        let mut operands = Array::<Right>::new(comptime!(parts * 2));
+        #[unroll]
+        for at in 0..comptime!(parts * 2) {
+            operands[at] =
+                conversion.operand(comptime!(at / 2), block, comptime!(at % 2), share.panel);
         }
         #[unroll]
         for matrix in 0..shape.matrices {
             let portion = stages.index(comptime!(stage * shape.matrices + matrix));
             let codes = portion.codes(block, share.panel);
             #[unroll]
-            for group in 0..groups {
-                #[unroll]
-                for pair in 0..2usize {
-                    let at = comptime!((matrix * groups + group) * 2 + pair);
-                    let mut sum = sums[at];
-                    if comptime!(share.panel.blocks() > 0) {
-                        sum = Sums::zeroed();
-                    }
-                    #[unroll]
-                    for part in 0..parts {
-                        #[unroll]
-                        for step in 0..2usize {
-                            let operand = operands[comptime!((group * parts + part) * 2 + step)];
-                            sum = multiply(codes[comptime!(2 * step + pair)], operand, sum, true);
-                        }
-                    }
-                    if comptime!(share.panel.blocks() > 0) {
-                        let scales = portion.scales(block, place.walk.slot);
-                        let mut total = sums[at];
-                        #[unroll]
-                        for i in 0..4usize {
-                            let scale = scales[comptime!(2 * pair + i / 2)];
-                            total.insert(i, fma(scale, sum.extract(i), total.extract(i)));
-                        }
-                        sum = total;
-                    }
-                    sums[at] = sum;
+            for pair in 0..2usize {
+                let at = comptime!(matrix * 2 + pair);
+                let mut sum = sums[at];
+                if comptime!(share.panel.blocks() > 0) {
+                    sum = Sums::zeroed();
                 }
+                #[unroll]
+                for operand in 0..comptime!(parts * 2) {
+                    let code = codes[comptime!(2 * (operand % 2) + pair)];
+                    sum = multiply(code, operands[operand], sum, true);
+                }
+                if comptime!(share.panel.blocks() > 0) {
+                    let scales = portion.scales(block, place.walk.slot);
+                    let mut total = sums[at];
+                    #[unroll]
+                    for i in 0..4usize {
+                        let scale = scales[comptime!(2 * pair + i / 2)];
+                        total.insert(i, fma(scale, sum.extract(i), total.extract(i)));
+                    }
+                    sum = total;
+                }
+                sums[at] = sum;
             }
         }
     }
 }
 
-/// Puts a lane's sums, of four rows and of two tokens of each operand, and the plane's sums of squares.
+/// Puts a lane's sums, of four rows and two tokens, and the plane's sums of squares.
 #[cube]
 fn put(
     totals: &mut Totals,
@@ -345,28 +292,22 @@ fn put(
     #[comptime] share: Share,
 ) {
     let (g, t) = (place.lane / 4, place.lane % 4);
-    let groups = comptime!(share.groups(shape.tokens));
     let slot = band * LANE_SLOTS + g;
     #[unroll]
-    for value in 0..comptime!(shape.matrices * groups) {
-        let (upper, lower) = (sums[comptime!(2 * value)], sums[comptime!(2 * value + 1)]);
+    for matrix in 0..shape.matrices {
         #[unroll]
         for column in 0..2usize {
-            let mut rows = Array::<f32>::new(LANE_ROWS);
-            rows[0] = upper.extract(column);
-            rows[1] = upper.extract(comptime!(2 + column));
-            rows[2] = lower.extract(column);
-            rows[3] = lower.extract(comptime!(2 + column));
-            if comptime!(share.parts(shape.tokens) == 1 && !share.is_narrow) {
+            let (upper, lower) = (sums[comptime!(2 * matrix)], sums[comptime!(2 * matrix + 1)]);
+            let mut rows = four_rows(upper, lower, column);
+            if comptime!(parts(shape.tokens) == 1) {
                 // The lower parts' sums are those of the last four columns.
                 #[unroll]
                 for row in 0..LANE_ROWS {
                     rows[row] += plane_shuffle_xor(rows[row], 2u32);
                 }
             }
-            let token = comptime!(value % groups * OPERAND_TOKENS + column) + 2 * t;
+            let token = comptime!(column) + 2 * t;
             if token < shape.tokens {
-                let matrix = comptime!(value / groups);
                 totals.put_token(place.split, slot, matrix, token, &rows, shape);
             }
         }
@@ -374,4 +315,15 @@ fn put(
     if comptime!(shape.is_normed) {
         conversion.put_squares(totals, place.split, band * LANE_SLOTS, shape, share.panel);
     }
+}
+
+/// A lane's rows for the first or the second of its two tokens.
+#[cube]
+pub(super) fn four_rows(upper: Sums, lower: Sums, #[comptime] token: usize) -> Array<f32> {
+    let mut rows = Array::<f32>::new(LANE_ROWS);
+    rows[0] = upper.extract(token);
+    rows[1] = upper.extract(comptime!(2 + token));
+    rows[2] = lower.extract(token);
+    rows[3] = lower.extract(comptime!(2 + token));
+    rows
 }

@@ -3,7 +3,6 @@
 //! - A float becomes two parts, a bf16 and what that lacks as another: together 16 bits of mantissa. Up to four tokens
 //!   have both parts in one operand of eight columns, the lower ones in the last four; up to eight have two operands.
 //! - A plane's lanes convert a portion once, four columns each, and pass it on through shared memory.
-//! - Activations that are bf16 are loaded as operands.
 
 use cubecl::prelude::*;
 use ir::tensor::Format;
@@ -12,9 +11,9 @@ use super::input::Input;
 use super::matrix::LANE_SLOTS;
 use super::total::{Shape, Totals};
 use crate::kernels::gpu::bf12::ENLARGED;
-use crate::kernels::gpu::instructions::{Packed, pack};
+use crate::kernels::gpu::instructions::pack;
 use crate::kernels::gpu::panel::Panel;
-use crate::kernels::gpu::portion::{BLOCK, portion_blocks, portion_columns};
+use crate::kernels::gpu::portion::{portion_blocks, portion_columns};
 use crate::kernels::gpu::words::{Four, half_of};
 
 /// Lanes of a plane.
@@ -205,25 +204,4 @@ impl Conversion {
             }
         }
     }
-}
-
-/// Both steps' operands of a block for a token of bf16, one after the other; zeros beyond its columns.
-#[cube]
-pub(super) fn load_operands<N: Size>(
-    input: &Input<N>,
-    token: usize,
-    t: usize,
-    block: usize,
-    #[comptime] panel: Panel,
-) -> Packed {
-    let column = block * BLOCK + 8 * t;
-    let mut operands = Packed::zeroed();
-    if column < panel.columns {
-        let words = input.x[(token * panel.columns + column) / 8];
-        #[unroll]
-        for i in 0..4usize {
-            operands.insert(i, u32::reinterpret(words.extract(i)));
-        }
-    }
-    operands
 }

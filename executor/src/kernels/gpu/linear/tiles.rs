@@ -1,0 +1,483 @@
+//! Some tens of rows of bf16 activations with matrix instructions: weights go from panels to registers, activations
+//! through shared memory.
+//!
+//! - A plane takes 32 rows of one matrix for all tokens, and some of the columns, step after step; what it loads of the
+//!   weights is portions ahead of what it multiplies.
+//! - Planes of other rows and matrices that take the same columns are a *team*, which copies those columns of the
+//!   activations once, two steps ahead into one of three stages, with one barrier of its own a step.
+//! - Rows of a stage are 64 bytes longer than a step, so that lanes read from different banks.
+//! - Teams add their sums through shared memory, always in the same order.
+
+use cubecl::prelude::barrier::copy_async_checked;
+use cubecl::prelude::*;
+use ir::op::Then;
+use ir::tensor::Format;
+
+use super::Linear;
+use super::matrix::{LANE_ROWS, LANE_SLOTS, four_rows};
+use super::rights::{OPERAND_TOKENS, PLANE};
+use super::total::{Output, Shape, Totals, finish_outputs};
+use crate::kernels::cpu::pack::{BLOCK_PAIR, PANEL, VECTOR, packed_bytes};
+use crate::kernels::gpu::bf12::{ENLARGED_PAIR, row_factors};
+use crate::kernels::gpu::device::Gpu;
+use crate::kernels::gpu::instructions::{Packed, Sums, multiply, multiply_pairs, right};
+use crate::kernels::gpu::matrix::LOAD_BYTES;
+use crate::kernels::gpu::panel::{Panel, Walk, panel_vectors};
+use crate::kernels::gpu::portion::{Portion, portion_blocks, portion_columns, portions};
+use crate::kernels::gpu::registers::held;
+use crate::kernels::gpu::words::Words;
+
+/// Columns of a step.
+const STEP: usize = BLOCK_PAIR;
+/// Steps of activations that have a place in shared memory.
+const STAGES: usize = 3;
+/// 16-byte vectors of a token's columns in a step.
+const VECTORS: usize = STEP / 8;
+/// 16-byte vectors from token to token.
+const STRIDE: usize = VECTORS + 4;
+
+/// Tokens of a cube: few kinds, since each is compiled for itself.
+const CUBE_TOKENS: [usize; 3] = [16, 32, 64];
+/// Planes of a cube for so many tokens each, whose registers fit a processor.
+const CUBE_PLANES: [usize; 3] = [16, 16, 8];
+/// Processors that take all that the L2 cache gives: one reads 64 bytes a clock, of 5.5 TB/s on an H200.
+const CACHE_PROCESSORS: f64 = 50.0;
+
+/// How the matrices of a launch are shared out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct TileShare {
+    pub(super) panel: Panel,
+    /// Of one output; planes beside one another take other matrices.
+    pub(super) matrices: usize,
+    /// Planes of a matrix that take other rows.
+    pub(super) bands: usize,
+    /// Teams of a cube.
+    pub(super) teams: usize,
+    /// Tokens of a cube: whole operands.
+    pub(super) tokens: usize,
+}
+
+impl TileShare {
+    /// Planes of a team.
+    fn members(self) -> usize {
+        self.matrices * self.bands
+    }
+
+    /// Planes of a cube.
+    pub(super) fn planes(self) -> usize {
+        self.members() * self.teams
+    }
+
+    /// 16-byte vectors from stage to stage of a team.
+    fn stage(self) -> usize {
+        self.tokens * STRIDE
+    }
+
+    /// 16-byte vectors that a unit copies of a step, at most.
+    fn copies(self) -> usize {
+        (self.tokens * VECTORS).div_ceil(self.members() * PLANE)
+    }
+
+    /// Bytes of shared memory of a cube: activations on their way, and sums.
+    pub(super) fn shared_bytes(self) -> usize {
+        let sums = self.planes() * PANEL * self.tokens * size_of::<f32>();
+        self.teams * STAGES * self.stage() * 16 + sums
+    }
+
+    /// Portions of a step.
+    fn portions(self) -> usize {
+        STEP / portion_columns(self.panel)
+    }
+
+    /// Portions that a plane has in registers.
+    fn kept(self) -> usize {
+        if self.portions() == 1 { 3 } else { 4 }
+    }
+
+    /// Steps of a team, the last of which may lie beyond the columns.
+    fn rounds(self) -> usize {
+        self.panel.columns.div_ceil(STEP).div_ceil(self.teams)
+    }
+
+    /// Groups of tokens whose sums a plane has.
+    fn groups(self) -> usize {
+        self.tokens / OPERAND_TOKENS
+    }
+}
+
+impl Gpu {
+    /// Queues a linear of bf16 activations.
+    pub(super) fn multiply_tiles(&self, linear: &Linear<'_>, share: TileShare) {
+        let shape = linear.shape_of_lanes(share.tokens, share.bands, share.teams);
+        let columns = share.panel.columns;
+        // SAFETY: the spans are as long as the shapes say, and the kernel stays within those.
+        unsafe {
+            multiply_tiles::launch_unchecked(
+                &self.client,
+                CubeCount::new_2d(
+                    linear.cubes(share.bands * PANEL),
+                    linear.tokens.div_ceil(share.tokens) as u32,
+                ),
+                CubeDim::new_2d(PLANE as u32, share.planes() as u32),
+                linear.x.argument(linear.tokens * columns * 2 / LOAD_BYTES, LOAD_BYTES),
+                linear.weights(),
+                linear.outputs(),
+                linear.tokens as u32,
+                linear.then,
+                shape,
+                share,
+            );
+        }
+    }
+
+    /// How a launch is shared out: the fewest tokens a cube of which all cubes are there at once, else the most.
+    pub(super) fn tile_share(&self, linear: &Linear<'_>) -> TileShare {
+        let kind = CUBE_TOKENS.iter().position(|&tokens| linear.tokens <= tokens);
+        let last = kind.unwrap_or(CUBE_TOKENS.len() - 1);
+        let all = (0..=last).map(|kind| self.share_of_kind(linear, kind));
+        let fits = |share: &TileShare| {
+            let stacks = linear.tokens.div_ceil(share.tokens) as u32;
+            linear.cubes(share.bands * PANEL) * stacks <= self.processors()
+        };
+        all.clone().find(fits).or_else(|| all.last()).expect("there is one kind at least")
+    }
+
+    /// How the planes of a cube of some tokens share its matrices, rows and columns, so that least time is spent on
+    /// reading: with more rows activations are read less often, more cubes read at the same time.
+    fn share_of_kind(&self, linear: &Linear<'_>, kind: usize) -> TileShare {
+        let panel = linear.matrices[0].panel();
+        let matrices = linear.matrices_of_output();
+        let (tokens, planes) = (CUBE_TOKENS[kind], CUBE_PLANES[kind]);
+        let panel_bytes = packed_bytes(panel.format, PANEL, panel.columns);
+        let time = |bands: &usize| {
+            let cubes = linear.cubes(bands * PANEL);
+            let waves = f64::from(cubes.div_ceil(self.processors()));
+            let bytes = matrices * bands * panel_bytes + tokens * panel.columns * 2;
+            bytes as f64 * waves.max(f64::from(cubes) / CACHE_PROCESSORS)
+        };
+        let bands = [1, 2, 4].into_iter().filter(|bands| 2 * bands * matrices <= planes);
+        let bands = bands.min_by(|a, b| time(a).total_cmp(&time(b))).unwrap_or(1);
+        let most_bytes = self.client.properties().hardware.max_shared_memory_size;
+        let share = |teams| TileShare { panel, matrices, bands, teams, tokens };
+        let steps = panel.columns.div_ceil(STEP);
+        let fits = |teams: &usize| share(*teams).shared_bytes() <= most_bytes;
+        share((1..=steps.min(planes / (bands * matrices))).rev().find(fits).unwrap_or(1))
+    }
+}
+
+/// Writes every output: cubes take bands of its rows, output after output; along the second axis, other tokens.
+#[cube(launch_unchecked)]
+pub(super) fn multiply_tiles(
+    input: &[Packed],
+    weights: &Sequence<Sequence<Box<[Words]>>>,
+    outputs: &mut Sequence<Output>,
+    tokens: u32,
+    #[comptime] then: Then,
+    #[comptime] shape: Shape,
+    #[comptime] share: TileShare,
+) {
+    let cube = CUBE_POS_X as usize;
+    let lane = UNIT_POS_X as usize;
+    let plane = UNIT_POS_Y as usize;
+    let tile = comptime!(share.bands * PANEL);
+    let first_token = CUBE_POS_Y as usize * share.tokens;
+    let mut totals = Totals::new(&outputs[0], shape);
+    let mut staged = Shared::<[Packed]>::new_aligned_slice(
+        comptime!(share.teams * STAGES * share.stage()),
+        16usize,
+    );
+    let mut first_cube = 0usize.runtime();
+    #[unroll]
+    for output in 0..outputs.len() {
+        let rows = outputs.index(output).rows;
+        let cubes = rows.div_ceil(tile);
+        if cube >= first_cube && cube < first_cube + cubes {
+            let band = plane / share.matrices % share.bands;
+            // Bands beyond the last row are computed as the last one and not written.
+            let number = (cube - first_cube) * share.bands + band;
+            let number = number.min(rows.div_ceil(PANEL) - 1);
+            let vectors = panel_vectors(rows, number);
+            let place = Place {
+                walk: Walk {
+                    start: number * comptime!(share.panel.stride()),
+                    vectors,
+                    slot: lane / 4 % (vectors * comptime!(VECTOR / LANE_ROWS)),
+                },
+                lane,
+                matrix: plane % share.matrices,
+                team: plane / comptime!(share.members()),
+                member: plane % comptime!(share.members()) * PLANE + lane,
+                first_token,
+                last_token: tokens as usize - 1,
+            };
+            let mut sums = Array::<Sums>::new(comptime!(share.groups() * 2));
+            multiply_band(input, &weights[output], &mut staged, place, &mut sums, share);
+            put(&mut totals, &sums, band * LANE_SLOTS + lane / 4, place, shape, share);
+        }
+        first_cube += cubes;
+    }
+    sync_cube();
+    finish_outputs(&totals, outputs, first_token, 0.0, tile, share.panel.columns, then, shape);
+}
+
+/// What a lane takes.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+struct Place {
+    /// Where it walks in panels.
+    walk: Walk,
+    lane: usize,
+    /// Of the output's.
+    matrix: usize,
+    team: usize,
+    /// Which unit of its team it is.
+    member: usize,
+    first_token: usize,
+    /// Of all cubes.
+    last_token: usize,
+}
+
+/// Sets `sums[group][pair of rows]` to the products of a plane.
+#[cube]
+fn multiply_band(
+    input: &[Packed],
+    weights: &Sequence<Box<[Words]>>,
+    staged: &mut Shared<[Packed]>,
+    place: Place,
+    sums: &mut Array<Sums>,
+    #[comptime] share: TileShare,
+) {
+    #[unroll]
+    for sum in 0..comptime!(share.groups() * 2) {
+        sums[sum] = Sums::zeroed();
+    }
+    let of_team = place.team * comptime!(STAGES * share.stage());
+    #[unroll]
+    for round in 0..comptime!(STAGES - 1) {
+        let to = of_team + comptime!(round * share.stage());
+        copy_step(input, staged, to, round.runtime(), place, share);
+    }
+    let mut kept = Sequence::<Portion>::new();
+    #[unroll]
+    for _ in 0..share.kept() {
+        kept.push(Portion::new(share.panel));
+    }
+    #[unroll]
+    for index in 0..comptime!(share.kept() - 1) {
+        load_portion(&mut kept, weights, place, 0usize.runtime(), index, index, share);
+    }
+    let of_step = comptime!(share.portions());
+    let unrolled = comptime!(share.kept() / of_step);
+    let mut stage = 0usize.runtime();
+    let mut round = 0usize.runtime();
+    while round < comptime!(share.rounds()) {
+        #[unroll]
+        for turn in 0..unrolled {
+            if round < comptime!(share.rounds()) {
+                // Of the copies under way only the newest step's is not waited for.
+                gpu_asm!("cp.async.wait_group 1;");
+                sync_team(place.team, share);
+                let last = comptime!((STAGES - 1) * share.stage());
+                let behind = select(stage == 0, last.runtime(), stage - comptime!(share.stage()));
+                let next = round + comptime!(STAGES - 1);
+                copy_step(input, staged, of_team + behind, next, place, share);
+                #[unroll]
+                for part in 0..of_step {
+                    let now = comptime!(turn * of_step + part);
+                    let ahead = comptime!(share.kept() - 1);
+                    let free = comptime!((now + ahead) % share.kept());
+                    load_portion(
+                        &mut kept,
+                        weights,
+                        place,
+                        round,
+                        comptime!(part + ahead),
+                        free,
+                        share,
+                    );
+                    multiply_portion(
+                        &kept,
+                        &*staged,
+                        of_team + stage,
+                        place,
+                        sums,
+                        part,
+                        now,
+                        share,
+                    );
+                }
+                stage = select(stage == last, 0usize.runtime(), stage + comptime!(share.stage()));
+                round += 1;
+            }
+        }
+    }
+    if comptime!(matches!(share.panel.format, Format::Bf12)) {
+        let mut bases = Words::empty();
+        #[unroll]
+        for matrix in 0..share.matrices {
+            if place.matrix == matrix {
+                bases = weights[matrix][place.walk.start + place.walk.slot];
+            }
+        }
+        let factors = row_factors(bases);
+        #[unroll]
+        for at in 0..comptime!(share.groups() * 2) {
+            let mut sum = sums[at];
+            #[unroll]
+            for i in 0..4usize {
+                sum.insert(i, sum.extract(i) * factors[comptime!(2 * (at % 2) + i / 2)]);
+            }
+            sums[at] = sum;
+        }
+    }
+}
+
+/// Starts to copy a team's columns of a step; those behind the last become zeros.
+#[cube]
+fn copy_step(
+    input: &[Packed],
+    staged: &mut Shared<[Packed]>,
+    to: usize,
+    round: usize,
+    place: Place,
+    #[comptime] share: TileShare,
+) {
+    let step = round * share.teams + place.team;
+    #[unroll]
+    for i in 0..comptime!(share.copies()) {
+        let index = place.member + comptime!(i * share.members() * PLANE);
+        let (token, at) = (index / VECTORS, index % VECTORS);
+        let vector = step * VECTORS + at;
+        let is_inside = vector < comptime!(share.panel.columns / 8);
+        // Tokens behind the last are copies of that one.
+        let row = (place.first_token + token).min(place.last_token);
+        let from = select(is_inside, row * comptime!(share.panel.columns / 8) + vector, 0usize);
+        let count = select(is_inside, 1usize, 0usize);
+        let to = to + token * STRIDE + at;
+        let is_whole = comptime!((share.tokens * VECTORS).is_multiple_of(share.members() * PLANE));
+        if is_whole || index < comptime!(share.tokens * VECTORS) {
+            copy_async_checked(
+                &input[from..from + count],
+                &mut staged[to..to + 1],
+                comptime!(4u32),
+            );
+        }
+    }
+    gpu_asm!("cp.async.commit_group;");
+}
+
+/// Loads the portion of that number, counted from a round's first; behind a team's last, any portion.
+#[cube]
+fn load_portion(
+    kept: &mut Sequence<Portion>,
+    weights: &Sequence<Box<[Words]>>,
+    place: Place,
+    round: usize,
+    #[comptime] ahead: usize,
+    #[comptime] to: usize,
+    #[comptime] share: TileShare,
+) {
+    let (rounds, part) = comptime!((ahead / share.portions(), ahead % share.portions()));
+    let step = (round + rounds) * share.teams + place.team;
+    let number = step * comptime!(share.portions()) + part;
+    let number = number.min(comptime!(portions(share.panel) - 1).runtime());
+    let portion = kept.index_mut(to);
+    #[unroll]
+    for matrix in 0..share.matrices {
+        if comptime!(share.matrices == 1) {
+            portion.load(&weights[matrix], place.walk, place.lane % 4, number, share.panel);
+        } else {
+            if place.matrix == matrix {
+                portion.load(&weights[matrix], place.walk, place.lane % 4, number, share.panel);
+            }
+        }
+    }
+}
+
+/// Adds the products of a portion that is kept.
+#[cube]
+#[expect(clippy::too_many_arguments, reason = "a kernel's parts have no state of their own")]
+fn multiply_portion(
+    kept: &Sequence<Portion>,
+    staged: &Shared<[Packed]>,
+    stage: usize,
+    place: Place,
+    sums: &mut Array<Sums>,
+    #[comptime] part: usize,
+    #[comptime] now: usize,
+    #[comptime] share: TileShare,
+) {
+    let panel = comptime!(share.panel);
+    let blocks = comptime!(portion_blocks(panel));
+    let portion = kept.index(now);
+    #[unroll]
+    for block in 0..blocks {
+        let operands = portion.scaled_codes(block, place.walk.slot, panel);
+        let from = stage
+            + place.lane / 4 * STRIDE
+            + place.lane % 4
+            + comptime!(4 * (part * blocks + block));
+        #[unroll]
+        for group in 0..share.groups() {
+            let mut x = staged[from + comptime!(group * OPERAND_TOKENS * STRIDE)];
+            if comptime!(matches!(panel.format, Format::Bf12)) {
+                #[unroll]
+                for i in 0..4usize {
+                    x.insert(i, multiply_pairs(x.extract(i), ENLARGED_PAIR.runtime()));
+                }
+            }
+            let first = right(x.extract(0usize), x.extract(1usize));
+            let second = right(x.extract(2usize), x.extract(3usize));
+            #[unroll]
+            for pair in 0..2usize {
+                let at = comptime!(2 * group + pair);
+                let sum = multiply(operands[pair], first, sums[at], true);
+                sums[at] = multiply(operands[comptime!(2 + pair)], second, sum, true);
+            }
+        }
+    }
+}
+
+/// Waits until all units of a team are here.
+#[cube]
+fn sync_team(team: usize, #[comptime] share: TileShare) {
+    if comptime!(share.members() == 1) {
+        sync_plane();
+    } else {
+        // Barrier 0 is the cube's.
+        let barrier = held::<u32>(team as u32 + 1u32);
+        let units = comptime!((share.members() * PLANE) as u32);
+        gpu_asm!("bar.sync {barrier}, {units};", units = const units, barrier = in(_) barrier);
+    }
+}
+
+/// Puts a lane's sums, of four rows and of two tokens of each group.
+#[cube]
+fn put(
+    totals: &mut Totals,
+    sums: &Array<Sums>,
+    slot: usize,
+    place: Place,
+    #[comptime] shape: Shape,
+    #[comptime] share: TileShare,
+) {
+    #[unroll]
+    for group in 0..comptime!(share.groups()) {
+        let (upper, lower) = (sums[comptime!(2 * group)], sums[comptime!(2 * group + 1)]);
+        #[unroll]
+        for column in 0..2usize {
+            let rows = four_rows(upper, lower, column);
+            let token = comptime!(group * OPERAND_TOKENS + column) + 2 * (place.lane % 4);
+            #[unroll]
+            for matrix in 0..share.matrices {
+                if comptime!(share.matrices == 1) {
+                    totals.put_token(place.team, slot, matrix, token, &rows, shape);
+                } else {
+                    if place.matrix == matrix {
+                        totals.put_token(place.team, slot, matrix, token, &rows, shape);
+                    }
+                }
+            }
+        }
+    }
+}
