@@ -2,23 +2,25 @@
 # Every check that a real GPU takes part in: kernels against their references, whole models against golden outputs, a
 # hundred runs over two GPUs and two CPU ranks where there are two, and one run under compute-sanitizer where that is
 # installed. Needs an NVIDIA driver and the CUDA libraries.
+#
+# PROGRAMS=FOLDER takes what was built elsewhere: hybridc, hybrid-exec and, in FOLDER/tests, the test programs of the
+# executor and of tests/tests/golden.rs. ROUNDS=N runs several GPUs N times instead of a hundred.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-source .ci/packages
 
 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2>/dev/null ||
   { echo "there is no NVIDIA GPU here: tests/run.sh checks the kernels on a device in software" >&2; exit 1; }
-filter='package(executor) and test(kernels::gpu) + test(a_gpu) + test(captured_runs) + test(every_rate)'
-filter+=' + test(sums_by_groups) + test(every_device_counts) + test(in_12_bits)'
-if cargo nextest --version >/dev/null 2>&1; then
-  cargo nextest run --release --locked --workspace -E "$filter"
-else
-  cargo test --release --locked --workspace gpu
-  for test in captured_runs sums_by_groups every_device_counts in_12_bits; do
-    cargo test --release --locked --workspace "$test"
+names=(kernels::gpu a_gpu captured_runs every_rate sums_by_groups every_device_counts in_12_bits)
+if [ -n "${PROGRAMS:-}" ]; then
+  programs=$PROGRAMS
+  for test in "$programs"/tests/*; do
+    "$test" --test-threads 1 "${names[@]}"
   done
+else
+  source .ci/packages
+  programs="${CARGO_TARGET_DIR:-target}/release"
+  cargo test --release --locked --workspace --lib --bins --tests -- --test-threads 1 "${names[@]}"
 fi
-programs="${CARGO_TARGET_DIR:-target}/release"
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 compile() { "$programs/hybridc" compile tests/golden/llama3 --format f32 --kv-type f32 "$@"; }
@@ -33,11 +35,13 @@ if [ "$(nvidia-smi --query-gpu=name --format=csv,noheader | wc -l)" -ge 2 ]; the
   compile --tensor-parallel gpu0,gpu1 -o "$folder/gpus.ron"
   compile --pipeline gpu0,gpu1 --prefill-tokens 2 -o "$folder/stages.ron"
   answer "$folder/alone.ron" >"$folder/expected"
-  for plan in gpus ranks stages; do
-    for run in $(seq 100); do
+  rounds=${ROUNDS:-100}
+  for plan in ranks gpus stages; do
+    for run in $(seq "$rounds"); do
       answer "$folder/$plan.ron" >"$folder/given" && cmp -s "$folder/expected" "$folder/given" ||
         { echo "run $run of $plan gave other tokens than numa0" >&2; exit 1; }
     done
+    echo "$plan: the tokens of numa0 in $rounds of $rounds runs"
   done
 else
   echo "there is one GPU: sums over GPUs were not tried"
