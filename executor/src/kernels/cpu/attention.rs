@@ -29,7 +29,7 @@ use super::math::exp2;
 use super::norm::{Norm, norm_row};
 use super::rope::{RopeView, rotate};
 use super::rows::Whole;
-use crate::team::{Barrier, Chunks, Team};
+use crate::team::{Chunks, Phase, Team};
 
 /// One sequence of a batch.
 #[derive(Clone, Copy, Debug)]
@@ -91,15 +91,13 @@ pub fn attention(team: &Team, isa: Isa, attention: &Attention, cache: &mut Cache
         cache,
         plan: &plan,
         tiles: &tiles,
-        appending: Chunks::new(tiles.len() * shape.kv_heads, 1),
-        attending: Chunks::new(plan.pieces.len(), 1),
+        appending: team.phase(tiles.len() * shape.kv_heads, 1),
+        attending: team.phase(plan.pieces.len(), 1),
         joining: Chunks::new(plan.jobs.len(), 1),
-        appended: team.barrier(),
-        attended: team.barrier(),
         parts: Whole(parts.as_mut_ptr()),
         out: Whole(out.as_mut_ptr()),
     };
-    team.run(|_| match shape.element {
+    team.work_off(|_| match shape.element {
         Element::F32 => vectorize(isa, Member::<F32>::of(&work)),
         Element::F16 => vectorize(isa, Member::<F16>::of(&work)),
         Element::Bf16 => vectorize(isa, Member::<Bf16>::of(&work)),
@@ -167,11 +165,9 @@ struct Work<'a> {
     cache: &'a Cache<'a>,
     plan: &'a plan::Plan,
     tiles: &'a [(usize, Range<usize>)],
-    appending: Chunks,
-    attending: Chunks,
+    appending: Phase<'a>,
+    attending: Phase<'a>,
     joining: Chunks,
-    appended: Barrier<'a>,
-    attended: Barrier<'a>,
     parts: Whole<f32>,
     out: Whole<f32>,
 }
@@ -196,20 +192,22 @@ impl<P: Packing> Kernel for Member<'_, P> {
         let work = self.work;
         let head_dim = work.cache.shape().head_dim;
         let mut heads = vec![0.0; TILE_TOKENS * head_dim];
-        while let Some(range) = work.appending.claim() {
+        let mut turn = work.appending.begin();
+        while let Some(range) = turn.claim() {
             for i in range {
                 work.append::<L>(i, &mut heads);
             }
         }
-        work.appended.wait();
+        turn.finish();
         let mut rows = Rows::<P>::new(head_dim);
-        while let Some(range) = work.attending.claim() {
+        let mut turn = work.attending.begin();
+        while let Some(range) = turn.claim() {
             for piece in &work.plan.pieces[range] {
                 work.attend::<L, P>(piece, &mut rows);
             }
         }
         if work.plan.part_rows > 0 {
-            work.attended.wait();
+            turn.finish();
             while let Some(range) = work.joining.claim() {
                 work.plan.jobs[range].iter().for_each(|job| work.join::<L>(job));
             }
@@ -357,7 +355,7 @@ impl Work<'_> {
         for row in 0..job.rows() {
             let part = |piece: usize| {
                 let start = (first_row + piece * job.rows() + row) * stride;
-                // SAFETY: the plan has counted these rows, and all were written before the barrier.
+                // SAFETY: the plan has counted these rows, and all are written.
                 unsafe { std::slice::from_raw_parts(self.parts.0.add(start), stride) }
             };
             let largest = (0..job.pieces).map(|piece| part(piece)[stride - 2]);

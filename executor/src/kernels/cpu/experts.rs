@@ -22,7 +22,7 @@ use super::linear::encode_pieces;
 use super::pack::{PANEL, PackedMatrix, Shared};
 use super::product::{Product, Rooms};
 use super::tile::Kernel;
-use crate::team::{Chunks, Claim, Team};
+use crate::team::{Chunks, Claim, Phase, Team};
 
 /// One expert: `down(activation(gate(x)) * up(x))`.
 #[derive(Clone, Copy)]
@@ -143,21 +143,19 @@ pub fn experts(team: &Team, isa: Isa, inputs: &Experts<'_>, out: &mut [f32]) -> 
     let are_few = inputs.tokens < team.members();
     let sums = Chunks::new(inputs.tokens, inputs.tokens.div_ceil(4 * team.members()));
     let sum_to = Shared(out.as_mut_ptr());
-    let barrier = team.barrier();
-    team.run(|member| {
+    team.work_off(|member| {
         if let Some(first) = up_tasks.first(member) {
             up_kernel.ask_for(first_up(first));
         }
         let mut workplace = rooms.of(member);
         encoder.encode(isa, inputs.x, &slots.tokens, encoded);
-        barrier.wait();
         while let Some(Claim { task, next }) = up_tasks.claim(member) {
             let (group, panels) = (task / ups.count, ups.panels(task % ups.count));
             let weights = [expert(group).gate, expert(group).up];
             let (kernel, target) = (up_kernel, &inner_target);
             let next = next.map(first_up).or_else(|| down_tasks.first(member).map(first_down));
             let product = Product { kernel, weights: &weights, panels, encoded, target, next };
-            // SAFETY: the input was encoded before the barrier; each expert's panel is claimed once.
+            // SAFETY: the input is encoded; each expert's panel is claimed once.
             unsafe { product.finish(up_strips.of(group), &mut workplace) };
             if inners.finish_task(group) {
                 let kernel = (isa, down_kernel);
@@ -177,17 +175,20 @@ pub fn experts(team: &Team, isa: Isa, inputs: &Experts<'_>, out: &mut [f32]) -> 
             inners.wait(group);
             // SAFETY: the group's rows are encoded; each expert's panel is claimed once.
             unsafe { product.finish(down_strips.of(group), &mut workplace) };
-            if outers.finish_task(part) && are_few {
-                // SAFETY: all groups have written these columns, and nobody else adds them up.
-                unsafe { add_up(inputs, &slots, outer, 0..inputs.tokens, columns, sum_to) };
+            if outers.finish_task(part) {
+                if are_few {
+                    // SAFETY: all groups have written these columns, and nobody else adds them up.
+                    unsafe { add_up(inputs, &slots, outer, 0..inputs.tokens, columns, sum_to) };
+                }
+                outers.open(part);
             }
         }
         if are_few {
             return;
         }
-        barrier.wait();
+        (0..downs.count).for_each(|part| outers.wait(part));
         while let Some(range) = sums.claim() {
-            // SAFETY: all was written before the barrier, and each token is claimed once.
+            // SAFETY: all parts are written, and each token is claimed once.
             unsafe { add_up(inputs, &slots, outer, range, 0..features, sum_to) };
         }
     });
@@ -230,11 +231,11 @@ struct Encoder<'a> {
     strips: &'a [Strip],
     parts: usize,
     segment: usize,
-    chunks: Chunks,
+    phase: Phase<'a>,
 }
 
 impl<'a> Encoder<'a> {
-    fn new(team: &Team, encoding: Encoding, columns: usize, strips: &'a [Strip]) -> Self {
+    fn new(team: &'a Team, encoding: Encoding, columns: usize, strips: &'a [Strip]) -> Self {
         let (parts, segment) = encode_pieces(columns, strips.len(), team.members());
         Self {
             encoding,
@@ -242,16 +243,17 @@ impl<'a> Encoder<'a> {
             strips,
             parts,
             segment,
-            chunks: Chunks::new(strips.len() * parts, 1),
+            phase: team.phase(strips.len() * parts, 1),
         }
     }
 
-    /// One member's share of the work.
+    /// One member's share of the work; returns when all of it is done.
     fn encode(&self, isa: Isa, x: &[f32], sources: &[u32], encoded: Shared<u8>) {
         let sources = Some(sources);
         let rows =
             Rows { isa, encoding: self.encoding, x, columns: self.columns, norm: None, sources };
-        while let Some(range) = self.chunks.claim() {
+        let mut turn = self.phase.begin();
+        while let Some(range) = turn.claim() {
             for task in range {
                 let strip = self.strips[task / self.parts];
                 // SAFETY: the buffer has room for all slots; every piece is claimed once.
@@ -260,6 +262,7 @@ impl<'a> Encoder<'a> {
                 }
             }
         }
+        turn.finish();
     }
 }
 

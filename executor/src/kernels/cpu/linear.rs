@@ -14,7 +14,7 @@ use super::isa::Isa;
 use super::pack::{PackedMatrix, Shared};
 use super::product::{Deal, Product, Rooms};
 use super::tile::Kernel;
-use crate::team::{Chunks, Team};
+use crate::team::Team;
 
 pub use super::norm::Norm;
 
@@ -100,7 +100,7 @@ fn linear_by(
     let panels: Vec<usize> =
         linear.weights[..targets.len()].iter().map(|weight| weight.panels()).collect();
     let (pieces, segment) = encode_pieces(columns, strips.len(), team.members());
-    let encoding = Chunks::new(strips.len() * pieces, 1);
+    let encoding = team.phase(strips.len() * pieces, 1);
     let is_gate = matches!(linear.then, Then::Gate(_));
     let deal = Deal::new(kernel, &panels, is_gate, strips.len(), team.members());
     let multiplying = team.shares(deal.tasks());
@@ -108,20 +108,20 @@ fn linear_by(
         let (matrix, panels, _) = deal.task(task);
         linear.weights[matrix].panel(panels.start)
     };
-    let barrier = team.barrier();
-    team.run(|member| {
+    team.work_off(|member| {
         // Encoding hides what the first panel waits for.
         if let Some(first) = multiplying.first(member) {
             kernel.ask_for(first_panel(first));
         }
-        while let Some(range) = encoding.claim() {
+        let mut turn = encoding.begin();
+        while let Some(range) = turn.claim() {
             for piece in range {
                 let strip = strips[piece / pieces];
                 // SAFETY: the buffer has room for all rows; every piece is claimed once.
                 unsafe { rows.encode(strip, piece % pieces * segment, segment, encoded_at) };
             }
         }
-        barrier.wait();
+        turn.finish();
         let mut workplace = rooms.of(member);
         while let Some(claim) = multiplying.claim(member) {
             let (matrix, panels, strips_of) = deal.task(claim.task);
@@ -133,8 +133,7 @@ fn linear_by(
                 target: &targets[matrix],
                 next: claim.next.map(first_panel),
             };
-            // SAFETY: the input was encoded before the barrier, and every panel's columns are claimed
-            // once for every strip.
+            // SAFETY: the input is encoded, and every panel's columns are claimed once for every strip.
             unsafe { product.finish(&strips[strips_of], &mut workplace) };
         }
     });

@@ -112,7 +112,7 @@ pub fn pack_rows(format: Format, columns: usize, wide: &[f32], packed: &mut [u8]
 }
 
 impl PackedMatrix {
-    /// Packs the matrix; every member of the team packs, and so touches first, some panels.
+    /// Packs the matrix; free members of the team pack, and so touch first, some panels each.
     ///
     /// # Errors
     /// When there is no memory.
@@ -124,7 +124,7 @@ impl PackedMatrix {
         let parts = Shared(wide.as_ptr().cast::<f32>());
         let start = Shared(self.region.as_ptr().wrapping_add(self.start));
         let chunks = Chunks::new(self.panels(), 1);
-        team.run(|member| {
+        team.work_off(|member| {
             // SAFETY: the region holds one such part for each member.
             let wide = unsafe {
                 let part = parts.pointer().add(member * PANEL * columns);

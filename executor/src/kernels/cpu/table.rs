@@ -23,7 +23,7 @@ pub struct RowTable {
 }
 
 impl RowTable {
-    /// Fills a table; every member of the team fills, and so touches first, some rows.
+    /// Fills a table; free members of the team fill, and so touch first, some rows each.
     ///
     /// # Errors
     /// When there is no memory, or the format is one of blocks.
@@ -46,7 +46,7 @@ impl RowTable {
             .with_context(|| format!("a table of {rows} by {columns} in {format}"))?;
         let start = Shared(region.as_ptr());
         let chunks = Chunks::new(rows, GRAIN);
-        team.run(|_| {
+        team.work_off(|_| {
             let mut wide = vec![0.0; GRAIN * columns];
             while let Some(range) = chunks.claim() {
                 let wide = &mut wide[..range.len() * columns];
