@@ -2,6 +2,8 @@
 //!
 //! - A region has no pages until it is written to; the thread that writes first decides the node.
 //! - Regions of 2 MiB or more are aligned for huge pages and ask for them.
+//! - An arena's buffers lie in one stretch, as close to its start as they fit: the pages that it holds are those of the
+//!   run that needed most, however many runs of other lengths there are.
 
 #![expect(unsafe_code, reason = "maps anonymous memory and views it as plain numbers")]
 
@@ -16,8 +18,11 @@ use bytemuck::Pod;
 
 /// Size of a huge page on x86-64 and of a block mapping on aarch64 with 4 KiB pages.
 const HUGE_PAGE_BYTES: usize = 2 << 20;
-/// Smallest size of a buffer: one page.
-const SMALLEST_BYTES: usize = 4096;
+/// What starts and sizes of buffers are multiples of: one page.
+const PAGE_BYTES: usize = 4096;
+/// Address space of a stretch, which is larger where one buffer is. It costs nothing until it is written to, and runs
+/// whose buffers take more are those of models whose weights take a hundred times as much.
+const STRETCH_BYTES: usize = 1 << 30;
 
 /// Anonymous memory, zero at first.
 pub struct Region {
@@ -27,18 +32,28 @@ pub struct Region {
     mapping: (*mut libc::c_void, usize),
 }
 
-/// Buffers that were given back, ready to be taken again.
+/// Memory for buffers: what was given back is taken again.
 #[derive(Clone, Default)]
 pub struct Arena {
-    free: Arc<Mutex<BTreeMap<usize, Vec<Region>>>>,
+    stretches: Arc<Mutex<Vec<Stretch>>>,
 }
 
 /// Memory taken from an arena, given back when dropped; its content is whatever was there.
 pub struct Buffer {
-    /// `None` only while it is being dropped.
-    region: Option<Region>,
+    stretch: Arc<Region>,
+    /// Where it starts in the stretch; it has all bytes up to the next page.
+    start: usize,
     bytes: usize,
     arena: Arena,
+}
+
+/// Buffers side by side, and what is free between and behind them.
+struct Stretch {
+    region: Arc<Region>,
+    /// Size of each gap by its start; none next to another.
+    gaps: BTreeMap<usize, usize>,
+    /// The end of the furthest buffer there has been.
+    reached: usize,
 }
 
 // SAFETY: a region owns its mapping as a `Vec` owns its allocation.
@@ -163,27 +178,71 @@ impl Drop for Region {
 }
 
 impl Arena {
-    /// A buffer of `bytes`, page-aligned, with unspecified content.
+    /// A buffer of `bytes`, page-aligned, with unspecified content: in the smallest gap that is large enough.
     ///
     /// # Errors
-    /// When none is free and the system has no more address space to give.
+    /// When no gap is, and the system has no more address space to give.
     pub fn take(&self, bytes: usize) -> anyhow::Result<Buffer> {
-        let class = size_class(bytes);
-        let recycled = self.free().get_mut(&class).and_then(Vec::pop);
-        let region = match recycled {
-            Some(region) => region,
-            None => Region::new(class)?,
+        let size = whole_pages(bytes).with_context(|| format!("a buffer of {bytes} bytes"))?;
+        let mut stretches = self.stretches();
+        let gaps = stretches.iter_mut().filter_map(|stretch| Some((stretch.gap(size)?, stretch)));
+        let (stretch, start) = match gaps.min_by_key(|((_, gap), _)| *gap) {
+            Some(((start, _), stretch)) => (stretch, start),
+            None => {
+                // Stretches without a buffer are too small for this run, and perhaps for those that follow.
+                stretches.retain(|stretch| !stretch.is_free());
+                stretches.push(Stretch::new(size.max(STRETCH_BYTES))?);
+                (stretches.last_mut().expect("it has just been added"), 0)
+            }
         };
-        Ok(Buffer { region: Some(region), bytes, arena: self.clone() })
+        stretch.fill(start, size);
+        Ok(Buffer { stretch: Arc::clone(&stretch.region), start, bytes, arena: self.clone() })
     }
 
-    /// Bytes of the buffers that wait to be taken again.
-    pub fn free_bytes(&self) -> usize {
-        self.free().iter().map(|(class, regions)| class * regions.len()).sum()
+    /// Bytes up to the furthest ends of buffers so far, which is what may have pages.
+    pub fn reached_bytes(&self) -> usize {
+        self.stretches().iter().map(|stretch| stretch.reached).sum()
     }
 
-    fn free(&self) -> MutexGuard<'_, BTreeMap<usize, Vec<Region>>> {
-        self.free.lock().unwrap_or_else(PoisonError::into_inner)
+    fn stretches(&self) -> MutexGuard<'_, Vec<Stretch>> {
+        self.stretches.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Stretch {
+    fn new(bytes: usize) -> anyhow::Result<Self> {
+        let region = Arc::new(Region::new(bytes)?);
+        Ok(Self { region, gaps: BTreeMap::from([(0, bytes)]), reached: 0 })
+    }
+
+    fn is_free(&self) -> bool {
+        self.gaps.get(&0) == Some(&self.region.bytes())
+    }
+
+    /// Start and size of the smallest gap of at least `size` bytes; the first of several.
+    fn gap(&self, size: usize) -> Option<(usize, usize)> {
+        let gaps = self.gaps.iter().map(|(&start, &gap)| (start, gap));
+        gaps.filter(|&(_, gap)| gap >= size).min_by_key(|&(_, gap)| gap)
+    }
+
+    /// Takes `size` bytes from the start of a gap.
+    fn fill(&mut self, start: usize, size: usize) {
+        let gap = self.gaps.remove(&start).expect("it was found with this start");
+        if gap > size {
+            self.gaps.insert(start + size, gap - size);
+        }
+        self.reached = self.reached.max(start + size);
+    }
+
+    /// Makes `size` bytes free, in one gap with what is free next to them.
+    fn give_back(&mut self, mut start: usize, mut size: usize) {
+        size += self.gaps.remove(&(start + size)).unwrap_or(0);
+        if let Some((&before, &gap)) = self.gaps.range(..start).next_back()
+            && before + gap == start
+        {
+            (start, size) = (before, gap + size);
+        }
+        self.gaps.insert(start, size);
     }
 }
 
@@ -195,18 +254,20 @@ impl Buffer {
 
     /// All whole elements of type `T`.
     pub fn as_slice<T: Pod>(&self) -> &[T] {
-        &self.region().as_slice()[..self.bytes / size_of::<T>()]
+        // SAFETY: these bytes of the stretch are this buffer's alone, aligned to a page, initialised by the system or
+        // by writes since, and any bytes are a `Pod`.
+        unsafe { std::slice::from_raw_parts(self.as_ptr().cast(), self.bytes / size_of::<T>()) }
     }
 
     /// All whole elements of type `T`, to write to.
     pub fn as_mut_slice<T: Pod>(&mut self) -> &mut [T] {
-        let count = self.bytes / size_of::<T>();
-        &mut self.region_mut().as_mut_slice()[..count]
+        // SAFETY: as in `as_slice`, and the borrow is exclusive.
+        unsafe { std::slice::from_raw_parts_mut(self.as_ptr().cast(), self.bytes / size_of::<T>()) }
     }
 
     /// The first byte; the rest follows.
     pub fn as_ptr(&self) -> *mut u8 {
-        self.region().as_ptr()
+        self.stretch.as_ptr().wrapping_add(self.start)
     }
 
     /// The buffer as the storage of a Burn tensor, without a copy; it comes back when the tensor is dropped.
@@ -215,27 +276,21 @@ impl Buffer {
         // SAFETY: all bytes are initialised: the system gives zeros and buffers only ever hold plain numbers.
         unsafe { Bytes::from_controller(Box::new(self), bytes) }
     }
-
-    fn region(&self) -> &Region {
-        self.region.as_ref().expect("a buffer has its region until it is dropped")
-    }
-
-    fn region_mut(&mut self) -> &mut Region {
-        self.region.as_mut().expect("a buffer has its region until it is dropped")
-    }
 }
 
 impl Drop for Buffer {
     fn drop(&mut self) {
-        if let Some(region) = self.region.take() {
-            self.arena.free().entry(region.bytes()).or_default().push(region);
-        }
+        let size = whole_pages(self.bytes).expect("it was taken with this size");
+        let mut stretches = self.arena.stretches();
+        let mut ours = stretches.iter_mut();
+        let ours = ours.find(|stretch| Arc::ptr_eq(&stretch.region, &self.stretch));
+        ours.expect("a stretch lives as long as its buffers").give_back(self.start, size);
     }
 }
 
 impl AllocationController for Buffer {
     fn alloc_align(&self) -> usize {
-        SMALLEST_BYTES
+        PAGE_BYTES
     }
 
     fn property(&self) -> AllocationProperty {
@@ -258,11 +313,9 @@ impl AllocationController for Buffer {
     }
 }
 
-/// Sizes in steps of a quarter of a power of two: at most a fifth is lost, and a buffer is found again
-/// by a slightly different batch.
-fn size_class(bytes: usize) -> usize {
-    let step = (bytes.max(SMALLEST_BYTES).next_power_of_two() / 8).max(SMALLEST_BYTES);
-    bytes.max(1).next_multiple_of(step)
+/// Whole pages for `bytes`, one at least; `None` where there is no such size.
+fn whole_pages(bytes: usize) -> Option<usize> {
+    bytes.max(1).checked_next_multiple_of(PAGE_BYTES)
 }
 
 #[cfg(test)]
@@ -332,24 +385,67 @@ mod tests {
         let mut buffer = arena.take(10_000).unwrap();
         buffer.as_mut_slice::<u32>().fill(7);
         let start = buffer.as_ptr();
-        assert_eq!((buffer.as_slice::<u8>().len(), arena.free_bytes()), (10_000, 0));
+        assert_eq!((buffer.as_slice::<u8>().len(), arena.reached_bytes()), (10_000, 12_288));
         drop(buffer);
-        assert!(arena.free_bytes() >= 10_000);
         let again = arena.take(9_900).unwrap();
-        assert_eq!((again.as_ptr(), arena.free_bytes()), (start, 0));
+        assert_eq!((again.as_ptr(), arena.reached_bytes()), (start, 12_288));
         assert_ne!(arena.take(9_900).unwrap().as_ptr(), start);
     }
 
     #[test]
-    fn size_classes_waste_little() {
-        for bytes in (1..1 << 22).step_by(997) {
-            let class = size_class(bytes);
-            assert!(class >= bytes && class.is_multiple_of(SMALLEST_BYTES));
-            assert!(
-                class - bytes < SMALLEST_BYTES || class - bytes <= bytes / 4,
-                "{bytes} {class}"
-            );
-        }
+    fn the_smallest_gap_that_is_large_enough_is_filled() {
+        let arena = Arena::default();
+        let take = |pages: usize| arena.take(pages * PAGE_BYTES).unwrap();
+        let mut buffers: Vec<Option<Buffer>> =
+            [3, 1, 2, 1, 1].map(|pages| Some(take(pages))).into();
+        let start = buffers[0].as_ref().unwrap().as_ptr();
+        let page = |buffer: &Buffer| (buffer.as_ptr().addr() - start.addr()) / PAGE_BYTES;
+        buffers[0] = None;
+        buffers[2] = None;
+        let (second, first, behind) = (take(2), take(1), take(3));
+        assert_eq!([&second, &first, &behind].map(page), [4, 0, 8]);
+        // What is free side by side is one gap.
+        drop((first, second));
+        buffers[1] = None;
+        assert_eq!(page(&take(6)), 0);
+        assert_eq!(arena.reached_bytes(), 11 * PAGE_BYTES);
+    }
+
+    #[test]
+    fn runs_of_many_lengths_take_no_more_than_the_longest() {
+        let arena = Arena::default();
+        // What lives beside each other in a layer: the activation, and products of it, one of them wide.
+        let run = |tokens: usize| {
+            let mut x = arena.take(tokens * 4096).unwrap();
+            for _ in 0..4 {
+                let parts = [1024, 1024, 4096].map(|width| arena.take(tokens * width).unwrap());
+                let wide = arena.take(tokens * 11_000).unwrap();
+                drop(parts);
+                let next = arena.take(tokens * 4096).unwrap();
+                drop(wide);
+                x = next;
+            }
+            drop(x);
+        };
+        run(512);
+        let longest = arena.reached_bytes();
+        (1..512).rev().step_by(7).chain((2..512).step_by(11)).for_each(run);
+        assert_eq!(arena.reached_bytes(), longest);
+        run(513);
+        assert!(arena.reached_bytes() <= longest + 64 * PAGE_BYTES);
+    }
+
+    #[test]
+    fn what_fits_no_stretch_gets_one_and_free_ones_go() {
+        let arena = Arena::default();
+        let small = arena.take(1).unwrap();
+        let large = arena.take(STRETCH_BYTES).unwrap();
+        assert_eq!(arena.stretches().len(), 2);
+        drop((small, large));
+        let larger = arena.take(STRETCH_BYTES + 1).unwrap();
+        assert_eq!(arena.stretches().len(), 1);
+        assert_eq!(larger.as_slice::<u8>().len(), STRETCH_BYTES + 1);
+        assert!(arena.take(usize::MAX).is_err());
     }
 
     #[test]
@@ -363,6 +459,6 @@ mod tests {
         assert_eq!(tensor.as_slice::<f32>().unwrap(), [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]);
         assert_eq!(tensor.as_slice::<f32>().unwrap().as_ptr().addr(), start.addr());
         drop(tensor);
-        assert!(arena.free_bytes() > 0);
+        assert_eq!(arena.take(24).unwrap().as_ptr(), start);
     }
 }

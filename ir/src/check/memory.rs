@@ -8,6 +8,8 @@
 //! what is taken, in one piece, before the first run.
 //! Fetched weights lie in a window of their own, which is as large as the last byte that any of them takes.
 //! A GPU that is used also holds the workspace of its kernels and what the driver takes.
+//! Kernels of a NUMA node take scratch memory where its buffers lie, for one step at a time; how much depends on the
+//! processor, and counted is the most that any takes.
 
 use std::collections::BTreeSet;
 
@@ -16,9 +18,20 @@ use crate::check::order::{Home, Order};
 use crate::frame::Frame;
 use crate::id::{BufferId, DeviceId, Id as _, StepId, Table};
 use crate::machine::DeviceKind;
+use crate::op::{Experts, Linear, Products};
+use crate::packing::{BLOCK_PAIR_COLUMNS, PANEL_ROWS};
 use crate::plan::{Action, DeviceForecast, Lane, Plan, Program, Step};
-use crate::tensor::DType;
+use crate::tensor::{DType, Format};
 use crate::workspace::{aligned, workspaces};
+
+/// Rows of activations that a processor with tiles multiplies at once: a strip.
+const STRIP_ROWS: u64 = 32;
+/// Panels of a block, of which such a processor keeps the sums.
+const BLOCK_PANELS: u64 = 8;
+/// Strips of a block.
+const BLOCK_STRIPS: u64 = 16;
+/// Columns of a panel that such a processor unpacks at once.
+const BLOCK_COLUMNS: u64 = 256;
 
 /// Bytes each device holds: weights, caches, the most buffers at one time over all programs, and scratch.
 ///
@@ -65,14 +78,19 @@ pub fn memory(plan: &Plan) -> Table<DeviceId, DeviceForecast> {
             }
         }
     }
+    for (device, space) in workspaces(plan).iter() {
+        devices[device].workspace_bytes = space.bytes();
+    }
+    for program in &plan.programs {
+        for (device, bytes) in scratches(plan, program) {
+            devices[device].workspace_bytes = devices[device].workspace_bytes.max(bytes);
+        }
+    }
     if let Some(collectives) = &plan.machine.collectives {
         for device in users_of_library(plan) {
             let reserved = &mut devices[device].reserved_bytes;
             *reserved = reserved.saturating_add(collectives.reserved_bytes);
         }
-    }
-    for (device, space) in workspaces(plan).iter() {
-        devices[device].workspace_bytes = space.bytes();
     }
     devices
 }
@@ -111,6 +129,108 @@ fn fetch_ends(program: &Program) -> impl Iterator<Item = (DeviceId, u64)> {
         let buffer = step.writes.first().and_then(|&buffer| program.buffers.get(buffer))?;
         Some((buffer.device, offset.saturating_add(buffer.ty.bytes(program.max))))
     })
+}
+
+/// The scratch memory of the steps of NUMA nodes.
+fn scratches(plan: &Plan, program: &Program) -> impl Iterator<Item = (DeviceId, u64)> {
+    program.lanes.iter().flat_map(move |lane| {
+        let kind = plan.machine.devices.get(lane.device).map(|device| &device.kind);
+        let (steps, members): (&[StepId], u64) = match kind {
+            Some(DeviceKind::Numa { cpus, .. }) => (&lane.steps, cpus.len() as u64),
+            Some(DeviceKind::Gpu { .. }) | None => (&[], 0),
+        };
+        let steps = steps.iter().filter_map(|&step| program.steps.get(step));
+        steps.map(move |step| (lane.device, Scratch { plan, program, step, members }.bytes()))
+    })
+}
+
+/// What a step of a NUMA node takes beside its buffers.
+struct Scratch<'a> {
+    plan: &'a Plan,
+    program: &'a Program,
+    step: &'a Step,
+    /// Threads that compute it.
+    members: u64,
+}
+
+impl Scratch<'_> {
+    fn bytes(&self) -> u64 {
+        let Action::Run(op) = &self.step.action else { return 0 };
+        match op.products() {
+            Some(Products::Linear(linear)) => self.of_linear(linear),
+            Some(Products::Experts(experts)) => self.of_experts(experts),
+            // It keeps sums of some queries alone.
+            Some(Products::Attention(_)) | None => 0,
+        }
+    }
+
+    fn of_linear(&self, linear: &Linear) -> u64 {
+        let (rows, columns) = (self.size(0, 0), self.size(0, 1));
+        let weights = linear.weights.iter().filter_map(|&weight| self.plan.weights.get(weight));
+        let of = |format| {
+            let rooms = self.rooms(format, rows, columns);
+            encoded(format, rows, columns).saturating_add(rooms)
+        };
+        weights.map(|weight| of(weight.format)).max().unwrap_or(0)
+    }
+
+    fn of_experts(&self, experts: &Experts) -> u64 {
+        let weight = |id| self.plan.weights.get(id);
+        let (Some(gate), Some(down)) = (weight(experts.gate), weight(experts.down)) else {
+            return 0;
+        };
+        let [.., inner, features] = *gate.shape else { return 0 };
+        let (inner, features) = (u64::from(inner), u64::from(features));
+        // Every token at each of its experts.
+        let rows = self.size(0, 0).saturating_mul(self.size(1, 1));
+        let columns = inner.max(features);
+        let rooms = [gate, down].map(|weight| self.rooms(weight.format, rows, columns));
+        [
+            encoded(gate.format, rows, features),
+            rows.saturating_mul(inner).saturating_mul(4),
+            encoded(down.format, rows, inner),
+            rows.saturating_mul(features).saturating_mul(4),
+            rooms[0].max(rooms[1]),
+        ]
+        .into_iter()
+        .fold(0, u64::saturating_add)
+    }
+
+    /// What all members unpack of a matrix, and the sums of their blocks.
+    fn rooms(&self, format: Format, rows: u64, columns: u64) -> u64 {
+        let panel_rows = u64::from(PANEL_ROWS);
+        let sums = BLOCK_PANELS * rows.div_ceil(STRIP_ROWS).min(BLOCK_STRIPS);
+        let sum_bytes = sums * STRIP_ROWS * panel_rows * 4;
+        let unpacked_columns = match format {
+            Format::F32 | Format::F16 => return 0,
+            // Vectors unpack all columns of a panel, of both matrices of a gate.
+            Format::Bf12 => padded(columns).saturating_mul(2).max(BLOCK_COLUMNS),
+            Format::Bf16 | Format::Q8 | Format::Q4 => BLOCK_COLUMNS,
+        };
+        let of_member = sum_bytes.saturating_add(unpacked_columns.saturating_mul(panel_rows * 2));
+        of_member.saturating_mul(self.members)
+    }
+
+    /// Size of an axis of a buffer that is read.
+    fn size(&self, read: usize, axis: usize) -> u64 {
+        let buffer = self.step.reads.get(read).and_then(|&id| self.program.buffers.get(id));
+        let dim = buffer.and_then(|buffer| buffer.ty.shape.get(axis));
+        dim.map_or(0, |dim| u64::from(dim.size(self.program.max)))
+    }
+}
+
+/// Bytes of activations as they are encoded for a weight: bfloat16 beside blocks, and f32 beside floats where the
+/// processor multiplies no narrower ones.
+fn encoded(format: Format, rows: u64, columns: u64) -> u64 {
+    let element_bytes = match format {
+        Format::F32 | Format::F16 | Format::Bf16 | Format::Bf12 => 4,
+        Format::Q8 | Format::Q4 => 2,
+    };
+    rows.saturating_mul(padded(columns)).saturating_mul(element_bytes)
+}
+
+fn padded(columns: u64) -> u64 {
+    columns.checked_next_multiple_of(u64::from(BLOCK_PAIR_COLUMNS)).unwrap_or(u64::MAX)
 }
 
 /// A buffer's size and the steps between which it is held.

@@ -22,7 +22,7 @@ fn a_device_holds_no_more_than_it_has() {
     finds(
         one_device(),
         |plan| plan.machine.devices[d(0)].memory_bytes = 5000,
-        &["numa0 would hold 42016 bytes and has 5000"],
+        &["numa0 would hold 100896 bytes and has 5000"],
     );
 }
 
@@ -30,6 +30,19 @@ fn a_device_holds_no_more_than_it_has() {
 fn the_peak_of_one_lane_is_exact() {
     // The residual, the normed input, q, k and v.
     assert_eq!(memory(&one_device())[d(0)].buffer_bytes, rows(8 + 8 + 8 + 4 + 4));
+}
+
+#[test]
+fn a_node_holds_what_its_kernels_need_for_one_step() {
+    let mut plan = one_device();
+    let few = memory(&plan)[d(0)].workspace_bytes;
+    for program in &mut plan.programs {
+        program.max.tokens *= 2;
+    }
+    let more = memory(&plan)[d(0)].workspace_bytes;
+    assert!(0 < few && few < more && more <= 2 * few, "{few} {more}");
+    plan.programs.iter_mut().for_each(|program| program.lanes.clear());
+    assert_eq!(memory(&plan)[d(0)].workspace_bytes, 0);
 }
 
 #[test]
