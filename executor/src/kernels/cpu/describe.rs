@@ -21,7 +21,9 @@ pub fn describe(isa: Isa) -> Vec<(String, String)> {
     let vectors = match isa {
         Isa::Portable => "plain Rust",
         Isa::Avx2 => "vectors of 8 floats, FMA",
-        Isa::Avx512 | Isa::Avx512Bf16Vnni | Isa::Amx => "vectors of 16 floats, FMA",
+        Isa::Avx512 | Isa::Avx512Vnni | Isa::Avx512Bf16Vnni | Isa::Amx => {
+            "vectors of 16 floats, FMA"
+        }
     };
     rows.push(("experts".into(), "those of their formats' linears".into()));
     for operation in ["attention, rotary", "norm, activation, router"] {
@@ -37,17 +39,13 @@ fn linear(isa: Isa, format: Format, tokens: usize) -> String {
         (_, Isa::Portable) => "plain Rust",
         (Encoding::Tiles, _) => "AMX tiles of bf16",
         (Encoding::Pairs, _) => "AVX-512 dot products of bf16",
-        (Encoding::Blocks { .. }, Isa::Avx512Bf16Vnni | Isa::Amx) => {
+        (Encoding::Blocks { .. }, Isa::Avx512Vnni | Isa::Avx512Bf16Vnni | Isa::Amx) => {
             "AVX-512 VNNI dot products of 8-bit integers"
         }
         (Encoding::Blocks { .. }, Isa::Avx2 | Isa::Avx512) => "AVX2 products of 8-bit integers",
         (Encoding::Float | Encoding::Rounded, Isa::Avx2) => "AVX2 FMA of f32",
-        (Encoding::Rounded, Isa::Avx512) if format == Format::Bf12 && !kernel.unpacks => {
-            "AVX2 FMA of f32"
-        }
-        (Encoding::Float | Encoding::Rounded, Isa::Avx512 | Isa::Avx512Bf16Vnni | Isa::Amx) => {
-            "AVX-512 FMA of f32"
-        }
+        (Encoding::Rounded, _) if format == Format::Bf12 && !kernel.unpacks => "AVX2 FMA of f32",
+        (Encoding::Float | Encoding::Rounded, _) => "AVX-512 FMA of f32",
     };
     format!("{products}, {} tokens at a time", kernel.rows)
 }

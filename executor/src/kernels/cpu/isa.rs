@@ -17,7 +17,9 @@ pub enum Isa {
     Avx2,
     /// AVX-512 F, BW, DQ and VL.
     Avx512,
-    /// The same with BF16 and VNNI dot products.
+    /// The same with VNNI dot products of bytes, as before there were those of BF16.
+    Avx512Vnni,
+    /// The same with BF16 dot products.
     Avx512Bf16Vnni,
     /// The same with AMX tiles of bf16 and 8-bit integers.
     Amx,
@@ -25,8 +27,8 @@ pub enum Isa {
 
 impl Isa {
     /// All levels, lowest first.
-    pub const ALL: [Isa; 5] =
-        [Isa::Portable, Isa::Avx2, Isa::Avx512, Isa::Avx512Bf16Vnni, Isa::Amx];
+    pub const ALL: [Isa; 6] =
+        [Isa::Portable, Isa::Avx2, Isa::Avx512, Isa::Avx512Vnni, Isa::Avx512Bf16Vnni, Isa::Amx];
 
     /// The highest level that this processor and its system offer.
     ///
@@ -66,6 +68,7 @@ impl fmt::Display for Isa {
             Isa::Portable => "portable",
             Isa::Avx2 => "avx2",
             Isa::Avx512 => "avx512",
+            Isa::Avx512Vnni => "avx512-vnni",
             Isa::Avx512Bf16Vnni => "avx512-bf16-vnni",
             Isa::Amx => "amx",
         })
@@ -77,9 +80,10 @@ impl FromStr for Isa {
     fn from_str(text: &str) -> anyhow::Result<Self> {
         match Self::ALL.into_iter().find(|isa| isa.to_string() == text) {
             Some(isa) => Ok(isa),
-            None => bail!(
-                "unknown instruction set {text:?}: portable, avx2, avx512, avx512-bf16-vnni and amx exist"
-            ),
+            None => {
+                let names = Self::ALL.map(|isa| isa.to_string());
+                bail!("unknown instruction set {text:?}: there are {}", names.join(", "))
+            }
         }
     }
 }
@@ -96,8 +100,10 @@ fn detect() -> Isa {
         Isa::Portable
     } else if !has!("avx512f", "avx512bw", "avx512dq", "avx512vl") {
         Isa::Avx2
-    } else if !has!("avx512bf16", "avx512vnni") {
+    } else if !has!("avx512vnni") {
         Isa::Avx512
+    } else if !has!("avx512bf16") {
+        Isa::Avx512Vnni
     } else if !amx::is_usable() {
         Isa::Avx512Bf16Vnni
     } else {

@@ -127,11 +127,11 @@ pub(crate) fn vectorize<K: Kernel>(isa: Isa, kernel: K) -> K::Output {
         #[cfg(target_arch = "x86_64")]
         Isa::Avx2 => avx2::run(kernel),
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx512 => avx512::run(kernel),
+        Isa::Avx512 | Isa::Avx512Vnni => avx512::run(kernel),
         #[cfg(target_arch = "x86_64")]
         Isa::Avx512Bf16Vnni | Isa::Amx => avx512::run_with_dots(kernel),
         #[cfg(not(target_arch = "x86_64"))]
-        Isa::Avx2 | Isa::Avx512 | Isa::Avx512Bf16Vnni | Isa::Amx => {
+        Isa::Avx2 | Isa::Avx512 | Isa::Avx512Vnni | Isa::Avx512Bf16Vnni | Isa::Amx => {
             panic!("{isa} is not a level of this processor")
         }
     }

@@ -128,7 +128,7 @@ impl Kernel {
             Isa::Avx2 => (4, 2),
             // Without VNNI blocks run on the AVX2 kernel.
             Isa::Avx512 => (12, 2),
-            Isa::Avx512Bf16Vnni | Isa::Amx => (12, 6),
+            Isa::Avx512Vnni | Isa::Avx512Bf16Vnni | Isa::Amx => (12, 6),
         };
         let (encoding, rows) = match format {
             Format::F32 | Format::F16 => (Encoding::Float, float_rows),
@@ -140,7 +140,7 @@ impl Kernel {
                 (Encoding::Pairs, float_rows)
             }
             // Without dot products of bf16 the AVX2 kernel decodes 12 bits.
-            Format::Bf12 if isa == Isa::Avx512 && tokens <= 8 => (Encoding::Rounded, 4),
+            Format::Bf12 if isa >= Isa::Avx512 && tokens <= 8 => (Encoding::Rounded, 4),
             Format::Bf16 | Format::Bf12 => (Encoding::Rounded, float_rows),
             // By the counts of instructions, unpacking a panel costs what vectors need for some 20 rows.
             Format::Q8 | Format::Q4 if isa == Isa::Amx && tokens > 24 => {
@@ -256,10 +256,12 @@ impl Kernel {
                 (Isa::Avx2, _) | (Isa::Avx512, Encoding::Blocks { .. }) => {
                     return avx2::multiply(self.multiplied(), operands, tile);
                 }
-                (Isa::Avx512, _) if self.multiplied() == Format::Bf12 => {
+                (Isa::Avx512 | Isa::Avx512Vnni, Encoding::Rounded)
+                    if self.multiplied() == Format::Bf12 =>
+                {
                     return avx2::multiply(Format::Bf12, operands, tile);
                 }
-                (Isa::Avx512 | Isa::Avx512Bf16Vnni | Isa::Amx, _) => {
+                (Isa::Avx512 | Isa::Avx512Vnni | Isa::Avx512Bf16Vnni | Isa::Amx, _) => {
                     return avx512::multiply(self.multiplied(), self.encoding, operands, tile);
                 }
             }
@@ -277,7 +279,7 @@ fn unpack_bf12(isa: Isa, panel: bf12::Panel<'_>, columns: Range<usize>, to: &mut
         Isa::Avx2 => unsafe { unpack::bf12_by_avx2(panel, columns, to) },
         // SAFETY: as above.
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx512 | Isa::Avx512Bf16Vnni | Isa::Amx => unsafe {
+        Isa::Avx512 | Isa::Avx512Vnni | Isa::Avx512Bf16Vnni | Isa::Amx => unsafe {
             unpack::bf12_by_avx512(panel, columns, to);
         },
         #[cfg(not(target_arch = "x86_64"))]
