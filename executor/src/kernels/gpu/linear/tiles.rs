@@ -134,12 +134,12 @@ impl Gpu {
     pub(super) fn tile_share(&self, linear: &Linear<'_>) -> TileShare {
         let kind = CUBE_TOKENS.iter().position(|&tokens| linear.tokens <= tokens);
         let last = kind.unwrap_or(CUBE_TOKENS.len() - 1);
-        let all = (0..=last).map(|kind| self.share_of_kind(linear, kind));
+        let mut all = (0..=last).map(|kind| self.share_of_kind(linear, kind));
         let fits = |share: &TileShare| {
             let stacks = linear.tokens.div_ceil(share.tokens) as u32;
             linear.cubes(share.bands * PANEL) * stacks <= self.processors()
         };
-        all.clone().find(fits).or_else(|| all.last()).expect("there is one kind at least")
+        all.find(fits).unwrap_or_else(|| self.share_of_kind(linear, last))
     }
 
     /// How the planes of a cube of some tokens share its matrices, rows and columns, so that least time is spent on
