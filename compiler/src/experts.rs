@@ -116,7 +116,8 @@ fn ranked(model: &Model, counts: &ExpertCounts) -> Result<BTreeMap<NodeId, Ranke
         );
         let mut order: Vec<u32> = (0..there).collect();
         order.sort_by_key(|&expert| (Reverse(of_router[expert as usize]), expert));
-        let sum = of_router.iter().sum::<u64>().max(1) as f64;
+        // The counts of a file may be as large as they are wrong.
+        let sum = of_router.iter().map(|&count| count as f64).sum::<f64>().max(1.0);
         let load = |&expert: &u32| {
             let counted = of_router[expert as usize] as f64 / sum;
             OTHER_TEXT / f64::from(there) + (1.0 - OTHER_TEXT) * counted

@@ -2,6 +2,7 @@
 
 use anyhow::Result;
 use ir::graph::PlacedGraph;
+use ir::id::{DeviceId, Table};
 use ir::model::Model;
 use ir::plan::Phase;
 
@@ -23,7 +24,7 @@ pub(crate) struct Graphs {
     /// Placed work with its movement.
     pub(crate) placed: Phases<PlacedGraph>,
     /// Bytes of the window that each GPU fetches weights to.
-    pub(crate) window_bytes: u64,
+    pub(crate) window_bytes: Table<DeviceId, u64>,
 }
 
 impl<T> Phases<T> {
@@ -57,6 +58,6 @@ impl Graphs {
             observe("insert_moves", &graph);
             run_all(PLACED_PASSES, graph, observe)
         })?;
-        Ok(Self { placed, window_bytes: layouts.window_bytes })
+        Ok(Self { placed, window_bytes: layouts.window_bytes.clone() })
     }
 }

@@ -81,8 +81,16 @@ pub fn compile(
         experts::check_counts(&model, &counted.counts).with_context(file)?;
     }
     let (target, placed) = place_by_width(&model, target, options)?;
-    let (model, placement) = with_counts(model, placed, &target, options)?;
-    let (model, placement) = shards::with_shards(model, placement, &target, options)?;
+    let counted = with_counts(&model, &placed, &target, options)?;
+    let with_shards = |model, placed| shards::with_shards(model, placed, &target, options);
+    let (model, placement) = with_shards(model, placed)?;
+    let counted = counted.map(|(model, placed)| with_shards(model, placed)).transpose()?;
+    let (model, placement) = match counted {
+        Some((split, placed)) if placed.score < placement.score => {
+            (split, placed.chosen_over(placement))
+        }
+        Some(_) | None => (model, placement),
+    };
     let task = Task::new(&model, &target);
     let graphs = Graphs::new(&model, &placement.layouts, observe)?;
     let plan = emit::emit(&task, &graphs, &target.batches(), placement.blocks)?;
@@ -97,8 +105,8 @@ pub fn compile(
     Ok(plan)
 }
 
-/// The better placement of two, with its target: with bfloat16 in 12 bits on GPUs, which leaves room for more, and in 16,
-/// which prompts need not unpack.
+/// The better placement of two, with its target: with bfloat16 in 12 bits on GPUs, which leaves room for more, and in
+/// 16, which prompts and many sequences need not unpack. The decode of one sequence and of the most weigh alike.
 fn place_by_width(model: &Model, target: Target, options: &Options) -> Result<(Target, Placement)> {
     let place_for = |target: &Target| place(&Task::new(model, target), options, Among::All);
     let Some(plain) = target.with_plain_gpus() else {
@@ -106,38 +114,39 @@ fn place_by_width(model: &Model, target: Target, options: &Options) -> Result<(T
     };
     let (narrow, wide) = rayon::join(|| place_for(&target), || place_for(&plain));
     let narrow = narrow?;
+    let both = |placed: &Placement| placed.score + placed.score_of_most;
     // What fits in 12 bits alone is no error.
     match wide {
-        Ok(wide) if wide.score <= narrow.score => Ok((plain, wide)),
+        Ok(wide) if both(&wide) <= both(&narrow) => Ok((plain, wide)),
         Ok(_) | Err(_) => Ok((target, narrow)),
     }
 }
 
-/// The model and placement with the most used experts of mixtures on GPUs, where experts are counted, some are beside the
-/// GPUs and that is predicted best; as they are otherwise.
+/// The model and placement with the most used experts of mixtures on GPUs, where experts are counted, some are beside
+/// the GPUs and that is predicted to be better than `placement`.
 fn with_counts(
-    model: Model,
-    placement: Placement,
+    model: &Model,
+    placement: &Placement,
     target: &Target,
     options: &Options,
-) -> Result<(Model, Placement)> {
+) -> Result<Option<(Model, Placement)>> {
     /// Parts of the room that are tried: what the experts of a GPU take beside their weights is known only afterwards.
     const SHARES: [u64; 3] = [100, 95, 85];
-    let Some(counted) = &options.expert_counts else { return Ok((model, placement)) };
+    let Some(counted) = &options.expert_counts else { return Ok(None) };
     let file = || format!("using {}", counted.file.display());
     for share in SHARES {
         let room = |room: &Room| Room { bytes: room.bytes / 100 * share, ..room.clone() };
         let rooms: Vec<Room> = placement.rooms.iter().map(room).collect();
-        let task = Task::new(&model, target);
+        let task = Task::new(model, target);
         let Some(split) = experts::split(&task, &counted.counts, &rooms).with_context(file)? else {
             break;
         };
         let placed = place(&Task::new(&split, target), options, Among::All)?;
         if placed.score < placement.score {
-            return Ok((split, placed.chosen_over(placement)));
+            return Ok(Some((split, placed)));
         }
     }
-    Ok((model, placement))
+    Ok(None)
 }
 
 /// Runs the passes of one stage in order.

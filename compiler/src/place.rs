@@ -24,7 +24,7 @@ use ir::id::{DeviceId, NodeId, Table};
 use ir::layout::Layout;
 use ir::machine::{DeviceKind, Machine};
 use ir::model::ModelCache;
-use ir::plan::{Candidate, DeviceForecast, Phase};
+use ir::plan::{Candidate, DeviceForecast, Phase, ProgramForecast};
 use rayon::prelude::*;
 
 use crate::emit::emit;
@@ -51,6 +51,8 @@ pub(crate) struct Placement {
     pub(crate) candidates: Vec<Candidate>,
     /// The lowest is best.
     pub(crate) score: u64,
+    /// What the score would be if it were judged by the decode of the most sequences.
+    pub(crate) score_of_most: u64,
     /// What GPUs would have left with all experts of a mixture beside them; empty where none need to be.
     pub(crate) rooms: Vec<Room>,
 }
@@ -71,8 +73,8 @@ pub(crate) struct Room {
 pub(crate) struct Layouts {
     /// The nodes.
     pub(crate) nodes: Phases<Table<NodeId, Placed>>,
-    /// Bytes of the window that a GPU fetches weights to.
-    pub(crate) window_bytes: u64,
+    /// Bytes of the window that each GPU fetches weights to.
+    pub(crate) window_bytes: Table<DeviceId, u64>,
 }
 
 impl Placement {
@@ -117,6 +119,8 @@ struct Offer {
     arrangement: Arrangement,
     /// The lowest is best.
     score: u64,
+    /// The same with the decode of the most sequences.
+    score_of_most: u64,
     candidate: Candidate,
     /// What each device would hold.
     devices: Table<DeviceId, DeviceForecast>,
@@ -141,15 +145,15 @@ pub(crate) fn place(task: &Task<'_>, options: &Options, among: Among<'_>) -> Res
     let units = Units::new(task.model);
     let pins = pins(task, options)?;
     let blocks = wanted_blocks(task, options)?;
-    let offers_of = |blocks| offers(task, options, &units, &pins, blocks, among);
-    let offers = offers_of(blocks)?;
+    let offers_of = |task: &Task<'_>, blocks| offers(task, options, &units, &pins, blocks, among);
+    let offers = offers_of(task, blocks)?;
     let Some(best) = offers.iter().find(|offer| offer.candidate.missing.is_none()) else {
-        let with_blocks = |blocks| match among {
-            Among::All => offers_of(blocks),
-            // Nobody is told why there is none.
+        // Nobody is told why there is none beside some GPUs.
+        let offers_of = |task: &Task<'_>, blocks| match among {
+            Among::All => offers_of(task, blocks),
             Among::Beside(_) | Among::RoughlyBeside(_) => Ok(Vec::new()),
         };
-        bail!("{}", too_large(task, options, &offers, blocks, with_blocks)?);
+        bail!("{}", too_large(task, options, &offers, blocks, offers_of)?);
     };
     let mut layouts = layouts(task, &units, &pins, &best.arrangement)?;
     let faster = offers.iter().filter(|offer| offer.score < best.score);
@@ -166,9 +170,9 @@ pub(crate) fn place(task: &Task<'_>, options: &Options, among: Among<'_>) -> Res
     let hosted = hosted.map(|offer| &offer.arrangement).find(|offer| offer.hosted.is_some());
     let rooms = hosted.map(|hosted| hosted::rooms(task, &units, &pins, hosted, &price));
     let rooms = rooms.unwrap_or_default();
-    let score = best.score;
+    let (score, score_of_most) = (best.score, best.score_of_most);
     let candidates = offers.into_iter().map(|offer| offer.candidate).collect();
-    Ok(Placement { layouts, blocks, candidates, score, rooms })
+    Ok(Placement { layouts, blocks, candidates, score, score_of_most, rooms })
 }
 
 /// All candidates that the request allows, priced: those that fit first, by score.
@@ -191,11 +195,11 @@ fn offers(
         Request::TensorParallel(members) => {
             let devices = named(task, members.iter().map(|(name, _)| name.as_str()))?;
             let shares: Option<Vec<f64>> = members.iter().map(|(_, share)| *share).collect();
-            vec![prices.requested_group(&devices, shares)?]
+            prices.requested_groups(&devices, shares)?
         }
         Request::PipelineRanks(ranks) => vec![prices.requested_pipeline(&first(task, *ranks)?)?],
         Request::TensorParallelRanks(ranks) => {
-            vec![prices.requested_group(&first(task, *ranks)?, None)?]
+            prices.requested_groups(&first(task, *ranks)?, None)?
         }
     };
     // Where everything is pinned, all arrangements are the same.
@@ -235,6 +239,10 @@ fn offers(
         None => (0, offer.score),
         Some((_, bytes)) => (bytes, 0),
     });
+    if matches!(options.request, Request::TensorParallel(_) | Request::TensorParallelRanks(_)) {
+        // They differ in their shares alone.
+        offers.truncate(1);
+    }
     Ok(offers)
 }
 
@@ -272,13 +280,16 @@ fn offer(
     }
     let missing = missing(&plan);
     let forecast = &plan.forecast.programs;
-    let (prefill, decode) = (&forecast[0], judged_decode(task.target, forecast));
-    let times = match task.target.objective {
-        crate::Objective::Latency => Times { prefill: prefill.nanos, decode: decode.nanos },
-        crate::Objective::Throughput => {
-            Times { prefill: prefill.busiest_lane_nanos, decode: decode.busiest_lane_nanos }
-        }
+    let nanos = |program: &ProgramForecast| match task.target.objective {
+        crate::Objective::Latency => program.nanos,
+        crate::Objective::Throughput => program.busiest_lane_nanos,
     };
+    let prefill = &forecast[0];
+    let score = |decode: &ProgramForecast| {
+        Times { prefill: nanos(prefill), decode: nanos(decode) }.score(task.target)
+    };
+    let score_of_most = score(&forecast[forecast.len() - 1]);
+    let score = score(judged_decode(task.target, forecast));
     let fits = missing.is_none();
     let candidate = Candidate {
         name: arrangement.name(task, units, pins),
@@ -286,8 +297,7 @@ fn offer(
         decode_nanos: fits.then_some(forecast[1].nanos),
         missing,
     };
-    let (score, devices) = (times.score(task.target), plan.forecast.devices);
-    Ok(Offer { arrangement, score, candidate, devices })
+    Ok(Offer { arrangement, score, score_of_most, candidate, devices: plan.forecast.devices })
 }
 
 /// Where an arrangement runs every node.
@@ -310,7 +320,8 @@ fn layouts(
     };
     let prefill = layout(Phase::Prefill)?;
     let decode = arrangement.hosted.as_ref().map(|_| layout(Phase::Decode)).transpose()?;
-    let window_bytes = arrangement.hosted.as_ref().map_or(0, |hosted| hosted.window_bytes);
+    let window_bytes = arrangement.hosted.as_ref().map(|hosted| hosted.window_bytes.clone());
+    let window_bytes = window_bytes.unwrap_or_else(|| task.per_device(0));
     Ok(Layouts { nodes: Phases { prefill, decode }, window_bytes })
 }
 

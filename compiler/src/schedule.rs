@@ -49,7 +49,7 @@ pub(crate) fn schedule(
         held: graph.values().ids().map(|_| Vec::new()).collect(),
         collectives: 0,
     };
-    draft.plan_fetches(graph, parts, graphs.window_bytes, causes)?;
+    draft.plan_fetches(graph, parts, &graphs.window_bytes, causes)?;
     for (id, node) in graph.nodes() {
         let cause = causes.add(&node.work.cause);
         match &node.work.work {
@@ -122,7 +122,7 @@ impl Draft<'_> {
         &mut self,
         graph: &PlacedGraph,
         parts: &Table<NodeId, Vec<BoundPart>>,
-        window_bytes: u64,
+        window_bytes: &Table<DeviceId, u64>,
         causes: &mut Causes,
     ) -> Result<()> {
         let computing = self.computing(parts);
@@ -141,7 +141,7 @@ impl Draft<'_> {
                     buffers: Vec::new(),
                 };
                 let fetcher = self.fetchers.entry(part.device).or_insert_with(|| Fetcher {
-                    window: Window::new(window_bytes),
+                    window: Window::new(window_bytes[part.device]),
                     waiting: VecDeque::new(),
                     arriving: VecDeque::new(),
                 });

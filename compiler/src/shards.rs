@@ -4,6 +4,7 @@
 //!   them. So it is a narrower MLP, and what all shards of a layer make is added up.
 //! - A shard's nodes say in their names which it is: each NUMA node gets one of every layer that stays beside the
 //!   GPUs. A GPU that fetches them computes one after another.
+//! - A NUMA node's shard of a layer may be in several *pieces*, so that a GPU needs a smaller window to fetch them.
 //! - One more may be *resident*: its weights are the GPU's own, which so is not idle while NUMA nodes compute theirs.
 
 mod choice;
@@ -35,32 +36,35 @@ const GRAINS: [u32; 4] = [64, 32, 16, 8];
 pub(crate) struct Cut {
     /// Each shard's share of the features, in any scale.
     shares: Vec<f64>,
-    /// The number of each shard, which is that of its NUMA node; none of the resident one.
-    numbers: Vec<Option<usize>>,
+    /// What a shard's name ends with.
+    names: Vec<String>,
 }
 
 impl Cut {
-    /// A shard for each of the numbered NUMA nodes with its share, and a resident one with that part of the features,
-    /// which may be none but not all.
-    pub(crate) fn new(nodes: &[(usize, f64)], resident: f64) -> Self {
+    /// So many shards for each of the numbered NUMA nodes, which divide its share, and a resident one with that part of
+    /// the features, which may be none but not all.
+    pub(crate) fn new(nodes: &[(usize, f64)], pieces: usize, resident: f64) -> Self {
         assert!(resident < 1.0, "the choice of shards leaves nothing to NUMA nodes");
         let all: f64 = nodes.iter().map(|(_, share)| share).sum();
-        let resident = (resident > 0.0).then(|| (None, all * resident / (1.0 - resident)));
-        let nodes = nodes.iter().map(|&(number, share)| (Some(number), share));
-        let (numbers, shares) = resident.into_iter().chain(nodes).unzip();
-        Self { shares, numbers }
-    }
-
-    /// The name of a shard.
-    fn name(&self, shard: usize) -> String {
-        self.numbers[shard].map_or_else(|| "resident".into(), |number| format!("{SHARD}{number}"))
+        let of_node = |&(number, share): &(usize, f64)| {
+            (0..pieces).map(move |piece| {
+                let piece = if pieces > 1 { format!("-{piece}") } else { String::new() };
+                (share / pieces as f64, format!("{SHARD}{number}{piece}"))
+            })
+        };
+        let resident =
+            (resident > 0.0).then(|| (all * resident / (1.0 - resident), "resident".into()));
+        let (shares, names) = resident.into_iter().chain(nodes.iter().flat_map(of_node)).unzip();
+        Self { shares, names }
     }
 }
 
-/// The layer of a node's name, and which of the NUMA nodes' shards the node is.
+/// The layer of a node's name, and which of the NUMA nodes' shards the node is or is a piece of.
 pub(crate) fn shard(name: &str) -> Option<(&str, usize)> {
     let (layer, shard) = name.rsplit_once('.')?;
-    Some((layer, shard.strip_prefix(SHARD)?.parse().ok()?))
+    let number = shard.strip_prefix(SHARD)?;
+    let number = number.split_once('-').map_or(number, |(number, _)| number);
+    Some((layer, number.parse().ok()?))
 }
 
 /// The model with those MLPs and experts for whose layers `is_cut` holds in shards; `None` where that is none.
@@ -227,12 +231,12 @@ impl Cutter<'_> {
     /// A new weight: a part of another.
     fn slice(&mut self, weight: WeightId, slice: Slice, shard: usize) -> Result<WeightId> {
         let mut part = self.model.weights[weight].sliced(slice)?;
-        part.name += &format!(" ({})", self.cut.name(shard));
+        part.name += &format!(" ({})", self.cut.names[shard]);
         Ok(self.model.weights.push(part))
     }
 
     fn name(&self, node: &Node<Op>, shard: usize) -> String {
-        format!("{}.{}", node.name, self.cut.name(shard))
+        format!("{}.{}", node.name, self.cut.names[shard])
     }
 
     fn ty(&self, node: &Node<Op>) -> TensorType {

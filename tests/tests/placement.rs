@@ -116,6 +116,18 @@ fn the_missing_bytes_are_exactly_what_is_missing() {
 }
 
 #[test]
+fn fewer_tokens_of_a_prefill_are_advised_where_they_fit() {
+    let options = |prefill_tokens| Options { prefill_tokens, ..Options::default() };
+    let machine = |bytes| linked(vec![numa(0, bytes)]);
+    let small = plan(&Toy::llama(), &machine(GIB), &options(64));
+    let needed = small.forecast.devices[DeviceId::from_index(0)].needed_bytes();
+    let refused = refusal(&Toy::llama(), &machine(needed), &options(256));
+    assert!(refused.contains("lower --prefill-tokens to 64, "), "{refused}");
+    let refused = refusal(&Toy::llama(), &machine(100_000), &options(256));
+    assert!(!refused.contains("--prefill-tokens"), "{refused}");
+}
+
+#[test]
 fn a_pin_moves_its_layers_and_is_their_cause() {
     let machine = machines::two_numa();
     let pin = "layers.1.*=numa1".parse().expect("it is a pin");

@@ -5,14 +5,15 @@
 use std::collections::BTreeSet;
 
 use compiler::Options;
-use compiler::options::CountedExperts;
+use compiler::options::{CountedExperts, parse_tensor_parallel};
 use ir::counts::{ExpertCounts, VERSION};
 use ir::graph::Reason;
 use ir::id::{DeviceId, Id as _};
-use ir::machine::Machine;
+use ir::machine::{Device, Link, Machine};
 use ir::model::Model;
 use ir::op::Op;
 use ir::plan::{Action, Plan, Program, Queue};
+use ir::tensor::Format;
 use tests::machines::{h200, two_sockets};
 use tests::made_up::{LlamaShape, MadeUp};
 
@@ -56,6 +57,12 @@ fn counts(program: &Program, device: usize) -> (usize, usize) {
     };
     let computes = |action: &Action| matches!(action, Action::Run(Op::Linear(_) | Op::Experts(_)));
     (count(Queue::Copy, &|_| true), count(Queue::Compute, &computes))
+}
+
+/// What is minimised: nanoseconds of a prompt and an answer.
+fn score(plan: &Plan) -> f64 {
+    let nanos = |program: usize| plan.forecast.programs[program].nanos as f64;
+    nanos(0) + 128.0 * nanos(1)
 }
 
 fn chosen(plan: &Plan) -> &str {
@@ -131,7 +138,7 @@ fn two_sockets_compute_what_stays_at_the_same_time() {
 
 #[test]
 fn a_gpu_computes_its_shards_while_the_host_computes_the_others() {
-    let plan = llama(10 * GIB);
+    let plan = llama(23 * GIB / 2);
     let layers = |mark: &str, device: usize| -> BTreeSet<&str> {
         let device = DeviceId::from_index(device);
         let weights = plan.weights.rows().iter().filter(|weight| weight.device == device);
@@ -168,6 +175,75 @@ fn a_pin_is_for_all_of_a_layer() {
     let gpu = DeviceId::from_index(0);
     let mut pinned = plan.weights.rows().iter().filter(|weight| weight.name.contains("down_proj"));
     assert!(pinned.all(|weight| weight.device == gpu));
+}
+
+#[test]
+fn tables_are_where_there_is_room() {
+    let model = model(&MadeUp::llama(LlamaShape::LLAMA_8B));
+    let mut machine = two_sockets(6 * GIB);
+    let first = machine.device("numa0").expect("it is there");
+    machine.devices[first].memory_bytes = 600_000_000;
+    let plan = compile(&model, &machine, &options());
+    assert!(score(&plan) <= 1.02 * score(&compile(&model, &h200(6 * GIB), &options())));
+}
+
+#[test]
+fn a_small_gpu_beside_a_large_one_is_no_loss() {
+    let model = model(&MadeUp::llama(LlamaShape::LLAMA_8B));
+    let mut machine = h200(6 * GIB);
+    let (first, host) = (DeviceId::from_index(0), DeviceId::from_index(1));
+    let second = machine.devices.push(Device {
+        name: "gpu1".into(),
+        memory_bytes: 2_200_000_000,
+        ..machine.devices[first].clone()
+    });
+    let ends = [(first, second), (second, first), (second, host), (host, second)];
+    let like = machine.links[0].clone();
+    machine.links.extend(ends.map(|(from, to)| Link { from, to, ..like.clone() }));
+    let both = compile(&model, &machine, &options());
+    let without = Options { without: vec!["gpu1".into()], ..options() };
+    assert!(score(&both) <= score(&compile(&model, &machine, &without)), "{}", chosen(&both));
+}
+
+#[test]
+fn windows_shrink_with_the_memory() {
+    let model = model(&MadeUp::llama(LlamaShape::LLAMA_8B));
+    let options = Options { context: Some(2048), ..options() };
+    let tenths = [23, 24, 25, 26, 28, 30];
+    let scores = tenths.map(|tenth| score(&compile(&model, &h200(tenth * GIB / 10), &options)));
+    let is_near = |pair: &[f64]| pair[1] <= 1.03 * pair[0] && pair[0] <= 1.25 * pair[1];
+    assert!(scores.windows(2).all(is_near), "{scores:?}");
+}
+
+#[test]
+fn a_format_is_for_many_sequences_too() {
+    let model = model(&MadeUp::llama(LlamaShape::LLAMA_8B));
+    let mut machine = h200(40 * GIB);
+    let gpu = DeviceId::from_index(0);
+    // Many rows need 12 bits unpacked.
+    for rate in &mut machine.devices[gpu].rates.linear {
+        if rate.format == Format::Bf12 {
+            let mut slow = rate.points[0].clone();
+            (slow.tokens, slow.weights_per_sec) = (16, slow.weights_per_sec / 4.0);
+            rate.points.insert(1, slow);
+        }
+    }
+    let is_narrow = |max_sequences: u32| {
+        let plan = compile(&model, &machine, &Options { max_sequences, ..options() });
+        plan.weights.rows().iter().any(|weight| weight.format == Format::Bf12)
+    };
+    assert!(is_narrow(1) && !is_narrow(16));
+}
+
+#[test]
+fn requested_shares_are_the_best_of_some() {
+    let model = model(&MadeUp::llama(LlamaShape::LLAMA_8B));
+    let shared = |text: &str| {
+        let request = parse_tensor_parallel(text).expect("it is a request");
+        score(&compile(&model, &h200(15 * GIB), &Options { request, ..options() }))
+    };
+    let (free, fixed) = (shared("gpu0,numa0"), shared("gpu0:100,numa0:1"));
+    assert!(free <= 1.01 * fixed, "{free} {fixed}");
 }
 
 #[test]
@@ -242,6 +318,25 @@ fn experts_that_are_used_more_are_on_the_gpu() {
         let all: u32 = most.iter().chain(&least).map(|(_, experts)| experts).sum();
         assert_eq!((most.len(), all), (24, 24 * 128), "{stack}");
     }
+}
+
+#[test]
+fn counts_as_large_as_can_be_add_up() {
+    let (model, machine) = (model(&MadeUp::mixture()), h200(9 * GIB / 2));
+    let mut counted = falling_counts(&model, 1.0);
+    for counts in counted.counts.routers.values_mut() {
+        counts[5] = u64::MAX;
+    }
+    let formats = vec!["q4".parse().expect("it is a format")];
+    let plan =
+        compile(&model, &machine, &Options { formats, expert_counts: Some(counted), ..options() });
+    let steps = plan.programs[1].steps.rows().iter();
+    let parts = steps.filter_map(|step| match &step.action {
+        Action::Run(Op::Experts(experts)) => experts.part,
+        Action::Run(_) | Action::Move { .. } | Action::Fetch { .. } => None,
+    });
+    let least: Vec<f32> = parts.filter(|part| part.first > 0).map(|part| part.load).collect();
+    assert!(!least.is_empty() && least.iter().all(|&load| load < 0.2), "{least:?}");
 }
 
 #[test]

@@ -24,6 +24,10 @@ const MOST_PIPELINES: usize = 24;
 /// Pairs of devices are shared only on machines this small; beyond, groups of one kind come first.
 const MOST_DEVICES_FOR_PAIRS: usize = 4;
 
+/// Powers of devices' speeds that shares of a layer are tried in: what a share does not shorten, as launches and
+/// crossings, is best made up for by a smaller share of the slow device.
+const SHARE_EXPONENTS: [f64; 5] = [1.0, 1.2, 1.4, 1.7, 2.0];
+
 /// Groups of devices, each with a range of units.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Arrangement {
@@ -116,25 +120,28 @@ impl<'a> Prices<'a> {
         Ok(pipeline.map_or_else(|| self.by_memory(&sequence), |(_, pipeline)| pipeline))
     }
 
-    /// All layers shared by these devices, in these proportions or by their speed.
-    pub(crate) fn requested_group(
+    /// All layers shared by these devices, in these proportions or in some by their speed.
+    pub(crate) fn requested_groups(
         &mut self,
         devices: &[DeviceId],
         shares: Option<Vec<f64>>,
-    ) -> Result<Arrangement> {
-        let has_fixed_shares = shares.is_some();
-        let shares = match shares {
-            Some(shares) => shares,
-            None => {
-                let priced: Vec<Priced> = devices
-                    .iter()
-                    .map(|&device| self.price(&Group::one(device)))
-                    .collect::<Result<_>>()?;
-                priced.iter().map(|priced| self.speed(priced)).collect()
-            }
+    ) -> Result<Vec<Arrangement>> {
+        let group = |shares: Vec<f64>| self.whole(Group { devices: devices.to_vec(), shares });
+        if let Some(shares) = shares {
+            return Ok(vec![Arrangement { has_fixed_shares: true, ..group(shares) }]);
+        }
+        let speed = |&device: &DeviceId| Ok(self.speed(&self.price(&Group::one(device))?));
+        let speeds: Vec<f64> = devices.iter().map(speed).collect::<Result<_>>()?;
+        let fastest = speeds.iter().copied().fold(0.0, f64::max);
+        // Of devices that are alike all are the same.
+        let exponents = if speeds.iter().all(|&speed| speed == fastest) {
+            &SHARE_EXPONENTS[..1]
+        } else {
+            &SHARE_EXPONENTS
         };
-        let group = Group { devices: devices.to_vec(), shares };
-        Ok(Arrangement { has_fixed_shares, ..self.whole(group) })
+        let shares =
+            |exponent: &f64| speeds.iter().map(|speed| (speed / fastest).powf(*exponent)).collect();
+        Ok(exponents.iter().map(|exponent| group(shares(exponent))).collect())
     }
 
     fn whole(&self, group: Group) -> Arrangement {

@@ -8,11 +8,13 @@
 //!   a pause, through a window that holds a few matrices.
 
 mod search;
+mod share;
 
 use ir::dag::Node;
 use ir::id::{DeviceId, NodeId, Table};
 use ir::op::Op;
 use ir::plan::Phase;
+use rayon::prelude::*;
 
 use self::search::{Kept, Search};
 use crate::place::candidates::Arrangement;
@@ -27,7 +29,7 @@ pub(crate) struct Hosted {
     /// The nodes whose weights are not on a GPU.
     pub(crate) nodes: Table<NodeId, Option<Hosting>>,
     /// Bytes of each GPU's fetch window.
-    pub(crate) window_bytes: u64,
+    pub(crate) window_bytes: Table<DeviceId, u64>,
     /// What it is, for people.
     pub(crate) name: String,
 }
@@ -53,6 +55,9 @@ impl Hosting {
     }
 }
 
+/// Prices an arrangement exactly.
+pub(crate) type Price<'a> = dyn Fn(&Arrangement) -> anyhow::Result<Offer> + Sync + 'a;
+
 /// Every arrangement of this kind that is worth pricing, priced. Those that are impossible are left out.
 pub(crate) fn offers(
     task: &Task<'_>,
@@ -60,10 +65,10 @@ pub(crate) fn offers(
     pins: &Pins,
     gpu_sets: &[Vec<DeviceId>],
     is_rough: bool,
-    price: &dyn Fn(&Arrangement) -> anyhow::Result<Offer>,
+    price: &Price<'_>,
 ) -> Vec<Offer> {
-    let mut offers: Vec<Offer> = Vec::new();
-    for gpus in gpu_sets {
+    let of_set = |gpus: &Vec<DeviceId>, is_rough: bool| {
+        let mut offers: Vec<Offer> = Vec::new();
         for kept in [Kept::Experts, Kept::Mlps, Kept::Matrices] {
             if let Some(search) = Search::new(task, units, pins, gpus, kept) {
                 offers.extend(search.offers(is_rough, price));
@@ -72,8 +77,23 @@ pub(crate) fn offers(
                 break;
             }
         }
-    }
-    offers
+        offers
+    };
+    let [only] = gpu_sets else {
+        // Of several sets only the one that seems best is searched.
+        let mut found: Vec<Vec<Offer>> =
+            gpu_sets.par_iter().map(|gpus| of_set(gpus, true)).collect();
+        let score = |offers: &[Offer]| {
+            let fitting = offers.iter().filter(|offer| offer.candidate.missing.is_none());
+            fitting.map(|offer| offer.score).min().unwrap_or(u64::MAX)
+        };
+        let best = (0..found.len()).min_by_key(|&set| score(&found[set]));
+        if let Some(best) = best {
+            found[best] = of_set(&gpu_sets[best], false);
+        }
+        return found.into_iter().flatten().collect();
+    };
+    of_set(only, is_rough)
 }
 
 /// What GPUs have left when all experts of a mixture are beside them; empty where an arrangement keeps none there.
@@ -82,7 +102,7 @@ pub(crate) fn rooms(
     units: &Units,
     pins: &Pins,
     arrangement: &Arrangement,
-    price: &dyn Fn(&Arrangement) -> anyhow::Result<Offer>,
+    price: &Price<'_>,
 ) -> Vec<Room> {
     let Some(hosted) = &arrangement.hosted else { return Vec::new() };
     let is_experts = |(id, node): (NodeId, &Node<Op>)| {
@@ -95,7 +115,7 @@ pub(crate) fn rooms(
     let gpus: Vec<DeviceId> =
         arrangement.stages.iter().map(|(group, _)| group.devices[0]).collect();
     let search = Search::new(task, units, pins, &gpus, Kept::Experts);
-    search.map_or_else(Vec::new, |search| search.rooms(hosted.window_bytes, price))
+    search.map_or_else(Vec::new, |search| search.rooms(&hosted.window_bytes, price))
 }
 
 /// The GPUs that arrangements of this kind are for: all of them, all of each kind, and one of each kind.

@@ -140,7 +140,8 @@ pub(crate) fn decode_nanos(task: &Task<'_>, device: DeviceId) -> Option<Table<No
 /// The placed graphs of nodes on groups, with their moves.
 fn arrange(task: &Task<'_>, groups: &[Group], group_of: &Table<NodeId, usize>) -> Result<Graphs> {
     let prefill = lay_out(task.model, groups, group_of)?;
-    let layouts = Layouts { nodes: Phases { prefill, decode: None }, window_bytes: 0 };
+    let window_bytes = task.per_device(0);
+    let layouts = Layouts { nodes: Phases { prefill, decode: None }, window_bytes };
     Graphs::new(task.model, &layouts, &mut |_, _| ())
 }
 

@@ -5,16 +5,17 @@ use anyhow::Result;
 use crate::explain::bytes;
 use crate::options::{Options, Request};
 use crate::place::{Offer, cache_block_bytes};
+use crate::target::Target;
 use crate::task::Task;
 
 /// Why none of the offers, which lack memory with so many cache blocks, is taken. Those with the fewest blocks say
-/// whether the cache is what does not fit.
+/// whether the cache is what does not fit, those with fewer tokens of a prefill whether what it computes with is.
 pub(super) fn too_large(
     task: &Task<'_>,
     options: &Options,
     offers: &[Offer],
     blocks: u32,
-    with_blocks: impl FnOnce(u32) -> Result<Vec<Offer>>,
+    offers_of: impl Fn(&Task<'_>, u32) -> Result<Vec<Offer>>,
 ) -> Result<String> {
     let Some(offer) = offers.first() else { return Ok("no device can run the model".into()) };
     let target = task.target;
@@ -34,7 +35,7 @@ pub(super) fn too_large(
     let sequences = target.max_sequences;
     // One context, and something of each sequence.
     let fewest = target.blocks_per_sequence().max(sequences);
-    if fewest < blocks && fits(with_blocks(fewest)?) {
+    if fewest < blocks && fits(offers_of(task, fewest)?) {
         let least = cache_block_bytes(task) * u64::from(fewest);
         let least = format!("{least} bytes ({})", bytes(least));
         return Ok(match options.kv_cache_bytes {
@@ -47,18 +48,37 @@ pub(super) fn too_large(
             ),
         });
     }
-    let mut advice = Vec::new();
-    if sequences > 1 {
-        advice.push("lower --max-sequences");
+    let with_tokens = |prefill_tokens: u32| {
+        let fewer = Target { prefill_tokens, ..target.clone() };
+        Ok::<bool, anyhow::Error>(fits(offers_of(&Task::new(task.model, &fewer), blocks)?))
+    };
+    let mut advice: Vec<String> = Vec::new();
+    if let Some(tokens) = fewer_tokens(target.prefill_tokens, with_tokens)? {
+        advice.push(format!("lower --prefill-tokens to {tokens}"));
     }
-    advice.push("lower --context");
-    advice.push("choose a --format of fewer bytes");
+    if sequences > 1 {
+        advice.push("lower --max-sequences".into());
+    }
+    advice.push("lower --context".into());
+    advice.push("choose a --format of fewer bytes".into());
     if options.gpu_memory_bytes.is_some() {
-        advice.push("raise --gpu-memory");
+        advice.push("raise --gpu-memory".into());
     }
     if options.request != Request::Any || !options.pins.is_empty() {
-        advice.push("leave more of the choice of devices to the compiler");
+        advice.push("leave more of the choice of devices to the compiler".into());
     }
     let last = advice.pop().expect("a format can always be chosen");
     Ok(format!("the model does not fit: {lacks}; {} or {last}", advice.join(", ")))
+}
+
+/// The most tokens, of those halved again and again, that fit; `None` where not even one does.
+fn fewer_tokens(asked: u32, fits: impl Fn(u32) -> Result<bool>) -> Result<Option<u32>> {
+    if asked == 1 || !fits(1)? {
+        return Ok(None);
+    }
+    let mut tokens = asked / 2;
+    while tokens > 1 && !fits(tokens)? {
+        tokens /= 2;
+    }
+    Ok(Some(tokens))
 }

@@ -17,8 +17,11 @@ use crate::target::Target;
 use crate::task::Task;
 
 /// How much more of each layer that is cut stays beside the GPUs than if all were cut: so that nearly all are, and a
-/// half. With more of them GPUs wait less while NUMA nodes compute, and more activations cross.
-const SPREADS: [f64; 2] = [1.05, 2.0];
+/// half; and in how many pieces. With more of them GPUs wait less while NUMA nodes compute, and more activations cross.
+const SPREADS: [(f64, usize); 2] = [(1.05, 1), (2.0, 2)];
+/// Pieces of a layer that stays, in all: a GPU then needs smaller windows, and may fetch some of them while others are
+/// computed. Beside an H200, twice as many take more launches and are no faster.
+const PIECES: usize = 4;
 /// The least share of a layer that is worth launches of its own.
 const LEAST_RESIDENT: f64 = 0.05;
 
@@ -77,14 +80,22 @@ fn cuts(
     if stays(hosts[first]) == 0.0 {
         return Ok(Vec::new());
     }
-    let by_nodes = Cut::new(&nodes, 0.0);
+    let by_nodes = Cut::new(&nodes, 1, 0.0);
     let Some(model) = cut(task.model, &by_nodes, is_free)? else { return Ok(Vec::new()) };
     let can_stay =
         bytes(&Task::new(&model, task.target), hosts[first], |name| shard(name).is_some());
-    let residents = SPREADS.map(|spread| 1.0 - spread * stays(hosts[first]) / can_stay);
+    let in_pieces = |pieces: usize, resident: f64| {
+        let of_node = (pieces / nodes.len()).max(1);
+        Cut::new(&nodes, of_node, resident)
+    };
+    let residents = SPREADS.map(|(spread, pieces)| {
+        let resident = 1.0 - spread * stays(hosts[first]) / can_stay;
+        (resident >= LEAST_RESIDENT).then(|| in_pieces(pieces, resident))
+    });
     let several = (nodes.len() > 1).then_some(by_nodes);
-    let residents = residents.into_iter().filter(|&resident| resident >= LEAST_RESIDENT);
-    Ok(several.into_iter().chain(residents.map(|resident| Cut::new(&nodes, resident))).collect())
+    // One node's shard is in two pieces at least.
+    let pieces = in_pieces(PIECES.max(2 * nodes.len()), 0.0);
+    Ok(several.into_iter().chain([pieces]).chain(residents.into_iter().flatten()).collect())
 }
 
 /// Bytes of the matrices of those nodes at a home.

@@ -133,7 +133,7 @@ pub(crate) fn compile(name: &str, shape: Shape, change: impl FnOnce(&mut Options
         Shape::GpuFetching => Some(([1e4, 1e4, 1.0], 1e12)),
         Shape::GpuHosted => Some(([1.0, 1e3, 1.0], 1e6)),
         Shape::GpuShards => Some(([0.1, 3e3, 1.0], 3e7)),
-        Shape::GpuResident => Some(([0.1, 3e3, 3.0], 3e7)),
+        Shape::GpuResident => Some(([1e4, 3e3, 3.0], 3e7)),
         Shape::One
         | Shape::Pipeline
         | Shape::Shared

@@ -5,11 +5,12 @@ use std::ops::Range;
 
 use ir::dag::Node;
 use ir::graph::LayerGraph;
-use ir::id::{DeviceId, NodeId, Table, ValueId};
+use ir::id::{DeviceId, NodeId, Table, ValueId, WeightId};
 use ir::op::Op;
 use ir::plan::DeviceForecast;
 
-use super::{Hosted, Hosting, hosts};
+use super::share::share;
+use super::{Hosted, Hosting, Price, hosts};
 use crate::cost::fetch_nanos;
 use crate::explain::bytes;
 use crate::part::WeightKey;
@@ -66,6 +67,9 @@ struct Fetching {
     in_blocks: bool,
 }
 
+/// The home computes all that stays.
+const IN_PLACE: Fetching = Fetching { share: 0.0, in_blocks: true };
+
 /// The search for the best arrangement beside some GPUs.
 pub(super) struct Search<'a> {
     task: &'a Task<'a>,
@@ -74,8 +78,10 @@ pub(super) struct Search<'a> {
     hosts: Vec<DeviceId>,
     kept: Kept,
     blocks: Vec<Block>,
-    /// Nodes that only look rows up: their tables are as well on a NUMA node as on the GPU.
-    lookups: Vec<NodeId>,
+    /// Nodes that only look rows up, and their tables, which are as well on a NUMA node as on the GPU.
+    lookups: Vec<(NodeId, WeightId)>,
+    /// For each stage bytes of windows that are tried, the largest first; none at last.
+    rungs: Vec<Vec<u64>>,
 }
 
 impl<'a> Search<'a> {
@@ -88,7 +94,7 @@ impl<'a> Search<'a> {
         kept: Kept,
     ) -> Option<Self> {
         let hosts = hosts(task, gpus);
-        let stages = stages(task, units, gpus)?;
+        let stages = share(task, units, gpus)?;
         let stage_of = |unit: usize| stages.iter().position(|(_, units)| units.contains(&unit));
         let graph = &task.model.layers;
         // Where some layers are in shards, those are the ones to stay.
@@ -109,7 +115,7 @@ impl<'a> Search<'a> {
                 let mut users =
                     graph.nodes().filter(|(_, node)| node.work.weights().contains(table));
                 if users.all(|(user, _)| user == id) {
-                    lookups.push(id);
+                    lookups.push((id, *table));
                 }
                 continue;
             }
@@ -172,57 +178,65 @@ impl<'a> Search<'a> {
         let blocks: Vec<Block> =
             blocks.into_iter().flatten().filter(|block| block.bytes > 0).collect();
         let some = !blocks.is_empty();
-        some.then_some(Self { task, stages, hosts, kept, blocks, lookups })
+        let of_stage = |stage: usize| blocks.iter().filter(move |block| block.stage == stage);
+        let rungs = (0..stages.len()).map(|stage| rungs(of_stage(stage))).collect();
+        some.then_some(Self { task, stages, hosts, kept, blocks, lookups, rungs })
     }
 
     /// The offers that are worth comparing, or a rough one of them.
-    pub(super) fn offers(
-        &self,
-        is_rough: bool,
-        price: &dyn Fn(&Arrangement) -> anyhow::Result<Offer>,
-    ) -> Vec<Offer> {
-        /// Blocks below which room for a matrix counts for more than that its fetch waits for the one before.
-        const FEW_BLOCKS: usize = 4;
+    pub(super) fn offers(&self, is_rough: bool, price: &Price<'_>) -> Vec<Offer> {
         let mut offers: Vec<Offer> = Vec::new();
-        let members = || self.blocks.iter().flat_map(|block| &block.nodes);
-        let largest_node = members().map(|member| member.window_bytes).max().unwrap_or(0);
-        let block_bytes =
-            |block: &Block| block.nodes.iter().map(|member| member.window_bytes).sum();
-        let largest_block: u64 = self.blocks.iter().map(block_bytes).max().unwrap_or(0);
-        // One matrix is read while the next one comes; larger windows smooth unevenness and take room from blocks.
-        let shards = if self.kept == Kept::Mlps { self.hosts.len() as u64 } else { 1 };
-        let mut windows = vec![2 * largest_block, 2 * shards * largest_node, 2 * largest_node, 0];
-        let in_place = Fetching { share: 0.0, in_blocks: true };
-        if is_rough {
-            let found = self.fewest(2 * shards * largest_node, in_place, price);
-            return found.map(|(_, offer)| offer).into_iter().collect();
-        }
-        windows.dedup();
-        while let Some(window_bytes) = windows.pop() {
-            let Some((counts, base)) = self.fewest(window_bytes, in_place, price) else { continue };
-            let decode = base.candidate.decode_nanos;
-            offers.push(base);
-            if let Some(decode) = decode.filter(|_| window_bytes > 0) {
-                offers.extend(self.fetching(&counts, window_bytes, decode as f64, price));
+        let mut tried: Vec<Vec<u64>> = Vec::new();
+        let none = self.rungs.iter().map(Vec::len).max().unwrap_or(1) - 1;
+        let rungs = if is_rough { vec![0] } else { vec![none, 1, 0] };
+        for rung in rungs {
+            let Some((windows, everything)) = self.windows(rung, price) else { continue };
+            if tried.contains(&windows) {
+                continue;
             }
-            let stay: usize = counts.iter().sum();
-            if window_bytes == 2 * largest_node && (1..=FEW_BLOCKS).contains(&stay) {
-                windows.push(largest_node);
+            if let Some((counts, base)) = self.fewest(&windows, everything, price) {
+                let decode = base.candidate.decode_nanos;
+                offers.push(base);
+                let fetches = !is_rough && windows.iter().any(|&bytes| bytes > 0);
+                if let Some(decode) = decode.filter(|_| fetches) {
+                    offers.extend(self.fetching(&counts, &windows, decode as f64, price));
+                }
             }
+            tried.push(windows);
         }
         offers
     }
 
-    /// What GPUs have left, beside a window of so many bytes, when all that may stay does.
+    /// The window of each stage, and the price with all that may stay: the window of a rung, or of the first below it
+    /// beside which there is room for the rest.
+    fn windows(&self, rung: usize, price: &Price<'_>) -> Option<(Vec<u64>, Offer)> {
+        let all = self.all();
+        let window = |rungs: &Vec<u64>| rungs[rung.min(rungs.len() - 1)];
+        let mut windows: Vec<u64> = self.rungs.iter().map(window).collect();
+        loop {
+            let offer = price(&self.arrange(&all, &windows, IN_PLACE)).ok()?;
+            let lacking = offer.candidate.missing;
+            let stage = |(lacking, bytes): (DeviceId, u64)| {
+                let stage = self.stages.iter().position(|(gpu, _)| *gpu == lacking)?;
+                (windows[stage] > 0).then_some((stage, bytes))
+            };
+            let Some((stage, bytes)) = lacking.and_then(stage) else {
+                return Some((windows, offer));
+            };
+            let most = windows[stage].saturating_sub(bytes);
+            let lower = self.rungs[stage].iter().find(|&&window| window <= most);
+            windows[stage] = lower.copied().unwrap_or(0);
+        }
+    }
+
+    /// What GPUs have left, beside their windows, when all that may stay does.
     pub(super) fn rooms(
         &self,
-        window_bytes: u64,
-        price: &dyn Fn(&Arrangement) -> anyhow::Result<Offer>,
+        window_bytes: &Table<DeviceId, u64>,
+        price: &Price<'_>,
     ) -> Vec<Room> {
-        let all: Vec<usize> =
-            (0..self.stages.len()).map(|stage| self.blocks_of(stage).count()).collect();
-        let in_place = Fetching { share: 0.0, in_blocks: true };
-        let Ok(offer) = price(&self.arrange(&all, window_bytes, in_place)) else {
+        let windows: Vec<u64> = self.stages.iter().map(|(gpu, _)| window_bytes[*gpu]).collect();
+        let Ok(offer) = price(&self.arrange(&self.all(), &windows, IN_PLACE)) else {
             return Vec::new();
         };
         let room = |(device, units): &(DeviceId, Range<usize>)| {
@@ -240,9 +254,9 @@ impl<'a> Search<'a> {
     fn fetching(
         &self,
         counts: &[usize],
-        window_bytes: u64,
+        windows: &[u64],
         decode_nanos: f64,
-        price: &dyn Fn(&Arrangement) -> anyhow::Result<Offer>,
+        price: &Price<'_>,
     ) -> Option<Offer> {
         let members = || self.staying(counts).flat_map(|block| &block.nodes);
         let fetch: f64 = members().map(|member| member.fetch_nanos).sum();
@@ -251,7 +265,7 @@ impl<'a> Search<'a> {
         let even = (decode_nanos / (fetch + home).max(1.0)).min(1.0);
         let offer = |share: f64, in_blocks: bool| {
             let fetching = Fetching { share: share.min(1.0), in_blocks };
-            let offer = price(&self.arrange(counts, window_bytes, fetching)).ok()?;
+            let offer = price(&self.arrange(counts, windows, fetching)).ok()?;
             offer.candidate.missing.is_none().then_some(offer)
         };
         let score = |offer: &Option<Offer>| offer.as_ref().map_or(u64::MAX, |offer| offer.score);
@@ -265,14 +279,12 @@ impl<'a> Search<'a> {
     /// it never does.
     fn fewest(
         &self,
-        window_bytes: u64,
-        fetching: Fetching,
-        price: &dyn Fn(&Arrangement) -> anyhow::Result<Offer>,
+        windows: &[u64],
+        everything: Offer,
+        price: &Price<'_>,
     ) -> Option<(Vec<usize>, Offer)> {
-        let offer = |counts: &[usize]| price(&self.arrange(counts, window_bytes, fetching)).ok();
-        let all: Vec<usize> =
-            (0..self.stages.len()).map(|stage| self.blocks_of(stage).count()).collect();
-        let everything = offer(&all)?;
+        let offer = |counts: &[usize]| price(&self.arrange(counts, windows, IN_PLACE)).ok();
+        let all = self.all();
         if everything.candidate.missing.is_some() {
             return Some((all, everything));
         }
@@ -314,6 +326,11 @@ impl<'a> Search<'a> {
         Some(best)
     }
 
+    /// All blocks of each stage.
+    fn all(&self) -> Vec<usize> {
+        (0..self.stages.len()).map(|stage| self.blocks_of(stage).count()).collect()
+    }
+
     fn blocks_of(&self, stage: usize) -> impl Iterator<Item = &Block> {
         self.blocks.iter().filter(move |block| block.stage == stage)
     }
@@ -328,21 +345,26 @@ impl<'a> Search<'a> {
         })
     }
 
-    fn arrange(&self, counts: &[usize], window_bytes: u64, fetching: Fetching) -> Arrangement {
+    fn arrange(&self, counts: &[usize], windows: &[u64], fetching: Fetching) -> Arrangement {
         let mut nodes: Table<NodeId, Option<Hosting>> =
             self.task.model.layers.nodes().map(|_| None).collect();
-        for &lookup in &self.lookups {
-            nodes[lookup] = Some(Hosting {
-                home: self.hosts[0],
-                is_fetched_in_prefill: false,
-                is_fetched_in_decode: false,
-            });
+        let devices = &self.task.target.machine.devices;
+        let mut free: Vec<u64> =
+            self.hosts.iter().map(|&host| devices[host].memory_bytes).collect();
+        // The first of those with the most room.
+        let roomiest = |free: &[u64]| {
+            let most = free.iter().max();
+            free.iter().position(|free| Some(free) == most).unwrap_or(0)
+        };
+        for &(lookup, table) in &self.lookups {
+            let host = roomiest(&free);
+            let home = self.hosts[host];
+            let format = self.task.format(table, home);
+            let key = WeightKey { weight: table, device: home, format, slice: None };
+            free[host] = free[host].saturating_sub(key.bytes(self.task));
+            nodes[lookup] =
+                Some(Hosting { home, is_fetched_in_prefill: false, is_fetched_in_decode: false });
         }
-        let mut free: Vec<u64> = self
-            .hosts
-            .iter()
-            .map(|&host| self.task.target.machine.devices[host].memory_bytes)
-            .collect();
         let (mut bytes, mut fetched_bytes) = (0, 0);
         // What is to be fetched so far and was not: it decides about the next block or node.
         let mut owed = 0.0;
@@ -356,26 +378,36 @@ impl<'a> Search<'a> {
             is_fetched
         };
         for block in self.staying(counts) {
-            let most = free.iter().max().copied().unwrap_or(0);
-            let host_of_block = free.iter().position(|&free| free == most).unwrap_or(0);
+            let host_of_block = roomiest(&free);
+            let window = windows[block.stage];
+            let fits = |member: &Member| member.window_bytes <= window;
+            let mut matrices = block.nodes.iter().filter(|member| member.window_bytes > 0);
+            // What lies before the first matrix goes with it.
+            let mut is_fetched_in_prefill = matrices.next().is_some_and(fits);
+            let fitting = block.nodes.iter().filter(|member| fits(member));
+            let fitting_bytes = fitting.map(|member| member.bytes).sum();
             bytes += block.bytes;
-            let whole = fetching.in_blocks && decide(block.bytes);
-            let mut is_fetched = whole;
+            let whole = fetching.in_blocks && decide(fitting_bytes);
+            let mut is_fetched_in_decode = whole && is_fetched_in_prefill;
             for member in &block.nodes {
-                if !fetching.in_blocks && member.window_bytes > 0 {
-                    is_fetched = decide(member.window_bytes);
+                if member.window_bytes > 0 {
+                    is_fetched_in_prefill = fits(member);
+                    is_fetched_in_decode = is_fetched_in_prefill
+                        && (whole || !fetching.in_blocks && decide(member.window_bytes));
                 }
                 let host = member.host.unwrap_or(host_of_block);
                 free[host] = free[host].saturating_sub(member.bytes);
-                nodes[member.node] = Some(Hosting {
-                    home: self.hosts[host],
-                    is_fetched_in_prefill: window_bytes > 0,
-                    is_fetched_in_decode: is_fetched,
-                });
+                let home = self.hosts[host];
+                nodes[member.node] =
+                    Some(Hosting { home, is_fetched_in_prefill, is_fetched_in_decode });
             }
         }
         let percent = 100.0 * fetched_bytes as f64 / bytes.max(1) as f64;
-        let name = self.name(counts.iter().sum(), window_bytes, percent);
+        let name = self.name(counts.iter().sum(), windows, percent);
+        let mut window_bytes = self.task.per_device(0);
+        for ((gpu, _), &bytes) in self.stages.iter().zip(windows) {
+            window_bytes[*gpu] = bytes;
+        }
         let hosted = Hosted { nodes, window_bytes, name };
         let stages = self.stages.iter().map(|(gpu, units)| (Group::one(*gpu), units.clone()));
         Arrangement { stages: stages.collect(), has_fixed_shares: false, hosted: Some(hosted) }
@@ -400,7 +432,7 @@ impl<'a> Search<'a> {
         nodes.filter_map(|(_, node)| Task::block(&node.name)).collect::<BTreeSet<u32>>().len()
     }
 
-    fn name(&self, count: usize, window_bytes: u64, decode_percent: f64) -> String {
+    fn name(&self, count: usize, windows: &[u64], decode_percent: f64) -> String {
         let what = match self.kept {
             Kept::Experts if self.is_split() => "least used experts",
             Kept::Experts => "experts",
@@ -416,8 +448,11 @@ impl<'a> Search<'a> {
             hosts.join("+"),
             gpus.join(" → ")
         );
-        if window_bytes > 0 {
-            name += &format!(", fetching {} ahead", bytes(window_bytes));
+        let mut windows: Vec<u64> = windows.iter().copied().filter(|&bytes| bytes > 0).collect();
+        windows.dedup();
+        if !windows.is_empty() {
+            let windows: Vec<String> = windows.into_iter().map(bytes).collect();
+            name += &format!(", fetching {} ahead", windows.join(" and "));
         }
         if decode_percent > 0.0 {
             name += &format!(", {decode_percent:.0} % in decode");
@@ -426,52 +461,20 @@ impl<'a> Search<'a> {
     }
 }
 
+/// Windows of a stage with those blocks: two of the largest node, that node, each smaller one, and none.
+///
+/// One matrix is read while the next one comes; larger windows take room from blocks. What does not fit a window is
+/// computed where it lies.
+fn rungs<'b>(blocks: impl Iterator<Item = &'b Block>) -> Vec<u64> {
+    let mut nodes = BTreeSet::from([0]);
+    nodes.extend(blocks.flat_map(|block| &block.nodes).map(|member| member.window_bytes));
+    let two = nodes.last().map(|largest| 2 * largest);
+    two.into_iter().chain(nodes.into_iter().rev()).collect()
+}
+
 /// Whether a node adds up shards.
 fn sums_shards(graph: &LayerGraph, node: &Node<Op>) -> bool {
     let is_shard =
         |&input: &ValueId| shard(&graph.node(graph.value(input).producer).name).is_some();
     matches!(node.work, Op::Add) && node.inputs.iter().any(is_shard)
-}
-
-/// Units for each GPU in turn: its share of the bytes is like its share of the memory. `None` where there are too few.
-fn stages(
-    task: &Task<'_>,
-    units: &Units,
-    gpus: &[DeviceId],
-) -> Option<Vec<(DeviceId, Range<usize>)>> {
-    let mut bytes = vec![0; units.len()];
-    for (id, node) in task.model.layers.nodes() {
-        let weights = node.work.weights().into_iter();
-        let elements = weights.map(|weight| {
-            let shape = &task.model.weights[weight].shape;
-            shape.iter().map(|&size| u64::from(size)).product::<u64>()
-        });
-        let is_lookup = matches!(node.work, Op::Embed { .. } | Op::AddPosition { .. });
-        bytes[units.of[id]] += if is_lookup { 0 } else { elements.sum() };
-    }
-    let memory = |gpu: &DeviceId| task.target.machine.devices[*gpu].memory_bytes as f64;
-    let all_memory: f64 = gpus.iter().map(memory).sum();
-    let all_bytes = bytes.iter().sum::<u64>() as f64;
-    let (mut start, mut taken, mut share) = (0, 0.0, 0.0);
-    let mut stages = Vec::new();
-    for (index, gpu) in gpus.iter().enumerate() {
-        share += memory(gpu) / all_memory;
-        let after = gpus.len() - 1 - index;
-        let mut end = start;
-        while end + after < units.len() {
-            let next = bytes[end] as f64;
-            // Where the limit cuts a unit, whoever has more of it takes it.
-            if after > 0 && end > start && taken + next / 2.0 > share * all_bytes {
-                break;
-            }
-            taken += next;
-            end += 1;
-        }
-        if end == start {
-            return None;
-        }
-        stages.push((*gpu, start..end));
-        start = end;
-    }
-    Some(stages)
 }
