@@ -95,9 +95,15 @@ pub(crate) fn machine() -> Machine {
     probe::machine(Some(2)).unwrap()
 }
 
-/// The same with a GPU; where this host has none, one as fast as its first device.
+/// The same with a GPU; where this host has none, one as fast as its first device. Of several all but the first are too
+/// small for anything.
 pub(crate) fn gpu_machine() -> Machine {
     let mut machine = machine();
+    let mut ordinal = 1;
+    while let Some(other) = machine.device(&format!("gpu{ordinal}")) {
+        machine.devices[other].memory_bytes = 0;
+        ordinal += 1;
+    }
     if machine.device("gpu0").is_none() {
         let numa: Vec<DeviceId> = machine.devices.ids().collect();
         machine.host.gpus.push("a device in software".to_owned());
