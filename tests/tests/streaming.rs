@@ -223,7 +223,7 @@ fn a_format_is_for_many_sequences_too() {
     // Many rows need 12 bits unpacked.
     for rate in &mut machine.devices[gpu].rates.linear {
         if rate.format == Format::Bf12 {
-            let mut slow = rate.points[0].clone();
+            let mut slow = rate.points[0];
             (slow.tokens, slow.weights_per_sec) = (16, slow.weights_per_sec / 4.0);
             rate.points.insert(1, slow);
         }
