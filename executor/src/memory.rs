@@ -2,8 +2,8 @@
 //!
 //! - A region has no pages until it is written to; the thread that writes first decides the node.
 //! - Regions of 2 MiB or more are aligned for huge pages and ask for them.
-//! - An arena's buffers lie in one stretch, as close to its start as they fit: the pages that it holds are those of the
-//!   run that needed most, however many runs of other lengths there are.
+//! - An arena's buffers lie in one stretch, each in the smallest gap that it fits: runs of other lengths use the pages
+//!   that the largest has touched.
 
 #![expect(unsafe_code, reason = "maps anonymous memory and views it as plain numbers")]
 
@@ -58,7 +58,7 @@ struct Stretch {
 
 // SAFETY: a region owns its mapping as a `Vec` owns its allocation.
 unsafe impl Send for Region {}
-// SAFETY: shared access only reads.
+// SAFETY: shared access only reads, but for buffers of an arena, each of which alone has its bytes of a stretch.
 unsafe impl Sync for Region {}
 
 impl Region {

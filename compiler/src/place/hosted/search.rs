@@ -297,7 +297,8 @@ impl<'a> Search<'a> {
         };
         let mut counts: Vec<usize> = all.iter().zip(&self.stages).map(guess).collect();
         if counts.iter().all(|&count| count == 0) {
-            counts[0] = 1;
+            // There is a block at least, and it may be any stage's.
+            counts[all.iter().position(|&all| all > 0)?] = 1;
         }
         let mut is_tight = vec![false; counts.len()];
         let mut best = loop {

@@ -8,25 +8,25 @@ use ir::op::Op;
 use crate::place::units::Units;
 use crate::task::Task;
 
-/// Units for each GPU in turn: its share of the bytes is like its share of the memory. `None` where there are too few.
+/// Units for each GPU in turn: its share of the weights is like its share of the memory. `None` where there are too few.
 pub(super) fn share(
     task: &Task<'_>,
     units: &Units,
     gpus: &[DeviceId],
 ) -> Option<Vec<(DeviceId, Range<usize>)>> {
-    let mut bytes = vec![0; units.len()];
+    let mut elements = vec![0; units.len()];
     for (id, node) in task.model.layers.nodes() {
         let weights = node.work.weights().into_iter();
-        let elements = weights.map(|weight| {
+        let of_node = weights.map(|weight| {
             let shape = &task.model.weights[weight].shape;
             shape.iter().map(|&size| u64::from(size)).product::<u64>()
         });
         let is_lookup = matches!(node.work, Op::Embed { .. } | Op::AddPosition { .. });
-        bytes[units.of[id]] += if is_lookup { 0 } else { elements.sum() };
+        elements[units.of[id]] += if is_lookup { 0 } else { of_node.sum() };
     }
     let memory = |gpu: &DeviceId| task.target.machine.devices[*gpu].memory_bytes as f64;
     let all_memory: f64 = gpus.iter().map(memory).sum();
-    let all_bytes = bytes.iter().sum::<u64>() as f64;
+    let all_elements = elements.iter().sum::<u64>() as f64;
     let (mut start, mut taken, mut share) = (0, 0.0, 0.0);
     let mut stages = Vec::new();
     for (index, gpu) in gpus.iter().enumerate() {
@@ -34,9 +34,9 @@ pub(super) fn share(
         let after = gpus.len() - 1 - index;
         let mut end = start;
         while end + after < units.len() {
-            let next = bytes[end] as f64;
+            let next = elements[end] as f64;
             // Where the limit cuts a unit, whoever has more of it takes it.
-            if after > 0 && end > start && taken + next / 2.0 > share * all_bytes {
+            if after > 0 && end > start && taken + next / 2.0 > share * all_elements {
                 break;
             }
             taken += next;

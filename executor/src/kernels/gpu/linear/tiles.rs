@@ -78,9 +78,9 @@ impl TileShare {
         (self.tokens * VECTORS).div_ceil(self.members() * PLANE)
     }
 
-    /// Bytes of shared memory of a cube: activations on their way, and sums.
+    /// Bytes of shared memory of a cube: activations on their way, sums, and a place for squares that no norm needs.
     pub(super) fn shared_bytes(self) -> usize {
-        let sums = self.planes() * PANEL * self.tokens * size_of::<f32>();
+        let sums = (self.planes() * PANEL * self.tokens + 1) * size_of::<f32>();
         self.teams * STAGES * self.stage() * 16 + sums
     }
 
