@@ -127,14 +127,7 @@ impl Checkpoint {
 
     fn forget_bytes(&self, source: &Source, bytes: Range<usize>) {
         if let Some(map) = self.maps.get(source.file) {
-            let end = bytes.end.min(map.len());
-            let start = bytes.start.min(end);
-            // SAFETY: the map is a private, clean map of a file: its pages come back on the next access.
-            let advised = unsafe {
-                map.unchecked_advise_range(UncheckedAdvice::DontNeed, start, end - start)
-            };
-            // It only saves memory; where the system refuses, nothing is lost.
-            drop(advised);
+            give_back(map, bytes);
         }
     }
 
@@ -213,10 +206,19 @@ fn map(file: &CheckpointFile, folder: &Path) -> Result<Mmap> {
         "checkpoint changed since it was compiled: {name} has other contents than the plan expects: \
          compile it again"
     );
-    // SAFETY: the map is a private, clean map of a file: its pages come back on the next access.
-    // It only saves memory, as where weights are read.
-    drop(unsafe { map.unchecked_advise(UncheckedAdvice::DontNeed) });
+    give_back(&map, 0..map.len());
     Ok(map)
+}
+
+/// Takes the pages of some bytes out of memory.
+fn give_back(map: &Mmap, bytes: Range<usize>) {
+    let end = bytes.end.min(map.len());
+    let start = bytes.start.min(end);
+    // SAFETY: the map is a private, clean map of a file: its pages come back on the next access.
+    let advised =
+        unsafe { map.unchecked_advise_range(UncheckedAdvice::DontNeed, start, end - start) };
+    // It only saves memory; where the system refuses, nothing is lost.
+    drop(advised);
 }
 
 /// A source of one or two axes, seen as rows of columns.

@@ -16,6 +16,14 @@ pub const PANEL_ROWS: u32 = 32;
 pub const BLOCK_PAIR_COLUMNS: u32 = 64;
 /// Columns that panels of bfloat16 are padded to: the depth of a matrix tile.
 pub const BF16_COLUMNS: u32 = 32;
+/// Rows of activations that a processor multiplies at once, at most: a strip.
+pub const STRIP_ROWS: u64 = 32;
+/// Most panels of a block, what a processor with tiles keeps the sums of; of a gate, those of both matrices together.
+pub const BLOCK_PANELS: u64 = 8;
+/// Most strips of a block.
+pub const BLOCK_STRIPS: u64 = 16;
+/// Columns of a block that are multiplied before the next panel's.
+pub const BLOCK_COLUMNS: u64 = 256;
 /// Bytes in front of a row's share of a panel in 12 bits: its base exponent.
 const BASE_BYTES: u64 = 4;
 

@@ -19,19 +19,12 @@ use crate::frame::Frame;
 use crate::id::{BufferId, DeviceId, Id as _, StepId, Table};
 use crate::machine::DeviceKind;
 use crate::op::{Experts, Linear, Products};
-use crate::packing::{BLOCK_PAIR_COLUMNS, PANEL_ROWS};
+use crate::packing::{
+    BLOCK_COLUMNS, BLOCK_PAIR_COLUMNS, BLOCK_PANELS, BLOCK_STRIPS, PANEL_ROWS, STRIP_ROWS,
+};
 use crate::plan::{Action, DeviceForecast, Lane, Plan, Program, Step};
 use crate::tensor::{DType, Format};
 use crate::workspace::{aligned, workspaces};
-
-/// Rows of activations that a processor with tiles multiplies at once: a strip.
-const STRIP_ROWS: u64 = 32;
-/// Panels of a block, of which such a processor keeps the sums.
-const BLOCK_PANELS: u64 = 8;
-/// Strips of a block.
-const BLOCK_STRIPS: u64 = 16;
-/// Columns of a panel that such a processor unpacks at once.
-const BLOCK_COLUMNS: u64 = 256;
 
 /// Bytes each device holds: weights, caches, the most buffers at one time over all programs, and scratch.
 ///

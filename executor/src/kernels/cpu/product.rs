@@ -16,6 +16,7 @@ use std::{ptr, slice};
 
 use anyhow::Context as _;
 use ir::op::Then;
+use ir::packing;
 
 use super::encode::{Encoding, Strip};
 use super::epilogue::Target;
@@ -25,15 +26,15 @@ use crate::memory::Buffer;
 use crate::team::Team;
 
 /// Most panels of a block; of a gate, those of both matrices together.
-const BLOCK_PANELS: usize = 8;
+const BLOCK_PANELS: usize = packing::BLOCK_PANELS as usize;
 /// Most strips of a block.
-pub(super) const BLOCK_STRIPS: usize = 16;
+pub(super) const BLOCK_STRIPS: usize = packing::BLOCK_STRIPS as usize;
 /// Tasks that each member of a team should find, to even out what it is late by.
 const TASKS_EACH: usize = 4;
 /// The same of blocks: a core whose other thread belongs to somebody else loads tiles at a quarter of the speed.
 const BLOCKS_EACH: usize = 8;
 /// Columns of a block that are multiplied before the next panel's.
-pub(super) const BLOCK_COLUMNS: usize = 256;
+pub(super) const BLOCK_COLUMNS: usize = packing::BLOCK_COLUMNS as usize;
 
 /// The products of some strips with some panels of `weights[0]` (and of `weights[1]`, for a gate).
 pub(super) struct Product<'a> {

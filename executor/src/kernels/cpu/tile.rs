@@ -24,6 +24,7 @@ use std::marker::PhantomData;
 use std::ops::Range;
 use std::slice;
 
+use ir::packing;
 use ir::tensor::Format;
 
 use super::bf12;
@@ -38,7 +39,7 @@ use super::quantize::{OFFSET_4, OFFSET_8};
 const SUM_STEPS: usize = 256;
 
 /// Most rows of any kernel's strip.
-pub(super) const MOST_ROWS: usize = 32;
+pub(super) const MOST_ROWS: usize = packing::STRIP_ROWS as usize;
 
 /// What a kernel writes.
 pub(super) type Tile = [[f32; PANEL]; MOST_ROWS];

@@ -19,7 +19,7 @@ pub(super) const VECTOR_LOADS: usize = VECTOR / ROWS;
 /// What activations are multiplied with: 2^64.
 pub(super) const ENLARGED: f32 = (1_u128 << 64) as f32;
 /// The same, in both halves of a pair of bf16.
-pub(super) const ENLARGED_PAIR: u32 = 0x5f80_5f80;
+pub(super) const ENLARGED_PAIR: u32 = (ENLARGED.to_bits() >> 16) * 0x1_0001;
 /// What takes a base to the exponent of an f32 that makes good for its absence in weights and for [`ENLARGED`].
 const BASE_TO_FACTOR: u32 = 127 - 64;
 

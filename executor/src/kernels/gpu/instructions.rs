@@ -140,31 +140,30 @@ pub(super) fn choose_bytes(first: u32, second: u32, #[comptime] order: u32) -> u
 /// The sums of two pairs of bf16.
 #[cube]
 pub(super) fn add_pairs(first: u32, second: u32) -> u32 {
-    let first = held::<u32>(first);
-    let second = held::<u32>(second);
-    let ones = held::<u32>(0x3f80_3f80u32.runtime());
-    let sums: u32;
-    gpu_asm!(
-        "fma.rn.bf16x2 {d}, {a}, {one}, {b};",
-        a = in(_) first, one = in(_) ones, b = in(_) second, d = out(_) sums,
-        options(pure, nomem),
-    );
-    sums
+    // Times one.
+    fma_pairs(first, 0x3f80_3f80u32.runtime(), second)
 }
 
 /// The products of two pairs of bf16.
 #[cube]
 pub(super) fn multiply_pairs(first: u32, second: u32) -> u32 {
+    // Zeros that keep the sign of a product.
+    fma_pairs(first, second, 0x8000_8000u32.runtime())
+}
+
+/// The products of two pairs of bf16, each added to one of a third.
+#[cube]
+fn fma_pairs(first: u32, second: u32, third: u32) -> u32 {
     let first = held::<u32>(first);
     let second = held::<u32>(second);
-    let zeros = held::<u32>(0x8000_8000u32.runtime());
-    let products: u32;
+    let third = held::<u32>(third);
+    let sums: u32;
     gpu_asm!(
-        "fma.rn.bf16x2 {d}, {a}, {b}, {zero};",
-        a = in(_) first, b = in(_) second, zero = in(_) zeros, d = out(_) products,
+        "fma.rn.bf16x2 {d}, {a}, {b}, {c};",
+        a = in(_) first, b = in(_) second, c = in(_) third, d = out(_) sums,
         options(pure, nomem),
     );
-    products
+    sums
 }
 
 /// 128 and as many 256ths as a byte of a word says, in one instruction.

@@ -128,11 +128,7 @@ fn unpack_piece<F: Float, N: Size>(
     #[unroll]
     for part in 0..comptime!(panel.blocks().max(1)) {
         let mut values = Array::<f32>::new(comptime!(panel.rows() * columns));
-        if comptime!(panel.blocks() > 0) {
-            decode_block(weights, walk, task, &words, &mut values, part, columns, panel);
-        } else {
-            decode_part(weights, walk, task, &words, &mut values, part, panel);
-        }
+        decode_part(weights, walk, task, &words, &mut values, part, columns, panel);
         let first_column =
             task_column(task, panel) + of_task * columns + comptime!(part * BLOCK_PAIR / 2);
         #[unroll]
@@ -150,7 +146,7 @@ fn unpack_piece<F: Float, N: Size>(
     }
 }
 
-/// Decodes a task, or its part of one block, element by element to `values[row][column]`.
+/// Decodes a task, or so many neighbouring columns of one of its blocks, element by element to `values[row][column]`.
 #[cube]
 pub(super) fn decode_part(
     weights: &[Words],
@@ -159,6 +155,7 @@ pub(super) fn decode_part(
     words: &Array<Words>,
     values: &mut Array<f32>,
     #[comptime] block: usize,
+    #[comptime] columns: usize,
     #[comptime] panel: Panel,
 ) {
     if comptime!(panel.blocks() == 0) {
@@ -167,7 +164,6 @@ pub(super) fn decode_part(
             add_bases(values, weights[walk.start + walk.slot]);
         }
     } else {
-        let columns = comptime!(part_columns(panel));
         decode_block(weights, walk, task, words, values, block, columns, panel);
     }
 }

@@ -11,13 +11,13 @@ use ir::op::Then;
 
 use super::digits::Digits;
 use super::input::Input;
-use super::matrix::{LANE_ROWS, LANE_SLOTS};
+use super::matrix::{LANE_ROWS, LANE_SLOTS, lane_walk};
 use super::rights::PLANE;
 use super::total::{Output, Shape, Totals, finish_outputs};
-use crate::kernels::cpu::pack::{PANEL, VECTOR};
+use crate::kernels::cpu::pack::PANEL;
 use crate::kernels::gpu::ahead::{Regions, ask_at_the_end};
 use crate::kernels::gpu::instructions::{Counts, left, multiply_bytes};
-use crate::kernels::gpu::panel::{Panel, Walk, panel_vectors};
+use crate::kernels::gpu::panel::{Panel, Walk};
 use crate::kernels::gpu::portion::{
     Portion, Trail, byte_offsets, byte_unit, portion_blocks, portions,
 };
@@ -73,14 +73,8 @@ pub(super) fn multiply_blocks<N: Size>(
             let number = (cube - first_cube) * share.bands + band;
             // Bands beyond the last row are computed as the last one and not written.
             let number = number.min(rows.div_ceil(PANEL) - 1);
-            let vectors = panel_vectors(rows, number);
-            let walk = Walk {
-                start: number * comptime!(share.panel.stride()),
-                vectors,
-                slot: lane / 4 % (vectors * comptime!(VECTOR / LANE_ROWS)),
-            };
             let place = Place {
-                walk,
+                walk: lane_walk(number, rows, lane, share.panel),
                 t: lane % 4,
                 matrix: plane % share.matrices,
                 split: plane / comptime!(share.matrices * share.bands),

@@ -74,17 +74,10 @@ pub(super) fn multiply_portions<N: Size>(
         if cube >= first_cube && cube < first_cube + cubes {
             let number = (cube - first_cube) * share.bands + plane % share.bands;
             if number * PANEL < rows {
-                let vectors = panel_vectors(rows, number);
-                let walk = Walk {
-                    start: number * comptime!(share.panel.stride()),
-                    vectors,
-                    // Rows beyond the last are computed as others and not written.
-                    slot: lane / 4 % (vectors * comptime!(VECTOR / LANE_ROWS)),
-                };
                 let place = Place {
                     rows,
                     row: number * PANEL + lane / 4 * LANE_ROWS,
-                    walk,
+                    walk: lane_walk(number, rows, lane, share.panel),
                     split: plane / share.bands,
                     lane,
                 };
@@ -314,6 +307,17 @@ fn put(
     }
     if comptime!(shape.is_normed) {
         conversion.put_squares(totals, place.split, band * LANE_SLOTS, shape, share.panel);
+    }
+}
+
+/// Where a lane walks in the panel of that number. Rows beyond the last are computed as others and not written.
+#[cube]
+pub(super) fn lane_walk(number: usize, rows: usize, lane: usize, #[comptime] panel: Panel) -> Walk {
+    let vectors = panel_vectors(rows, number);
+    Walk {
+        start: number * comptime!(panel.stride()),
+        vectors,
+        slot: lane / 4 % (vectors * comptime!(VECTOR / LANE_ROWS)),
     }
 }
 

@@ -14,15 +14,15 @@ use ir::op::Then;
 use ir::tensor::Format;
 
 use super::Linear;
-use super::matrix::{LANE_ROWS, LANE_SLOTS, four_rows};
+use super::matrix::{LANE_SLOTS, four_rows, lane_walk};
 use super::rights::{OPERAND_TOKENS, PLANE};
 use super::total::{Output, Shape, Totals, finish_outputs};
-use crate::kernels::cpu::pack::{BLOCK_PAIR, PANEL, VECTOR, packed_bytes};
+use crate::kernels::cpu::pack::{BLOCK_PAIR, PANEL, packed_bytes};
 use crate::kernels::gpu::bf12::{ENLARGED_PAIR, row_factors};
 use crate::kernels::gpu::device::Gpu;
 use crate::kernels::gpu::instructions::{Packed, Sums, multiply, multiply_pairs, right};
 use crate::kernels::gpu::matrix::LOAD_BYTES;
-use crate::kernels::gpu::panel::{Panel, Walk, panel_vectors};
+use crate::kernels::gpu::panel::{Panel, Walk};
 use crate::kernels::gpu::portion::{Portion, portion_blocks, portion_columns, portions};
 use crate::kernels::gpu::registers::held;
 use crate::kernels::gpu::words::Words;
@@ -196,13 +196,8 @@ pub(super) fn multiply_tiles(
             // Bands beyond the last row are computed as the last one and not written.
             let number = (cube - first_cube) * share.bands + band;
             let number = number.min(rows.div_ceil(PANEL) - 1);
-            let vectors = panel_vectors(rows, number);
             let place = Place {
-                walk: Walk {
-                    start: number * comptime!(share.panel.stride()),
-                    vectors,
-                    slot: lane / 4 % (vectors * comptime!(VECTOR / LANE_ROWS)),
-                },
+                walk: lane_walk(number, rows, lane, share.panel),
                 lane,
                 matrix: plane % share.matrices,
                 team: plane / comptime!(share.members()),

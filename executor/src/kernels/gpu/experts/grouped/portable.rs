@@ -143,7 +143,7 @@ fn decode_step(
         #[unroll]
         for part in 0..comptime!(panel.blocks().max(1)) {
             let mut values = Array::<f32>::new(comptime!(panel.rows() * columns));
-            decode_part(weights, walk, task, &words, &mut values, part, panel);
+            decode_part(weights, walk, task, &words, &mut values, part, columns, panel);
             #[unroll]
             for i in 0..comptime!(panel.rows() * columns) {
                 let (row, column) = comptime!((i / columns, part * BLOCK_PAIR / 2 + i % columns));
