@@ -22,6 +22,7 @@ mod free;
 mod graphs;
 mod groups;
 mod part;
+mod prompts;
 mod rewrite;
 mod schedule;
 mod shards;
@@ -93,7 +94,7 @@ pub fn compile(
     };
     let task = Task::new(&model, &target);
     let graphs = Graphs::new(&model, &placement.layouts, observe)?;
-    let plan = emit::emit(&task, &graphs, &target.batches(), placement.blocks)?;
+    let plan = prompts::plan(&task, &graphs, placement.blocks)?;
     let plan = emit::complete(&task, &graphs, plan, options, placement.candidates)?;
     observe("schedule", &plan);
     let found = ir::check::check(&plan);

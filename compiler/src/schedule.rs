@@ -34,8 +34,8 @@ pub(crate) fn schedule(
     batch: &Batch,
     causes: &mut Causes,
 ) -> Result<Program> {
-    let graph = graphs.placed.of(batch.phase);
-    let parts = bound.parts.of(batch.phase);
+    let graph = graphs.placed.of(batch.placed_as);
+    let parts = bound.parts.of(batch.placed_as);
     let mut draft = Draft {
         task,
         batch,

@@ -44,6 +44,8 @@ pub(crate) struct Batch {
     pub(crate) program: String,
     /// Kind of batch.
     pub(crate) phase: Phase,
+    /// The phase whose placed graph it is scheduled from.
+    pub(crate) placed_as: Phase,
     /// The most tokens and rows.
     pub(crate) extent: Extent,
     /// The most sequences.
@@ -135,10 +137,16 @@ impl Target {
 
     /// The batch of prefill programs. More sequences than it takes tokens are fed in several runs.
     pub(crate) fn prefill(&self) -> Batch {
-        let tokens = self.prefill_tokens;
+        let (tokens, program) = (self.prefill_tokens, "prefill".into());
+        Batch { program, ..self.prompt(tokens, Phase::Prefill) }
+    }
+
+    /// The batch of a program for prompts of up to `tokens` tokens, placed as in a phase.
+    pub(crate) fn prompt(&self, tokens: u32, placed_as: Phase) -> Batch {
         Batch {
-            program: "prefill".into(),
+            program: format!("prefill{tokens}"),
             phase: Phase::Prefill,
+            placed_as,
             extent: Extent { tokens, rows: PREFILL_ROWS.max(self.max_sequences).min(tokens) },
             max_sequences: self.max_sequences.min(tokens),
             sequences: 1,
@@ -151,6 +159,7 @@ impl Target {
         Batch {
             program: format!("decode{sequences}"),
             phase: Phase::Decode,
+            placed_as: Phase::Decode,
             extent: Extent { tokens: sequences, rows: sequences },
             max_sequences: sequences,
             sequences,
@@ -158,7 +167,8 @@ impl Target {
         }
     }
 
-    /// Batches of all programs: prefill, then decode for powers of four, up to the most sequences.
+    /// Batches of all programs but one for short prompts: prefill, then decode for powers of four, up to the most
+    /// sequences.
     pub(crate) fn batches(&self) -> Vec<Batch> {
         let mut batches = vec![self.prefill()];
         let mut sequences = 1;

@@ -45,7 +45,8 @@ pub struct Plan {
     pub caches: Table<CacheId, Cache>,
     /// Rotary embeddings.
     pub ropes: Table<RopeId, Rope>,
-    /// Schedules over the same weights and caches, prefill first, then decode by rising batch size.
+    /// Schedules over the same weights and caches: prefill by falling number of tokens, then decode by rising number of
+    /// sequences.
     pub programs: Vec<Program>,
     /// Causes of placements and moves.
     pub causes: Table<CauseId, Cause>,
@@ -110,7 +111,7 @@ pub struct Cache {
 /// A static schedule, run from start to end for each batch of tokens.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Program {
-    /// `prefill`, `decode1`, `decode8`.
+    /// `prefill`, `prefill64`, `decode1`, `decode8`.
     pub name: String,
     /// What kind of batch it is for.
     pub phase: Phase,

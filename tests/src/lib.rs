@@ -9,6 +9,17 @@ pub mod toys;
 
 use std::time::{Duration, Instant};
 
+use ir::plan::{Phase, Plan};
+
+/// Number of the program that decodes one sequence.
+///
+/// # Panics
+/// When the plan has none.
+pub fn first_decode(plan: &Plan) -> usize {
+    let mut programs = plan.programs.iter();
+    programs.position(|program| program.phase == Phase::Decode).expect("a plan decodes")
+}
+
 /// How long `work` takes when it is left alone: the shortest of ten tries, or the first that stays below `limit`. Other
 /// tests run beside it.
 pub fn shortest(limit: Duration, mut work: impl FnMut()) -> Duration {

@@ -14,7 +14,7 @@ use executor::load::{CpuBackend, Kernels, Options};
 use ir::counts::ExpertCounts;
 use ir::id::BufferId;
 use ir::layout::Move;
-use ir::plan::{Action, Queue};
+use ir::plan::{Action, Phase, Queue};
 use ir::tensor::DType;
 use serde_json::Value;
 
@@ -259,6 +259,28 @@ fn sums_by_groups_give_the_golden_tokens() {
         let worst = check(name, &mut engine(&plan, &gpu_options()));
         assert!(worst < CLOSE, "{name}: a logit is off by {worst}");
     }
+}
+
+#[test]
+fn short_prompts_beside_a_gpu_give_the_golden_tokens_by_either_program() {
+    let mut tried = Vec::new();
+    for name in goldens() {
+        let mut plan = compile(&name, Shape::GpuHosted, |_| ());
+        if plan.programs[1].phase == Phase::Decode {
+            continue;
+        }
+        let [all, short] = [0, 1].map(|program| &plan.programs[program]);
+        assert!(fetches(all) && all.max.tokens > short.max.tokens, "{name}");
+        let worst = check(&name, &mut engine(&plan, &gpu_options()));
+        assert!(worst < CLOSE, "{name}: a logit is off by {worst}");
+        // Without the other, the program that fetches takes short prompts, too.
+        plan.programs.remove(1);
+        plan.forecast.programs.remove(1);
+        let worst = check(&name, &mut engine(&plan, &gpu_options()));
+        assert!(worst < CLOSE, "{name}, fetching: a logit is off by {worst}");
+        tried.push(name);
+    }
+    assert!(tried.len() >= 2, "{tried:?}");
 }
 
 /// How often a mixture's experts are chosen in its golden text.

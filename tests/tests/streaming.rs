@@ -12,8 +12,9 @@ use ir::id::{DeviceId, Id as _};
 use ir::machine::{Device, Link, Machine};
 use ir::model::Model;
 use ir::op::Op;
-use ir::plan::{Action, Plan, Program, Queue};
+use ir::plan::{Action, Phase, Plan, Program, Queue};
 use ir::tensor::Format;
+use tests::first_decode;
 use tests::machines::{h200, two_sockets};
 use tests::made_up::{LlamaShape, MadeUp};
 
@@ -43,7 +44,7 @@ fn rates(plan: &Plan) -> (f64, f64) {
         let tokens = f64::from(plan.programs[program].max.tokens);
         tokens / (plan.forecast.programs[program].nanos as f64 / 1e9)
     };
-    (rate(0), rate(1))
+    (rate(0), rate(first_decode(plan)))
 }
 
 /// Steps of a program that fetch, and linears and mixtures that a device computes.
@@ -62,7 +63,7 @@ fn counts(program: &Program, device: usize) -> (usize, usize) {
 /// What is minimised: nanoseconds of a prompt and an answer.
 fn score(plan: &Plan) -> f64 {
     let nanos = |program: usize| plan.forecast.programs[program].nanos as f64;
-    nanos(0) + 128.0 * nanos(1)
+    nanos(0) + 128.0 * nanos(first_decode(plan))
 }
 
 fn chosen(plan: &Plan) -> &str {
@@ -88,8 +89,25 @@ fn half_a_llama_on_the_host_is_fetched_in_prefill_and_shared_in_decode() {
     assert!(decode > 1.2 * 15.8, "{decode} tokens/s");
     let (prefill_fetches, prefill_on_host) = counts(&plan.programs[0], 1);
     assert!(prefill_fetches > 0 && prefill_on_host == 0);
-    let (decode_fetches, decode_on_host) = counts(&plan.programs[1], 1);
+    let (decode_fetches, decode_on_host) = counts(&plan.programs[first_decode(&plan)], 1);
     assert!(decode_fetches > 0 && decode_on_host > 0 && decode_fetches < prefill_fetches);
+}
+
+#[test]
+fn short_prompts_beside_a_host_have_a_program_of_their_own() {
+    let plan = llama(10 * GIB);
+    let [prefill, short] = [0, 1].map(|program| &plan.programs[program]);
+    assert_eq!(short.phase, Phase::Prefill);
+    assert!(short.max.tokens < prefill.max.tokens && short.max.tokens >= 16, "{:?}", short.max);
+    // Most of what stays is computed in place, and little of it is read for few tokens.
+    let (fetches, on_host) = counts(short, 1);
+    assert!(on_host > 0 && fetches < counts(prefill, 1).0);
+    let nanos = |program: usize| plan.forecast.programs[program].nanos;
+    assert!(3 * nanos(1) < 2 * nanos(0), "{} and {}", nanos(1), nanos(0));
+    // Where nothing is fetched, few tokens are no other work than many.
+    let fits = llama(40 * GIB);
+    let prefills = fits.programs.iter().filter(|program| program.phase == Phase::Prefill);
+    assert_eq!(prefills.count(), 1);
 }
 
 #[test]
@@ -330,7 +348,7 @@ fn counts_as_large_as_can_be_add_up() {
     let formats = vec!["q4".parse().expect("it is a format")];
     let plan =
         compile(&model, &machine, &Options { formats, expert_counts: Some(counted), ..options() });
-    let steps = plan.programs[1].steps.rows().iter();
+    let steps = plan.programs[first_decode(&plan)].steps.rows().iter();
     let parts = steps.filter_map(|step| match &step.action {
         Action::Run(Op::Experts(experts)) => experts.part,
         Action::Run(_) | Action::Move { .. } | Action::Fetch { .. } => None,

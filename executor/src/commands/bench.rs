@@ -54,7 +54,7 @@ pub(super) fn run(arguments: BenchArguments) -> Result<()> {
     if arguments.prompt_tokens > 0 {
         let tokens = arguments.prompt_tokens;
         let prefill = |engine: &mut Engine| engine.time_prefill(tokens);
-        let forecast = forecast_prefill(engine.plan());
+        let forecast = forecast_prefill(engine.plan(), tokens);
         let test = Test::new(format!("pp{tokens}"), "prefill", tokens, forecast);
         tests.push(measure(engine, test, arguments.repetitions, prefill)?);
     }
@@ -142,9 +142,12 @@ fn measure(
     Ok(test)
 }
 
-/// Predicted prompt tokens per second of a full run with nothing cached.
-fn forecast_prefill(plan: &Plan) -> Option<Forecast> {
-    let index = plan.programs.iter().position(|program| program.phase == Phase::Prefill)?;
+/// Predicted prompt tokens per second, with nothing cached, of a full run of the smallest program that takes as many.
+fn forecast_prefill(plan: &Plan, prompt_tokens: usize) -> Option<Forecast> {
+    let prefills =
+        (0..plan.programs.len()).filter(|&index| plan.programs[index].phase == Phase::Prefill);
+    let takes = |&index: &usize| plan.programs[index].max.tokens as usize >= prompt_tokens;
+    let index = prefills.clone().filter(takes).last().or_else(|| prefills.clone().next())?;
     let nanos = plan.forecast.programs.get(index)?.nanos;
     let tokens = plan.programs[index].max.tokens;
     (nanos > 0).then(|| Forecast {

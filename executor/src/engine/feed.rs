@@ -158,13 +158,15 @@ impl Engine {
         // Every run fetches all that is fetched, however few its tokens.
         let fetches =
             |program: &Program| program.lanes.iter().any(|lane| lane.queue == Queue::Copy);
-        let programs = plan.programs.iter().zip(&plan.forecast.programs);
-        let stages = programs
-            .filter(|(program, _)| program.phase == Phase::Prefill && !fetches(program))
-            // Alone, a run takes this many times as long as the busiest lane works on it.
-            .map(|(_, forecast)| forecast.nanos as f64 / forecast.busiest_lane_nanos.max(1) as f64)
-            .fold(1.0, f64::max)
-            .round() as usize;
+        // Programs for short prompts are for one run.
+        let mut programs = plan.programs.iter().zip(&plan.forecast.programs);
+        let prefill = programs.find(|(program, _)| program.phase == Phase::Prefill);
+        let Some((_, forecast)) = prefill.filter(|(program, _)| !fetches(program)) else {
+            return u32::MAX;
+        };
+        // Alone, a run takes this many times as long as the busiest lane works on it.
+        let stages = forecast.nanos as f64 / forecast.busiest_lane_nanos.max(1) as f64;
+        let stages = stages.round() as usize;
         if stages < 2 {
             return u32::MAX;
         }
@@ -181,14 +183,22 @@ impl Engine {
             })
         });
         let phase = if is_decode && !wants_all { Phase::Decode } else { Phase::Prefill };
-        let takes = |program: &Program| program.max_sequences as usize;
+        let tokens: usize = waiting.iter().map(|&id| self.unfed(id)).sum();
+        let rows = if wants_all { tokens } else { waiting.len() };
+        let size = |program: &Program| (program.max.tokens, program.max_sequences);
+        let takes_all = |program: &Program| {
+            let Extent { tokens: most_tokens, rows: most_rows } = program.max;
+            most_tokens as usize >= tokens
+                && most_rows as usize >= rows
+                && program.max_sequences as usize >= waiting.len()
+        };
         let programs = self.executor.plan().programs.iter().enumerate();
         let classes: Vec<_> = programs.filter(|(_, program)| program.phase == phase).collect();
         classes
             .iter()
-            .filter(|(_, program)| takes(program) >= waiting.len())
-            .min_by_key(|(_, program)| takes(program))
-            .or_else(|| classes.iter().max_by_key(|(_, program)| takes(program)))
+            .filter(|(_, program)| takes_all(program))
+            .min_by_key(|(_, program)| size(program))
+            .or_else(|| classes.iter().max_by_key(|(_, program)| size(program)))
             .map(|&(index, _)| index)
             .with_context(|| format!("the plan has no {phase:?} program"))
     }

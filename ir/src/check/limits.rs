@@ -66,7 +66,8 @@ fn model_problems(plan: &Plan) -> Vec<String> {
             model.context
         ));
     }
-    if plan.programs.len() < 2 {
+    let has = |phase| plan.programs.iter().any(|program| program.phase == phase);
+    if !has(Phase::Prefill) || !has(Phase::Decode) {
         problems.push("a plan has a prefill and at least one decode program".into());
     }
     problems
@@ -81,7 +82,14 @@ fn program_problems(program: &Program, before: Option<&Program>) -> Vec<&'static
         }
     };
     match (program.phase, before) {
-        (Phase::Prefill, before) => unless(before.is_none(), "a prefill that is not first"),
+        (Phase::Prefill, None) => (),
+        (Phase::Prefill, Some(before)) => {
+            unless(before.phase == Phase::Prefill, "a prefill that comes after a decode");
+            unless(
+                before.phase == Phase::Decode || before.max.tokens > max.tokens,
+                "prefills do not fall in tokens",
+            );
+        }
         (Phase::Decode, None) => unless(false, "a decode that is first"),
         (Phase::Decode, Some(before)) => unless(
             before.phase == Phase::Prefill || before.max_sequences < program.max_sequences,

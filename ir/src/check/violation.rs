@@ -44,7 +44,7 @@ pub enum Violation {
         /// What is wrong.
         problem: String,
     },
-    /// A program is not one of a prefill followed by rising decodes, or has an impossible extent.
+    /// A program is not one of falling prefills followed by rising decodes, or has an impossible extent.
     Phases {
         /// The program.
         program: String,

@@ -4,12 +4,12 @@ use ir::graph::{Cause, Reason, RunnerUp};
 use ir::id::{CauseId, FileId, Id as _, RopeId};
 use ir::machine::DeviceKind;
 use ir::op::{Frequencies, Op};
-use ir::plan::{Candidate, Lane, Queue};
+use ir::plan::{Candidate, Lane, Plan, Queue};
 use ir::tensor::{DType, Format};
 use ir::weight::Source;
 
 use crate::plans::{b, c, d, one_device, pipeline, s, w};
-use crate::{finds, finds_in_op, finds_in_prefill, finds_in_step};
+use crate::{findings, finds, finds_in_op, finds_in_prefill, finds_in_step};
 
 #[test]
 fn devices_have_names_of_their_own() {
@@ -65,7 +65,10 @@ fn prefill_comes_first() {
     finds(
         one_device(),
         |plan| plan.programs.reverse(),
-        &["program decode: a decode that is first", "program prefill: a prefill that is not first"],
+        &[
+            "program decode: a decode that is first",
+            "program prefill: a prefill that comes after a decode",
+        ],
     );
 }
 
@@ -81,6 +84,23 @@ fn there_is_a_decode_program() {
         |plan| plan.programs.clear(),
         &["a plan has a prefill and at least one decode program"],
     );
+}
+
+#[test]
+fn prefills_fall_in_tokens() {
+    let with_another = |fewer: u32| {
+        move |plan: &mut Plan| {
+            let mut short = plan.programs[0].clone();
+            short.name = "short".into();
+            short.max.tokens -= fewer;
+            short.max.rows = short.max.rows.min(short.max.tokens);
+            plan.programs.insert(1, short);
+        }
+    };
+    finds(one_device(), with_another(0), &["program short: prefills do not fall in tokens"]);
+    let mut plan = one_device();
+    with_another(1)(&mut plan);
+    assert_eq!(findings(&plan), [""; 0]);
 }
 
 #[test]
