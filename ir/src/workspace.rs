@@ -18,6 +18,8 @@ use crate::tensor::{Dim, Format};
 /// Up to so many rows a linear takes as they are. More are narrowed first where the vendor's library multiplies them,
 /// for which a packed matrix is unpacked; a GPU that has matrix instructions reads blocks as they lie for some more rows.
 pub const UNPACKED_ROWS: u32 = 8;
+/// So many, of blocks and of bfloat16 in 12 bits.
+pub const NARROW_ROWS: u32 = 64;
 /// A packed matrix is unpacked for the vendor's library in pieces of about so many bytes: large enough that a product
 /// of one piece fills any GPU, small beside the memory of the smallest.
 const UNPACKED_BYTES: u64 = 128 << 20;

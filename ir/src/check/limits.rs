@@ -70,6 +70,12 @@ fn model_problems(plan: &Plan) -> Vec<String> {
     if !has(Phase::Prefill) || !has(Phase::Decode) {
         problems.push("a plan has a prefill and at least one decode program".into());
     }
+    // A plan that was made by hand may forecast nothing.
+    let forecast = &plan.forecast.programs;
+    let names = plan.programs.iter().map(|program| &program.name);
+    if !forecast.is_empty() && !forecast.iter().map(|forecast| &forecast.program).eq(names) {
+        problems.push("its forecast is of other programs".into());
+    }
     problems
 }
 

@@ -81,8 +81,10 @@ pub fn memory(plan: &Plan) -> Table<DeviceId, DeviceForecast> {
     }
     if let Some(collectives) = &plan.machine.collectives {
         for device in users_of_library(plan) {
-            let reserved = &mut devices[device].reserved_bytes;
-            *reserved = reserved.saturating_add(collectives.reserved_bytes);
+            if let Some(device) = devices.rows_mut().get_mut(device.index()) {
+                let reserved = &mut device.reserved_bytes;
+                *reserved = reserved.saturating_add(collectives.reserved_bytes);
+            }
         }
     }
     devices

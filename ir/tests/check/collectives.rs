@@ -1,7 +1,7 @@
 //! Members of collectives.
 
 use ir::check::{check, memory};
-use ir::id::{CollectiveId, Id as _};
+use ir::id::{CollectiveId, DeviceId, Id as _};
 use ir::layout::Move;
 use ir::machine::{Collectives, DeviceKind};
 use ir::plan::{Action, Algorithm, Phase, Program, Step};
@@ -128,7 +128,13 @@ fn a_library_sums_over_gpus_that_have_it_in_prefill() {
     for (after, before) in memory(&plan).rows().iter().zip(before.rows()) {
         assert_eq!(after.reserved_bytes, before.reserved_bytes + 256);
     }
-    plan.programs[0].phase = Phase::Decode;
-    let found: Vec<String> = check(&plan).iter().map(ToString::to_string).collect();
+    let mut in_decode = plan.clone();
+    in_decode.programs[0].phase = Phase::Decode;
+    let found: Vec<String> = check(&in_decode).iter().map(ToString::to_string).collect();
     assert!(found.contains(&of_others.to_string()), "{found:?}");
+    // Nothing may be taken for a device that is none.
+    for buffer in plan.programs[0].buffers.rows_mut() {
+        buffer.device = DeviceId::from_index(99);
+    }
+    assert_ne!(check(&plan), []);
 }
