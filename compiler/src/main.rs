@@ -170,6 +170,9 @@ fn compile(arguments: &Compile) -> Result<()> {
     };
     let model = models::lower(&arguments.checkpoint)
         .map_err(|error| with_expected_file(error, &arguments.checkpoint))?;
+    let files = model.files.rows().iter().map(|file| &file.path);
+    let inputs = files.chain(&arguments.machine).chain(&arguments.expert_counts);
+    command_line::check_outputs([arguments.output.as_path()], inputs.map(PathBuf::as_path))?;
     let mut observe = |stage: &str, graph: &dyn std::fmt::Display| {
         if arguments.print_after.iter().any(|wanted| wanted == "all" || wanted == stage) {
             eprintln!("; after {stage}\n{graph}");

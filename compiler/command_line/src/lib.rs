@@ -4,4 +4,4 @@ mod arguments;
 mod output;
 
 pub use arguments::parse;
-pub use output::{check_writable, write};
+pub use output::{check_outputs, write};

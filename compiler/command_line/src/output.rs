@@ -3,7 +3,7 @@
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context as _, Result};
+use anyhow::{Context as _, Result, bail};
 
 /// Writes a file. A reader never sees half of it, and what was there stays where it cannot be written.
 pub fn write(path: &Path, contents: &[u8]) -> Result<()> {
@@ -19,12 +19,28 @@ pub fn write(path: &Path, contents: &[u8]) -> Result<()> {
     written.with_context(context)
 }
 
-/// Fails where [`write()`] would, before the work whose result is to be written. Changes nothing.
-pub fn check_writable(path: &Path) -> Result<()> {
-    let Some((_, temporary)) = places(path)? else { return Ok(()) };
-    File::create(&temporary)
-        .and_then(|_| fs::remove_file(&temporary))
-        .with_context(|| format!("writing {}", path.display()))
+/// Fails where [`write()`] would, before the work whose results are to be written, and where one would replace a file that
+/// the work reads, or another of its results. Changes nothing.
+pub fn check_outputs<'a>(
+    outputs: impl IntoIterator<Item = &'a Path>,
+    inputs: impl IntoIterator<Item = &'a Path>,
+) -> Result<()> {
+    let place = |path: &Path| fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
+    let inputs: Vec<PathBuf> = inputs.into_iter().map(place).collect();
+    let mut written: Vec<PathBuf> = Vec::new();
+    for path in outputs {
+        let context = || format!("writing {}", path.display());
+        let Some((target, temporary)) = places(path)? else { continue };
+        if inputs.contains(&target) {
+            bail!("writing {}: it would replace what is read; name another file", path.display());
+        }
+        if written.contains(&target) {
+            bail!("writing {}: two results would go there", path.display());
+        }
+        File::create(&temporary).and_then(|_| fs::remove_file(&temporary)).with_context(context)?;
+        written.push(target);
+    }
+    Ok(())
 }
 
 /// The file that `path` leads to, and where it is written first; `None` for devices and pipes, which no file
@@ -71,22 +87,44 @@ mod tests {
     fn looking_changes_nothing() {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("file");
-        check_writable(&file).unwrap();
+        check_outputs([file.as_path()], []).unwrap();
         assert_eq!(names(folder.path()), [""; 0]);
         write(&file, b"kept").unwrap();
-        check_writable(&file).unwrap();
+        check_outputs([file.as_path()], []).unwrap();
         assert_eq!(fs::read(&file).unwrap(), b"kept");
     }
 
     #[test]
     fn folders_and_missing_folders_are_refused_and_devices_taken() {
         let folder = tempfile::tempdir().unwrap();
-        for attempt in [check_writable, |path: &Path| write(path, b"text")] {
+        for attempt in [|path: &Path| check_outputs([path], []), |path: &Path| write(path, b"text")]
+        {
             let error = format!("{:#}", attempt(folder.path()).unwrap_err());
             assert!(error.ends_with("it is a folder"), "{error}");
             let error = format!("{:#}", attempt(&folder.path().join("none/file")).unwrap_err());
             assert!(error.starts_with("writing ") && error.contains("none/file"), "{error}");
             attempt(Path::new("/dev/null")).unwrap();
         }
+    }
+
+    #[test]
+    fn what_is_read_is_not_replaced_and_results_lie_apart() {
+        let folder = tempfile::tempdir().unwrap();
+        let (read, other) = (folder.path().join("read"), folder.path().join("other"));
+        fs::write(&read, b"text").unwrap();
+        let link = folder.path().join("link");
+        symlink(&read, &link).unwrap();
+        let refusal = |outputs: &[&Path]| {
+            let refused = check_outputs(outputs.iter().copied(), [read.as_path()]);
+            refused.unwrap_err().to_string()
+        };
+        for output in [&read, &link] {
+            assert!(
+                refusal(&[output]).ends_with("it would replace what is read; name another file")
+            );
+        }
+        assert!(refusal(&[&other, &other]).ends_with("two results would go there"));
+        check_outputs([other.as_path()], [read.as_path()]).unwrap();
+        assert_eq!(fs::read(&read).unwrap(), b"text");
     }
 }

@@ -11,14 +11,15 @@ use executor::generation::FinishReason;
 use executor::text::{ChatRequest, message};
 
 use super::session::{Answer, INTERRUPTED, Session, interrupt_flag};
-use super::{AnswerArguments, chat, check_writable};
+use super::{AnswerArguments, chat};
 
 pub(super) fn run(arguments: AnswerArguments) -> Result<()> {
     let is_asked = arguments.prompt.is_some() || arguments.prompt_ids.is_some();
     let is_dialogue = !is_asked && !arguments.json && std::io::stdin().is_terminal();
     let traced = arguments.trace.is_some() || arguments.perfetto.is_some();
     let plan = arguments.plan.as_deref().context("no plan is named")?;
-    check_writable(arguments.trace.iter().chain(&arguments.perfetto))?;
+    let records = arguments.trace.iter().chain(&arguments.perfetto);
+    arguments.run.check_outputs(records, &arguments.plan)?;
     let overrides = arguments.sampling.overrides();
     let mut session = Session::open(plan, &arguments.run, &overrides, traced)?;
     let abort = interrupt_flag()?;

@@ -12,9 +12,9 @@ use executor::calibrate::reads_now;
 use executor::engine::Engine;
 use executor::generation::GenerationOverrides;
 
+use super::BenchArguments;
 use super::answer::print;
 use super::session::Session;
-use super::{BenchArguments, check_writable};
 
 /// What is measured in each round.
 struct Test {
@@ -38,7 +38,8 @@ struct Forecast {
 pub(super) fn run(arguments: BenchArguments) -> Result<()> {
     ensure!(arguments.repetitions > 0, "-r 0 measures nothing");
     ensure!(arguments.sequences > 0, "--sequences 0 measures nothing");
-    check_writable(arguments.trace.iter().chain(&arguments.perfetto))?;
+    let records = arguments.trace.iter().chain(&arguments.perfetto);
+    arguments.run.check_outputs(records, [&arguments.plan])?;
     let traced = arguments.trace.is_some() || arguments.perfetto.is_some();
     let mut session =
         Session::open(&arguments.plan, &arguments.run, &GenerationOverrides::default(), traced)?;
@@ -147,7 +148,7 @@ fn forecast_prefill(plan: &Plan, prompt_tokens: usize) -> Option<Forecast> {
     let prefills =
         (0..plan.programs.len()).filter(|&index| plan.programs[index].phase == Phase::Prefill);
     let takes = |&index: &usize| plan.programs[index].max.tokens as usize >= prompt_tokens;
-    let index = prefills.clone().filter(takes).last().or_else(|| prefills.clone().next())?;
+    let index = prefills.clone().rfind(takes).or_else(|| prefills.clone().next())?;
     let nanos = plan.forecast.programs.get(index)?.nanos;
     let tokens = plan.programs[index].max.tokens;
     (nanos > 0).then(|| Forecast {

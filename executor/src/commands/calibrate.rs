@@ -7,10 +7,11 @@ use ir::machine::Machine;
 use executor::calibrate::calibrate;
 use executor::kernels::cpu::isa::Isa;
 
-use super::{CalibrateArguments, check_writable};
+use super::CalibrateArguments;
 
 pub(super) fn run(arguments: CalibrateArguments) -> Result<()> {
-    check_writable([&arguments.output])?;
+    // The file of the machine may be the one to fill in.
+    command_line::check_outputs([arguments.output.as_path()], [])?;
     let mut machine = match &arguments.machine {
         Some(path) => {
             let reading = || format!("reading {}", path.display());

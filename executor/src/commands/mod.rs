@@ -176,7 +176,7 @@ struct BenchArguments {
     /// Tokens to generate; 0 leaves this test out
     #[arg(short = 'n', long, value_name = "N", default_value_t = 128)]
     generated_tokens: usize,
-    /// Tokens of context before the measured ones
+    /// Tokens of context before the generated ones
     #[arg(short = 'd', long, value_name = "N", default_value_t = 0)]
     depth: usize,
     /// Sequences decoded together
@@ -242,12 +242,18 @@ impl SamplingArguments {
     }
 }
 
-/// Fails now rather than after a long run when an output cannot be written.
-fn check_writable<'a>(paths: impl IntoIterator<Item = &'a PathBuf>) -> Result<()> {
-    paths.into_iter().try_for_each(|path| command_line::check_writable(path))
-}
-
 impl RunArguments {
+    /// Fails now rather than after a long run when an output, one of these or of the run's own, cannot be written or would
+    /// replace one of the inputs.
+    fn check_outputs<'a>(
+        &'a self,
+        outputs: impl IntoIterator<Item = &'a PathBuf>,
+        inputs: impl IntoIterator<Item = &'a PathBuf>,
+    ) -> Result<()> {
+        let outputs = outputs.into_iter().chain(&self.count_experts).map(PathBuf::as_path);
+        command_line::check_outputs(outputs, inputs.into_iter().map(PathBuf::as_path))
+    }
+
     fn options(&self) -> Result<executor::load::Options> {
         ensure!(self.threads != Some(0), "--threads 0 leaves nobody to compute");
         Ok(executor::load::Options {

@@ -10,11 +10,12 @@ use executor::generation::GenerationOverrides;
 
 use super::answer::print;
 use super::session::Session;
-use super::{PerplexityArguments, check_writable, npy};
+use super::{PerplexityArguments, npy};
 
 pub(super) fn run(arguments: PerplexityArguments) -> Result<()> {
-    check_writable(&arguments.logits)?;
     let scored = &arguments.scored;
+    let inputs = [&arguments.plan].into_iter().chain(&scored.ids_file).chain(&scored.text_file);
+    arguments.run.check_outputs(&arguments.logits, inputs)?;
     let ids = scored.ids_file.as_deref().map(read_ids).transpose()?;
     let text = scored.text_file.as_deref().map(read).transpose()?;
     let mut session =

@@ -19,7 +19,7 @@ use executor::run::Row;
 use executor::text::Tokenizer;
 use executor::trace::perfetto;
 
-use super::{RunArguments, check_writable};
+use super::RunArguments;
 
 /// A loaded plan.
 pub(super) struct Session {
@@ -77,7 +77,6 @@ impl Session {
         trace: bool,
     ) -> Result<Self> {
         let start = Instant::now();
-        check_writable(&arguments.count_experts)?;
         let file = PlanFile::open(plan)?;
         if arguments.count_experts.is_some() {
             check_countable(&file.plan)?;
@@ -113,7 +112,7 @@ impl Session {
         ensure!(
             room > 0,
             "{} tokens fill the plan's context of {context} and leave no room for an answer: compile it with \
-             --context {} or more",
+             --context {} or more if the model has as much",
             prompt.len(),
             prompt.len() + 1
         );
