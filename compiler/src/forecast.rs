@@ -3,7 +3,8 @@
 use ir::id::{DeviceId, Id as _, StepId, Table};
 use ir::op::Op;
 use ir::plan::{Action, Phase, Program, Queue};
-use ir::workspace::UNPACKED_ROWS;
+use ir::tensor::Format;
+use ir::workspace::{NARROW_ROWS, UNPACKED_ROWS};
 
 use crate::bind::Bound;
 use crate::cost::rows_of;
@@ -33,8 +34,8 @@ pub(crate) fn simulate(program: &Program) -> Times {
     }
 }
 
-/// What a linear of many rows takes longer on a GPU while weights are copied to it: products and launches take turns by
-/// flags, and copies take some of the memory's time. Measured on an H200: see benches/RESULTS.md.
+/// What a product of the vendor's library takes longer on a GPU while weights are copied to it: products and launches
+/// take turns by flags, and copies take some of the memory's time. Measured on an H200: see benches/RESULTS.md.
 const BESIDE_COPIES_NANOS: u64 = 100_000;
 
 /// Lengthens what GPUs and NUMA nodes compute while weights are fetched.
@@ -74,10 +75,14 @@ pub(crate) fn contend(task: &Task<'_>, bound: &Bound, program: &mut Program) {
                 let share = overlap.min(alone) as f64 / alone.max(1) as f64;
                 step.estimate_nanos += (slowed * share) as u64;
             }
-            Action::Run(Op::Linear(_)) if is_prefill && copies => {
+            Action::Run(Op::Linear(linear)) if is_prefill && copies => {
+                let formats = linear.weights.iter().map(|&id| bound.weights[id].format);
+                let is_narrow = |format| matches!(format, Format::Bf12 | Format::Q8 | Format::Q4);
+                let most =
+                    if formats.into_iter().all(is_narrow) { NARROW_ROWS } else { UNPACKED_ROWS };
                 let rows =
                     step.reads.first().map(|&x| rows_of(&program.buffers[x].ty, program.max));
-                if rows > Some(UNPACKED_ROWS) {
+                if rows > Some(most) {
                     step.estimate_nanos += BESIDE_COPIES_NANOS;
                 }
             }

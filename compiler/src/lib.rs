@@ -114,12 +114,12 @@ fn place_by_width(model: &Model, target: Target, options: &Options) -> Result<(T
         return place_for(&target).map(|placed| (target, placed));
     };
     let (narrow, wide) = rayon::join(|| place_for(&target), || place_for(&plain));
-    let narrow = narrow?;
     let both = |placed: &Placement| placed.score + placed.score_of_most;
-    // What fits in 12 bits alone is no error.
-    match wide {
-        Ok(wide) if both(&wide) <= both(&narrow) => Ok((plain, wide)),
-        Ok(_) | Err(_) => Ok((target, narrow)),
+    // Either may fit alone: 12 bits take less, but room to unpack a matrix as well.
+    match (narrow, wide) {
+        (Ok(narrow), Ok(wide)) if both(&wide) <= both(&narrow) => Ok((plain, wide)),
+        (Err(_), Ok(wide)) => Ok((plain, wide)),
+        (narrow, _) => narrow.map(|narrow| (target, narrow)),
     }
 }
 
@@ -142,7 +142,8 @@ fn with_counts(
         let Some(split) = experts::split(&task, &counted.counts, &rooms).with_context(file)? else {
             break;
         };
-        let placed = place(&Task::new(&split, target), options, Among::All)?;
+        // With less in the room it may fit.
+        let Ok(placed) = place(&Task::new(&split, target), options, Among::All) else { continue };
         if placed.score < placement.score {
             return Ok(Some((split, placed)));
         }

@@ -22,9 +22,10 @@ use anyhow::{Result, bail, ensure};
 use ir::graph::Placed;
 use ir::id::{DeviceId, NodeId, Table};
 use ir::layout::Layout;
-use ir::machine::{DeviceKind, Machine};
+use ir::machine::{Device, DeviceKind, Link, Machine, RatePoint};
 use ir::model::ModelCache;
 use ir::plan::{Candidate, DeviceForecast, Phase, ProgramForecast};
+use ir::tensor::Format;
 use rayon::prelude::*;
 
 use crate::emit::emit;
@@ -111,6 +112,37 @@ impl Placement {
     }
 }
 
+/// Whether two devices are of one kind and linked alike, so that it does not matter which of them does what.
+fn are_alike(machine: &Machine, a: DeviceId, b: DeviceId) -> bool {
+    /// Rates of two GPUs of one model, each measured by itself, differ by less.
+    const SAME: f64 = 1.1;
+    let is_same = |a: f64, b: f64| a.max(b) <= SAME * a.min(b);
+    let is_same_link = |a: Option<&Link>, b: Option<&Link>| match (a, b) {
+        (Some(a), Some(b)) => is_same(a.bytes_per_sec, b.bytes_per_sec),
+        (a, b) => a.is_none() && b.is_none(),
+    };
+    let mut others = machine.devices.ids().filter(|&other| other != a && other != b);
+    let (first, second) = (&machine.devices[a], &machine.devices[b]);
+    let rates = |device: &Device| -> Vec<(Format, u32, f64)> {
+        let linear = device.rates.linear.iter();
+        let point = |format| move |point: &RatePoint| (format, point.tokens, point.weights_per_sec);
+        linear.flat_map(|linear| linear.points.iter().map(point(linear.format))).collect()
+    };
+    let (ours, theirs) = (rates(first), rates(second));
+    let is_same_rate = |(a, b): (&(Format, u32, f64), &(Format, u32, f64))| {
+        (a.0, a.1) == (b.0, b.1) && is_same(a.2, b.2)
+    };
+    first.kind.is_gpu() == second.kind.is_gpu()
+        && first.memory_bytes == second.memory_bytes
+        && is_same(first.rates.read_bytes_per_sec, second.rates.read_bytes_per_sec)
+        && ours.len() == theirs.len()
+        && ours.iter().zip(&theirs).all(is_same_rate)
+        && others.all(|other| {
+            is_same_link(machine.link(a, other), machine.link(b, other))
+                && is_same_link(machine.link(other, a), machine.link(other, b))
+        })
+}
+
 fn is_numa(task: &Task<'_>, device: DeviceId) -> bool {
     matches!(task.target.machine.devices[device].kind, DeviceKind::Numa { .. })
 }
@@ -122,6 +154,8 @@ struct Offer {
     score: u64,
     /// The same with the decode of the most sequences.
     score_of_most: u64,
+    /// Time of the decode that the score counts.
+    decode_nanos: u64,
     candidate: Candidate,
     /// What each device would hold.
     devices: Table<DeviceId, DeviceForecast>,
@@ -167,7 +201,8 @@ pub(crate) fn place(task: &Task<'_>, options: &Options, among: Among<'_>) -> Res
     causes::explain(task, options, &units, &pins, &chosen, blocks, &mut layouts)?;
     let price = |arrangement: &Arrangement| offer(task, &units, &pins, arrangement, blocks);
     // Where experts are split, what stays beside GPUs may become best.
-    let hosted = offers.iter().filter(|offer| offer.candidate.missing.is_none());
+    let counted = offers.iter().filter(|_| options.expert_counts.is_some());
+    let hosted = counted.filter(|offer| offer.candidate.missing.is_none());
     let hosted = hosted.map(|offer| &offer.arrangement).find(|offer| offer.hosted.is_some());
     let rooms = hosted.map(|hosted| hosted::rooms(task, &units, &pins, hosted, &price));
     let rooms = rooms.unwrap_or_default();
@@ -185,7 +220,7 @@ fn offers(
     blocks: u32,
     among: Among<'_>,
 ) -> Result<Vec<Offer>> {
-    let mut prices = Prices::new(task, units, pins, blocks);
+    let prices = Prices::new(task, units, pins, blocks);
     let arrangements = match &options.request {
         _ if !matches!(among, Among::All) => Vec::new(),
         Request::Any => prices.simple()?,
@@ -229,12 +264,15 @@ fn offers(
             Among::Beside(gpus) | Among::RoughlyBeside(gpus) => vec![gpus.to_vec()],
         };
         let is_rough = matches!(among, Among::RoughlyBeside(_));
-        offers.extend(hosted::offers(task, units, pins, &sets, is_rough, &price));
+        let fitting = offers.iter().filter(|offer| offer.candidate.missing.is_none());
+        let best = fitting.map(|offer| offer.score).min().unwrap_or(u64::MAX);
+        offers.extend(hosted::offers(task, units, pins, &sets, is_rough, best, &price));
     }
-    if offers.is_empty() {
+    if offers.is_empty()
+        && let Some(first) = arrangements.first()
+    {
         // All of them are impossible; the first says why.
-        let mut prices = Prices::new(task, units, pins, blocks);
-        offer(task, units, pins, &prices.simple()?[0], blocks)?;
+        offer(task, units, pins, first, blocks)?;
     }
     offers.sort_by_key(|offer| match offer.candidate.missing {
         None => (0, offer.score),
@@ -290,7 +328,8 @@ fn offer(
         Times { prefill: nanos(prefill), decode: nanos(decode) }.score(task.target)
     };
     let score_of_most = score(&forecast[forecast.len() - 1]);
-    let score = score(judged_decode(task.target, forecast));
+    let judged = judged_decode(task.target, forecast);
+    let (decode_nanos, score) = (judged.nanos, score(judged));
     let fits = missing.is_none();
     let candidate = Candidate {
         name: arrangement.name(task, units, pins),
@@ -298,7 +337,8 @@ fn offer(
         decode_nanos: fits.then_some(forecast[1].nanos),
         missing,
     };
-    Ok(Offer { arrangement, score, score_of_most, candidate, devices: plan.forecast.devices })
+    let devices = plan.forecast.devices;
+    Ok(Offer { arrangement, score, score_of_most, decode_nanos, candidate, devices })
 }
 
 /// Where an arrangement runs every node.

@@ -21,7 +21,12 @@ pub(crate) fn plan(task: &Task<'_>, graphs: &Graphs, blocks: u32) -> Result<Plan
     let batches = task.target.batches();
     if let Some(tokens) = most_tokens(task, graphs, blocks)? {
         let mut with_short = batches.clone();
-        with_short.insert(1, task.target.prompt(tokens, Phase::Decode));
+        if tokens < task.target.prefill_tokens {
+            with_short.insert(1, task.target.prompt(tokens, Phase::Decode));
+        } else {
+            // All prompts come in such short parts.
+            with_short[0].placed_as = Phase::Decode;
+        }
         let plan = emit(task, graphs, &with_short, blocks)?;
         // Each program fits, but one may need most buffers and another most scratch memory.
         if missing(&plan).is_none() {
@@ -36,9 +41,10 @@ fn most_tokens(task: &Task<'_>, graphs: &Graphs, blocks: u32) -> Result<Option<u
     if graphs.placed.decode.is_none() {
         return Ok(None);
     }
-    let mut offered =
-        &TOKENS[..TOKENS.partition_point(|&tokens| tokens < task.target.prefill_tokens)];
-    let mut most = None;
+    let all = task.target.prefill_tokens;
+    let fewer = TOKENS.into_iter().filter(|&tokens| tokens < all);
+    let offered: Vec<u32> = fewer.chain((all <= TOKENS[TOKENS.len() - 1]).then_some(all)).collect();
+    let (mut offered, mut most) = (offered.as_slice(), None);
     // What is fetched takes the same time for more tokens, and computing and memory grow: what does not serve some tokens
     // does not serve more.
     while let Some(&tokens) = offered.get(offered.len() / 2) {

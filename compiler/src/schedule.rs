@@ -291,9 +291,7 @@ impl Draft<'_> {
         let output = self.held[output][0].1;
         let owner_lane = |buffer: BufferId| {
             let device = self.buffers[buffer].device;
-            // A device that only copies frees in its copy queue.
-            let lane = self.lanes.get(&(device, Queue::Compute));
-            *lane.or(self.lanes.get(&(device, Queue::Copy))).expect("its writer has a lane")
+            *self.lanes.get(&(device, Queue::Compute)).expect("what is on a device is read there")
         };
         for (buffer, step, others) in place_frees(&clocks, &self.uses, owner_lane, &order, output) {
             self.steps[step].frees.push(buffer);

@@ -5,7 +5,7 @@
 use std::collections::BTreeSet;
 
 use compiler::Options;
-use compiler::options::{CountedExperts, parse_tensor_parallel};
+use compiler::options::{CountedExperts, Objective, parse_tensor_parallel};
 use ir::counts::{ExpertCounts, VERSION};
 use ir::graph::Reason;
 use ir::id::{DeviceId, Id as _};
@@ -104,6 +104,13 @@ fn short_prompts_beside_a_host_have_a_program_of_their_own() {
     assert!(on_host > 0 && fetches < counts(prefill, 1).0);
     let nanos = |program: usize| plan.forecast.programs[program].nanos;
     assert!(3 * nanos(1) < 2 * nanos(0), "{} and {}", nanos(1), nanos(0));
+    // Where no prompt is longer, it is the only one.
+    let model = model(&MadeUp::llama(LlamaShape::LLAMA_8B));
+    let options = Options { prefill_tokens: short.max.tokens, ..options() };
+    let only = compile(&model, &h200(10 * GIB), &options);
+    assert_eq!(only.programs[1].phase, Phase::Decode);
+    let only = only.forecast.programs[0].nanos;
+    assert!(9 * only < 10 * nanos(1), "{only} and {}", nanos(1));
     // Where nothing is fetched, few tokens are no other work than many.
     let fits = llama(40 * GIB);
     let prefills = fits.programs.iter().filter(|program| program.phase == Phase::Prefill);
@@ -275,6 +282,36 @@ fn a_socket_without_memory_for_its_shards_leaves_them_to_the_other() {
     assert!(held[0] > GIB && held[1] < GIB / 2, "{held:?}");
     let alone = compile(&model, &h200(8 * GIB), &options());
     assert!(rates(&plan).1 >= 0.99 * rates(&alone).1);
+}
+
+#[test]
+fn a_host_that_cannot_hold_all_that_may_stay_holds_some() {
+    let mut machine = h200(20 * GIB);
+    let roomy = compile(&model(&MadeUp::mixture()), &machine, &options());
+    machine.devices[DeviceId::from_index(1)].memory_bytes = 20 * GIB;
+    let plan = compile(&model(&MadeUp::mixture()), &machine, &options());
+    assert!(rates(&plan).1 > 0.95 * rates(&roomy).1);
+    assert!(plan.forecast.candidates[0].name.contains("beside gpu0"));
+}
+
+#[test]
+fn many_sequences_fetch_what_the_host_would_be_late_with() {
+    let model = model(&MadeUp::llama(LlamaShape::LLAMA_8B));
+    let options = Options { max_sequences: 64, kv_cache_bytes: Some(2 * GIB), ..options() };
+    // Its host has no matrix instructions.
+    let mut machine = h200(10 * GIB);
+    for linear in &mut machine.devices[DeviceId::from_index(1)].rates.linear {
+        let many = linear.points.iter_mut().filter(|point| point.tokens > 1);
+        many.for_each(|point| point.weights_per_sec /= 8.0);
+    }
+    // Nanoseconds of 64 sequences.
+    let of_most = |objective: Objective| {
+        let options = Options { objective, ..options.clone() };
+        let plan = compile(&model, &machine, &options);
+        plan.forecast.programs.last().expect("a decode").nanos
+    };
+    let (for_most, for_one) = (of_most(Objective::Throughput), of_most(Objective::Latency));
+    assert!(10 * for_most < 7 * for_one, "{for_most} and {for_one} ns");
 }
 
 #[test]

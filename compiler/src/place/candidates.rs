@@ -4,11 +4,11 @@ use std::ops::Range;
 
 use anyhow::{Context as _, Result, ensure};
 use ir::id::{DeviceId, NodeId, Table};
-use ir::machine::Device;
 use ir::plan::{Phase, Plan};
 use rayon::prelude::*;
 
 use crate::options::Objective;
+use crate::place::are_alike;
 use crate::place::group::Group;
 use crate::place::hosted::Hosted;
 use crate::place::prices::{Pins, Priced, Times, handover, price_group};
@@ -21,8 +21,12 @@ const MOST_ORDERS: usize = 120;
 /// Pipelines that are priced exactly: the best by the sums that they are cut by, from which exact prices hardly
 /// depart. As many as there are orders of four unlike devices; each takes some milliseconds.
 const MOST_PIPELINES: usize = 24;
+/// Pipelines of one score that are priced.
+const MOST_ALIKE: usize = 2;
 /// Pairs of devices are shared only on machines this small; beyond, groups of one kind come first.
 const MOST_DEVICES_FOR_PAIRS: usize = 4;
+/// GPUs of one kind, and those of all kinds but one, share layers by themselves where there are so few kinds.
+const MOST_KINDS: usize = 3;
 
 /// Powers of devices' speeds that shares of a layer are tried in: what a share does not shorten, as launches and
 /// crossings, is best made up for by a smaller share of the slow device.
@@ -39,7 +43,7 @@ pub(crate) struct Arrangement {
     pub(crate) hosted: Option<Hosted>,
 }
 
-/// Prices of groups, each worked out once.
+/// What groups of devices are priced with.
 pub(crate) struct Prices<'a> {
     task: &'a Task<'a>,
     units: &'a Units,
@@ -70,7 +74,7 @@ impl<'a> Prices<'a> {
     }
 
     /// Everything worth pricing when nothing is asked for.
-    pub(crate) fn simple(&mut self) -> Result<Vec<Arrangement>> {
+    pub(crate) fn simple(&self) -> Result<Vec<Arrangement>> {
         let devices = self.task.target.machine.devices.ids();
         let alone: Vec<Group> = devices.map(Group::one).collect();
         // A device that cannot compute the format stays a candidate, so that the reason is told.
@@ -94,13 +98,20 @@ impl<'a> Prices<'a> {
             }
         }
         pipelines.sort_by_key(|(score, _)| *score);
+        // Devices that are as fast in any order make many pipelines of one score.
+        let mut alike = 0;
+        let mut before = None;
+        pipelines.retain(|(score, _)| {
+            alike = if before.replace(*score) == Some(*score) { alike + 1 } else { 0 };
+            alike < MOST_ALIKE
+        });
         pipelines.truncate(MOST_PIPELINES);
         arrangements.extend(pipelines.into_iter().map(|(_, pipeline)| pipeline));
         Ok(arrangements)
     }
 
     /// Stages on these devices, all of them, as even in time as memory allows.
-    pub(crate) fn requested_pipeline(&mut self, devices: &[DeviceId]) -> Result<Arrangement> {
+    pub(crate) fn requested_pipeline(&self, devices: &[DeviceId]) -> Result<Arrangement> {
         ensure!(
             devices.len() <= self.units.len(),
             "a pipeline of {} stages needs as many layers; the model can be cut into {}",
@@ -122,7 +133,7 @@ impl<'a> Prices<'a> {
 
     /// All layers shared by these devices, in these proportions or in some by their speed.
     pub(crate) fn requested_groups(
-        &mut self,
+        &self,
         devices: &[DeviceId],
         shares: Option<Vec<f64>>,
     ) -> Result<Vec<Arrangement>> {
@@ -159,16 +170,27 @@ impl<'a> Prices<'a> {
         1.0 / (all.max(1) as f64)
     }
 
-    /// Groups that share layers: all GPUs, all NUMA nodes, everything, and pairs on small machines.
+    /// Groups that share layers: all GPUs, all NUMA nodes, everything, GPUs of one kind, those of all kinds but one, and
+    /// pairs on small machines.
     fn groups(&self, singles: &[Priced]) -> Vec<Priced> {
-        let device = |priced: &Priced| {
-            let id = priced.group.devices[0];
-            &self.task.target.machine.devices[id]
-        };
-        let is_gpu = |priced: &&Priced| device(priced).kind.is_gpu();
+        let machine = &self.task.target.machine;
+        let device = |priced: &Priced| priced.group.devices[0];
+        let is_gpu = |priced: &&Priced| machine.devices[device(priced)].kind.is_gpu();
         let gpus: Vec<&Priced> = singles.iter().filter(is_gpu).collect();
         let nodes: Vec<&Priced> = singles.iter().filter(|priced| !is_gpu(priced)).collect();
-        let mut sets = vec![gpus, nodes, singles.iter().collect()];
+        let mut sets = vec![gpus.clone(), nodes, singles.iter().collect()];
+        // Each kind by its first GPU. One of little memory or speed holds back all that it shares layers with.
+        let mut kinds: Vec<DeviceId> = Vec::new();
+        for gpu in &gpus {
+            if !kinds.iter().any(|&kind| are_alike(machine, kind, device(gpu))) {
+                kinds.push(device(gpu));
+            }
+        }
+        for &kind in kinds.iter().filter(|_| kinds.len() <= MOST_KINDS) {
+            let of_kind = |gpu: &&&Priced| are_alike(machine, kind, device(gpu));
+            let (these, others): (Vec<&Priced>, Vec<&Priced>) = gpus.iter().partition(of_kind);
+            sets.extend([these, others]);
+        }
         if singles.len() <= MOST_DEVICES_FOR_PAIRS {
             for (index, first) in singles.iter().enumerate() {
                 sets.extend(singles[index + 1..].iter().map(|second| vec![first, second]));
@@ -196,8 +218,15 @@ impl<'a> Prices<'a> {
         let mut fastest: Vec<&Priced> = singles.iter().collect();
         fastest.sort_by(|a, b| self.speed(b).total_cmp(&self.speed(a)));
         let mut sequences = Vec::new();
+        let machine = &self.task.target.machine;
+        let device = |priced: &Priced| priced.group.devices[0];
+        // Each by the first of its kind.
+        let kind = |priced: &&Priced| {
+            fastest.iter().position(|first| are_alike(machine, device(first), device(priced)))
+        };
+        let kinds: Vec<Option<usize>> = fastest.iter().map(kind).collect();
         let mut taken = vec![false; fastest.len()];
-        self.orders(&fastest, &mut taken, &mut Vec::new(), &mut sequences);
+        self.orders(&fastest, &kinds, &mut taken, &mut Vec::new(), &mut sequences);
         for group in groups {
             let others = |priced: &&&Priced| {
                 priced.group.devices.iter().all(|device| !group.group.devices.contains(device))
@@ -215,10 +244,11 @@ impl<'a> Prices<'a> {
         sequences
     }
 
-    /// Orders of single devices, the fastest first; devices that differ in their names alone are not exchanged.
+    /// Orders of single devices, the fastest first; devices of one kind are not exchanged.
     fn orders<'p>(
         &self,
         devices: &[&'p Priced],
+        kinds: &[Option<usize>],
         taken: &mut [bool],
         begun: &mut Vec<usize>,
         found: &mut Vec<Vec<&'p Priced>>,
@@ -230,21 +260,14 @@ impl<'a> Prices<'a> {
             found.push(begun.iter().map(|&index| devices[index]).collect());
             return;
         }
-        let device = |index: usize| -> &Device {
-            let id = devices[index].group.devices[0];
-            &self.task.target.machine.devices[id]
-        };
         for next in 0..devices.len() {
-            let alike = |earlier: usize| {
-                let (a, b) = (device(earlier), device(next));
-                !taken[earlier] && a.rates == b.rates && a.memory_bytes == b.memory_bytes
-            };
+            let alike = |earlier: usize| !taken[earlier] && kinds[earlier] == kinds[next];
             if taken[next] || (0..next).any(alike) {
                 continue;
             }
             taken[next] = true;
             begun.push(next);
-            self.orders(devices, taken, begun, found);
+            self.orders(devices, kinds, taken, begun, found);
             begun.pop();
             taken[next] = false;
         }

@@ -20,7 +20,7 @@ use self::search::{Kept, Search};
 use crate::place::candidates::Arrangement;
 use crate::place::prices::Pins;
 use crate::place::units::Units;
-use crate::place::{Offer, Room, is_numa};
+use crate::place::{Offer, Room, are_alike, is_numa};
 use crate::task::Task;
 
 /// What stays beside the GPUs of an arrangement.
@@ -58,20 +58,22 @@ impl Hosting {
 /// Prices an arrangement exactly.
 pub(crate) type Price<'a> = dyn Fn(&Arrangement) -> anyhow::Result<Offer> + Sync + 'a;
 
-/// Every arrangement of this kind that is worth pricing, priced. Those that are impossible are left out.
+/// Every arrangement of this kind that is worth pricing beside one of score `best`, priced. Those that are impossible are
+/// left out.
 pub(crate) fn offers(
     task: &Task<'_>,
     units: &Units,
     pins: &Pins,
     gpu_sets: &[Vec<DeviceId>],
     is_rough: bool,
+    best: u64,
     price: &Price<'_>,
 ) -> Vec<Offer> {
     let of_set = |gpus: &Vec<DeviceId>, is_rough: bool| {
         let mut offers: Vec<Offer> = Vec::new();
         for kept in [Kept::Experts, Kept::Mlps, Kept::Matrices] {
             if let Some(search) = Search::new(task, units, pins, gpus, kept) {
-                offers.extend(search.offers(is_rough, price));
+                offers.extend(search.offers(is_rough, best, price));
             }
             if offers.iter().any(|offer| offer.candidate.missing.is_none()) {
                 break;
@@ -140,16 +142,12 @@ fn gpus(task: &Task<'_>) -> impl Iterator<Item = DeviceId> {
     task.target.machine.devices.ids().filter(has_host)
 }
 
-/// Those together that differ in their names alone.
+/// Those of one kind together.
 fn kinds_of_gpus(task: &Task<'_>) -> Vec<Vec<DeviceId>> {
-    let devices = &task.target.machine.devices;
+    let machine = &task.target.machine;
     let mut kinds: Vec<Vec<DeviceId>> = Vec::new();
     for id in gpus(task) {
-        let alike = |kind: &&mut Vec<DeviceId>| {
-            let first = &devices[kind[0]];
-            first.rates == devices[id].rates && first.memory_bytes == devices[id].memory_bytes
-        };
-        match kinds.iter_mut().find(alike) {
+        match kinds.iter_mut().find(|kind| are_alike(machine, kind[0], id)) {
             Some(kind) => kind.push(id),
             None => kinds.push(vec![id]),
         }

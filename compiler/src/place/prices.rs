@@ -124,13 +124,16 @@ pub(crate) fn price_group(
     })
 }
 
-/// Time of each node in a decode step of one sequence when the device does everything; `None` where it cannot.
+/// Time of each node in the decode that placements are judged by when the device does everything; `None` where it
+/// cannot.
 pub(crate) fn decode_nanos(task: &Task<'_>, device: DeviceId) -> Option<Table<NodeId, u64>> {
     let layers = &task.model.layers;
     let group_of = layers.nodes().map(|_| 0).collect();
     let graphs = arrange(task, &[Group::one(device)], &group_of).ok()?;
     let blocks = task.target.blocks_per_sequence();
-    let plan = emit(task, &graphs, &[task.target.decode(1)], blocks).ok()?;
+    let batches = priced_batches(task.target);
+    let batch = judged_decode(task.target, &batches).clone();
+    let plan = emit(task, &graphs, &[batch], blocks).ok()?;
     // Without movement there is one step for each node, in the same order.
     let steps = plan.programs[0].steps.rows();
     assert_eq!(steps.len(), layers.len(), "insert_moves moved something on one device");

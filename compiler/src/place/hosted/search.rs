@@ -16,7 +16,7 @@ use crate::explain::bytes;
 use crate::part::WeightKey;
 use crate::place::candidates::Arrangement;
 use crate::place::group::Group;
-use crate::place::prices::{Pins, decode_nanos};
+use crate::place::prices::{Pins, Times, decode_nanos};
 use crate::place::units::Units;
 use crate::place::{Offer, Room};
 use crate::shards::shard;
@@ -66,6 +66,9 @@ struct Fetching {
     /// Whether blocks are fetched as a whole; else each node by itself.
     in_blocks: bool,
 }
+
+/// Hosts that may be too small for all that may stay: with more it takes long to find out how much each can hold.
+const MOST_TIGHT_HOSTS: usize = 2;
 
 /// The home computes all that stays.
 const IN_PLACE: Fetching = Fetching { share: 0.0, in_blocks: true };
@@ -183,8 +186,8 @@ impl<'a> Search<'a> {
         some.then_some(Self { task, stages, hosts, kept, blocks, lookups, rungs })
     }
 
-    /// The offers that are worth comparing, or a rough one of them.
-    pub(super) fn offers(&self, is_rough: bool, price: &Price<'_>) -> Vec<Offer> {
+    /// The offers that are worth comparing with one of score `best`, or a rough one of them.
+    pub(super) fn offers(&self, is_rough: bool, best: u64, price: &Price<'_>) -> Vec<Offer> {
         let mut offers: Vec<Offer> = Vec::new();
         let mut tried: Vec<Vec<u64>> = Vec::new();
         let none = self.rungs.iter().map(Vec::len).max().unwrap_or(1) - 1;
@@ -195,11 +198,11 @@ impl<'a> Search<'a> {
                 continue;
             }
             if let Some((counts, base)) = self.fewest(&windows, everything, price) {
-                let decode = base.candidate.decode_nanos;
+                let fits = base.candidate.missing.is_none();
+                let decode = base.decode_nanos as f64;
                 offers.push(base);
-                let fetches = !is_rough && windows.iter().any(|&bytes| bytes > 0);
-                if let Some(decode) = decode.filter(|_| fetches) {
-                    offers.extend(self.fetching(&counts, &windows, decode as f64, price));
+                if fits && !is_rough && windows.iter().any(|&bytes| bytes > 0) {
+                    offers.extend(self.fetching(&counts, &windows, decode, best, price));
                 }
             }
             tried.push(windows);
@@ -250,12 +253,13 @@ impl<'a> Search<'a> {
     /// The best offer in which decode fetches a share of what stays.
     ///
     /// The best share is near the one for which the link and the home take equally long; whether whole blocks or single
-    /// nodes are fetched is decided there.
+    /// nodes are fetched is decided there. `None` where even that share's decode takes longer than all of what scores `best`.
     fn fetching(
         &self,
         counts: &[usize],
         windows: &[u64],
         decode_nanos: f64,
+        best: u64,
         price: &Price<'_>,
     ) -> Option<Offer> {
         let members = || self.staying(counts).flat_map(|block| &block.nodes);
@@ -263,6 +267,10 @@ impl<'a> Search<'a> {
         let home: f64 = members().map(|member| member.home_nanos).sum();
         // Without fetches decode takes what the home takes, and what no fetch shortens.
         let even = (decode_nanos / (fetch + home).max(1.0)).min(1.0);
+        let decode = Times { prefill: 0, decode: (even * fetch) as u64 };
+        if decode.score(self.task.target) > best {
+            return None;
+        }
         let offer = |share: f64, in_blocks: bool| {
             let fetching = Fetching { share: share.min(1.0), in_blocks };
             let offer = price(&self.arrange(counts, windows, fetching)).ok()?;
@@ -285,15 +293,28 @@ impl<'a> Search<'a> {
     ) -> Option<(Vec<usize>, Offer)> {
         let offer = |counts: &[usize]| price(&self.arrange(counts, windows, IN_PLACE)).ok();
         let all = self.all();
-        if everything.candidate.missing.is_some() {
-            return Some((all, everything));
+        let stage_of = |lacking| self.stages.iter().position(|(gpu, _)| *gpu == lacking);
+        let slack = |gpu: DeviceId| {
+            let bytes: &DeviceForecast = &everything.devices[gpu];
+            bytes.capacity_bytes.saturating_sub(bytes.needed_bytes())
+        };
+        // What all hosts together lack.
+        let beyond = |offer: &Offer| -> u64 {
+            let bytes = self.hosts.iter().map(|&host| &offer.devices[host]);
+            bytes.map(|bytes| bytes.needed_bytes().saturating_sub(bytes.capacity_bytes)).sum()
+        };
+        if let Some((lacking, _)) = everything.candidate.missing {
+            // Where hosts lack, less may stay, if the GPUs have room for the rest.
+            let room: u64 = self.stages.iter().map(|(gpu, _)| slack(*gpu)).sum();
+            let may_be_less = room >= beyond(&everything) && self.hosts.len() <= MOST_TIGHT_HOSTS;
+            if stage_of(lacking).is_some() || !may_be_less {
+                return Some((all, everything));
+            }
         }
         // Blocks are much alike, so the first guess is off by little.
         let largest = self.blocks.iter().map(|block| block.bytes).max().unwrap_or(1);
         let guess = |(&all, (gpu, _)): (&usize, &(DeviceId, Range<usize>))| {
-            let bytes: &DeviceForecast = &everything.devices[*gpu];
-            let slack = bytes.capacity_bytes.saturating_sub(bytes.needed_bytes());
-            all - usize::try_from(slack / largest).unwrap_or(all).min(all)
+            all - usize::try_from(slack(*gpu) / largest).unwrap_or(all).min(all)
         };
         let mut counts: Vec<usize> = all.iter().zip(&self.stages).map(guess).collect();
         if counts.iter().all(|&count| count == 0) {
@@ -303,14 +324,27 @@ impl<'a> Search<'a> {
         let mut is_tight = vec![false; counts.len()];
         let mut best = loop {
             let offer = offer(&counts)?;
-            let Some((lacking, _)) = offer.candidate.missing else { break (counts, offer) };
-            let stage = self.stages.iter().position(|(gpu, _)| *gpu == lacking);
-            match stage.filter(|&stage| counts[stage] < all[stage]) {
-                Some(stage) => {
-                    counts[stage] += 1;
+            let Some((lacking, bytes)) = offer.candidate.missing else { break (counts, offer) };
+            // At least so many blocks have these bytes.
+            let blocks =
+                |bytes: u64| usize::try_from(bytes.div_ceil(largest)).unwrap_or(usize::MAX);
+            match stage_of(lacking) {
+                Some(stage) if counts[stage] < all[stage] => {
+                    counts[stage] = counts[stage].saturating_add(blocks(bytes)).min(all[stage]);
                     is_tight[stage] = true;
                 }
-                None => return Some((all, everything)),
+                // The guess leaves too much to the hosts.
+                None if !is_tight.contains(&true) => {
+                    let fewer = blocks(beyond(&offer));
+                    if fewer >= counts.iter().sum() {
+                        return Some((all, everything));
+                    }
+                    for _ in 0..fewer {
+                        let most = counts.iter_mut().max().expect("there are stages");
+                        *most -= 1;
+                    }
+                }
+                Some(_) | None => return Some((all, everything)),
             }
         };
         for stage in (0..is_tight.len()).filter(|&stage| !is_tight[stage]) {

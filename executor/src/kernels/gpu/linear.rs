@@ -45,7 +45,7 @@ use crate::kernels::cpu::pack::{PANEL, VECTOR};
 pub const MAX_TOKENS: usize = ir::workspace::UNPACKED_ROWS as usize;
 /// Tokens of bf16 that one launch takes at most: with more, a library's tiles of 128 rows read the activations less
 /// often.
-pub const MAX_NARROW_TOKENS: usize = 64;
+pub const MAX_NARROW_TOKENS: usize = ir::workspace::NARROW_ROWS as usize;
 
 /// Planes that share a panel: with a task of each of their units on its way, 32 KB. Memory that delivers
 /// 4.8 TB/s after about 0.7 µs to each of 132 processors needs 25 KB from each.
