@@ -84,7 +84,7 @@ pub(crate) fn spared_beside_gpus(cpus: usize) -> usize {
 }
 
 /// The processors of a NUMA node that compute, one for each thread.
-fn team_cpus<'a>(plan: &Plan, cpus: &'a [u32], options: &Options) -> &'a [u32] {
+pub(crate) fn team_cpus<'a>(plan: &Plan, cpus: &'a [u32], options: &Options) -> &'a [u32] {
     let threads = options.threads.unwrap_or(cpus.len() - spared(plan, cpus.len()));
     &cpus[..threads.clamp(1, cpus.len())]
 }

@@ -98,7 +98,13 @@ pub fn calibrate(machine: &mut Machine, isa: Isa, mut progress: impl FnMut(&str)
             let bus = bus.with_context(|| format!("measuring {label}"))?;
             set(machine, *node, id, bus.to_gpu);
             set(machine, id, *node, bus.from_gpu);
-            machine.devices[*node].rates.beside_fetch = bus.beside_fetch;
+            // The GPU that is nearest disturbs a node most.
+            let beside_fetch = &mut machine.devices[*node].rates.beside_fetch;
+            *beside_fetch = if opened.is_empty() {
+                bus.beside_fetch
+            } else {
+                beside_fetch.min(bus.beside_fetch)
+            };
         }
         opened.push((id, ordinal, gpu));
     }

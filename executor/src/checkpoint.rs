@@ -44,7 +44,7 @@ impl Checkpoint {
     }
 
     /// Elements of rows `rows`, as f32, row-major. A weight is read once, by threads that take its rows in order: every
-    /// few megabytes the pages of rows in front are given back, but for those of transposed matrices.
+    /// few megabytes the pages of rows in front are given back, but for transposed matrices and rows that lie apart.
     ///
     /// # Errors
     /// When there are no such rows, or they lie beyond the end of the file.
@@ -214,7 +214,7 @@ fn map(file: &CheckpointFile, folder: &Path) -> Result<Mmap> {
 fn give_back(map: &Mmap, bytes: Range<usize>) {
     let end = bytes.end.min(map.len());
     let start = bytes.start.min(end);
-    // SAFETY: the map is a private, clean map of a file: its pages come back on the next access.
+    // SAFETY: the map is of a file and read only: its pages come back from there on the next access.
     let advised =
         unsafe { map.unchecked_advise_range(UncheckedAdvice::DontNeed, start, end - start) };
     // It only saves memory; where the system refuses, nothing is lost.

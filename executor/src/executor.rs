@@ -10,7 +10,9 @@ use ir::plan::Plan;
 use ir::trace::Trace;
 
 use crate::batch::Batch;
+use crate::bind::team_cpus;
 use crate::lane::Inbox;
+use crate::load::Options;
 use crate::run::{Failure, KnownKinds, Run, RunHandle};
 use crate::trace::Recorder;
 
@@ -40,8 +42,8 @@ pub(crate) struct LaneThread {
 }
 
 impl Executor {
-    pub(crate) fn new(plan: Arc<Plan>, recorder: Option<Arc<Recorder>>) -> Self {
-        let is_crowded = is_crowded(&plan);
+    pub(crate) fn new(plan: Arc<Plan>, recorder: Option<Arc<Recorder>>, options: &Options) -> Self {
+        let is_crowded = is_crowded(&plan, options);
         let (lanes, known, started) = (Vec::new(), Arc::default(), Mutex::default());
         Self { plan, lanes, recorder, known, is_crowded, started }
     }
@@ -93,11 +95,13 @@ impl Executor {
 }
 
 /// Whether the teams of a plan's lanes have all processors of this machine. Where GPUs compute, some are left over.
-fn is_crowded(plan: &Plan) -> bool {
+fn is_crowded(plan: &Plan, options: &Options) -> bool {
     let mut cpus: BTreeSet<u32> = BTreeSet::new();
     for lane in plan.programs.iter().flat_map(|program| &program.lanes) {
         match &plan.machine.devices[lane.device].kind {
-            DeviceKind::Numa { cpus: of_node, .. } => cpus.extend(of_node),
+            DeviceKind::Numa { cpus: of_node, .. } => {
+                cpus.extend(team_cpus(plan, of_node, options));
+            }
             DeviceKind::Gpu { .. } => return false,
         }
     }

@@ -160,7 +160,7 @@ pub fn load(
         events,
     };
     // When anything fails from here on, the executor ends the lanes that did start.
-    let mut executor = Executor::new(Arc::clone(&plan), recorder);
+    let mut executor = Executor::new(Arc::clone(&plan), recorder, options);
     let queues = queues(&plan);
     let on = |wanted| queues.iter().filter(move |(_, queue)| *queue == wanted);
     let fetching: Vec<DeviceId> = on(Queue::Copy).map(|&(device, _)| device).collect();

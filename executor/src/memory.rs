@@ -12,7 +12,7 @@ use std::mem::MaybeUninit;
 use std::ptr::{self, NonNull};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use anyhow::{Context as _, ensure};
+use anyhow::Context as _;
 use burn_std::{AccessError, AccessPolicy, AllocationController, AllocationProperty, Bytes};
 use bytemuck::Pod;
 
@@ -136,8 +136,8 @@ impl Region {
     ///
     /// # Errors
     /// When the system does not tell.
-    #[cfg(target_os = "linux")]
-    pub fn resident_nodes(&self) -> anyhow::Result<Vec<Option<u32>>> {
+    #[cfg(all(test, target_os = "linux"))]
+    fn resident_nodes(&self) -> anyhow::Result<Vec<Option<u32>>> {
         // SAFETY: asks for a number.
         let page_bytes = unsafe { libc::sysconf(libc::_SC_PAGESIZE) } as usize;
         let mut pages: Vec<*mut u8> = (0..self.bytes)
@@ -157,7 +157,7 @@ impl Region {
                 0,
             )
         };
-        ensure!(
+        anyhow::ensure!(
             result == 0,
             "asking where {} pages are: {}",
             pages.len(),

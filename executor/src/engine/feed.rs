@@ -1,5 +1,6 @@
 //! Cutting what sequences are to be fed into batches, and starting a run for each.
 
+use std::cmp::Reverse;
 use std::collections::VecDeque;
 use std::sync::atomic::AtomicBool;
 
@@ -109,7 +110,7 @@ impl Engine {
     ) -> Result<Pending> {
         let wants_all = matches!(wants, Wants::All);
         let waiting = &ids[*next..];
-        let program = self.choose(waiting, wants_all)?;
+        let program = self.choose(waiting, share, wants_all)?;
         let schedule = &self.executor.plan().programs[program];
         let (most, most_sequences) = (schedule.max, schedule.max_sequences as usize);
         let most = Extent { tokens: most.tokens.min(share), ..most };
@@ -175,8 +176,8 @@ impl Engine {
         u32::try_from(even.max(LEAST_SHARE)).unwrap_or(u32::MAX)
     }
 
-    /// The smallest program that takes all that waits, or else the largest.
-    fn choose(&self, waiting: &[SequenceId], wants_all: bool) -> Result<usize> {
+    /// The smallest of the programs that take most of what waits, of which a run may have `share` tokens.
+    fn choose(&self, waiting: &[SequenceId], share: u32, wants_all: bool) -> Result<usize> {
         let is_decode = waiting.iter().all(|id| {
             self.sequences.get(id).is_some_and(|sequence| {
                 sequence.cached > 0 && sequence.tokens.len() == sequence.cached + 1
@@ -184,22 +185,19 @@ impl Engine {
         });
         let phase = if is_decode && !wants_all { Phase::Decode } else { Phase::Prefill };
         let tokens: usize = waiting.iter().map(|&id| self.unfed(id)).sum();
-        let rows = if wants_all { tokens } else { waiting.len() };
-        let size = |program: &Program| (program.max.tokens, program.max_sequences);
-        let takes_all = |program: &Program| {
-            let Extent { tokens: most_tokens, rows: most_rows } = program.max;
-            most_tokens as usize >= tokens
-                && most_rows as usize >= rows
-                && program.max_sequences as usize >= waiting.len()
+        let tokens = tokens.min(share as usize);
+        let sequences = waiting.len().min(tokens);
+        let takes = |program: &Program| {
+            let Extent { tokens: most, rows } = program.max;
+            let most = if wants_all { most.min(rows) } else { most };
+            (tokens.min(most as usize), sequences.min(program.max_sequences as usize))
         };
+        let size = |program: &Program| (program.max.tokens, program.max_sequences);
         let programs = self.executor.plan().programs.iter().enumerate();
-        let classes: Vec<_> = programs.filter(|(_, program)| program.phase == phase).collect();
-        classes
-            .iter()
-            .filter(|(_, program)| takes_all(program))
-            .min_by_key(|(_, program)| size(program))
-            .or_else(|| classes.iter().max_by_key(|(_, program)| size(program)))
-            .map(|&(index, _)| index)
+        programs
+            .filter(|(_, program)| program.phase == phase)
+            .max_by_key(|(_, program)| (takes(program), Reverse(size(program))))
+            .map(|(index, _)| index)
             .with_context(|| format!("the plan has no {phase:?} program"))
     }
 

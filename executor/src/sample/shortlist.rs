@@ -1,6 +1,7 @@
 //! Choosing from the most likely tokens alone, where they are enough to give the same choice.
 
 use anyhow::{Result, bail};
+use ir::workspace::shortlist::LISTED_TOKENS;
 
 use super::{Candidate, Sampler};
 use crate::kernels::gpu::shortlist::{IMPOSSIBLE, UNUSABLE};
@@ -28,7 +29,12 @@ impl Sampler {
         // A penalty below 1 raises tokens that may be on no list, and one changes what all weigh.
         let is_penalised = !self.seen.is_empty();
         let is_greedy = options.temperature == 0.0;
-        let is_short = is_greedy || options.top_k > 0 || (is_filtered(options) && !is_penalised);
+        // The last candidate must be more likely than the last of the list.
+        let is_short = match options.top_k {
+            _ if is_greedy => true,
+            0 => is_filtered(options) && !is_penalised,
+            top_k => top_k < LISTED_TOKENS as usize,
+        };
         let may_do = is_short && options.repetition_penalty >= 1.0 && self.without_shortlist == 0;
         may_do.then_some(if is_greedy { 1.0 } else { options.temperature.recip() })
     }
