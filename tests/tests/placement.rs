@@ -218,6 +218,19 @@ fn a_pin_that_cannot_be_is_refused() {
     assert_eq!(idle, "the pin \"layers.99\" matches no layer");
 }
 
+/// The search for the fewest blocks that stay with a host once looked for them on a GPU that has no part in it.
+#[test]
+fn a_pin_that_does_not_fit_ends_the_search() {
+    let toy = Toy { layers: 3, ..Toy::mixture() };
+    for kibibytes in (100..700).step_by(50) {
+        let machine = linked(vec![gpu(0, 1 << 10), gpu(1, kibibytes << 10), numa(0, GIB)]);
+        let pin = "layers.0.(q|up|experts)=gpu0".parse().expect("it is a pin");
+        let options = Options { pins: vec![pin], ..Options::default() };
+        let refused = refusal(&toy, &machine, &options);
+        assert!(refused.contains("gpu0"), "{refused}");
+    }
+}
+
 #[test]
 fn a_format_for_no_device_is_refused() {
     let format = "gpu*=f16".parse().expect("it is a rule");

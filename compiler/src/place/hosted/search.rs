@@ -306,8 +306,10 @@ impl<'a> Search<'a> {
         if let Some((lacking, _)) = everything.candidate.missing {
             // Where hosts lack, less may stay, if the GPUs have room for the rest.
             let room: u64 = self.stages.iter().map(|(gpu, _)| slack(*gpu)).sum();
-            let may_be_less = room >= beyond(&everything) && self.hosts.len() <= MOST_TIGHT_HOSTS;
-            if stage_of(lacking).is_some() || !may_be_less {
+            let may_be_less = self.hosts.contains(&lacking)
+                && self.hosts.len() <= MOST_TIGHT_HOSTS
+                && room >= beyond(&everything);
+            if !may_be_less {
                 return Some((all, everything));
             }
         }
@@ -334,7 +336,7 @@ impl<'a> Search<'a> {
                     is_tight[stage] = true;
                 }
                 // The guess leaves too much to the hosts.
-                None if !is_tight.contains(&true) => {
+                None if self.hosts.contains(&lacking) && !is_tight.contains(&true) => {
                     let fewer = blocks(beyond(&offer));
                     if fewer >= counts.iter().sum() {
                         return Some((all, everything));
