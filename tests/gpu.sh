@@ -13,14 +13,19 @@ nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2>/dev/null ||
 names=(kernels::gpu a_gpu captured_runs every_rate sums_by_groups every_device_counts in_12_bits)
 if [ -n "${PROGRAMS:-}" ]; then
   programs=$PROGRAMS
-  for test in "$programs"/tests/*; do
-    "$test" --test-threads 1 "${names[@]}"
-  done
+  tests=("$programs"/tests/*)
 else
   source .ci/packages
   programs="${CARGO_TARGET_DIR:-target}/release"
-  cargo test --release --locked --workspace --lib --bins --tests -- --test-threads 1 "${names[@]}"
+  cargo build --release --locked --workspace --bins
+  mapfile -t tests < <(cargo test --release --locked --workspace --lib --bins --tests --no-run --message-format=json |
+    sed -n 's/.*"profile":{[^}]*"test":true}.*"executable":"\([^"]*\)".*/\1/p')
 fi
+# Each in a process of its own, some at a time: most of what they take is the compiling of kernels, on one core each.
+for test in "${tests[@]}"; do
+  "$test" --list --format terse "${names[@]}" | sed -n 's/: test$//p' | sed "s|^|$test |"
+done | xargs -P "$(($(nproc) / 2 + 1))" -L 1 sh -c '
+  output=$("$0" --exact "$1" 2>&1) && echo "$1: ok" || { echo "$1: failed"; echo "$output"; exit 1; }'
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 compile() { "$programs/hybridc" compile tests/golden/llama3 --format f32 --kv-type f32 "$@"; }

@@ -7,8 +7,9 @@ use ir::graph::Work;
 use ir::id::{CacheId, DeviceId, NodeId, Table, WeightId};
 use ir::op::Op;
 use ir::plan::Cache;
-use ir::tensor::{Format, TensorType};
+use ir::tensor::TensorType;
 
+use crate::cost::Held;
 use crate::graphs::{Graphs, Phases};
 use crate::part::{WeightKey, parts};
 use crate::task::Task;
@@ -31,8 +32,8 @@ pub(crate) struct BoundPart {
     pub(crate) device: DeviceId,
     /// The operation on the plan's weights and caches.
     pub(crate) op: Op,
-    /// Format and shape of each of its weights.
-    pub(crate) weights: Vec<(Format, Vec<u32>)>,
+    /// How each of its weights is held.
+    pub(crate) weights: Vec<Held>,
     /// Those of them that are fetched.
     pub(crate) fetched: Vec<Fetched>,
     /// Which of the node's inputs are read.
@@ -89,7 +90,11 @@ pub(crate) fn bind(task: &Task<'_>, graphs: &Graphs) -> Result<Bound> {
                     let held = cache_ids.entry((attention.cache, part.device));
                     attention.cache = *held.or_insert_with(|| bound.caches.push(cache));
                 }
-                let held = |key: &WeightKey| (key.format, key.shape(task));
+                let held = |key: &WeightKey| Held {
+                    format: key.format,
+                    shape: key.shape(task),
+                    also_unpacked: graphs.unpacked.contains(key),
+                };
                 bound_parts.push(BoundPart {
                     device: part.device,
                     op,

@@ -3,24 +3,35 @@
 use anyhow::{Context as _, Result};
 use ir::id::DeviceId;
 use ir::layout::Move;
-use ir::machine::LinearRate;
+use ir::machine::{DeviceKind, LinearRate};
 use ir::op::{Attention, Experts, Linear, Op, Products, Then};
 use ir::tensor::{Extent, Format, TensorType};
-use ir::workspace::UNPACKED_ROWS;
+use ir::workspace::{NARROW_ROWS, UNPACKED_ROWS, product_format};
 
 use crate::target::{Batch, Target};
 
 /// What one device computes with, as a price needs it.
 #[derive(Clone, Debug)]
 pub(crate) struct Operands<'a> {
-    /// Format and shape of each of the operation's weights, in their order.
-    pub(crate) weights: &'a [(Format, Vec<u32>)],
+    /// Each of the operation's weights, in their order.
+    pub(crate) weights: &'a [Held],
     /// Tensors read.
     pub(crate) reads: Vec<TensorType>,
     /// Tensors written.
     pub(crate) writes: Vec<TensorType>,
     /// Whether the matrices were fetched, packed as another device holds them.
     pub(crate) is_fetched: bool,
+}
+
+/// How a device, or the home that it fetches from, holds a weight.
+#[derive(Clone, Debug)]
+pub(crate) struct Held {
+    /// Its format.
+    pub(crate) format: Format,
+    /// Its shape, or that of the part that is held.
+    pub(crate) shape: Vec<u32>,
+    /// Whether it is held unpacked as well, for products of many rows.
+    pub(crate) also_unpacked: bool,
 }
 
 /// Nanoseconds of one computation on a device. Fails when the device does not compute a weight's format.
@@ -35,12 +46,21 @@ pub(crate) fn run_nanos(
     let streamed = |bytes: u64| seconds(bytes as f64, rates.read_bytes_per_sec);
     let tensors = operands.reads.iter().chain(&operands.writes);
     let activations = streamed(tensors.map(|ty| ty.bytes(batch.extent)).sum());
-    let is_gpu = target.machine.devices[device].kind.is_gpu();
+    let kind = &target.machine.devices[device].kind;
+    let is_gpu = kind.is_gpu();
     let matrices = |tokens: u32| -> Result<f64> {
         let (mut nanos, mut beside) = (0.0, 0f64);
-        for (format, shape) in operands.weights.iter().filter(|(_, shape)| shape.len() > 1) {
-            let elements: f64 = shape.iter().map(|&size| f64::from(size)).product();
-            let rate = linear_rate(target, device, *format)?;
+        for held in operands.weights.iter().filter(|held| held.shape.len() > 1) {
+            let format = match kind {
+                DeviceKind::Gpu { library_bytes, .. }
+                    if held.also_unpacked && tokens > NARROW_ROWS =>
+                {
+                    product_format(held.format, *library_bytes > 0)
+                }
+                DeviceKind::Gpu { .. } | DeviceKind::Numa { .. } => held.format,
+            };
+            let rate = linear_rate(target, device, format)?;
+            let elements: f64 = held.shape.iter().map(|&size| f64::from(size)).product();
             nanos += seconds(elements, rate.weights_per_sec(tokens));
             // Few tokens go through all matrices in one launch.
             let own = rate.nanos(tokens);
@@ -122,8 +142,8 @@ fn unpacked_bytes(operands: &Operands<'_>, batch: &Batch) -> u64 {
     // Rates of the others are those of panels.
     let is_float = |format: Format| format.float().is_some();
     let matrices = operands.weights.iter();
-    let matrices = matrices.filter(|(format, shape)| shape.len() > 1 && is_float(*format));
-    let bytes = matrices.map(|(format, shape)| {
+    let matrices = matrices.filter(|held| held.shape.len() > 1 && is_float(held.format));
+    let bytes = matrices.map(|Held { format, shape, .. }| {
         let elements: u64 = shape.iter().map(|&size| u64::from(size)).product();
         format.bytes(1, elements) + 2 * elements
     });
@@ -259,7 +279,7 @@ fn experts_nanos(
     let rates = &target.machine.devices[device].rates;
     let mut nanos = 0.0;
     let mut beside = 0f64;
-    for (format, shape) in operands.weights {
+    for Held { format, shape, .. } in operands.weights {
         if let Some(rate) = rates.experts(*format) {
             let elements = used * f64::from(shape[1]) * f64::from(shape[2]);
             nanos += seconds(elements, rate.weights_per_sec(fed));

@@ -46,6 +46,7 @@ pub(crate) fn emit(
             device: key.device,
             format: key.format,
             shape: key.shape(task),
+            also_unpacked: graphs.unpacked.contains(key),
             sources: Vec::new(),
         })
         .collect();

@@ -34,6 +34,16 @@ pub fn explain(plan: &Plan) -> String {
     );
     let _ = writeln!(text, "{}", layers(plan));
     let _ = writeln!(text, "{}", devices(plan));
+    for (id, device) in plan.machine.devices.iter() {
+        let of_device = plan.weights.rows().iter().filter(|weight| weight.device == id);
+        let twice = of_device.filter(|weight| weight.also_unpacked);
+        let unpacked: u64 = twice.filter_map(|weight| plan.unpacked_bytes(weight)).sum();
+        if unpacked > 0 {
+            let (name, bytes) = (&device.name, bytes(unpacked));
+            let _ =
+                writeln!(text, "{bytes} of the weights on {name} are copies row after row, for prompts\n");
+        }
+    }
     let _ = writeln!(text, "{}", programs(plan));
     let _ = write!(text, "{}", candidates(plan));
     let nominal: Vec<&str> = plan

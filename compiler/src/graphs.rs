@@ -1,11 +1,14 @@
 //! The placed graphs of a model: one for all programs, or one for each phase over the same weights and caches.
 
+use std::collections::HashSet;
+
 use anyhow::Result;
 use ir::graph::PlacedGraph;
 use ir::id::{DeviceId, Table};
 use ir::model::Model;
 use ir::plan::Phase;
 
+use crate::part::WeightKey;
 use crate::place::Layouts;
 use crate::{Observer, PLACED_PASSES, insert_moves, run_all};
 
@@ -25,6 +28,8 @@ pub(crate) struct Graphs {
     pub(crate) placed: Phases<PlacedGraph>,
     /// Bytes of the window that each GPU fetches weights to.
     pub(crate) window_bytes: Table<DeviceId, u64>,
+    /// What GPUs hold unpacked as well.
+    pub(crate) unpacked: HashSet<WeightKey>,
 }
 
 impl<T> Phases<T> {
@@ -58,6 +63,7 @@ impl Graphs {
             observe("insert_moves", &graph);
             run_all(PLACED_PASSES, graph, observe)
         })?;
-        Ok(Self { placed, window_bytes: layouts.window_bytes.clone() })
+        let window_bytes = layouts.window_bytes.clone();
+        Ok(Self { placed, window_bytes, unpacked: HashSet::new() })
     }
 }

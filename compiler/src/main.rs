@@ -70,9 +70,9 @@ struct Compile {
     /// Sequences at once.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = at_least_one())]
     max_sequences: u32,
-    /// The most tokens of one prefill run.
-    #[arg(long, value_name = "N", default_value_t = 512, value_parser = at_least_one())]
-    prefill_tokens: u32,
+    /// The most tokens of one prefill run; default: 512, or 2048 where GPUs take part and that is predicted to be better.
+    #[arg(long, value_name = "N", value_parser = at_least_one())]
+    prefill_tokens: Option<u32>,
     /// The most bytes for all KV caches: 4GiB; default: what context and sequences need.
     #[arg(long, value_name = "SIZE")]
     kv_cache: Option<String>,

@@ -17,8 +17,8 @@ pub struct Options {
     pub context: Option<u32>,
     /// Sequences at once.
     pub max_sequences: u32,
-    /// The most tokens of one prefill run.
-    pub prefill_tokens: u32,
+    /// The most tokens of one prefill run; `None` is 512, or 2048 where GPUs take part and that is predicted to be better.
+    pub prefill_tokens: Option<u32>,
     /// The most bytes of all KV caches together; `None` is what context and sequences need.
     pub kv_cache_bytes: Option<u64>,
     /// Element type of the KV caches; `None` follows the weights.
@@ -83,7 +83,7 @@ impl Default for Options {
         Self {
             context: None,
             max_sequences: 1,
-            prefill_tokens: 512,
+            prefill_tokens: None,
             kv_cache_bytes: None,
             kv_type: None,
             formats: Vec::new(),

@@ -24,7 +24,7 @@ use ir::id::{DeviceId, NodeId, Table};
 use ir::layout::Layout;
 use ir::machine::{Device, DeviceKind, Link, Machine, RatePoint};
 use ir::model::ModelCache;
-use ir::plan::{Candidate, DeviceForecast, Phase, ProgramForecast};
+use ir::plan::{Candidate, DeviceForecast, Phase, ProgramForecast, Queue};
 use ir::tensor::Format;
 use rayon::prelude::*;
 
@@ -42,6 +42,9 @@ use crate::task::Task;
 
 pub(crate) use self::hosted::hosts;
 
+/// Tokens of the prompt by which placements for prefill runs of several sizes are compared.
+pub(crate) const PROMPT_TOKENS: u32 = 2048;
+
 /// A decided placement.
 #[derive(Clone, Debug)]
 pub(crate) struct Placement {
@@ -55,6 +58,12 @@ pub(crate) struct Placement {
     pub(crate) score: u64,
     /// What the score would be if it were judged by the decode of the most sequences.
     pub(crate) score_of_most: u64,
+    /// Time of a prompt of [`PROMPT_TOKENS`] in as many runs as it takes, as the objective counts it.
+    pub(crate) prompt_nanos: u64,
+    /// The score with that prompt.
+    pub(crate) score_of_prompt: u64,
+    /// What each device holds.
+    pub(crate) devices: Table<DeviceId, DeviceForecast>,
     /// What GPUs would have left with all experts of a mixture beside them; empty where none need to be.
     pub(crate) rooms: Vec<Room>,
 }
@@ -154,6 +163,10 @@ struct Offer {
     score: u64,
     /// The same with the decode of the most sequences.
     score_of_most: u64,
+    /// Time of a prompt of [`PROMPT_TOKENS`].
+    prompt_nanos: u64,
+    /// The score with that prompt.
+    score_of_prompt: u64,
     /// Time of the decode that the score counts.
     decode_nanos: u64,
     candidate: Candidate,
@@ -206,9 +219,20 @@ pub(crate) fn place(task: &Task<'_>, options: &Options, among: Among<'_>) -> Res
     let hosted = hosted.map(|offer| &offer.arrangement).find(|offer| offer.hosted.is_some());
     let rooms = hosted.map(|hosted| hosted::rooms(task, &units, &pins, hosted, &price));
     let rooms = rooms.unwrap_or_default();
-    let (score, score_of_most) = (best.score, best.score_of_most);
+    let &Offer { score, score_of_most, prompt_nanos, score_of_prompt, .. } = best;
+    let devices = best.devices.clone();
     let candidates = offers.into_iter().map(|offer| offer.candidate).collect();
-    Ok(Placement { layouts, blocks, candidates, score, score_of_most, rooms })
+    Ok(Placement {
+        layouts,
+        blocks,
+        candidates,
+        score,
+        score_of_most,
+        prompt_nanos,
+        score_of_prompt,
+        devices,
+        rooms,
+    })
 }
 
 /// All candidates that the request allows, priced: those that fit first, by score.
@@ -324,12 +348,20 @@ fn offer(
         crate::Objective::Throughput => program.busiest_lane_nanos,
     };
     let prefill = &forecast[0];
-    let score = |decode: &ProgramForecast| {
-        Times { prefill: nanos(prefill), decode: nanos(decode) }.score(task.target)
+    let score = |prefill: u64, decode: &ProgramForecast| {
+        Times { prefill, decode: nanos(decode) }.score(task.target)
     };
-    let score_of_most = score(&forecast[forecast.len() - 1]);
+    let prompt_nanos = {
+        let more_runs = u64::from((PROMPT_TOKENS - 1) / task.target.prefill_tokens);
+        // A run starts when the one before leaves the busiest lane, but nothing is fetched for it sooner than it starts.
+        let fetches = plan.programs[0].lanes.iter().any(|lane| lane.queue == Queue::Copy);
+        let apart = if fetches { nanos(prefill) } else { prefill.busiest_lane_nanos };
+        nanos(prefill) + more_runs * apart
+    };
     let judged = judged_decode(task.target, forecast);
-    let (decode_nanos, score) = (judged.nanos, score(judged));
+    let score_of_most = score(nanos(prefill), &forecast[forecast.len() - 1]);
+    let score_of_prompt = score(prompt_nanos, judged);
+    let (decode_nanos, score) = (judged.nanos, score(nanos(prefill), judged));
     let fits = missing.is_none();
     let candidate = Candidate {
         name: arrangement.name(task, units, pins),
@@ -338,7 +370,16 @@ fn offer(
         missing,
     };
     let devices = plan.forecast.devices;
-    Ok(Offer { arrangement, score, score_of_most, decode_nanos, candidate, devices })
+    Ok(Offer {
+        arrangement,
+        score,
+        score_of_most,
+        prompt_nanos,
+        score_of_prompt,
+        decode_nanos,
+        candidate,
+        devices,
+    })
 }
 
 /// Where an arrangement runs every node.

@@ -57,8 +57,14 @@ pub(crate) struct Batch {
 }
 
 impl Target {
-    /// Fails on names that the machine lacks and limits that the model exceeds.
-    pub(crate) fn new(model: &Model, machine: &Machine, options: &Options) -> Result<Self> {
+    /// A target with prefill runs of at most so many tokens. Fails on names that the machine lacks and limits that the
+    /// model exceeds.
+    pub(crate) fn new(
+        model: &Model,
+        machine: &Machine,
+        options: &Options,
+        prefill_tokens: u32,
+    ) -> Result<Self> {
         let context = options.context.unwrap_or(model.context.min(DEFAULT_CONTEXT));
         ensure!(context > 0, "a context of 0 tokens holds nothing");
         ensure!(
@@ -67,7 +73,7 @@ impl Target {
             model.context
         );
         ensure!(options.max_sequences > 0, "max-sequences is 0");
-        ensure!(options.prefill_tokens > 0, "prefill-tokens is 0");
+        ensure!(prefill_tokens > 0, "prefill-tokens is 0");
         ensure!(
             !options.plain_bf16 || options.formats.iter().all(|rule| rule.format != Format::Bf12),
             "--format bf12 asks for bfloat16 in 12 bits and --plain-bf16 for 16: leave one out"
@@ -113,7 +119,7 @@ impl Target {
             machine,
             context,
             max_sequences: options.max_sequences,
-            prefill_tokens: options.prefill_tokens.min(context),
+            prefill_tokens: prefill_tokens.min(context),
             formats,
             has_bf12,
             kv_types,

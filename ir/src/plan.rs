@@ -14,14 +14,14 @@ use crate::layout::Move;
 use crate::machine::{DeviceKind, Machine};
 use crate::model::CheckpointFile;
 use crate::op::{Op, Rope};
-use crate::packing::{held_bytes, packed_type};
+use crate::packing::{has_panels, held_bytes, packed_type};
 use crate::ron_text;
 use crate::tensor::{DType, Extent, Format, TensorType};
 use crate::weight::Source;
-use crate::workspace::{EXCHANGE_MEMBERS, MOST_FLAGGED_TERM_BYTES};
+use crate::workspace::{EXCHANGE_MEMBERS, MOST_FLAGGED_TERM_BYTES, product_format};
 
 /// Raised whenever a field changes meaning; other plans are refused.
-pub const VERSION: u32 = 3;
+pub const VERSION: u32 = 4;
 
 /// Fetched weights begin at multiples of this: what vendor libraries ask of a matrix.
 pub const FETCH_ALIGNMENT: u64 = 256;
@@ -86,6 +86,10 @@ pub struct Weight {
     pub format: Format,
     /// One axis for a scale or bias, two for a matrix `[outputs, inputs]`, three for a stack of matrices.
     pub shape: Vec<u32>,
+    /// Whether a GPU holds a packed matrix row after row as well, as products of many rows take it; else they unpack it
+    /// in every run.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub also_unpacked: bool,
     /// One source for the whole weight; or, for a stack, one for each row of its first axis.
     pub sources: Vec<Source>,
 }
@@ -321,6 +325,18 @@ impl Plan {
     /// Bytes that a weight takes at home; at most `u64::MAX`, and 0 where it has no home.
     pub fn weight_bytes(&self, weight: &Weight) -> u64 {
         self.machine.devices.get(weight.device).map_or(0, |device| weight.bytes(&device.kind))
+    }
+
+    /// Bytes of a packed matrix of a GPU row after row, in [`product_format`]; at most `u64::MAX`, and `None` for what
+    /// no GPU holds packed or could hold otherwise.
+    pub fn unpacked_bytes(&self, weight: &Weight) -> Option<u64> {
+        let kind = &self.machine.devices.get(weight.device)?.kind;
+        let DeviceKind::Gpu { library_bytes, .. } = *kind else { return None };
+        let [rows, columns] = *weight.shape else { return None };
+        let format = product_format(weight.format, library_bytes > 0);
+        let is_packed = |format| has_panels(kind, format, &weight.shape);
+        (is_packed(weight.format) && !is_packed(format))
+            .then(|| format.bytes(u64::from(rows), u64::from(columns)))
     }
 
     /// The weights of `op` that a step of `device` reads from buffers, because their home is elsewhere: the last

@@ -302,7 +302,8 @@ impl Need<'_> {
                 raise(&mut space.input_bytes, product(&[rows, features], element));
             }
             let kind = self.plan.machine.devices.get(weight.device).map(|device| &device.kind);
-            if kind.is_some_and(|kind| has_panels(kind, weight.format, &weight.shape)) {
+            let is_packed = |kind| has_panels(kind, weight.format, &weight.shape);
+            if !weight.also_unpacked && kind.is_some_and(is_packed) {
                 let piece = if has_library { piece_rows(outputs, inputs) } else { outputs };
                 raise(&mut space.matrix_bytes, product(&[piece, inputs], element));
             }

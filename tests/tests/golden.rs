@@ -11,11 +11,13 @@ use compiler::options::{CountedExperts, Request};
 use executor::counting::ExpertCounter;
 use executor::engine::Engine;
 use executor::load::{CpuBackend, Kernels, Options};
+use ir::check::memory;
 use ir::counts::ExpertCounts;
 use ir::id::BufferId;
 use ir::layout::Move;
-use ir::plan::{Action, Phase, Queue};
+use ir::plan::{Action, Phase, Plan, Queue, Weight};
 use ir::tensor::DType;
+use ir::workspace::workspaces;
 use serde_json::Value;
 
 /// What the issue of this project promises of f32.
@@ -190,7 +192,11 @@ fn a_cache_of_bytes_costs_little_likelihood() {
 /// The logits after each prompt, one prompt after the other.
 fn logits(name: &str, format: &str, shape: Shape, options: &Options) -> Vec<f32> {
     let plan = compile(name, shape, |options| options.formats = vec![format.parse().unwrap()]);
-    let mut engine = engine(&plan, options);
+    logits_of(name, &plan, options)
+}
+
+fn logits_of(name: &str, plan: &Plan, options: &Options) -> Vec<f32> {
+    let mut engine = engine(plan, options);
     let prompts = &expected(name)["prompts"];
     let after = |prompt: &Value| {
         let id = engine.open();
@@ -216,6 +222,26 @@ fn a_gpu_computes_blocks_as_processors_do() {
                 assert!(off < TOLERANCE, "{name} in {format}: a logit is off by {off}");
             }
         }
+    }
+}
+
+#[test]
+fn what_a_gpu_holds_unpacked_as_well_is_what_it_would_unpack() {
+    for format in ["q8", "q4"] {
+        let formats = vec![format.parse().unwrap()];
+        let mut plan = compile("llama3", Shape::Gpu, |options| options.formats = formats);
+        let packed = logits_of("llama3", &plan, &gpu_options());
+        let is_packed = |weight: &Weight| plan.unpacked_bytes(weight).is_some();
+        let packed_ones: Vec<bool> = plan.weights.rows().iter().map(is_packed).collect();
+        assert!(packed_ones.contains(&true));
+        for (weight, is_packed) in plan.weights.rows_mut().iter_mut().zip(packed_ones) {
+            weight.also_unpacked = is_packed;
+        }
+        plan.forecast.devices = memory(&plan);
+        // Nothing could be unpacked in a run.
+        let gpu = plan.machine.device("gpu0").unwrap();
+        assert_eq!(workspaces(&plan)[gpu].matrix_bytes, 0);
+        assert_eq!(logits_of("llama3", &plan, &gpu_options()), packed, "{format}");
     }
 }
 
@@ -313,7 +339,7 @@ fn the_most_used_experts_on_a_gpu_and_the_others_beside_it_give_the_golden_token
     let plan = compile(name, Shape::GpuHosted, |options| {
         // Of two nodes that share the layers, and of long prompts, other placements make more.
         options.without = vec!["numa1".to_owned()];
-        options.prefill_tokens = 32;
+        options.prefill_tokens = Some(32);
         options.expert_counts = Some(CountedExperts { file: "counts.ron".into(), counts });
     });
     let gpu = plan.machine.device("gpu0").unwrap();

@@ -53,7 +53,7 @@ proptest! {
 #[test]
 fn a_plan_that_fetches_means_what_its_model_means() {
     let (model, _file) = stored(&Toy { layers: 4, stored: DType::F32, ..Toy::llama() }, 7);
-    let options = Options { context: Some(128), prefill_tokens: 64, ..Options::default() };
+    let options = Options { context: Some(128), prefill_tokens: Some(64), ..Options::default() };
     let machine = machines::fast_link(600 << 10);
     let plan = compile(&model, &machine, &options, &mut |_, _| ()).expect("it fits");
     assert!(plan.forecast.devices.rows().iter().any(|device| device.fetch_bytes > 0));

@@ -120,7 +120,7 @@ fn the_missing_bytes_are_exactly_what_is_missing() {
 
 #[test]
 fn fewer_tokens_of_a_prefill_are_advised_where_they_fit() {
-    let options = |prefill_tokens| Options { prefill_tokens, ..Options::default() };
+    let options = |tokens| Options { prefill_tokens: Some(tokens), ..Options::default() };
     let machine = |bytes| linked(vec![numa(0, bytes)]);
     let small = plan(&Toy::llama(), &machine(GIB), &options(64));
     let needed = small.forecast.devices[DeviceId::from_index(0)].needed_bytes();
@@ -178,7 +178,7 @@ fn caches_of_too_many_sequences_are_refused_and_may_be_shared() {
 
 #[test]
 fn prefill_takes_no_more_tokens_than_asked() {
-    let options = Options { max_sequences: 100, prefill_tokens: 16, ..Options::default() };
+    let options = Options { max_sequences: 100, prefill_tokens: Some(16), ..Options::default() };
     let plan = plan(&Toy::llama(), &machines::two_numa(), &options);
     let prefill = &plan.programs[0];
     assert_eq!((prefill.max.tokens, prefill.max.rows, prefill.max_sequences), (16, 16, 16));

@@ -36,7 +36,7 @@ fn mixture() {
 #[test]
 fn fetched_weights() {
     let model = Toy { layers: 4, ..Toy::llama() }.model().expect("the toy is a model");
-    let options = Options { context: Some(128), prefill_tokens: 64, ..Options::default() };
+    let options = Options { context: Some(128), prefill_tokens: Some(64), ..Options::default() };
     let machine = machines::fast_link(600 << 10);
     let plan = compiler::compile(&model, &machine, &options, &mut |_, _| ());
     let plan = plan.expect("the toy fits").to_string();

@@ -106,7 +106,7 @@ fn chunks_in_flight_give_what_one_run_gives() {
             &mut engine(&compile(MODEL, shape, |_| ()), &Options::default()),
             &[prompt(61), prompt(20)],
         );
-        let plan = compile(MODEL, shape, |options| options.prefill_tokens = 4);
+        let plan = compile(MODEL, shape, |options| options.prefill_tokens = Some(4));
         let chunked = logits(&mut engine(&plan, &Options::default()), &[prompt(61), prompt(20)]);
         for (whole, chunked) in whole.iter().zip(&chunked) {
             assert!(distance(whole, chunked) < 1e-4, "{shape:?}");
@@ -257,7 +257,7 @@ fn plans_that_do_not_fit_their_surroundings_are_refused() {
 #[test]
 fn an_aborted_feed_is_fed_again_whole() {
     for shape in Shape::ALL {
-        let plan = compile(MODEL, shape, |options| options.prefill_tokens = 4);
+        let plan = compile(MODEL, shape, |options| options.prefill_tokens = Some(4));
         let mut engine = engine(&plan, &Options::default());
         let expected = logits(&mut engine, &[prompt(61)]);
         let id = engine.open();

@@ -41,7 +41,8 @@ fn plans_that_fetch_weights_are_as_sound() {
     for toy in [Toy { layers: 4, ..Toy::llama() }, Toy { layers: 3, ..Toy::mixture() }] {
         let model = toy.model().expect("the toy is a model");
         for kibibytes in (300..1300).step_by(25) {
-            let options = Options { context: Some(128), prefill_tokens: 64, ..Options::default() };
+            let options =
+                Options { context: Some(128), prefill_tokens: Some(64), ..Options::default() };
             let machine = machines::fast_link(kibibytes << 10);
             let Ok(plan) = compile(&model, &machine, &options, &mut |_, _| ()) else { continue };
             if plan.forecast.devices.rows().iter().all(|device| device.fetch_bytes == 0) {
@@ -65,7 +66,8 @@ fn plans_that_sum_by_groups_are_as_sound() {
     }
     let model = Toy { layers: 2, ..Toy::llama() }.model().expect("the toy is a model");
     let request = Request::TensorParallelRanks(4);
-    let options = Options { context: Some(128), prefill_tokens: 64, request, ..Options::default() };
+    let options =
+        Options { context: Some(128), prefill_tokens: Some(64), request, ..Options::default() };
     let plan = compile(&model, &machine, &options, &mut |_, _| ()).expect("four devices share it");
     check_waits(&plan, 0);
     check_harms(&plan, 0);

@@ -27,7 +27,7 @@ fn model(checkpoint: &MadeUp) -> Model {
 }
 
 fn options() -> Options {
-    Options { prefill_tokens: 2048, context: Some(4096), ..Options::default() }
+    Options { prefill_tokens: Some(2048), context: Some(4096), ..Options::default() }
 }
 
 fn compile(model: &Model, machine: &Machine, options: &Options) -> Plan {
@@ -106,7 +106,7 @@ fn short_prompts_beside_a_host_have_a_program_of_their_own() {
     assert!(3 * nanos(1) < 2 * nanos(0), "{} and {}", nanos(1), nanos(0));
     // Where no prompt is longer, it is the only one.
     let model = model(&MadeUp::llama(LlamaShape::LLAMA_8B));
-    let options = Options { prefill_tokens: short.max.tokens, ..options() };
+    let options = Options { prefill_tokens: Some(short.max.tokens), ..options() };
     let only = compile(&model, &h200(10 * GIB), &options);
     assert_eq!(only.programs[1].phase, Phase::Decode);
     let only = only.forecast.programs[0].nanos;

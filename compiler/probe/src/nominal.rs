@@ -2,6 +2,7 @@
 
 use ir::machine::{LinearRate, RatePoint, RateSource, Rates};
 use ir::tensor::Format;
+use ir::workspace::NARROW_ROWS;
 
 use crate::gpu::Gpu;
 
@@ -130,10 +131,10 @@ pub(crate) fn gpu_rates(gpu: &Gpu) -> Rates {
             curve(Format::F32, bf16 / 15.0),
             curve(Format::F16, bf16),
             curve(Format::Bf16, bf16),
-            // On an H200 one row takes 0.84 of the time in 16 bits, and unpacking for many takes a seventh.
-            linear(Format::Bf12, read_bytes_per_sec * 0.9, bf16 * REACHED * 0.86),
-            curve(Format::Q8, bf16),
-            curve(Format::Q4, bf16),
+            // On an H200 one row takes 0.84 of the time in 16 bits.
+            packed(Format::Bf12, read_bytes_per_sec * 0.9, bf16 * REACHED),
+            packed(Format::Q8, read_bytes_per_sec, bf16 * REACHED),
+            packed(Format::Q4, read_bytes_per_sec, bf16 * REACHED),
         ],
         // A vendor's attention reaches 411 of 989 T on an H200.
         attention_flops_per_sec: bf16 * 0.4,
@@ -160,6 +161,23 @@ fn linear(format: Format, bytes_per_sec: f64, ops_per_sec: f64) -> LinearRate {
     LinearRate { format, points: tokens.into_iter().map(at).collect() }
 }
 
+/// The same of a GPU's packed matrices, which for many tokens are first read and written in 16 bits.
+fn packed(format: Format, bytes_per_sec: f64, ops_per_sec: f64) -> LinearRate {
+    /// From hundreds of tokens on; between two points the time grows evenly.
+    const MANY_TOKENS: [u32; 3] = [NARROW_ROWS + 1, 512, 2048];
+    let mut rate = linear(format, bytes_per_sec, ops_per_sec);
+    rate.points.retain(|point| point.tokens <= NARROW_ROWS);
+    let as_it_lies = rate.points.last().map_or(0.0, |point| point.weights_per_sec);
+    rate.points.push(RatePoint { tokens: NARROW_ROWS, weights_per_sec: as_it_lies, nanos: 0.0 });
+    rate.points.dedup_by_key(|point| point.tokens);
+    let unpacked_bytes = (format.bytes(1, 1024) + Format::Bf16.bytes(1, 1024)) as f64 / 1024.0;
+    rate.points.extend(MANY_TOKENS.map(|tokens| {
+        let seconds = unpacked_bytes / bytes_per_sec + 2.0 * f64::from(tokens) / ops_per_sec;
+        RatePoint { tokens, weights_per_sec: 1.0 / seconds, nanos: 0.0 }
+    }));
+    rate
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -170,6 +188,19 @@ mod tests {
         assert!((rate.weights_per_sec(1) - 30e9).abs() < 1.0);
         assert!((rate.weights_per_sec(512) - 400e9 / 1024.0).abs() < 1.0);
         assert!(rate.weights_per_sec(1024) < rate.weights_per_sec(512));
+    }
+
+    #[test]
+    fn many_tokens_pay_for_unpacking_once() {
+        let rows = linear(Format::Q4, 3.7e12, 800e12);
+        let packed = packed(Format::Q4, 3.7e12, 800e12);
+        let seconds = |rate: &LinearRate, tokens| 1.0 / rate.weights_per_sec(tokens);
+        assert_eq!(seconds(&packed, 1), seconds(&rows, 1));
+        // 0.56 bytes are read and 2 written.
+        for tokens in [512, 2048] {
+            let unpacking = seconds(&packed, tokens) - 2.0 * f64::from(tokens) / 800e12;
+            assert!((unpacking * 3.7e12 - 2.5625).abs() < 1e-6, "{unpacking}");
+        }
     }
 
     #[test]

@@ -42,7 +42,10 @@ pub fn memory(plan: &Plan) -> Table<DeviceId, DeviceForecast> {
     for (_, weight) in plan.weights.iter() {
         if let Some(device) = devices.rows_mut().get_mut(weight.device.index()) {
             let bytes = placed(plan, weight.device, plan.weight_bytes(weight));
-            device.weight_bytes = device.weight_bytes.saturating_add(bytes);
+            let unpacked = plan.unpacked_bytes(weight).filter(|_| weight.also_unpacked);
+            let unpacked = placed(plan, weight.device, unpacked.unwrap_or(0));
+            device.weight_bytes =
+                device.weight_bytes.saturating_add(bytes).saturating_add(unpacked);
         }
     }
     for (_, cache) in plan.caches.iter() {

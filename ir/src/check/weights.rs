@@ -43,6 +43,9 @@ fn weight_problems(plan: &Plan, weight: &Weight) -> Vec<String> {
     if weight.format == Format::Bf12 && shape.len() != 2 {
         problems.push("bf12 is for matrices".into());
     }
+    if weight.also_unpacked && plan.unpacked_bytes(weight).is_none() {
+        problems.push("only packed matrices of GPUs are held unpacked as well".into());
+    }
     match weight.sources.as_slice() {
         [] => problems.push("it has no source".into()),
         [source] if source.axes.len() == shape.len() => {

@@ -182,6 +182,7 @@ impl Builder {
             device: d(device),
             format,
             shape: shape.to_vec(),
+            also_unpacked: false,
             sources: vec![Source::contiguous(file, DType::Bf16, 16, shape)],
         })
     }

@@ -220,6 +220,19 @@ fn vectors_are_held_in_full() {
 }
 
 #[test]
+fn only_packed_matrices_of_gpus_are_held_twice() {
+    let gpu = DeviceKind::Gpu { ordinal: 0, reserved_bytes: 0, library_bytes: 0 };
+    finds(
+        one_device(),
+        |plan| {
+            plan.machine.devices[d(0)].kind = gpu.clone();
+            plan.weights[w(1)].also_unpacked = true;
+        },
+        &["w1 (weight1): only packed matrices of GPUs are held unpacked as well"],
+    );
+}
+
+#[test]
 fn a_weight_lies_inside_its_file() {
     finds(
         one_device(),

@@ -152,7 +152,7 @@ fn options(wishes: &Wishes, machine: &Machine) -> Options {
     Options {
         context: Some(context),
         max_sequences,
-        prefill_tokens,
+        prefill_tokens: Some(prefill_tokens),
         formats: format.into_iter().collect(),
         objective: if wishes.objective { Objective::Latency } else { Objective::Throughput },
         request,

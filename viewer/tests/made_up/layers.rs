@@ -116,5 +116,5 @@ fn cause(wish: Wish, devices: &[DeviceId], layer: u32) -> Cause {
 
 pub(super) fn weight(name: String, device: DeviceId, format: Format, shape: Vec<u32>) -> Weight {
     let source = Source::contiguous(FileId::from_index(0), DType::Bf16, 1024, &shape);
-    Weight { name, device, format, shape, sources: vec![source] }
+    Weight { name, device, format, shape, also_unpacked: false, sources: vec![source] }
 }

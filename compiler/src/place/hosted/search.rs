@@ -338,7 +338,7 @@ impl<'a> Search<'a> {
                 // The guess leaves too much to the hosts.
                 None if self.hosts.contains(&lacking) && !is_tight.contains(&true) => {
                     let fewer = blocks(beyond(&offer));
-                    if fewer >= counts.iter().sum() {
+                    if fewer >= counts.iter().sum::<usize>() {
                         return Some((all, everything));
                     }
                     for _ in 0..fewer {

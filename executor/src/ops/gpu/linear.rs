@@ -45,10 +45,12 @@ impl State {
         let made = if matches!(linear.then, Then::Gate(_)) { 1 } else { matrices.len() };
         ensure!(outputs.len() == made, "a linear writes {} outputs", outputs.len());
         if self.multiplies_as_it_lies(x.rows, &matrices) {
-            self.few(linear, x, residual, &matrices, operands)
-        } else {
-            self.many(linear, x, residual, &matrices, outputs)
+            return self.few(linear, x, residual, &matrices, operands);
         }
+        let with_unpacked = linear.weights.iter().zip(matrices);
+        let unpacked = |(&id, matrix)| self.weights.unpacked(id).cloned().unwrap_or(matrix);
+        let matrices: Vec<Matrix> = with_unpacked.map(unpacked).collect();
+        self.many(linear, x, residual, &matrices, outputs)
     }
 
     /// Whether so many rows are multiplied with the matrices as they lie, without the vendor's library.

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use anyhow::{Context as _, Result, ensure};
 use ir::frame::Frame;
 use ir::id::{BufferId, DeviceId, Table, WeightId};
+use ir::machine::DeviceKind;
 use ir::op::Op;
 use ir::plan::{Plan, Program, Queue, Step, Weight};
 use ir::tensor::{Extent, TensorType};
@@ -133,12 +134,15 @@ impl State {
         // A plan without products of many rows counts no memory for the library.
         let library = library.filter(|_| space.library_bytes > 0);
         let fetches = |program: &Program| program.lane(device, Queue::Copy).is_some();
+        let kind = &plan.machine.devices[device].kind;
+        let counts_library = matches!(kind, DeviceKind::Gpu { library_bytes: 1.., .. });
+        let has_library = Some(library.is_some()).filter(|&has| has == counts_library);
         let vendor = library.map(|library| {
             let workspace = memory.take(space.library_bytes as usize)?;
             Vendor::new(&gpu, library, workspace, plan.programs.iter().any(fetches))
         });
         Ok(Self {
-            weights: Weights::new(&gpu)?,
+            weights: Weights::new(&gpu, has_library)?,
             caches: Caches::new(plan, device, &mut memory)?,
             rotations: Rotations::new(plan, device, &gpu, &mut memory)?,
             inputs,

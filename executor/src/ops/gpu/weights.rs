@@ -1,11 +1,14 @@
 //! The weights of one GPU: floats row after row, as vendor libraries take them; blocks in the CPU's panels.
 
+use std::collections::BTreeMap;
+
 use anyhow::{Context as _, Result, bail};
 use ir::id::{Table, WeightId};
 use ir::packing::gpu_has_panels;
 use ir::plan::Weight;
 use ir::tensor::{DType, Format};
 use ir::weight::Source;
+use ir::workspace::product_format;
 
 use super::memory::Memory;
 use super::upload::Upload;
@@ -15,10 +18,15 @@ use crate::kernels::gpu::device::{Gpu, Span};
 use crate::kernels::gpu::matrix::{Layout, Matrix, Stack};
 use crate::ops::own::weight_dims;
 
-/// One row for each weight of the plan.
+/// What a GPU holds of the plan's weights.
 pub(super) struct Weights {
     held: Table<WeightId, Held>,
+    /// Those that are held unpacked as well, for products of many rows.
+    unpacked: BTreeMap<WeightId, Matrix>,
+    /// In which format and where they will be, until all packed ones are there.
+    places: Vec<(WeightId, Format, Span)>,
     upload: Upload,
+    has_library: Option<bool>,
 }
 
 enum Held {
@@ -29,8 +37,16 @@ enum Held {
 }
 
 impl Weights {
-    pub(super) fn new(gpu: &Gpu) -> Result<Self> {
-        Ok(Self { held: Table::default(), upload: Upload::new(gpu)? })
+    /// Products of many rows are made with or without the vendor's library; `None` where the plan expects otherwise, and
+    /// counts other bytes for unpacked matrices than they would take.
+    pub(super) fn new(gpu: &Gpu, has_library: Option<bool>) -> Result<Self> {
+        Ok(Self {
+            has_library,
+            held: Table::default(),
+            unpacked: BTreeMap::new(),
+            places: Vec::new(),
+            upload: Upload::new(gpu)?,
+        })
     }
 
     /// Adds the plan's next weight, which is on another device.
@@ -79,17 +95,26 @@ impl Weights {
             }
         }
         sources.iter().for_each(|source| checkpoint.forget(source));
-        self.held.push(if is_stack {
+        let id = self.held.push(if is_stack {
             Held::Stack(Stack::new(format, sources.len(), rows, columns, span)?)
         } else {
             Held::Matrix(Matrix::new(format, layout, rows, columns, span)?)
         });
+        if let Some(has_library) = self.has_library.filter(|_| weight.also_unpacked) {
+            let format = product_format(format, has_library);
+            let bytes = Layout::RowMajor.bytes(format, rows, columns)?;
+            self.places.push((id, format, memory.take(bytes)?));
+        }
         Ok(())
     }
 
     /// Waits until every weight is there, and gives back what loading needed.
     pub(super) fn finish_loading(&mut self, gpu: &Gpu) -> Result<()> {
         self.upload.finish()?;
+        for (id, format, span) in std::mem::take(&mut self.places) {
+            let unpacked = gpu.unpack(self.matrix(id)?, format, &span)?;
+            self.unpacked.insert(id, unpacked);
+        }
         gpu.sync()
     }
 
@@ -117,6 +142,11 @@ impl Weights {
             Some(Held::Stack(_)) => bail!("{weight} is a stack and is read as one matrix"),
             Some(Held::Elsewhere) | None => bail!("{weight} is not on this device"),
         }
+    }
+
+    /// A matrix row after row, where it is held so beside how it is packed.
+    pub(super) fn unpacked(&self, weight: WeightId) -> Option<&Matrix> {
+        self.unpacked.get(&weight)
     }
 
     /// The matrices of a layer's experts.

@@ -1,0 +1,75 @@
+//! Packed matrices that GPUs hold row after row as well, in memory that the plan leaves over.
+//!
+//! Decode reads fewest bytes of a packed matrix, but for prompts it is unpacked in every run before the vendor's library
+//! multiplies with it, which takes as long for few tokens as for many: of 8 B weights on an H200 some 7 ms, beside the
+//! 13 ms of the products of 512 tokens.
+
+use std::collections::HashSet;
+
+use anyhow::Result;
+use ir::id::{StepId, WeightId};
+use ir::op::Op;
+use ir::plan::{Action, Phase, Plan, Program};
+use ir::workspace::{NARROW_ROWS, WORKSPACE_ALIGNMENT};
+
+use crate::bind::bind;
+use crate::cost::rows_of;
+use crate::graphs::Graphs;
+use crate::part::WeightKey;
+use crate::place::missing;
+use crate::prompts;
+use crate::task::Task;
+
+/// A gain of prefill below this part of it is not worth the memory.
+const WORTH: u64 = 50;
+
+/// The plan of `graphs` with all programs, in which GPUs hold as many of their packed matrices unpacked as well as they
+/// have room for, where prompts are predicted to be done sooner by that.
+pub(crate) fn plan(task: &Task<'_>, graphs: &mut Graphs, blocks: u32) -> Result<Plan> {
+    let without = prompts::plan(task, graphs, blocks)?;
+    graphs.unpacked = with_room(task, graphs, &without)?;
+    if !graphs.unpacked.is_empty() {
+        let with = prompts::plan(task, graphs, blocks)?;
+        let [before, after] = [&without, &with].map(|plan| plan.forecast.programs[0].nanos);
+        if missing(&with).is_none() && after < before - before / WORTH {
+            return Ok(with);
+        }
+        graphs.unpacked.clear();
+    }
+    Ok(without)
+}
+
+/// The packed matrices that prompts multiply many rows with, the first of each GPU that it has room for.
+fn with_room(task: &Task<'_>, graphs: &Graphs, plan: &Plan) -> Result<HashSet<WeightKey>> {
+    let keys = bind(task, graphs)?.weights;
+    let mut room = plan.forecast.devices.clone();
+    let mut chosen = HashSet::new();
+    for program in plan.programs.iter().filter(|program| program.phase == Phase::Prefill) {
+        for lane in &program.lanes {
+            for &weight in lane.steps.iter().flat_map(|&step| multiplied(program, step)) {
+                let (key, held) = (keys[weight], &plan.weights[weight]);
+                if held.device != lane.device || chosen.contains(&key) {
+                    continue;
+                }
+                let Some(bytes) = plan.unpacked_bytes(held) else { continue };
+                let device = &mut room[held.device];
+                let bytes = bytes.next_multiple_of(WORKSPACE_ALIGNMENT);
+                if bytes <= device.capacity_bytes.saturating_sub(device.needed_bytes()) {
+                    device.weight_bytes += bytes;
+                    chosen.insert(key);
+                }
+            }
+        }
+    }
+    Ok(chosen)
+}
+
+/// The matrices that a step multiplies many rows with.
+fn multiplied(program: &Program, step: StepId) -> &[WeightId] {
+    let step = &program.steps[step];
+    let rows = step.reads.first().map(|&x| rows_of(&program.buffers[x].ty, program.max));
+    match &step.action {
+        Action::Run(Op::Linear(linear)) if rows > Some(NARROW_ROWS) => &linear.weights,
+        Action::Run(_) | Action::Move { .. } | Action::Fetch { .. } => &[],
+    }
+}

@@ -1,0 +1,86 @@
+//! How prompts are run: in how many tokens at once, and with which copies of weights.
+//!
+//! The machine is an H200 with as much memory as a test gives it, and its host.
+
+use compiler::{Options, compile};
+use ir::machine::Machine;
+use ir::model::Model;
+use ir::plan::Plan;
+use ir::tensor::Format;
+use ir::workspace::NARROW_ROWS;
+use tests::machines::{h200, two_numa};
+use tests::made_up::{LlamaShape, MadeUp};
+use tests::toys::Toy;
+
+const GIB: u64 = 1 << 30;
+
+fn llama() -> Model {
+    let folder = tempfile::tempdir().expect("a folder for the headers");
+    MadeUp::llama(LlamaShape::LLAMA_8B).write(folder.path(), 4).expect("headers are written");
+    models::lower(folder.path()).expect("the headers are a model")
+}
+
+fn plan(model: &Model, machine: &Machine, format: &str) -> Plan {
+    let formats = vec![format.parse().expect("it is a rule")];
+    let options = Options { formats, ..Options::default() };
+    compile(model, machine, &options, &mut |_, _| ()).expect("it fits")
+}
+
+/// An H200 that takes as long to unpack a matrix for its library as it was measured to.
+fn unpacking(gpu_bytes: u64) -> Machine {
+    let mut machine = h200(gpu_bytes);
+    for rate in &mut machine.devices.rows_mut()[0].rates.linear {
+        let is_packed = matches!(rate.format, Format::Bf12 | Format::Q8 | Format::Q4);
+        for point in rate.points.iter_mut().filter(|point| is_packed && point.tokens > NARROW_ROWS)
+        {
+            point.weights_per_sec = 1.0 / (1.0 / point.weights_per_sec + 1.0 / 1.2e12);
+        }
+    }
+    machine
+}
+
+#[test]
+fn runs_are_as_long_as_is_best_for_prompts() {
+    let llama = llama();
+    let tokens = |machine: &Machine| plan(&llama, machine, "bf16").programs[0].max.tokens;
+    // All that a small GPU fetches comes once for each run, and large products are the fastest.
+    assert_eq!(tokens(&h200(10 * GIB)), 2048);
+    assert_eq!(tokens(&h200(40 * GIB)), 2048);
+    // Processors multiply few hundred tokens as fast as thousands.
+    let mut host = h200(0);
+    host.links.clear();
+    assert_eq!(tokens(&host), 512);
+    // No run is longer than the context.
+    let toy = Toy::llama().model().expect("the toy is a model");
+    let runs = plan(&toy, &two_numa(), "f32").programs[0].max.tokens;
+    assert!(runs <= toy.context, "{runs} of {}", toy.context);
+}
+
+#[test]
+fn memory_that_is_left_over_holds_packed_matrices_as_prompts_multiply_them() {
+    let llama = llama();
+    let unpacked = |plan: &Plan| -> Vec<String> {
+        let weights = plan.weights.rows().iter().filter(|weight| weight.also_unpacked);
+        weights.map(|weight| weight.name.clone()).collect()
+    };
+    let prefill = |plan: &Plan| plan.forecast.programs[0].nanos;
+    for format in ["bf12", "q8", "q4"] {
+        let all = plan(&llama, &unpacking(40 * GIB), format);
+        // Seven of each block, but neither the table nor the head, which never multiplies many rows.
+        assert_eq!(unpacked(&all).len(), 7 * 32, "{format}");
+        assert!(unpacked(&all).iter().all(|name| name.contains(".layers.")));
+        // As fast as if nothing had to be unpacked.
+        let ideal = plan(&llama, &h200(40 * GIB), format);
+        assert!(unpacked(&ideal).is_empty(), "it is worth nothing there");
+        assert!(prefill(&all).abs_diff(prefill(&ideal)) < prefill(&ideal) / 100);
+        // Less memory holds some, and is not exceeded.
+        let held = |plan: &Plan| plan.forecast.devices.rows()[0].needed_bytes();
+        let bytes = held(&all) - 6 * GIB;
+        let some = plan(&llama, &unpacking(bytes), format);
+        assert!((1..7 * 32).contains(&unpacked(&some).len()), "{format}");
+        assert!(prefill(&all) < prefill(&some));
+        assert!(held(&some) <= bytes && held(&some) > bytes - GIB / 8);
+    }
+    // Where weights are fetched there is no room for anything twice.
+    assert!(unpacked(&plan(&llama, &unpacking(10 * GIB), "bf16")).is_empty());
+}
