@@ -40,8 +40,10 @@ pub fn explain(plan: &Plan) -> String {
         let unpacked: u64 = twice.filter_map(|weight| plan.unpacked_bytes(weight)).sum();
         if unpacked > 0 {
             let (name, bytes) = (&device.name, bytes(unpacked));
-            let _ =
-                writeln!(text, "{bytes} of the weights on {name} are copies row after row, for prompts\n");
+            let _ = writeln!(
+                text,
+                "{bytes} of the weights on {name} are copies row after row, for prompts\n"
+            );
         }
     }
     let _ = writeln!(text, "{}", programs(plan));

@@ -10,6 +10,7 @@ mod causes;
 pub(crate) mod group;
 mod hosted;
 mod lay_out;
+mod offer;
 mod prices;
 mod stages;
 mod too_large;
@@ -24,20 +25,19 @@ use ir::id::{DeviceId, NodeId, Table};
 use ir::layout::Layout;
 use ir::machine::{Device, DeviceKind, Link, Machine, RatePoint};
 use ir::model::ModelCache;
-use ir::plan::{Candidate, DeviceForecast, Phase, ProgramForecast, Queue};
+use ir::plan::{Candidate, DeviceForecast, Phase};
 use ir::tensor::Format;
 use rayon::prelude::*;
 
-use crate::emit::emit;
-use crate::graphs::{Graphs, Phases};
+use crate::graphs::Phases;
 use crate::options::{Options, Request};
 use crate::place::candidates::{Arrangement, Prices};
-use crate::place::lay_out::{fetch_weights, lay_out};
+use crate::place::offer::{Offer, layouts, offer};
+use crate::place::prices::Pins;
 pub(crate) use crate::place::prices::missing;
-use crate::place::prices::{Pins, Times, judged_decode, priced_batches};
 use crate::place::too_large::too_large;
 use crate::place::units::Units;
-use crate::target::{BLOCK_TOKENS, Batch};
+use crate::target::BLOCK_TOKENS;
 use crate::task::Task;
 
 pub(crate) use self::hosted::hosts;
@@ -154,24 +154,6 @@ fn are_alike(machine: &Machine, a: DeviceId, b: DeviceId) -> bool {
 
 fn is_numa(task: &Task<'_>, device: DeviceId) -> bool {
     matches!(task.target.machine.devices[device].kind, DeviceKind::Numa { .. })
-}
-
-/// An arrangement with its exact price.
-struct Offer {
-    arrangement: Arrangement,
-    /// The lowest is best.
-    score: u64,
-    /// The same with the decode of the most sequences.
-    score_of_most: u64,
-    /// Time of a prompt of [`PROMPT_TOKENS`].
-    prompt_nanos: u64,
-    /// The score with that prompt.
-    score_of_prompt: u64,
-    /// Time of the decode that the score counts.
-    decode_nanos: u64,
-    candidate: Candidate,
-    /// What each device would hold.
-    devices: Table<DeviceId, DeviceForecast>,
 }
 
 /// Which arrangements are compared.
@@ -313,98 +295,6 @@ fn offers(
 fn fits_gpus(task: &Task<'_>, offer: &Offer) -> bool {
     let mut devices = offer.arrangement.stages.iter().flat_map(|(group, _)| &group.devices);
     offer.candidate.missing.is_none() && devices.all(|&device| !is_numa(task, device))
-}
-
-/// The exact price of an arrangement.
-///
-/// Where a shared group's member lacks memory, shares shift to the others as far as that helps.
-fn offer(
-    task: &Task<'_>,
-    units: &Units,
-    pins: &Pins,
-    arrangement: &Arrangement,
-    blocks: u32,
-) -> Result<Offer> {
-    /// Shifts of shares that are tried: each takes what the last one found missing.
-    const SHIFTS: usize = 6;
-    let mut arrangement = arrangement.clone();
-    let batches = priced_batches(task.target);
-    let plan_of = |arrangement: &Arrangement, batches: &[Batch]| {
-        let layouts = layouts(task, units, pins, arrangement)?;
-        let graphs = Graphs::new(task.model, &layouts, &mut |_, _| ())?;
-        emit(task, &graphs, batches, blocks)
-    };
-    let mut plan = plan_of(&arrangement, &batches)?;
-    for _ in 0..SHIFTS {
-        if missing(&plan).is_none() || !arrangement.shift_shares(&plan) {
-            break;
-        }
-        plan = plan_of(&arrangement, &batches)?;
-    }
-    let missing = missing(&plan);
-    let forecast = &plan.forecast.programs;
-    let nanos = |program: &ProgramForecast| match task.target.objective {
-        crate::Objective::Latency => program.nanos,
-        crate::Objective::Throughput => program.busiest_lane_nanos,
-    };
-    let prefill = &forecast[0];
-    let score = |prefill: u64, decode: &ProgramForecast| {
-        Times { prefill, decode: nanos(decode) }.score(task.target)
-    };
-    let prompt_nanos = {
-        let more_runs = u64::from((PROMPT_TOKENS - 1) / task.target.prefill_tokens);
-        // A run starts when the one before leaves the busiest lane, but nothing is fetched for it sooner than it starts.
-        let fetches = plan.programs[0].lanes.iter().any(|lane| lane.queue == Queue::Copy);
-        let apart = if fetches { nanos(prefill) } else { prefill.busiest_lane_nanos };
-        nanos(prefill) + more_runs * apart
-    };
-    let judged = judged_decode(task.target, forecast);
-    let score_of_most = score(nanos(prefill), &forecast[forecast.len() - 1]);
-    let score_of_prompt = score(prompt_nanos, judged);
-    let (decode_nanos, score) = (judged.nanos, score(nanos(prefill), judged));
-    let fits = missing.is_none();
-    let candidate = Candidate {
-        name: arrangement.name(task, units, pins),
-        prefill_nanos: fits.then_some(prefill.nanos),
-        decode_nanos: fits.then_some(forecast[1].nanos),
-        missing,
-    };
-    let devices = plan.forecast.devices;
-    Ok(Offer {
-        arrangement,
-        score,
-        score_of_most,
-        prompt_nanos,
-        score_of_prompt,
-        decode_nanos,
-        candidate,
-        devices,
-    })
-}
-
-/// Where an arrangement runs every node.
-fn layouts(
-    task: &Task<'_>,
-    units: &Units,
-    pins: &Pins,
-    arrangement: &Arrangement,
-) -> Result<Layouts> {
-    let layout = |phase: Phase| -> Result<Table<NodeId, Placed>> {
-        let (groups, group_of) = arrangement.groups(units, pins, phase);
-        let mut nodes = lay_out(task.model, &groups, &group_of)?;
-        if let Some(hosted) = &arrangement.hosted {
-            fetch_weights(&mut nodes, |node| {
-                let hosting = hosted.nodes[node].filter(|hosting| hosting.is_fetched(phase));
-                hosting.map(|hosting| hosting.home)
-            });
-        }
-        Ok(nodes)
-    };
-    let prefill = layout(Phase::Prefill)?;
-    let decode = arrangement.hosted.as_ref().map(|_| layout(Phase::Decode)).transpose()?;
-    let window_bytes = arrangement.hosted.as_ref().map(|hosted| hosted.window_bytes.clone());
-    let window_bytes = window_bytes.unwrap_or_else(|| task.per_device(0));
-    Ok(Layouts { nodes: Phases { prefill, decode }, window_bytes })
 }
 
 /// The device that each node is pinned to, with the pattern that did it; the last pin that matches holds.

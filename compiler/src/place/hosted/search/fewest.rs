@@ -1,0 +1,95 @@
+//! How many blocks must stay with hosts so that the rest fits the GPUs.
+
+use std::ops::Range;
+
+use ir::id::DeviceId;
+use ir::plan::DeviceForecast;
+
+use super::{IN_PLACE, Search};
+use crate::place::Offer;
+use crate::place::hosted::Price;
+
+/// Hosts that may be too small for all that may stay: with more it takes long to find out how much each can hold.
+const MOST_TIGHT_HOSTS: usize = 2;
+
+impl Search<'_> {
+    /// The fewest blocks of each stage that must stay so that the rest fits the GPUs, with the price; all of them where
+    /// it never does.
+    pub(super) fn fewest(
+        &self,
+        windows: &[u64],
+        everything: Offer,
+        price: &Price<'_>,
+    ) -> Option<(Vec<usize>, Offer)> {
+        let offer = |counts: &[usize]| price(&self.arrange(counts, windows, IN_PLACE)).ok();
+        let all = self.all();
+        let stage_of = |lacking| self.stages.iter().position(|(gpu, _)| *gpu == lacking);
+        let slack = |gpu: DeviceId| {
+            let bytes: &DeviceForecast = &everything.devices[gpu];
+            bytes.capacity_bytes.saturating_sub(bytes.needed_bytes())
+        };
+        // What all hosts together lack.
+        let beyond = |offer: &Offer| -> u64 {
+            let bytes = self.hosts.iter().map(|&host| &offer.devices[host]);
+            bytes.map(|bytes| bytes.needed_bytes().saturating_sub(bytes.capacity_bytes)).sum()
+        };
+        if let Some((lacking, _)) = everything.candidate.missing {
+            // Where hosts lack, less may stay, if the GPUs have room for the rest.
+            let room: u64 = self.stages.iter().map(|(gpu, _)| slack(*gpu)).sum();
+            let may_be_less = self.hosts.contains(&lacking)
+                && self.hosts.len() <= MOST_TIGHT_HOSTS
+                && room >= beyond(&everything);
+            if !may_be_less {
+                return Some((all, everything));
+            }
+        }
+        // Blocks are much alike, so the first guess is off by little.
+        let largest = self.blocks.iter().map(|block| block.bytes).max().unwrap_or(1);
+        let guess = |(&all, (gpu, _)): (&usize, &(DeviceId, Range<usize>))| {
+            all - usize::try_from(slack(*gpu) / largest).unwrap_or(all).min(all)
+        };
+        let mut counts: Vec<usize> = all.iter().zip(&self.stages).map(guess).collect();
+        if counts.iter().all(|&count| count == 0) {
+            // There is a block at least, and it may be any stage's.
+            counts[all.iter().position(|&all| all > 0)?] = 1;
+        }
+        let mut is_tight = vec![false; counts.len()];
+        let mut best = loop {
+            let offer = offer(&counts)?;
+            let Some((lacking, bytes)) = offer.candidate.missing else { break (counts, offer) };
+            // At least so many blocks have these bytes.
+            let blocks =
+                |bytes: u64| usize::try_from(bytes.div_ceil(largest)).unwrap_or(usize::MAX);
+            match stage_of(lacking) {
+                Some(stage) if counts[stage] < all[stage] => {
+                    counts[stage] = counts[stage].saturating_add(blocks(bytes)).min(all[stage]);
+                    is_tight[stage] = true;
+                }
+                // The guess leaves too much to the hosts.
+                None if self.hosts.contains(&lacking) && !is_tight.contains(&true) => {
+                    let fewer = blocks(beyond(&offer));
+                    if fewer >= counts.iter().sum::<usize>() {
+                        return Some((all, everything));
+                    }
+                    for _ in 0..fewer {
+                        let most = counts.iter_mut().max().expect("there are stages");
+                        *most -= 1;
+                    }
+                }
+                Some(_) | None => return Some((all, everything)),
+            }
+        };
+        for stage in (0..is_tight.len()).filter(|&stage| !is_tight[stage]) {
+            while best.0[stage] > 0 && best.0.iter().sum::<usize>() > 1 {
+                let mut fewer = best.0.clone();
+                fewer[stage] -= 1;
+                let offer = offer(&fewer)?;
+                if offer.candidate.missing.is_some() {
+                    break;
+                }
+                best = (fewer, offer);
+            }
+        }
+        Some(best)
+    }
+}
