@@ -1,5 +1,6 @@
 //! The compiler's product and the executor's whole input: `plan.ron`.
 
+use std::cmp::Reverse;
 use std::path::PathBuf;
 
 use anyhow::{Context as _, Result, ensure};
@@ -320,6 +321,27 @@ impl Plan {
             "the plan has version {version}, this build reads version {VERSION}: compile it again"
         );
         read.context("not a plan")
+    }
+
+    /// The smallest program of a phase that takes most of so many tokens of so many sequences in a run, and of their
+    /// logits where `wants_all`.
+    pub fn program_for(
+        &self,
+        phase: Phase,
+        tokens: usize,
+        sequences: usize,
+        wants_all: bool,
+    ) -> Option<usize> {
+        let takes = |program: &Program| {
+            let Extent { tokens: most, rows } = program.max;
+            let most = if wants_all { most.min(rows) } else { most };
+            (tokens.min(most as usize), sequences.min(program.max_sequences as usize))
+        };
+        let size = |program: &Program| (program.max.tokens, program.max_sequences);
+        let programs = self.programs.iter().enumerate();
+        let of_phase = programs.filter(|(_, program)| program.phase == phase);
+        let best = of_phase.max_by_key(|(_, program)| (takes(program), Reverse(size(program))));
+        best.map(|(index, _)| index)
     }
 
     /// Bytes that a weight takes at home; at most `u64::MAX`, and 0 where it has no home.

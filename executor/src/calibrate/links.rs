@@ -106,9 +106,11 @@ fn round_trip_nanos(from: &[u32], to: &[u32]) -> Result<f64> {
     const TURNS: u32 = 2000;
     ensure!(!from.is_empty() && !to.is_empty(), "a device has no cores");
     let flag = AtomicU32::new(0);
+    // Raised by who ends, so that nobody waits for a device whose team did not start.
+    let is_over = AtomicBool::new(false);
     let wait = |value: u32| {
         let mut looks = 0u32;
-        while flag.load(Ordering::Acquire) != value {
+        while flag.load(Ordering::Acquire) != value && !is_over.load(Ordering::Relaxed) {
             std::hint::spin_loop();
             looks += 1;
             // Two devices may share a core; then only one of them can look at a time.
@@ -119,13 +121,15 @@ fn round_trip_nanos(from: &[u32], to: &[u32]) -> Result<f64> {
     };
     thread::scope(|scope| {
         let echo = scope.spawn(|| {
-            on_team(&to[..1], |_| {
+            let echoed = on_team(&to[..1], |_| {
                 for turn in 0..TURNS {
                     wait(2 * turn + 1);
                     flag.store(2 * turn + 2, Ordering::Release);
                 }
                 Ok(())
-            })
+            });
+            is_over.fetch_or(echoed.is_err(), Ordering::Relaxed);
+            echoed
         });
         let nanos = on_team(&from[..1], |_| {
             let start = Instant::now();
@@ -135,6 +139,7 @@ fn round_trip_nanos(from: &[u32], to: &[u32]) -> Result<f64> {
             }
             Ok(start.elapsed().as_nanos() as f64 / f64::from(TURNS))
         });
+        is_over.store(true, Ordering::Relaxed);
         echo.join().map_err(|_| anyhow!("a thread panicked"))??;
         nanos
     })

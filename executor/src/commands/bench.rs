@@ -143,12 +143,9 @@ fn measure(
     Ok(test)
 }
 
-/// Predicted prompt tokens per second, with nothing cached, of a full run of the smallest program that takes as many.
+/// Predicted prompt tokens per second, with nothing cached, of a full run of the program that takes them.
 fn forecast_prefill(plan: &Plan, prompt_tokens: usize) -> Option<Forecast> {
-    let prefills =
-        (0..plan.programs.len()).filter(|&index| plan.programs[index].phase == Phase::Prefill);
-    let takes = |&index: &usize| plan.programs[index].max.tokens as usize >= prompt_tokens;
-    let index = prefills.clone().rfind(takes).or_else(|| prefills.clone().next())?;
+    let index = plan.program_for(Phase::Prefill, prompt_tokens, 1, false)?;
     let nanos = plan.forecast.programs.get(index)?.nanos;
     let tokens = plan.programs[index].max.tokens;
     (nanos > 0).then(|| Forecast {
@@ -165,11 +162,10 @@ fn most_sequences(plan: &Plan) -> usize {
 
 /// Predicted generated tokens per second, over all sequences, each half as long as the context.
 fn forecast_decode(plan: &Plan, sequences: usize) -> Option<Forecast> {
-    let takes = |index: &usize| {
-        let program = &plan.programs[*index];
-        program.phase == Phase::Decode && program.max_sequences as usize >= sequences
-    };
-    let index = (0..plan.programs.len()).find(takes)?;
+    let index = plan.program_for(Phase::Decode, sequences, sequences, false)?;
+    if (plan.programs[index].max_sequences as usize) < sequences {
+        return None;
+    }
     let nanos = plan.forecast.programs.get(index)?.nanos;
     (nanos > 0).then(|| Forecast {
         tokens_per_sec: sequences as f64 * 1e9 / nanos as f64,

@@ -1,6 +1,5 @@
 //! Cutting what sequences are to be fed into batches, and starting a run for each.
 
-use std::cmp::Reverse;
 use std::collections::VecDeque;
 use std::sync::atomic::AtomicBool;
 
@@ -187,18 +186,8 @@ impl Engine {
         let tokens: usize = waiting.iter().map(|&id| self.unfed(id)).sum();
         let tokens = tokens.min(share as usize);
         let sequences = waiting.len().min(tokens);
-        let takes = |program: &Program| {
-            let Extent { tokens: most, rows } = program.max;
-            let most = if wants_all { most.min(rows) } else { most };
-            (tokens.min(most as usize), sequences.min(program.max_sequences as usize))
-        };
-        let size = |program: &Program| (program.max.tokens, program.max_sequences);
-        let programs = self.executor.plan().programs.iter().enumerate();
-        programs
-            .filter(|(_, program)| program.phase == phase)
-            .max_by_key(|(_, program)| (takes(program), Reverse(size(program))))
-            .map(|(index, _)| index)
-            .with_context(|| format!("the plan has no {phase:?} program"))
+        let program = self.executor.plan().program_for(phase, tokens, sequences, wants_all);
+        program.with_context(|| format!("the plan has no {phase:?} program"))
     }
 
     /// Makes sure that everything can be cached before anything is started.

@@ -187,7 +187,7 @@ impl State {
     /// # Errors
     /// When the device failed.
     pub(crate) fn finish_loading(&mut self) -> Result<()> {
-        self.weights.finish_loading(&self.gpu)
+        self.weights.finish_loading(&self.gpu, &mut self.memory)
     }
 
     /// A buffer on this device, as large as it is in this run.

@@ -23,8 +23,8 @@ pub(super) struct Weights {
     held: Table<WeightId, Held>,
     /// Those that are held unpacked as well, for products of many rows.
     unpacked: BTreeMap<WeightId, Matrix>,
-    /// In which format and where they will be, until all packed ones are there.
-    places: Vec<(WeightId, Format, Span)>,
+    /// Those that are yet to be, and in which format.
+    to_unpack: Vec<(WeightId, Format)>,
     upload: Upload,
     has_library: Option<bool>,
 }
@@ -44,7 +44,7 @@ impl Weights {
             has_library,
             held: Table::default(),
             unpacked: BTreeMap::new(),
-            places: Vec::new(),
+            to_unpack: Vec::new(),
             upload: Upload::new(gpu)?,
         })
     }
@@ -101,18 +101,19 @@ impl Weights {
             Held::Matrix(Matrix::new(format, layout, rows, columns, span)?)
         });
         if let Some(has_library) = self.has_library.filter(|_| weight.also_unpacked) {
-            let format = product_format(format, has_library);
-            let bytes = Layout::RowMajor.bytes(format, rows, columns)?;
-            self.places.push((id, format, memory.take(bytes)?));
+            self.to_unpack.push((id, product_format(format, has_library)));
         }
         Ok(())
     }
 
     /// Waits until every weight is there, and gives back what loading needed.
-    pub(super) fn finish_loading(&mut self, gpu: &Gpu) -> Result<()> {
+    pub(super) fn finish_loading(&mut self, gpu: &Gpu, memory: &mut Memory) -> Result<()> {
         self.upload.finish()?;
-        for (id, format, span) in std::mem::take(&mut self.places) {
-            let unpacked = gpu.unpack(self.matrix(id)?, format, &span)?;
+        // Behind all others, so that what decode reads lies together.
+        for (id, format) in std::mem::take(&mut self.to_unpack) {
+            let matrix = self.matrix(id)?;
+            let bytes = Layout::RowMajor.bytes(format, matrix.rows(), matrix.columns())?;
+            let unpacked = gpu.unpack(matrix, format, &memory.take(bytes)?)?;
             self.unpacked.insert(id, unpacked);
         }
         gpu.sync()

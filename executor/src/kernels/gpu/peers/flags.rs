@@ -61,13 +61,16 @@ pub(super) fn look_again(
     looks
 }
 
-/// Tells all members that one of them does no more of a run than it has queued.
+/// Tells all members that one of them does no more of a run than it has queued; who left a later run stays told.
 #[cube(launch_unchecked)]
 pub(super) fn leave(addresses: &Sequence<u64>, turn: u32) {
     // What was sent before comes before.
     fence();
     #[unroll]
     for member in 0..addresses.len() {
-        store_word(*addresses.index(member) + comptime!(LEFT), turn);
+        let left = *addresses.index(member) + comptime!(LEFT);
+        if load_word(left) < turn {
+            store_word(left, turn);
+        }
     }
 }
