@@ -22,6 +22,8 @@ use crate::task::Task;
 
 /// A gain of prefill below this part of it is not worth the memory.
 const WORTH: u64 = 50;
+/// One part in so many of a GPU's memory is left free: other programs may come to need it before the plan is run.
+const FREE: u64 = 10;
 
 /// The plan of `graphs` with all programs, in which GPUs hold as many of their packed matrices unpacked as well as they
 /// have room for, where prompts are predicted to be done sooner by that.
@@ -54,7 +56,8 @@ fn with_room(task: &Task<'_>, graphs: &Graphs, plan: &Plan) -> Result<HashSet<We
                 let Some(bytes) = plan.unpacked_bytes(held) else { continue };
                 let device = &mut room[held.device];
                 let bytes = bytes.next_multiple_of(WORKSPACE_ALIGNMENT);
-                if bytes <= device.capacity_bytes.saturating_sub(device.needed_bytes()) {
+                let most = device.capacity_bytes - device.capacity_bytes / FREE;
+                if bytes <= most.saturating_sub(device.needed_bytes()) {
                     device.weight_bytes += bytes;
                     chosen.insert(key);
                 }

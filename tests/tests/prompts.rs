@@ -79,7 +79,9 @@ fn memory_that_is_left_over_holds_packed_matrices_as_prompts_multiply_them() {
         let some = plan(&llama, &unpacking(bytes), format);
         assert!((1..7 * 32).contains(&unpacked(&some).len()), "{format}");
         assert!(prefill(&all) < prefill(&some));
-        assert!(held(&some) <= bytes && held(&some) > bytes - GIB / 8);
+        // A tenth stays free.
+        let most = bytes - bytes / 10;
+        assert!(held(&some) <= most && held(&some) > most - GIB / 8);
     }
     // Where weights are fetched there is no room for anything twice.
     assert!(unpacked(&plan(&llama, &unpacking(10 * GIB), "bf16")).is_empty());

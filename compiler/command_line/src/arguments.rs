@@ -1,20 +1,38 @@
 //! A program's arguments, or one line that says what is wrong with them.
 
+use std::ffi::OsString;
+
 use anyhow::{Result, anyhow};
-use clap::Parser;
 use clap::error::ErrorKind;
+use clap::{Arg, Command, Parser};
 
 /// The arguments that this program was called with.
 ///
 /// Where help or the version is asked for, it is printed and the program ends. Fails with one line where the
 /// program does not take what it was given.
 pub fn parse<P: Parser>() -> Result<P> {
-    P::try_parse().map_err(|error| {
+    parsed(std::env::args_os()).map_err(|error| {
         if matches!(error.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion) {
             error.exit()
         }
         anyhow!("{}", complaint(&error))
     })
+}
+
+fn parsed<P: Parser>(
+    arguments: impl IntoIterator<Item = impl Into<OsString> + Clone>,
+) -> Result<P, clap::Error> {
+    let mut matches = with_negative_numbers(P::command()).try_get_matches_from(arguments)?;
+    P::from_arg_matches_mut(&mut matches)
+}
+
+/// Takes a negative number as a value that an option was given, so that the option says what is wrong with it.
+fn with_negative_numbers(command: Command) -> Command {
+    let option = |argument: Arg| {
+        let is_option = argument.get_action().takes_values() && !argument.is_positional();
+        if is_option { argument.allow_negative_numbers(true) } else { argument }
+    };
+    command.mut_args(option).mut_subcommands(with_negative_numbers)
 }
 
 /// What clap says in several lines, without its usage.
@@ -57,7 +75,7 @@ mod tests {
 
     fn check(arguments: &[&str], expected: &str) {
         let all = ["program"].iter().chain(arguments);
-        let error = Arguments::try_parse_from(all).expect_err("they are not taken");
+        let error = parsed::<Arguments>(all).expect_err("they are not taken");
         assert_eq!(complaint(&error), expected);
     }
 
@@ -81,6 +99,11 @@ mod tests {
         check(
             &["--input", "a", "--count", "many"],
             "invalid value 'many' for '--count <COUNT>': invalid digit found in string; \
+             --help lists what there is",
+        );
+        check(
+            &["--input", "a", "--count", "-3"],
+            "invalid value '-3' for '--count <COUNT>': invalid digit found in string; \
              --help lists what there is",
         );
         check(

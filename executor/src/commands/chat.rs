@@ -69,7 +69,7 @@ pub(super) fn run(session: &mut Session, system: Option<&str>, abort: &AtomicBoo
             }
             // A conversation that has outgrown the context can be begun anew; the program goes on.
             Err(error) => {
-                eprintln!("{error:#}");
+                eprintln!("{error:#}\n{HELP}");
                 messages.pop();
                 session.engine.close(sequence);
                 sequence = session.engine.open();

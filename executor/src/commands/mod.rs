@@ -61,7 +61,6 @@ struct AnswerArguments {
     #[arg(
         long,
         value_delimiter = ',',
-        allow_negative_numbers = true,
         conflicts_with_all = ["prompt", "chat", "system"]
     )]
     prompt_ids: Option<Vec<u32>>,
@@ -113,19 +112,19 @@ struct SamplingArguments {
     #[arg(long, value_name = "N")]
     max_tokens: Option<usize>,
     /// 0 is greedy
-    #[arg(long, value_name = "T", allow_negative_numbers = true)]
+    #[arg(long, value_name = "T")]
     temperature: Option<f32>,
     /// Choose among the K likeliest tokens; 0 is all
     #[arg(long, value_name = "K")]
     top_k: Option<usize>,
     /// Choose among the likeliest tokens that together have this probability
-    #[arg(long, value_name = "P", allow_negative_numbers = true)]
+    #[arg(long, value_name = "P")]
     top_p: Option<f32>,
     /// Choose among tokens at least this likely, relative to the likeliest
-    #[arg(long, value_name = "P", allow_negative_numbers = true)]
+    #[arg(long, value_name = "P")]
     min_p: Option<f32>,
     /// Divide the logits of tokens seen before by this
-    #[arg(long, value_name = "R", allow_negative_numbers = true)]
+    #[arg(long, value_name = "R")]
     repetition_penalty: Option<f32>,
     /// Seed of the sampling; default: 0, the same text every time
     #[arg(long, value_name = "N")]
