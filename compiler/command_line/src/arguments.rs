@@ -103,7 +103,7 @@ mod tests {
         );
         check(
             &["--input", "a", "--count", "-3"],
-            "invalid value '-3' for '--count <COUNT>': invalid digit found in string; \
+            "invalid value '-3' for '--count <COUNT>': -3 is not in 0..=4294967295; \
              --help lists what there is",
         );
         check(
