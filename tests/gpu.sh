@@ -10,7 +10,7 @@ cd "$(dirname "$0")/.."
 
 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2>/dev/null ||
   { echo "there is no NVIDIA GPU here: tests/run.sh checks the kernels on a device in software" >&2; exit 1; }
-names=(kernels::gpu a_gpu captured_runs every_rate sums_by_groups every_device_counts in_12_bits)
+names=(kernels::gpu a_gpu captured_runs every_rate sums_by_groups every_device_counts in_12_bits values_of_16_bits)
 if [ -n "${PROGRAMS:-}" ]; then
   programs=$PROGRAMS
   tests=("$programs"/tests/*)
@@ -22,9 +22,11 @@ else
     sed -n 's/.*"profile":{[^}]*"test":true}.*"executable":"\([^"]*\)".*/\1/p')
 fi
 # Each in a process of its own, some at a time: most of what they take is the compiling of kernels, on one core each.
+# Processes that fill one cache of compiled kernels at the same time can lose a launch, so each has its own.
 for test in "${tests[@]}"; do
   "$test" --list --format terse "${names[@]}" | sed -n 's/: test$//p' | sed "s|^|$test |"
 done | xargs -P "$(($(nproc) / 2 + 1))" -L 1 sh -c '
+  export XDG_CACHE_HOME=$(mktemp -d); trap "rm -rf $XDG_CACHE_HOME" EXIT
   output=$("$0" --exact "$1" 2>&1) && echo "$1: ok" || { echo "$1: failed"; echo "$output"; exit 1; }'
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

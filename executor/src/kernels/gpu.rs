@@ -14,6 +14,7 @@ pub mod ahead;
 mod bf12;
 mod instructions;
 mod panel;
+mod panics;
 mod portion;
 mod registers;
 mod words;

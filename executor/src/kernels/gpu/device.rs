@@ -15,6 +15,7 @@ use cubecl::server::{Handle, ServerError};
 use cubecl_runtime::runtime::Runtime;
 
 use super::matrix::LOAD_BYTES;
+use super::panics;
 
 /// Every piece of memory starts at a multiple of this many bytes: the widest load, and what each driver asks of
 /// the start of a binding.
@@ -57,6 +58,7 @@ impl Gpu {
     /// When there is no driver, or no such GPU.
     pub fn cuda(ordinal: usize) -> Result<Self> {
         keep_compiled_kernels();
+        panics::notice();
         let device = CubeDevice::cuda(ordinal).map_err(anyhow::Error::from)?;
         Ok(Self { client: device.client(), device })
     }
@@ -66,6 +68,7 @@ impl Gpu {
     /// # Errors
     /// When there is none.
     pub fn vulkan() -> Result<Self> {
+        panics::notice();
         let kind = cubecl::device::WgpuDeviceKind::default();
         let device = CubeDevice::wgpu(kind).map_err(anyhow::Error::from)?;
         Ok(Self { client: device.client(), device })
@@ -143,7 +146,8 @@ impl Gpu {
     /// # Errors
     /// When a launch failed.
     pub fn read(&self, span: &Span) -> Result<Bytes> {
-        self.client.read_one(span.handle.clone()).context("reading GPU memory")
+        let bytes = self.client.read_one(span.handle.clone()).context("reading GPU memory")?;
+        panics::check().map(|()| bytes)
     }
 
     /// Captures what `queue` queues, which is not done: launches that have run since `graph_prepare`. Inside it is why the
@@ -169,7 +173,8 @@ impl Gpu {
     /// # Errors
     /// When the device failed.
     pub fn flush(&self) -> Result<()> {
-        self.client.flush().context("queueing launches")
+        self.client.flush().context("queueing launches")?;
+        panics::check()
     }
 
     /// Waits for the launches that were made, and says of those that write to some memory whether they could be.
@@ -178,7 +183,9 @@ impl Gpu {
     /// When one could not, or the device failed.
     pub fn check(&self, written: &[&Span]) -> Result<()> {
         let handles = written.iter().map(|span| &span.handle);
-        cubecl::future::block_on(self.client.sync_buffers(handles)).context("computing on the GPU")
+        cubecl::future::block_on(self.client.sync_buffers(handles))
+            .context("computing on the GPU")?;
+        panics::check()
     }
 
     /// Waits for the launches that were made.
@@ -186,7 +193,8 @@ impl Gpu {
     /// # Errors
     /// When the device failed.
     pub fn sync(&self) -> Result<()> {
-        cubecl::future::block_on(self.client.sync()).context("waiting for the GPU")
+        cubecl::future::block_on(self.client.sync()).context("waiting for the GPU")?;
+        panics::check()
     }
 }
 
