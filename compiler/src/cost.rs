@@ -3,9 +3,9 @@
 use anyhow::{Context as _, Result};
 use ir::id::DeviceId;
 use ir::layout::Move;
-use ir::machine::{DeviceKind, LinearRate};
+use ir::machine::LinearRate;
 use ir::op::{Attention, Experts, Linear, Op, Products, Then};
-use ir::tensor::{Extent, Format, TensorType};
+use ir::tensor::{DType, Extent, Format, TensorType};
 use ir::workspace::{NARROW_ROWS, UNPACKED_ROWS, product_format};
 
 use crate::target::{Batch, Target};
@@ -51,13 +51,10 @@ pub(crate) fn run_nanos(
     let matrices = |tokens: u32| -> Result<f64> {
         let (mut nanos, mut beside) = (0.0, 0f64);
         for held in operands.weights.iter().filter(|held| held.shape.len() > 1) {
-            let format = match kind {
-                DeviceKind::Gpu { library_bytes, .. }
-                    if held.also_unpacked && tokens > NARROW_ROWS =>
-                {
-                    product_format(held.format, *library_bytes > 0)
-                }
-                DeviceKind::Gpu { .. } | DeviceKind::Numa { .. } => held.format,
+            let format = if held.also_unpacked && tokens > NARROW_ROWS {
+                product_format(held.format, kind.has_library())
+            } else {
+                held.format
             };
             let rate = linear_rate(target, device, format)?;
             let elements: f64 = held.shape.iter().map(|&size| f64::from(size)).product();
@@ -107,10 +104,11 @@ pub(crate) fn run_nanos(
     Ok(rates.step_nanos + work)
 }
 
-/// Bytes that a GPU moves before and after the products of a linear of many rows: the input is narrowed to 16 bits,
-/// and what follows a product reads it again.
+/// Bytes that a GPU moves before and after the products of a linear of many rows: the input is narrowed to 16 bits if
+/// it is not held so, and what follows a product reads it again.
 fn pass_bytes(linear: &Linear, operands: &Operands<'_>, batch: &Batch) -> u64 {
-    let input = operands.reads[0].bytes(batch.extent);
+    let x = &operands.reads[0];
+    let input = if x.dtype == DType::F32 { x.bytes(batch.extent) } else { 0 };
     let outputs: u64 = operands.writes.iter().map(|ty| ty.bytes(batch.extent)).sum();
     let has_bias = linear.biases.iter().any(Option::is_some);
     let after = match linear.then {

@@ -6,8 +6,9 @@
 //! - A wait stands only where lane order and other waits do not imply it.
 
 mod movement;
+mod narrow;
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 
 use anyhow::Result;
 use ir::dag::Node;
@@ -15,6 +16,7 @@ use ir::graph::{Cause, Placed, PlacedGraph, Work};
 use ir::id::{BufferId, CauseId, CollectiveId, DeviceId, Id as _, NodeId, StepId, Table, ValueId};
 use ir::layout::Layout;
 use ir::plan::{Action, Buffer, Lane, Program, Queue, Step};
+use ir::tensor::DType;
 
 use crate::bind::{Bound, BoundPart, Fetched};
 use crate::clock::Clocks;
@@ -47,6 +49,7 @@ pub(crate) fn schedule(
         after: Table::default(),
         fetchers: BTreeMap::new(),
         held: graph.values().ids().map(|_| Vec::new()).collect(),
+        narrow: narrow::values(task.target, graph, parts, batch),
         collectives: 0,
     };
     draft.plan_fetches(graph, parts, &graphs.window_bytes, causes)?;
@@ -94,6 +97,8 @@ struct Draft<'a> {
     fetchers: BTreeMap<DeviceId, Fetcher>,
     /// Who holds each value, and where.
     held: Table<ValueId, Vec<(DeviceId, BufferId)>>,
+    /// The elements of values that a GPU holds in 16 bits.
+    narrow: HashMap<(ValueId, DeviceId), DType>,
     collectives: usize,
 }
 
@@ -335,7 +340,10 @@ impl Draft<'_> {
         member: usize,
     ) -> BufferId {
         let device = layout.devices[member];
-        let ty = local_type(&graph.value(value).ty, layout, member);
+        let mut ty = local_type(&graph.value(value).ty, layout, member);
+        if let Some(&dtype) = self.narrow.get(&(value, device)) {
+            ty.dtype = dtype;
+        }
         let buffer = self.buffers.push(Buffer { device, ty });
         self.uses.push(Vec::new());
         self.held[value].push((device, buffer));

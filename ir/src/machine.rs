@@ -99,6 +99,11 @@ impl DeviceKind {
     pub fn is_gpu(&self) -> bool {
         matches!(self, Self::Gpu { .. })
     }
+
+    /// Whether it is a GPU with the vendor's library of products.
+    pub fn has_library(&self) -> bool {
+        matches!(self, Self::Gpu { library_bytes: 1.., .. })
+    }
 }
 
 /// Speeds of one device.

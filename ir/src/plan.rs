@@ -353,11 +353,10 @@ impl Plan {
     /// no GPU holds packed or could hold otherwise.
     pub fn unpacked_bytes(&self, weight: &Weight) -> Option<u64> {
         let kind = &self.machine.devices.get(weight.device)?.kind;
-        let DeviceKind::Gpu { library_bytes, .. } = *kind else { return None };
         let [rows, columns] = *weight.shape else { return None };
-        let format = product_format(weight.format, library_bytes > 0);
+        let format = product_format(weight.format, kind.has_library());
         let is_packed = |format| has_panels(kind, format, &weight.shape);
-        (is_packed(weight.format) && !is_packed(format))
+        (kind.is_gpu() && is_packed(weight.format) && !is_packed(format))
             .then(|| format.bytes(u64::from(rows), u64::from(columns)))
     }
 

@@ -8,12 +8,12 @@ pub mod shortlist;
 
 use std::collections::BTreeSet;
 
-use crate::id::{DeviceId, RopeId, Table};
+use crate::id::{BufferId, DeviceId, RopeId, Table};
 use crate::machine::DeviceKind;
 use crate::op::{Attention, Experts, Linear, NormKind, Op, Products, Then};
 use crate::packing::{PANEL_ROWS, has_panels};
 use crate::plan::{Action, Plan, Program, Step};
-use crate::tensor::{Dim, Format};
+use crate::tensor::{DType, Dim, Format};
 
 /// Up to so many rows a linear takes as they are. More are narrowed first where the vendor's library multiplies them,
 /// for which a packed matrix is unpacked; a GPU that has matrix instructions reads blocks as they lie for some more rows.
@@ -294,11 +294,13 @@ impl Need<'_> {
         }
         raise(&mut space.library_bytes, self.library_bytes);
         let has_library = self.library_bytes > 0;
+        let [input, made] = [&self.step.reads, &self.step.writes].map(|all| self.dtype(all));
         for weight in &linear.weights {
             let Some(weight) = self.plan.weights.get(*weight) else { continue };
             let [outputs, inputs] = *weight.shape else { continue };
-            let element = product_format(weight.format, has_library).bytes(1, 1);
-            if element != 4 || linear.norm.is_some() {
+            let format = product_format(weight.format, has_library);
+            let element = format.bytes(1, 1);
+            if format.float() != Some(input) || linear.norm.is_some() {
                 raise(&mut space.input_bytes, product(&[rows, features], element));
             }
             let kind = self.plan.machine.devices.get(weight.device).map(|device| &device.kind);
@@ -308,8 +310,17 @@ impl Need<'_> {
                 raise(&mut space.matrix_bytes, product(&[piece, inputs], element));
             }
             // The products of a gate lie where its outputs will.
-            if matches!(linear.then, Then::Gate(_)) {
-                raise(&mut space.inner_bytes, aligned(product(&[rows, outputs], 4)));
+            let is_gated = matches!(linear.then, Then::Gate(_));
+            let of_rows = |rows, dtype: DType| aligned(product(&[rows, outputs], dtype.bytes()));
+            if is_gated {
+                let made = if has_library { made } else { DType::F32 };
+                raise(&mut space.inner_bytes, of_rows(rows, made));
+            }
+            // Only the library makes outputs of 16 bits; others are made in f32 first, beside the products of a gate.
+            if made != DType::F32 {
+                let first = if has_library { rows.min(NARROW_ROWS) } else { rows };
+                let beside = if is_gated && !has_library { 2 } else { 1 };
+                raise(&mut space.inner_bytes, beside * of_rows(first, DType::F32));
             }
         }
     }
@@ -341,6 +352,12 @@ impl Need<'_> {
                 raise(&mut space.inner_bytes, buffer.ty.bytes(self.program.max));
             }
         }
+    }
+
+    /// The type of the elements of the first of some buffers.
+    fn dtype(&self, buffers: &[BufferId]) -> DType {
+        let buffer = buffers.first().and_then(|&id| self.program.buffers.get(id));
+        buffer.map_or(DType::F32, |buffer| buffer.ty.dtype)
     }
 
     /// Size of an axis of a buffer that is read.

@@ -10,11 +10,12 @@ use common::{Shape, compile, engine, fetches, golden, gpu_machine, gpu_options};
 use compiler::options::{CountedExperts, Request};
 use executor::counting::ExpertCounter;
 use executor::engine::Engine;
-use executor::load::{CpuBackend, Kernels, Options};
+use executor::load::{CpuBackend, GpuDriver, Kernels, Options};
 use ir::check::memory;
 use ir::counts::ExpertCounts;
 use ir::id::BufferId;
 use ir::layout::Move;
+use ir::op::{Op, Then};
 use ir::plan::{Action, Phase, Plan, Queue, Weight};
 use ir::tensor::DType;
 use ir::workspace::workspaces;
@@ -242,6 +243,34 @@ fn what_a_gpu_holds_unpacked_as_well_is_what_it_would_unpack() {
         let gpu = plan.machine.device("gpu0").unwrap();
         assert_eq!(workspaces(&plan)[gpu].matrix_bytes, 0);
         assert_eq!(logits_of("llama3", &plan, &gpu_options()), packed, "{format}");
+    }
+}
+
+#[test]
+fn values_of_16_bits_between_linears_cost_no_more_than_rounding_them() {
+    let has_cuda = gpu_options().gpu_driver == GpuDriver::Cuda;
+    // Logits are below 10.
+    let narrow = [("f16", DType::F16, 0.01), ("bf16", DType::Bf16, 0.1), ("q8", DType::Bf16, 0.1)];
+    for (format, dtype, most) in narrow.into_iter().take(if has_cuda { 3 } else { 1 }) {
+        for name in ["llama3", "gpt2"] {
+            let formats = vec![format.parse().unwrap()];
+            let mut plan = compile(name, Shape::Gpu, |options| options.formats = formats);
+            let mut with = |dtype: DType| {
+                let prefill = &mut plan.programs[0];
+                for step in prefill.steps.rows() {
+                    let Action::Run(Op::Linear(linear)) = &step.action else { continue };
+                    if linear.then != Then::Nothing {
+                        prefill.buffers[step.writes[0]].ty.dtype = dtype;
+                    }
+                }
+                plan.forecast.devices = memory(&plan);
+                logits_of(name, &plan, &gpu_options())
+            };
+            let (wide, narrow) = (with(DType::F32), with(dtype));
+            assert_ne!(wide, narrow);
+            let off = wide.iter().zip(&narrow).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+            assert!(off < most, "{name} in {format}: a logit is off by {off}");
+        }
     }
 }
 

@@ -2,11 +2,14 @@
 //!
 //! The machine is an H200 with as much memory as a test gives it, and its host.
 
+use std::collections::BTreeSet;
+
 use compiler::{Options, compile};
-use ir::machine::Machine;
+use ir::machine::{DeviceKind, Machine};
 use ir::model::Model;
-use ir::plan::Plan;
-use ir::tensor::Format;
+use ir::op::{Linear, Op, Then};
+use ir::plan::{Action, Phase, Plan, Program};
+use ir::tensor::{DType, Format};
 use ir::workspace::NARROW_ROWS;
 use tests::machines::{h200, two_numa};
 use tests::made_up::{LlamaShape, MadeUp};
@@ -85,4 +88,49 @@ fn memory_that_is_left_over_holds_packed_matrices_as_prompts_multiply_them() {
     }
     // Where weights are fetched there is no room for anything twice.
     assert!(unpacked(&plan(&llama, &unpacking(10 * GIB), "bf16")).is_empty());
+}
+
+#[test]
+fn a_gpu_holds_what_is_between_linears_in_16_bits_where_its_products_are() {
+    let llama = llama();
+    // The types of what gates write, on GPUs and on nodes, in prefill and in decode.
+    let gated = |machine: &Machine, format: &str| {
+        let plan = plan(&llama, machine, format);
+        let types = |phase: Phase, is_gpu: bool| -> BTreeSet<DType> {
+            let long = |program: &&Program| program.max.tokens > NARROW_ROWS;
+            let of_phase = |program: &&Program| program.phase == phase;
+            let programs = plan.programs.iter().filter(of_phase);
+            let programs = programs.filter(|program| phase == Phase::Decode || long(program));
+            let steps = programs.flat_map(|program| {
+                program.steps.rows().iter().map(|step| (&step.action, &program.buffers, step))
+            });
+            let gates = steps.filter_map(|(action, buffers, step)| {
+                let is_gate =
+                    matches!(action, Action::Run(Op::Linear(Linear { then: Then::Gate(_), .. })));
+                is_gate.then(|| &buffers[step.writes[0]])
+            });
+            let here =
+                gates.filter(|made| plan.machine.devices[made.device].kind.is_gpu() == is_gpu);
+            here.map(|made| made.ty.dtype).collect()
+        };
+        [(Phase::Prefill, true), (Phase::Prefill, false), (Phase::Decode, true)]
+            .map(|(phase, is_gpu)| types(phase, is_gpu))
+    };
+    let none = BTreeSet::new();
+    let [f32, f16, bf16] =
+        [DType::F32, DType::F16, DType::Bf16].map(|dtype| BTreeSet::from([dtype]));
+    let large = h200(60 * GIB);
+    for (format, prefill) in [("bf16", &bf16), ("q4", &bf16), ("f16", &f16), ("f32", &f32)] {
+        assert_eq!(gated(&large, format), [prefill, &none, &f32].map(BTreeSet::clone), "{format}");
+    }
+    let mut alone = large.clone();
+    let DeviceKind::Gpu { library_bytes, .. } = &mut alone.devices.rows_mut()[0].kind else {
+        panic!("the first is a GPU")
+    };
+    *library_bytes = 0;
+    assert_eq!(gated(&alone, "bf16"), [&f32, &none, &f32].map(BTreeSet::clone));
+    // What a GPU fetches it multiplies so, too; what a node computes in place is not held so.
+    let [on_gpu, on_node, decoded] = gated(&h200(10 * GIB), "bf16");
+    assert_eq!([on_gpu, decoded], [bf16, f32.clone()]);
+    assert!(on_node == none || on_node == f32, "{on_node:?}");
 }

@@ -265,8 +265,19 @@ impl Meter<'_> {
                 match &mut self.vendor {
                     Some(vendor) => {
                         let (x, term, stride) = (&x, None, outputs);
-                        let product =
-                            Product { x, w, element, term, out, stride, tokens, inputs, outputs };
+                        let made = DType::F32;
+                        let product = Product {
+                            x,
+                            w,
+                            element,
+                            term,
+                            out,
+                            made,
+                            stride,
+                            tokens,
+                            inputs,
+                            outputs,
+                        };
                         vendor.multiply(&gpu, &[product])?;
                     }
                     None => gpu.gemm(&x, tokens, matrix, out)?,

@@ -44,7 +44,10 @@ fn step_types(scope: Scope<'_>, step: &Step) -> Result<()> {
             // Which weights were fetched to the last reads is a matter of places.
             let packed = reads.iter().rev().take_while(|ty| ty.dtype == DType::U8).count();
             let reads = &reads[..reads.len() - packed];
-            if named { (Run { plan, reads, writes: &writes }).check(op) } else { Ok(()) }
+            let device = step.writes.first().and_then(|&id| scope.program.buffers.get(id));
+            let device = device.and_then(|buffer| plan.machine.devices.get(buffer.device));
+            let is_gpu = device.is_some_and(|device| device.kind.is_gpu());
+            if named { (Run { plan, reads, writes: &writes, is_gpu }).check(op) } else { Ok(()) }
         }
         Action::Move { movement, collective, slice, .. } => {
             moves::check(movement, collective.is_some(), *slice, &reads, &writes)
@@ -68,6 +71,7 @@ struct Run<'a> {
     plan: &'a Plan,
     reads: &'a [&'a TensorType],
     writes: &'a [&'a TensorType],
+    is_gpu: bool,
 }
 
 impl Run<'_> {
@@ -147,7 +151,11 @@ impl Run<'_> {
         );
         let expected = 1 + usize::from(*residual);
         ensure!(self.reads.len() == expected, "{} reads instead of {expected}", self.reads.len());
-        let (rows, inputs) = rows_of(self.reads[0])?;
+        // Only GPUs compute with values of 16 bits, and only between two linears, where matrix instructions take them.
+        let (rows, inputs) = match norm {
+            None if self.is_gpu => rows_of_floats(self.reads[0])?,
+            _ => rows_of(self.reads[0])?,
+        };
         if let Some(norm) = norm {
             self.norm(norm, inputs)?;
         }
@@ -173,8 +181,17 @@ impl Run<'_> {
             self.writes.len(),
             outputs.len()
         );
-        for (write, &features) in self.writes.iter().zip(&outputs) {
-            floats(write, rows, features)?;
+        let may_be_narrow = self.is_gpu && *then != Then::Nothing && !residual;
+        match (self.writes, &outputs[..]) {
+            ([write], [features]) if may_be_narrow => ensure!(
+                rows_of_floats(write)? == (rows, *features),
+                "{write} instead of [{rows}, {features}]"
+            ),
+            _ => {
+                for (write, &features) in self.writes.iter().zip(&outputs) {
+                    floats(write, rows, features)?;
+                }
+            }
         }
         if *residual {
             ensure!(outputs.len() == 1, "a residual for {} outputs", outputs.len());
@@ -301,6 +318,12 @@ fn types<'a, const READS: usize, const WRITES: usize>(
 
 /// Rows and features of an activation.
 fn rows_of(ty: &TensorType) -> Result<(Dim, u32)> {
+    ensure!(ty.dtype == DType::F32, "{ty} where numbers of f32 are expected");
+    rows_of_any(ty)
+}
+
+/// Rows and features of an activation that may be of 16 bits.
+fn rows_of_floats(ty: &TensorType) -> Result<(Dim, u32)> {
     ensure!(ty.dtype.is_float(), "{ty} where floats are expected");
     rows_of_any(ty)
 }

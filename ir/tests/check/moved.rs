@@ -8,13 +8,24 @@ use crate::{finds, finds_in_step};
 
 #[test]
 fn a_transfer_keeps_the_type() {
-    let half = |plan: &mut Plan| plan.programs[0].buffers[b(8)].ty.dtype = DType::F16;
+    let arrives =
+        |dtype: DType| move |plan: &mut Plan| plan.programs[0].buffers[b(8)].ty.dtype = dtype;
     finds(
         pipeline(),
-        half,
+        arrives(DType::I32),
         &[
-            "s8 (transfer) of prefill: f32[tokens, 8] and f16[tokens, 8] where types must be the same",
-            "s11 (experts) of prefill: f16[tokens, 8] and f32[tokens, 8] where types must be the same",
+            "s8 (transfer) of prefill: f32[tokens, 8] and i32[tokens, 8] where types must be the same",
+            "s9 (router) of prefill: i32[tokens, 8] where numbers of f32 are expected",
+            "s11 (experts) of prefill: i32[tokens, 8] where numbers of f32 are expected",
+        ],
+    );
+    finds(
+        pipeline(),
+        arrives(DType::F16),
+        &[
+            "s8 (transfer) of prefill: transfer d0 -> d1 of f16[tokens, 8]",
+            "s9 (router) of prefill: f16[tokens, 8] where numbers of f32 are expected",
+            "s11 (experts) of prefill: f16[tokens, 8] where numbers of f32 are expected",
         ],
     );
 }

@@ -2,11 +2,11 @@
 
 use ir::id::WeightId;
 use ir::op::{Activation, Attention, Linear, Norm, NormKind, Op, Then};
-use ir::plan::Action;
+use ir::plan::{Action, Plan};
 use ir::tensor::{DType, Dim};
 
-use crate::plans::{b, c, one_device, w};
-use crate::{finds, finds_in_op, finds_in_prefill, finds_in_step};
+use crate::plans::{b, c, one_device, streamed, w};
+use crate::{finds, finds_in_op, finds_in_prefill, finds_in_step, named};
 
 /// Gives a step another operation, and expects that what it reads and writes does not suit it.
 #[track_caller]
@@ -369,6 +369,43 @@ fn activations_are_rows_of_features() {
         &[
             "s5 (attention) of prefill: f32[tokens, 0] where rows of features are expected",
             "s6 (o) of prefill: f32[tokens, 0] where rows of features are expected",
+        ],
+    );
+}
+
+/// Lets a linear activate what it makes and write it in 16 bits.
+fn narrow(plan: &mut Plan, step: &str) {
+    let prefill = &mut plan.programs[0];
+    let id = named(prefill, step);
+    let Action::Run(Op::Linear(linear)) = &mut prefill.steps[id].action else {
+        panic!("{step} is no linear")
+    };
+    linear.then = Then::Activate(Activation::Relu);
+    prefill.buffers[prefill.steps[id].writes[0]].ty.dtype = DType::Bf16;
+}
+
+#[test]
+fn gpus_alone_hold_values_between_linears_in_16_bits() {
+    let read = "s11 (select) of prefill: bf16[tokens, 8] where numbers of f32 are expected";
+    finds(streamed(), |plan| narrow(plan, "second"), &[read]);
+    finds(
+        streamed(),
+        |plan| {
+            narrow(plan, "second");
+            let id = named(&plan.programs[0], "second");
+            let Action::Run(Op::Linear(linear)) = &mut plan.programs[0].steps[id].action else {
+                panic!("it is a linear")
+            };
+            linear.then = Then::Nothing;
+        },
+        &["s10 (second) of prefill: bf16[tokens, 8] where numbers of f32 are expected", read],
+    );
+    finds(
+        one_device(),
+        |plan| narrow(plan, "q"),
+        &[
+            "s2 (q) of prefill: bf16[tokens, 8] where numbers of f32 are expected",
+            "s5 (attention) of prefill: bf16[tokens, 8] where numbers of f32 are expected",
         ],
     );
 }

@@ -5,7 +5,7 @@
 use anyhow::Result;
 use cubecl::prelude::{Cast as _, *};
 use ir::op::NormKind;
-use ir::tensor::Format;
+use ir::tensor::{DType, Format};
 
 use super::device::{Gpu, Span, element};
 use super::matrix::{float_bytes, float_type};
@@ -32,8 +32,10 @@ pub struct Norm<'a> {
 /// `out = norm(x) + residual`, in a float format.
 #[derive(Clone, Copy, Debug)]
 pub struct Cast<'a> {
-    /// `f32[tokens, features]`.
+    /// `[tokens, features]` of `element`.
     pub x: &'a Span,
+    /// Of `x`.
+    pub element: DType,
     /// Rows.
     pub tokens: usize,
     /// Columns.
@@ -54,7 +56,7 @@ impl Gpu {
     /// # Errors
     /// When the format has blocks.
     pub fn cast(&self, cast: &Cast<'_>) -> Result<()> {
-        let Cast { x, tokens, features, norm, residual, format, out } = *cast;
+        let Cast { x, element: taken, tokens, features, norm, residual, format, out } = *cast;
         let size = read_size(features);
         let element_bytes = float_bytes(format)?;
         let floats = |span: &Span, rows: usize| {
@@ -68,7 +70,7 @@ impl Gpu {
                 CubeCount::new_1d(tokens as u32),
                 CubeDim::new_1d(UNITS as u32),
                 size,
-                floats(x, tokens),
+                x.argument(tokens * features / size, size * taken.bytes() as usize),
                 row(norm.and_then(|norm| norm.scale)),
                 row(norm.and_then(|norm| norm.bias)),
                 residual.map(|residual| floats(residual, tokens)).into(),
@@ -78,6 +80,7 @@ impl Gpu {
                 features / size,
                 norm.map(|norm| norm.kind),
                 self.plane() as usize,
+                element(taken),
                 element(float_type(format)?),
             );
         }
@@ -87,8 +90,8 @@ impl Gpu {
 
 /// A cube for each row, whose units take every `UNITS`-th vector.
 #[cube(launch_unchecked)]
-fn cast_rows<F: Float, N: Size>(
-    x: &[Vector<f32, N>],
+fn cast_rows<X: Float, F: Float, N: Size>(
+    x: &[Vector<X, N>],
     scale: &ComptimeOption<Box<[Vector<f32, N>]>>,
     bias: &ComptimeOption<Box<[Vector<f32, N>]>>,
     residual: &ComptimeOption<Box<[Vector<f32, N>]>>,
@@ -98,7 +101,8 @@ fn cast_rows<F: Float, N: Size>(
     #[comptime] vectors: usize,
     #[comptime] norm: Option<NormKind>,
     #[comptime] plane: usize,
-    #[define(F)] _element: ElemType,
+    #[define(X)] _taken: ElemType,
+    #[define(F)] _made: ElemType,
 ) {
     let first = CUBE_POS_X as usize * vectors;
     let size = N::value();
@@ -113,7 +117,8 @@ fn cast_rows<F: Float, N: Size>(
         factor = (squares / features + epsilon).inverse_sqrt();
     }
     for i in range_stepped(UNIT_POS as usize, vectors, UNITS) {
-        let mut value = (x[first + i] - Vector::new(mean)) * Vector::new(factor);
+        let taken = Vector::<f32, N>::cast_from(x[first + i]);
+        let mut value = (taken - Vector::new(mean)) * Vector::new(factor);
         #[comptime]
         match scale.clone() {
             ComptimeOption::Some(scale) => value *= scale[i] + Vector::new(scale_offset),
@@ -135,8 +140,8 @@ fn cast_rows<F: Float, N: Size>(
 
 /// The sum of a row's elements less `mean`, or of their squares: for every unit of the cube.
 #[cube]
-fn row_sum<N: Size>(
-    x: &[Vector<f32, N>],
+fn row_sum<X: Float, N: Size>(
+    x: &[Vector<X, N>],
     first: usize,
     mean: f32,
     #[comptime] squared: bool,
@@ -145,7 +150,7 @@ fn row_sum<N: Size>(
 ) -> f32 {
     let mut sum = f32::new(0.0);
     for i in range_stepped(UNIT_POS as usize, vectors, UNITS) {
-        let value = x[first + i] - Vector::new(mean);
+        let value = Vector::<f32, N>::cast_from(x[first + i]) - Vector::new(mean);
         #[unroll]
         for i in 0..N::value() {
             let element = value.extract(i);
@@ -219,6 +224,7 @@ mod tests {
         let out = gpu.poisoned(count * 4);
         gpu.cast(&Cast {
             x: &gpu.upload(&x),
+            element: DType::F32,
             tokens: TOKENS,
             features,
             norm: kind.map(|kind| Norm {
@@ -257,6 +263,33 @@ mod tests {
         };
         let distance = distance(&actual, &expected);
         assert!(distance < tolerance, "{distance} away: {features} features, {kind:?}, {format}");
+    }
+
+    #[test]
+    fn from_16_bits() {
+        let Some(gpu) = gpu() else { return };
+        if !gpu.knows(DType::F16) {
+            eprintln!("skipped: no numbers of 16 bits");
+            return;
+        }
+        for features in [64, 37] {
+            let count = TOKENS * features;
+            let x: Vec<f16> = Random(3).floats(count).iter().map(|&x| f16::from_f32(x)).collect();
+            let out = gpu.poisoned(count * 4);
+            gpu.cast(&Cast {
+                x: &gpu.upload(&x),
+                element: DType::F16,
+                tokens: TOKENS,
+                features,
+                norm: None,
+                residual: None,
+                format: Format::F32,
+                out: &out,
+            })
+            .unwrap();
+            let wide: Vec<f32> = x.iter().map(|x| x.to_f32()).collect();
+            assert_eq!(gpu.download::<f32>(&out, count), wide);
+        }
     }
 
     #[test]

@@ -3,11 +3,12 @@
 #![expect(unsafe_code, reason = "kernels are launched without checks of every index")]
 
 use anyhow::{Result, ensure};
-use cubecl::prelude::*;
+use cubecl::prelude::{Cast as _, *};
 use ir::op::Then;
+use ir::tensor::DType;
 
 use super::activation::activate;
-use super::device::{Gpu, Span};
+use super::device::{Gpu, Span, element};
 use super::words::read_size;
 
 /// Units of a cube; any whole number of planes would do.
@@ -16,10 +17,12 @@ const UNITS: usize = 256;
 /// Products, and what becomes of them: `then(products + biases) + residual`.
 #[derive(Clone, Copy, Debug)]
 pub struct Epilogue<'a> {
-    /// `f32[tokens, features]`, those of the gate where there is one; `None` where they lie in `out`.
+    /// `[tokens, features]` of `element`, those of the gate where there is one; `None` where they lie in `out`.
     pub products: Option<&'a Span>,
-    /// The products that a gate is multiplied with, `f32[tokens, features]`.
+    /// The products that a gate is multiplied with, `[tokens, features]` of `element`.
     pub up: Option<&'a Span>,
+    /// Of products and `out`; all in between is f32.
+    pub element: DType,
     /// Rows.
     pub tokens: usize,
     /// Columns.
@@ -30,7 +33,7 @@ pub struct Epilogue<'a> {
     pub then: Then,
     /// Added at the end, `f32[tokens, features]`.
     pub residual: Option<&'a Span>,
-    /// `f32[tokens, features]`; none of the inputs.
+    /// `[tokens, features]` of `element`; none of the inputs.
     pub out: &'a Span,
 }
 
@@ -40,7 +43,8 @@ impl Gpu {
     /// # Errors
     /// When its parts do not fit together.
     pub fn epilogue(&self, epilogue: &Epilogue<'_>) -> Result<()> {
-        let Epilogue { products, up, tokens, features, biases, then, residual, out } = *epilogue;
+        let Epilogue { products, up, element: held, tokens, features, biases, then, .. } =
+            *epilogue;
         let is_gated = matches!(then, Then::Gate(_));
         ensure!(
             up.is_some() == is_gated && biases.len() == 1 + usize::from(is_gated),
@@ -50,9 +54,11 @@ impl Gpu {
         );
         let size = read_size(features);
         let vectors = tokens * features / size;
-        let floats =
-            |span: &Span, count: usize| span.argument(count / size, size * size_of::<f32>());
-        let all = |span: &Span| floats(span, tokens * features);
+        let vectors_of = |span: &Span, count: usize, dtype: DType| {
+            span.argument(count / size, size * dtype.bytes() as usize)
+        };
+        let floats = |span: &Span, count: usize| vectors_of(span, count, DType::F32);
+        let all = |span: &Span| vectors_of(span, tokens * features, held);
         let biases = biases.iter().map(|bias| bias.map(|bias| floats(bias, features)).into());
         // SAFETY: the spans are as long as the shape says, and the kernel stays within it.
         unsafe {
@@ -64,10 +70,11 @@ impl Gpu {
                 products.map(all).into(),
                 up.map(all).into(),
                 biases.collect(),
-                residual.map(all).into(),
-                all(out),
+                epilogue.residual.map(|residual| floats(residual, tokens * features)).into(),
+                all(epilogue.out),
                 features / size,
                 then,
+                element(held),
             );
         }
         Ok(())
@@ -75,26 +82,27 @@ impl Gpu {
 }
 
 /// Activations, in vectors.
-type Vectors<N> = Box<[Vector<f32, N>]>;
+type Vectors<E, N> = Box<[Vector<E, N>]>;
 
 /// Each unit writes a vector.
 #[cube(launch_unchecked)]
-fn finish<N: Size>(
-    products: &ComptimeOption<Vectors<N>>,
-    up: &ComptimeOption<Vectors<N>>,
-    biases: &Sequence<ComptimeOption<Vectors<N>>>,
-    residual: &ComptimeOption<Vectors<N>>,
-    out: &mut [Vector<f32, N>],
+fn finish<E: Float, N: Size>(
+    products: &ComptimeOption<Vectors<E, N>>,
+    up: &ComptimeOption<Vectors<E, N>>,
+    biases: &Sequence<ComptimeOption<Vectors<f32, N>>>,
+    residual: &ComptimeOption<Vectors<f32, N>>,
+    out: &mut [Vector<E, N>],
     row_vectors: usize,
     #[comptime] then: Then,
+    #[define(E)] _held: ElemType,
 ) {
     let at = ABSOLUTE_POS;
     if at < out.len() {
         let mut sum = value_at(&biases[0], at % row_vectors);
         #[comptime]
         match products.clone() {
-            ComptimeOption::Some(products) => sum += products[at],
-            ComptimeOption::None => sum += out[at],
+            ComptimeOption::Some(products) => sum += Vector::cast_from(products[at]),
+            ComptimeOption::None => sum += Vector::cast_from(out[at]),
         }
         match then {
             Then::Nothing => {}
@@ -113,22 +121,26 @@ fn finish<N: Size>(
                 }
             }
         }
-        out[at] = sum + value_at(residual, at);
+        out[at] = Vector::cast_from(sum + value_at(residual, at));
     }
 }
 
 /// A vector; zeros where there is none.
 #[cube]
-fn value_at<N: Size>(values: &ComptimeOption<Vectors<N>>, at: usize) -> Vector<f32, N> {
+fn value_at<E: Float, N: Size>(
+    values: &ComptimeOption<Vectors<E, N>>,
+    at: usize,
+) -> Vector<f32, N> {
     #[comptime]
     match values.clone() {
-        ComptimeOption::Some(values) => values[at],
+        ComptimeOption::Some(values) => Vector::cast_from(values[at]),
         ComptimeOption::None => Vector::zeroed(),
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use half::f16;
     use ir::op::Activation;
 
     use super::*;
@@ -136,21 +148,34 @@ mod tests {
     use crate::kernels::gpu::linear::tests::activation_in_64_bits;
     use crate::kernels::gpu::testing::gpu;
 
-    fn check(gpu: &Gpu, features: usize, then: Then, biased: bool, residual: bool) {
+    fn check(gpu: &Gpu, features: usize, then: Then, biased: bool, residual: bool, element: DType) {
         const TOKENS: usize = 3;
         let count = TOKENS * features;
         let inputs = if matches!(then, Then::Gate(_)) { 2 } else { 1 };
-        let values = |seed, count| Random(seed).floats(count);
+        let narrow = |x: &f32| f16::from_f32(*x);
+        let is_narrow = element == DType::F16;
+        let held = |values: &[f32]| {
+            if is_narrow {
+                gpu.upload(&values.iter().map(narrow).collect::<Vec<_>>())
+            } else {
+                gpu.upload(values)
+            }
+        };
+        // Numbers that 16 bits hold, too.
+        let values = |seed, count| -> Vec<f32> {
+            Random(seed).floats(count).iter().map(|x| narrow(x).to_f32()).collect()
+        };
         let products: Vec<_> = (0..inputs).map(|i| values(3 + i, count)).collect();
         let biases: Vec<_> = (0..inputs).map(|i| values(13 + i, features)).collect();
         let residuals = values(23, count);
-        let [product_spans, bias_spans] = [&products, &biases]
-            .map(|all| all.iter().map(|values| gpu.upload(values)).collect::<Vec<Span>>());
+        let product_spans: Vec<Span> = products.iter().map(|values| held(values)).collect();
+        let bias_spans: Vec<Span> = biases.iter().map(|values| gpu.upload(values)).collect();
         let (residual_span, out) = (gpu.upload(&residuals), gpu.poisoned(count * 4));
-        let finish = |products, out| {
+        let finish = |products, out| -> Vec<f32> {
             gpu.epilogue(&Epilogue {
                 products,
                 up: product_spans.get(1),
+                element,
                 tokens: TOKENS,
                 features,
                 biases: &bias_spans.iter().map(|bias| biased.then_some(bias)).collect::<Vec<_>>(),
@@ -159,7 +184,11 @@ mod tests {
                 out,
             })
             .unwrap();
-            gpu.download::<f32>(out, count)
+            if is_narrow {
+                gpu.download::<f16>(out, count).iter().map(|x| x.to_f32()).collect()
+            } else {
+                gpu.download(out, count)
+            }
         };
         let apart = finish(Some(&product_spans[0]), &out);
         let in_place = finish(None, &product_spans[0]);
@@ -179,20 +208,22 @@ mod tests {
             })
             .collect();
         let distance = distance(&apart, &expected);
-        assert!(distance < 1e-6, "{distance} away: {features} features, {then:?}");
+        let most = if is_narrow { 5e-4 } else { 1e-6 };
+        assert!(distance < most, "{distance} away: {features} features, {then:?}, {element}");
     }
 
     #[test]
     fn every_form() {
         let Some(gpu) = gpu() else { return };
         use Activation::{Gelu, GeluTanh, Relu, Silu};
-        for features in [128, 37] {
+        let elements = [DType::F32, DType::F16].into_iter().filter(|&dtype| gpu.knows(dtype));
+        for (element, features) in elements.flat_map(|element| [(element, 128), (element, 37)]) {
             for activation in [Relu, Silu, Gelu, GeluTanh] {
-                check(&gpu, features, Then::Activate(activation), true, false);
-                check(&gpu, features, Then::Gate(activation), false, true);
+                check(&gpu, features, Then::Activate(activation), true, false, element);
+                check(&gpu, features, Then::Gate(activation), false, true, element);
             }
-            check(&gpu, features, Then::Nothing, false, true);
-            check(&gpu, features, Then::Gate(Silu), true, true);
+            check(&gpu, features, Then::Nothing, false, true, element);
+            check(&gpu, features, Then::Gate(Silu), true, true, element);
         }
     }
 }

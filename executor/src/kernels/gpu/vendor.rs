@@ -54,7 +54,7 @@ pub enum Order {
     Flags,
 }
 
-/// One product: `out = x · wᵀ`, or `out = x · wᵀ + term`, sums in f32.
+/// One product: `out = x · wᵀ`, or `out = x · wᵀ + term`; sums are in f32 until they are written.
 pub struct Product<'a> {
     /// `[tokens, inputs]` of `element`.
     pub x: &'a Span,
@@ -62,10 +62,12 @@ pub struct Product<'a> {
     pub w: &'a Span,
     /// f32 or 16-bit floats.
     pub element: DType,
-    /// f32 `[tokens, outputs]` that is added, in rows like those of `out`.
+    /// `[tokens, outputs]` of `made` that is added, in rows like those of `out`.
     pub term: Option<&'a Span>,
-    /// f32 `[tokens, outputs]`.
+    /// `[tokens, outputs]` of `made`.
     pub out: &'a Span,
+    /// f32, or `element`.
+    pub made: DType,
     /// Elements from one row of `out` to the next.
     pub stride: usize,
     /// Rows of `x`.
@@ -79,6 +81,7 @@ pub struct Product<'a> {
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 struct Shape {
     element: DType,
+    made: DType,
     tokens: usize,
     inputs: usize,
     outputs: usize,
@@ -247,20 +250,20 @@ impl Drop for Vendor {
 
 impl Product<'_> {
     fn shape(&self) -> Shape {
-        let Self { element, tokens, inputs, outputs, stride, .. } = *self;
-        Shape { element, tokens, inputs, outputs, stride }
+        let Self { element, made, tokens, inputs, outputs, stride, .. } = *self;
+        Shape { element, made, tokens, inputs, outputs, stride }
     }
 
     fn check(&self) -> Result<()> {
-        let size = self.element.bytes() as usize;
+        let [size, made_size] = [self.element, self.made].map(|dtype| dtype.bytes() as usize);
         let holds = |span: &Span, count: usize, size: usize| span.bytes() >= count * size;
         let made = self.tokens.saturating_sub(1) * self.stride + self.outputs;
         ensure!(
             holds(self.x, self.tokens * self.inputs, size)
                 && holds(self.w, self.outputs * self.inputs, size)
                 && self.outputs <= self.stride
-                && holds(self.out, made, size_of::<f32>())
-                && self.term.is_none_or(|term| holds(term, made, size_of::<f32>())),
+                && holds(self.out, made, made_size)
+                && self.term.is_none_or(|term| holds(term, made, made_size)),
             "a product's operands are shorter than its shape"
         );
         Ok(())
@@ -270,12 +273,7 @@ impl Product<'_> {
 impl Plan {
     /// Rows that follow each other are, to the library, columns: it is asked for `outᵀ = w · xᵀ`.
     fn new(handle: sys::cublasLtHandle_t, shape: Shape) -> Result<Self> {
-        let element = match shape.element {
-            DType::F32 => sys::cudaDataType_t::CUDA_R_32F,
-            DType::F16 => sys::cudaDataType_t::CUDA_R_16F,
-            DType::Bf16 => sys::cudaDataType_t::CUDA_R_16BF,
-            DType::I32 | DType::U8 | DType::I8 => bail!("a product of integers is asked for"),
-        };
+        let (element, made) = (type_of(shape.element)?, type_of(shape.made)?);
         let (tokens, inputs, outputs) =
             (shape.tokens as u64, shape.inputs as u64, shape.outputs as u64);
         let description = result::create_matmul_desc(
@@ -295,8 +293,7 @@ impl Plan {
         }
         let w = result::create_matrix_layout(element, inputs, outputs, inputs as i64)?;
         let x = result::create_matrix_layout(element, inputs, tokens, inputs as i64)?;
-        let f32 = sys::cudaDataType_t::CUDA_R_32F;
-        let out = result::create_matrix_layout(f32, outputs, tokens, shape.stride as i64)?;
+        let out = result::create_matrix_layout(made, outputs, tokens, shape.stride as i64)?;
         let (preference, workspace_bytes) = (result::create_matmul_pref()?, LIBRARY_BYTES);
         // SAFETY: attributes are read before the calls return; what is destroyed is not used again.
         let heuristic = unsafe {
@@ -316,6 +313,16 @@ impl Plan {
         })?;
         Ok(Self { description, w, x, out, algorithm: heuristic.algo })
     }
+}
+
+/// What the library calls a type of elements.
+fn type_of(dtype: DType) -> Result<sys::cudaDataType_t> {
+    Ok(match dtype {
+        DType::F32 => sys::cudaDataType_t::CUDA_R_32F,
+        DType::F16 => sys::cudaDataType_t::CUDA_R_16F,
+        DType::Bf16 => sys::cudaDataType_t::CUDA_R_16BF,
+        DType::I32 | DType::U8 | DType::I8 => bail!("a product of integers is asked for"),
+    })
 }
 
 #[cfg(test)]
@@ -342,6 +349,22 @@ mod tests {
         let (x, w) = (narrow(&wave(tokens * inputs, 0.0)), narrow(&wave(outputs * inputs, 1.0)));
         let term = wave(tokens * outputs, 2.0);
         let (x_span, w_span, term_span) = (gpu.upload(&x), gpu.upload(&w), gpu.upload(&term));
+        // One in the type that it is made of, in 16 bits.
+        let narrow_out = gpu.poisoned(tokens * outputs * 2);
+        let product = Product {
+            x: &x_span,
+            w: &w_span,
+            element: DType::Bf16,
+            term: None,
+            out: &narrow_out,
+            made: DType::Bf16,
+            stride: outputs,
+            tokens,
+            inputs,
+            outputs,
+        };
+        vendor.multiply(&gpu, &[product]).unwrap();
+        let narrow_made = gpu.download::<bf16>(&narrow_out, tokens * outputs);
         let doubled = gpu.poisoned(tokens * outputs * 4);
         let out = gpu.poisoned(tokens * outputs * 4);
         for order in [Order::Events, Order::Flags].repeat(10) {
@@ -362,6 +385,7 @@ mod tests {
                     element: DType::Bf16,
                     term: Some(&term),
                     out: &out,
+                    made: DType::F32,
                     stride: 128,
                     tokens,
                     inputs,
@@ -379,6 +403,8 @@ mod tests {
                     .zip(&w)
                     .map(|(a, b)| f64::from(a.to_f32()) * f64::from(b.to_f32()))
                     .sum();
+                let rounded = (f64::from(narrow_made[i].to_f32()) - sum).abs();
+                assert!(rounded < 4e-3 * sum.abs().max(1e-3), "{i}: {} of {sum}", narrow_made[i]);
                 let expected = sum + 3.0 * f64::from(term[i]);
                 assert!(
                     (f64::from(*made) - expected).abs() < 1e-3,

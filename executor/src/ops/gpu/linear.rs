@@ -1,5 +1,7 @@
 //! Linears: few tokens by kernels that read the matrices as they lie, many by a product of whole matrices.
 
+use std::slice;
+
 use anyhow::{Context as _, Result, ensure};
 use ir::id::WeightId;
 use ir::op::{self, NormKind, Op, Then};
@@ -8,7 +10,7 @@ use ir::workspace::{piece_rows, product_format};
 
 use super::scratch::Scratch;
 use super::state::{Operand, Operands, State};
-use crate::kernels::gpu::cast::Cast;
+use crate::kernels::gpu::cast::{Cast, Norm};
 use crate::kernels::gpu::device::{ALIGNMENT, Gpu, Span};
 use crate::kernels::gpu::epilogue::Epilogue;
 use crate::kernels::gpu::linear::{Linear, MAX_NARROW_TOKENS, MAX_TOKENS, RmsNorm};
@@ -44,19 +46,41 @@ impl State {
         let outputs = &operands.outputs;
         let made = if matches!(linear.then, Then::Gate(_)) { 1 } else { matrices.len() };
         ensure!(outputs.len() == made, "a linear writes {} outputs", outputs.len());
-        if self.multiplies_as_it_lies(x.rows, &matrices) {
-            return self.few(linear, x, residual, &matrices, operands);
+        let is_few = self.multiplies_as_it_lies(x.rows, x.dtype, &matrices);
+        // Only the vendor's library writes what it makes in 16 bits.
+        let narrow = outputs.first().filter(|out| out.dtype != DType::F32);
+        let narrow = narrow.filter(|_| is_few || self.vendor.is_none());
+        let wide = narrow.map(|out| self.wide(linear, out)).transpose()?;
+        let targets = wide.as_ref().map_or(&outputs[..], slice::from_ref);
+        if is_few {
+            self.few(linear, x, residual, &matrices, targets, operands)?;
+        } else {
+            let with_unpacked = linear.weights.iter().zip(matrices);
+            let unpacked = |(&id, matrix)| self.weights.unpacked(id).cloned().unwrap_or(matrix);
+            let matrices: Vec<Matrix> = with_unpacked.map(unpacked).collect();
+            self.many(linear, x, residual, &matrices, targets)?;
         }
-        let with_unpacked = linear.weights.iter().zip(matrices);
-        let unpacked = |(&id, matrix)| self.weights.unpacked(id).cloned().unwrap_or(matrix);
-        let matrices: Vec<Matrix> = with_unpacked.map(unpacked).collect();
-        self.many(linear, x, residual, &matrices, outputs)
+        match (&wide, narrow) {
+            (Some(wide), Some(out)) => self.cast(wide, None, out.dtype.into(), &out.span),
+            _ => Ok(()),
+        }
     }
 
-    /// Whether so many rows are multiplied with the matrices as they lie, without the vendor's library.
+    /// Where an output is made in f32 first: in the scratch for inner values, behind what its gate is multiplied with.
+    fn wide(&self, linear: &op::Linear, out: &Operand) -> Result<Operand> {
+        let &Operand { rows, columns, .. } = out;
+        let bytes = (rows * columns * size_of::<f32>()).next_multiple_of(ALIGNMENT);
+        let has_up = self.vendor.is_none() && matches!(linear.then, Then::Gate(_));
+        let start = if has_up { bytes } else { 0 };
+        let span = Scratch::first(&self.scratch.inner, start + bytes)?.part(start, bytes);
+        Ok(Operand { span, dtype: DType::F32, rows, columns })
+    }
+
+    /// Whether so many rows of that type are multiplied with the matrices as they lie, without the vendor's library.
     pub(super) fn multiplies_as_it_lies<'a>(
         &self,
         rows: usize,
+        dtype: DType,
         matrices: impl IntoIterator<Item = &'a Matrix>,
     ) -> bool {
         // Plans count an input of 16 bits for products that the library makes.
@@ -65,7 +89,8 @@ impl State {
             product_format(matrix.format(), has_library) == Format::Bf16
                 && self.gpu.takes_narrow(matrix)
         };
-        rows <= MAX_TOKENS || rows <= MAX_NARROW_TOKENS && matrices.into_iter().all(takes_narrow)
+        rows <= MAX_TOKENS && dtype == DType::F32
+            || rows <= MAX_NARROW_TOKENS && matrices.into_iter().all(takes_narrow)
     }
 
     fn few(
@@ -74,14 +99,14 @@ impl State {
         x: &Operand,
         residual: Option<&Operand>,
         matrices: &[Matrix],
+        outputs: &[Operand],
         operands: &Operands,
     ) -> Result<()> {
-        let outputs = &operands.outputs;
         let mut input = x.span.clone();
         let mut element = DType::F32;
         let mut rms = None;
         match &op.norm {
-            _ if x.rows > MAX_TOKENS => {
+            _ if x.rows > MAX_TOKENS || x.dtype == DType::Bf16 => {
                 input = self.cast_input(op, x, Format::Bf16)?;
                 element = DType::Bf16;
             }
@@ -150,21 +175,17 @@ impl State {
                 && (residual.is_none() || self.vendor.is_some());
             // What follows the products takes them where they lie, and those of `up` from beside them.
             let is_up = is_gated && index == 1;
-            let target = if is_up {
-                let bytes = x.rows * matrix.rows() * size_of::<f32>();
-                self.scratch.inner.part(0, bytes.next_multiple_of(ALIGNMENT))
-            } else {
-                out.span.clone()
-            };
+            let target = if is_up { self.beside(out)? } else { out.clone() };
             let term = residual.filter(|_| is_direct).map(|residual| residual.span.clone());
-            self.product(x.rows, &input, matrix, format, term.as_ref(), &target)?;
+            self.product(&input, matrix, format, term.as_ref(), &target)?;
             if is_direct || (is_gated && !is_up) {
                 continue;
             }
             let biases = self.biases(op)?;
             let call = Epilogue {
                 products: None,
-                up: is_up.then_some(&target),
+                up: is_up.then_some(&target.span),
+                element: out.dtype,
                 tokens: x.rows,
                 features: matrix.rows(),
                 biases: if is_gated { &biases } else { &biases[index..=index] },
@@ -177,17 +198,24 @@ impl State {
         Ok(())
     }
 
-    /// `out = x · matrixᵀ (+ term)`; a term is for the vendor's library.
+    /// Room for the products that those of a gate, in `out`, are multiplied with.
+    fn beside(&self, out: &Operand) -> Result<Operand> {
+        let bytes = out.rows * out.columns * out.dtype.bytes() as usize;
+        let span = Scratch::first(&self.scratch.inner, bytes.next_multiple_of(ALIGNMENT))?;
+        Ok(Operand { span, ..out.clone() })
+    }
+
+    /// `out = x · matrixᵀ (+ term)`; a term, and an output of 16 bits, are for the vendor's library.
     fn product(
         &mut self,
-        tokens: usize,
         x: &Span,
         matrix: &Matrix,
         format: Format,
         term: Option<&Span>,
-        out: &Span,
+        out: &Operand,
     ) -> Result<()> {
         let (inputs, outputs) = (matrix.columns(), matrix.rows());
+        let (tokens, made, out) = (out.rows, out.dtype, &out.span);
         let Some(vendor) = &mut self.vendor else {
             let unpacked = match matrix.layout() {
                 Layout::RowMajor => None,
@@ -198,7 +226,8 @@ impl State {
         let element = format.float().context("a product is made of floats")?;
         let mut multiply = |matrix: &Matrix, out: &Span, term: Option<&Span>| {
             let (w, stride, outputs) = (matrix.data(), outputs, matrix.rows());
-            let product = Product { x, w, element, term, out, stride, tokens, inputs, outputs };
+            let product =
+                Product { x, w, element, term, out, made, stride, tokens, inputs, outputs };
             vendor.multiply(&self.gpu, &[product])
         };
         if matrix.layout() == Layout::RowMajor {
@@ -209,7 +238,7 @@ impl State {
             let rows = matrix.rows_from(first, piece.min(outputs - first))?;
             let rows = unpack(&self.gpu, &self.scratch, &rows, format)?;
             let from = |span: &Span| {
-                let start = first * size_of::<f32>();
+                let start = first * made.bytes() as usize;
                 span.part(start, span.bytes() - start)
             };
             multiply(&rows, &from(out), term.map(from).as_ref())?;
@@ -217,24 +246,23 @@ impl State {
         Ok(())
     }
 
-    /// `x`, normalised as the linear wants it.
+    /// `x`, normalised and in the format that the linear wants.
     fn cast_input(&self, op: &op::Linear, x: &Operand, format: Format) -> Result<Span> {
-        if format == Format::F32 && op.norm.is_none() {
+        if format.float() == Some(x.dtype) && op.norm.is_none() {
             return Ok(x.span.clone());
         }
         let bytes = Layout::RowMajor.bytes(format, x.rows, x.columns)?;
         let out = Scratch::first(&self.scratch.input, bytes)?;
-        let call = Cast {
-            x: &x.span,
-            tokens: x.rows,
-            features: x.columns,
-            norm: op.norm.as_ref().map(|norm| self.norm_weights(norm)).transpose()?,
-            residual: None,
-            format,
-            out: &out,
-        };
-        self.gpu.cast(&call)?;
+        let norm = op.norm.as_ref().map(|norm| self.norm_weights(norm)).transpose()?;
+        self.cast(x, norm, format, &out)?;
         Ok(out)
+    }
+
+    /// `x`, normalised, in another format.
+    fn cast(&self, x: &Operand, norm: Option<Norm<'_>>, format: Format, out: &Span) -> Result<()> {
+        let Operand { span, dtype, rows: tokens, columns: features } = x;
+        let (x, element, tokens, features, residual) = (span, *dtype, *tokens, *features, None);
+        self.gpu.cast(&Cast { x, element, tokens, features, norm, residual, format, out })
     }
 
     fn biases(&self, op: &op::Linear) -> Result<Vec<Option<&Span>>> {

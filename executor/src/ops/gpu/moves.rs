@@ -51,7 +51,7 @@ impl State {
                 with_bytes(schedule, buffer, scope, slots, |bytes| self.gpu.write(into, bytes))?;
             }
             let (rows, columns) = dims(ty, extent);
-            Ok(Operand { span: into.part(0, bytes), rows, columns })
+            Ok(Operand { span: into.part(0, bytes), dtype: ty.dtype, rows, columns })
         };
         let staging = &self.scratch.inner;
         match movement {

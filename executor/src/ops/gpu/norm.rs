@@ -3,7 +3,7 @@
 use anyhow::{Context as _, Result, ensure};
 use ir::id::WeightId;
 use ir::op::{self, Activation, Then};
-use ir::tensor::Format;
+use ir::tensor::{DType, Format};
 
 use super::state::{Operand, State};
 use crate::kernels::gpu::cast::{Cast, Norm};
@@ -22,6 +22,7 @@ impl State {
     ) -> Result<()> {
         let call = Cast {
             x: &x.span,
+            element: DType::F32,
             tokens: x.rows,
             features: x.columns,
             norm: Some(self.norm_weights(norm)?),
@@ -54,6 +55,7 @@ impl State {
         let call = Epilogue {
             products: Some(&x.span),
             up: up.map(|up| &up.span),
+            element: DType::F32,
             tokens: x.rows,
             features: x.columns,
             biases: &[None, None][..1 + usize::from(up.is_some())],

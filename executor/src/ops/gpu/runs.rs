@@ -43,10 +43,7 @@ impl State {
     pub(crate) fn prepare_capture(&self, scope: Scope<'_>, run: &Run, steps: &[StepId]) -> bool {
         let tokens = scope.batch.tokens().len();
         let program = &scope.plan.programs[run.program];
-        let is_own = |&id: &StepId| match &program.steps[id].action {
-            Action::Run(op) => !self.calls_library(op, tokens),
-            Action::Move { .. } | Action::Fetch { .. } => true,
-        };
+        let is_own = |&id: &StepId| !self.calls_library(program, id, tokens);
         let can_be_ahead = self.mail.as_ref().is_some_and(|mail| mail.can_be_ahead(run.program))
             && self.expert_counter.is_none()
             && (self.vendor.is_none() || tokens <= MAX_TOKENS || steps.iter().all(is_own));
@@ -56,12 +53,15 @@ impl State {
         can_be_ahead
     }
 
-    /// Whether an operation may call the vendor's library in a run of so many tokens.
-    fn calls_library(&self, op: &Op, tokens: usize) -> bool {
+    /// Whether a step may call the vendor's library in a run of so many tokens.
+    fn calls_library(&self, program: &Program, step: StepId, tokens: usize) -> bool {
+        let step = &program.steps[step];
+        let Action::Run(op) = &step.action else { return false };
         let Some(Products::Linear(linear)) = op.products() else { return false };
+        let dtype = program.buffers[step.reads[0]].ty.dtype;
         let matrices: Result<Vec<&Matrix>> =
             linear.weights.iter().map(|&id| self.weights.matrix(id)).collect();
-        matrices.map_or(true, |matrices| !self.multiplies_as_it_lies(tokens, matrices))
+        matrices.map_or(true, |matrices| !self.multiplies_as_it_lies(tokens, dtype, matrices))
     }
 
     /// Whether a run can be queued ahead.
@@ -273,7 +273,7 @@ impl State {
                     let after = &lane.steps[position + 1..];
                     // The library's products leave a term. A sum that another stretch begins with may have to wait.
                     let is_joined = self.sums.peers.is_joined(program, id)
-                        && !self.calls_library(op, tokens)
+                        && !self.calls_library(schedule, id, tokens)
                         && steps.last() != Some(&id);
                     let sum = after.first().copied().filter(|_| is_joined);
                     let written = sum.map_or(&step.writes, |sum| &schedule.steps[sum].writes);

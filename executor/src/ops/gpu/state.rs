@@ -6,10 +6,9 @@ use std::sync::Arc;
 use anyhow::{Context as _, Result, ensure};
 use ir::frame::Frame;
 use ir::id::{BufferId, DeviceId, Table, WeightId};
-use ir::machine::DeviceKind;
 use ir::op::Op;
 use ir::plan::{Plan, Program, Queue, Step, Weight};
-use ir::tensor::{Extent, TensorType};
+use ir::tensor::{DType, Extent, TensorType};
 use ir::workspace::workspace;
 
 use super::caches::Caches;
@@ -71,8 +70,10 @@ pub(super) struct Operands {
 }
 
 /// A buffer of the run under way.
+#[derive(Clone)]
 pub(super) struct Operand {
     pub(super) span: Span,
+    pub(super) dtype: DType,
     pub(super) rows: usize,
     pub(super) columns: usize,
 }
@@ -134,8 +135,7 @@ impl State {
         // A plan without products of many rows counts no memory for the library.
         let library = library.filter(|_| space.library_bytes > 0);
         let fetches = |program: &Program| program.lane(device, Queue::Copy).is_some();
-        let kind = &plan.machine.devices[device].kind;
-        let counts_library = matches!(kind, DeviceKind::Gpu { library_bytes: 1.., .. });
+        let counts_library = plan.machine.devices[device].kind.has_library();
         let has_library = Some(library.is_some()).filter(|&has| has == counts_library);
         let vendor = library.map(|library| {
             let workspace = memory.take(space.library_bytes as usize)?;
@@ -203,13 +203,13 @@ impl State {
         let (rows, columns) = dims(ty, extent);
         if let (Some(place), Some(window)) = (self.frames[program].fetched(buffer), &self.window) {
             let span = window.part(place.start as usize, place.bytes as usize);
-            return Ok(Operand { span, rows, columns });
+            return Ok(Operand { span, dtype: ty.dtype, rows, columns });
         }
         let place = self.frames[program].place(buffer);
         let place = place.with_context(|| format!("{buffer} is not on this device"))?;
         ensure!(ty.bytes(extent) <= place.bytes, "{buffer} outgrows its place");
         let span = self.buffers.part(place.start as usize, place.bytes as usize);
-        Ok(Operand { span, rows, columns })
+        Ok(Operand { span, dtype: ty.dtype, rows, columns })
     }
 
     /// Where the weights lie that an operation reads from the window, as panels.

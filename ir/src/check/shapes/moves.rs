@@ -19,8 +19,9 @@ pub(super) fn check(
         Move::ReduceScatter { .. } => (true, true),
         Move::Slice { .. } => (false, true),
     };
-    if let Some(packed) = reads.iter().chain(writes).find(|ty| ty.dtype == DType::U8) {
-        bail!("{movement} of {packed}");
+    let is_moved = |ty: &TensorType| matches!(ty.dtype, DType::F32 | DType::I32);
+    if let Some(other) = reads.iter().chain(writes).find(|ty| !is_moved(ty)) {
+        bail!("{movement} of {other}");
     }
     ensure!(is_collective == joins, "{movement} with the wrong kind of membership");
     ensure!(slice.is_some() == cuts, "{movement} with slice {slice:?}");

@@ -16,7 +16,7 @@ mod sum;
 use anyhow::{Result, ensure};
 use cubecl::prelude::*;
 use ir::op::Then;
-use ir::tensor::Format;
+use ir::tensor::{DType, Format};
 use ir::workspace::experts::TILE_NUMBERS;
 use ir::workspace::product_format;
 
@@ -91,6 +91,7 @@ impl Gpu {
         if form == Form::Matrix {
             self.cast(&Cast {
                 x: experts.x,
+                element: DType::F32,
                 tokens,
                 features: gate.columns(),
                 norm: None,
