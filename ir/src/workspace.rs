@@ -11,7 +11,7 @@ use std::collections::BTreeSet;
 use crate::id::{BufferId, DeviceId, RopeId, Table};
 use crate::machine::DeviceKind;
 use crate::op::{Attention, Experts, Linear, NormKind, Op, Products, Then};
-use crate::packing::{PANEL_ROWS, has_panels};
+use crate::packing::has_panels;
 use crate::plan::{Action, Plan, Program, Step};
 use crate::tensor::{DType, Dim, Format};
 
@@ -30,6 +30,8 @@ pub const ATTENTION_SPLITS: u32 = 64;
 const ATTENTION_CUBES: u32 = 512;
 /// Every part, and every piece of one, starts at a multiple of so many bytes.
 pub const WORKSPACE_ALIGNMENT: u64 = 256;
+/// Pieces have multiples of so many rows, each of which makes two bytes of a token's output.
+const PIECE_ROWS: u32 = WORKSPACE_ALIGNMENT as u32 / 2;
 
 /// Members of a sum over GPUs at most.
 pub const EXCHANGE_MEMBERS: usize = 8;
@@ -53,8 +55,9 @@ pub struct Workspace {
     pub input_bytes: u64,
     /// A matrix or some of its rows, one after another: a packed one before the vendor's library multiplies with it.
     pub matrix_bytes: u64,
-    /// Products that a gate is multiplied with; queries after their rotation; what lies between the matrices of a
-    /// mixture's chosen experts; what a movement brings; lists of the most likely tokens.
+    /// Products that a gate is multiplied with; outputs of 16 bits that are made in f32 first; queries after their
+    /// rotation; what lies between the matrices of a mixture's chosen experts; what a movement brings; lists of the most
+    /// likely tokens.
     pub inner_bytes: u64,
     /// What decode attention finds in each part of the contexts.
     pub partial_bytes: u64,
@@ -234,12 +237,13 @@ pub fn exchange_bytes(members: usize, piece_bytes: u64) -> u64 {
 }
 
 /// Rows of a packed matrix `[outputs, inputs]` that are unpacked at a time for the vendor's library, to elements of
-/// two bytes: pairs of panels, which start where parts of the workspace may, in pieces as even as those allow.
+/// two bytes: so many panels at once that pieces, and what they make in two bytes each, start where parts of the workspace
+/// may, in pieces as even as those allow.
 pub fn piece_rows(outputs: u32, inputs: u32) -> u32 {
     let row_bytes = product(&[inputs.max(1)], 2);
     let most = u32::try_from(UNPACKED_BYTES / row_bytes).unwrap_or(u32::MAX).max(1);
     let pieces = outputs.div_ceil(most).max(1);
-    outputs.div_ceil(pieces).next_multiple_of(2 * PANEL_ROWS).min(outputs)
+    outputs.div_ceil(pieces).next_multiple_of(PIECE_ROWS).min(outputs)
 }
 
 /// Bytes with what lies between them and the next place; at most `u64::MAX`.
@@ -382,15 +386,17 @@ pub fn product_format(held: Format, has_library: bool) -> Format {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::packing::PANEL_ROWS;
 
     #[test]
-    fn pieces_are_even_pairs_of_panels_near_the_limit() {
+    fn pieces_are_even_whole_panels_near_the_limit() {
+        const { assert!(PIECE_ROWS.is_multiple_of(PANEL_ROWS)) };
         assert_eq!(piece_rows(14336, 4096), 14336);
-        assert_eq!(piece_rows(14337, 8192), 7232);
+        assert_eq!(piece_rows(14337, 8192), 7296);
         for (outputs, inputs) in [(128_256, 4096), (151_936, 896), (256_000, 3584)] {
             let rows = piece_rows(outputs, inputs);
-            assert!(rows.is_multiple_of(2 * PANEL_ROWS));
-            assert!(product(&[rows - 2 * PANEL_ROWS, inputs], 2) < UNPACKED_BYTES);
+            assert!(rows.is_multiple_of(PIECE_ROWS));
+            assert!(product(&[rows - PIECE_ROWS, inputs], 2) < UNPACKED_BYTES);
         }
     }
 }

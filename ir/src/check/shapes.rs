@@ -5,8 +5,9 @@ use anyhow::{Result, bail, ensure};
 use crate::check::{Scope, Violation};
 use crate::id::WeightId;
 use crate::op::{Attention, Experts, Linear, Norm, Op, Then};
-use crate::plan::{Action, FETCH_ALIGNMENT, Plan, Step};
+use crate::plan::{Action, FETCH_ALIGNMENT, Phase, Plan, Step};
 use crate::tensor::{DType, Dim, TensorType};
+use crate::workspace::{NARROW_ROWS, product_format};
 
 mod moves;
 
@@ -47,7 +48,11 @@ fn step_types(scope: Scope<'_>, step: &Step) -> Result<()> {
             let device = step.writes.first().and_then(|&id| scope.program.buffers.get(id));
             let device = device.and_then(|buffer| plan.machine.devices.get(buffer.device));
             let is_gpu = device.is_some_and(|device| device.kind.is_gpu());
-            if named { (Run { plan, reads, writes: &writes, is_gpu }).check(op) } else { Ok(()) }
+            let program = scope.program;
+            let may_be_narrow =
+                is_gpu && program.phase == Phase::Prefill && program.max.tokens > NARROW_ROWS;
+            let run = Run { plan, reads, writes: &writes, may_be_narrow };
+            if named { run.check(op) } else { Ok(()) }
         }
         Action::Move { movement, collective, slice, .. } => {
             moves::check(movement, collective.is_some(), *slice, &reads, &writes)
@@ -71,7 +76,8 @@ struct Run<'a> {
     plan: &'a Plan,
     reads: &'a [&'a TensorType],
     writes: &'a [&'a TensorType],
-    is_gpu: bool,
+    /// Whether values between linears may be of 16 bits: on GPUs, in runs of many tokens.
+    may_be_narrow: bool,
 }
 
 impl Run<'_> {
@@ -151,10 +157,9 @@ impl Run<'_> {
         );
         let expected = 1 + usize::from(*residual);
         ensure!(self.reads.len() == expected, "{} reads instead of {expected}", self.reads.len());
-        // Only GPUs compute with values of 16 bits, and only between two linears, where matrix instructions take them.
         let (rows, inputs) = match norm {
-            None if self.is_gpu => rows_of_floats(self.reads[0])?,
-            _ => rows_of(self.reads[0])?,
+            None => self.rows_of_factor(self.reads[0], weights)?,
+            Some(_) => rows_of(self.reads[0])?,
         };
         if let Some(norm) = norm {
             self.norm(norm, inputs)?;
@@ -181,10 +186,9 @@ impl Run<'_> {
             self.writes.len(),
             outputs.len()
         );
-        let may_be_narrow = self.is_gpu && *then != Then::Nothing && !residual;
         match (self.writes, &outputs[..]) {
-            ([write], [features]) if may_be_narrow => ensure!(
-                rows_of_floats(write)? == (rows, *features),
+            ([write], [features]) if *then != Then::Nothing && !residual => ensure!(
+                self.rows_of_factor(write, weights)? == (rows, *features),
                 "{write} instead of [{rows}, {features}]"
             ),
             _ => {
@@ -198,6 +202,18 @@ impl Run<'_> {
             same(self.reads[1], self.writes[0])?;
         }
         Ok(())
+    }
+
+    /// Rows and features of what matrices take or make, which is f32 or, between linears of many tokens on a GPU, what
+    /// their products are made of.
+    fn rows_of_factor(&self, ty: &TensorType, weights: &[WeightId]) -> Result<(Dim, u32)> {
+        let is_factor = |&weight: &WeightId| {
+            product_format(self.plan.weights[weight].format, true).float() == Some(ty.dtype)
+        };
+        if self.may_be_narrow && ty.dtype.bytes() == 2 && weights.iter().all(is_factor) {
+            return rows_of_any(ty);
+        }
+        rows_of(ty)
     }
 
     fn attention(&self, attention: &Attention) -> Result<()> {
@@ -319,12 +335,6 @@ fn types<'a, const READS: usize, const WRITES: usize>(
 /// Rows and features of an activation.
 fn rows_of(ty: &TensorType) -> Result<(Dim, u32)> {
     ensure!(ty.dtype == DType::F32, "{ty} where numbers of f32 are expected");
-    rows_of_any(ty)
-}
-
-/// Rows and features of an activation that may be of 16 bits.
-fn rows_of_floats(ty: &TensorType) -> Result<(Dim, u32)> {
-    ensure!(ty.dtype.is_float(), "{ty} where floats are expected");
     rows_of_any(ty)
 }
 

@@ -385,23 +385,32 @@ fn narrow(plan: &mut Plan, step: &str) {
 }
 
 #[test]
-fn gpus_alone_hold_values_between_linears_in_16_bits() {
+fn gpus_alone_hold_values_between_linears_of_many_tokens_in_16_bits() {
+    let made = "s10 (second) of prefill: bf16[tokens, 8] where numbers of f32 are expected";
     let read = "s11 (select) of prefill: bf16[tokens, 8] where numbers of f32 are expected";
-    finds(streamed(), |plan| narrow(plan, "second"), &[read]);
+    let many = |plan: &mut Plan| plan.programs[0].max.tokens = 65;
+    let narrow_second = |plan: &mut Plan| narrow(plan, "second");
+    let mut long = streamed();
+    many(&mut long);
+    // What follows takes f32.
+    finds(long.clone(), narrow_second, &[read]);
+    finds(streamed(), narrow_second, &[made, read]);
     finds(
-        streamed(),
+        long,
         |plan| {
-            narrow(plan, "second");
+            narrow_second(plan);
             let id = named(&plan.programs[0], "second");
             let Action::Run(Op::Linear(linear)) = &mut plan.programs[0].steps[id].action else {
                 panic!("it is a linear")
             };
             linear.then = Then::Nothing;
         },
-        &["s10 (second) of prefill: bf16[tokens, 8] where numbers of f32 are expected", read],
+        &[made, read],
     );
+    let mut long = one_device();
+    many(&mut long);
     finds(
-        one_device(),
+        long,
         |plan| narrow(plan, "q"),
         &[
             "s2 (q) of prefill: bf16[tokens, 8] where numbers of f32 are expected",

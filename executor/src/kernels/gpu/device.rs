@@ -147,7 +147,7 @@ impl Gpu {
     /// When a launch failed.
     pub fn read(&self, span: &Span) -> Result<Bytes> {
         let bytes = self.client.read_one(span.handle.clone()).context("reading GPU memory")?;
-        panics::check().map(|()| bytes)
+        self.check_launches().map(|()| bytes)
     }
 
     /// Captures what `queue` queues, which is not done: launches that have run since `graph_prepare`. Inside it is why the
@@ -165,7 +165,17 @@ impl Gpu {
         // What is left open would take in all that is queued from now on.
         let queued = catch_unwind(AssertUnwindSafe(queue));
         let captured = self.client.stop_capture();
-        queued.unwrap_or_else(|panic| resume_unwind(panic)).map(|()| captured)
+        queued.unwrap_or_else(|panic| resume_unwind(panic))?;
+        self.check_launches().map(|()| captured)
+    }
+
+    /// Whether all launches of this process got as far as the device.
+    ///
+    /// # Errors
+    /// When one was lost in a panic.
+    #[expect(clippy::unused_self, reason = "who drives one GPU must not go on for another either")]
+    pub(crate) fn check_launches(&self) -> Result<()> {
+        panics::check()
     }
 
     /// Passes launches on to the device: until then they may wait in this process, for other calls to follow.
@@ -174,7 +184,7 @@ impl Gpu {
     /// When the device failed.
     pub fn flush(&self) -> Result<()> {
         self.client.flush().context("queueing launches")?;
-        panics::check()
+        self.check_launches()
     }
 
     /// Waits for the launches that were made, and says of those that write to some memory whether they could be.
@@ -185,7 +195,7 @@ impl Gpu {
         let handles = written.iter().map(|span| &span.handle);
         cubecl::future::block_on(self.client.sync_buffers(handles))
             .context("computing on the GPU")?;
-        panics::check()
+        self.check_launches()
     }
 
     /// Waits for the launches that were made.
@@ -194,7 +204,7 @@ impl Gpu {
     /// When the device failed.
     pub fn sync(&self) -> Result<()> {
         cubecl::future::block_on(self.client.sync()).context("waiting for the GPU")?;
-        panics::check()
+        self.check_launches()
     }
 }
 

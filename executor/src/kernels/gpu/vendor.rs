@@ -255,6 +255,12 @@ impl Product<'_> {
     }
 
     fn check(&self) -> Result<()> {
+        ensure!(
+            self.made == DType::F32 || self.made == self.element,
+            "products of {} are asked for in {}",
+            self.element,
+            self.made
+        );
         let [size, made_size] = [self.element, self.made].map(|dtype| dtype.bytes() as usize);
         let holds = |span: &Span, count: usize, size: usize| span.bytes() >= count * size;
         let made = self.tokens.saturating_sub(1) * self.stride + self.outputs;

@@ -106,7 +106,7 @@ impl State {
         let mut element = DType::F32;
         let mut rms = None;
         match &op.norm {
-            _ if x.rows > MAX_TOKENS || x.dtype == DType::Bf16 => {
+            _ if x.rows > MAX_TOKENS || x.dtype != DType::F32 => {
                 input = self.cast_input(op, x, Format::Bf16)?;
                 element = DType::Bf16;
             }

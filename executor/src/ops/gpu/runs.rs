@@ -111,7 +111,8 @@ impl State {
     /// When the device failed.
     pub(crate) fn start_ahead(&mut self, scope: Scope<'_>, kind: Kind) -> Result<()> {
         self.fill(scope)?;
-        self.replays.replay(kind)
+        self.replays.replay(kind)?;
+        self.gpu.check_launches()
     }
 
     /// Whether a step of a run that was queued ahead waits for a letter.
