@@ -3,7 +3,7 @@
 use anyhow::{Context as _, Result};
 use ir::id::DeviceId;
 use ir::layout::Move;
-use ir::machine::LinearRate;
+use ir::machine::{Device, LinearRate};
 use ir::op::{Attention, Experts, Linear, Op, Products, Then};
 use ir::tensor::{DType, Extent, Format, TensorType};
 use ir::workspace::{NARROW_ROWS, UNPACKED_ROWS, product_format};
@@ -150,7 +150,8 @@ fn unpacked_bytes(operands: &Operands<'_>, batch: &Batch) -> u64 {
 
 /// Nanoseconds of one device's part of a movement.
 ///
-/// `incoming` are the bytes read from each device, its own included; `written` is what it holds afterwards.
+/// `incoming` are the bytes read from each device, its own included; `written` is what it holds afterwards. What comes
+/// right behind another value from the same devices (`is_behind`) was under way with it, and wakes nobody.
 /// Fails when no link leads from a device that is read.
 pub(crate) fn move_nanos(
     target: &Target,
@@ -158,8 +159,9 @@ pub(crate) fn move_nanos(
     movement: &Move,
     incoming: &[(DeviceId, u64)],
     written: u64,
+    is_behind: bool,
 ) -> Result<f64> {
-    let rates = &target.machine.devices[device].rates;
+    let Device { rates, kind, .. } = &target.machine.devices[device];
     let (mut latency, mut crossing) = (0f64, 0.0);
     for &(from, bytes) in incoming.iter().filter(|(from, _)| *from != device) {
         let link = target.machine.link(from, device).with_context(|| {
@@ -178,7 +180,12 @@ pub(crate) fn move_nanos(
         | Move::ReduceScatter { .. }
         | Move::Slice { .. } => incoming.iter().map(|(_, bytes)| bytes).sum::<u64>() + written,
     };
-    Ok(rates.step_nanos + latency + crossing + seconds(local as f64, rates.read_bytes_per_sec))
+    let beginning = match (is_behind, kind.is_gpu()) {
+        (false, _) => rates.step_nanos + latency,
+        (true, true) => rates.step_nanos,
+        (true, false) => 0.0,
+    };
+    Ok(beginning + crossing + seconds(local as f64, rates.read_bytes_per_sec))
 }
 
 /// Nanoseconds of a sum over so many GPUs, of terms of `bytes` bytes, by the vendor's library; `None` where the machine

@@ -4,8 +4,9 @@ use std::path::{Component, Path, PathBuf};
 
 use anyhow::Result;
 use ir::asked::Asked;
+use ir::forecast::{Candidate, Forecast, ProgramForecast};
 use ir::model::CheckpointFile;
-use ir::plan::{Candidate, Forecast, ModelInfo, Plan, ProgramForecast, VERSION, Weight};
+use ir::plan::{ModelInfo, Plan, VERSION, Weight};
 use ir::weight::Source;
 
 use crate::bind::bind;
@@ -76,12 +77,15 @@ pub(crate) fn emit(
     plan.forecast.programs = plan
         .programs
         .iter()
-        .map(|program| {
+        .zip(batches)
+        .map(|(program, batch)| {
             let times = simulate(program);
             ProgramForecast {
                 program: program.name.clone(),
+                tokens: batch.varying_tokens(),
                 nanos: times.nanos,
                 busiest_lane_nanos: times.busiest_lane_nanos,
+                others: Vec::new(),
             }
         })
         .collect();

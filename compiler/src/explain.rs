@@ -8,7 +8,7 @@ use std::fmt::Write as _;
 
 use ir::graph::{Cause, Reason};
 use ir::machine::{Machine, RateSource};
-use ir::plan::Plan;
+use ir::plan::{Phase, Plan};
 
 pub use diff::diff;
 
@@ -124,17 +124,28 @@ fn devices(plan: &Plan) -> Table {
 }
 
 fn programs(plan: &Plan) -> Table {
-    let mut table = Table::new(&["program", "tokens", "time", "tokens/s", "busiest lane"]);
+    let mut table =
+        Table::new(&["program", "tokens", "cached", "time", "tokens/s", "busiest lane"]);
     for (program, forecast) in plan.programs.iter().zip(&plan.forecast.programs) {
-        let tokens = program.max.tokens;
-        let rate = f64::from(tokens) / (forecast.nanos.max(1) as f64 / 1e9);
-        table.row(vec![
-            forecast.program.clone(),
-            tokens.to_string(),
-            nanos(forecast.nanos),
-            format!("{rate:.1}"),
-            nanos(forecast.busiest_lane_nanos),
-        ]);
+        let mut row = |(tokens, cached): (u32, u32), time: u64, busiest: String| {
+            let rate = f64::from(tokens) / (time.max(1) as f64 / 1e9);
+            table.row(vec![
+                forecast.program.clone(),
+                tokens.to_string(),
+                cached.to_string(),
+                nanos(time),
+                format!("{rate:.1}"),
+                busiest,
+            ]);
+        };
+        let most = program.max.tokens;
+        let decodes = program.phase == Phase::Decode;
+        // What varies is what prefill feeds, and what decode finds.
+        let sizes = |tokens: u32| if decodes { (most, tokens) } else { (tokens, 0) };
+        row(sizes(forecast.tokens), forecast.nanos, nanos(forecast.busiest_lane_nanos));
+        for other in &forecast.others {
+            row(sizes(other.tokens), other.nanos, String::new());
+        }
     }
     table
 }

@@ -27,7 +27,7 @@ pub(crate) fn groups(
     let groups = vec![gpus, nodes];
     let sum = |device: DeviceId, terms: &mut dyn Iterator<Item = usize>| {
         let incoming: Vec<(DeviceId, u64)> = terms.map(|term| (devices[term], bytes)).collect();
-        move_nanos(target, device, &Move::AllReduce, &incoming, bytes)
+        move_nanos(target, device, &Move::AllReduce, &incoming, bytes, false)
     };
     let slowest = |nanos: Vec<f64>| nanos.into_iter().fold(0.0, f64::max);
     let at_once: Vec<f64> = devices

@@ -27,6 +27,7 @@ mod prompts;
 mod rewrite;
 mod schedule;
 mod shards;
+mod sizes;
 mod unpacked;
 mod window;
 

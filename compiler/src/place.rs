@@ -20,12 +20,13 @@ use std::collections::BTreeSet;
 use std::ops::Range;
 
 use anyhow::{Result, bail, ensure};
+use ir::forecast::{Candidate, DeviceForecast};
 use ir::graph::Placed;
 use ir::id::{DeviceId, NodeId, Table};
 use ir::layout::Layout;
 use ir::machine::{Device, DeviceKind, Link, Machine, RatePoint};
 use ir::model::ModelCache;
-use ir::plan::{Candidate, DeviceForecast, Phase};
+use ir::plan::Phase;
 use ir::tensor::Format;
 use rayon::prelude::*;
 

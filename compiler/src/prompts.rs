@@ -10,6 +10,7 @@ use ir::plan::{Phase, Plan};
 use crate::emit::emit;
 use crate::graphs::Graphs;
 use crate::place::missing;
+use crate::sizes;
 use crate::task::Task;
 
 /// Tokens that such a program may take.
@@ -27,13 +28,16 @@ pub(crate) fn plan(task: &Task<'_>, graphs: &Graphs, blocks: u32) -> Result<Plan
             // All prompts come in such short parts.
             with_short[0].placed_as = Phase::Decode;
         }
-        let plan = emit(task, graphs, &with_short, blocks)?;
+        let mut plan = emit(task, graphs, &with_short, blocks)?;
         // Each program fits, but one may need most buffers and another most scratch memory.
         if missing(&plan).is_none() {
+            sizes::forecast(task, graphs, &with_short, &mut plan)?;
             return Ok(plan);
         }
     }
-    emit(task, graphs, &batches, blocks)
+    let mut plan = emit(task, graphs, &batches, blocks)?;
+    sizes::forecast(task, graphs, &batches, &mut plan)?;
+    Ok(plan)
 }
 
 /// The most tokens that a program for short prompts serves.

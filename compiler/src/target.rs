@@ -56,6 +56,16 @@ pub(crate) struct Batch {
     pub(crate) past: u32,
 }
 
+impl Batch {
+    /// The tokens that make runs of its program longer: those that prefill feeds, those cached before decode.
+    pub(crate) fn varying_tokens(&self) -> u32 {
+        match self.phase {
+            Phase::Prefill => self.extent.tokens,
+            Phase::Decode => self.past,
+        }
+    }
+}
+
 impl Target {
     /// A target with prefill runs of at most so many tokens. Fails on names that the machine lacks and limits that the
     /// model exceeds.

@@ -10,6 +10,7 @@ pub mod check;
 pub mod counts;
 pub mod dag;
 mod fingerprint;
+pub mod forecast;
 pub mod frame;
 pub mod graph;
 pub mod id;

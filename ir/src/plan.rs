@@ -7,6 +7,7 @@ use anyhow::{Context as _, Result, ensure};
 use serde::{Deserialize, Serialize};
 
 use crate::asked::Asked;
+use crate::forecast::Forecast;
 use crate::graph::Cause;
 use crate::id::{
     BufferId, CacheId, CauseId, CollectiveId, DeviceId, FileId, RopeId, StepId, Table, WeightId,
@@ -22,7 +23,7 @@ use crate::weight::Source;
 use crate::workspace::{EXCHANGE_MEMBERS, MOST_FLAGGED_TERM_BYTES, product_format};
 
 /// Raised whenever a field changes meaning; other plans are refused.
-pub const VERSION: u32 = 4;
+pub const VERSION: u32 = 5;
 
 /// Fetched weights begin at multiples of this: what vendor libraries ask of a matrix.
 pub const FETCH_ALIGNMENT: u64 = 256;
@@ -247,60 +248,6 @@ impl Algorithm {
     }
 }
 
-/// Predictions: all times at the programs' largest extents.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Forecast {
-    /// Bytes on each device.
-    pub devices: Table<DeviceId, DeviceForecast>,
-    /// Time of each program.
-    pub programs: Vec<ProgramForecast>,
-    /// Every placement that was priced, best first.
-    pub candidates: Vec<Candidate>,
-}
-
-/// Bytes on one device.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct DeviceForecast {
-    /// Weights in their compute formats.
-    pub weight_bytes: u64,
-    /// KV caches.
-    pub cache_bytes: u64,
-    /// Most bytes of buffers at one time, over all programs.
-    pub buffer_bytes: u64,
-    /// The window that fetched weights pass through.
-    pub fetch_bytes: u64,
-    /// Scratch memory of its kernels.
-    pub workspace_bytes: u64,
-    /// What the driver and libraries take of a GPU that is used.
-    pub reserved_bytes: u64,
-    /// What the device has.
-    pub capacity_bytes: u64,
-}
-
-/// Time of one program.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct ProgramForecast {
-    /// The program.
-    pub program: String,
-    /// Start to end of one run.
-    pub nanos: u64,
-    /// Time the busiest lane works: what bounds throughput when runs overlap.
-    pub busiest_lane_nanos: u64,
-}
-
-/// A placement that was priced.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Candidate {
-    /// What it is, for people: `all on gpu0`, `pipeline numa0 → numa1`.
-    pub name: String,
-    /// One prefill of the largest extent; `None` where it does not fit.
-    pub prefill_nanos: Option<u64>,
-    /// One decode step of one sequence.
-    pub decode_nanos: Option<u64>,
-    /// What it lacks: device and bytes.
-    pub missing: Option<(DeviceId, u64)>,
-}
-
 impl Plan {
     /// Reads a plan. Fails on text that is not a plan of this version; soundness is for [`crate::check`].
     pub fn from_ron(text: &str) -> Result<Self> {
@@ -468,24 +415,6 @@ impl Weight {
     /// The type of a buffer that it is fetched to; `None` for a vector.
     pub fn packed_type(&self) -> Option<TensorType> {
         packed_type(self.format, &self.shape)
-    }
-}
-
-impl DeviceForecast {
-    /// Everything that must be there at once; at most `u64::MAX`.
-    pub fn needed_bytes(&self) -> u64 {
-        let Self {
-            weight_bytes,
-            cache_bytes,
-            buffer_bytes,
-            fetch_bytes,
-            workspace_bytes,
-            reserved_bytes,
-            capacity_bytes: _,
-        } = *self;
-        [weight_bytes, cache_bytes, buffer_bytes, fetch_bytes, workspace_bytes, reserved_bytes]
-            .into_iter()
-            .fold(0, u64::saturating_add)
     }
 }
 

@@ -8,7 +8,7 @@ use compiler::Options;
 use compiler::options::{CountedExperts, Objective, parse_tensor_parallel};
 use ir::counts::{ExpertCounts, VERSION};
 use ir::graph::Reason;
-use ir::id::{DeviceId, Id as _};
+use ir::id::{DeviceId, Id as _, StepId};
 use ir::machine::{Device, Link, Machine};
 use ir::model::Model;
 use ir::op::Op;
@@ -329,6 +329,24 @@ fn experts_stay_on_the_host_before_anything_else() {
     }
 }
 
+#[test]
+fn values_that_cross_together_are_under_way_together() {
+    let plan = compile(&model(&MadeUp::mixture()), &h200(3 * GIB), &options());
+    let decode = &plan.programs[first_decode(&plan)];
+    let node = decode.lane(DeviceId::from_index(1), Queue::Compute).expect("the host computes");
+    let is_move = |step: StepId| matches!(decode.steps[step].action, Action::Move { .. });
+    let (mut first, mut behind) = (Vec::new(), Vec::new());
+    for pair in node.steps.windows(2).filter(|pair| is_move(pair[1])) {
+        let nanos = decode.steps[pair[1]].estimate_nanos;
+        if is_move(pair[0]) { behind.push(nanos) } else { first.push(nanos) }
+    }
+    // What experts take, and by whom and how they are chosen.
+    assert!(!first.is_empty() && behind.len() >= 2 * first.len());
+    let latency = plan.machine.links[0].latency_nanos as u64;
+    assert!(first.iter().all(|&nanos| nanos > latency), "{first:?}");
+    assert!(behind.iter().all(|&nanos| nanos < 1000), "{behind:?}");
+}
+
 /// Counts of the made-up mixture: the choices of an expert fall with its rank, which differs from layer to layer.
 fn falling_counts(model: &Model, steepness: f64) -> CountedExperts {
     let mut counts = ExpertCounts { version: VERSION, ..ExpertCounts::default() };
@@ -436,7 +454,7 @@ fn the_choice_is_never_slower_than_a_simple_one() {
     for (plain_bf16, sizes) in [(true, [6, 8, 10, 12, 14, 16]), (false, [4, 5, 6, 7, 8, 10])] {
         for gpu_bytes in sizes.map(|gib| gib * GIB) {
             let plan = compile(&model, &h200(gpu_bytes), &Options { plain_bf16, ..options() });
-            let score = |candidate: &ir::plan::Candidate| {
+            let score = |candidate: &ir::forecast::Candidate| {
                 Some(candidate.prefill_nanos? + 128 * candidate.decode_nanos?)
             };
             let best = plan.forecast.candidates.iter().filter_map(score).min();

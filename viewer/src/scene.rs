@@ -320,7 +320,7 @@ impl Scene {
 }
 
 fn devices(plan: &Plan) -> Vec<Device> {
-    let forecast = |id: ir::id::DeviceId, part: fn(&ir::plan::DeviceForecast) -> u64| {
+    let forecast = |id: ir::id::DeviceId, part: fn(&ir::forecast::DeviceForecast) -> u64| {
         plan.forecast.devices.get(id).map_or(0, part)
     };
     let mut devices: Vec<Device> = plan
@@ -355,7 +355,7 @@ fn devices(plan: &Plan) -> Vec<Device> {
     devices
 }
 
-fn candidate(plan: &Plan, candidate: &ir::plan::Candidate) -> Candidate {
+fn candidate(plan: &Plan, candidate: &ir::forecast::Candidate) -> Candidate {
     Candidate {
         name: candidate.name.clone(),
         prefill_nanos: candidate.prefill_nanos,
@@ -377,17 +377,15 @@ fn program_scene(plan: &Plan, program: &ir::plan::Program) -> Program {
             (0, known.filter(|&step| step < program.steps.len()).collect())
         })
         .collect();
+    let is_decode = program.phase == Phase::Decode;
+    let forecasts = &plan.forecast.programs;
+    let forecast = forecasts.iter().find(|forecast| forecast.program == program.name);
     let mut scene = Program {
         name: program.name.clone(),
-        is_decode: program.phase == Phase::Decode,
+        is_decode,
         max_tokens: program.max.tokens,
-        cached_tokens: (program.phase == Phase::Decode).then_some(plan.model.context / 2),
-        forecast_nanos: plan
-            .forecast
-            .programs
-            .iter()
-            .find(|forecast| forecast.program == program.name)
-            .map(|forecast| forecast.nanos),
+        cached_tokens: forecast.filter(|_| is_decode).map(|forecast| forecast.tokens),
+        forecast_nanos: forecast.map(|forecast| forecast.nanos),
         steps: steps::rows(plan, program),
         queues,
         blocks: Vec::new(),

@@ -3,9 +3,9 @@
 use std::collections::BTreeSet;
 
 use anyhow::Result;
+use ir::forecast::DeviceForecast;
 use ir::graph::{Cause, Reason, RunnerUp};
 use ir::id::{DeviceId, Table};
-use ir::plan::DeviceForecast;
 
 use crate::options::{Options, Request};
 use crate::place::candidates::{Arrangement, handover_of};

@@ -1,9 +1,10 @@
 //! What an arrangement costs: the finished schedule, priced.
 
 use anyhow::Result;
+use ir::forecast::{Candidate, DeviceForecast, ProgramForecast};
 use ir::graph::Placed;
 use ir::id::{DeviceId, NodeId, Table};
-use ir::plan::{Candidate, DeviceForecast, Phase, ProgramForecast, Queue};
+use ir::plan::{Phase, Queue};
 
 use crate::emit::emit;
 use crate::graphs::{Graphs, Phases};

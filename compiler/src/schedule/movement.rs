@@ -1,5 +1,7 @@
 //! Steps that move values between devices.
 
+use std::collections::BTreeSet;
+
 use anyhow::{Context as _, Result};
 use ir::dag::Node;
 use ir::graph::{Placed, PlacedGraph};
@@ -144,7 +146,7 @@ impl Draft<'_> {
         let Some(by_library) = by_library.filter(|_| may_be_librarys) else {
             return Ok(Algorithm::Direct);
         };
-        let direct = |&(to, _)| move_nanos(target, to, movement, &incoming, largest);
+        let direct = |&(to, _)| move_nanos(target, to, movement, &incoming, largest, false);
         let direct: Vec<f64> = incoming.iter().map(direct).collect::<Result<_>>()?;
         let is_faster = direct.into_iter().fold(0.0, f64::max) > by_library * LIBRARY_GAIN;
         Ok(if is_faster { Algorithm::Library } else { Algorithm::Direct })
@@ -166,6 +168,18 @@ impl Draft<'_> {
             && matches!(writer, Some(Action::Run(Op::Linear(_))))
             && incoming.iter().all(|(_, bytes)| *bytes <= MOST_FLAGGED_TERM_BYTES)
             && self.are_gpus(incoming)
+    }
+
+    /// Whether the last step of a device brought it something from the same devices.
+    fn is_behind(&self, device: DeviceId, incoming: &[(DeviceId, u64)]) -> bool {
+        let lane = self.lanes.get(&(device, Queue::Compute));
+        let last = self.lane_of.rows().iter().rposition(|of_step| Some(of_step) == lane);
+        let Some(last) = last.map(|last| &self.steps.rows()[last]) else { return false };
+        let senders = |incoming: &[(DeviceId, u64)]| -> BTreeSet<DeviceId> {
+            incoming.iter().map(|(from, _)| *from).filter(|&from| from != device).collect()
+        };
+        let (theirs, ours) = (senders(&self.incoming(&last.reads)), senders(incoming));
+        matches!(last.action, Action::Move { .. }) && !ours.is_empty() && theirs == ours
     }
 
     /// Where buffers lie, and their bytes in the batch that is priced.
@@ -215,7 +229,8 @@ impl Draft<'_> {
                 let is_joined = self.is_joined(device, movement, &reads, &incoming);
                 let launch = target.machine.devices[device].rates.step_nanos;
                 let saved = if is_joined { launch } else { 0.0 };
-                move_nanos(target, device, movement, &incoming, written)? - saved
+                let is_behind = self.is_behind(device, &incoming);
+                move_nanos(target, device, movement, &incoming, written, is_behind)? - saved
             }
             Algorithm::Library => library_sum_nanos(target, reads.len(), written)
                 .context("a library that the machine lacks was chosen")?,

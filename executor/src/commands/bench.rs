@@ -28,11 +28,11 @@ struct Test {
     forecast: Option<Forecast>,
 }
 
-/// What a plan predicts, for the size that the compiler assumed.
+/// What a plan predicts.
 struct Forecast {
     tokens_per_sec: f64,
-    /// `pp512`, `d256`: the prompt or the depth that it is of.
-    of: String,
+    /// `pp512`: the prompt that it is of, where that is not the one that is measured.
+    of: Option<String>,
 }
 
 pub(super) fn run(arguments: BenchArguments) -> Result<()> {
@@ -70,7 +70,8 @@ pub(super) fn run(arguments: BenchArguments) -> Result<()> {
         if sequences > 1 {
             name += &format!(" x {sequences}");
         }
-        let forecast = forecast_decode(engine.plan(), sequences);
+        // On the way, half of what is generated is cached.
+        let forecast = forecast_decode(engine.plan(), sequences, depth + tokens / 2);
         let test = Test::new(name, "decode", tokens * sequences, forecast);
         tests.push(measure(engine, test, arguments.repetitions, decode)?);
     }
@@ -143,14 +144,15 @@ fn measure(
     Ok(test)
 }
 
-/// Predicted prompt tokens per second, with nothing cached, of a full run of the program that takes them.
+/// Predicted prompt tokens per second, with nothing cached: of the prompt, or of a full run where it takes several.
 fn forecast_prefill(plan: &Plan, prompt_tokens: usize) -> Option<Forecast> {
     let index = plan.program_for(Phase::Prefill, prompt_tokens, 1, false)?;
-    let nanos = plan.forecast.programs.get(index)?.nanos;
-    let tokens = plan.programs[index].max.tokens;
-    (nanos > 0).then(|| Forecast {
-        tokens_per_sec: f64::from(tokens) * 1e9 / nanos as f64,
-        of: format!("pp{tokens}"),
+    let most = plan.programs[index].max.tokens;
+    let tokens = u32::try_from(prompt_tokens).map_or(most, |tokens| tokens.min(most));
+    let nanos = plan.forecast.programs.get(index)?.nanos_of(tokens);
+    (nanos > 0.0).then(|| Forecast {
+        tokens_per_sec: f64::from(tokens) * 1e9 / nanos,
+        of: (tokens as usize != prompt_tokens).then(|| format!("pp{tokens}")),
     })
 }
 
@@ -160,17 +162,16 @@ fn most_sequences(plan: &Plan) -> usize {
     decodes.map(|program| program.max_sequences as usize).max().unwrap_or(0)
 }
 
-/// Predicted generated tokens per second, over all sequences, each half as long as the context.
-fn forecast_decode(plan: &Plan, sequences: usize) -> Option<Forecast> {
+/// Predicted generated tokens per second, over all sequences, with so many tokens cached of each.
+fn forecast_decode(plan: &Plan, sequences: usize, cached: usize) -> Option<Forecast> {
     let index = plan.program_for(Phase::Decode, sequences, sequences, false)?;
     if (plan.programs[index].max_sequences as usize) < sequences {
         return None;
     }
-    let nanos = plan.forecast.programs.get(index)?.nanos;
-    (nanos > 0).then(|| Forecast {
-        tokens_per_sec: sequences as f64 * 1e9 / nanos as f64,
-        of: format!("d{}", plan.model.context / 2),
-    })
+    let cached = u32::try_from(cached).ok()?;
+    let nanos = plan.forecast.programs.get(index)?.nanos_of(cached);
+    let tokens_per_sec = sequences as f64 * 1e9 / nanos;
+    (nanos > 0.0).then_some(Forecast { tokens_per_sec, of: None })
 }
 
 fn to_markdown(model: &str, tests: &[Test]) -> String {
@@ -179,7 +180,7 @@ fn to_markdown(model: &str, tests: &[Test]) -> String {
     for test in tests {
         let forecast = test.forecast.as_ref().map_or("–".into(), |forecast| {
             let rate = format!("{:.1}", forecast.tokens_per_sec);
-            if forecast.of == test.name { rate } else { format!("{rate} @ {}", forecast.of) }
+            forecast.of.as_ref().map_or(rate.clone(), |of| format!("{rate} @ {of}"))
         });
         let (mean, deviation) = test.mean_and_deviation();
         text += &format!("| {model} | {} | {mean:.2} ± {deviation:.2} | {forecast} |\n", test.name);
@@ -210,7 +211,7 @@ impl Test {
             "stddev": deviation,
             "samples": self.samples,
             "forecast_tokens_per_sec": self.forecast.as_ref().map(|forecast| forecast.tokens_per_sec),
-            "forecast_of": self.forecast.as_ref().map(|forecast| &forecast.of),
+            "forecast_of": self.forecast.as_ref().and_then(|forecast| forecast.of.as_ref()),
         })
     }
 }

@@ -15,6 +15,7 @@ use std::collections::BTreeSet;
 
 use crate::check::Violation;
 use crate::check::order::{Home, Order};
+use crate::forecast::DeviceForecast;
 use crate::frame::Frame;
 use crate::id::{BufferId, DeviceId, Id as _, StepId, Table};
 use crate::machine::DeviceKind;
@@ -22,7 +23,7 @@ use crate::op::{Experts, Linear, Products};
 use crate::packing::{
     BLOCK_COLUMNS, BLOCK_PAIR_COLUMNS, BLOCK_PANELS, BLOCK_STRIPS, PANEL_ROWS, STRIP_ROWS,
 };
-use crate::plan::{Action, DeviceForecast, Lane, Plan, Program, Step};
+use crate::plan::{Action, Lane, Plan, Program, Step};
 use crate::tensor::{DType, Format};
 use crate::workspace::{aligned, workspaces};
 

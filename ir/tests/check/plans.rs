@@ -1,6 +1,7 @@
 //! Sound plans made by hand, for changing until they are not.
 
 use ir::asked::Asked;
+use ir::forecast::Forecast;
 use ir::graph::{Cause, Reason};
 use ir::id::{BufferId, CacheId, DeviceId, Id as _, StepId, Table, WeightId};
 use ir::layout::Move;
@@ -10,8 +11,8 @@ use ir::op::{
     Activation, Attention, Experts, Frequencies, Linear, Norm, NormKind, Op, Pairing, Rope, Then,
 };
 use ir::plan::{
-    Action, Algorithm, Buffer, Cache, Forecast, Lane, ModelInfo, Phase, Plan, Program, Queue, Step,
-    VERSION, Weight,
+    Action, Algorithm, Buffer, Cache, Lane, ModelInfo, Phase, Plan, Program, Queue, Step, VERSION,
+    Weight,
 };
 use ir::tensor::{DType, Dim, Extent, Format, TensorType};
 use ir::weight::Source;

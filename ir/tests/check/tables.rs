@@ -1,10 +1,11 @@
 //! Devices, limits, weights, caches and ropes by themselves; ids that name nothing.
 
+use ir::forecast::Candidate;
 use ir::graph::{Cause, Reason, RunnerUp};
 use ir::id::{CauseId, FileId, Id as _, RopeId};
 use ir::machine::DeviceKind;
 use ir::op::{Frequencies, Op};
-use ir::plan::{Candidate, Lane, Plan, Queue};
+use ir::plan::{Lane, Plan, Queue};
 use ir::tensor::{DType, Format};
 use ir::weight::Source;
 

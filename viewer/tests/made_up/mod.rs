@@ -14,14 +14,13 @@ mod program;
 mod times;
 
 use ir::asked::Asked;
+use ir::forecast::{Candidate, DeviceForecast, Forecast, ProgramForecast};
 use ir::id::{DeviceId, Id as _, Table};
 use ir::machine::{
     Device, DeviceKind, Host, LinearRate, Link, Machine, RatePoint, RateSource, Rates,
 };
 use ir::model::CheckpointFile;
-use ir::plan::{
-    Candidate, DeviceForecast, Forecast, ModelInfo, Phase, Plan, ProgramForecast, VERSION, Weight,
-};
+use ir::plan::{ModelInfo, Phase, Plan, VERSION, Weight};
 use ir::tensor::{Extent, Format};
 
 use layers::{hold, layer_bytes};
@@ -182,7 +181,13 @@ fn forecast(plan: &mut Plan) {
         let times =
             simulate(program, |step| step.estimate_nanos, 0, &mut vec![0; program.lanes.len()]);
         let nanos = times.iter().map(|&(_, _, end)| end).max().unwrap_or(0);
-        ProgramForecast { program: program.name.clone(), nanos, busiest_lane_nanos: nanos / 2 }
+        ProgramForecast {
+            program: program.name.clone(),
+            tokens: if program.phase == Phase::Decode { CONTEXT / 2 } else { program.max.tokens },
+            nanos,
+            busiest_lane_nanos: nanos / 2,
+            others: Vec::new(),
+        }
     });
     plan.forecast.programs = programs.collect();
     plan.forecast.candidates = vec![

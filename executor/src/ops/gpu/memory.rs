@@ -3,7 +3,7 @@
 
 use anyhow::{Context as _, Result, ensure};
 use cudarc::driver::CudaContext;
-use ir::plan::DeviceForecast;
+use ir::forecast::DeviceForecast;
 use ir::workspace::Workspace;
 
 use crate::kernels::gpu::device::{ALIGNMENT, Gpu, Span};

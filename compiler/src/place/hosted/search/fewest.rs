@@ -2,8 +2,8 @@
 
 use std::ops::Range;
 
+use ir::forecast::DeviceForecast;
 use ir::id::DeviceId;
-use ir::plan::DeviceForecast;
 
 use super::{IN_PLACE, Search};
 use crate::place::Offer;

@@ -1,0 +1,51 @@
+//! How long other runs of a plan's programs take than those of the largest extent.
+
+use anyhow::Result;
+use ir::forecast::RunForecast;
+use ir::plan::{Phase, Plan};
+use ir::tensor::Extent;
+use ir::workspace::NARROW_ROWS;
+
+use crate::bind::bind;
+use crate::forecast::{contend, simulate};
+use crate::graphs::Graphs;
+use crate::schedule::{Causes, schedule};
+use crate::target::Batch;
+use crate::task::Task;
+
+/// Tokens of prompts: what is said in a chat, where GPUs multiply in another way, and what people measure.
+const TOKENS: [u32; 5] = [8, NARROW_ROWS, NARROW_ROWS + 1, 128, 512];
+
+/// Adds to a plan's forecast what its programs, one for each batch, take for fewer tokens or with nothing cached.
+pub(crate) fn forecast(
+    task: &Task<'_>,
+    graphs: &Graphs,
+    batches: &[Batch],
+    plan: &mut Plan,
+) -> Result<()> {
+    let bound = bind(task, graphs)?;
+    for (batch, forecast) in batches.iter().zip(&mut plan.forecast.programs) {
+        for batch in others(batch) {
+            let mut program = schedule(task, graphs, &bound, &batch, &mut Causes::default())?;
+            contend(task, &bound, &mut program);
+            let (tokens, nanos) = (batch.varying_tokens(), simulate(&program).nanos);
+            forecast.others.push(RunForecast { tokens, nanos });
+        }
+    }
+    Ok(())
+}
+
+/// The sizes that are forecast of a program beside its own.
+fn others(batch: &Batch) -> Vec<Batch> {
+    match batch.phase {
+        Phase::Decode => vec![Batch { past: 0, ..batch.clone() }],
+        Phase::Prefill => {
+            let fewer = TOKENS.into_iter().filter(|&tokens| tokens < batch.extent.tokens);
+            let of_size = |tokens: u32| {
+                let extent = Extent { tokens, rows: batch.extent.rows.min(tokens) };
+                Batch { extent, ..batch.clone() }
+            };
+            fewer.map(of_size).collect()
+        }
+    }
+}

@@ -1,0 +1,131 @@
+//! What a compiler predicts of a plan: bytes, times and what else was priced.
+
+use serde::{Deserialize, Serialize};
+
+use crate::id::{DeviceId, Table};
+
+/// Predictions.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Forecast {
+    /// Bytes on each device.
+    pub devices: Table<DeviceId, DeviceForecast>,
+    /// Time of each program.
+    pub programs: Vec<ProgramForecast>,
+    /// Every placement that was priced, best first.
+    pub candidates: Vec<Candidate>,
+}
+
+/// Bytes on one device.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DeviceForecast {
+    /// Weights in their compute formats.
+    pub weight_bytes: u64,
+    /// KV caches.
+    pub cache_bytes: u64,
+    /// Most bytes of buffers at one time, over all programs.
+    pub buffer_bytes: u64,
+    /// The window that fetched weights pass through.
+    pub fetch_bytes: u64,
+    /// Scratch memory of its kernels.
+    pub workspace_bytes: u64,
+    /// What the driver and libraries take of a GPU that is used.
+    pub reserved_bytes: u64,
+    /// What the device has.
+    pub capacity_bytes: u64,
+}
+
+/// Time of one program.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct ProgramForecast {
+    /// The program.
+    pub program: String,
+    /// Tokens that prefill feeds, or that each sequence has cached before decode.
+    pub tokens: u32,
+    /// Start to end of one run of the largest extent; of prefill with nothing cached.
+    pub nanos: u64,
+    /// Time the busiest lane works meanwhile: what bounds throughput when runs overlap.
+    pub busiest_lane_nanos: u64,
+    /// Runs with other numbers of such tokens.
+    pub others: Vec<RunForecast>,
+}
+
+/// Time of a run of another size.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RunForecast {
+    /// Tokens that prefill feeds, or that each sequence has cached before decode.
+    pub tokens: u32,
+    /// Start to end.
+    pub nanos: u64,
+}
+
+/// A placement that was priced.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Candidate {
+    /// What it is, for people: `all on gpu0`, `pipeline numa0 → numa1`.
+    pub name: String,
+    /// One prefill of the largest extent; `None` where it does not fit.
+    pub prefill_nanos: Option<u64>,
+    /// One decode step of one sequence.
+    pub decode_nanos: Option<u64>,
+    /// What it lacks: device and bytes.
+    pub missing: Option<(DeviceId, u64)>,
+}
+
+impl DeviceForecast {
+    /// Everything that must be there at once; at most `u64::MAX`.
+    pub fn needed_bytes(&self) -> u64 {
+        let Self {
+            weight_bytes,
+            cache_bytes,
+            buffer_bytes,
+            fetch_bytes,
+            workspace_bytes,
+            reserved_bytes,
+            capacity_bytes: _,
+        } = *self;
+        [weight_bytes, cache_bytes, buffer_bytes, fetch_bytes, workspace_bytes, reserved_bytes]
+            .into_iter()
+            .fold(0, u64::saturating_add)
+    }
+}
+
+impl ProgramForecast {
+    /// Nanoseconds of a run of `tokens` (fed by prefill, cached before decode): on the line between the next fewer and
+    /// the next more that are known, beyond all on that of the last two, and below all as long as the first.
+    pub fn nanos_of(&self, tokens: u32) -> f64 {
+        let own = RunForecast { tokens: self.tokens, nanos: self.nanos };
+        let mut runs: Vec<RunForecast> = [own].into_iter().chain(self.others.clone()).collect();
+        runs.sort_by_key(|run| run.tokens);
+        runs.dedup_by_key(|run| run.tokens);
+        let above = runs.partition_point(|run| run.tokens < tokens).min(runs.len() - 1);
+        let Some(below) = above.checked_sub(1) else { return runs[above].nanos as f64 };
+        let [below, above] = [runs[below], runs[above]];
+        let part = (f64::from(tokens) - f64::from(below.tokens))
+            / (f64::from(above.tokens) - f64::from(below.tokens));
+        below.nanos as f64 + part * (above.nanos as f64 - below.nanos as f64)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn runs_between_known_ones_lie_on_lines() {
+        let run = |tokens, nanos| RunForecast { tokens, nanos };
+        let forecast = |tokens, others| ProgramForecast {
+            program: "prefill".into(),
+            tokens,
+            nanos: 500,
+            busiest_lane_nanos: 0,
+            others,
+        };
+        let known = forecast(512, vec![run(32, 100), run(128, 200)]);
+        let times = [1, 32, 80, 128, 320, 512, 1024].map(|tokens| known.nanos_of(tokens));
+        assert_eq!(times, [100.0, 100.0, 150.0, 200.0, 350.0, 500.0, 900.0]);
+        // Of decode, the other is the one with nothing cached.
+        assert_eq!(forecast(128, vec![run(0, 300)]).nanos_of(64), 400.0);
+        assert_eq!(forecast(512, Vec::new()).nanos_of(7), 500.0);
+        assert_eq!(forecast(0, vec![run(0, 400)]).nanos_of(0), 500.0);
+    }
+}
