@@ -6,15 +6,16 @@ use anyhow::Result;
 use ir::asked::Asked;
 use ir::forecast::{Candidate, Forecast, ProgramForecast};
 use ir::model::CheckpointFile;
-use ir::plan::{ModelInfo, Plan, VERSION, Weight};
+use ir::plan::{ModelInfo, Plan, Program, VERSION, Weight};
 use ir::weight::Source;
 
-use crate::bind::bind;
+use crate::bind::{Bound, bind};
 use crate::forecast::{contend, simulate};
 use crate::graphs::Graphs;
 use crate::options::Options;
 use crate::part::WeightKey;
 use crate::schedule::{Causes, schedule};
+use crate::sizes;
 use crate::target::{BLOCK_TOKENS, Batch};
 use crate::task::Task;
 
@@ -32,11 +33,7 @@ pub(crate) fn emit(
     let mut causes = Causes::default();
     let programs = batches
         .iter()
-        .map(|batch| {
-            let mut program = schedule(task, graphs, &bound, batch, &mut causes)?;
-            contend(task, &bound, &mut program);
-            Ok(program)
-        })
+        .map(|batch| program(task, graphs, &bound, batch, &mut causes))
         .collect::<Result<Vec<_>>>()?;
     let weights = bound
         .weights
@@ -92,12 +89,26 @@ pub(crate) fn emit(
     Ok(plan)
 }
 
-/// Adds what only a plan that is kept needs: where its weights are read from, what was asked and what else was
-/// priced.
+/// The program for one kind of batch, with the times of its steps.
+pub(crate) fn program(
+    task: &Task<'_>,
+    graphs: &Graphs,
+    bound: &Bound,
+    batch: &Batch,
+    causes: &mut Causes,
+) -> Result<Program> {
+    let mut program = schedule(task, graphs, bound, batch, causes)?;
+    contend(task, bound, &mut program);
+    Ok(program)
+}
+
+/// Adds what only a plan that is kept needs: where its weights are read from, what runs of other sizes take, what was
+/// asked and what else was priced. Its programs are for `batches`.
 pub(crate) fn complete(
     task: &Task<'_>,
     graphs: &Graphs,
     mut plan: Plan,
+    batches: &[Batch],
     options: &Options,
     candidates: Vec<Candidate>,
 ) -> Result<Plan> {
@@ -105,6 +116,7 @@ pub(crate) fn complete(
     for (id, key) in bound.weights.iter() {
         plan.weights[id].sources = sources(task, key)?;
     }
+    sizes::forecast(task, graphs, &bound, batches, &mut plan)?;
     if let Some(folder) = &options.plan_folder {
         for file in plan.files.rows_mut() {
             *file = CheckpointFile { path: relative(&file.path, folder), ..file.clone() };

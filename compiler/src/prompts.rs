@@ -10,15 +10,15 @@ use ir::plan::{Phase, Plan};
 use crate::emit::emit;
 use crate::graphs::Graphs;
 use crate::place::missing;
-use crate::sizes;
+use crate::target::Batch;
 use crate::task::Task;
 
 /// Tokens that such a program may take.
 const TOKENS: [u32; 9] = [16, 32, 64, 96, 128, 192, 256, 384, 512];
 
-/// The plan with all programs: where prompts of some tokens are predicted to be done sooner as decode is placed, one more
-/// for prompts of as many tokens as that holds for, after prefill.
-pub(crate) fn plan(task: &Task<'_>, graphs: &Graphs, blocks: u32) -> Result<Plan> {
+/// The plan with all programs, and the batch of each: where prompts of some tokens are predicted to be done sooner as
+/// decode is placed, one more for prompts of as many tokens as that holds for, after prefill.
+pub(crate) fn plan(task: &Task<'_>, graphs: &Graphs, blocks: u32) -> Result<(Plan, Vec<Batch>)> {
     let batches = task.target.batches();
     if let Some(tokens) = most_tokens(task, graphs, blocks)? {
         let mut with_short = batches.clone();
@@ -28,16 +28,13 @@ pub(crate) fn plan(task: &Task<'_>, graphs: &Graphs, blocks: u32) -> Result<Plan
             // All prompts come in such short parts.
             with_short[0].placed_as = Phase::Decode;
         }
-        let mut plan = emit(task, graphs, &with_short, blocks)?;
+        let plan = emit(task, graphs, &with_short, blocks)?;
         // Each program fits, but one may need most buffers and another most scratch memory.
         if missing(&plan).is_none() {
-            sizes::forecast(task, graphs, &with_short, &mut plan)?;
-            return Ok(plan);
+            return Ok((plan, with_short));
         }
     }
-    let mut plan = emit(task, graphs, &batches, blocks)?;
-    sizes::forecast(task, graphs, &batches, &mut plan)?;
-    Ok(plan)
+    Ok((emit(task, graphs, &batches, blocks)?, batches))
 }
 
 /// The most tokens that a program for short prompts serves.

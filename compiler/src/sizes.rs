@@ -6,10 +6,11 @@ use ir::plan::{Phase, Plan};
 use ir::tensor::Extent;
 use ir::workspace::NARROW_ROWS;
 
-use crate::bind::bind;
-use crate::forecast::{contend, simulate};
+use crate::bind::Bound;
+use crate::emit::program;
+use crate::forecast::simulate;
 use crate::graphs::Graphs;
-use crate::schedule::{Causes, schedule};
+use crate::schedule::Causes;
 use crate::target::Batch;
 use crate::task::Task;
 
@@ -20,14 +21,13 @@ const TOKENS: [u32; 5] = [8, NARROW_ROWS, NARROW_ROWS + 1, 128, 512];
 pub(crate) fn forecast(
     task: &Task<'_>,
     graphs: &Graphs,
+    bound: &Bound,
     batches: &[Batch],
     plan: &mut Plan,
 ) -> Result<()> {
-    let bound = bind(task, graphs)?;
     for (batch, forecast) in batches.iter().zip(&mut plan.forecast.programs) {
         for batch in others(batch) {
-            let mut program = schedule(task, graphs, &bound, &batch, &mut Causes::default())?;
-            contend(task, &bound, &mut program);
+            let program = program(task, graphs, bound, &batch, &mut Causes::default())?;
             let (tokens, nanos) = (batch.varying_tokens(), simulate(&program).nanos);
             forecast.others.push(RunForecast { tokens, nanos });
         }

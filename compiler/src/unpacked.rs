@@ -18,6 +18,7 @@ use crate::graphs::Graphs;
 use crate::part::WeightKey;
 use crate::place::missing;
 use crate::prompts;
+use crate::target::Batch;
 use crate::task::Task;
 
 /// A gain of prefill below this part of it is not worth the memory.
@@ -25,15 +26,19 @@ const WORTH: u64 = 50;
 /// One part in so many of a GPU's memory is left free: other programs may come to need it before the plan is run.
 const FREE: u64 = 10;
 
-/// The plan of `graphs` with all programs, in which GPUs hold as many of their packed matrices unpacked as well as they
-/// have room for, where prompts are predicted to be done sooner by that.
-pub(crate) fn plan(task: &Task<'_>, graphs: &mut Graphs, blocks: u32) -> Result<Plan> {
+/// The plan of `graphs` with all programs, and the batch of each, in which GPUs hold as many of their packed matrices
+/// unpacked as well as they have room for, where prompts are predicted to be done sooner by that.
+pub(crate) fn plan(
+    task: &Task<'_>,
+    graphs: &mut Graphs,
+    blocks: u32,
+) -> Result<(Plan, Vec<Batch>)> {
     let without = prompts::plan(task, graphs, blocks)?;
-    graphs.unpacked = with_room(task, graphs, &without)?;
+    graphs.unpacked = with_room(task, graphs, &without.0)?;
     if !graphs.unpacked.is_empty() {
         let with = prompts::plan(task, graphs, blocks)?;
-        let [before, after] = [&without, &with].map(|plan| plan.forecast.programs[0].nanos);
-        if missing(&with).is_none() && after < before - before / WORTH {
+        let [before, after] = [&without, &with].map(|(plan, _)| plan.forecast.programs[0].nanos);
+        if missing(&with.0).is_none() && after < before - before / WORTH {
             return Ok(with);
         }
         graphs.unpacked.clear();

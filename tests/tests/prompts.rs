@@ -96,22 +96,25 @@ fn a_gpu_holds_what_is_between_linears_in_16_bits_where_its_products_are() {
     // The types of what gates write, on GPUs and on nodes, in prefill and in decode.
     let gated = |machine: &Machine, format: &str| {
         let plan = plan(&llama, machine, format);
-        let types = |phase: Phase, is_gpu: bool| -> BTreeSet<DType> {
-            let long = |program: &&Program| program.max.tokens > NARROW_ROWS;
-            let of_phase = |program: &&Program| program.phase == phase;
-            let programs = plan.programs.iter().filter(of_phase);
-            let programs = programs.filter(|program| phase == Phase::Decode || long(program));
-            let steps = programs.flat_map(|program| {
-                program.steps.rows().iter().map(|step| (&step.action, &program.buffers, step))
-            });
-            let gates = steps.filter_map(|(action, buffers, step)| {
-                let is_gate =
-                    matches!(action, Action::Run(Op::Linear(Linear { then: Then::Gate(_), .. })));
-                is_gate.then(|| &buffers[step.writes[0]])
-            });
-            let here =
-                gates.filter(|made| plan.machine.devices[made.device].kind.is_gpu() == is_gpu);
-            here.map(|made| made.ty.dtype).collect()
+        let types = |phase: Phase, is_gpu: bool| {
+            let is_meant = |program: &&Program| {
+                let is_short = phase == Phase::Prefill && program.max.tokens <= NARROW_ROWS;
+                program.phase == phase && !is_short
+            };
+            let mut types = BTreeSet::new();
+            for program in plan.programs.iter().filter(is_meant) {
+                for step in program.steps.rows() {
+                    let Action::Run(Op::Linear(Linear { then: Then::Gate(_), .. })) = &step.action
+                    else {
+                        continue;
+                    };
+                    let made = &program.buffers[step.writes[0]];
+                    if plan.machine.devices[made.device].kind.is_gpu() == is_gpu {
+                        types.insert(made.ty.dtype);
+                    }
+                }
+            }
+            types
         };
         [(Phase::Prefill, true), (Phase::Prefill, false), (Phase::Decode, true)]
             .map(|(phase, is_gpu)| types(phase, is_gpu))
