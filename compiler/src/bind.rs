@@ -36,6 +36,8 @@ pub(crate) struct BoundPart {
     pub(crate) weights: Vec<Held>,
     /// Those of them that are fetched.
     pub(crate) fetched: Vec<Fetched>,
+    /// Whose cache it borrows.
+    pub(crate) borrows_from: Option<DeviceId>,
     /// Which of the node's inputs are read.
     pub(crate) reads: Vec<usize>,
 }
@@ -80,14 +82,15 @@ pub(crate) fn bind(task: &Task<'_>, graphs: &Graphs) -> Result<Bound> {
                 });
                 let fetched = fetched.collect();
                 if let Op::Attention(attention) = &mut op {
+                    let device = node.work.home.unwrap_or(part.device);
                     let cache = Cache {
                         name: node.name.clone(),
-                        device: part.device,
-                        dtype: task.target.kv_types[part.device],
+                        device,
+                        dtype: task.target.kv_types[device],
                         kv_heads: attention.kv_heads,
                         head_dim: attention.head_dim,
                     };
-                    let held = cache_ids.entry((attention.cache, part.device));
+                    let held = cache_ids.entry((attention.cache, device));
                     attention.cache = *held.or_insert_with(|| bound.caches.push(cache));
                 }
                 let held = |key: &WeightKey| Held {
@@ -97,6 +100,7 @@ pub(crate) fn bind(task: &Task<'_>, graphs: &Graphs) -> Result<Bound> {
                 };
                 bound_parts.push(BoundPart {
                     device: part.device,
+                    borrows_from: node.work.home.filter(|_| op.cache().is_some()),
                     op,
                     weights: part.weights.iter().map(held).collect(),
                     fetched,

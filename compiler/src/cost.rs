@@ -21,6 +21,8 @@ pub(crate) struct Operands<'a> {
     pub(crate) writes: Vec<TensorType>,
     /// Whether the matrices were fetched, packed as another device holds them.
     pub(crate) is_fetched: bool,
+    /// Whose cache is borrowed.
+    pub(crate) borrows_from: Option<DeviceId>,
 }
 
 /// How a device, or the home that it fetches from, holds a weight.
@@ -76,7 +78,12 @@ pub(crate) fn run_nanos(
             matrices(rows)? + beside + streamed(unpacked_bytes(operands, batch))
         }
         Some(Products::Attention(attention)) => {
-            let cache = target.kv_types[device].head_bytes(attention.head_dim);
+            let home = operands.borrows_from.unwrap_or(device);
+            let cache = target.kv_types[home].head_bytes(attention.head_dim);
+            let crossing = match operands.borrows_from {
+                Some(home) => borrowing_nanos(target, [home, device], attention, cache, batch)?,
+                None => 0.0,
+            };
             let attending = attention_nanos(
                 attention,
                 cache,
@@ -87,6 +94,7 @@ pub(crate) fn run_nanos(
             // Of many tokens, a GPU first rotates all heads and caches keys and values.
             let is_prompt = batch.extent.tokens > batch.sequences;
             attending
+                + crossing
                 + match (is_gpu, is_prompt) {
                     (true, true) => streamed(append_bytes(operands, batch)),
                     (false, true) => 0.0,
@@ -215,6 +223,26 @@ pub(crate) fn fetch_nanos(
     })?;
     let share = if is_shared { target.machine.devices[home].rates.beside_fetch } else { 1.0 };
     Ok(link.latency_nanos + seconds(bytes as f64, link.bytes_per_sec * share))
+}
+
+/// Nanoseconds of bringing what is cached from a cache's home to a GPU and what is new back.
+///
+/// Fails when no links lead there and back.
+fn borrowing_nanos(
+    target: &Target,
+    [home, gpu]: [DeviceId; 2],
+    attention: &Attention,
+    head_bytes: u64,
+    batch: &Batch,
+) -> Result<f64> {
+    let token_bytes = 2 * head_bytes * u64::from(attention.kv_heads);
+    let seen = batch.past.min(attention.window.unwrap_or(u32::MAX));
+    let cached = u64::from(seen) * u64::from(batch.sequences);
+    let tokens = [(home, gpu, cached), (gpu, home, u64::from(batch.extent.tokens))];
+    let crossings = tokens.into_iter().filter(|(_, _, tokens)| *tokens > 0);
+    let nanos = crossings
+        .map(|(from, to, tokens)| fetch_nanos(target, from, to, tokens * token_bytes, false));
+    nanos.sum()
 }
 
 /// Nanoseconds of `amount` at a rate per second.

@@ -2,7 +2,7 @@
 //!
 //! - Candidates hold the plans that people make by hand: all on one device, layers split in order, all layers
 //!   shared. So the result is never predicted slower than the best of those.
-//! - Matrices stay on NUMA nodes beside a GPU only where the model fits no GPUs.
+//! - Matrices and caches stay on NUMA nodes beside a GPU only where the model fits no GPUs.
 //! - A price is that of the finished schedule, so byte limits are exact.
 
 mod candidates;
@@ -320,6 +320,30 @@ fn wanted_blocks(task: &Task<'_>, options: &Options) -> Result<u32> {
     let target = task.target;
     let per_sequence = target.blocks_per_sequence();
     let all = per_sequence.saturating_mul(target.max_sequences);
+    let blocks = wanted_of_budget(task, options, per_sequence, all)?;
+    // Kernels of GPUs count elements in 32 bits.
+    let elements = |cache: &ModelCache| {
+        u64::from(blocks) * u64::from(BLOCK_TOKENS * cache.kv_heads) * u64::from(cache.head_dim)
+    };
+    let largest = task.model.caches.rows().iter().map(elements).max().unwrap_or(0);
+    let has_gpu = target.machine.devices.rows().iter().any(|device| device.kind.is_gpu());
+    ensure!(
+        !has_gpu || largest <= u64::from(u32::MAX),
+        "the keys of a layer are {largest} numbers, and GPUs take {} at most: lower --max-sequences or --context, give \
+         a --kv-cache, or leave GPUs out with --without",
+        u32::MAX
+    );
+    Ok(blocks)
+}
+
+/// Those of them that the budget of a KV cache leaves.
+fn wanted_of_budget(
+    task: &Task<'_>,
+    options: &Options,
+    per_sequence: u32,
+    all: u32,
+) -> Result<u32> {
+    let target = task.target;
     let Some(budget) = options.kv_cache_bytes else { return Ok(all) };
     let block_bytes = cache_block_bytes(task);
     let needed = block_bytes * u64::from(per_sequence);

@@ -225,6 +225,7 @@ impl Draft<'_> {
                 reads: reads.iter().map(|&buffer| self.buffers[buffer].ty.clone()).collect(),
                 writes: writes.iter().map(|&buffer| self.buffers[buffer].ty.clone()).collect(),
                 is_fetched: !part.fetched.is_empty(),
+                borrows_from: part.borrows_from,
             };
             let nanos = run_nanos(self.task.target, device, &part.op, &operands, self.batch)?;
             let fetched = self.arrived(part);

@@ -17,6 +17,7 @@ use ir::tensor::{DType, Format};
 
 use crate::checkpoint::Checkpoint;
 use crate::fetch::{Homes, Window, fetched};
+use crate::home_caches::HomeCaches;
 use crate::kernels::cpu::isa::Isa;
 use crate::kernels::gpu::device::Gpu;
 use crate::load::{CpuBackend, GpuDriver, Kernels, Options};
@@ -151,13 +152,15 @@ impl Device {
         id: DeviceId,
         checkpoint: &Checkpoint,
         options: &Options,
-        peers: &Arc<Peers>,
+        (peers, home_caches): (&Arc<Peers>, &Arc<HomeCaches>),
         progress: impl Fn(u64) -> bool,
     ) -> Result<Self> {
         let spec = &plan.machine.devices[id];
         let name = spec.name.clone();
         let (mut form, spared) = match &spec.kind {
-            DeviceKind::Numa { cpus, .. } => (Form::Cpu(Cpu::new(plan, id, cpus, options)?), None),
+            DeviceKind::Numa { cpus, .. } => {
+                (Form::Cpu(Cpu::new(plan, id, cpus, options, home_caches)?), None)
+            }
             DeviceKind::Gpu { ordinal, .. } => {
                 let spared = SparedCpus::find(plan)?;
                 spared.bind()?;
@@ -177,7 +180,8 @@ impl Device {
                 // Its weights are converted by all of them.
                 spared.unbind()?;
                 let counter = options.expert_counter.clone();
-                let state = gpu::State::new(plan, id, gpu, ordinal, Arc::clone(peers), counter);
+                let shared = (Arc::clone(peers), Arc::clone(home_caches));
+                let state = gpu::State::new(plan, id, gpu, ordinal, shared, counter);
                 let state = state.with_context(|| format!("taking the memory of {name}"))?;
                 (Form::Gpu(Box::new(state)), Some(spared))
             }
@@ -224,6 +228,7 @@ fn numbers(plan: &Plan, gpu: DeviceId) -> BTreeSet<DType> {
         Format::F32 | Format::F16 | Format::Bf16 | Format::Q8 | Format::Q4 => weight.format.float(),
     });
     let caches = plan.caches.rows().iter().filter(|cache| cache.device == gpu);
+    let caches = caches.chain(plan.borrowed_by(gpu).map(|cache| &plan.caches[cache]));
     floats.chain(caches.map(|cache| cache.dtype)).collect()
 }
 
@@ -268,14 +273,20 @@ impl Form {
 }
 
 impl Cpu {
-    fn new(plan: &Plan, id: DeviceId, cpus: &[u32], options: &Options) -> Result<Self> {
+    fn new(
+        plan: &Plan,
+        id: DeviceId,
+        cpus: &[u32],
+        options: &Options,
+        home_caches: &HomeCaches,
+    ) -> Result<Self> {
         let name = &plan.machine.devices[id].name;
         let cpus = team_cpus(plan, cpus, options);
         let team = Team::new(cpus).with_context(|| format!("starting the threads of {name}"))?;
         let form = match (options.backend, options.kernels) {
             (CpuBackend::Flex, Kernels::Own) => {
                 let isa = options.isa.unwrap_or_else(Isa::detect);
-                CpuForm::Own(own::State::new(plan, id, isa, &team)?)
+                CpuForm::Own(own::State::new(plan, id, isa, &team, home_caches)?)
             }
             (CpuBackend::Flex, Kernels::Plain) => {
                 CpuForm::Plain(plain::State::new(plan, id, BurnDevice::flex(), cpus)?)

@@ -206,7 +206,7 @@ fn device_rates(team: &Team, isa: Isa, cached: usize, beside_fetch: f64) -> Resu
         experts: Vec::new(),
         attention_nanos: 0.0,
         attention_flops_per_sec: attention_rate(team, isa)?,
-        cache_bytes_per_sec: cache_rate(team, isa)?,
+        cache_bytes_per_sec: cache_rate(team, isa, cached)?,
         beside_fetch,
     })
 }
@@ -383,12 +383,15 @@ fn attention_rate(team: &Team, isa: Isa) -> Result<f64> {
 }
 
 /// Bytes of keys and values per second when one token looks back.
-fn cache_rate(team: &Team, isa: Isa) -> Result<f64> {
+fn cache_rate(team: &Team, isa: Isa, cached: usize) -> Result<f64> {
     const PAST: usize = 4095;
-    /// Together 134 MB: no layer is still in a cache when its turn comes again.
+    /// Together 134 MB.
     const LAYERS: usize = 8;
-    let layer = |_| Layer::new(team, Element::Bf16, PAST + 1);
-    let mut layers = (0..LAYERS).map(layer).collect::<Result<Vec<_>>>()?;
+    let first = Layer::new(team, Element::Bf16, PAST + 1)?;
+    // No layer is still in a cache when its turn comes again.
+    let count = LAYERS.max((CACHES * cached).div_ceil(first.bytes()));
+    let others = (1..count).map(|_| Layer::new(team, Element::Bf16, PAST + 1));
+    let mut layers = [Ok(first)].into_iter().chain(others).collect::<Result<Vec<_>>>()?;
     let nanos =
         typical(|| layers.iter_mut().try_for_each(|layer| layer.attend(team, isa, 1, PAST)))?;
     let bytes: usize = layers.iter().map(Layer::bytes).sum();

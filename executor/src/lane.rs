@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use anyhow::Result;
 use ir::id::{DeviceId, StepId};
 use ir::op::Op;
-use ir::plan::{Action, Plan, Program, Queue};
+use ir::plan::{Action, Phase, Plan, Program, Queue};
 use ir::trace::Span;
 
 use crate::bell::Bell;
@@ -43,6 +43,9 @@ pub(crate) struct Lane {
     pub(crate) stretches: Vec<Option<Vec<Range<usize>>>>,
     /// For each program the steps of other lanes after which a run reads nothing of this device's memory.
     pub(crate) last_takes: Vec<Vec<StepId>>,
+    /// Whether a run begins when the one before has ended: GPUs borrow what NUMA nodes cached in it, or the other way
+    /// round.
+    pub(crate) begins_alone: bool,
     pub(crate) peers: Arc<Peers>,
     pub(crate) inbox: Arc<Inbox>,
     pub(crate) recorder: Option<Arc<Recorder>>,
@@ -81,8 +84,9 @@ impl Lane {
     /// A lane thread's life.
     pub(crate) fn serve(mut self) {
         let mut spans = Vec::new();
-        let mut before: Option<Arc<Run>> = None;
+        let (mut before, mut latest): (Option<Arc<Run>>, Option<Arc<Run>>) = (None, None);
         while let Some(run) = self.inbox.next() {
+            let latest = latest.replace(Arc::clone(&run));
             let Some(lane) = self.lanes[run.program] else { continue };
             let _presence = run.enter();
             let before = before.replace(Arc::clone(&run));
@@ -91,7 +95,17 @@ impl Lane {
                     // A run that was aborted reads nothing that matters.
                     before.wait_for(&this.last_takes[before.program]);
                 }
+                if let Some(latest) = latest.filter(|_| this.begins_alone) {
+                    latest.wait_for_end();
+                }
                 this.work(&run, lane, &mut spans);
+                // What a GPU gives back is at home then.
+                let may_borrow = this.plan.programs[run.program].phase == Phase::Prefill;
+                if let (true, Form::Gpu(state)) =
+                    (this.begins_alone && may_borrow, &this.device.form)
+                {
+                    state.finish()?;
+                }
                 if let Some(recorder) = &this.recorder {
                     recorder.add(&mut spans);
                 }

@@ -14,6 +14,7 @@ pub mod counting;
 pub mod engine;
 pub mod executor;
 mod fetch;
+mod home_caches;
 mod lane;
 pub mod load;
 mod moves;

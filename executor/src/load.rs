@@ -8,7 +8,7 @@ use std::str::FromStr;
 use std::sync::{Arc, mpsc};
 use std::thread;
 
-use anyhow::{Context as _, Result, anyhow, bail};
+use anyhow::{Context as _, Result, anyhow, bail, ensure};
 use ir::id::DeviceId;
 use ir::machine::{Device, DeviceKind, Machine};
 use ir::plan::{Plan, Queue};
@@ -18,6 +18,7 @@ use crate::checkpoint::Checkpoint;
 use crate::counting::ExpertCounter;
 use crate::executor::{Executor, LaneThread};
 use crate::fetch::{Fetcher, Homes, Window, fetched};
+use crate::home_caches::HomeCaches;
 use crate::kernels::cpu::isa::Isa;
 use crate::lane::fetching::FetchLane;
 use crate::lane::{Inbox, Lane, queues};
@@ -143,6 +144,11 @@ pub fn load(
     if !differences.is_empty() {
         bail!("the plan is for another machine, compile it here: {}", differences.join("; "));
     }
+    let is_plain = options.kernels == Kernels::Plain || options.backend != CpuBackend::Flex;
+    ensure!(
+        !(is_plain && file.plan.borrows()),
+        "GPUs borrow caches of NUMA nodes in this plan, which takes CPU devices with kernels of our own"
+    );
     let checkpoint = Arc::new(Checkpoint::open(&file.plan.files, &file.folder)?);
     let plan = Arc::new(file.plan);
     // One device alone needs no telling.
@@ -157,6 +163,7 @@ pub fn load(
         options: options.clone(),
         recorder: recorder.clone(),
         peers: Arc::new(Peers::new(&plan, options)),
+        home_caches: Arc::default(),
         events,
     };
     // When anything fails from here on, the executor ends the lanes that did start.
@@ -195,6 +202,11 @@ pub fn load(
     };
     wait_for(computing.len(), &mut held)?;
     starter.peers.join_libraries(&plan).context("letting NCCL bring GPUs together")?;
+    for (id, device) in plan.machine.devices.iter() {
+        let DeviceKind::Gpu { ordinal, .. } = device.kind else { continue };
+        let ordinal = (options.gpu_driver == GpuDriver::Cuda).then_some(ordinal as usize);
+        starter.home_caches.pin(&plan, id, ordinal)?;
+    }
     for &device in &fetching {
         executor.add(starter.start_fetching(device, &mut held)?);
     }
@@ -233,6 +245,7 @@ struct Starter {
     options: Options,
     recorder: Option<Arc<Recorder>>,
     peers: Arc<Peers>,
+    home_caches: Arc<HomeCaches>,
     events: mpsc::Sender<Event>,
 }
 
@@ -288,7 +301,8 @@ impl Starter {
         // Nobody listens any more when another lane has failed; then the inbox is closed, too.
         let tell = |event| drop(self.events.send(event));
         let (plan, checkpoint, options) = (&self.plan, &self.checkpoint, &self.options);
-        let bound = bind::Device::bind(plan, device, checkpoint, options, &self.peers, |bytes| {
+        let shared = (&self.peers, &self.home_caches);
+        let bound = bind::Device::bind(plan, device, checkpoint, options, shared, |bytes| {
             tell(Event::Loaded(bytes));
             !inbox.is_closed()
         });
@@ -319,6 +333,7 @@ impl Starter {
             last_takes: programs
                 .map(|index| self.peers.last_takes(&self.plan, index, device))
                 .collect(),
+            begins_alone: self.plan.borrows(),
             peers: self.peers,
             plan: self.plan,
             device: bound,

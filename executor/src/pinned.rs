@@ -11,6 +11,7 @@ use crate::memory::Region;
 
 /// Pages that are pinned for as long as it lives. The region must outlive it.
 pub(crate) struct Pinned {
+    context: Arc<CudaContext>,
     start: usize,
     /// Where the GPUs see the first byte.
     address: u64,
@@ -32,7 +33,8 @@ impl Pinned {
             return Ok(None);
         }
         done.result().with_context(|| format!("pinning {} bytes", region.bytes()))?;
-        let mut pinned = Self { start: region.as_ptr().expose_provenance(), address: 0 };
+        let start = region.as_ptr().expose_provenance();
+        let mut pinned = Self { context: Arc::clone(context), start, address: 0 };
         // SAFETY: the region has just been pinned, and the address is written to a number of this function.
         unsafe {
             sys::cuMemHostGetDevicePointer_v2(&raw mut pinned.address, region.as_ptr().cast(), 0)
@@ -51,7 +53,13 @@ impl Pinned {
 impl Drop for Pinned {
     fn drop(&mut self) {
         let start = std::ptr::with_exposed_provenance_mut(self.start);
-        // SAFETY: it was pinned by `new`. What the driver answers helps nobody now.
-        let _ = unsafe { sys::cuMemHostUnregister(start) };
+        // The thread may be one that has nothing else to do with GPUs.
+        let bound = self.context.bind_to_thread();
+        // SAFETY: it was pinned by `new`.
+        let done = bound.and_then(|()| unsafe { sys::cuMemHostUnregister(start) }.result());
+        if let Err(error) = done {
+            // A context that has failed keeps nothing.
+            tracing::debug!("memory stays pinned: {error}");
+        }
     }
 }

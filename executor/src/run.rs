@@ -44,7 +44,8 @@ pub(crate) struct Run {
     failure: Mutex<Option<Failure>>,
     /// Where lanes wait for steps of others.
     steps_bell: Bell,
-    /// Where the caller waits for the end: kept apart, for a waker pays for every sleeper.
+    /// Where the caller waits for the end, and lanes that begin the next run alone: kept apart, for a waker pays for every
+    /// sleeper.
     end_bell: Bell,
 }
 
@@ -168,6 +169,11 @@ impl Run {
 
     pub(crate) fn is_aborted(&self) -> bool {
         self.is_aborted.load(Ordering::SeqCst)
+    }
+
+    /// Waits until all lanes have done with the run.
+    pub(crate) fn wait_for_end(&self) {
+        self.end_bell.wait_until(|| self.has_ended());
     }
 
     /// Whether all lanes have done with the run.

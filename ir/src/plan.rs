@@ -321,6 +321,29 @@ impl Plan {
         }
     }
 
+    /// The cache of another device that a step of `device` attends to, where `op` does: it *borrows* the cache. What is
+    /// cached comes over the link, to a window as large as the cache, before the step attends, and what the step adds
+    /// goes back.
+    pub fn borrowed(&self, op: &Op, device: DeviceId) -> Option<&Cache> {
+        op.cache().and_then(|cache| self.caches.get(cache)).filter(|cache| cache.device != device)
+    }
+
+    /// The caches that a device borrows in any program, each as often as it does.
+    pub fn borrowed_by(&self, device: DeviceId) -> impl Iterator<Item = CacheId> {
+        self.programs.iter().flat_map(move |program| {
+            let lanes = program.lanes.iter().filter(move |lane| lane.device == device);
+            lanes.flat_map(|lane| &lane.steps).filter_map(move |&step| {
+                let Action::Run(op) = &program.steps.get(step)?.action else { return None };
+                self.borrowed(op, device).and(op.cache())
+            })
+        })
+    }
+
+    /// Whether any device borrows a cache.
+    pub fn borrows(&self) -> bool {
+        self.machine.devices.ids().any(|device| self.borrowed_by(device).next().is_some())
+    }
+
     /// Whether a step is one GPU's part of a sum over GPUs alone, which they can make without the host where they reach
     /// each other's memory.
     pub fn is_peer_sum(&self, program: &Program, step: &Step) -> bool {

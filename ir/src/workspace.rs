@@ -69,6 +69,8 @@ pub struct Workspace {
     pub library_bytes: u64,
     /// Where other GPUs leave the terms of sums.
     pub exchange_bytes: u64,
+    /// The keys of a cache that is borrowed from a NUMA node; the values take as much again.
+    pub borrowed_bytes: u64,
 }
 
 /// The most of each thing that a run tells a device.
@@ -90,7 +92,7 @@ impl Workspace {
         self.parts().into_iter().map(aligned).fold(0, u64::saturating_add)
     }
 
-    fn parts(&self) -> [u64; 8] {
+    fn parts(&self) -> [u64; 10] {
         let Self {
             input_bytes,
             matrix_bytes,
@@ -100,6 +102,7 @@ impl Workspace {
             rotation_bytes,
             library_bytes,
             exchange_bytes,
+            borrowed_bytes,
         } = *self;
         [
             input_bytes,
@@ -110,6 +113,8 @@ impl Workspace {
             rotation_bytes,
             library_bytes,
             exchange_bytes,
+            borrowed_bytes,
+            borrowed_bytes,
         ]
     }
 }
@@ -278,7 +283,7 @@ impl Need<'_> {
         match op.products() {
             Some(Products::Linear(linear)) => self.add_linear(linear, space),
             Some(Products::Experts(experts)) => self.add_experts(experts, space),
-            Some(Products::Attention(attention)) => self.add_attention(attention, space),
+            Some(Products::Attention(attention)) => self.add_attention(op, attention, space),
             None => (),
         }
     }
@@ -337,8 +342,12 @@ impl Need<'_> {
         raise(&mut space.inner_bytes, sizes.bytes());
     }
 
-    fn add_attention(&self, attention: &Attention, space: &mut Workspace) {
+    fn add_attention(&self, op: &Op, attention: &Attention, space: &mut Workspace) {
         let Attention { heads, kv_heads, head_dim, .. } = *attention;
+        if let Some(cache) = self.plan.borrowed(op, self.device) {
+            let Plan { model, .. } = self.plan;
+            raise(&mut space.borrowed_bytes, cache.bytes(model.blocks, model.block_tokens) / 2);
+        }
         raise(&mut space.inner_bytes, product(&[self.program.max.tokens, heads, head_dim], 4));
         let most = self.program.max_sequences;
         // Beyond so many tokens a context is not split, and the terms only grow.

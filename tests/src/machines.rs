@@ -55,6 +55,15 @@ pub fn two_numa() -> Machine {
     linked(vec![numa(0, AMPLE_BYTES), numa(1, AMPLE_BYTES)])
 }
 
+/// The machine with NUMA nodes that attend so slowly that all caches are better on GPUs.
+pub fn keeping_caches(mut machine: Machine) -> Machine {
+    let devices = machine.devices.rows_mut().iter_mut();
+    for device in devices.filter(|device| !device.kind.is_gpu()) {
+        device.rates.cache_bytes_per_sec = 1.0;
+    }
+    machine
+}
+
 /// An H200 of which `gpu_bytes` may be used, and its host's 16 cores, as fast as they were measured.
 pub fn h200(gpu_bytes: u64) -> Machine {
     let curve = |format: Format, bytes_per_sec: f64, flops: &[(u32, f64)]| {

@@ -414,3 +414,19 @@ fn shards_beside_a_gpu_are_among_what_gives_the_golden_tokens() {
         assert!(cut.len() >= least, "{mark}: {cut:?}");
     }
 }
+
+#[test]
+fn caches_that_a_gpu_borrows_give_the_golden_tokens_in_parts_of_prompts() {
+    // What crosses is the same in all models, and takes the host long where it copies element by element.
+    const ENOUGH: usize = 4;
+    let mut tried = Vec::new();
+    for name in goldens() {
+        let plan = compile(&name, Shape::GpuCaches, |options| options.prefill_tokens = Some(20));
+        if plan.borrows() && tried.len() < ENOUGH {
+            let worst = check(&name, &mut engine(&plan, &gpu_options()));
+            assert!(worst < CLOSE, "{name}: a logit is off by {worst}");
+            tried.push(name);
+        }
+    }
+    assert_eq!(tried.len(), ENOUGH, "{tried:?}");
+}

@@ -34,13 +34,17 @@ fn mixture() {
 }
 
 #[test]
-fn fetched_weights() {
+fn weights_and_caches_beside_a_gpu() {
     let model = Toy { layers: 4, ..Toy::llama() }.model().expect("the toy is a model");
     let options = Options { context: Some(128), prefill_tokens: Some(64), ..Options::default() };
+    let plan = |machine| {
+        let plan = compiler::compile(&model, &machine, &options, &mut |_, _| ());
+        plan.expect("the toy fits").to_string()
+    };
     let machine = machines::fast_link(600 << 10);
-    let plan = compiler::compile(&model, &machine, &options, &mut |_, _| ());
-    let plan = plan.expect("the toy fits").to_string();
-    insta::assert_snapshot!("llama fetched to a gpu", plan);
+    insta::assert_snapshot!("llama with caches beside a gpu", plan(machine.clone()));
+    let machine = machines::keeping_caches(machine);
+    insta::assert_snapshot!("llama fetched to a gpu", plan(machine));
 }
 
 #[test]

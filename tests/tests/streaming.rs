@@ -15,7 +15,7 @@ use ir::op::Op;
 use ir::plan::{Action, Phase, Plan, Program, Queue};
 use ir::tensor::Format;
 use tests::first_decode;
-use tests::machines::{h200, two_sockets};
+use tests::machines::{h200, keeping_caches, two_sockets};
 use tests::made_up::{LlamaShape, MadeUp};
 
 const GIB: u64 = 1 << 30;
@@ -95,7 +95,9 @@ fn half_a_llama_on_the_host_is_fetched_in_prefill_and_shared_in_decode() {
 
 #[test]
 fn short_prompts_beside_a_host_have_a_program_of_their_own() {
-    let plan = llama(10 * GIB);
+    let machine = keeping_caches(h200(10 * GIB));
+    let model = model(&MadeUp::llama(LlamaShape::LLAMA_8B));
+    let plan = compile(&model, &machine, &options());
     let [prefill, short] = [0, 1].map(|program| &plan.programs[program]);
     assert_eq!(short.phase, Phase::Prefill);
     assert!(short.max.tokens < prefill.max.tokens && short.max.tokens >= 16, "{:?}", short.max);
@@ -108,9 +110,8 @@ fn short_prompts_beside_a_host_have_a_program_of_their_own() {
     let [whole, little] = [0, 1].map(|program| plan.forecast.programs[program].nanos_of(64));
     assert!(3.0 * little < 2.0 * whole, "{little} and {whole}");
     // Where no prompt is longer, it is the only one.
-    let model = model(&MadeUp::llama(LlamaShape::LLAMA_8B));
     let options = Options { prefill_tokens: Some(short.max.tokens), ..options() };
-    let only = compile(&model, &h200(10 * GIB), &options);
+    let only = compile(&model, &machine, &options);
     assert_eq!(only.programs[1].phase, Phase::Decode);
     let only = only.forecast.programs[0].nanos;
     assert!(9 * only < 10 * nanos(1), "{only} and {}", nanos(1));
@@ -166,7 +167,8 @@ fn two_sockets_compute_what_stays_at_the_same_time() {
 
 #[test]
 fn a_gpu_computes_its_shards_while_the_host_computes_the_others() {
-    let plan = llama(23 * GIB / 2);
+    let machine = keeping_caches(h200(23 * GIB / 2));
+    let plan = compile(&model(&MadeUp::llama(LlamaShape::LLAMA_8B)), &machine, &options());
     let layers = |mark: &str, device: usize| -> BTreeSet<&str> {
         let device = DeviceId::from_index(device);
         let weights = plan.weights.rows().iter().filter(|weight| weight.device == device);
@@ -433,12 +435,6 @@ fn counts_of_another_model_are_refused() {
     counted.counts.routers.remove(&router);
     let none = message(&counted);
     assert!(none.contains(&format!("no {router}")), "{none}");
-}
-
-#[test]
-fn all_caches_are_on_the_gpu() {
-    let plan = llama(10 * GIB);
-    assert!(plan.caches.rows().iter().all(|cache| cache.device.index() == 0));
 }
 
 #[test]

@@ -31,7 +31,7 @@ pub(super) struct Row {
 pub(super) struct Work {
     /// Who computes, in the order they come up.
     on: Vec<DeviceId>,
-    /// Homes of the weights that are fetched.
+    /// Homes of the weights that are fetched, and of caches that are borrowed.
     from: BTreeSet<DeviceId>,
     /// Work of the busiest device: members of a shared row work in step.
     pub(super) nanos: u64,
@@ -204,6 +204,7 @@ fn work(plan: &Plan, program: &Program, is_here: &dyn Fn(&str) -> bool, held: &m
                     }
                     held.weights.extend(op.weights());
                     held.caches.extend(op.cache());
+                    work.from.extend(plan.borrowed(op, lane.device).map(|cache| cache.device));
                     held.explain(plan.causes.get(step.cause));
                 }
                 Action::Move { .. } => (),

@@ -1,7 +1,8 @@
 //! Arrangements of a model that is larger than the GPUs' memory: matrices that stay on NUMA nodes.
 //!
 //! - Several GPUs are stages, each with a share of the layers like its share of the memory.
-//! - GPUs keep all attention and all caches, so that only activations of linears cross the links.
+//! - GPUs keep all attention and its caches, so that only activations of linears cross the links, but for caches that are
+//!   better with the nodes: those attend in decode, and GPUs borrow the caches in prefill.
 //! - In each phase either the node computes with a matrix in place or its stage's GPU fetches it. Prefill has enough
 //!   arithmetic to hide fetches behind; decode fetches as much as the link carries while the node computes.
 //! - Blocks that stay are spread evenly over the model, and so are fetches among them: the link then works without
@@ -26,7 +27,7 @@ use crate::task::Task;
 /// What stays beside the GPUs of an arrangement.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Hosted {
-    /// The nodes whose weights are not on a GPU.
+    /// The nodes whose weights or caches are not on a GPU.
     pub(crate) nodes: Table<NodeId, Option<Hosting>>,
     /// Bytes of each GPU's fetch window.
     pub(crate) window_bytes: Table<DeviceId, u64>,
@@ -34,12 +35,12 @@ pub(crate) struct Hosted {
     pub(crate) name: String,
 }
 
-/// Where a node's weights are and who computes with them.
+/// Where a node's weights are, or its cache, and who computes with them.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Hosting {
     /// The NUMA node.
     pub(crate) home: DeviceId,
-    /// Whether the GPU fetches them in prefill; else the home computes.
+    /// Whether the GPU fetches them in prefill, or borrows the cache; else the home computes.
     is_fetched_in_prefill: bool,
     /// The same for decode.
     is_fetched_in_decode: bool,
@@ -117,7 +118,7 @@ pub(crate) fn rooms(
     let gpus: Vec<DeviceId> =
         arrangement.stages.iter().map(|(group, _)| group.devices[0]).collect();
     let search = Search::new(task, units, pins, &gpus, Kept::Experts);
-    search.map_or_else(Vec::new, |search| search.rooms(&hosted.window_bytes, price))
+    search.map_or_else(Vec::new, |search| search.rooms(hosted, price))
 }
 
 /// The GPUs that arrangements of this kind are for: all of them, all of each kind, and one of each kind.

@@ -36,13 +36,13 @@ pub(crate) fn lay_out(
     Ok(placed)
 }
 
-/// Lets nodes that take fetched weights fetch them from the home that `home` gives.
-pub(crate) fn fetch_weights(
+/// Lets nodes that take fetched weights fetch them from the home that `home` gives, and attention borrow caches.
+pub(crate) fn set_homes(
     nodes: &mut Table<NodeId, Placed>,
     home: impl Fn(NodeId) -> Option<DeviceId>,
 ) {
     for (id, placed) in nodes.ids().zip(nodes.rows_mut()) {
-        if matches!(&placed.work, Work::Compute(op) if op.takes_fetched()) {
+        if matches!(&placed.work, Work::Compute(op) if op.takes_fetched() || op.cache().is_some()) {
             placed.home = home(id);
         }
     }

@@ -10,7 +10,7 @@ use crate::emit::emit;
 use crate::graphs::{Graphs, Phases};
 use crate::options::Objective;
 use crate::place::candidates::Arrangement;
-use crate::place::lay_out::{fetch_weights, lay_out};
+use crate::place::lay_out::{lay_out, set_homes};
 use crate::place::prices::{Pins, Times, judged_decode, missing, priced_batches};
 use crate::place::units::Units;
 use crate::place::{Layouts, PROMPT_TOKENS};
@@ -73,9 +73,11 @@ pub(super) fn offer(
     };
     let prompt_nanos = {
         let more_runs = u64::from((PROMPT_TOKENS - 1) / task.target.prefill_tokens);
-        // A run starts when the one before leaves the busiest lane, but nothing is fetched for it sooner than it starts.
+        // A run starts when the one before leaves the busiest lane, but nothing is fetched for it sooner than it starts,
+        // and nothing borrowed before the one before has ended.
         let fetches = plan.programs[0].lanes.iter().any(|lane| lane.queue == Queue::Copy);
-        let apart = if fetches { nanos(prefill) } else { prefill.busiest_lane_nanos };
+        let waits = fetches || plan.borrows();
+        let apart = if waits { nanos(prefill) } else { prefill.busiest_lane_nanos };
         nanos(prefill) + more_runs * apart
     };
     let judged = judged_decode(task.target, forecast);
@@ -113,7 +115,7 @@ pub(super) fn layouts(
         let (groups, group_of) = arrangement.groups(units, pins, phase);
         let mut nodes = lay_out(task.model, &groups, &group_of)?;
         if let Some(hosted) = &arrangement.hosted {
-            fetch_weights(&mut nodes, |node| {
+            set_homes(&mut nodes, |node| {
                 let hosting = hosted.nodes[node].filter(|hosting| hosting.is_fetched(phase));
                 hosting.map(|hosting| hosting.home)
             });

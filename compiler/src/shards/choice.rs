@@ -142,10 +142,14 @@ fn sharded(
     Ok(placed.ok().map(|placed| (cut, placed)))
 }
 
-/// The blocks of a GPU's stage: it computes all their attention, whatever stays beside it.
+/// The blocks whose attention a GPU computes, in prefill at least: those of its stage, whatever stays beside it, but for
+/// caches that it cannot borrow.
 fn attended_blocks(task: &Task<'_>, placement: &Placement, gpu: DeviceId) -> BTreeSet<u32> {
-    let nodes = placement.layouts.nodes.of(Phase::Decode);
-    let is_there = |id: NodeId| nodes[id].layouts.iter().any(|to| to.devices.contains(&gpu));
+    let phases = [Phase::Prefill, Phase::Decode].map(|phase| placement.layouts.nodes.of(phase));
+    let is_there = |id: NodeId| {
+        let layouts = phases.iter().flat_map(|nodes| &nodes[id].layouts);
+        layouts.into_iter().any(|to| to.devices.contains(&gpu))
+    };
     let attentions =
         task.model.layers.nodes().filter(|(_, node)| matches!(node.work, Op::Attention(_)));
     attentions

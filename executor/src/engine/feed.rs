@@ -155,13 +155,14 @@ impl Engine {
     /// pipeline can then work on different runs at a time.
     fn share(&self, tokens: usize) -> u32 {
         let plan = self.executor.plan();
-        // Every run fetches all that is fetched, however few its tokens.
+        // Every run fetches all that is fetched, however few its tokens; one that borrows waits for the run before.
         let fetches =
             |program: &Program| program.lanes.iter().any(|lane| lane.queue == Queue::Copy);
         // Programs for short prompts are for one run.
         let mut programs = plan.programs.iter().zip(&plan.forecast.programs);
         let prefill = programs.find(|(program, _)| program.phase == Phase::Prefill);
-        let Some((_, forecast)) = prefill.filter(|(program, _)| !fetches(program)) else {
+        let is_apart = |program: &Program| fetches(program) || plan.borrows();
+        let Some((_, forecast)) = prefill.filter(|(program, _)| !is_apart(program)) else {
             return u32::MAX;
         };
         // Alone, a run takes this many times as long as the busiest lane works on it.

@@ -10,7 +10,7 @@ use crate::id::{BufferId, DeviceId, StepId, Table, WeightId};
 use crate::layout::Move;
 use crate::machine::DeviceKind;
 use crate::op::Op;
-use crate::plan::{Action, Program, Queue, Step};
+use crate::plan::{Action, Cache, Phase, Program, Queue, Step};
 use crate::tensor::DType;
 
 pub(super) fn check(
@@ -105,11 +105,26 @@ impl Place<'_> {
                 found.push(Violation::ForeignWeight { step: self.name(), weight });
             }
         }
-        if let Some(cache) = op.cache()
-            && self.scope.plan.caches.get(cache).is_some_and(|c| c.device != self.device)
-        {
-            found.push(Violation::ForeignCache { step: self.name(), cache });
+        if let (Some(cache), Some(home)) = (op.cache(), plan.borrowed(op, self.device)) {
+            if self.may_borrow(home) {
+                self.check_link(home.device, self.device, found);
+                self.check_link(self.device, home.device, found);
+            } else {
+                found.push(Violation::ForeignCache { step: self.name(), cache });
+            }
         }
+    }
+
+    /// Whether the step may attend to a cache of another device: a GPU's to a NUMA node's, of floats and in prefill,
+    /// where so many tokens look back that it is worth the crossing.
+    fn may_borrow(&self, cache: &Cache) -> bool {
+        let is_gpu = |device: DeviceId| {
+            let device = self.scope.plan.machine.devices.get(device);
+            device.map(|device| device.kind.is_gpu())
+        };
+        self.scope.program.phase == Phase::Prefill
+            && (is_gpu(self.device), is_gpu(cache.device)) == (Some(true), Some(false))
+            && matches!(cache.dtype, DType::F32 | DType::F16 | DType::Bf16)
     }
 
     fn check_move(&self, movement: &Move, found: &mut Vec<Violation>) {

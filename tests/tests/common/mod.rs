@@ -32,15 +32,17 @@ pub(crate) enum Shape {
     GpuHosted,
     /// The same behind links that are fast enough to compute together: each NUMA node has a shard of what stays.
     GpuShards,
-    /// The same with a GPU that is not much faster, and has a shard of its own.
+    /// The same with a GPU that is hardly faster, and has a shard of its own.
     GpuResident,
+    /// A GPU lacks memory for half of the caches, too, which NUMA nodes attend to.
+    GpuCaches,
 }
 
 impl Shape {
     /// Those of a host without a GPU.
     pub(crate) const ALL: [Shape; 3] = [Shape::One, Shape::Pipeline, Shape::Shared];
     /// Those with a GPU.
-    pub(crate) const GPU: [Shape; 7] = [
+    pub(crate) const GPU: [Shape; 8] = [
         Shape::Gpu,
         Shape::GpuPipeline,
         Shape::GpuShared,
@@ -48,6 +50,7 @@ impl Shape {
         Shape::GpuHosted,
         Shape::GpuShards,
         Shape::GpuResident,
+        Shape::GpuCaches,
     ];
 
     fn request(self) -> Request {
@@ -59,14 +62,17 @@ impl Shape {
             | Shape::GpuFetching
             | Shape::GpuHosted
             | Shape::GpuShards
-            | Shape::GpuResident => "gpu0",
+            | Shape::GpuResident
+            | Shape::GpuCaches => "gpu0",
         };
         let [first, second] = [first, "numa1"].map(str::to_owned);
         match self {
             Shape::One | Shape::Gpu => Request::Pipeline(vec![first]),
-            Shape::GpuFetching | Shape::GpuHosted | Shape::GpuShards | Shape::GpuResident => {
-                Request::Any
-            }
+            Shape::GpuFetching
+            | Shape::GpuHosted
+            | Shape::GpuShards
+            | Shape::GpuResident
+            | Shape::GpuCaches => Request::Any,
             Shape::Pipeline | Shape::GpuPipeline => Request::Pipeline(vec![first, second]),
             Shape::Shared | Shape::GpuShared => {
                 Request::TensorParallel(vec![(first, Some(3.0)), (second, Some(1.0))])
@@ -139,7 +145,8 @@ pub(crate) fn compile(name: &str, shape: Shape, change: impl FnOnce(&mut Options
         Shape::GpuFetching => Some(([1e4, 1e4, 1.0], 1e12)),
         Shape::GpuHosted => Some(([1.0, 1e3, 1.0], 1e6)),
         Shape::GpuShards => Some(([0.1, 3e3, 1.0], 3e7)),
-        Shape::GpuResident => Some(([1e4, 3e3, 3.0], 3e7)),
+        Shape::GpuResident => Some(([0.1, 3e3, 30.0], 3e7)),
+        Shape::GpuCaches => Some(([1e4, 1e4, 1.0], 1e12)),
         Shape::One
         | Shape::Pipeline
         | Shape::Shared
@@ -150,17 +157,23 @@ pub(crate) fn compile(name: &str, shape: Shape, change: impl FnOnce(&mut Options
     if let Some((times, link_bytes_per_sec)) = slower {
         let alone = Options { request: Shape::Gpu.request(), ..options.clone() };
         let alone = compile(&machine, &alone);
-        leave_out(&mut machine, &alone);
+        leave_out(&mut machine, &alone, if shape == Shape::GpuCaches { 0.5 } else { 0.0 });
         slow_down(&mut machine, times, link_bytes_per_sec);
+        if shape != Shape::GpuCaches {
+            machine = tests::machines::keeping_caches(machine);
+        }
     }
     compile(&machine, &options)
 }
 
-/// Takes so much memory from the GPU that two fifths of the weights of `alone`, which is all on it, do not fit.
-fn leave_out(machine: &mut Machine, alone: &Plan) {
+/// Takes so much memory from the GPU that two fifths of the weights of `alone`, which is all on it, do not fit, or all of
+/// them and a part of the caches.
+fn leave_out(machine: &mut Machine, alone: &Plan, caches: f64) {
     let gpu = machine.device("gpu0").unwrap();
     let held = &alone.forecast.devices[alone.machine.device("gpu0").unwrap()];
-    machine.devices[gpu].memory_bytes = held.needed_bytes() - held.weight_bytes * 2 / 5;
+    let weights = if caches > 0.0 { held.weight_bytes } else { held.weight_bytes * 2 / 5 };
+    let caches = (held.cache_bytes as f64 * caches) as u64;
+    machine.devices[gpu].memory_bytes = held.needed_bytes() - weights - caches;
     machine.devices[gpu].rates = tests::machines::gpu(0, 0).rates;
 }
 

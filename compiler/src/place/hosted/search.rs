@@ -1,5 +1,8 @@
-//! The search for what stays beside some GPUs: how many blocks, how large a fetch window, how much decode fetches.
+//! The search for what stays beside some GPUs: how many blocks and caches, how large a fetch window, how much decode
+//! fetches.
 
+mod arrange;
+mod caches;
 mod fewest;
 
 use std::collections::BTreeSet;
@@ -7,16 +10,15 @@ use std::ops::Range;
 
 use ir::dag::Node;
 use ir::graph::LayerGraph;
-use ir::id::{DeviceId, NodeId, Table, ValueId, WeightId};
+use ir::id::{DeviceId, NodeId, ValueId, WeightId};
 use ir::op::Op;
+use rayon::prelude::*;
 
+use self::caches::is_chosen;
 use super::share::share;
-use super::{Hosted, Hosting, Price, hosts};
+use super::{Hosted, Price, hosts};
 use crate::cost::fetch_nanos;
-use crate::explain::bytes;
 use crate::part::WeightKey;
-use crate::place::candidates::Arrangement;
-use crate::place::group::Group;
 use crate::place::prices::{Pins, Times, decode_nanos};
 use crate::place::units::Units;
 use crate::place::{Offer, Room};
@@ -43,6 +45,8 @@ struct Block {
     nodes: Vec<Member>,
     /// Bytes of its matrices at home, at most.
     bytes: u64,
+    /// Its nodes with caches.
+    attentions: Vec<NodeId>,
 }
 
 struct Member {
@@ -68,6 +72,19 @@ struct Fetching {
     in_blocks: bool,
 }
 
+/// What is decided before the blocks that stay are counted.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Frame {
+    /// Bytes of each stage's fetch window.
+    windows: Vec<u64>,
+    /// Blocks of each stage whose caches stay.
+    caches: Vec<usize>,
+    /// Bytes of the caches of one block of each stage.
+    cache_bytes: Vec<u64>,
+}
+
+/// Frames, of those that are tried together, in which decode fetches: the best where the home computes all.
+const MOST_FETCHING: usize = 2;
 /// The home computes all that stays.
 const IN_PLACE: Fetching = Fetching { share: 0.0, in_blocks: true };
 
@@ -83,6 +100,8 @@ pub(super) struct Search<'a> {
     lookups: Vec<(NodeId, WeightId)>,
     /// For each stage bytes of windows that are tried, the largest first; none at last.
     rungs: Vec<Vec<u64>>,
+    /// Layers with attention of each stage.
+    layers: Vec<usize>,
 }
 
 impl<'a> Search<'a> {
@@ -155,6 +174,7 @@ impl<'a> Search<'a> {
                 stage,
                 nodes: Vec::new(),
                 bytes: 0,
+                attentions: Vec::new(),
             });
             if node.work.takes_fetched() {
                 for weight in node.work.weights() {
@@ -176,68 +196,131 @@ impl<'a> Search<'a> {
             }
             block.nodes.push(member);
         }
+        for (id, node) in graph.nodes().filter(|(id, _)| pins[*id].is_none()) {
+            if let (Op::Attention(_), Some(block)) = (&node.work, &mut blocks[units.of[id]]) {
+                block.attentions.push(id);
+            }
+        }
         let blocks: Vec<Block> =
             blocks.into_iter().flatten().filter(|block| block.bytes > 0).collect();
         let some = !blocks.is_empty();
         let of_stage = |stage: usize| blocks.iter().filter(move |block| block.stage == stage);
         let rungs = (0..stages.len()).map(|stage| rungs(of_stage(stage))).collect();
-        some.then_some(Self { task, stages, hosts, kept, blocks, lookups, rungs })
+        let attentions = |(_, units_of_stage): &(DeviceId, Range<usize>)| {
+            let attends = |(id, node): &(NodeId, &Node<Op>)| {
+                matches!(node.work, Op::Attention(_)) && units_of_stage.contains(&units.of[*id])
+            };
+            graph.nodes().filter(attends).count()
+        };
+        let layers = stages.iter().map(attentions).collect();
+        some.then_some(Self { task, stages, hosts, kept, blocks, lookups, rungs, layers })
     }
 
     /// The offers that are worth comparing with one of score `best`, or a rough one of them.
     pub(super) fn offers(&self, is_rough: bool, best: u64, price: &Price<'_>) -> Vec<Offer> {
-        let mut offers: Vec<Offer> = Vec::new();
-        let mut tried: Vec<Vec<u64>> = Vec::new();
         let none = self.rungs.iter().map(Vec::len).max().unwrap_or(1) - 1;
         let rungs = if is_rough { vec![0] } else { vec![none, 1, 0] };
-        for rung in rungs {
-            let Some((windows, everything)) = self.windows(rung, price) else { continue };
-            if tried.contains(&windows) {
-                continue;
-            }
-            if let Some((counts, base)) = self.fewest(&windows, everything, price) {
-                let fits = base.candidate.missing.is_none();
-                let decode = base.decode_nanos as f64;
-                offers.push(base);
-                if fits && !is_rough && windows.iter().any(|&bytes| bytes > 0) {
-                    offers.extend(self.fetching(&counts, &windows, decode, best, price));
-                }
-            }
-            tried.push(windows);
-        }
+        let frames = rungs.iter().map(|&rung| self.without_caches(self.windows(rung))).collect();
+        let mut tried: Vec<Frame> = Vec::new();
+        let mut within = |frames| self.offers_within(frames, &mut tried, is_rough, best, price);
+        let mut offers: Vec<Offer> = within(frames);
+        // With the windows that are best where all caches are on GPUs; with any where those do not fit.
+        let fitting = offers.iter().filter(|offer| offer.candidate.missing.is_none());
+        let windows = match fitting.min_by_key(|offer| offer.score) {
+            Some(best) => vec![self.windows_of(best)],
+            None => rungs.iter().map(|&rung| self.windows(rung)).collect(),
+        };
+        let frames = windows.into_iter();
+        let frames = frames.flat_map(|windows| self.with_caches(windows, is_rough, price));
+        offers.extend(within(frames.collect()));
         offers
     }
 
-    /// The window of each stage, and the price with all that may stay: the window of a rung, or of the first below it
-    /// beside which there is room for the rest.
-    fn windows(&self, rung: usize, price: &Price<'_>) -> Option<(Vec<u64>, Offer)> {
-        let all = self.all();
+    /// The offers within frames that do not come out as one of `tried`, to which they are added.
+    fn offers_within(
+        &self,
+        frames: Vec<Frame>,
+        tried: &mut Vec<Frame>,
+        is_rough: bool,
+        best: u64,
+        price: &Price<'_>,
+    ) -> Vec<Offer> {
+        let fitting = |frame| self.fitting(frame, price);
+        let mut fresh: Vec<(Frame, Offer)> = frames.into_par_iter().filter_map(fitting).collect();
+        fresh.retain(|(frame, _)| {
+            let is_fresh = !tried.contains(frame);
+            if is_fresh {
+                tried.push(frame.clone());
+            }
+            is_fresh
+        });
+        let fewest = |(frame, everything): (Frame, Offer)| {
+            let (counts, base) = self.fewest(&frame, everything, price)?;
+            if counts.iter().any(|&count| count > 0) {
+                return Some((frame, counts, base));
+            }
+            // Nothing is left to fetch.
+            let frame = Frame { windows: vec![0; frame.windows.len()], ..frame };
+            let base = price(&self.arrange(&counts, &frame, IN_PLACE)).ok()?;
+            Some((frame, counts, base))
+        };
+        let mut bases: Vec<(Frame, Vec<usize>, Offer)> =
+            fresh.into_par_iter().filter_map(fewest).collect();
+        bases.sort_by_key(|(_, _, base)| (base.candidate.missing.is_some(), base.score));
+        let may_fetch = |(frame, _, base): &&(Frame, Vec<usize>, Offer)| {
+            base.candidate.missing.is_none() && frame.windows.iter().any(|&bytes| bytes > 0)
+        };
+        let most = if is_rough { 0 } else { MOST_FETCHING };
+        let fetching: Vec<_> = bases.iter().filter(may_fetch).take(most).collect();
+        let fetching = fetching.into_par_iter().filter_map(|(frame, counts, base)| {
+            self.fetching(counts, frame, base.decode_nanos as f64, best, price)
+        });
+        let fetching: Vec<Offer> = fetching.collect();
+        bases.into_iter().map(|(_, _, base)| base).chain(fetching).collect()
+    }
+
+    /// The windows of a rung.
+    fn windows(&self, rung: usize) -> Vec<u64> {
         let window = |rungs: &Vec<u64>| rungs[rung.min(rungs.len() - 1)];
-        let mut windows: Vec<u64> = self.rungs.iter().map(window).collect();
+        self.rungs.iter().map(window).collect()
+    }
+
+    /// Those of an offer.
+    fn windows_of(&self, offer: &Offer) -> Vec<u64> {
+        let hosted = offer.arrangement.hosted.as_ref();
+        let window = |gpu| hosted.map_or(0, |hosted| hosted.window_bytes[gpu]);
+        self.stages.iter().map(|(gpu, _)| window(*gpu)).collect()
+    }
+
+    /// The frame, or the first below it in its windows beside which there is room for the rest, and the price with all
+    /// blocks that may stay.
+    fn fitting(&self, mut frame: Frame, price: &Price<'_>) -> Option<(Frame, Offer)> {
+        let all = self.all();
         loop {
-            let offer = price(&self.arrange(&all, &windows, IN_PLACE)).ok()?;
+            let offer = price(&self.arrange(&all, &frame, IN_PLACE)).ok()?;
             let lacking = offer.candidate.missing;
             let stage = |(lacking, bytes): (DeviceId, u64)| {
                 let stage = self.stages.iter().position(|(gpu, _)| *gpu == lacking)?;
-                (windows[stage] > 0).then_some((stage, bytes))
+                (frame.windows[stage] > 0).then_some((stage, bytes))
             };
             let Some((stage, bytes)) = lacking.and_then(stage) else {
-                return Some((windows, offer));
+                return Some((frame, offer));
             };
-            let most = windows[stage].saturating_sub(bytes);
+            let most = frame.windows[stage].saturating_sub(bytes);
             let lower = self.rungs[stage].iter().find(|&&window| window <= most);
-            windows[stage] = lower.copied().unwrap_or(0);
+            frame.windows[stage] = lower.copied().unwrap_or(0);
         }
     }
 
     /// What GPUs have left, beside their windows, when all that may stay does.
-    pub(super) fn rooms(
-        &self,
-        window_bytes: &Table<DeviceId, u64>,
-        price: &Price<'_>,
-    ) -> Vec<Room> {
-        let windows: Vec<u64> = self.stages.iter().map(|(gpu, _)| window_bytes[*gpu]).collect();
-        let Ok(offer) = price(&self.arrange(&self.all(), &windows, IN_PLACE)) else {
+    pub(super) fn rooms(&self, hosted: &Hosted, price: &Price<'_>) -> Vec<Room> {
+        let windows = self.stages.iter().map(|(gpu, _)| hosted.window_bytes[*gpu]).collect();
+        let stays = |node: &NodeId| hosted.nodes[*node].is_some();
+        let keeps_cache = |block: &&Block| block.attentions.iter().any(stays);
+        let caches = |stage: usize| self.blocks_of(stage).filter(keeps_cache).count();
+        let caches = (0..self.stages.len()).map(caches).collect();
+        let frame = Frame { caches, ..self.without_caches(windows) };
+        let Ok(offer) = price(&self.arrange(&self.all(), &frame, IN_PLACE)) else {
             return Vec::new();
         };
         let room = |(device, units): &(DeviceId, Range<usize>)| {
@@ -255,7 +338,7 @@ impl<'a> Search<'a> {
     fn fetching(
         &self,
         counts: &[usize],
-        windows: &[u64],
+        frame: &Frame,
         decode_nanos: f64,
         best: u64,
         price: &Price<'_>,
@@ -271,7 +354,7 @@ impl<'a> Search<'a> {
         }
         let offer = |share: f64, in_blocks: bool| {
             let fetching = Fetching { share: share.min(1.0), in_blocks };
-            let offer = price(&self.arrange(counts, windows, fetching)).ok()?;
+            let offer = price(&self.arrange(counts, frame, fetching)).ok()?;
             offer.candidate.missing.is_none().then_some(offer)
         };
         let score = |offer: &Option<Offer>| offer.as_ref().map_or(u64::MAX, |offer| offer.score);
@@ -294,125 +377,9 @@ impl<'a> Search<'a> {
     fn staying(&self, counts: &[usize]) -> impl Iterator<Item = &Block> {
         counts.iter().enumerate().flat_map(|(stage, &count)| {
             let all = self.blocks_of(stage).count();
-            let stays = move |index: usize| (index + 1) * count / all > index * count / all;
             let blocks = self.blocks_of(stage).enumerate();
-            blocks.filter(move |(index, _)| stays(*index)).map(|(_, block)| block)
+            blocks.filter(move |(index, _)| is_chosen(*index, count, all)).map(|(_, block)| block)
         })
-    }
-
-    fn arrange(&self, counts: &[usize], windows: &[u64], fetching: Fetching) -> Arrangement {
-        let mut nodes: Table<NodeId, Option<Hosting>> =
-            self.task.model.layers.nodes().map(|_| None).collect();
-        let devices = &self.task.target.machine.devices;
-        let mut free: Vec<u64> =
-            self.hosts.iter().map(|&host| devices[host].memory_bytes).collect();
-        // The first of those with the most room.
-        let roomiest = |free: &[u64]| {
-            let most = free.iter().max();
-            free.iter().position(|free| Some(free) == most).unwrap_or(0)
-        };
-        for &(lookup, table) in &self.lookups {
-            let host = roomiest(&free);
-            let home = self.hosts[host];
-            let format = self.task.format(table, home);
-            let key = WeightKey { weight: table, device: home, format, slice: None };
-            free[host] = free[host].saturating_sub(key.bytes(self.task));
-            nodes[lookup] =
-                Some(Hosting { home, is_fetched_in_prefill: false, is_fetched_in_decode: false });
-        }
-        let (mut bytes, mut fetched_bytes) = (0, 0);
-        // What is to be fetched so far and was not: it decides about the next block or node.
-        let mut owed = 0.0;
-        let mut decide = |bytes: u64| {
-            owed += bytes as f64 * fetching.share;
-            let is_fetched = bytes > 0 && owed >= bytes as f64 / 2.0;
-            if is_fetched {
-                owed -= bytes as f64;
-                fetched_bytes += bytes;
-            }
-            is_fetched
-        };
-        for block in self.staying(counts) {
-            let host_of_block = roomiest(&free);
-            let window = windows[block.stage];
-            let fits = |member: &Member| member.window_bytes <= window;
-            let mut matrices = block.nodes.iter().filter(|member| member.window_bytes > 0);
-            // What lies before the first matrix goes with it.
-            let mut is_fetched_in_prefill = matrices.next().is_some_and(fits);
-            let fitting = block.nodes.iter().filter(|member| fits(member));
-            let fitting_bytes = fitting.map(|member| member.bytes).sum();
-            bytes += block.bytes;
-            let whole = fetching.in_blocks && decide(fitting_bytes);
-            let mut is_fetched_in_decode = whole && is_fetched_in_prefill;
-            for member in &block.nodes {
-                if member.window_bytes > 0 {
-                    is_fetched_in_prefill = fits(member);
-                    is_fetched_in_decode = is_fetched_in_prefill
-                        && (whole || !fetching.in_blocks && decide(member.window_bytes));
-                }
-                let host = member.host.unwrap_or(host_of_block);
-                free[host] = free[host].saturating_sub(member.bytes);
-                let home = self.hosts[host];
-                nodes[member.node] =
-                    Some(Hosting { home, is_fetched_in_prefill, is_fetched_in_decode });
-            }
-        }
-        let percent = 100.0 * fetched_bytes as f64 / bytes.max(1) as f64;
-        let name = self.name(counts.iter().sum(), windows, percent);
-        let mut window_bytes = self.task.per_device(0);
-        for ((gpu, _), &bytes) in self.stages.iter().zip(windows) {
-            window_bytes[*gpu] = bytes;
-        }
-        let hosted = Hosted { nodes, window_bytes, name };
-        let stages = self.stages.iter().map(|(gpu, units)| (Group::one(*gpu), units.clone()));
-        Arrangement { stages: stages.collect(), has_fixed_shares: false, hosted: Some(hosted) }
-    }
-
-    /// Whether the most used experts are nodes of their own.
-    fn is_split(&self) -> bool {
-        let mut members = self.blocks.iter().flat_map(|block| &block.nodes);
-        members.any(|member| {
-            let op = &self.task.model.layers.node(member.node).work;
-            matches!(op, Op::Experts(experts) if experts.part.is_some())
-        })
-    }
-
-    /// Blocks with what is kept, in shards or not.
-    fn blocks_of_kind(&self) -> usize {
-        let has_kind = |node: &Node<Op>| match self.kept {
-            Kept::Experts => matches!(node.work, Op::Experts(_)),
-            Kept::Mlps | Kept::Matrices => node.work.takes_fetched(),
-        };
-        let nodes = self.task.model.layers.nodes().filter(|(_, node)| has_kind(node));
-        nodes.filter_map(|(_, node)| Task::block(&node.name)).collect::<BTreeSet<u32>>().len()
-    }
-
-    fn name(&self, count: usize, windows: &[u64], decode_percent: f64) -> String {
-        let what = match self.kept {
-            Kept::Experts if self.is_split() => "least used experts",
-            Kept::Experts => "experts",
-            Kept::Mlps => "MLPs",
-            Kept::Matrices => "matrices",
-        };
-        let name = |device: &DeviceId| self.task.target.name(*device);
-        let hosts: Vec<&str> = self.hosts.iter().map(name).collect();
-        let gpus: Vec<&str> = self.stages.iter().map(|(gpu, _)| name(gpu)).collect();
-        let mut name = format!(
-            "{what} of {count} of {} blocks on {} beside {}",
-            self.blocks_of_kind(),
-            hosts.join("+"),
-            gpus.join(" → ")
-        );
-        let mut windows: Vec<u64> = windows.iter().copied().filter(|&bytes| bytes > 0).collect();
-        windows.dedup();
-        if !windows.is_empty() {
-            let windows: Vec<String> = windows.into_iter().map(bytes).collect();
-            name += &format!(", fetching {} ahead", windows.join(" and "));
-        }
-        if decode_percent > 0.0 {
-            name += &format!(", {decode_percent:.0} % in decode");
-        }
-        name
     }
 }
 

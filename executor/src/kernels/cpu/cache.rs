@@ -62,8 +62,10 @@ pub struct Cache<'a> {
 
 /// Keys or values of one run's tokens, on their way into the cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Side {
+pub enum Side {
+    /// Keys.
     Keys,
+    /// Values.
     Values,
 }
 
@@ -83,7 +85,7 @@ impl Element {
     }
 
     /// Elements that one lane multiplies at once.
-    pub(super) fn per_unit(self) -> usize {
+    pub(crate) fn per_unit(self) -> usize {
         match self {
             Element::F32 | Element::F16 => 1,
             Element::Bf16 => 2,
@@ -116,6 +118,20 @@ impl CacheShape {
         let tiles = self.block_tokens / TILE_TOKENS;
         let tile = kv_head * tiles + token % self.block_tokens / TILE_TOKENS;
         block * self.block_bytes() + tile * self.tile_bytes()
+    }
+
+    /// Where an element of `token` (counted as above) lies.
+    pub(crate) fn element_offset(
+        &self,
+        side: Side,
+        blocks: &[u32],
+        kv_head: usize,
+        token: usize,
+        dim: usize,
+    ) -> usize {
+        let slot = token % TILE_TOKENS;
+        let at = slot_of(side, self.element.per_unit(), self.head_dim, slot, dim);
+        self.tile_offset(blocks, kv_head, token) + at * self.element.bytes()
     }
 
     /// Where the scales of the tile of `token` begin, for bytes.
@@ -176,7 +192,7 @@ impl<'a> Cache<'a> {
     /// # Safety
     /// Nobody else accesses this tile of this head at the same time.
     #[inline(always)]
-    pub(super) unsafe fn append(
+    pub(crate) unsafe fn append(
         &self,
         side: Side,
         blocks: &[u32],
@@ -225,6 +241,15 @@ fn scale_of(row: &[f32]) -> f32 {
     row.iter().fold(0.0_f32, |largest, value| largest.max(value.abs())) / 127.0
 }
 
+/// Which element of a tile a token's is.
+#[inline(always)]
+fn slot_of(side: Side, per_unit: usize, head_dim: usize, slot: usize, dim: usize) -> usize {
+    match side {
+        Side::Keys => dim / per_unit * TILE_TOKENS * per_unit + slot * per_unit + dim % per_unit,
+        Side::Values => slot / per_unit * head_dim * per_unit + dim * per_unit + slot % per_unit,
+    }
+}
+
 /// Writes `rows` into `tile` from `slot` on, and zeros into what is left of the last unit.
 ///
 /// # Safety
@@ -243,14 +268,7 @@ unsafe fn store<T: Copy + Default>(
     for (token, row) in rows.chunks_exact(head_dim).enumerate() {
         let slot = slot + token;
         for (dim, &value) in row.iter().enumerate() {
-            let at = match side {
-                Side::Keys => {
-                    dim / per_unit * TILE_TOKENS * per_unit + slot * per_unit + dim % per_unit
-                }
-                Side::Values => {
-                    slot / per_unit * head_dim * per_unit + dim * per_unit + slot % per_unit
-                }
-            };
+            let at = slot_of(side, per_unit, head_dim, slot, dim);
             // SAFETY: slot and dim lie in the tile.
             unsafe { tile.add(at).write(convert(value)) };
         }
@@ -259,7 +277,7 @@ unsafe fn store<T: Copy + Default>(
     if side == Side::Values {
         for slot in end..end.next_multiple_of(per_unit) {
             for dim in 0..head_dim {
-                let at = slot / per_unit * head_dim * per_unit + dim * per_unit + slot % per_unit;
+                let at = slot_of(side, per_unit, head_dim, slot, dim);
                 // SAFETY: a tile is a whole number of units.
                 unsafe { tile.add(at).write(T::default()) };
             }

@@ -8,6 +8,7 @@
 //! - Scores are kept times log2(e): weights are powers of two of their distance to the largest.
 
 pub mod append;
+pub mod borrow;
 pub mod decode;
 mod heads;
 mod paging;

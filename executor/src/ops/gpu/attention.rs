@@ -3,6 +3,7 @@
 use anyhow::{Result, ensure};
 use ir::op::{self, Norm};
 
+use super::caches::{bring, give_back};
 use super::scratch::Scratch;
 use super::state::{Operands, State};
 use crate::kernels::gpu::attention::append::{Append, NormWeights, Rotation};
@@ -30,9 +31,13 @@ impl State {
         let cache = self.caches.cache(op.cache)?;
         let queries = Scratch::first(&self.scratch.inner, q.rows * width * size_of::<f32>())?;
         let (query_norm, key_norm) = (self.head_norm(&op.q_norm)?, self.head_norm(&op.k_norm)?);
+        let home = self.caches.home(scope.plan, self.device, op.cache)?;
         let is_decode = scope.batch.parts().iter().all(|part| part.tokens == 1);
         let attend = |rotation: Option<Rotation<'_>>| {
             self.inputs.with_tokens(|tokens| {
+                if let Some(home) = &home {
+                    bring(&self.gpu, home, &cache, scope.batch, &tokens, op.window)?;
+                }
                 let append = Append {
                     attention: op,
                     cache,
@@ -63,16 +68,17 @@ impl State {
                     let call = Prefill { attention: op, cache, tokens, queries: &queries };
                     self.gpu.prefill(&call, &out.span);
                 }
-            });
+                match &home {
+                    Some(home) => give_back(&self.gpu, home, &cache, scope.batch, &tokens),
+                    None => Ok(()),
+                }
+            })
         };
         match op.rope {
             Some(rope) => {
-                self.rotations.with(rope, &self.inputs, |rotation| attend(Some(rotation)))
+                self.rotations.with(rope, &self.inputs, |rotation| attend(Some(rotation)))?
             }
-            None => {
-                attend(None);
-                Ok(())
-            }
+            None => attend(None),
         }
     }
 

@@ -24,6 +24,7 @@ use super::weights::Weights;
 use crate::checkpoint::Checkpoint;
 use crate::counting::ExpertCounter;
 use crate::fetch::Window;
+use crate::home_caches::HomeCaches;
 use crate::kernels::gpu::ahead::Region;
 use crate::kernels::gpu::device::{Gpu, Span};
 use crate::kernels::gpu::peers::Group;
@@ -94,7 +95,7 @@ impl State {
         device: DeviceId,
         gpu: Gpu,
         ordinal: usize,
-        peers: Arc<Peers>,
+        (peers, home_caches): (Arc<Peers>, Arc<HomeCaches>),
         expert_counter: Option<Arc<ExpertCounter>>,
     ) -> Result<Self> {
         let frames: Vec<Frame> =
@@ -143,7 +144,7 @@ impl State {
         });
         Ok(Self {
             weights: Weights::new(&gpu, has_library)?,
-            caches: Caches::new(plan, device, &mut memory)?,
+            caches: Caches::new(plan, device, home_caches, space.borrowed_bytes, &mut memory)?,
             rotations: Rotations::new(plan, device, &gpu, &mut memory)?,
             inputs,
             mail,

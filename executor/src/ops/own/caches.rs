@@ -1,12 +1,14 @@
 //! The paged caches of one device, in the layout of the attention kernel.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use anyhow::{Context as _, Result, bail};
 use ir::id::{CacheId, DeviceId};
 use ir::plan::Plan;
 use ir::tensor::DType;
 
+use crate::home_caches::{HomeCache, HomeCaches};
 use crate::kernels::cpu::cache::{Cache, CacheShape, Element};
 use crate::kernels::cpu::rows::for_each_row;
 use crate::memory::Region;
@@ -17,18 +19,17 @@ const PAGE_FLOATS: usize = 1024;
 
 /// Keys and values of the layers of one device.
 pub(crate) struct Caches {
-    caches: BTreeMap<CacheId, Regions>,
-}
-
-struct Regions {
-    shape: CacheShape,
-    keys: Region,
-    values: Region,
+    caches: BTreeMap<CacheId, Arc<HomeCache>>,
 }
 
 impl Caches {
-    /// Makes every cache that the plan puts on a device; its team touches them first.
-    pub(super) fn new(plan: &Plan, device: DeviceId, team: &Team) -> Result<Self> {
+    /// Makes every cache that the plan puts on a device, and adds it to `homes`; its team touches them first.
+    pub(super) fn new(
+        plan: &Plan,
+        device: DeviceId,
+        team: &Team,
+        homes: &HomeCaches,
+    ) -> Result<Self> {
         let mut caches = BTreeMap::new();
         for (id, cache) in plan.caches.iter().filter(|(_, cache)| cache.device == device) {
             let context = || format!("making the cache of {}", cache.name);
@@ -47,23 +48,18 @@ impl Caches {
                 head_dim: cache.head_dim as usize,
             };
             let region = || touched(shape.region_bytes(), team).with_context(context);
-            let mut regions = Regions { shape, keys: region()?, values: region()? };
-            regions.view().with_context(context)?;
-            caches.insert(id, regions);
+            let cache = HomeCache::new(shape, region()?, region()?).with_context(context)?;
+            let cache = Arc::new(cache);
+            homes.add(id, &cache);
+            caches.insert(id, cache);
         }
         Ok(Self { caches })
     }
 
     /// A cache for the time of one step.
     pub(super) fn view(&mut self, cache: CacheId) -> Result<Cache<'_>> {
-        let regions = self.caches.get_mut(&cache);
-        regions.with_context(|| format!("{cache} is not on this device"))?.view()
-    }
-}
-
-impl Regions {
-    fn view(&mut self) -> Result<Cache<'_>> {
-        Cache::new(self.shape, self.keys.as_mut_slice(), self.values.as_mut_slice())
+        let held = self.caches.get(&cache);
+        held.with_context(|| format!("{cache} is not on this device"))?.view()
     }
 }
 

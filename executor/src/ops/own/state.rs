@@ -7,6 +7,7 @@ use ir::plan::Plan;
 use super::caches::Caches;
 use super::rotations::Rotations;
 use super::weights::Weights;
+use crate::home_caches::HomeCaches;
 use crate::kernels::cpu::isa::Isa;
 use crate::team::Team;
 
@@ -20,11 +21,17 @@ pub(crate) struct State {
 
 impl State {
     /// Makes the caches of a device. Weights are added one by one.
-    pub(crate) fn new(plan: &Plan, device: DeviceId, isa: Isa, team: &Team) -> Result<Self> {
+    pub(crate) fn new(
+        plan: &Plan,
+        device: DeviceId,
+        isa: Isa,
+        team: &Team,
+        home_caches: &HomeCaches,
+    ) -> Result<Self> {
         Ok(Self {
             isa,
             weights: Weights::default(),
-            caches: Caches::new(plan, device, team)?,
+            caches: Caches::new(plan, device, team, home_caches)?,
             rotations: Rotations::default(),
         })
     }

@@ -5,7 +5,7 @@ use std::ops::Range;
 use ir::forecast::DeviceForecast;
 use ir::id::DeviceId;
 
-use super::{IN_PLACE, Search};
+use super::{Frame, IN_PLACE, Search};
 use crate::place::Offer;
 use crate::place::hosted::Price;
 
@@ -17,11 +17,11 @@ impl Search<'_> {
     /// it never does.
     pub(super) fn fewest(
         &self,
-        windows: &[u64],
+        frame: &Frame,
         everything: Offer,
         price: &Price<'_>,
     ) -> Option<(Vec<usize>, Offer)> {
-        let offer = |counts: &[usize]| price(&self.arrange(counts, windows, IN_PLACE)).ok();
+        let offer = |counts: &[usize]| price(&self.arrange(counts, frame, IN_PLACE)).ok();
         let all = self.all();
         let stage_of = |lacking| self.stages.iter().position(|(gpu, _)| *gpu == lacking);
         let slack = |gpu: DeviceId| {
@@ -49,8 +49,9 @@ impl Search<'_> {
             all - usize::try_from(slack(*gpu) / largest).unwrap_or(all).min(all)
         };
         let mut counts: Vec<usize> = all.iter().zip(&self.stages).map(guess).collect();
-        if counts.iter().all(|&count| count == 0) {
-            // There is a block at least, and it may be any stage's.
+        // Without caches there is a block at least that stays, and it may be any stage's.
+        let least = usize::from(frame.caches.iter().all(|&count| count == 0));
+        if least > 0 && counts.iter().all(|&count| count == 0) {
             counts[all.iter().position(|&all| all > 0)?] = 1;
         }
         let mut is_tight = vec![false; counts.len()];
@@ -80,7 +81,7 @@ impl Search<'_> {
             }
         };
         for stage in (0..is_tight.len()).filter(|&stage| !is_tight[stage]) {
-            while best.0[stage] > 0 && best.0.iter().sum::<usize>() > 1 {
+            while best.0[stage] > 0 && best.0.iter().sum::<usize>() > least {
                 let mut fewer = best.0.clone();
                 fewer[stage] -= 1;
                 let offer = offer(&fewer)?;

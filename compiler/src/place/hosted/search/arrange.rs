@@ -1,0 +1,165 @@
+//! The arrangement that a search's numbers stand for, and its name.
+
+use std::collections::BTreeSet;
+
+use ir::dag::Node;
+use ir::id::{DeviceId, NodeId, Table};
+use ir::op::Op;
+use ir::tensor::DType;
+
+use super::{Fetching, Frame, Kept, Member, Search};
+use crate::explain::bytes;
+use crate::part::WeightKey;
+use crate::place::candidates::Arrangement;
+use crate::place::group::Group;
+use crate::place::hosted::{Hosted, Hosting};
+use crate::task::Task;
+
+impl Search<'_> {
+    /// So many blocks of each stage stay within a frame, and decode fetches as much of them.
+    pub(super) fn arrange(
+        &self,
+        counts: &[usize],
+        frame: &Frame,
+        fetching: Fetching,
+    ) -> Arrangement {
+        let mut nodes: Table<NodeId, Option<Hosting>> =
+            self.task.model.layers.nodes().map(|_| None).collect();
+        let devices = &self.task.target.machine.devices;
+        let mut free: Vec<u64> =
+            self.hosts.iter().map(|&host| devices[host].memory_bytes).collect();
+        // The first of those with the most room.
+        let roomiest = |free: &[u64]| {
+            let most = free.iter().max();
+            free.iter().position(|free| Some(free) == most).unwrap_or(0)
+        };
+        for &(lookup, table) in &self.lookups {
+            let host = roomiest(&free);
+            let home = self.hosts[host];
+            let format = self.task.format(table, home);
+            let key = WeightKey { weight: table, device: home, format, slice: None };
+            free[host] = free[host].saturating_sub(key.bytes(self.task));
+            nodes[lookup] =
+                Some(Hosting { home, is_fetched_in_prefill: false, is_fetched_in_decode: false });
+        }
+        let (mut bytes, mut fetched_bytes) = (0, 0);
+        // What is to be fetched so far and was not: it decides about the next block or node.
+        let mut owed = 0.0;
+        let mut decide = |bytes: u64| {
+            owed += bytes as f64 * fetching.share;
+            let is_fetched = bytes > 0 && owed >= bytes as f64 / 2.0;
+            if is_fetched {
+                owed -= bytes as f64;
+                fetched_bytes += bytes;
+            }
+            is_fetched
+        };
+        for block in self.staying(counts) {
+            let host_of_block = roomiest(&free);
+            let window = frame.windows[block.stage];
+            let fits = |member: &Member| member.window_bytes <= window;
+            let mut matrices = block.nodes.iter().filter(|member| member.window_bytes > 0);
+            // What lies before the first matrix goes with it.
+            let mut is_fetched_in_prefill = matrices.next().is_some_and(fits);
+            let fitting = block.nodes.iter().filter(|member| fits(member));
+            let fitting_bytes = fitting.map(|member| member.bytes).sum();
+            bytes += block.bytes;
+            let whole = fetching.in_blocks && decide(fitting_bytes);
+            let mut is_fetched_in_decode = whole && is_fetched_in_prefill;
+            for member in &block.nodes {
+                if member.window_bytes > 0 {
+                    is_fetched_in_prefill = fits(member);
+                    is_fetched_in_decode = is_fetched_in_prefill
+                        && (whole || !fetching.in_blocks && decide(member.window_bytes));
+                }
+                let host = member.host.unwrap_or(host_of_block);
+                free[host] = free[host].saturating_sub(member.bytes);
+                let home = self.hosts[host];
+                nodes[member.node] =
+                    Some(Hosting { home, is_fetched_in_prefill, is_fetched_in_decode });
+            }
+        }
+        for block in self.caching(counts, &frame.caches) {
+            let mut homes: Vec<DeviceId> = block
+                .nodes
+                .iter()
+                .filter_map(|member| nodes[member.node].map(|hosting| hosting.home))
+                .collect();
+            homes.dedup();
+            // Shards are on several.
+            let home = match homes.as_slice() {
+                [only] => *only,
+                _ => self.hosts[roomiest(&free)],
+            };
+            if let Some(host) = self.hosts.iter().position(|&host| host == home) {
+                free[host] = free[host].saturating_sub(frame.cache_bytes[block.stage]);
+            }
+            // GPUs borrow floats.
+            let is_fetched_in_prefill = self.task.target.kv_types[home] != DType::I8;
+            for &node in &block.attentions {
+                let is_fetched_in_decode = false;
+                nodes[node] = Some(Hosting { home, is_fetched_in_prefill, is_fetched_in_decode });
+            }
+        }
+        let percent = 100.0 * fetched_bytes as f64 / bytes.max(1) as f64;
+        let name = self.name(counts.iter().sum(), frame, percent);
+        let mut window_bytes = self.task.per_device(0);
+        for ((gpu, _), &bytes) in self.stages.iter().zip(&frame.windows) {
+            window_bytes[*gpu] = bytes;
+        }
+        let hosted = Hosted { nodes, window_bytes, name };
+        let stages = self.stages.iter().map(|(gpu, units)| (Group::one(*gpu), units.clone()));
+        Arrangement { stages: stages.collect(), has_fixed_shares: false, hosted: Some(hosted) }
+    }
+
+    /// Whether the most used experts are nodes of their own.
+    fn is_split(&self) -> bool {
+        let mut members = self.blocks.iter().flat_map(|block| &block.nodes);
+        members.any(|member| {
+            let op = &self.task.model.layers.node(member.node).work;
+            matches!(op, Op::Experts(experts) if experts.part.is_some())
+        })
+    }
+
+    /// Blocks with what is kept, in shards or not.
+    fn blocks_of_kind(&self) -> usize {
+        let has_kind = |node: &Node<Op>| match self.kept {
+            Kept::Experts => matches!(node.work, Op::Experts(_)),
+            Kept::Mlps | Kept::Matrices => node.work.takes_fetched(),
+        };
+        let nodes = self.task.model.layers.nodes().filter(|(_, node)| has_kind(node));
+        nodes.filter_map(|(_, node)| Task::block(&node.name)).collect::<BTreeSet<u32>>().len()
+    }
+
+    fn name(&self, count: usize, frame: &Frame, decode_percent: f64) -> String {
+        let what = match self.kept {
+            Kept::Experts if self.is_split() => "least used experts",
+            Kept::Experts => "experts",
+            Kept::Mlps => "MLPs",
+            Kept::Matrices => "matrices",
+        };
+        let name = |device: &DeviceId| self.task.target.name(*device);
+        let hosts: Vec<&str> = self.hosts.iter().map(name).collect();
+        let gpus: Vec<&str> = self.stages.iter().map(|(gpu, _)| name(gpu)).collect();
+        let caches: usize = frame.caches.iter().sum();
+        let stays = match (count, self.blocks_of_kind()) {
+            (0, all) => format!("caches of {caches} of {all} blocks"),
+            (count, all) => format!("{what} of {count} of {all} blocks"),
+        };
+        let mut name = format!("{stays} on {} beside {}", hosts.join("+"), gpus.join(" → "));
+        if count > 0 && caches > 0 {
+            name += &format!(", {caches} caches there");
+        }
+        let mut windows = frame.windows.clone();
+        windows.retain(|&bytes| bytes > 0);
+        windows.dedup();
+        if !windows.is_empty() {
+            let windows: Vec<String> = windows.into_iter().map(bytes).collect();
+            name += &format!(", fetching {} ahead", windows.join(" and "));
+        }
+        if decode_percent > 0.0 {
+            name += &format!(", {decode_percent:.0} % in decode");
+        }
+        name
+    }
+}

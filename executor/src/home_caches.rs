@@ -1,0 +1,132 @@
+//! Caches at home on NUMA nodes: the node attends to them in place, and GPUs may borrow them.
+//!
+//! - One step uses a cache at a time. Within a run the plan says so: a program has one step for each cache. Where GPUs
+//!   borrow caches, lanes begin a run when the one before has ended.
+//! - What GPUs borrow is pinned, so that they reach it by address. Where that cannot be, elements are copied by the host.
+
+#![expect(unsafe_code, reason = "lanes of different devices use a cache in turn")]
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+
+use anyhow::{Context as _, Result};
+use cudarc::driver::CudaContext;
+use ir::id::{CacheId, DeviceId};
+use ir::plan::Plan;
+
+use crate::kernels::cpu::cache::{Cache, CacheShape, Side};
+use crate::memory::Region;
+use crate::pinned::Pinned;
+
+/// One layer's keys and values on a NUMA node.
+pub(crate) struct HomeCache {
+    // Unpinned before they are unmapped.
+    pinned: OnceLock<[Pinned; 2]>,
+    shape: CacheShape,
+    keys: Region,
+    values: Region,
+}
+
+/// The caches of all NUMA nodes of a plan, as their lanes make them.
+#[derive(Default)]
+pub(crate) struct HomeCaches(Mutex<BTreeMap<CacheId, Arc<HomeCache>>>);
+
+impl HomeCaches {
+    /// Adds a cache that a node has made.
+    pub(crate) fn add(&self, id: CacheId, cache: &Arc<HomeCache>) {
+        self.lock().insert(id, Arc::clone(cache));
+    }
+
+    /// A cache that a GPU borrows.
+    ///
+    /// # Errors
+    /// When no node has made it.
+    pub(crate) fn get(&self, plan: &Plan, id: CacheId) -> Result<Arc<HomeCache>> {
+        let cache = self.lock().get(&id).cloned();
+        cache.with_context(|| format!("nobody has made the cache of {}", plan.caches[id].name))
+    }
+
+    /// Pins what the GPU of this ordinal borrows.
+    ///
+    /// # Errors
+    /// When a cache has not been made, or there is no such GPU.
+    pub(crate) fn pin(&self, plan: &Plan, gpu: DeviceId, ordinal: Option<usize>) -> Result<()> {
+        for id in plan.borrowed_by(gpu) {
+            let cache = self.get(plan, id)?;
+            let Some(ordinal) = ordinal else { continue };
+            let context = CudaContext::new(ordinal).context("opening the GPU's context")?;
+            if let Err(error) = cache.pin(&context) {
+                tracing::warn!("caches are borrowed slowly: {error:#}");
+                break;
+            }
+        }
+        Ok(())
+    }
+
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<CacheId, Arc<HomeCache>>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl HomeCache {
+    /// A cache over two regions.
+    ///
+    /// # Errors
+    /// When they do not fit the shape.
+    pub(crate) fn new(shape: CacheShape, mut keys: Region, mut values: Region) -> Result<Self> {
+        Cache::new(shape, keys.as_mut_slice(), values.as_mut_slice())?;
+        Ok(Self { pinned: OnceLock::new(), shape, keys, values })
+    }
+
+    /// Its sizes.
+    pub(crate) fn shape(&self) -> &CacheShape {
+        &self.shape
+    }
+
+    /// The cache for the time of one step of its node.
+    pub(crate) fn view(&self) -> Result<Cache<'_>> {
+        // SAFETY: no other step uses the cache meanwhile, as the module says.
+        let [keys, values] = unsafe { [all(&self.keys), all(&self.values)] };
+        Cache::new(self.shape, keys, values)
+    }
+
+    /// Where GPUs see the first byte of the keys or the values; `None` where they are not pinned.
+    pub(crate) fn address(&self, side: Side) -> Option<u64> {
+        let [keys, values] = self.pinned.get()?;
+        Some(match side {
+            Side::Keys => keys.address(),
+            Side::Values => values.address(),
+        })
+    }
+
+    /// Hands all bytes of the keys or the values to `with`, for the time of one step of a GPU.
+    pub(crate) fn with_bytes<T>(&self, side: Side, with: impl FnOnce(&mut [u8]) -> T) -> T {
+        let region = match side {
+            Side::Keys => &self.keys,
+            Side::Values => &self.values,
+        };
+        // SAFETY: as in `view`.
+        with(unsafe { all(region) })
+    }
+
+    fn pin(&self, context: &Arc<CudaContext>) -> Result<()> {
+        if self.pinned.get().is_some() {
+            return Ok(());
+        }
+        let pinned = |region| Pinned::new(context, region)?.context("the cache is pinned already");
+        let both = [pinned(&self.keys)?, pinned(&self.values)?];
+        // One thread pins all.
+        drop(self.pinned.set(both));
+        Ok(())
+    }
+}
+
+/// All bytes of a region.
+///
+/// # Safety
+/// Nobody else uses them as long as the result lives.
+#[expect(clippy::mut_from_ref, reason = "the caller says that nobody else uses the bytes")]
+unsafe fn all(region: &Region) -> &mut [u8] {
+    // SAFETY: the region is mapped and initialised, and the caller has it alone.
+    unsafe { std::slice::from_raw_parts_mut(region.as_ptr(), region.bytes()) }
+}
