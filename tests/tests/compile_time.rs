@@ -10,7 +10,7 @@ use tests::shortest;
 const GIB: u64 = 1 << 30;
 
 #[test]
-fn eighty_blocks_beside_a_small_gpu_take_about_a_second() {
+fn eighty_blocks_beside_a_small_gpu_take_few_seconds() {
     let folder = tempfile::tempdir().expect("a folder for the headers");
     MadeUp::llama(LlamaShape::LLAMA_70B).write(folder.path(), 4).expect("headers are written");
     let model = models::lower(folder.path()).expect("the headers are a model");
@@ -19,8 +19,8 @@ fn eighty_blocks_beside_a_small_gpu_take_about_a_second() {
         let plan = compiler::compile(&model, &machine, &Options::default(), &mut |_, _| ());
         plan.expect("it fits");
     };
-    // Half of it, on two cores by themselves; a machine that others use too is at times a third as fast.
-    let most = Duration::from_secs(2);
+    // A third of it, on two cores by themselves; a machine that others use too is at times a third as fast.
+    let most = Duration::from_secs(3);
     let taken = shortest(most, compile);
     assert!(taken < most, "it took {taken:?}");
 }

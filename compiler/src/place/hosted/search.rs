@@ -83,8 +83,6 @@ struct Frame {
     cache_bytes: Vec<u64>,
 }
 
-/// Frames, of those that are tried together, in which decode fetches: the best where the home computes all.
-const MOST_FETCHING: usize = 2;
 /// The home computes all that stays.
 const IN_PLACE: Fetching = Fetching { share: 0.0, in_blocks: true };
 
@@ -222,8 +220,11 @@ impl<'a> Search<'a> {
         let rungs = if is_rough { vec![0] } else { vec![none, 1, 0] };
         let frames = rungs.iter().map(|&rung| self.without_caches(self.windows(rung))).collect();
         let mut tried: Vec<Frame> = Vec::new();
-        let mut within = |frames| self.offers_within(frames, &mut tried, is_rough, best, price);
-        let mut offers: Vec<Offer> = within(frames);
+        let mut within = |frames, fetching: usize| {
+            let fetching = if is_rough { 0 } else { fetching };
+            self.offers_within(frames, &mut tried, fetching, best, price)
+        };
+        let mut offers: Vec<Offer> = within(frames, rungs.len());
         // With the windows that are best where all caches are on GPUs; with any where those do not fit.
         let fitting = offers.iter().filter(|offer| offer.candidate.missing.is_none());
         let windows = match fitting.min_by_key(|offer| offer.score) {
@@ -232,16 +233,17 @@ impl<'a> Search<'a> {
         };
         let frames = windows.into_iter();
         let frames = frames.flat_map(|windows| self.with_caches(windows, is_rough, price));
-        offers.extend(within(frames.collect()));
+        offers.extend(within(frames.collect(), 1));
         offers
     }
 
-    /// The offers within frames that do not come out as one of `tried`, to which they are added.
+    /// The offers within frames that do not come out as one of `tried`, to which they are added. Decode fetches in
+    /// `fetching` of them at most: in the best where the home computes all.
     fn offers_within(
         &self,
         frames: Vec<Frame>,
         tried: &mut Vec<Frame>,
-        is_rough: bool,
+        fetching: usize,
         best: u64,
         price: &Price<'_>,
     ) -> Vec<Offer> {
@@ -270,8 +272,7 @@ impl<'a> Search<'a> {
         let may_fetch = |(frame, _, base): &&(Frame, Vec<usize>, Offer)| {
             base.candidate.missing.is_none() && frame.windows.iter().any(|&bytes| bytes > 0)
         };
-        let most = if is_rough { 0 } else { MOST_FETCHING };
-        let fetching: Vec<_> = bases.iter().filter(may_fetch).take(most).collect();
+        let fetching: Vec<_> = bases.iter().filter(may_fetch).take(fetching).collect();
         let fetching = fetching.into_par_iter().filter_map(|(frame, counts, base)| {
             self.fetching(counts, frame, base.decode_nanos as f64, best, price)
         });

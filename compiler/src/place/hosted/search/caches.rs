@@ -13,8 +13,8 @@ use crate::place::hosted::Price;
 
 /// Caches that take less than one part in so many of a GPU's memory are all on it, if they fit.
 const SMALL: u64 = 64;
-/// Numbers of caches that are tried between the fewest and all.
-const STEPS: usize = 2;
+/// Caches that take more than one part in so many are tried in halves as well; of others the fewest, and all.
+const LARGE: u64 = 8;
 
 impl Search<'_> {
     /// Nothing but windows decided.
@@ -47,10 +47,15 @@ impl Search<'_> {
         let of_layer = |stage: usize| held(stage).cache_bytes / self.layers[stage].max(1) as u64;
         let cache_bytes: Vec<u64> = stages.map(of_layer).collect();
         let fewest = self.enough(&everything, &cache_bytes);
-        let steps = if is_rough { 0..=0 } else { 0..=STEPS };
-        let counts = steps.map(|step| {
+        let is_large = |stage: usize| held(stage).cache_bytes > held(stage).capacity_bytes / LARGE;
+        let halves = match is_rough {
+            true => &[0][..],
+            false if (0..all.len()).any(is_large) => &[0, 1, 2],
+            false => &[0, 2],
+        };
+        let counts = halves.iter().map(|half| {
             let each = fewest.iter().zip(&all);
-            each.map(|(&few, &all)| few.max(all * step / STEPS)).collect()
+            each.map(|(&few, &all)| few.max(all * half / 2)).collect()
         });
         let mut counts: Vec<Vec<usize>> = counts.collect();
         counts.dedup();
@@ -66,7 +71,15 @@ impl Search<'_> {
         if !is_rough
             && let Ok(nothing) = price(&self.arrange(&vec![0; all.len()], &no_windows, IN_PLACE))
         {
-            frames.push(frame(&no_windows.windows, self.enough(&nothing, &cache_bytes)));
+            let enough = self.enough(&nothing, &cache_bytes);
+            let can_be_enough = |stage: usize| {
+                let borrowed = cache_bytes[stage];
+                lacking(&nothing.devices[self.stages[stage].0]) + borrowed
+                    <= borrowed * all[stage] as u64
+            };
+            if (0..all.len()).all(can_be_enough) {
+                frames.push(frame(&no_windows.windows, enough));
+            }
         }
         frames
     }
