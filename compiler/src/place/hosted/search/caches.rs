@@ -1,8 +1,8 @@
-//! Which caches stay with hosts, where those of all layers would take too much of the GPUs' memory.
+//! How many caches are tried with hosts: a layer's weights may be worth more in their place on a GPU.
 //!
 //! - Decode attends where the cache is: beside matrices that stay as well, that spares activations a crossing. In prefill
 //!   the GPU borrows the cache.
-//! - Caches stay only where a GPU lacks the memory for them beside a fetch window, or where they take much of it.
+//! - Those that are small beside a GPU's memory stay only where it lacks that.
 
 use ir::forecast::DeviceForecast;
 use ir::id::DeviceId;
@@ -84,7 +84,7 @@ impl Search<'_> {
         frames
     }
 
-    /// The fewest caches of each stage that leave the memory that an offer lacks; all of them where none do.
+    /// The fewest caches of each stage that leave the memory that an offer lacks; all of them where they do not.
     fn enough(&self, offer: &Offer, cache_bytes: &[u64]) -> Vec<usize> {
         let of_stage = |(((gpu, _), &bytes), all): (((&DeviceId, _), &u64), usize)| {
             let lacking = lacking(&offer.devices[*gpu]);
