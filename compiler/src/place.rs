@@ -315,18 +315,15 @@ fn pins(task: &Task<'_>, options: &Options) -> Result<Pins> {
     Ok(pins)
 }
 
-/// Cache blocks that the options ask for.
+/// Cache blocks that the options ask for, which GPUs can count the elements of.
 fn wanted_blocks(task: &Task<'_>, options: &Options) -> Result<u32> {
-    let target = task.target;
-    let per_sequence = target.blocks_per_sequence();
-    let all = per_sequence.saturating_mul(target.max_sequences);
-    let blocks = wanted_of_budget(task, options, per_sequence, all)?;
+    let blocks = blocks_within_budget(task, options)?;
     // Kernels of GPUs count elements in 32 bits.
     let elements = |cache: &ModelCache| {
         u64::from(blocks) * u64::from(BLOCK_TOKENS * cache.kv_heads) * u64::from(cache.head_dim)
     };
     let largest = task.model.caches.rows().iter().map(elements).max().unwrap_or(0);
-    let has_gpu = target.machine.devices.rows().iter().any(|device| device.kind.is_gpu());
+    let has_gpu = task.target.machine.devices.rows().iter().any(|device| device.kind.is_gpu());
     ensure!(
         !has_gpu || largest <= u64::from(u32::MAX),
         "the keys of a layer are {largest} numbers, and GPUs take {} at most: lower --max-sequences or --context, give \
@@ -336,14 +333,11 @@ fn wanted_blocks(task: &Task<'_>, options: &Options) -> Result<u32> {
     Ok(blocks)
 }
 
-/// Those of them that the budget of a KV cache leaves.
-fn wanted_of_budget(
-    task: &Task<'_>,
-    options: &Options,
-    per_sequence: u32,
-    all: u32,
-) -> Result<u32> {
+/// Cache blocks of all sequences, or those that the budget of a KV cache leaves.
+fn blocks_within_budget(task: &Task<'_>, options: &Options) -> Result<u32> {
     let target = task.target;
+    let per_sequence = target.blocks_per_sequence();
+    let all = per_sequence.saturating_mul(target.max_sequences);
     let Some(budget) = options.kv_cache_bytes else { return Ok(all) };
     let block_bytes = cache_block_bytes(task);
     let needed = block_bytes * u64::from(per_sequence);

@@ -87,6 +87,16 @@ impl DeviceForecast {
             .into_iter()
             .fold(0, u64::saturating_add)
     }
+
+    /// What of that the device has no room for.
+    pub fn missing_bytes(&self) -> u64 {
+        self.needed_bytes().saturating_sub(self.capacity_bytes)
+    }
+
+    /// What the device has left beside that.
+    pub fn free_bytes(&self) -> u64 {
+        self.capacity_bytes.saturating_sub(self.needed_bytes())
+    }
 }
 
 impl ProgramForecast {

@@ -344,6 +344,12 @@ impl Plan {
         self.machine.devices.ids().any(|device| self.borrowed_by(device).next().is_some())
     }
 
+    /// Whether runs of a program work one after another: nothing is fetched for one before it starts, and what the run
+    /// before borrowed is at home again when that has ended.
+    pub fn runs_one_by_one(&self, program: &Program) -> bool {
+        program.lanes.iter().any(|lane| lane.queue == Queue::Copy) || self.borrows()
+    }
+
     /// Whether a step is one GPU's part of a sum over GPUs alone, which they can make without the host where they reach
     /// each other's memory.
     pub fn is_peer_sum(&self, program: &Program, step: &Step) -> bool {

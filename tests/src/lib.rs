@@ -20,6 +20,18 @@ pub fn first_decode(plan: &Plan) -> usize {
     programs.position(|program| program.phase == Phase::Decode).expect("a plan decodes")
 }
 
+/// Tokens per second of prefill, and of the decode of one sequence, as they are predicted.
+///
+/// # Panics
+/// When the plan decodes nothing.
+pub fn rates(plan: &Plan) -> (f64, f64) {
+    let rate = |program: usize| {
+        let tokens = f64::from(plan.programs[program].max.tokens);
+        tokens / (plan.forecast.programs[program].nanos as f64 / 1e9)
+    };
+    (rate(0), rate(first_decode(plan)))
+}
+
 /// How long `work` takes when it is left alone: the shortest of ten tries, or the first that stays below `limit`. Other
 /// tests run beside it.
 pub fn shortest(limit: Duration, mut work: impl FnMut()) -> Duration {

@@ -7,6 +7,7 @@ use std::io::Write as _;
 use std::path::Path;
 
 use anyhow::{Context as _, Result};
+use ir::model::Model;
 use serde_json::{Map, Value, json};
 
 /// A checkpoint to write.
@@ -158,6 +159,16 @@ impl MadeUp {
     pub fn tensor(&mut self, name: &str) -> &mut (String, String, Vec<u64>) {
         let found = self.tensors.iter_mut().find(|(known, ..)| known == name);
         found.expect("the test names a tensor that is there")
+    }
+
+    /// The model of the checkpoint.
+    ///
+    /// # Panics
+    /// When it cannot be written, or is no model.
+    pub fn model(&self) -> Model {
+        let folder = tempfile::tempdir().expect("a folder for the headers");
+        self.write(folder.path(), 4).expect("headers are written");
+        models::lower(folder.path()).expect("the headers are a model")
     }
 
     /// Writes the checkpoint into a folder: one file, or as many shards and an index.

@@ -12,30 +12,19 @@ use ir::model::Model;
 use ir::plan::{Action, Phase, Plan};
 use ir::tensor::DType;
 use ir::workspace::workspaces;
-use tests::first_decode;
 use tests::machines::{h200, two_sockets};
 use tests::made_up::{LlamaShape, MadeUp};
+use tests::{first_decode, rates};
 
 const GIB: u64 = 1 << 30;
 
 fn model() -> Model {
-    let folder = tempfile::tempdir().expect("a folder for the headers");
-    MadeUp::llama(LlamaShape::LLAMA_8B).write(folder.path(), 4).expect("headers are written");
-    let model = models::lower(folder.path()).expect("the headers are a model");
-    Model { context: 128 << 10, ..model }
+    Model { context: 128 << 10, ..MadeUp::llama(LlamaShape::LLAMA_8B).model() }
 }
 
 fn plan(machine: &Machine, context: u32, options: Options) -> Plan {
     let options = Options { context: Some(context), prefill_tokens: Some(2048), ..options };
     compiler::compile(&model(), machine, &options, &mut |_, _| ()).expect("it fits")
-}
-
-/// Tokens per second of prefill and of decode.
-fn rates(plan: &Plan) -> [f64; 2] {
-    [0, first_decode(plan)].map(|program| {
-        let tokens = f64::from(plan.programs[program].max.tokens);
-        tokens / (plan.forecast.programs[program].nanos as f64 / 1e9)
-    })
 }
 
 /// The device that attends to each cache in a program.
@@ -57,7 +46,7 @@ fn prompts_are_fast_where_the_caches_of_a_context_do_not_fit_the_gpu() {
     // Keys and values take 128 KiB a token: 4, 8 and 16 GiB.
     for (memory, context) in [(5 * GIB, 32 << 10), (7 * GIB, 64 << 10), (13 * GIB, 128 << 10)] {
         let plan = plan(&h200(memory), context, Options::default());
-        let [prefill, decode] = rates(&plan);
+        let (prefill, decode) = rates(&plan);
         assert!(prefill > 5000.0, "{context} tokens beside {memory} bytes: {prefill} tok/s");
         // Whole layers on the host would read all their weights, and the other half of the caches as well.
         assert!(decode > 5.0, "{context} tokens beside {memory} bytes: {decode} tok/s");

@@ -11,9 +11,7 @@ const GIB: u64 = 1 << 30;
 
 #[test]
 fn eighty_blocks_beside_a_small_gpu_take_few_seconds() {
-    let folder = tempfile::tempdir().expect("a folder for the headers");
-    MadeUp::llama(LlamaShape::LLAMA_70B).write(folder.path(), 4).expect("headers are written");
-    let model = models::lower(folder.path()).expect("the headers are a model");
+    let model = MadeUp::llama(LlamaShape::LLAMA_70B).model();
     let machine = linked(vec![gpu(0, 40 * GIB), numa(0, 128 * GIB), numa(1, 128 * GIB)]);
     let compile = || {
         let plan = compiler::compile(&model, &machine, &Options::default(), &mut |_, _| ());

@@ -18,9 +18,7 @@ use tests::toys::Toy;
 const GIB: u64 = 1 << 30;
 
 fn llama() -> Model {
-    let folder = tempfile::tempdir().expect("a folder for the headers");
-    MadeUp::llama(LlamaShape::LLAMA_8B).write(folder.path(), 4).expect("headers are written");
-    models::lower(folder.path()).expect("the headers are a model")
+    MadeUp::llama(LlamaShape::LLAMA_8B).model()
 }
 
 fn plan(model: &Model, machine: &Machine, format: &str) -> Plan {

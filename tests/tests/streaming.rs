@@ -14,17 +14,11 @@ use ir::model::Model;
 use ir::op::Op;
 use ir::plan::{Action, Phase, Plan, Program, Queue};
 use ir::tensor::Format;
-use tests::first_decode;
 use tests::machines::{h200, keeping_caches, two_sockets};
 use tests::made_up::{LlamaShape, MadeUp};
+use tests::{first_decode, rates};
 
 const GIB: u64 = 1 << 30;
-
-fn model(checkpoint: &MadeUp) -> Model {
-    let folder = tempfile::tempdir().expect("a folder for the headers");
-    checkpoint.write(folder.path(), 4).expect("headers are written");
-    models::lower(folder.path()).expect("the headers are a model")
-}
 
 fn options() -> Options {
     Options { prefill_tokens: Some(2048), context: Some(4096), ..Options::default() }
@@ -35,16 +29,7 @@ fn compile(model: &Model, machine: &Machine, options: &Options) -> Plan {
 }
 
 fn llama(gpu_bytes: u64) -> Plan {
-    compile(&model(&MadeUp::llama(LlamaShape::LLAMA_8B)), &h200(gpu_bytes), &options())
-}
-
-/// Tokens per second of prefill, and of decode.
-fn rates(plan: &Plan) -> (f64, f64) {
-    let rate = |program: usize| {
-        let tokens = f64::from(plan.programs[program].max.tokens);
-        tokens / (plan.forecast.programs[program].nanos as f64 / 1e9)
-    };
-    (rate(0), rate(first_decode(plan)))
+    compile(&MadeUp::llama(LlamaShape::LLAMA_8B).model(), &h200(gpu_bytes), &options())
 }
 
 /// Steps of a program that fetch, and linears and mixtures that a device computes.
@@ -96,7 +81,7 @@ fn half_a_llama_on_the_host_is_fetched_in_prefill_and_shared_in_decode() {
 #[test]
 fn short_prompts_beside_a_host_have_a_program_of_their_own() {
     let machine = keeping_caches(h200(10 * GIB));
-    let model = model(&MadeUp::llama(LlamaShape::LLAMA_8B));
+    let model = MadeUp::llama(LlamaShape::LLAMA_8B).model();
     let plan = compile(&model, &machine, &options());
     let [prefill, short] = [0, 1].map(|program| &plan.programs[program]);
     assert_eq!(short.phase, Phase::Prefill);
@@ -142,7 +127,7 @@ fn matrix_bytes_on_nodes(plan: &Plan) -> Vec<u64> {
 
 #[test]
 fn two_sockets_compute_what_stays_at_the_same_time() {
-    let model = model(&MadeUp::llama(LlamaShape::LLAMA_8B));
+    let model = MadeUp::llama(LlamaShape::LLAMA_8B).model();
     let decode = |machine| {
         let plan = compile(&model, &machine, &options());
         (rates(&plan).1, plan)
@@ -168,7 +153,7 @@ fn two_sockets_compute_what_stays_at_the_same_time() {
 #[test]
 fn a_gpu_computes_its_shards_while_the_host_computes_the_others() {
     let machine = keeping_caches(h200(23 * GIB / 2));
-    let plan = compile(&model(&MadeUp::llama(LlamaShape::LLAMA_8B)), &machine, &options());
+    let plan = compile(&MadeUp::llama(LlamaShape::LLAMA_8B).model(), &machine, &options());
     let layers = |mark: &str, device: usize| -> BTreeSet<&str> {
         let device = DeviceId::from_index(device);
         let weights = plan.weights.rows().iter().filter(|weight| weight.device == device);
@@ -185,7 +170,7 @@ fn a_gpu_computes_its_shards_while_the_host_computes_the_others() {
 #[test]
 fn two_sockets_compute_half_of_every_expert() {
     let options = Options { formats: vec!["q4".parse().expect("it is a format")], ..options() };
-    let model = model(&MadeUp::mixture());
+    let model = MadeUp::mixture().model();
     let plan = |machine| compile(&model, &machine, &options);
     let (one, two) = (plan(h200(3 * GIB)), plan(two_sockets(3 * GIB)));
     assert!(rates(&two).1 > 1.25 * rates(&one).1, "{} {}", rates(&two).1, rates(&one).1);
@@ -199,7 +184,7 @@ fn two_sockets_compute_half_of_every_expert() {
 
 #[test]
 fn a_pin_is_for_all_of_a_layer() {
-    let model = model(&MadeUp::llama(LlamaShape::LLAMA_8B));
+    let model = MadeUp::llama(LlamaShape::LLAMA_8B).model();
     let pins = vec!["(q_proj|down_proj)$=gpu0".parse().expect("it is a pin")];
     let plan = compile(&model, &two_sockets(10 * GIB), &Options { pins, ..options() });
     let gpu = DeviceId::from_index(0);
@@ -209,7 +194,7 @@ fn a_pin_is_for_all_of_a_layer() {
 
 #[test]
 fn tables_are_where_there_is_room() {
-    let model = model(&MadeUp::llama(LlamaShape::LLAMA_8B));
+    let model = MadeUp::llama(LlamaShape::LLAMA_8B).model();
     let mut machine = two_sockets(6 * GIB);
     let first = machine.device("numa0").expect("it is there");
     machine.devices[first].memory_bytes = 600_000_000;
@@ -219,7 +204,7 @@ fn tables_are_where_there_is_room() {
 
 #[test]
 fn a_small_gpu_beside_a_large_one_is_no_loss() {
-    let model = model(&MadeUp::llama(LlamaShape::LLAMA_8B));
+    let model = MadeUp::llama(LlamaShape::LLAMA_8B).model();
     let mut machine = h200(6 * GIB);
     let (first, host) = (DeviceId::from_index(0), DeviceId::from_index(1));
     let second = machine.devices.push(Device {
@@ -237,7 +222,7 @@ fn a_small_gpu_beside_a_large_one_is_no_loss() {
 
 #[test]
 fn windows_shrink_with_the_memory() {
-    let model = model(&MadeUp::llama(LlamaShape::LLAMA_8B));
+    let model = MadeUp::llama(LlamaShape::LLAMA_8B).model();
     let options = Options { context: Some(2048), ..options() };
     let tenths = [23, 24, 25, 26, 28, 30];
     let scores = tenths.map(|tenth| score(&compile(&model, &h200(tenth * GIB / 10), &options)));
@@ -247,7 +232,7 @@ fn windows_shrink_with_the_memory() {
 
 #[test]
 fn a_format_is_for_many_sequences_too() {
-    let model = model(&MadeUp::llama(LlamaShape::LLAMA_8B));
+    let model = MadeUp::llama(LlamaShape::LLAMA_8B).model();
     let mut machine = h200(40 * GIB);
     let gpu = DeviceId::from_index(0);
     // Many rows need 12 bits unpacked.
@@ -267,7 +252,7 @@ fn a_format_is_for_many_sequences_too() {
 
 #[test]
 fn requested_shares_are_the_best_of_some() {
-    let model = model(&MadeUp::llama(LlamaShape::LLAMA_8B));
+    let model = MadeUp::llama(LlamaShape::LLAMA_8B).model();
     let shared = |text: &str| {
         let request = parse_tensor_parallel(text).expect("it is a request");
         score(&compile(&model, &h200(15 * GIB), &Options { request, ..options() }))
@@ -278,7 +263,7 @@ fn requested_shares_are_the_best_of_some() {
 
 #[test]
 fn a_socket_without_memory_for_its_shards_leaves_them_to_the_other() {
-    let model = model(&MadeUp::llama(LlamaShape::LLAMA_8B));
+    let model = MadeUp::llama(LlamaShape::LLAMA_8B).model();
     let mut machine = two_sockets(8 * GIB);
     let last = machine.devices.ids().last().expect("a socket");
     machine.devices[last].memory_bytes = GIB / 2;
@@ -292,16 +277,16 @@ fn a_socket_without_memory_for_its_shards_leaves_them_to_the_other() {
 #[test]
 fn a_host_that_cannot_hold_all_that_may_stay_holds_some() {
     let mut machine = h200(20 * GIB);
-    let roomy = compile(&model(&MadeUp::mixture()), &machine, &options());
+    let roomy = compile(&MadeUp::mixture().model(), &machine, &options());
     machine.devices[DeviceId::from_index(1)].memory_bytes = 20 * GIB;
-    let plan = compile(&model(&MadeUp::mixture()), &machine, &options());
+    let plan = compile(&MadeUp::mixture().model(), &machine, &options());
     assert!(rates(&plan).1 > 0.95 * rates(&roomy).1);
     assert!(plan.forecast.candidates[0].name.contains("beside gpu0"));
 }
 
 #[test]
 fn many_sequences_fetch_what_the_host_would_be_late_with() {
-    let model = model(&MadeUp::llama(LlamaShape::LLAMA_8B));
+    let model = MadeUp::llama(LlamaShape::LLAMA_8B).model();
     let options = Options { max_sequences: 64, kv_cache_bytes: Some(2 * GIB), ..options() };
     // Its host has no matrix instructions.
     let mut machine = h200(10 * GIB);
@@ -322,7 +307,7 @@ fn many_sequences_fetch_what_the_host_would_be_late_with() {
 #[test]
 fn experts_stay_on_the_host_before_anything_else() {
     let options = Options { formats: vec!["q4".parse().expect("it is a format")], ..options() };
-    let plan = compile(&model(&MadeUp::mixture()), &h200(3 * GIB), &options);
+    let plan = compile(&MadeUp::mixture().model(), &h200(3 * GIB), &options);
     let (prefill, decode) = rates(&plan);
     assert!(prefill > 3.0 * 2668.0, "{prefill} tokens/s");
     assert!(decode > 1.2 * 118.0, "{decode} tokens/s");
@@ -336,7 +321,7 @@ fn experts_stay_on_the_host_before_anything_else() {
 
 #[test]
 fn values_that_cross_together_are_under_way_together() {
-    let plan = compile(&model(&MadeUp::mixture()), &h200(3 * GIB), &options());
+    let plan = compile(&MadeUp::mixture().model(), &h200(3 * GIB), &options());
     let decode = &plan.programs[first_decode(&plan)];
     let node = decode.lane(DeviceId::from_index(1), Queue::Compute).expect("the host computes");
     let is_move = |step: StepId| matches!(decode.steps[step].action, Action::Move { .. });
@@ -367,7 +352,7 @@ fn falling_counts(model: &Model, steepness: f64) -> CountedExperts {
 #[test]
 fn experts_that_are_used_more_are_on_the_gpu() {
     // Room for some experts of each layer, and not for all of any.
-    let (model, machine) = (model(&MadeUp::mixture()), h200(9 * GIB / 2));
+    let (model, machine) = (MadeUp::mixture().model(), h200(9 * GIB / 2));
     let counted = |steepness: Option<f64>| {
         let expert_counts = steepness.map(|steepness| falling_counts(&model, steepness));
         let formats = vec!["q4".parse().expect("it is a format")];
@@ -400,7 +385,7 @@ fn experts_that_are_used_more_are_on_the_gpu() {
 
 #[test]
 fn counts_as_large_as_can_be_add_up() {
-    let (model, machine) = (model(&MadeUp::mixture()), h200(9 * GIB / 2));
+    let (model, machine) = (MadeUp::mixture().model(), h200(9 * GIB / 2));
     let mut counted = falling_counts(&model, 1.0);
     for counts in counted.counts.routers.values_mut() {
         counts[5] = u64::MAX;
@@ -419,7 +404,7 @@ fn counts_as_large_as_can_be_add_up() {
 
 #[test]
 fn counts_of_another_model_are_refused() {
-    let (model, machine) = (model(&MadeUp::mixture()), h200(5 * GIB));
+    let (model, machine) = (MadeUp::mixture().model(), h200(5 * GIB));
     let mut counted = falling_counts(&model, 1.0);
     let router = counted.counts.routers.keys().next().expect("there are routers").clone();
     let message = |counted: &CountedExperts| {
@@ -448,7 +433,7 @@ fn what_stays_says_what_the_gpu_lacks() {
 
 #[test]
 fn the_choice_is_never_slower_than_a_simple_one() {
-    let model = model(&MadeUp::llama(LlamaShape::LLAMA_8B));
+    let model = MadeUp::llama(LlamaShape::LLAMA_8B).model();
     // In 12 bits it fits 12 GiB.
     for (plain_bf16, sizes) in [(true, [6, 8, 10, 12, 14, 16]), (false, [4, 5, 6, 7, 8, 10])] {
         for gpu_bytes in sizes.map(|gib| gib * GIB) {

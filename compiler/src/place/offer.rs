@@ -4,7 +4,7 @@ use anyhow::Result;
 use ir::forecast::{Candidate, DeviceForecast, ProgramForecast};
 use ir::graph::Placed;
 use ir::id::{DeviceId, NodeId, Table};
-use ir::plan::{Phase, Queue};
+use ir::plan::Phase;
 
 use crate::emit::emit;
 use crate::graphs::{Graphs, Phases};
@@ -73,11 +73,11 @@ pub(super) fn offer(
     };
     let prompt_nanos = {
         let more_runs = u64::from((PROMPT_TOKENS - 1) / task.target.prefill_tokens);
-        // A run starts when the one before leaves the busiest lane, but nothing is fetched for it sooner than it starts,
-        // and nothing borrowed before the one before has ended.
-        let fetches = plan.programs[0].lanes.iter().any(|lane| lane.queue == Queue::Copy);
-        let waits = fetches || plan.borrows();
-        let apart = if waits { nanos(prefill) } else { prefill.busiest_lane_nanos };
+        // Else a run starts when the one before leaves the busiest lane.
+        let apart = match plan.runs_one_by_one(&plan.programs[0]) {
+            true => nanos(prefill),
+            false => prefill.busiest_lane_nanos,
+        };
         nanos(prefill) + more_runs * apart
     };
     let judged = judged_decode(task.target, forecast);

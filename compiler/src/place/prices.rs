@@ -186,7 +186,7 @@ fn unit_bytes(
 /// Bytes that a plan lacks on the device that lacks most.
 pub(crate) fn missing(plan: &Plan) -> Option<(DeviceId, u64)> {
     let lacking = plan.forecast.devices.iter().filter_map(|(device, bytes)| {
-        let missing = bytes.needed_bytes().saturating_sub(bytes.capacity_bytes);
+        let missing = bytes.missing_bytes();
         (missing > 0).then_some((device, missing))
     });
     lacking.max_by_key(|&(device, bytes)| (bytes, std::cmp::Reverse(device)))

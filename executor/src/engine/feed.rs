@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::sync::atomic::AtomicBool;
 
 use anyhow::{Context as _, Result, bail, ensure};
-use ir::plan::{Phase, Program, Queue};
+use ir::plan::{Phase, Plan};
 use ir::tensor::Extent;
 
 use super::{Engine, SequenceId};
@@ -151,28 +151,14 @@ impl Engine {
         Ok(Pending { handle, wanted })
     }
 
-    /// The most tokens of one run when `tokens` are to be fed: less than programs take where the stages of a
-    /// pipeline can then work on different runs at a time.
+    /// The most tokens of one run when `tokens` are to be fed: less than programs take where stages can then work on
+    /// different runs at a time.
     fn share(&self, tokens: usize) -> u32 {
-        let plan = self.executor.plan();
-        // Every run fetches all that is fetched, however few its tokens; one that borrows waits for the run before.
-        let fetches =
-            |program: &Program| program.lanes.iter().any(|lane| lane.queue == Queue::Copy);
-        // Programs for short prompts are for one run.
-        let mut programs = plan.programs.iter().zip(&plan.forecast.programs);
-        let prefill = programs.find(|(program, _)| program.phase == Phase::Prefill);
-        let is_apart = |program: &Program| fetches(program) || plan.borrows();
-        let Some((_, forecast)) = prefill.filter(|(program, _)| !is_apart(program)) else {
-            return u32::MAX;
-        };
-        // Alone, a run takes this many times as long as the busiest lane works on it.
-        let stages = forecast.nanos as f64 / forecast.busiest_lane_nanos.max(1) as f64;
-        let stages = stages.round() as usize;
-        if stages < 2 {
+        if self.stages < 2 {
             return u32::MAX;
         }
         // With twice as many runs as stages, n stages idle for (n − 1) of (3 n − 1) turns: below a third.
-        let even = tokens.div_ceil(2 * stages).next_multiple_of(16);
+        let even = tokens.div_ceil(2 * self.stages).next_multiple_of(16);
         u32::try_from(even.max(LEAST_SHARE)).unwrap_or(u32::MAX)
     }
 
@@ -203,4 +189,15 @@ impl Engine {
         }
         Ok(())
     }
+}
+
+/// Stages that can work on different runs of a prompt at a time: a run takes this many times as long alone as the
+/// busiest lane works on it. 1 where runs work one after another.
+pub(super) fn stages(plan: &Plan) -> usize {
+    // Programs for short prompts are for one run.
+    let mut programs = plan.programs.iter().zip(&plan.forecast.programs);
+    let prefill = programs.find(|(program, _)| program.phase == Phase::Prefill);
+    prefill.filter(|(program, _)| !plan.runs_one_by_one(program)).map_or(1, |(_, forecast)| {
+        (forecast.nanos as f64 / forecast.busiest_lane_nanos.max(1) as f64).round() as usize
+    })
 }

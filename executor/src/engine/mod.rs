@@ -26,6 +26,8 @@ pub struct Engine {
     blocks: Blocks,
     sequences: BTreeMap<SequenceId, Sequence>,
     next: u64,
+    /// Stages that can work on different runs of a prompt at a time.
+    stages: usize,
 }
 
 /// Names an open sequence.
@@ -45,7 +47,8 @@ impl Engine {
     pub fn new(executor: Executor) -> Self {
         let model = &executor.plan().model;
         let blocks = Blocks::new(model.blocks, model.block_tokens);
-        Self { executor, blocks, sequences: BTreeMap::new(), next: 0 }
+        let stages = feed::stages(executor.plan());
+        Self { executor, blocks, sequences: BTreeMap::new(), next: 0, stages }
     }
 
     /// The plan that is run.

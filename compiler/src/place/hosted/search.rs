@@ -325,8 +325,7 @@ impl<'a> Search<'a> {
             return Vec::new();
         };
         let room = |(device, units): &(DeviceId, Range<usize>)| {
-            let held = &offer.devices[*device];
-            let bytes = held.capacity_bytes.saturating_sub(held.needed_bytes());
+            let bytes = offer.devices[*device].free_bytes();
             Room { device: *device, units: units.clone(), bytes }
         };
         self.stages.iter().map(room).collect()

@@ -3,7 +3,7 @@
 use anyhow::{Result, ensure};
 use ir::op::{self, Norm};
 
-use super::caches::{bring, give_back};
+use super::borrowed::Borrowed;
 use super::scratch::Scratch;
 use super::state::{Operands, State};
 use crate::kernels::gpu::attention::append::{Append, NormWeights, Rotation};
@@ -35,9 +35,15 @@ impl State {
         let is_decode = scope.batch.parts().iter().all(|part| part.tokens == 1);
         let attend = |rotation: Option<Rotation<'_>>| {
             self.inputs.with_tokens(|tokens| {
-                if let Some(home) = &home {
-                    bring(&self.gpu, home, &cache, scope.batch, &tokens, op.window)?;
-                }
+                let (gpu, batch) = (&self.gpu, scope.batch);
+                let borrowed = home.as_deref().map(|home| Borrowed {
+                    gpu,
+                    home,
+                    window: cache,
+                    batch,
+                    tokens,
+                });
+                borrowed.iter().try_for_each(|borrowed| borrowed.bring(op.window))?;
                 let append = Append {
                     attention: op,
                     cache,
@@ -68,10 +74,7 @@ impl State {
                     let call = Prefill { attention: op, cache, tokens, queries: &queries };
                     self.gpu.prefill(&call, &out.span);
                 }
-                match &home {
-                    Some(home) => give_back(&self.gpu, home, &cache, scope.batch, &tokens),
-                    None => Ok(()),
-                }
+                borrowed.iter().try_for_each(Borrowed::give_back)
             })
         };
         match op.rope {

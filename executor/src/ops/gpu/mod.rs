@@ -5,6 +5,7 @@
 
 mod ahead;
 mod attention;
+mod borrowed;
 mod caches;
 mod copies;
 mod experts;

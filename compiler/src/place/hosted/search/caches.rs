@@ -4,7 +4,6 @@
 //!   the GPU borrows the cache.
 //! - Those that are small beside a GPU's memory stay only where it lacks that.
 
-use ir::forecast::DeviceForecast;
 use ir::id::DeviceId;
 
 use super::{Block, Frame, IN_PLACE, Search};
@@ -38,7 +37,7 @@ impl Search<'_> {
         };
         let held = |stage: usize| &everything.devices[self.stages[stage].0];
         let is_small = |stage: usize| held(stage).cache_bytes < held(stage).capacity_bytes / SMALL;
-        let is_lacking = |stage: usize| lacking(held(stage)) > 0;
+        let is_lacking = |stage: usize| held(stage).missing_bytes() > 0;
         let stages = 0..all.len();
         if stages.clone().all(|stage| is_small(stage) && !is_lacking(stage)) {
             return Vec::new();
@@ -74,7 +73,7 @@ impl Search<'_> {
             let enough = self.enough(&nothing, &cache_bytes);
             let can_be_enough = |stage: usize| {
                 let borrowed = cache_bytes[stage];
-                lacking(&nothing.devices[self.stages[stage].0]) + borrowed
+                nothing.devices[self.stages[stage].0].missing_bytes() + borrowed
                     <= borrowed * all[stage] as u64
             };
             if (0..all.len()).all(can_be_enough) {
@@ -87,7 +86,7 @@ impl Search<'_> {
     /// The fewest caches of each stage that leave the memory that an offer lacks; all of them where they do not.
     fn enough(&self, offer: &Offer, cache_bytes: &[u64]) -> Vec<usize> {
         let of_stage = |(((gpu, _), &bytes), all): (((&DeviceId, _), &u64), usize)| {
-            let lacking = lacking(&offer.devices[*gpu]);
+            let lacking = offer.devices[*gpu].missing_bytes();
             // What borrows takes the room of one more.
             let window = if lacking > 0 { bytes } else { 0 };
             let count = (lacking + window).div_ceil(bytes.max(1));
@@ -116,10 +115,6 @@ impl Search<'_> {
         }
         caching
     }
-}
-
-fn lacking(held: &DeviceForecast) -> u64 {
-    held.needed_bytes().saturating_sub(held.capacity_bytes)
 }
 
 /// Whether one of `all` is among `count` of them that are evenly spread, the first ones late.

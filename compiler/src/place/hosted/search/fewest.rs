@@ -2,7 +2,6 @@
 
 use std::ops::Range;
 
-use ir::forecast::DeviceForecast;
 use ir::id::DeviceId;
 
 use super::{Frame, IN_PLACE, Search};
@@ -24,14 +23,10 @@ impl Search<'_> {
         let offer = |counts: &[usize]| price(&self.arrange(counts, frame, IN_PLACE)).ok();
         let all = self.all();
         let stage_of = |lacking| self.stages.iter().position(|(gpu, _)| *gpu == lacking);
-        let slack = |gpu: DeviceId| {
-            let bytes: &DeviceForecast = &everything.devices[gpu];
-            bytes.capacity_bytes.saturating_sub(bytes.needed_bytes())
-        };
+        let slack = |gpu: DeviceId| everything.devices[gpu].free_bytes();
         // What all hosts together lack.
         let beyond = |offer: &Offer| -> u64 {
-            let bytes = self.hosts.iter().map(|&host| &offer.devices[host]);
-            bytes.map(|bytes| bytes.needed_bytes().saturating_sub(bytes.capacity_bytes)).sum()
+            self.hosts.iter().map(|&host| offer.devices[host].missing_bytes()).sum()
         };
         if let Some((lacking, _)) = everything.candidate.missing {
             // Where hosts lack, less may stay, if the GPUs have room for the rest.
