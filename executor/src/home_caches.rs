@@ -6,7 +6,7 @@
 
 #![expect(unsafe_code, reason = "lanes of different devices use a cache in turn")]
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use anyhow::{Context as _, Result};
@@ -51,10 +51,13 @@ impl HomeCaches {
     /// # Errors
     /// When a cache has not been made, or there is no such GPU.
     pub(crate) fn pin(&self, plan: &Plan, gpu: DeviceId, ordinal: Option<usize>) -> Result<()> {
-        for id in plan.borrowed_by(gpu) {
-            let cache = self.get(plan, id)?;
-            let Some(ordinal) = ordinal else { continue };
-            let context = CudaContext::new(ordinal).context("opening the GPU's context")?;
+        // Several programs borrow a cache.
+        let borrowed: BTreeSet<CacheId> = plan.borrowed_by(gpu).collect();
+        let caches = borrowed.into_iter().map(|id| self.get(plan, id));
+        let caches = caches.collect::<Result<Vec<Arc<HomeCache>>>>()?;
+        let (Some(ordinal), false) = (ordinal, caches.is_empty()) else { return Ok(()) };
+        let context = CudaContext::new(ordinal).context("opening the GPU's context")?;
+        for cache in caches {
             if let Err(error) = cache.pin(&context) {
                 tracing::warn!("caches are borrowed slowly: {error:#}");
                 break;
@@ -92,21 +95,13 @@ impl HomeCache {
 
     /// Where GPUs see the first byte of the keys or the values; `None` where they are not pinned.
     pub(crate) fn address(&self, side: Side) -> Option<u64> {
-        let [keys, values] = self.pinned.get()?;
-        Some(match side {
-            Side::Keys => keys.address(),
-            Side::Values => values.address(),
-        })
+        Some(side.of(self.pinned.get()?.each_ref()).address())
     }
 
     /// Hands all bytes of the keys or the values to `with`, for the time of one step of a GPU.
     pub(crate) fn with_bytes<T>(&self, side: Side, with: impl FnOnce(&mut [u8]) -> T) -> T {
-        let region = match side {
-            Side::Keys => &self.keys,
-            Side::Values => &self.values,
-        };
         // SAFETY: as in `view`.
-        with(unsafe { all(region) })
+        with(unsafe { all(side.of([&self.keys, &self.values])) })
     }
 
     fn pin(&self, context: &Arc<CudaContext>) -> Result<()> {

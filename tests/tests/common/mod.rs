@@ -142,11 +142,10 @@ pub(crate) fn compile(name: &str, shape: Shape, change: impl FnOnce(&mut Options
         compiler::compile(&model, machine, options, &mut |_, _| ()).unwrap()
     };
     let slower = match shape {
-        Shape::GpuFetching => Some(([1e4, 1e4, 1.0], 1e12)),
+        Shape::GpuFetching | Shape::GpuCaches => Some(([1e4, 1e4, 1.0], 1e12)),
         Shape::GpuHosted => Some(([1.0, 1e3, 1.0], 1e6)),
         Shape::GpuShards => Some(([0.1, 3e3, 1.0], 3e7)),
         Shape::GpuResident => Some(([0.1, 3e3, 30.0], 3e7)),
-        Shape::GpuCaches => Some(([1e4, 1e4, 1.0], 1e12)),
         Shape::One
         | Shape::Pipeline
         | Shape::Shared

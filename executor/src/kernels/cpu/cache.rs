@@ -74,6 +74,17 @@ unsafe impl Send for Cache<'_> {}
 // SAFETY: as above; shared access writes only through `append`, whose callers keep to different tiles.
 unsafe impl Sync for Cache<'_> {}
 
+impl Side {
+    /// That of the keys, or that of the values.
+    #[inline(always)]
+    pub(crate) fn of<T>(self, [keys, values]: [T; 2]) -> T {
+        match self {
+            Side::Keys => keys,
+            Side::Values => values,
+        }
+    }
+}
+
 impl Element {
     /// Bytes of one element.
     pub fn bytes(self) -> usize {
@@ -181,10 +192,7 @@ impl<'a> Cache<'a> {
     /// The first byte of the keys' or the values' region.
     #[inline(always)]
     pub(super) fn base(&self, side: Side) -> *mut u8 {
-        match side {
-            Side::Keys => self.keys,
-            Side::Values => self.values,
-        }
+        side.of([self.keys, self.values])
     }
 
     /// Stores `rows`, `[tokens, head_dim]`, as tokens `first..` of the sequence in `blocks`; all lie in one tile.
