@@ -241,6 +241,14 @@ pub fn exchange_bytes(members: usize, piece_bytes: u64) -> u64 {
     EXCHANGE_HEADER_BYTES + inboxes * (exchange_flagged_bytes(piece_bytes) + piece_bytes)
 }
 
+/// How many rows so many rows of activations are as right operands of a GPU's matrix instructions: few kinds, since
+/// kernels are compiled for each. `None` where a linear takes them row after row.
+pub fn operand_rows(rows: u32) -> Option<u32> {
+    /// Up to so many, other instructions are as good.
+    const FEW_ROWS: u32 = 16;
+    (rows > FEW_ROWS && rows <= NARROW_ROWS).then(|| rows.next_multiple_of(NARROW_ROWS / 2))
+}
+
 /// Rows of a packed matrix `[outputs, inputs]` that are unpacked at a time for the vendor's library, to elements of
 /// two bytes: so many panels at once that pieces, and what they make in two bytes each, start where parts of the workspace
 /// may, in pieces as even as those allow.
@@ -314,6 +322,10 @@ impl Need<'_> {
             }
             let kind = self.plan.machine.devices.get(weight.device).map(|device| &device.kind);
             let is_packed = |kind| has_panels(kind, weight.format, &weight.shape);
+            let operands = operand_rows(rows.min(NARROW_ROWS));
+            if let (Some(rows), true, None) = (operands, has_library, weight.format.float()) {
+                raise(&mut space.input_bytes, product(&[rows, features], Format::Bf16.bytes(1, 1)));
+            }
             if !weight.also_unpacked && kind.is_some_and(is_packed) {
                 let piece = if has_library { piece_rows(outputs, inputs) } else { outputs };
                 raise(&mut space.matrix_bytes, product(&[piece, inputs], element));

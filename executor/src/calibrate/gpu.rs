@@ -163,10 +163,11 @@ impl Meter<'_> {
         let rows = matrices.iter().map(Matrix::rows).max().unwrap_or(0);
         let out = self.gpu.allocate(tokens * rows * size_of::<f32>())?;
         let count = tokens * self.sizes.columns;
-        let (element, x) = if tokens <= MAX_TOKENS {
-            (DType::F32, self.floats(count)?)
-        } else {
-            (DType::Bf16, self.narrow(count)?)
+        let order = self.gpu.right_operands(&matrices[0], tokens);
+        let (element, x) = match order {
+            Some(order) => (DType::Bf16, self.narrow(order.tokens * self.sizes.columns)?),
+            None if tokens <= MAX_TOKENS => (DType::F32, self.floats(count)?),
+            None => (DType::Bf16, self.narrow(count)?),
         };
         let mut turns = matrices.iter().cycle();
         self.time(launches, || {
@@ -174,6 +175,7 @@ impl Meter<'_> {
             self.gpu.linear(&Linear {
                 x: &x,
                 element,
+                order,
                 tokens,
                 norm: None,
                 matrices: &[matrix],

@@ -17,6 +17,7 @@ mod panel;
 mod panics;
 mod portion;
 mod registers;
+pub mod warpgroup;
 mod words;
 
 pub mod experts;

@@ -57,6 +57,12 @@ fn many_rows_need_the_largest_packed_matrix_unpacked() {
     let head = quantised.weights.ids().last().expect("there are weights");
     quantised.weights[head].format = Format::Q8;
     assert_eq!(workspaces(&quantised)[d(0)].matrix_bytes, 32 * 8 * 2);
+    // As right operands of matrix instructions rows of blocks come in thirty-twos.
+    for (rows, bytes) in [(9, 9 * 8 * 2), (17, 32 * 8 * 2), (40, 64 * 8 * 2), (70, 70 * 8 * 2)] {
+        let mut plan = with_tokens(quantised.clone(), rows);
+        plan.programs[0].max.rows = rows;
+        assert_eq!(workspaces(&plan)[d(0)].input_bytes, bytes, "{rows} rows");
+    }
 }
 
 #[test]

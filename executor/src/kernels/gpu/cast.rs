@@ -2,15 +2,19 @@
 
 #![expect(unsafe_code, reason = "kernels are launched without checks of every index")]
 
-use anyhow::Result;
+use anyhow::{Result, ensure};
 use cubecl::prelude::{Cast as _, *};
 use ir::op::NormKind;
 use ir::tensor::{DType, Format};
 
 use super::device::{Gpu, Span, element};
 use super::matrix::{float_bytes, float_type};
+use super::portion::BLOCK;
+use super::warpgroup::RightOperands;
 use super::words::read_size;
 
+/// Elements that lie side by side in right operands.
+const PAIR: usize = 2;
 /// Units of a cube, which takes a row.
 const UNITS: usize = 256;
 
@@ -46,7 +50,9 @@ pub struct Cast<'a> {
     pub residual: Option<&'a Span>,
     /// Of the output.
     pub format: Format,
-    /// `[tokens, features]`; none of the inputs.
+    /// Where the output is not row after row: then its format is bf16, and there are whole blocks of 32 features.
+    pub order: Option<RightOperands>,
+    /// `[tokens, features]`, or in that order; none of the inputs.
     pub out: &'a Span,
 }
 
@@ -54,10 +60,18 @@ impl Gpu {
     /// Queues a cast.
     ///
     /// # Errors
-    /// When the format has blocks.
+    /// When the format has blocks, or the order asks for another one.
     pub fn cast(&self, cast: &Cast<'_>) -> Result<()> {
-        let Cast { x, element: taken, tokens, features, norm, residual, format, out } = *cast;
-        let size = read_size(features);
+        let Cast { x, element: taken, tokens, features, norm, residual, format, order, out } =
+            *cast;
+        ensure!(
+            order.is_none_or(|order| {
+                format == Format::Bf16 && features.is_multiple_of(BLOCK) && order.tokens >= tokens
+            }),
+            "{tokens} rows of {features} features in {format} are no right operands"
+        );
+        let size = if order.is_some() { PAIR } else { read_size(features) };
+        let rows = order.map_or(tokens, |order| order.tokens);
         let element_bytes = float_bytes(format)?;
         let floats = |span: &Span, rows: usize| {
             span.argument(rows * features / size, size * size_of::<f32>())
@@ -74,11 +88,13 @@ impl Gpu {
                 row(norm.and_then(|norm| norm.scale)),
                 row(norm.and_then(|norm| norm.bias)),
                 residual.map(|residual| floats(residual, tokens)).into(),
-                out.argument(tokens * features / size, size * element_bytes),
+                out.argument(rows * features / size, size * element_bytes),
+                order.map_or(1.0, |order| order.factor),
                 norm.map_or(0.0, |norm| norm.scale_offset),
                 norm.map_or(0.0, |norm| norm.epsilon),
                 features / size,
                 norm.map(|norm| norm.kind),
+                order.map(|order| order.tokens),
                 self.plane() as usize,
                 element(taken),
                 element(float_type(format)?),
@@ -96,10 +112,12 @@ fn cast_rows<X: Float, F: Float, N: Size>(
     bias: &ComptimeOption<Box<[Vector<f32, N>]>>,
     residual: &ComptimeOption<Box<[Vector<f32, N>]>>,
     out: &mut [Vector<F, N>],
+    operand_factor: f32,
     scale_offset: f32,
     epsilon: f32,
     #[comptime] vectors: usize,
     #[comptime] norm: Option<NormKind>,
+    #[comptime] operands: Option<usize>,
     #[comptime] plane: usize,
     #[define(X)] _taken: ElemType,
     #[define(F)] _made: ElemType,
@@ -134,8 +152,25 @@ fn cast_rows<X: Float, F: Float, N: Size>(
             ComptimeOption::Some(residual) => value += residual[first + i],
             ComptimeOption::None => {}
         }
-        out[first + i] = Vector::<F, N>::cast_from(value);
+        let at = match comptime!(operands) {
+            Some(tokens) => {
+                value *= Vector::new(operand_factor);
+                operand_pair(CUBE_POS_X as usize, i, tokens)
+            }
+            None => first + i,
+        };
+        out[at] = Vector::<F, N>::cast_from(value);
     }
+}
+
+/// Where a token's pair of that number lies among right operands of so many tokens, in pairs.
+#[cube]
+fn operand_pair(token: usize, pair: usize, #[comptime] tokens: usize) -> usize {
+    // Pairs of eight columns, and of a block.
+    let (of_eight, of_block) = comptime!((8 / PAIR, BLOCK / PAIR));
+    let (block, number) = (pair / of_block, pair % of_block);
+    let eight = block * comptime!(BLOCK / 8) + number % of_eight;
+    (eight * tokens + token) * of_eight + number / of_eight
 }
 
 /// The sum of a row's elements less `mean`, or of their squares: for every unit of the cube.
@@ -236,6 +271,7 @@ mod tests {
             }),
             residual: affine.then_some(&residual_span),
             format,
+            order: None,
             out: &out,
         })
         .unwrap();
@@ -266,6 +302,43 @@ mod tests {
     }
 
     #[test]
+    fn as_right_operands() {
+        let Some(gpu) = gpu() else { return };
+        if !gpu.knows(DType::Bf16) {
+            eprintln!("skipped: no numbers of 16 bits");
+            return;
+        }
+        let (features, columns) = (96, 32);
+        let count = TOKENS * features;
+        let x = Random(3).floats(count);
+        let order = RightOperands { tokens: columns, factor: 4.0 };
+        let out = gpu.poisoned(columns * features * 2);
+        gpu.cast(&Cast {
+            x: &gpu.upload(&x),
+            element: DType::F32,
+            tokens: TOKENS,
+            features,
+            norm: None,
+            residual: None,
+            format: Format::Bf16,
+            order: Some(order),
+            out: &out,
+        })
+        .unwrap();
+        let out = gpu.download::<bf16>(&out, columns * features);
+        for (eight, of_tokens) in out.chunks_exact(columns * 8).enumerate() {
+            for (token, elements) in of_tokens.chunks_exact(8).take(TOKENS).enumerate() {
+                for (i, element) in elements.iter().enumerate() {
+                    // Of 32 features the eight hold every fourth pair.
+                    let feature = eight / 4 * 32 + i / 2 * 8 + eight % 4 * 2 + i % 2;
+                    let expected = bf16::from_f32(x[token * features + feature] * order.factor);
+                    assert_eq!(*element, expected, "token {token}, feature {feature}");
+                }
+            }
+        }
+    }
+
+    #[test]
     fn from_16_bits() {
         let Some(gpu) = gpu() else { return };
         if !gpu.knows(DType::F16) {
@@ -284,6 +357,7 @@ mod tests {
                 norm: None,
                 residual: None,
                 format: Format::F32,
+                order: None,
                 out: &out,
             })
             .unwrap();

@@ -38,6 +38,7 @@ use super::ahead::{Region, argument};
 use super::device::{Gpu, Span};
 use super::matrix::{Layout, Matrix};
 use super::peers::Group;
+use super::warpgroup::RightOperands;
 use super::words::{Words, read_size};
 use crate::kernels::cpu::pack::{PANEL, VECTOR};
 
@@ -81,10 +82,12 @@ pub struct RmsNorm<'a> {
 /// Matrices of one format, layout and number of columns, with what surrounds them: see [`ir::op::Linear`].
 #[derive(Clone, Copy, Debug)]
 pub struct Linear<'a> {
-    /// `[tokens, columns]`.
+    /// `[tokens, columns]`, or in that order.
     pub x: &'a Span,
     /// Of `x`: f32, or bf16 where [`Gpu::takes_narrow()`] says so.
     pub element: DType,
+    /// How `x` lies where that is not row after row: in bf16, as [`Gpu::right_operands()`] says.
+    pub order: Option<RightOperands>,
     /// Rows of `x`: 1 to [`MAX_TOKENS`], in bf16 to [`MAX_NARROW_TOKENS`].
     pub tokens: usize,
     /// Applied to `x` first, which is f32 then.
@@ -113,6 +116,15 @@ impl Gpu {
     pub fn linear(&self, linear: &Linear<'_>) -> Result<()> {
         linear.check()?;
         let first = linear.matrices[0];
+        ensure!(
+            linear.order.is_none()
+                || linear.is_narrow() && linear.order == self.right_operands(first, linear.tokens),
+            "{} rows of {} do not lie for a matrix in {} as {:?}",
+            linear.tokens,
+            linear.element,
+            first.format(),
+            linear.order
+        );
         if linear.is_narrow() {
             ensure!(
                 self.takes_narrow(first) && linear.norm.is_none(),
@@ -120,7 +132,10 @@ impl Gpu {
                 first.columns(),
                 first.format()
             );
-            self.multiply_tiles(linear, self.tile_share(linear));
+            match linear.order {
+                Some(operands) => self.multiply_groups(linear, operands),
+                None => self.multiply_tiles(linear, self.tile_share(linear)),
+            }
             return Ok(());
         }
         match first.layout() {
@@ -267,6 +282,7 @@ impl Gpu {
             rows: panel.rows(),
             slots,
             groups: planes / matrices * plane / plane.max(slots),
+            cubes: 1,
             is_normed: linear.norm.is_some(),
         };
         let share = PanelShare { panel, planes, plane };
@@ -305,6 +321,7 @@ impl Gpu {
             rows: PLANE_ROWS / matrices,
             slots: share.bands,
             groups: splits,
+            cubes: 1,
             is_normed: linear.norm.is_some(),
         };
         // SAFETY: as above.
@@ -384,6 +401,7 @@ impl<'a> Linear<'a> {
             rows: matrix::LANE_ROWS,
             slots: bands * matrix::LANE_SLOTS,
             groups: splits,
+            cubes: 1,
             is_normed: self.norm.is_some(),
         }
     }

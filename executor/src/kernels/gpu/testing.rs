@@ -1,6 +1,10 @@
 //! What the kernels' tests share: a GPU, real or in software.
 
+use ir::tensor::{DType, Format};
+
+use super::cast::Cast;
 use super::device::{Gpu, Span};
+use super::warpgroup::RightOperands;
 
 /// The first CUDA device; where there is none, the first Vulkan device, which may be one in software.
 /// `None`, with the reason printed, where there is neither: then a test checks nothing.
@@ -27,6 +31,29 @@ impl Gpu {
     pub(crate) fn download<T: bytemuck::Pod>(&self, span: &Span, count: usize) -> Vec<T> {
         let bytes = self.read(span).unwrap();
         bytemuck::pod_collect_to_vec(&bytes[..count * size_of::<T>()])
+    }
+
+    /// bf16 `[tokens, features]` in another order.
+    pub(crate) fn ordered(
+        &self,
+        x: &Span,
+        [tokens, features]: [usize; 2],
+        order: RightOperands,
+    ) -> Span {
+        let out = self.poisoned(order.tokens * features * 2);
+        self.cast(&Cast {
+            x,
+            element: DType::Bf16,
+            tokens,
+            features,
+            norm: None,
+            residual: None,
+            format: Format::Bf16,
+            order: Some(order),
+            out: &out,
+        })
+        .unwrap();
+        out
     }
 
     /// New device memory whose every bit is set, so that an element that no kernel wrote shows as not a number.

@@ -10,12 +10,13 @@ use ir::workspace::{piece_rows, product_format};
 
 use super::scratch::Scratch;
 use super::state::{Operand, Operands, State};
-use crate::kernels::gpu::cast::{Cast, Norm};
+use crate::kernels::gpu::cast::Cast;
 use crate::kernels::gpu::device::{ALIGNMENT, Gpu, Span};
 use crate::kernels::gpu::epilogue::Epilogue;
 use crate::kernels::gpu::linear::{Linear, MAX_NARROW_TOKENS, MAX_TOKENS, RmsNorm};
 use crate::kernels::gpu::matrix::{Layout, Matrix};
 use crate::kernels::gpu::vendor::Product;
+use crate::kernels::gpu::warpgroup::RightOperands;
 use crate::ops::Scope;
 
 impl State {
@@ -61,7 +62,7 @@ impl State {
             self.many(linear, x, residual, &matrices, targets)?;
         }
         match (&wide, narrow) {
-            (Some(wide), Some(out)) => self.cast(wide, None, out.dtype.into(), &out.span),
+            (Some(wide), Some(out)) => self.gpu.cast(&cast(wide, out.dtype.into(), &out.span)),
             _ => Ok(()),
         }
     }
@@ -106,18 +107,18 @@ impl State {
         let mut element = DType::F32;
         let mut rms = None;
         match &op.norm {
-            _ if x.rows > MAX_TOKENS || x.dtype != DType::F32 => {
-                input = self.cast_input(op, x, Format::Bf16)?;
-                element = DType::Bf16;
-            }
+            _ if x.rows > MAX_TOKENS || x.dtype != DType::F32 => element = DType::Bf16,
             None => (),
             Some(norm) if norm.kind == NormKind::Rms && norm.bias.is_none() => {
                 let scale = self.weights.optional(norm.scale)?;
                 let (scale_offset, epsilon) = (norm.scale_offset, norm.epsilon);
                 rms = Some(RmsNorm { scale, scale_offset, epsilon });
             }
-            Some(_) => input = self.cast_input(op, x, Format::F32)?,
+            Some(_) => input = self.cast_input(op, x, Format::F32, None)?,
         }
+        let is_narrow = element == DType::Bf16;
+        // How the input lies as it was narrowed last.
+        let mut narrowed = None;
         let biases = self.biases(op)?;
         let all: Vec<&Matrix> = matrices.iter().collect();
         let is_gated = matches!(op.then, Then::Gate(_));
@@ -133,9 +134,15 @@ impl State {
             } else {
                 outputs[first..end].iter().map(|out| &out.span).collect()
             };
+            let order = self.gpu.right_operands(all[first], x.rows).filter(|_| is_narrow);
+            if is_narrow && narrowed != Some(order) {
+                input = self.cast_input(op, x, Format::Bf16, order)?;
+                narrowed = Some(order);
+            }
             self.gpu.linear(&Linear {
                 x: &input,
                 element,
+                order,
                 tokens: x.rows,
                 norm: rms,
                 matrices: &all[first..end],
@@ -165,7 +172,7 @@ impl State {
             let format = product_format(matrix.format(), self.vendor.is_some());
             let input = match &converted {
                 Some((held, span)) if *held == format => span.clone(),
-                _ => self.cast_input(op, x, format)?,
+                _ => self.cast_input(op, x, format, None)?,
             };
             converted = Some((format, input.clone()));
             let out = &outputs[if is_gated { 0 } else { index }];
@@ -246,28 +253,35 @@ impl State {
         Ok(())
     }
 
-    /// `x`, normalised and in the format that the linear wants.
-    fn cast_input(&self, op: &op::Linear, x: &Operand, format: Format) -> Result<Span> {
-        if format.float() == Some(x.dtype) && op.norm.is_none() {
+    /// `x`, normalised, in the format and the order that the linear wants.
+    fn cast_input(
+        &self,
+        op: &op::Linear,
+        x: &Operand,
+        format: Format,
+        order: Option<RightOperands>,
+    ) -> Result<Span> {
+        if format.float() == Some(x.dtype) && op.norm.is_none() && order.is_none() {
             return Ok(x.span.clone());
         }
-        let bytes = Layout::RowMajor.bytes(format, x.rows, x.columns)?;
+        let rows = order.map_or(x.rows, |order| order.tokens);
+        let bytes = Layout::RowMajor.bytes(format, rows, x.columns)?;
         let out = Scratch::first(&self.scratch.input, bytes)?;
         let norm = op.norm.as_ref().map(|norm| self.norm_weights(norm)).transpose()?;
-        self.cast(x, norm, format, &out)?;
+        self.gpu.cast(&Cast { norm, order, ..cast(x, format, &out) })?;
         Ok(out)
-    }
-
-    /// `x`, normalised, in another format.
-    fn cast(&self, x: &Operand, norm: Option<Norm<'_>>, format: Format, out: &Span) -> Result<()> {
-        let Operand { span, dtype, rows: tokens, columns: features } = x;
-        let (x, element, tokens, features, residual) = (span, *dtype, *tokens, *features, None);
-        self.gpu.cast(&Cast { x, element, tokens, features, norm, residual, format, out })
     }
 
     fn biases(&self, op: &op::Linear) -> Result<Vec<Option<&Span>>> {
         op.biases.iter().map(|&bias| self.weights.optional(bias)).collect()
     }
+}
+
+/// `x` in another format.
+fn cast<'a>(x: &'a Operand, format: Format, out: &'a Span) -> Cast<'a> {
+    let Operand { span, dtype, rows: tokens, columns: features } = x;
+    let (x, element, tokens, features) = (span, *dtype, *tokens, *features);
+    Cast { x, element, tokens, features, norm: None, residual: None, format, order: None, out }
 }
 
 /// A packed matrix, row after row.

@@ -28,6 +28,7 @@ impl State {
             norm: Some(self.norm_weights(norm)?),
             residual: residual.map(|residual| &residual.span),
             format: Format::F32,
+            order: None,
             out: &out.span,
         };
         self.gpu.cast(&call)

@@ -94,6 +94,7 @@ fn shape(panel: Panel, matrices: usize, units: usize, plane: usize) -> Shape {
         rows: panel.rows(),
         slots,
         groups: units / plane.max(slots),
+        cubes: 1,
         is_normed: false,
     }
 }

@@ -97,6 +97,7 @@ impl Gpu {
                 norm: None,
                 residual: None,
                 format: narrow_format(gate),
+                order: None,
                 out: &workspace.input,
             })?;
             input = &workspace.input;

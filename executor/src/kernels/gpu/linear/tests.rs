@@ -149,9 +149,13 @@ fn check(gpu: &Gpu, case: Case<'_>, splits: Option<usize>) {
     let outputs: Vec<Span> =
         case.rows[..outputs].iter().map(|rows| gpu.poisoned(case.tokens * rows * 4)).collect();
     let scaled = case.norm.is_some_and(|norm| norm.scaled);
+    let is_narrow = case.element == DType::Bf16;
+    let order = gpu.right_operands(&samples[0].matrix, case.tokens).filter(|_| is_narrow);
+    let x = order.map_or(x.clone(), |order| gpu.ordered(&x, [case.tokens, case.columns], order));
     let linear = Linear {
         x: &x,
         element: case.element,
+        order,
         tokens: case.tokens,
         norm: case.norm.map(|norm| RmsNorm {
             scale: norm.scaled.then_some(&scale),
@@ -255,13 +259,19 @@ fn activations_in_16_bits() {
     let case = Case { element: DType::Bf16, ..PLAIN };
     for format in [Format::Bf12, Format::Q8, Format::Q4] {
         for tokens in [1, 8, 9, 16, 17, 33, MAX_NARROW_TOKENS] {
-            for (rows, columns) in [(64, 256), (16, 128), (41, 96), (100, 72), (7, 1000)] {
+            for (rows, columns) in [(64, 256), (16, 128), (41, 96), (100, 72), (7, 1000), (33, 64)]
+            {
                 check(&gpu, Case { format, rows: &[rows], columns, tokens, ..case }, None);
             }
             let case = Case { format, tokens, biased: true, ..case };
             let gate = Then::Gate(Activation::Silu);
             check(&gpu, Case { rows: &[40, 40], then: gate, residual: true, ..case }, None);
             check(&gpu, Case { rows: &[70, 16, 33], ..case }, None);
+            // Columns that several cubes share.
+            for columns in [1040, 1088, 4096] {
+                check(&gpu, Case { rows: &[300], columns, residual: true, ..case }, None);
+            }
+            check(&gpu, Case { rows: &[130, 130], columns: 2048, then: gate, ..case }, None);
         }
     }
 }
@@ -332,6 +342,7 @@ fn what_does_not_fit_is_refused() {
         gpu.linear(&Linear {
             x: &x,
             element: DType::F32,
+            order: None,
             tokens,
             norm: None,
             matrices,
@@ -370,6 +381,7 @@ fn asking_ahead_changes_no_bit() {
             gpu.linear(&Linear {
                 x: &x,
                 element: DType::F32,
+                order: None,
                 tokens: 1,
                 norm: None,
                 matrices: &[&sample.matrix],

@@ -1,5 +1,5 @@
 //! Some tens of rows of bf16 activations with matrix instructions: weights go from panels to registers, activations
-//! through shared memory.
+//! through shared memory. Hopper GPUs take more than 16 rows of whole steps as [`groups`] say.
 //!
 //! - A plane takes 32 rows of one matrix for all tokens, and some of the columns, step after step; what it loads of the
 //!   weights is portions ahead of what it multiplies.
@@ -7,6 +7,8 @@
 //!   activations once, two steps ahead into one of three stages, with one barrier of its own a step.
 //! - Rows of a stage are 64 bytes longer than a step, so that lanes read from different banks.
 //! - Teams add their sums through shared memory, always in the same order.
+
+mod groups;
 
 use cubecl::prelude::barrier::copy_async_checked;
 use cubecl::prelude::*;
@@ -307,23 +309,34 @@ fn multiply_band(
         }
     }
     if comptime!(matches!(share.panel.format, Format::Bf12)) {
-        let mut bases = Words::empty();
-        #[unroll]
-        for matrix in 0..share.matrices {
-            if place.matrix == matrix {
-                bases = weights[matrix][place.walk.start + place.walk.slot];
-            }
+        scale_sums(weights, sums, place, share);
+    }
+}
+
+/// Multiplies sums of weights in 12 bits with what their rows' exponents are above.
+#[cube]
+fn scale_sums(
+    weights: &Sequence<Box<[Words]>>,
+    sums: &mut Array<Sums>,
+    place: Place,
+    #[comptime] share: TileShare,
+) {
+    let mut bases = Words::empty();
+    #[unroll]
+    for matrix in 0..share.matrices {
+        if place.matrix == matrix {
+            bases = weights[matrix][place.walk.start + place.walk.slot];
         }
-        let factors = row_factors(bases);
+    }
+    let factors = row_factors(bases);
+    #[unroll]
+    for at in 0..comptime!(share.groups() * 2) {
+        let mut sum = sums[at];
         #[unroll]
-        for at in 0..comptime!(share.groups() * 2) {
-            let mut sum = sums[at];
-            #[unroll]
-            for i in 0..4usize {
-                sum.insert(i, sum.extract(i) * factors[comptime!(2 * (at % 2) + i / 2)]);
-            }
-            sums[at] = sum;
+        for i in 0..4usize {
+            sum.insert(i, sum.extract(i) * factors[comptime!(2 * (at % 2) + i / 2)]);
         }
+        sums[at] = sum;
     }
 }
 

@@ -5,6 +5,7 @@ use ir::op::Then;
 
 use crate::kernels::gpu::activation::activate;
 use crate::kernels::gpu::peers::small::Meeting;
+use crate::kernels::gpu::warpgroup::load_of_cube;
 
 /// One output of a linear.
 #[derive(CubeType, CubeLaunch)]
@@ -57,6 +58,9 @@ pub(in crate::kernels::gpu) struct Shape {
     pub(in crate::kernels::gpu) slots: usize,
     /// Groups of a full tile.
     pub(in crate::kernels::gpu) groups: usize,
+    /// Cubes of a cluster, along the third axis: their groups hold sums of the same rows, too, in full tiles, and each
+    /// cube writes some of the outputs.
+    pub(in crate::kernels::gpu) cubes: usize,
     /// Whether the inputs are divided by their root mean square.
     pub(in crate::kernels::gpu) is_normed: bool,
 }
@@ -175,7 +179,12 @@ impl Totals {
         #[comptime] shape: Shape,
     ) {
         let rows = slots * shape.rows;
-        for index in range_stepped(UNIT_POS as usize, rows * shape.tokens, CUBE_DIM as usize) {
+        let mut first = UNIT_POS as usize;
+        if comptime!(shape.cubes > 1) {
+            first += (CUBE_POS_Z * CUBE_DIM) as usize;
+        }
+        let units = CUBE_DIM as usize * shape.cubes;
+        for index in range_stepped(first, rows * shape.tokens, units) {
             let token = index / rows;
             // CubeCL 0.11.3 takes a remainder by 1 for the number itself where it learns of the 1 late.
             let row = index - token * rows;
@@ -243,8 +252,18 @@ impl Totals {
         let cells = comptime!(shape.sum_cells());
         let first = (matrix * shape.tokens + token) * cells;
         let mut sum = f32::new(0.0);
-        for cell in range_stepped(row, cells, rows) {
-            sum += self.sums[first + cell];
+        if comptime!(shape.cubes == 1) {
+            for cell in range_stepped(row, cells, rows) {
+                sum += self.sums[first + cell];
+            }
+        } else {
+            // Loads of other cubes take long: all at once.
+            #[unroll]
+            for group in 0..comptime!(shape.cubes * shape.groups) {
+                let (rank, group) = comptime!((group / shape.groups, group % shape.groups));
+                let at = first + row + comptime!(group * shape.slots * shape.rows);
+                sum += load_of_cube(&self.sums[at..at + 1], rank as u32);
+            }
         }
         sum
     }

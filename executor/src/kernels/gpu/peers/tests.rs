@@ -98,6 +98,7 @@ fn linears_sum_what_they_make() {
         (Layout::Panels, Format::Q8, 1, 16384),
         (Layout::Panels, Format::Q4, 4, 100),
         (Layout::Panels, Format::Q8, 12, 1024),
+        (Layout::Panels, Format::Q8, 20, 100),
     ];
     let columns = [512, 256];
     let (addresses, barrier) = (Mutex::new([0_u64; MEMBERS]), Barrier::new(MEMBERS));
@@ -123,12 +124,15 @@ fn linears_sum_what_they_make() {
             let x = Random(7).floats(tokens * columns);
             let narrow: Vec<half::bf16> = x.iter().map(|&x| half::bf16::from_f32(x)).collect();
             let x = if is_narrow { gpu.upload(&narrow) } else { gpu.upload(&x) };
+            let order = gpu.right_operands(&sample.matrix, tokens).filter(|_| is_narrow);
+            let x = order.map_or(x.clone(), |order| gpu.ordered(&x, [tokens, columns], order));
             let residual = gpu.upload(&Random(9).floats(tokens * rows));
             let multiply = |sum: Option<&Group>| -> Vec<f32> {
                 let out = gpu.poisoned(tokens * rows * size_of::<f32>());
                 let linear = Linear {
                     x: &x,
                     element: if is_narrow { DType::Bf16 } else { DType::F32 },
+                    order,
                     tokens,
                     norm: None,
                     matrices: &[&sample.matrix],

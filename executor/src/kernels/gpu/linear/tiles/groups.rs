@@ -1,0 +1,388 @@
+//! 17 to 64 rows of bf16 activations with the matrix instructions of a warpgroup: weights go from shared memory to
+//! registers, and one instruction multiplies them with all tokens, which it reads in shared memory by itself.
+//!
+//! - A cube is a group of four planes, each of which takes 32 rows of one matrix. All take the same columns, step after
+//!   step. A fifth plane lets the device copy whole steps to shared memory, as many ahead as there is room for: columns of
+//!   the activations, which lie as right operands do, and panels of the weights as they lie.
+//! - While the group of a cube waits for products, that of the other cube of the processor decodes weights.
+//! - Where rows are too few for all processors, cubes of a cluster share out the columns. Each writes some of the
+//!   outputs, from sums in the shared memory of all, always in the same order.
+
+use cubecl::prelude::*;
+use ir::op::Then;
+use ir::tensor::Format;
+use ir::workspace::operand_rows;
+
+use super::{Place, STEP, TileShare, VECTORS, put, scale_sums};
+use crate::kernels::cpu::pack::{PANEL, packed_bytes};
+use crate::kernels::gpu::bf12::{ENLARGED, VECTOR_LOADS};
+use crate::kernels::gpu::device::Gpu;
+use crate::kernels::gpu::instructions::{Packed, Sums};
+use crate::kernels::gpu::linear::Linear;
+use crate::kernels::gpu::linear::matrix::{LANE_SLOTS, lane_walk};
+use crate::kernels::gpu::linear::rights::PLANE;
+use crate::kernels::gpu::linear::total::{Output, Shape, Totals, finish_outputs};
+use crate::kernels::gpu::matrix::{LOAD_BYTES, Matrix};
+use crate::kernels::gpu::panel::{Panel, Walk, panel_vectors};
+use crate::kernels::gpu::portion::{BLOCK, Portion, portion_blocks};
+use crate::kernels::gpu::warpgroup::{
+    GROUP, RightOperands, announce, arrive, clear_sums, copy_in_bulk, declare_sums, lane_sums,
+    make_barrier, multiply_group, read_sum, right_operand, shared_address, show_barriers,
+    sync_cluster, wait_for_products, wait_for_turn,
+};
+use crate::kernels::gpu::words::Words;
+
+/// Rows of 16-byte vectors of a right operand in a block: eight columns each.
+const EIGHTS: usize = BLOCK / 8;
+/// Bytes of a processor's shared memory that a cube takes beside what it asks for.
+const RESERVED_BYTES: usize = 1 << 10;
+/// The most steps that have a place in shared memory.
+const MOST_STAGES: usize = 8;
+/// Cubes of a cluster; more than eight not every GPU has places for.
+const CLUSTERS: [usize; 4] = [8, 4, 2, 1];
+/// The fewest steps of a cube.
+const LEAST_STEPS: usize = 4;
+
+/// What stages are aligned to.
+const ALIGNMENT: usize = 128;
+
+/// How the matrices of a launch are shared out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(in crate::kernels::gpu::linear) struct GroupShare {
+    /// Its teams are the cubes of a cluster.
+    tile: TileShare,
+    /// Steps that have a place in shared memory.
+    stages: usize,
+}
+
+impl GroupShare {
+    /// Vectors of the activations in a step.
+    fn x_vectors(self) -> usize {
+        self.tile.tokens * VECTORS
+    }
+
+    /// Vectors of a stage.
+    fn stage(self) -> usize {
+        self.x_vectors() + GROUP * 2 * step_loads(self.tile.panel)
+    }
+
+    /// Steps of the columns.
+    fn steps(self) -> usize {
+        self.tile.panel.columns / STEP
+    }
+
+    /// Sums of a lane.
+    fn sums(self) -> usize {
+        2 * lane_sums(self.tile.tokens)
+    }
+
+    /// Bytes of shared memory of a cube beside its stages: sums, with one of squares, two barriers for each stage, and
+    /// what lies between.
+    fn beside_bytes(self) -> usize {
+        let sums = GROUP * PANEL * self.tile.tokens + 1;
+        sums * size_of::<f32>() + MOST_STAGES * 2 * size_of::<u64>() + 2 * ALIGNMENT
+    }
+}
+
+/// Loads of a step of 16 rows, of the two times 16 of a panel.
+fn step_loads(panel: Panel) -> usize {
+    packed_bytes(panel.format, PANEL, STEP) / LOAD_BYTES / 2 - loads_before(panel)
+}
+
+/// Loads in front of the first step of 16 rows.
+fn loads_before(panel: Panel) -> usize {
+    if matches!(panel.format, Format::Bf12) { VECTOR_LOADS } else { 0 }
+}
+
+impl Gpu {
+    /// How so many rows of activations lie for a matrix that [`Gpu::takes_narrow()`], where they do not lie row after row.
+    pub fn right_operands(&self, matrix: &Matrix, tokens: usize) -> Option<RightOperands> {
+        let takes = self.has_warpgroups()
+            && self.takes_narrow(matrix)
+            && matrix.columns().is_multiple_of(STEP);
+        let factor = if matches!(matrix.format(), Format::Bf12) { ENLARGED } else { 1.0 };
+        let tokens = operand_rows(tokens as u32).filter(|_| takes)? as usize;
+        Some(RightOperands { tokens, factor })
+    }
+
+    /// Queues a linear of activations that lie as right operands.
+    pub(in crate::kernels::gpu::linear) fn multiply_groups(
+        &self,
+        linear: &Linear<'_>,
+        operands: RightOperands,
+    ) {
+        let share = self.group_share(linear, operands.tokens);
+        let tile = share.tile;
+        let shape = linear.shape_of_lanes(tile.tokens, tile.bands, 1);
+        let shape = Shape { cubes: tile.teams, ..shape };
+        let vectors = tile.tokens * tile.panel.columns * 2 / LOAD_BYTES;
+        // SAFETY: the spans are as long as the shapes say, and the kernel stays within those.
+        unsafe {
+            multiply_groups::launch_unchecked(
+                &self.client,
+                CubeCount::new_3d(linear.cubes(tile.bands * PANEL), 1, tile.teams as u32),
+                CubeDim::new_2d(PLANE as u32, GROUP as u32 + 1),
+                linear.x.argument(vectors, LOAD_BYTES),
+                linear.weights(),
+                linear.outputs(),
+                linear.then,
+                shape,
+                share,
+            );
+        }
+    }
+
+    /// How a launch is shared out: among as many cubes as processors have places for at a time, twice over.
+    fn group_share(&self, linear: &Linear<'_>, tokens: usize) -> GroupShare {
+        let panel = linear.matrices[0].panel();
+        let matrices = linear.matrices_of_output();
+        let bands = GROUP / matrices;
+        let tiles = linear.cubes(bands * PANEL);
+        let steps = panel.columns / STEP;
+        let fits = |&cubes: &usize| {
+            steps >= cubes * LEAST_STEPS && tiles * cubes as u32 <= 2 * self.processors()
+        };
+        let teams = CLUSTERS.into_iter().find(fits).unwrap_or(1);
+        let tile = TileShare { panel, matrices, bands, teams, tokens };
+        // Clusters find places where processors have some to spare.
+        let of_processor = if teams == 1 { 2 } else { 3 };
+        let all_bytes = self.client.properties().hardware.max_shared_memory_size + RESERVED_BYTES;
+        let most_bytes = all_bytes / of_processor - RESERVED_BYTES;
+        let share = GroupShare { tile, stages: MOST_STAGES };
+        let room = most_bytes.saturating_sub(share.beside_bytes()) / LOAD_BYTES;
+        GroupShare { stages: (room / share.stage()).clamp(1, MOST_STAGES), ..share }
+    }
+}
+
+/// Addresses of stages.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+struct Ring {
+    /// Of the first vector.
+    vectors: u32,
+    /// Of the first barrier: for each stage there is one of what was copied, then one of what was read.
+    barriers: u32,
+}
+
+/// Writes every output: cubes take bands of its rows, output after output; along the third axis, in clusters, other
+/// columns.
+#[cube(launch_unchecked, cluster_dim = CubeDim::new_3d(1, 1, share.tile.teams as u32))]
+fn multiply_groups(
+    input: &[Packed],
+    weights: &Sequence<Sequence<Box<[Words]>>>,
+    outputs: &mut Sequence<Output>,
+    #[comptime] then: Then,
+    #[comptime] shape: Shape,
+    #[comptime] share: GroupShare,
+) {
+    let cube = CUBE_POS_X as usize;
+    let lane = UNIT_POS_X as usize;
+    let plane = UNIT_POS_Y as usize;
+    let tile_share = comptime!(share.tile);
+    let tile = comptime!(tile_share.bands * PANEL);
+    let mut totals = Totals::new(&outputs[0], shape);
+    let staged = Shared::<[Words]>::new_aligned_slice(
+        comptime!(share.stages * share.stage()),
+        comptime!(ALIGNMENT),
+    );
+    let barriers = Shared::<[u64]>::new_slice(comptime!(share.stages * 2));
+    let ring = Ring {
+        vectors: shared_address::<Words>(&staged[0..1]),
+        barriers: shared_address::<u64>(&barriers[0..1]),
+    };
+    if plane == GROUP && lane < comptime!(share.stages * 2) {
+        let arrivals = select(lane % 2 == 1, comptime!(GROUP as u32).runtime(), 1u32);
+        make_barrier(ring.barriers + lane as u32 * 8, arrivals);
+        show_barriers();
+    }
+    sync_cube();
+    declare_sums(comptime!(share.sums()));
+    let mut first_cube = 0usize.runtime();
+    #[unroll]
+    for output in 0..outputs.len() {
+        let rows = outputs.index(output).rows;
+        let cubes = rows.div_ceil(tile);
+        if cube >= first_cube && cube < first_cube + cubes {
+            let band = plane / tile_share.matrices;
+            // Bands beyond the last row are computed as the last one and not written.
+            let first_panel = (cube - first_cube) * tile_share.bands;
+            let last_panel = rows.div_ceil(PANEL) - 1;
+            let number = (first_panel + band).min(last_panel);
+            let place = Place {
+                walk: lane_walk(number, rows, lane, tile_share.panel),
+                lane,
+                matrix: plane % tile_share.matrices,
+                team: 0usize.runtime(),
+                member: plane * PLANE + lane,
+                first_token: 0usize.runtime(),
+                last_token: comptime!(tile_share.tokens - 1).runtime(),
+            };
+            if plane < GROUP {
+                multiply_band(&staged, ring, plane, place, share);
+                let mut sums = Array::<Sums>::new(comptime!(tile_share.groups() * 2));
+                take_sums(&mut sums, share);
+                if comptime!(matches!(tile_share.panel.format, Format::Bf12)) {
+                    scale_sums(&weights[output], &mut sums, place, tile_share);
+                }
+                put(&mut totals, &sums, band * LANE_SLOTS + lane / 4, place, shape, tile_share);
+            } else if lane == 0 {
+                let panels = Panels { rows, first: first_panel, last: last_panel };
+                copy_steps(input, &weights[output], ring, panels, share);
+            }
+        }
+        first_cube += cubes;
+    }
+    sync_plane();
+    if comptime!(tile_share.teams > 1) {
+        sync_cluster();
+    } else {
+        sync_cube();
+    }
+    let columns = comptime!(tile_share.panel.columns);
+    finish_outputs(&totals, outputs, 0usize, 0.0, tile, columns, then, shape);
+    if comptime!(tile_share.teams > 1) {
+        // Others may still read this cube's sums.
+        sync_plane();
+        sync_cluster();
+    }
+}
+
+/// The panels of a cube.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+struct Panels {
+    /// Of each matrix.
+    rows: usize,
+    first: usize,
+    /// Of the matrix.
+    last: usize,
+}
+
+/// Makes the products of a plane: of its first pairs of rows for all tokens, then of the others.
+#[cube]
+fn multiply_band(
+    staged: &Shared<[Words]>,
+    ring: Ring,
+    plane: usize,
+    place: Place,
+    #[comptime] share: GroupShare,
+) {
+    let tile = comptime!(share.tile);
+    let panel = comptime!(tile.panel);
+    clear_sums(comptime!(share.sums()));
+    // The vector of this plane's panel in the first stage, as if a whole panel lay there.
+    let own = plane * comptime!(2 * step_loads(panel)) + comptime!(share.x_vectors());
+    let own = own - comptime!(loads_before(panel)) * place.walk.vectors;
+    let operand = right_operand(ring.vectors, tile.tokens);
+    let mut portion = Portion::new(panel);
+    let mut stage = 0usize.runtime();
+    let mut turn = 0u32.runtime();
+    let mut step = CUBE_POS_Z as usize;
+    while step < comptime!(share.steps()) {
+        let barrier = ring.barriers + stage as u32 * 16;
+        wait_for_turn(barrier, turn);
+        let at = stage * comptime!(share.stage());
+        let walk = Walk { start: own + at, vectors: place.walk.vectors, slot: place.walk.slot };
+        let blocks = comptime!(portion_blocks(panel));
+        #[unroll]
+        for part in 0..comptime!(tile.portions()) {
+            portion.load(staged, walk, place.lane % 4, part.runtime(), panel);
+            #[unroll]
+            for block in 0..blocks {
+                let lefts = portion.scaled_codes(block, place.walk.slot, panel);
+                let first = comptime!(((part * blocks + block) * EIGHTS * tile.tokens) as u32);
+                multiply_group(&lefts, operand + at as u32 + first, tile.tokens);
+            }
+        }
+        wait_for_products();
+        sync_plane();
+        if place.lane == 0 {
+            arrive(barrier + 8);
+        }
+        stage += 1;
+        if stage == share.stages {
+            stage = 0usize;
+            turn = 1u32 - turn;
+        }
+        step += tile.teams;
+    }
+}
+
+/// Lets all steps of a cube be copied, each when there is room for it.
+#[cube]
+fn copy_steps(
+    input: &[Packed],
+    weights: &Sequence<Box<[Words]>>,
+    ring: Ring,
+    panels: Panels,
+    #[comptime] share: GroupShare,
+) {
+    let mut stage = 0usize.runtime();
+    // The turn before the first counts as over.
+    let mut turn = 1u32.runtime();
+    let mut step = CUBE_POS_Z as usize;
+    while step < comptime!(share.steps()) {
+        wait_for_turn(ring.barriers + stage as u32 * 16 + 8, turn);
+        copy_step(input, weights, ring, panels, step, stage, share);
+        stage += 1;
+        if stage == share.stages {
+            stage = 0usize;
+            turn = 1u32 - turn;
+        }
+        step += share.tile.teams;
+    }
+}
+
+/// Lets a step of the activations and of the cube's panels be copied to a stage.
+#[cube]
+fn copy_step(
+    input: &[Packed],
+    weights: &Sequence<Box<[Words]>>,
+    ring: Ring,
+    panels: Panels,
+    step: usize,
+    stage: usize,
+    #[comptime] share: GroupShare,
+) {
+    let tile = comptime!(share.tile);
+    let barrier = ring.barriers + stage as u32 * 16;
+    let to = ring.vectors + (stage * comptime!(share.stage() * LOAD_BYTES)) as u32;
+    // Of a vector of rows; a panel has two, but for the last.
+    let loads = comptime!(step_loads(tile.panel));
+    let mut vectors = 0usize.runtime();
+    #[unroll]
+    for band in 0..tile.bands {
+        vectors += panel_vectors(panels.rows, (panels.first + band).min(panels.last));
+    }
+    let x_bytes = comptime!(share.x_vectors() * LOAD_BYTES);
+    let bytes = vectors * comptime!(tile.matrices * loads * LOAD_BYTES) + x_bytes;
+    announce(barrier, bytes as u32);
+    let first = step * comptime!(share.x_vectors());
+    copy_in_bulk(&input[first..first + 1], to, x_bytes as u32, barrier);
+    #[unroll]
+    for member in 0..GROUP {
+        let (matrix, band) = comptime!((member % tile.matrices, member / tile.matrices));
+        let number = (panels.first + band).min(panels.last);
+        let vectors = panel_vectors(panels.rows, number);
+        let before = comptime!(loads_before(tile.panel));
+        let from = number * comptime!(tile.panel.stride()) + (before + step * loads) * vectors;
+        let to = to + comptime!((x_bytes + member * 2 * loads * LOAD_BYTES) as u32);
+        let bytes = vectors * comptime!(loads * LOAD_BYTES);
+        copy_in_bulk(&weights[matrix][from..from + 1], to, bytes as u32, barrier);
+    }
+}
+
+/// Takes a lane's sums from where instructions left them.
+#[cube]
+fn take_sums(sums: &mut Array<Sums>, #[comptime] share: GroupShare) {
+    let groups = comptime!(share.tile.groups());
+    #[unroll]
+    for at in 0..comptime!(groups * 2) {
+        let mut sum = Sums::empty();
+        #[unroll]
+        for i in 0..4usize {
+            sum.insert(i, read_sum(comptime!((at % 2 * groups + at / 2) * 4 + i)));
+        }
+        sums[at] = sum;
+    }
+}

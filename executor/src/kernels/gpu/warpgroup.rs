@@ -1,0 +1,224 @@
+//! Matrix instructions that four planes of a Hopper GPU make together: 64 × N × 16 with bf16 elements and f32 sums,
+//! PTX's `wgmma.m64nNk16`.
+//!
+//! - Of the left operand each of the four planes, which follow one another from a multiple of four on, holds 16 rows,
+//!   as [`super::instructions`] lays them down.
+//! - The right operand lies in shared memory: 16 bytes are eight rows of a column, 128 bytes eight columns, all columns
+//!   of eight rows follow one another, and so do the rows.
+//! - Cubes of a *cluster* run at the same time and read each other's shared memory.
+//! - What lies in order is copied to shared memory by the device itself (PTX's `cp.async.bulk`). A *barrier*, 8 bytes of
+//!   shared memory, turns over when as many units have arrived as it counts and all announced bytes are there; units
+//!   wait for the end of the turn whose number is even or odd.
+//! - Sums of eight columns are a lane's as of one instruction of a plane. They are registers that only assembly knows,
+//!   by number: instructions add to them where they are, which CubeCL's assembly, whose operands are either read or
+//!   written, has no word for.
+
+#![expect(unsafe_code, reason = "assembly is given addresses")]
+
+use cubecl::ir::features::Tma;
+use cubecl::prelude::*;
+
+use super::device::Gpu;
+use super::instructions::Packed;
+use super::registers::held;
+
+/// Rows of activations as right operands, in bf16: `[columns / 8][tokens][8]`, where the eight are every fourth pair of
+/// 32 columns, as [`super::portion`] gives them to lanes.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct RightOperands {
+    /// Columns of the operands: tokens, and what pads them, whose products nobody reads.
+    pub tokens: usize,
+    /// What activations are multiplied with: a power of two.
+    pub factor: f32,
+}
+
+/// Planes that make an instruction together.
+pub(super) const GROUP: usize = 4;
+/// Rows of the left operand that a plane holds.
+const ROWS: usize = 16;
+
+impl Gpu {
+    /// Whether it has these instructions: no GPU before Hopper, which first had clusters, and none after, which copy
+    /// images in another way, too.
+    pub(super) fn has_warpgroups(&self) -> bool {
+        let features = &self.client.properties().features;
+        features.cube_cluster && !features.tma.contains(Tma::Im2colWide)
+    }
+}
+
+/// Sums of a lane for so many columns of one left operand.
+pub(super) fn lane_sums(columns: usize) -> usize {
+    ROWS * columns / 32
+}
+
+/// What assembly calls the sum of that number.
+fn sum(number: usize) -> String {
+    format!("sums{number}")
+}
+
+/// The sums of the left operand of that number as a vector of assembly.
+fn sums(operand: usize, columns: usize) -> String {
+    let count = lane_sums(columns);
+    let names: Vec<String> = (operand * count..(operand + 1) * count).map(sum).collect();
+    format!("{{{}}}", names.join(", "))
+}
+
+/// Makes so many sums known: once in a kernel, outside of loops and of what is called more than once.
+#[cube]
+pub(super) fn declare_sums(#[comptime] count: usize) {
+    gpu_asm!(".reg .f32 sums<{count}>;", count = const count);
+}
+
+/// Sets so many sums to zero.
+#[cube]
+pub(super) fn clear_sums(#[comptime] count: usize) {
+    #[unroll]
+    for number in 0..count {
+        let name = comptime!(sum(number));
+        gpu_asm!("mov.f32 {name}, 0f00000000;", name = const name);
+    }
+}
+
+/// A sum; those who add to it have been waited for.
+#[cube]
+pub(super) fn read_sum(#[comptime] number: usize) -> f32 {
+    let name = comptime!(sum(number));
+    let value: f32;
+    gpu_asm!("mov.f32 {value}, {name};", name = const name, value = out(_) value);
+    value
+}
+
+/// Begins to add the products of 32 columns of two left operands: `lefts` are those of the first 16 columns, then of the
+/// others. [`wait_for_products()`] waits for them.
+#[cube]
+pub(super) fn multiply_group(lefts: &Array<Packed>, right: u32, #[comptime] columns: usize) {
+    let (first, second) = comptime!((sums(0, columns), sums(1, columns)));
+    let instruction =
+        comptime!(format!("wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.bf16.bf16"));
+    // From eight columns to the next, in 16 bytes.
+    let stride = comptime!(8u64 << 32);
+    // From 16 rows to the next.
+    let step = comptime!(2 * columns);
+    let (a, b) = (held::<Packed>(lefts[0]), held::<Packed>(lefts[1]));
+    let (c, d) = (held::<Packed>(lefts[2]), held::<Packed>(lefts[3]));
+    let right = held::<u32>(right);
+    gpu_asm!(
+        "{{ .reg .pred adds; .reg .b64 right<2>; setp.eq.u32 adds, 0, 0; ",
+        "cvt.u64.u32 right0, {right}; or.b64 right0, right0, {stride}; ",
+        "add.u64 right1, right0, {step}; wgmma.fence.sync.aligned; ",
+        "{instruction} {first}, {a}, right0, adds, 1, 1, 0; ",
+        "{instruction} {second}, {b}, right0, adds, 1, 1, 0; ",
+        "{instruction} {first}, {c}, right1, adds, 1, 1, 0; ",
+        "{instruction} {second}, {d}, right1, adds, 1, 1, 0; ",
+        "wgmma.commit_group.sync.aligned; }}",
+        instruction = const instruction, first = const first, second = const second,
+        stride = const stride, step = const step,
+        right = in(_) right, a = in(_) a, b = in(_) b, c = in(_) c, d = in(_) d,
+    );
+}
+
+/// Waits for all products that this plane's group has begun. (Where some are under way while a loop goes round, the
+/// compiler lets each wait for the one before.)
+#[cube]
+pub(super) fn wait_for_products() {
+    gpu_asm!("wgmma.wait_group.sync.aligned 0;");
+}
+
+/// Makes a barrier that counts so many arrivals. [`show_barriers()`] comes before anybody else uses it.
+#[cube]
+pub(super) fn make_barrier(barrier: u32, arrivals: u32) {
+    let (barrier, arrivals) = (held::<u32>(barrier), held::<u32>(arrivals));
+    gpu_asm!(
+        "mbarrier.init.shared::cta.b64 [{barrier}], {arrivals};",
+        barrier = in(_) barrier, arrivals = in(_) arrivals,
+    );
+}
+
+/// Lets others see the barriers that this unit made, once it is waited for.
+#[cube]
+pub(super) fn show_barriers() {
+    gpu_asm!("fence.mbarrier_init.release.cluster;");
+}
+
+/// Arrives at a barrier.
+#[cube]
+pub(super) fn arrive(barrier: u32) {
+    let barrier = held::<u32>(barrier);
+    gpu_asm!("mbarrier.arrive.shared::cta.b64 _, [{barrier}];", barrier = in(_) barrier);
+}
+
+/// Arrives at a barrier and announces bytes that are copied.
+#[cube]
+pub(super) fn announce(barrier: u32, bytes: u32) {
+    let (barrier, bytes) = (held::<u32>(barrier), held::<u32>(bytes));
+    gpu_asm!(
+        "mbarrier.arrive.expect_tx.shared::cta.b64 _, [{barrier}], {bytes};",
+        barrier = in(_) barrier, bytes = in(_) bytes,
+    );
+}
+
+/// Waits until a turn of a barrier is over: the first and every other one, or those between.
+#[cube]
+pub(super) fn wait_for_turn(barrier: u32, is_odd: u32) {
+    let (barrier, is_odd) = (held::<u32>(barrier), held::<u32>(is_odd));
+    gpu_asm!(
+        "{{ .reg .pred over; again: mbarrier.try_wait.parity.shared::cta.b64 over, [{barrier}], {is_odd}; ",
+        "@over bra done; bra again; done: }}",
+        barrier = in(_) barrier, is_odd = in(_) is_odd,
+    );
+}
+
+/// Begins to copy from global memory, from the first of `from` on, so many bytes, a multiple of 16, that are announced
+/// at the barrier.
+#[cube]
+pub(super) fn copy_in_bulk(from: &[Packed], to: u32, bytes: u32, barrier: u32) {
+    // SAFETY: who announces bytes says how many there are.
+    let pointer = unsafe { from.as_ptr_unchecked() };
+    let (to, bytes, barrier) = (held::<u32>(to), held::<u32>(bytes), held::<u32>(barrier));
+    gpu_asm!(
+        "{{ .reg .u64 global; cvta.to.global.u64 global, {from}; ",
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{to}], [global], {bytes}, [{barrier}]; }}",
+        from = in(_) pointer, to = in(_) to, bytes = in(_) bytes, barrier = in(_) barrier,
+    );
+}
+
+/// The lower half of what describes a right operand of so many columns, which begins at that address of shared memory.
+#[cube]
+pub(super) fn right_operand(address: u32, #[comptime] columns: usize) -> u32 {
+    (address & 0x3ffffu32) >> 4u32 | comptime!((columns as u32) << 16)
+}
+
+/// Where a cube sees the first element of a stretch of its shared memory.
+#[cube]
+pub(super) fn shared_address<T: CubePrimitive>(stretch: &[T]) -> u32 {
+    // SAFETY: only where it points to is asked for.
+    let pointer = unsafe { stretch.as_ptr_unchecked() };
+    let address: u32;
+    gpu_asm!(
+        "{{ .reg .u64 whole; cvta.to.shared.u64 whole, {p}; cvt.u32.u64 {d}, whole; }}",
+        p = in(_) pointer, d = out(_) address,
+        options(pure, nomem),
+    );
+    address
+}
+
+/// Waits for all cubes of the cluster, and shows them what this one wrote to shared memory. Planes come whole.
+#[cube]
+pub(super) fn sync_cluster() {
+    gpu_asm!("barrier.cluster.arrive.release.aligned;");
+    gpu_asm!("barrier.cluster.wait.acquire.aligned;");
+}
+
+/// The number at that place of the shared memory of a cube of the cluster, which is laid out as this one's.
+#[cube]
+pub(super) fn load_of_cube(values: &[f32], rank: u32) -> f32 {
+    let address = shared_address::<f32>(values);
+    let (address, rank) = (held::<u32>(address), held::<u32>(rank));
+    let value: f32;
+    gpu_asm!(
+        "{{ .reg .u32 there; mapa.shared::cluster.u32 there, {address}, {rank}; ",
+        "ld.shared::cluster.f32 {value}, [there]; }}",
+        address = in(_) address, rank = in(_) rank, value = out(_) value,
+    );
+    value
+}
