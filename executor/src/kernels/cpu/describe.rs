@@ -38,6 +38,7 @@ fn linear(isa: Isa, format: Format, tokens: usize) -> String {
     let products = match (kernel.encoding, isa) {
         (_, Isa::Portable) => "plain Rust",
         (Encoding::Tiles, _) => "AMX tiles of bf16",
+        (Encoding::ByteTiles, _) => "AMX tiles of 8-bit integers",
         (Encoding::Pairs, _) => "AVX-512 dot products of bf16",
         (Encoding::Blocks { .. }, Isa::Avx512Vnni | Isa::Avx512Bf16Vnni | Isa::Amx) => {
             "AVX-512 VNNI dot products of 8-bit integers"

@@ -8,11 +8,14 @@
 //! | `Float`, `Rounded` | 1 | an f32 (rounded to bf16) |
 //! | `Pairs` | 2 | two bf16 |
 //! | `Tiles` | 32 | 32 bf16 |
+//! | `ByteTiles` | 64 | 64 signed bytes |
 //! | `Blocks` | 32 | words of four signed bytes, `[group][row]`; then `[row]` f32 scales; then for each row minus the sum of its bytes times the code of zero |
 //!
 //! Every row takes the same bytes, so strip `s` starts at its first row times [`Encoding::row_bytes`]. Strips of tiles
-//! lie in *blocks*: of some columns those of all its strips, one behind the other, then of the next columns. Products
-//! of blocks go through them in that order, and strides of powers of two would leave them few places in a cache.
+//! lie in *blocks*: of [`BLOCK_COLUMNS`] columns those of all its strips, one behind the other, then of the next columns.
+//! Products of blocks go through them in that order, and strides of powers of two would leave them few places in a cache.
+//! Bytes of so many columns of a row have one unit, an f32: behind a block's bytes lie the units of its rows, then those
+//! of the next columns.
 
 #![expect(unsafe_code, reason = "members write disjoint parts of one buffer")]
 
@@ -25,7 +28,7 @@ use super::pack::{BLOCK_PAIR, Shared};
 use super::product::BLOCK_COLUMNS;
 use super::quantize::BLOCK;
 use super::tile::MOST_ROWS;
-use step::put;
+use step::{put, put_bytes};
 
 /// How activations are encoded for a format at a level.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -34,6 +37,7 @@ pub(super) enum Encoding {
     Rounded,
     Pairs,
     Tiles,
+    ByteTiles,
     /// `offset` is the code of zero of the weights.
     Blocks {
         offset: i32,
@@ -62,24 +66,45 @@ pub(super) struct Rows<'a> {
 
 /// Columns that are encoded at once: a multiple of every step, and small beside the first cache.
 const CHUNK: usize = BLOCK_PAIR;
-/// Columns of one claim when there are few strips: some µs of work.
-pub(super) const SEGMENT: usize = 16 * CHUNK;
+/// Columns of one claim when there are few strips: some µs of work, and whole blocks' columns.
+pub(super) const SEGMENT: usize = 4 * BLOCK_COLUMNS;
+/// A block's rows start in cache lines of their own, as the rows of tiles should.
+const LINE: usize = 64;
 
 impl Encoding {
     /// Columns with their padding: at least that of the formats that the encoding is for.
     pub(super) fn padded(self, columns: usize) -> usize {
         match self {
             Encoding::Float => columns,
-            // Tiles also meet panels unpacked from blocks, which are padded as blocks are.
-            Encoding::Rounded | Encoding::Pairs | Encoding::Tiles | Encoding::Blocks { .. } => {
-                columns.next_multiple_of(BLOCK_PAIR)
+            Encoding::Rounded
+            | Encoding::Pairs
+            | Encoding::Tiles
+            | Encoding::ByteTiles
+            | Encoding::Blocks { .. } => columns.next_multiple_of(BLOCK_PAIR),
+        }
+    }
+
+    /// Whether products are made in tiles, a block at a time.
+    pub(super) fn has_blocks(self) -> bool {
+        match self {
+            Encoding::Tiles | Encoding::ByteTiles => true,
+            Encoding::Float | Encoding::Rounded | Encoding::Pairs | Encoding::Blocks { .. } => {
+                false
             }
         }
     }
 
     /// Bytes of an encoded row.
     pub(super) fn row_bytes(self, columns: usize) -> usize {
-        self.bytes(self.padded(columns))
+        let units = match self {
+            Encoding::ByteTiles => columns.div_ceil(BLOCK_COLUMNS) * size_of::<f32>(),
+            Encoding::Float
+            | Encoding::Rounded
+            | Encoding::Pairs
+            | Encoding::Tiles
+            | Encoding::Blocks { .. } => 0,
+        };
+        self.bytes(self.padded(columns)) + units.next_multiple_of(LINE)
     }
 
     /// Bytes of some columns of a row, whole steps of them.
@@ -87,6 +112,7 @@ impl Encoding {
         match self {
             Encoding::Float | Encoding::Rounded => columns * 4,
             Encoding::Pairs | Encoding::Tiles => columns * 2,
+            Encoding::ByteTiles => columns,
             Encoding::Blocks { .. } => columns / BLOCK * (BLOCK + 4 + 4),
         }
     }
@@ -94,17 +120,25 @@ impl Encoding {
     /// Where a strip's columns from `start` on, of all `columns`, lie behind row 0: up to the end, or for tiles up
     /// to the next multiple of [`BLOCK_COLUMNS`].
     pub(super) fn offset(self, strip: Strip, columns: usize, start: usize) -> usize {
-        let columns = self.padded(columns);
-        if self == Encoding::Tiles {
-            let first = start - start % BLOCK_COLUMNS;
-            let width = BLOCK_COLUMNS.min(columns.saturating_sub(first));
-            let (block_first, block_rows) = strip.block;
-            let before = block_first * columns + block_rows * first;
-            let inside = (strip.first - block_first) * width + strip.rows * (start - first);
-            self.bytes(before + inside)
-        } else {
-            strip.first * self.bytes(columns) + strip.rows * self.bytes(start)
+        let row_bytes = self.row_bytes(columns);
+        if !self.has_blocks() {
+            return strip.first * row_bytes + strip.rows * self.bytes(start);
         }
+        let columns = self.padded(columns);
+        let first = start - start % BLOCK_COLUMNS;
+        let width = BLOCK_COLUMNS.min(columns.saturating_sub(first));
+        let (block_first, block_rows) = strip.block;
+        let inside = (strip.first - block_first) * width + strip.rows * (start - first);
+        block_first * row_bytes + self.bytes(block_rows * first + inside)
+    }
+
+    /// Where the units of a strip's rows lie behind row 0, of the bytes of the columns from `start` on.
+    pub(super) fn units_offset(self, strip: Strip, columns: usize, start: usize) -> usize {
+        debug_assert!(self == Encoding::ByteTiles, "others have no units of their own");
+        let (block_first, block_rows) = strip.block;
+        let index = start / BLOCK_COLUMNS * block_rows + strip.first - block_first;
+        let bytes = block_rows * self.bytes(self.padded(columns));
+        block_first * self.row_bytes(columns) + bytes + index * size_of::<f32>()
     }
 }
 
@@ -152,24 +186,29 @@ impl Kernel for Encode<'_> {
                 source.moments = moments::<L>(norm, source.x);
             }
         }
+        let sources = &sources[..strip.rows];
+        if rows.encoding == Encoding::ByteTiles {
+            for column in (start..end).step_by(BLOCK_COLUMNS) {
+                let width = BLOCK_COLUMNS.min(end - column);
+                for (row, source) in sources.iter().enumerate() {
+                    let values: [f32; BLOCK_COLUMNS] = source.values::<L, _>(rows, column);
+                    // SAFETY: the segment is this call's alone and lies in the strip, for whose rows there is room.
+                    unsafe {
+                        let at = |offset| encoded.pointer().add(offset);
+                        let to = at(rows.encoding.offset(strip, rows.columns, column));
+                        let units = at(rows.encoding.units_offset(strip, rows.columns, column));
+                        let unit = put_bytes(to, strip.rows, row, &values, width);
+                        units.cast::<f32>().add(row).write(unit);
+                    }
+                }
+            }
+            return;
+        }
         // Rows inside columns: what neighbouring rows write shares cache lines.
         for column in (start..end).step_by(CHUNK) {
-            for (row, source) in sources[..strip.rows].iter().enumerate() {
-                let present = column.min(rows.columns)..(column + CHUNK).min(rows.columns);
-                let x = &source.x[present.clone()];
-                // Padding stays zero, also where a norm subtracts something.
-                let mut values = [0.0; CHUNK];
-                match &rows.norm {
-                    Some(norm) => {
-                        let norm = norm.at(present.start);
-                        norm_with::<L>(&norm, source.moments, x, &mut values[..x.len()]);
-                    }
-                    None => match x.as_array::<CHUNK>() {
-                        Some(whole) => values = *whole,
-                        None => values[..x.len()].copy_from_slice(x),
-                    },
-                }
-                let width = CHUNK.min(end - column);
+            let width = CHUNK.min(end - column);
+            for (row, source) in sources.iter().enumerate() {
+                let values = source.values::<L, _>(rows, column);
                 // SAFETY: the segment is this call's alone and lies in the strip, for whose rows there is room.
                 unsafe {
                     let to =
@@ -186,6 +225,27 @@ impl Kernel for Encode<'_> {
 struct Source<'a> {
     x: &'a [f32],
     moments: Moments,
+}
+
+impl Source<'_> {
+    /// Some columns from `column` on, normalised. Padding stays zero, also where a norm subtracts something.
+    #[inline(always)]
+    fn values<L: Lanes, const COUNT: usize>(&self, rows: &Rows<'_>, column: usize) -> [f32; COUNT] {
+        let present = column.min(rows.columns)..(column + COUNT).min(rows.columns);
+        let x = &self.x[present.clone()];
+        let mut values = [0.0; COUNT];
+        match &rows.norm {
+            Some(norm) => {
+                let norm = norm.at(present.start);
+                norm_with::<L>(&norm, self.moments, x, &mut values[..x.len()]);
+            }
+            None => match x.as_array::<COUNT>() {
+                Some(whole) => values = *whole,
+                None => values[..x.len()].copy_from_slice(x),
+            },
+        }
+        values
+    }
 }
 
 #[cfg(test)]

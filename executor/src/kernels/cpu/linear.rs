@@ -20,8 +20,8 @@ pub use super::norm::Norm;
 
 /// A linear layer's inputs: output `i` is `then(norm(x) · weights[i]ᵀ + biases[i]) + residual`.
 ///
-/// In bf16 the input is rounded to bf16 after the norm; for q8 and q4 it is quantised to 8 bits in blocks of 32;
-/// sums are in f32.
+/// In bf16 the input is rounded to bf16 after the norm; for q8 and q4 it is quantised to 8 bits in blocks of 32, or
+/// for tiles in groups of 256 columns, as weights then are, too; sums are in f32.
 #[derive(Clone, Copy)]
 pub struct Linear<'a> {
     /// `[tokens, inputs]`, row after row.

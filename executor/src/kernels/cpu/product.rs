@@ -3,10 +3,10 @@
 //! Vectors take a panel at a time, along all its columns: it is read from memory once, and its strips follow each other.
 //!
 //! Tiles multiply faster than the outer caches feed them, so their products are *blocks* of up to [`BLOCK_PANELS`] panels
-//! and [`BLOCK_STRIPS`] strips, taken [`BLOCK_COLUMNS`] columns at a time. In these columns a panel has 16 KiB and stays
-//! in the first cache while strips pass by; all strips have 256 KiB and, with 512 KiB of sums, stay in the second
-//! while panels pass by. So for each step of four tiles (64 cycles of products) 3 KiB come from the second cache and
-//! next to nothing from further away.
+//! and [`BLOCK_STRIPS`] strips, taken [`BLOCK_COLUMNS`] columns at a time. In these columns a panel has 16 KiB in bf16
+//! and stays in the first cache while strips pass by; all strips have 256 KiB and, with 512 KiB of sums, stay in the
+//! second while panels pass by. So for each step of four tiles (64 cycles of products) 3 KiB come from the second cache
+//! and next to nothing from further away. Of bytes all but the sums are half of that, for the same products.
 
 #![expect(unsafe_code, reason = "members write disjoint parts of the outputs")]
 
@@ -21,7 +21,7 @@ use ir::packing;
 use super::encode::{Encoding, Strip};
 use super::epilogue::Target;
 use super::pack::{PANEL, PackedMatrix, Shared, padded};
-use super::tile::{Kernel, MOST_ROWS, Operands, Registers, Tile};
+use super::tile::{GROUP_BYTES, Kernel, MOST_ROWS, Operands, ROOM_BYTES, Registers, Tile, Units};
 use crate::memory::Buffer;
 use crate::team::Team;
 
@@ -111,10 +111,10 @@ impl Deal {
 impl Kernel {
     /// Panels that are best multiplied together, of each of a gate's two matrices.
     pub(super) fn block_panels(self, is_gate: bool) -> usize {
-        match (self.encoding, is_gate) {
-            (Encoding::Tiles, false) => BLOCK_PANELS,
-            (Encoding::Tiles, true) => BLOCK_PANELS / 2,
-            _ => 1,
+        match (self.encoding.has_blocks(), is_gate) {
+            (true, false) => BLOCK_PANELS,
+            (true, true) => BLOCK_PANELS / 2,
+            (false, _) => 1,
         }
     }
 }
@@ -124,7 +124,7 @@ pub(super) struct Rooms {
     buffer: Buffer,
     /// Sums of one member.
     sums: usize,
-    /// Bytes of one member: its sums, and columns of one panel in bf16.
+    /// Bytes of one member: its sums, and unpacked columns of one panel.
     bytes: usize,
 }
 
@@ -140,17 +140,18 @@ impl Rooms {
         strips: usize,
         columns: usize,
     ) -> anyhow::Result<Self> {
-        let has_blocks = kernels.iter().any(|kernel| kernel.encoding == Encoding::Tiles);
+        let has_blocks = kernels.iter().any(|kernel| kernel.encoding.has_blocks());
         let sums = if has_blocks { BLOCK_PANELS * strips.min(BLOCK_STRIPS) } else { 0 };
         let unpacked = kernels.iter().filter(|kernel| kernel.unpacks);
         let unpacked = unpacked.map(|kernel| match kernel.encoding {
-            Encoding::Tiles => BLOCK_COLUMNS,
+            Encoding::Tiles => BLOCK_COLUMNS * PANEL * 2,
+            Encoding::ByteTiles => ROOM_BYTES,
             // Of both matrices of a gate.
             Encoding::Float | Encoding::Rounded | Encoding::Pairs | Encoding::Blocks { .. } => {
-                2 * padded(kernel.format, columns)
+                2 * padded(kernel.format, columns) * PANEL * 2
             }
         });
-        let bytes = sums * size_of::<Tile>() + unpacked.max().unwrap_or(0) * PANEL * 2;
+        let bytes = sums * size_of::<Tile>() + unpacked.max().unwrap_or(0);
         let buffer = team.arena().take(team.members() * bytes).context("room for products")?;
         Ok(Self { buffer, sums, bytes })
     }
@@ -176,7 +177,7 @@ pub(super) struct Workplace<'a> {
     tiles: [Tile; 2],
     /// `[panel, matrix of a gate, strip]`, of a block.
     sums: *mut Tile,
-    /// Columns of a panel in bf16; for vectors all columns of two.
+    /// Columns of a panel, unpacked; for vectors all columns of two.
     unpacked: *mut u8,
     rooms: PhantomData<&'a Rooms>,
 }
@@ -188,7 +189,7 @@ impl Product<'_> {
     /// The strips are encoded, no one else touches these rows and columns of the target, and the
     /// workplace is of [`Rooms`] for this kernel and so many strips.
     pub(super) unsafe fn finish(&self, strips: &[Strip], workplace: &mut Workplace<'_>) {
-        if self.kernel.encoding == Encoding::Tiles {
+        if self.kernel.encoding.has_blocks() {
             for strips in strips.chunks(BLOCK_STRIPS) {
                 let most = self.kernel.block_panels(self.matrices().len() == 2);
                 for start in self.panels.clone().step_by(most) {
@@ -223,6 +224,16 @@ impl Product<'_> {
     fn encoded(&self, strip: Strip, start: usize) -> *const u8 {
         let offset = self.kernel.encoding.offset(strip, self.weights[0].columns(), start);
         self.encoded.pointer().wrapping_add(offset)
+    }
+
+    /// The units of a strip's columns from `start` on, and those of the panel that was unpacked there.
+    fn units(&self, strip: Strip, start: usize, packed: *const u8) -> Units {
+        let columns = self.weights[0].columns();
+        let offset = self.kernel.encoding.units_offset(strip, columns, start);
+        Units {
+            strip: self.encoded.pointer().wrapping_add(offset).cast(),
+            panel: packed.wrapping_add(GROUP_BYTES).cast(),
+        }
     }
 
     /// The products of one panel by a kernel of vectors, strip after strip.
@@ -297,16 +308,24 @@ impl Product<'_> {
                         kernel.unpacked(from, vectors, columns, part, workplace.unpacked)
                     };
                     for (&strip, sums) in strips.iter().zip(sums) {
+                        let goes_on = start > 0;
                         let operands = Operands {
                             panel: packed,
                             vectors,
                             strip: self.encoded(strip, start),
                             rows: strip.rows,
                             columns: width,
-                            next: packed,
+                            next: ptr::from_mut(sums).wrapping_add(1).cast(),
                         };
                         // SAFETY: the caller's; the columns of the strip follow those before them.
-                        unsafe { registers.multiply(operands, start > 0, sums) };
+                        unsafe {
+                            if kernel.encoding == Encoding::ByteTiles {
+                                let units = self.units(strip, start, packed);
+                                registers.multiply_bytes(operands, units, goes_on, sums);
+                            } else {
+                                registers.multiply(operands, goes_on, sums);
+                            }
+                        }
                     }
                 }
             }

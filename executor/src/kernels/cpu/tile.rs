@@ -16,6 +16,7 @@ mod amx;
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+mod bytes;
 mod portable;
 #[cfg(target_arch = "x86_64")]
 mod unpack;
@@ -33,6 +34,8 @@ use super::isa::Isa;
 use super::pack::{PANEL, VECTOR};
 use super::product::BLOCK_STRIPS;
 use super::quantize::{OFFSET_4, OFFSET_8};
+
+pub(super) use bytes::{GROUP_BYTES, ROOM_BYTES, Units};
 
 /// Steps after which kernels of floats start a new sum: the error of a sum grows with its length, and
 /// adding up sums of this length costs below 1 % of the products.
@@ -52,7 +55,7 @@ pub(super) struct Kernel {
     pub(super) encoding: Encoding,
     /// Most rows of a strip.
     pub(super) rows: usize,
-    /// Whether columns are unpacked to bf16 first, see [`Kernel::unpacked`].
+    /// Whether columns are unpacked first, see [`Kernel::unpacked`].
     pub(super) unpacks: bool,
 }
 
@@ -61,6 +64,8 @@ pub(super) struct Registers {
     isa: Isa,
     /// Rows of the strips that they are shaped for; 0 while they are not.
     rows: usize,
+    /// Where sums of bytes get their units.
+    sums: bytes::Sums,
     /// Registers are a thread's.
     thread: PhantomData<*const ()>,
 }
@@ -78,14 +83,15 @@ pub(super) struct Operands {
     pub(super) rows: usize,
     /// Columns, padded as panels and strips are.
     pub(super) columns: usize,
-    /// What is read after the panel; anything that is near where nothing is.
+    /// What is read after the panel, by tiles the sums that go on next; anything that is near where nothing is.
     pub(super) next: *const u8,
 }
 
 impl Registers {
     /// Registers for a level; of others than AMX none, and products are plain.
     pub(super) fn new(isa: Isa) -> Self {
-        Self { isa, rows: 0, thread: PhantomData }
+        let sums = bytes::Sums([[0; PANEL]; MOST_ROWS]);
+        Self { isa, rows: 0, sums, thread: PhantomData }
     }
 
     /// Multiplies some columns of a strip with those of a panel in bf16, and adds the products to `sums` if
@@ -99,13 +105,50 @@ impl Registers {
         unsafe {
             #[cfg(target_arch = "x86_64")]
             if self.isa == Isa::Amx {
-                if self.rows != operands.rows {
-                    self.rows = operands.rows;
-                    amx::shape(self.rows);
-                }
+                self.shape(operands.rows);
                 return amx::multiply(operands, goes_on, sums);
             }
             portable::tiles(operands, goes_on, sums);
+        }
+    }
+
+    /// Multiplies a group of columns of a strip with those of a panel in bytes, and adds the products to `sums` if
+    /// they go on from earlier columns.
+    ///
+    /// # Safety
+    /// The operands and the units of their rows are readable, the strip encoded in tiles of bytes, and the processor has
+    /// the level.
+    pub(super) unsafe fn multiply_bytes(
+        &mut self,
+        operands: Operands,
+        units: Units,
+        goes_on: bool,
+        sums: &mut Tile,
+    ) {
+        debug_assert!(operands.rows <= MOST_ROWS && operands.vectors <= 2);
+        // SAFETY: the caller's.
+        unsafe {
+            #[cfg(target_arch = "x86_64")]
+            if self.isa == Isa::Amx {
+                self.shape(operands.rows);
+                amx::multiply_bytes(operands, &mut self.sums);
+                let sizes = (operands.rows, operands.vectors);
+                return amx::add_with_units(&self.sums, sizes, units, goes_on, sums);
+            }
+            bytes::multiply(operands, units, goes_on, sums);
+        }
+    }
+
+    /// Shapes the registers for strips of `rows` rows.
+    ///
+    /// # Safety
+    /// The processor has tiles, and the process permission to use them.
+    #[cfg(target_arch = "x86_64")]
+    unsafe fn shape(&mut self, rows: usize) {
+        if self.rows != rows {
+            self.rows = rows;
+            // SAFETY: the caller's; they are released when these registers are dropped.
+            unsafe { amx::shape(rows) };
         }
     }
 }
@@ -143,9 +186,8 @@ impl Kernel {
             // Without dot products of bf16 the AVX2 kernel decodes 12 bits.
             Format::Bf12 if isa >= Isa::Avx512 && tokens <= 8 => (Encoding::Rounded, 4),
             Format::Bf16 | Format::Bf12 => (Encoding::Rounded, float_rows),
-            // By the counts of instructions, unpacking a panel costs what vectors need for some 20 rows.
             Format::Q8 | Format::Q4 if isa == Isa::Amx && tokens > 24 => {
-                (Encoding::Tiles, MOST_ROWS)
+                (Encoding::ByteTiles, MOST_ROWS)
             }
             Format::Q8 => (Encoding::Blocks { offset: OFFSET_8 }, block_rows),
             Format::Q4 => (Encoding::Blocks { offset: OFFSET_4 }, block_rows),
@@ -156,9 +198,12 @@ impl Kernel {
             Format::Bf12 => match encoding {
                 Encoding::Pairs => tokens > 2 * rows,
                 Encoding::Rounded => tokens > 8 || isa == Isa::Portable,
-                Encoding::Tiles | Encoding::Float | Encoding::Blocks { .. } => true,
+                Encoding::Tiles
+                | Encoding::ByteTiles
+                | Encoding::Float
+                | Encoding::Blocks { .. } => true,
             },
-            Format::Q8 | Format::Q4 => encoding == Encoding::Tiles,
+            Format::Q8 | Format::Q4 => encoding == Encoding::ByteTiles,
         };
         Self { isa, format, encoding, rows, unpacks }
     }
@@ -168,7 +213,7 @@ impl Kernel {
     pub(super) fn strips(self, first: usize, rows: usize) -> impl Iterator<Item = Strip> {
         let count = rows.div_ceil(self.rows);
         (0..count).map(move |strip| {
-            if self.encoding == Encoding::Tiles {
+            if self.encoding.has_blocks() {
                 let block_rows = BLOCK_STRIPS * self.rows;
                 let start = strip * self.rows;
                 let block = start - start % block_rows;
@@ -188,8 +233,8 @@ impl Kernel {
     /// Some columns of a panel as they are multiplied: as they lie, or what becomes of them in `room`.
     ///
     /// # Safety
-    /// The panel is one of a matrix of `columns` columns in this kernel's format, `part` are whole steps of them, and the
-    /// room is enough for those in bf16.
+    /// The panel is one of a matrix of `columns` columns in this kernel's format, `part` are whole steps of them (of
+    /// tiles of bytes a group), and the room is enough for those.
     pub(super) unsafe fn unpacked(
         self,
         panel: *const u8,
@@ -208,11 +253,9 @@ impl Kernel {
                     unpack_bf12(self.isa, panel, part, to);
                     room
                 }
-                #[cfg(target_arch = "x86_64")]
                 Format::Q8 | Format::Q4 if self.unpacks => {
                     let packed = panel.wrapping_add(self.step_bytes(vectors, part.start));
-                    // A level with tiles has AVX-512 and its bf16.
-                    unpack::unpack(self.format, packed, vectors, part.len(), room);
+                    unpack_bytes(self.isa, self.format, packed, vectors, part.len(), room);
                     room
                 }
                 _ => panel.wrapping_add(self.step_bytes(vectors, part.start)),
@@ -226,7 +269,7 @@ impl Kernel {
         self.format.bytes(PANEL as u64, columns as u64) as usize / 2 * vectors
     }
 
-    /// What products are made in: the format, or what it is unpacked to.
+    /// What vectors multiply: the format, or what it is unpacked to.
     fn multiplied(self) -> Format {
         if self.unpacks { Format::Bf16 } else { self.format }
     }
@@ -248,7 +291,7 @@ impl Kernel {
     /// the processor has the level.
     pub(super) unsafe fn multiply(self, operands: Operands, tile: &mut Tile) {
         debug_assert!(operands.rows <= self.rows && operands.vectors <= 2);
-        debug_assert!(self.encoding != Encoding::Tiles, "tiles have registers of their own");
+        debug_assert!(!self.encoding.has_blocks(), "tiles have registers of their own");
         // SAFETY: the caller's.
         unsafe {
             #[cfg(target_arch = "x86_64")]
@@ -288,13 +331,39 @@ fn unpack_bf12(isa: Isa, panel: bf12::Panel<'_>, columns: Range<usize>, to: &mut
     }
 }
 
+/// A group of a panel of blocks as bytes with their units.
+///
+/// # Safety
+/// That of [`bytes::unpack`]; and the processor has the level.
+unsafe fn unpack_bytes(
+    isa: Isa,
+    format: Format,
+    panel: *const u8,
+    vectors: usize,
+    columns: usize,
+    to: *mut u8,
+) {
+    // SAFETY: the caller's.
+    unsafe {
+        #[cfg(target_arch = "x86_64")]
+        if isa >= Isa::Avx512 {
+            return unpack::bytes_by_avx512(format, panel, vectors, columns, to);
+        }
+        #[cfg(not(target_arch = "x86_64"))]
+        let _ = isa;
+        bytes::unpack(format, panel, vectors, columns, to);
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
     fn strips_cover_all_rows() {
-        for (encoding, most) in [(Encoding::Float, 12), (Encoding::Tiles, MOST_ROWS)] {
+        for (encoding, most) in
+            [(Encoding::Float, 12), (Encoding::Tiles, MOST_ROWS), (Encoding::ByteTiles, MOST_ROWS)]
+        {
             let kernel = Kernel {
                 isa: Isa::Portable,
                 format: Format::Bf16,
@@ -310,7 +379,7 @@ mod tests {
                     assert_eq!(strip.first, next);
                     let is_whole = strip.rows == most || i + 1 == strips.len();
                     let is_even = strip.rows <= most && strip.rows + 1 >= strips[0].rows;
-                    assert!(if encoding == Encoding::Tiles { is_whole } else { is_even });
+                    assert!(if encoding.has_blocks() { is_whole } else { is_even });
                     next += strip.rows;
                 }
                 assert_eq!(next, 5 + rows);

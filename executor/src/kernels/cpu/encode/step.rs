@@ -3,8 +3,9 @@
 #![expect(unsafe_code, reason = "members write disjoint parts of one buffer")]
 
 use super::{CHUNK, Encoding};
-use crate::kernels::cpu::lanes::{Lanes, to_bf16};
+use crate::kernels::cpu::lanes::{LANES, Lanes, to_bf16};
 use crate::kernels::cpu::pack::TILE_DEPTH;
+use crate::kernels::cpu::product::BLOCK_COLUMNS;
 use crate::kernels::cpu::quantize::BLOCK;
 
 /// Added to a small number, it leaves that number rounded to the nearest whole one in the low bits.
@@ -55,6 +56,7 @@ pub(super) unsafe fn put<L: Lanes>(
                     to.write(row);
                 }
             }
+            Encoding::ByteTiles => unreachable!("bytes of tiles have `put_bytes`"),
             Encoding::Blocks { offset } => {
                 for (i, block) in values.as_chunks::<BLOCK>().0.iter().enumerate() {
                     let to = to.cast::<u32>().add(i * rows * (BLOCK / 4 + 2) + row);
@@ -72,6 +74,40 @@ pub(super) unsafe fn put<L: Lanes>(
             }
         }
     }
+}
+
+/// Columns of a step of bytes.
+const BYTES_STEP: usize = 64;
+
+/// Writes the first `width` of a row's `values` as bytes between -127 and 127 to where they belong behind `to`, where
+/// their columns start in a strip of `rows` rows of tiles. Returns the bytes' unit.
+#[inline(always)]
+pub(super) unsafe fn put_bytes(
+    to: *mut u8,
+    rows: usize,
+    row: usize,
+    values: &[f32; BLOCK_COLUMNS],
+    width: usize,
+) -> f32 {
+    // Magnitudes compare as their bits do; what is not a number is above all and spoils the unit, as it should.
+    let mut most = [0_u32; LANES];
+    for part in values.as_chunks::<LANES>().0 {
+        for i in 0..LANES {
+            most[i] = most[i].max(part[i].abs().to_bits());
+        }
+    }
+    let largest = f32::from_bits(most.into_iter().fold(0, u32::max));
+    let inverse = if largest > 0.0 { 127.0 / largest } else { 0.0 };
+    for (i, step) in values[..width].as_chunks::<BYTES_STEP>().0.iter().enumerate() {
+        let mut bytes = [0_u8; BYTES_STEP];
+        for i in 0..BYTES_STEP {
+            let shifted = step[i] * inverse + ROUNDER;
+            bytes[i] = shifted.to_bits().wrapping_sub(ROUNDER.to_bits()) as u8;
+        }
+        // SAFETY: the strip has a step of 64 bytes for each of its rows.
+        unsafe { to.cast::<[u8; BYTES_STEP]>().add(i * rows + row).write(bytes) };
+    }
+    largest / 127.0
 }
 
 /// Writes one row's words into a strip of `rows` rows.

@@ -5,6 +5,7 @@ use ir::tensor::Format;
 use super::*;
 use crate::kernels::cpu::encode::Encoding;
 use crate::kernels::cpu::pack::pack;
+use crate::kernels::cpu::product::BLOCK_COLUMNS as GROUP;
 use crate::kernels::cpu::quantize::tests::{quantize_4, quantize_8};
 use crate::kernels::cpu::quantize::{BLOCK, OFFSET_4, OFFSET_8};
 use crate::kernels::cpu::tile::MOST_ROWS;
@@ -49,45 +50,66 @@ pub(in super::super) fn packed(
     .unwrap()
 }
 
-/// What the weights are once they are held in a format.
-fn held(format: Format, columns: usize, values: &[f32]) -> Vec<f64> {
+/// What the weights are once they are held in a format, and unpacked for a kernel.
+fn held(kernel: Kernel, columns: usize, values: &[f32]) -> Vec<f64> {
+    let format = kernel.format;
     let round = |value: &f32| match format {
         Format::F16 => f16::from_f32(*value).to_f64(),
         Format::Bf16 | Format::Bf12 => bf16::from_f32(*value).to_f64(),
         Format::F32 | Format::Q8 | Format::Q4 => f64::from(*value),
     };
+    let is_q8 = format == Format::Q8;
+    // Codes of a block of 32, and their scale.
     let block = |values: &[f32]| {
         let mut whole = [0.0; BLOCK];
         whole[..values.len()].copy_from_slice(values);
-        let (block, offset) = match format {
-            Format::Q8 => (quantize_8(&whole), OFFSET_8),
-            Format::F32 | Format::F16 | Format::Bf16 | Format::Bf12 | Format::Q4 => {
-                (quantize_4(&whole), OFFSET_4)
-            }
+        let (block, offset) = match is_q8 {
+            true => (quantize_8(&whole), OFFSET_8),
+            false => (quantize_4(&whole), OFFSET_4),
         };
-        let back = move |&code: &u8| block.scale.to_f64() * f64::from(i32::from(code) - offset);
-        block.codes[..values.len()].iter().map(back).collect::<Vec<f64>>()
+        let codes = block.codes[..values.len()].iter().map(|&code| i32::from(code) - offset);
+        (codes.map(f64::from).collect::<Vec<f64>>(), block.scale.to_f64())
+    };
+    // Blocks of 256 columns in bytes of one unit: the largest code is at most 127 of them.
+    let group = |values: &[f32]| {
+        let blocks: Vec<(Vec<f64>, f64)> = values.chunks(BLOCK).map(block).collect();
+        let largest = blocks.iter().fold(0.0_f64, |most, (_, scale)| most.max(scale.abs()));
+        let (steps, most) = if is_q8 { (32_768.0, 32_767.0_f32) } else { (2048.0, 32_512.0) };
+        let (unit, inverse) = (largest * steps / f64::from(most), most / largest as f32);
+        let bytes = |(codes, scale): (Vec<f64>, f64)| {
+            let factor = f64::from((scale as f32 * inverse).round_ties_even()) / steps;
+            codes.into_iter().map(move |code| (code * factor + 0.5).floor() * unit)
+        };
+        blocks.into_iter().flat_map(bytes).collect::<Vec<f64>>()
     };
     match format {
         Format::F32 | Format::F16 | Format::Bf16 | Format::Bf12 => {
             values.iter().map(round).collect()
         }
+        Format::Q8 | Format::Q4 if kernel.encoding == Encoding::ByteTiles => {
+            values.chunks(columns).flat_map(|row| row.chunks(GROUP).flat_map(group)).collect()
+        }
         Format::Q8 | Format::Q4 => {
-            values.chunks(columns).flat_map(|row| row.chunks(BLOCK).flat_map(block)).collect()
+            let scaled = |values: &[f32]| {
+                let (codes, scale) = block(values);
+                codes.into_iter().map(move |code| code * scale)
+            };
+            values.chunks(columns).flat_map(|row| row.chunks(BLOCK).flat_map(scaled)).collect()
         }
     }
 }
 
-/// What the activations are once they are encoded for a format.
-fn heard(format: Format, columns: usize, values: &[f32]) -> Vec<f64> {
-    match format {
+/// What the activations are once they are encoded for a kernel.
+fn heard(kernel: Kernel, columns: usize, values: &[f32]) -> Vec<f64> {
+    let together = if kernel.encoding == Encoding::ByteTiles { GROUP } else { BLOCK };
+    match kernel.format {
         Format::F32 | Format::F16 => values.iter().map(|&value| f64::from(value)).collect(),
         Format::Bf16 | Format::Bf12 => {
             values.iter().map(|&value| bf16::from_f32(value).to_f64()).collect()
         }
         Format::Q8 | Format::Q4 => values
             .chunks(columns)
-            .flat_map(|row| row.chunks(BLOCK))
+            .flat_map(|row| row.chunks(together))
             .flat_map(|block| {
                 let largest = block.iter().fold(0.0_f32, |most, value| most.max(value.abs()));
                 let (scale, inverse) = (largest / 127.0, 127.0 / largest);
@@ -135,12 +157,8 @@ fn multiplies_right(team: &Team, isa: Isa, format: Format, [tokens, rows, column
     let out = multiplied(team, isa, &matrix, &x);
     // Sums of at most 256 terms and then of such sums: their rounding stays below a few units.
     let tolerance = 1e-6;
-    let (mut heard_as, mut weights) = (format, held(format, columns, &w));
-    if Kernel::choose(isa, format, tokens).unpacks {
-        heard_as = Format::Bf16;
-        weights.iter_mut().for_each(|value| *value = bf16::from_f32(*value as f32).to_f64());
-    }
-    let wanted = products(&heard(heard_as, columns, &x), &weights, columns);
+    let kernel = Kernel::choose(isa, format, tokens);
+    let wanted = products(&heard(kernel, columns, &x), &held(kernel, columns, &w), columns);
     for (i, (&found, (wanted, magnitude))) in out.iter().zip(wanted).enumerate() {
         assert!(
             (f64::from(found) - wanted).abs() <= tolerance * magnitude + 1e-7,
@@ -185,7 +203,8 @@ fn weights_far_below_the_largest_of_their_row_count() {
             w.chunks_mut(columns).for_each(|row| row[5] = 1.0);
             let matrix = packed(team, Format::Bf12, rows, columns, &w);
             let out = multiplied(team, isa, &matrix, &x);
-            let [x, w] = [heard(Format::Bf16, columns, &x), held(Format::Bf16, columns, &w)];
+            let kernel = Kernel::choose(isa, Format::Bf16, tokens);
+            let [x, w] = [heard(kernel, columns, &x), held(kernel, columns, &w)];
             let wanted = products(&x, &w, columns);
             // A weight is off by half of 2^-21 of the largest at most, and so are sums by that many times the inputs.
             let tolerance = columns as f64 / f64::from(1 << 22);
@@ -203,34 +222,26 @@ fn weights_far_below_the_largest_of_their_row_count() {
 #[test]
 fn blocks_of_tiles_multiply_right() {
     let sizes = [(1, 49, 700), (17, 49, 200), (70, 530, 600), (530, 40, 300), (64, 16, 256)];
-    let has_bf16 = Isa::detect() >= Isa::Avx512Bf16Vnni;
-    let formats = if has_bf16 {
-        &[Format::Bf16, Format::Bf12, Format::Q8, Format::Q4][..]
-    } else {
-        &[Format::Bf16]
-    };
+    let formats = [Format::Bf16, Format::Bf12, Format::Q8, Format::Q4];
     with_team(2, |team| {
         for (&format, (tokens, rows, columns)) in formats.iter().flat_map(|f| sizes.map(|s| (f, s)))
         {
             let x = numbers(1, tokens * columns);
             let w = [2, 3].map(|seed| numbers(seed, rows * columns));
             let matrices = w.each_ref().map(|w| packed(team, format, rows, columns, w));
-            let wanted = w.each_ref().map(|w| {
-                let w: Vec<f64> = held(format, columns, w)
-                    .into_iter()
-                    .map(|value| bf16::from_f32(value as f32).to_f64())
-                    .collect();
-                products(&heard(Format::Bf16, columns, &x), &w, columns)
-            });
             let below = Isa::detect().min(Isa::Avx512Bf16Vnni);
             for isa in Isa::available().into_iter().filter(|&isa| isa >= below) {
+                let has_blocks = matches!(format, Format::Q8 | Format::Q4);
                 let kernel = Kernel {
                     isa,
                     format,
-                    encoding: Encoding::Tiles,
+                    encoding: if has_blocks { Encoding::ByteTiles } else { Encoding::Tiles },
                     rows: MOST_ROWS,
                     unpacks: format != Format::Bf16,
                 };
+                let x_heard = heard(kernel, columns, &x);
+                let wanted =
+                    w.each_ref().map(|w| products(&x_heard, &held(kernel, columns, w), columns));
                 let mut layer = Linear {
                     x: &x,
                     tokens,

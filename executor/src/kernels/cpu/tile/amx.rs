@@ -1,10 +1,12 @@
-//! The kernel for AMX: tiles of bf16.
+//! The kernels for AMX: tiles of bf16 and of bytes.
 //!
 //! A strip of up to 32 rows and a panel of two vectors are 2 × 2 tiles of sums; every loaded tile is used twice.
 //! Rust has no stable intrinsics for tiles, so this is assembly.
 
 use std::arch::asm;
+use std::arch::x86_64::*;
 
+use super::bytes::{Sums, Units};
 use super::{Operands, Tile};
 use crate::kernels::cpu::pack::{PANEL, TILE_DEPTH, VECTOR};
 
@@ -50,16 +52,13 @@ pub(super) unsafe fn release() {
     unsafe { asm!("tilerelease", options(nostack, nomem)) };
 }
 
-/// Weights in pairs of bf16, activations encoded in tiles.
+/// Multiplies a strip with a panel by the instruction named, and writes the sums, which go on from those there if `$goes_on`.
 ///
-/// # Safety
-/// That of [`super::Registers::multiply`]; the registers are [shaped](shape) for the strip's rows.
-pub(super) unsafe fn multiply(operands: Operands, goes_on: bool, sums: &mut Tile) {
-    let Operands { panel, vectors, strip, rows, columns, next: _ } = operands;
-    let lower = rows.saturating_sub(TILE_ROWS);
-    // SAFETY: the loop reads `columns` columns of the strip and the panel, and reads and writes the rows of the
-    // sums.
-    unsafe {
+/// A step is 64 bytes of each of the strip's rows, and 16 rows of the panel's vectors. Meanwhile the first cache is
+/// asked for what lies at `next`, as much as the sums take where there are 8 steps.
+macro_rules! multiply {
+    ($instruction:literal, $operands:expr, $step_columns:expr, $goes_on:expr, $sums:expr) => {{
+        let Operands { panel, vectors, strip, rows, columns, next } = $operands;
         asm!(
             "test {goes_on}, {goes_on}",
             "jnz 7f",
@@ -88,12 +87,21 @@ pub(super) unsafe fn multiply(operands: Operands, goes_on: bool, sums: &mut Tile
             "tileloadd tmm4, [{x} + {x_stride}*1]",
             "tileloadd tmm7, [{w} + {w_stride}*1 + 64]",
             "tileloadd tmm5, [{x} + {x_stride}*1 + 1024]",
-            "tdpbf16ps tmm0, tmm4, tmm6",
-            "tdpbf16ps tmm1, tmm4, tmm7",
-            "tdpbf16ps tmm2, tmm5, tmm6",
-            "tdpbf16ps tmm3, tmm5, tmm7",
+            concat!($instruction, " tmm0, tmm4, tmm6"),
+            concat!($instruction, " tmm1, tmm4, tmm7"),
+            "prefetcht0 [{next}]",
+            "prefetcht0 [{next} + 64]",
+            "prefetcht0 [{next} + 128]",
+            "prefetcht0 [{next} + 192]",
+            concat!($instruction, " tmm2, tmm5, tmm6"),
+            "prefetcht0 [{next} + 256]",
+            "prefetcht0 [{next} + 320]",
+            "prefetcht0 [{next} + 384]",
+            "prefetcht0 [{next} + 448]",
+            concat!($instruction, " tmm3, tmm5, tmm7"),
             "add {x}, {x_step}",
             "add {w}, {w_step}",
+            "add {next}, 512",
             "dec {steps}",
             "jnz 9b",
             "jmp 5f",
@@ -101,19 +109,19 @@ pub(super) unsafe fn multiply(operands: Operands, goes_on: bool, sums: &mut Tile
             "2:",
             "tileloadd tmm6, [{w} + {w_stride}*1]",
             "tileloadd tmm4, [{x} + {x_stride}*1]",
-            "tdpbf16ps tmm0, tmm4, tmm6",
+            concat!($instruction, " tmm0, tmm4, tmm6"),
             "cmp {w_stride}, 64",
             "je 3f",
             "tileloadd tmm7, [{w} + {w_stride}*1 + 64]",
-            "tdpbf16ps tmm1, tmm4, tmm7",
+            concat!($instruction, " tmm1, tmm4, tmm7"),
             "3:",
             "test {lower}, {lower}",
             "jz 4f",
             "tileloadd tmm5, [{x} + {x_stride}*1 + 1024]",
-            "tdpbf16ps tmm2, tmm5, tmm6",
+            concat!($instruction, " tmm2, tmm5, tmm6"),
             "cmp {w_stride}, 64",
             "je 4f",
-            "tdpbf16ps tmm3, tmm5, tmm7",
+            concat!($instruction, " tmm3, tmm5, tmm7"),
             "4:",
             "add {x}, {x_step}",
             "add {w}, {w_step}",
@@ -127,20 +135,70 @@ pub(super) unsafe fn multiply(operands: Operands, goes_on: bool, sums: &mut Tile
             "tilestored [{sums} + {sums_stride}*1 + 2048], tmm2",
             "tilestored [{sums} + {sums_stride}*1 + 2112], tmm3",
             "6:",
-            goes_on = in(reg) usize::from(goes_on),
-            steps = inout(reg) columns / TILE_DEPTH => _,
+            goes_on = in(reg) usize::from($goes_on),
+            steps = inout(reg) columns / $step_columns => _,
             w = inout(reg) panel => _,
             w_stride = in(reg) vectors * VECTOR * 4,
-            w_step = in(reg) vectors * VECTOR * TILE_DEPTH * 2,
+            w_step = in(reg) vectors * TILE_ROWS * TILE_ROW_BYTES,
             x = inout(reg) strip => _,
             x_stride = in(reg) TILE_ROW_BYTES,
             x_step = in(reg) rows * TILE_ROW_BYTES,
-            lower = in(reg) lower,
-            sums = in(reg) sums.as_mut_ptr(),
+            lower = in(reg) rows.saturating_sub(TILE_ROWS),
+            next = inout(reg) next => _,
+            sums = in(reg) $sums,
             sums_stride = in(reg) PANEL * 4,
             out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
             out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
             options(nostack),
         );
+    }};
+}
+
+/// Weights in pairs of bf16, activations encoded in tiles.
+///
+/// # Safety
+/// That of [`super::Registers::multiply`]; the registers are [shaped](shape) for the strip's rows.
+pub(super) unsafe fn multiply(operands: Operands, goes_on: bool, sums: &mut Tile) {
+    // SAFETY: the loop reads the columns of the strip and the panel, and reads and writes the rows of the sums.
+    unsafe { multiply!("tdpbf16ps", operands, TILE_DEPTH, goes_on, sums.as_mut_ptr()) }
+}
+
+/// Weights and activations in bytes; the sums of whole tiles, without units.
+///
+/// # Safety
+/// That of [`super::Registers::multiply_bytes`]; the registers are [shaped](shape) for the strip's rows.
+pub(super) unsafe fn multiply_bytes(operands: Operands, sums: &mut Sums) {
+    // SAFETY: the loop reads the columns of the strip and the panel, and writes the rows of the sums.
+    unsafe { multiply!("tdpbssd", operands, 2 * TILE_DEPTH, false, sums.0.as_mut_ptr()) }
+}
+
+/// Gives sums their units and adds them to `to`, if that goes on.
+///
+/// # Safety
+/// The units are there for all rows, and the processor has AVX-512.
+#[target_feature(enable = "avx512f")]
+pub(super) unsafe fn add_with_units(
+    sums: &Sums,
+    (rows, vectors): (usize, usize),
+    units: Units,
+    goes_on: bool,
+    to: &mut Tile,
+) {
+    // SAFETY: the caller's; rows of sums have two vectors.
+    unsafe {
+        let mut lane_units = [_mm512_setzero_ps(); 2];
+        for (vector, lanes) in lane_units[..vectors].iter_mut().enumerate() {
+            *lanes = _mm512_loadu_ps(units.panel.add(vector * VECTOR));
+        }
+        for (row, (sums, to)) in sums.0.iter().zip(to).enumerate().take(rows) {
+            let row_unit = _mm512_set1_ps(units.strip.add(row).read());
+            for (vector, lanes) in lane_units[..vectors].iter().enumerate() {
+                let sum = _mm512_load_si512(sums[vector * VECTOR..].as_ptr().cast());
+                let (sum, unit) = (_mm512_cvtepi32_ps(sum), _mm512_mul_ps(row_unit, *lanes));
+                let to = to[vector * VECTOR..].as_mut_ptr();
+                let before = if goes_on { _mm512_loadu_ps(to) } else { _mm512_setzero_ps() };
+                _mm512_storeu_ps(to, _mm512_fmadd_ps(sum, unit, before));
+            }
+        }
     }
 }

@@ -1,92 +1,96 @@
-//! Panels unpacked to panels of bf16.
+//! Panels unpacked by vectors, once for all rows that they are multiplied with.
 //!
-//! Of blocks, for tiles: they multiply bytes too, but their sums would have to leave the tiles for every block to be
-//! scaled, which costs more than the tiles save. Unpacked once, a panel serves all rows.
+//! Of blocks, for tiles: to bytes, see [`super::bytes`].
 //!
-//! Of 12 bits (see [`crate::kernels::cpu::bf12`]), for all levels: masks make pairs of small floats, to whose exponents
-//! those of their rows are added. The few that are subnormal are put by themselves.
+//! Of 12 bits (see [`crate::kernels::cpu::bf12`]), for all levels: to bf16. Masks make pairs of small floats, to whose
+//! exponents those of their rows are added. The few that are subnormal are put by themselves.
 
 use std::arch::x86_64::*;
 use std::ops::Range;
 
 use ir::tensor::Format;
 
+use super::bytes::{GROUP_BLOCKS, GROUP_BYTES, Rounding};
 use crate::kernels::cpu::bf12;
 use crate::kernels::cpu::pack::{BLOCK_PAIR, VECTOR};
 use crate::kernels::cpu::quantize::{BLOCK, OFFSET_4, OFFSET_8};
 
-/// Writes columns of a panel of `format`, q8 or q4, as those of a bf16 panel; `columns` is a multiple of 64.
+/// [`super::bytes::unpack`] with AVX-512.
 ///
 /// # Safety
-/// The columns are packed in the format, `to` has room, and the processor has AVX-512 and its bf16.
-#[target_feature(enable = "avx512f,avx512bw,avx512bf16,avx512vl")]
-pub(super) unsafe fn unpack(
+/// That of [`super::bytes::unpack`]; and the processor has AVX-512 with its operations on bytes.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+pub(super) unsafe fn bytes_by_avx512(
     format: Format,
     panel: *const u8,
     vectors: usize,
     columns: usize,
     to: *mut u8,
 ) {
-    // Codes as floats; of q4 a table of all of them, whose index is the low four bits of a lane.
-    let table: [f32; 16] = std::array::from_fn(|code| (code as i32 - OFFSET_4) as f32);
-    // SAFETY: the table has sixteen floats.
-    let table = unsafe { _mm512_loadu_ps(table.as_ptr()) };
-    let byte = _mm512_set1_epi32(255);
-    let zero = _mm512_set1_ps(OFFSET_8 as f32);
-    let interleave: [u16; 32] = std::array::from_fn(|i| (i / 2 + i % 2 * 16) as u16);
-    // SAFETY: it has 32 words.
-    let interleave = unsafe { _mm512_loadu_si512(interleave.as_ptr().cast()) };
+    /// `a & b | c` of three operands.
+    const AND_OR: i32 = 0xea;
+    let Rounding { offset: _, shift: _, most, units } = Rounding::of(format);
     let is_q8 = format == Format::Q8;
     let code_bytes = if is_q8 { BLOCK_PAIR } else { BLOCK_PAIR / 2 };
     let step_bytes = vectors * VECTOR * (4 + code_bytes);
+    let (low, zeros) = (_mm512_set1_epi16(255), _mm512_set1_epi16((OFFSET_4 << 4) as i16));
+    let (nibbles, flip) = (_mm512_set1_epi16(0xf0), _mm512_set1_epi8(OFFSET_8 as i8));
     let groups = BLOCK / 4;
-    for pair in 0..columns / BLOCK_PAIR {
-        for vector in 0..vectors {
-            for block in 0..BLOCK_PAIR / BLOCK {
-                // SAFETY: the layout of `pack`.
-                unsafe {
-                    let step = panel.add(pair * step_bytes);
-                    let scales = step.add((block * vectors + vector) * VECTOR * 2);
-                    let scales = _mm512_cvtph_ps(_mm256_loadu_si256(scales.cast()));
-                    // A code of eight bits times a half is exact in f32, and so is what is subtracted.
-                    let shift = _mm512_mul_ps(scales, zero);
-                    let codes = step.add(vectors * VECTOR * 4);
-                    let to = to.add((pair * 2 + block) * groups * 2 * vectors * VECTOR * 4);
-                    for group in 0..groups {
-                        let at = |group| (group * vectors + vector) * VECTOR * 4;
-                        let columns = if is_q8 {
-                            let word = codes.add(at(block * groups + group));
-                            let word = _mm512_loadu_si512(word.cast());
-                            let widen = |word| {
-                                let code = _mm512_cvtepi32_ps(_mm512_and_si512(word, byte));
-                                _mm512_fmsub_ps(code, scales, shift)
-                            };
-                            [
-                                widen(word),
-                                widen(_mm512_srli_epi32::<8>(word)),
-                                widen(_mm512_srli_epi32::<16>(word)),
-                                widen(_mm512_srli_epi32::<24>(word)),
-                            ]
+    let blocks = columns / BLOCK;
+    for vector in 0..vectors {
+        let mut multipliers = [_mm512_setzero_si512(); GROUP_BLOCKS];
+        // SAFETY: the layout of `pack`, and the room has a unit for each row.
+        unsafe {
+            let scale = |block: usize| {
+                let step = panel.add(block / 2 * step_bytes);
+                let scales = step.add((block % 2 * vectors + vector) * VECTOR * 2);
+                _mm512_cvtph_ps(_mm256_loadu_si256(scales.cast()))
+            };
+            // As integers, so that what is not a number is above all.
+            let mut largest = _mm512_setzero_si512();
+            for block in 0..blocks {
+                let magnitude = _mm512_castps_si512(_mm512_abs_ps(scale(block)));
+                largest = _mm512_max_epu32(largest, magnitude);
+            }
+            let largest = _mm512_castsi512_ps(largest);
+            let is_some = _mm512_cmp_ps_mask::<_CMP_GT_OQ>(largest, _mm512_setzero_ps());
+            let inverse = _mm512_maskz_div_ps(is_some, _mm512_set1_ps(most), largest);
+            for (block, multiplier) in multipliers[..blocks].iter_mut().enumerate() {
+                let whole = _mm512_cvtps_epi32(_mm512_mul_ps(scale(block), inverse));
+                let pair = _mm512_slli_epi32::<16>(whole);
+                let lower = _mm512_and_si512(whole, _mm512_set1_epi32(0xffff));
+                *multiplier = _mm512_or_si512(pair, lower);
+            }
+            let unit = _mm512_div_ps(largest, _mm512_set1_ps(units));
+            _mm512_storeu_ps(to.add(GROUP_BYTES).cast::<f32>().add(vector * VECTOR), unit);
+        }
+        for (block, &multiplier) in multipliers[..blocks].iter().enumerate() {
+            // SAFETY: as above, and for as many bytes.
+            unsafe {
+                let codes = panel.add(block / 2 * step_bytes + vectors * VECTOR * 4);
+                let at = |group: usize| (group * vectors + vector) * VECTOR * 4;
+                for group in 0..groups {
+                    let (even, odd) = if is_q8 {
+                        let word = codes.add(at(block % 2 * groups + group));
+                        let word = _mm512_xor_si512(_mm512_loadu_si512(word.cast()), flip);
+                        let even = _mm512_srai_epi16::<8>(_mm512_slli_epi16::<8>(word));
+                        (even, _mm512_srai_epi16::<8>(word))
+                    } else {
+                        // Sixteen times the code, below its even or odd byte.
+                        let word = _mm512_loadu_si512(codes.add(at(group)).cast());
+                        let (even, odd) = if block % 2 == 0 {
+                            (_mm512_slli_epi16::<4>(word), _mm512_srli_epi16::<4>(word))
                         } else {
-                            let word = _mm512_loadu_si512(codes.add(at(group)).cast());
-                            let word = if block == 0 { word } else { _mm512_srli_epi32::<4>(word) };
-                            let widen =
-                                |word| _mm512_mul_ps(_mm512_permutexvar_ps(word, table), scales);
-                            [
-                                widen(word),
-                                widen(_mm512_srli_epi32::<8>(word)),
-                                widen(_mm512_srli_epi32::<16>(word)),
-                                widen(_mm512_srli_epi32::<24>(word)),
-                            ]
+                            (word, _mm512_srli_epi16::<8>(word))
                         };
-                        for (i, &[even, odd]) in columns.as_chunks::<2>().0.iter().enumerate() {
-                            let halves = _mm512_cvtne2ps_pbh(odd, even);
-                            let halves = std::mem::transmute::<__m512bh, __m512i>(halves);
-                            let both = _mm512_permutexvar_epi16(interleave, halves);
-                            let at = ((group * 2 + i) * vectors + vector) * VECTOR * 4;
-                            _mm512_storeu_si512(to.add(at).cast(), both);
-                        }
-                    }
+                        let signed =
+                            |word| _mm512_sub_epi16(_mm512_and_si512(word, nibbles), zeros);
+                        (signed(even), signed(odd))
+                    };
+                    let even = _mm512_mulhrs_epi16(even, multiplier);
+                    let odd = _mm512_slli_epi16::<8>(_mm512_mulhrs_epi16(odd, multiplier));
+                    let both = _mm512_ternarylogic_epi32::<AND_OR>(even, low, odd);
+                    _mm512_storeu_si512(to.add(at(block * groups + group)).cast(), both);
                 }
             }
         }

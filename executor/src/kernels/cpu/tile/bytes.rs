@@ -1,0 +1,270 @@
+//! Tiles of bytes: panels of blocks unpacked to bytes, whose products a processor with tiles adds up exactly.
+//!
+//! Sums of bytes would have to leave the tiles for every block of 32 columns to be scaled, which costs more than the
+//! tiles save. So the columns of a block of products, a *group*, get one unit for each row: its codes are multiplied
+//! once, when they are unpacked, with what their block's scale is of the largest one, and rounded to bytes again.
+//! The rounding is at most half a unit, 1/254 of the largest weight that the group could hold: that of a quantisation
+//! to 8 bits in groups of 256.
+//!
+//! Activations are quantised in the same groups (see [`crate::kernels::cpu::encode`]).
+
+use std::slice;
+
+use half::f16;
+use ir::tensor::Format;
+
+use super::{MOST_ROWS, Operands, Tile};
+use crate::kernels::cpu::pack::{BLOCK_PAIR, PANEL, VECTOR};
+use crate::kernels::cpu::product::BLOCK_COLUMNS;
+use crate::kernels::cpu::quantize::{BLOCK, OFFSET_4, OFFSET_8};
+
+/// Most bytes of a panel's group; its units follow.
+pub(in crate::kernels::cpu) const GROUP_BYTES: usize = BLOCK_COLUMNS * PANEL;
+/// Bytes of an unpacked group with its units.
+pub(in crate::kernels::cpu) const ROOM_BYTES: usize = GROUP_BYTES + PANEL * size_of::<f32>();
+/// Most blocks of a group.
+pub(super) const GROUP_BLOCKS: usize = BLOCK_COLUMNS / BLOCK;
+
+/// Sums of bytes of a strip and a panel, as they leave the tiles.
+#[repr(align(64))]
+pub(super) struct Sums(pub(super) [[i32; PANEL]; MOST_ROWS]);
+
+/// How codes become bytes of their group's unit.
+pub(super) struct Rounding {
+    /// Code of zero.
+    pub(super) offset: i32,
+    /// Bits that codes are shifted up before, so that their product keeps its fraction.
+    pub(super) shift: u32,
+    /// What the scale that is largest in its group becomes; its codes then reach up to 127.
+    pub(super) most: f32,
+    /// Units for the largest scale of a group: the unit of its bytes is that scale divided by this.
+    pub(super) units: f32,
+}
+
+/// Bits that the product of a code and its multiplier is shifted down, rounded.
+pub(super) const PRODUCT_SHIFT: u32 = 15;
+
+impl Rounding {
+    /// That of q8 or q4.
+    pub(super) fn of(format: Format) -> Self {
+        // 8 codes on one side of zero, times 15.875, are 127 units.
+        let (offset, shift, most) = match format {
+            Format::Q4 => (OFFSET_4, 4, 15.875 * 2048.0),
+            Format::Q8 | Format::F32 | Format::F16 | Format::Bf16 | Format::Bf12 => {
+                (OFFSET_8, 0, 32_767.0)
+            }
+        };
+        Self { offset, shift, most, units: most / f32::from(1_u16 << (PRODUCT_SHIFT - shift)) }
+    }
+}
+
+/// Where the units of a group lie.
+#[derive(Clone, Copy)]
+pub(in crate::kernels::cpu) struct Units {
+    /// One for each row of the strip.
+    pub(in crate::kernels::cpu) strip: *const f32,
+    /// One for each row of the panel.
+    pub(in crate::kernels::cpu) panel: *const f32,
+}
+
+/// Unpacks a group of a panel: for each four columns and vector in turn 16 words of four signed bytes; then, from
+/// [`GROUP_BYTES`] on, a unit for each row.
+///
+/// # Safety
+/// `panel` has `columns` columns in the format, whole steps of at most [`BLOCK_COLUMNS`], and `to` room for
+/// [`ROOM_BYTES`].
+pub(super) unsafe fn unpack(
+    format: Format,
+    panel: *const u8,
+    vectors: usize,
+    columns: usize,
+    to: *mut u8,
+) {
+    let Rounding { offset, shift, most, units } = Rounding::of(format);
+    let is_q8 = format == Format::Q8;
+    let lanes = vectors * VECTOR;
+    let code_bytes = if is_q8 { BLOCK_PAIR } else { BLOCK_PAIR / 2 };
+    let step_bytes = lanes * (4 + code_bytes);
+    // SAFETY: the caller's.
+    let (steps, bytes, units_to) = unsafe {
+        (
+            slice::from_raw_parts(panel, columns / BLOCK_PAIR * step_bytes),
+            slice::from_raw_parts_mut(to, columns * lanes),
+            slice::from_raw_parts_mut(to.add(GROUP_BYTES).cast::<f32>(), lanes),
+        )
+    };
+    let scale = |block: usize, lane: usize| {
+        let step = &steps[block / 2 * step_bytes..];
+        let at = (block % 2 * lanes + lane) * 2;
+        f16::from_le_bytes([step[at], step[at + 1]]).to_f32()
+    };
+    for lane in 0..lanes {
+        let blocks = columns / BLOCK;
+        // What is not a number is above all.
+        let largest = (0..blocks).map(|block| scale(block, lane).abs().to_bits()).max();
+        let largest = f32::from_bits(largest.unwrap_or(0));
+        let inverse = if largest > 0.0 { most / largest } else { 0.0 };
+        units_to[lane] = largest / units;
+        for column in 0..columns {
+            let block = column / BLOCK;
+            let multiplier = (scale(block, lane) * inverse).round_ties_even() as i32;
+            let (group, byte) = (column % BLOCK / 4, column % 4);
+            let codes = &steps[block / 2 * step_bytes + lanes * 4..];
+            let code = if is_q8 {
+                codes[((block % 2 * (BLOCK / 4) + group) * lanes + lane) * 4 + byte]
+            } else {
+                codes[(group * lanes + lane) * 4 + byte] >> (block % 2 * 4) & 15
+            };
+            let product = ((i32::from(code) - offset) << shift) * multiplier;
+            let rounded = (product + (1 << (PRODUCT_SHIFT - 1))) >> PRODUCT_SHIFT;
+            bytes[(column / 4 * lanes + lane) * 4 + byte] = rounded as u8;
+        }
+    }
+}
+
+/// Products of a group, with their units, added to `sums` if they go on from earlier columns.
+///
+/// # Safety
+/// That of [`super::Registers::multiply_bytes`].
+pub(super) unsafe fn multiply(operands: Operands, units: Units, goes_on: bool, sums: &mut Tile) {
+    let Operands { panel, vectors, strip, rows, columns, next: _ } = operands;
+    let lanes = vectors * VECTOR;
+    // SAFETY: the caller's.
+    let (panel, strip, row_units, lane_units) = unsafe {
+        (
+            slice::from_raw_parts(panel, columns * lanes),
+            slice::from_raw_parts(strip, columns * rows),
+            slice::from_raw_parts(units.strip, rows),
+            slice::from_raw_parts(units.panel, lanes),
+        )
+    };
+    for (row, sums) in sums[..rows].iter_mut().enumerate() {
+        for (lane, sum) in sums[..lanes].iter_mut().enumerate() {
+            let mut total = 0_i32;
+            for column in 0..columns {
+                let x =
+                    strip[(column / BLOCK_PAIR * rows + row) * BLOCK_PAIR + column % BLOCK_PAIR];
+                let weight = panel[(column / 4 * lanes + lane) * 4 + column % 4];
+                total += i32::from(x.cast_signed()) * i32::from(weight.cast_signed());
+            }
+            let unit = row_units[row] * lane_units[lane];
+            *sum = (total as f32).mul_add(unit, if goes_on { *sum } else { 0.0 });
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Some steps of a panel: codes that look random, and scales of which one may be given.
+    fn panel(format: Format, vectors: usize, columns: usize, scale: Option<f32>) -> Vec<u8> {
+        let lanes = vectors * VECTOR;
+        let mut state = 7_u32;
+        let mut next = || {
+            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            (state >> 24) as u8
+        };
+        let mut bytes = Vec::new();
+        for step in 0..columns / BLOCK_PAIR {
+            for i in 0..2 * lanes {
+                let random = (f32::from(next()) - 100.0) * 0.01;
+                let scale = scale.filter(|_| step == 0 && i == 3).unwrap_or(random);
+                bytes.extend(f16::from_f32(scale).to_le_bytes());
+            }
+            let codes = if format == Format::Q8 { BLOCK_PAIR } else { BLOCK_PAIR / 2 };
+            // No code is 128 below zero.
+            bytes.extend((0..codes * lanes).map(|_| match format {
+                Format::Q8 => next().max(1),
+                _ => next(),
+            }));
+        }
+        bytes
+    }
+
+    fn unpacked(
+        format: Format,
+        panel: &[u8],
+        vectors: usize,
+        columns: usize,
+    ) -> (Vec<i8>, Vec<f32>) {
+        let mut room = vec![0_u32; ROOM_BYTES / 4];
+        // SAFETY: the panel has so many columns, and the room is as large as it should be.
+        unsafe { unpack(format, panel.as_ptr(), vectors, columns, room.as_mut_ptr().cast()) };
+        let bytes = room.iter().flat_map(|word| word.to_le_bytes().map(u8::cast_signed));
+        let units = room[GROUP_BYTES / 4..].iter().map(|&word| f32::from_bits(word));
+        (bytes.take(columns * vectors * VECTOR).collect(), units.take(vectors * VECTOR).collect())
+    }
+
+    #[test]
+    fn bytes_are_half_a_unit_from_their_weights() {
+        for (format, vectors, columns) in [Format::Q8, Format::Q4]
+            .into_iter()
+            .flat_map(|format| [(1, 64), (2, 256), (2, 192)].map(|(v, c)| (format, v, c)))
+        {
+            let lanes = vectors * VECTOR;
+            let panel = panel(format, vectors, columns, None);
+            let (bytes, units) = unpacked(format, &panel, vectors, columns);
+            let step_bytes = panel.len() / (columns / BLOCK_PAIR);
+            for column in 0..columns {
+                for lane in 0..lanes {
+                    let step = &panel[column / BLOCK_PAIR * step_bytes..];
+                    let block = column % BLOCK_PAIR / BLOCK;
+                    let at = (block * lanes + lane) * 2;
+                    let scale = f16::from_le_bytes([step[at], step[at + 1]]).to_f32();
+                    let codes = &step[lanes * 4..];
+                    let in_group = |group: usize| codes[(group * lanes + lane) * 4 + column % 4];
+                    let group = column % BLOCK / 4;
+                    let code = match format {
+                        Format::Q8 => i32::from(in_group(block * (BLOCK / 4) + group)) - OFFSET_8,
+                        _ => i32::from(in_group(group) >> (block * 4) & 15) - OFFSET_4,
+                    };
+                    let byte = bytes[(column / 4 * lanes + lane) * 4 + column % 4];
+                    let (weight, unit) = (code as f32 * scale, units[lane]);
+                    let off = (f32::from(byte) * unit - weight).abs();
+                    assert!(off <= 0.51 * unit, "{format} {column} {lane}: {byte} for {weight}");
+                    assert!((-127..=127).contains(&byte));
+                }
+            }
+        }
+    }
+
+    /// Zeros are zeros, and what is not a number spoils its row.
+    #[test]
+    fn vectors_unpack_what_the_plain_form_does() {
+        for format in [Format::Q8, Format::Q4] {
+            for scale in [None, Some(f32::NAN), Some(0.0), Some(f32::INFINITY), Some(1e-7)] {
+                for (vectors, columns) in [(1, 64), (2, 256), (2, 128)] {
+                    let panel = panel(format, vectors, columns, scale);
+                    let (plain, units) = unpacked(format, &panel, vectors, columns);
+                    assert!(
+                        units.iter().all(|unit| !unit.is_nan()) || scale.is_some_and(f32::is_nan)
+                    );
+                    #[cfg(target_arch = "x86_64")]
+                    if crate::kernels::cpu::isa::Isa::detect()
+                        >= crate::kernels::cpu::isa::Isa::Avx512
+                    {
+                        let mut room = vec![0_u32; ROOM_BYTES / 4];
+                        let to = room.as_mut_ptr().cast();
+                        // SAFETY: as for the plain form, and the level was detected.
+                        unsafe {
+                            let from = panel.as_ptr();
+                            super::super::unpack::bytes_by_avx512(
+                                format, from, vectors, columns, to,
+                            );
+                        }
+                        let bytes =
+                            room.iter().flat_map(|word| word.to_le_bytes().map(u8::cast_signed));
+                        assert!(bytes.take(plain.len()).eq(plain), "{format} {scale:?}");
+                        let found = room[GROUP_BYTES / 4..]
+                            .iter()
+                            .map(|&word| f32::from_bits(word).to_bits());
+                        assert!(
+                            found.take(units.len()).eq(units.iter().map(|unit| unit.to_bits()))
+                        );
+                    }
+                }
+            }
+        }
+    }
+}
