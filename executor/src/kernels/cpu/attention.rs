@@ -1,5 +1,7 @@
 //! Causal attention of grouped heads over a paged cache, from queries, keys and values to the weighted values.
 //!
+//! Many queries meet keys of bfloat16 by tiles where the processor has them ([`tiles`]), others by vectors ([`span`]).
+//!
 //! One dispatch of the team has up to three phases: append this run's keys and values to the cache; attend, in
 //! pieces (sequence, key head, queries, part of the context) that members claim; join the parts of long contexts.
 //! How work is cut depends on the batch and the number of members only, and parts are joined in order, so the
@@ -15,6 +17,7 @@ mod plan;
 mod span;
 #[cfg(test)]
 mod tests;
+mod tiles;
 
 use std::ops::Range;
 use std::ptr;
@@ -22,6 +25,7 @@ use std::ptr;
 use self::packing::{Bf16, F16, F32, Int8, Packing};
 use self::plan::{Job, Piece};
 use self::span::{Rows, SPAN_TILES, SPAN_TOKENS, Scores, Span};
+use self::tiles::Room;
 use super::cache::{Cache, Element, Side, TILE_TOKENS};
 use super::isa::Isa;
 use super::lanes::{Kernel, LANES, Lanes, vectorize};
@@ -81,12 +85,26 @@ pub struct Attention<'a> {
 /// # Panics
 /// When shapes disagree, or a sequence has too few blocks or one that does not exist.
 pub fn attention(team: &Team, isa: Isa, attention: &Attention, cache: &mut Cache, out: &mut [f32]) {
+    attention_by(team, isa, isa == Isa::Amx, attention, cache, out);
+}
+
+/// An attention with or without tiles.
+fn attention_by(
+    team: &Team,
+    isa: Isa,
+    has_tiles: bool,
+    attention: &Attention,
+    cache: &mut Cache,
+    out: &mut [f32],
+) {
     let shape = *cache.shape();
     attention.check(&shape, out.len());
     let plan = plan::plan(attention, shape.kv_heads, team.members());
     let tiles: Vec<(usize, Range<usize>)> = new_tiles(attention.sequences).collect();
     let mut parts = vec![0.0; plan.part_rows * part_stride(shape.head_dim)];
     let work = Work {
+        isa,
+        has_tiles,
         attention,
         cache,
         plan: &plan,
@@ -161,6 +179,8 @@ fn part_stride(head_dim: usize) -> usize {
 
 /// One dispatch, as all members see it.
 struct Work<'a> {
+    isa: Isa,
+    has_tiles: bool,
     attention: &'a Attention<'a>,
     cache: &'a Cache<'a>,
     plan: &'a plan::Plan,
@@ -200,10 +220,11 @@ impl<P: Packing> Kernel for Member<'_, P> {
         }
         turn.finish();
         let mut rows = Rows::<P>::new(head_dim);
+        let mut room = if work.has_tiles { Room::new::<P>(work.isa, head_dim) } else { None };
         let mut turn = work.attending.begin();
         while let Some(range) = turn.claim() {
             for piece in &work.plan.pieces[range] {
-                work.attend::<L, P>(piece, &mut rows);
+                work.attend::<L, P>(piece, &mut rows, room.as_mut());
             }
         }
         if work.plan.part_rows > 0 {
@@ -244,17 +265,28 @@ impl Work<'_> {
 
     /// Lets the queries of a piece see its keys.
     #[inline(always)]
-    fn attend<L: Lanes, P: Packing>(&self, piece: &Piece, rows: &mut Rows<P>) {
+    fn attend<L: Lanes, P: Packing>(
+        &self,
+        piece: &Piece,
+        rows: &mut Rows<P>,
+        room: Option<&mut Room>,
+    ) {
         let attention = self.attention;
         let job = &self.plan.jobs[piece.job];
         let sequence = &attention.sequences[job.sequence];
         self.read_queries::<L, P>(job, rows);
         let scores = Scores { scale: attention.scale, soft_cap: attention.soft_cap };
+        let mut room = room.and_then(|room| room.take(rows).then_some(room));
         for first in piece.keys.clone().step_by(SPAN_TOKENS) {
             let end = piece.keys.end.min(first + SPAN_TOKENS);
             let span = self.span(sequence, job.kv_head, first..end, piece.keys.end);
-            // SAFETY: the span is of this cache, whose elements are those of `P`.
-            unsafe { span::attend::<L, P>(rows, &span, scores) };
+            // SAFETY: the span is of this cache, whose elements are those of `P`; a room is for bfloat16.
+            unsafe {
+                match &mut room {
+                    Some(room) => tiles::attend::<L, P>(rows, room, &span, end, scores),
+                    None => span::attend::<L, P>(rows, &span, scores),
+                }
+            }
         }
         let head_dim = rows.head_dim;
         for row in 0..rows.factors.len() {

@@ -26,9 +26,12 @@ pub fn describe(isa: Isa) -> Vec<(String, String)> {
         }
     };
     rows.push(("experts".into(), "those of their formats' linears".into()));
-    for operation in ["attention, rotary", "norm, activation, router"] {
-        rows.push((operation.into(), vectors.into()));
+    rows.push(("attention, rotary".into(), vectors.into()));
+    if isa == Isa::Amx {
+        let tiles = "AMX tiles of bf16, where the cache is in bf16";
+        rows.push(("attention, many tokens".into(), tiles.into()));
     }
+    rows.push(("norm, activation, router".into(), vectors.into()));
     rows.push(("cache, rows of tables".into(), "copies and conversions in plain Rust".into()));
     rows
 }

@@ -87,6 +87,29 @@ pub(super) struct Operands {
     pub(super) next: *const u8,
 }
 
+/// Most steps of a product whose columns are listed.
+pub(super) const LISTED_STEPS: usize = 8;
+
+/// Rows of bf16 times two vectors of columns that lie anywhere.
+pub(super) struct Listed<'a> {
+    /// The first row's first step; each is 32 elements, and steps follow each other.
+    pub(super) rows: *const u8,
+    /// From one row to the next.
+    pub(super) row_bytes: usize,
+    /// Number of rows, at most [`MOST_ROWS`].
+    pub(super) count: usize,
+    /// For each step two tiles of columns: sixteen pairs of elements of each of sixteen columns.
+    pub(super) steps: &'a [[*const u8; 2]],
+    /// From one pair of elements to the next.
+    pub(super) column_bytes: usize,
+    /// 32 sums of the first row.
+    pub(super) sums: *mut f32,
+    /// Floats from one row's sums to the next.
+    pub(super) sums_width: usize,
+    /// Whether products are added to the sums.
+    pub(super) goes_on: bool,
+}
+
 impl Registers {
     /// Registers for a level; of others than AMX none, and products are plain.
     pub(super) fn new(isa: Isa) -> Self {
@@ -136,6 +159,23 @@ impl Registers {
                 return amx::add_with_units(&self.sums, sizes, units, goes_on, sums);
             }
             bytes::multiply(operands, units, goes_on, sums);
+        }
+    }
+
+    /// Multiplies rows with columns that are listed.
+    ///
+    /// # Safety
+    /// All that is listed is readable, the sums are the caller's, and the processor has the level.
+    pub(super) unsafe fn multiply_listed(&mut self, listed: Listed<'_>) {
+        debug_assert!(listed.count <= MOST_ROWS);
+        // SAFETY: the caller's.
+        unsafe {
+            #[cfg(target_arch = "x86_64")]
+            if self.isa == Isa::Amx {
+                self.shape(listed.count);
+                return amx::multiply_listed(listed);
+            }
+            portable::listed(listed);
         }
     }
 

@@ -251,9 +251,9 @@ unsafe fn multiply_tiles<L: Lanes, P: Packing, const R: usize, const N: usize>(
 /// that shrinks what the row has gathered. Products before `first_tile` are not there.
 ///
 /// # Safety
-/// As `attend_block`; `weights` is whole tiles long.
+/// As `attend_block`; `weights` is whole tiles long, and has the products of those from `first_tile` on.
 #[inline(always)]
-unsafe fn weigh<L: Lanes, P: Packing>(
+pub(super) unsafe fn weigh<L: Lanes, P: Packing>(
     rows: &mut Rows<P>,
     row: usize,
     span: &Span,

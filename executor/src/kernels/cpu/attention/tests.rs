@@ -136,7 +136,13 @@ impl Case {
     }
 
     /// Runs all steps and returns the outputs, and the references of them if wanted.
-    fn run(&self, team: &Team, isa: Isa, is_expected: bool) -> (Vec<f32>, Vec<f64>) {
+    fn run(
+        &self,
+        team: &Team,
+        isa: Isa,
+        has_tiles: bool,
+        is_expected: bool,
+    ) -> (Vec<f32>, Vec<f64>) {
         let mut random = Random(0x1234_5678_9abc_def1 ^ self.head_dim as u64);
         let dims = self.rope.map_or(0, |(_, dims)| dims);
         let mut model = Model {
@@ -239,7 +245,7 @@ impl Case {
             let mut out = vec![f32::NAN; q.len()];
             let keys = bytemuck::cast_slice_mut(&mut keys);
             let mut cache = Cache::new(shape, keys, bytemuck::cast_slice_mut(&mut values)).unwrap();
-            attention(team, isa, &work, &mut cache, &mut out);
+            attention_by(team, isa, has_tiles, &work, &mut cache, &mut out);
             outputs.extend(out);
         }
         (outputs, references)
@@ -265,12 +271,15 @@ fn check(case: Case) {
         let mut expected = None;
         for members in [1, 3] {
             with_team(members, |team| {
-                for isa in Isa::available() {
-                    let (actual, reference) = case.run(team, isa, expected.is_none());
+                let most = Isa::detect();
+                // Tiles are multiplied plainly by levels without them.
+                let all = Isa::available().into_iter().map(|isa| (isa, isa == Isa::Amx));
+                for (isa, has_tiles) in all.chain([(most, true), (most, false)]) {
+                    let (actual, reference) = case.run(team, isa, has_tiles, expected.is_none());
                     let error = distance(&actual, expected.get_or_insert(reference));
                     assert!(
                         error <= tolerance(element),
-                        "{isa}, {element:?}, {members} members: off by {error}"
+                        "{isa}, tiles: {has_tiles}, {element:?}, {members} members: off by {error}"
                     );
                 }
             });
@@ -298,7 +307,9 @@ fn long_contexts_are_joined_from_pieces() {
 
 #[test]
 fn heads_of_any_width_and_groups_of_any_size_are_right() {
-    for (head_dim, dims) in [(8, 8), (16, 4), (20, 20), (64, 64), (80, 20), (96, 96), (128, 128)] {
+    for (head_dim, dims) in
+        [(8, 8), (16, 4), (20, 20), (64, 64), (80, 20), (96, 96), (128, 128), (256, 64)]
+    {
         let rope = Some((Pairing::Halves, dims));
         check(Case { head_dim, rope, steps: vec![vec![19, 1]], ..Case::default() });
     }
@@ -331,7 +342,7 @@ fn every_run_gives_the_same_bits() {
     with_team(3, |team| {
         for element in ELEMENTS {
             let case = Case { element, ..case.clone() };
-            let [first, second] = [(); 2].map(|()| case.run(team, Isa::detect(), false).0);
+            let [first, second] = [(); 2].map(|()| case.run(team, Isa::detect(), true, false).0);
             let bits = |values: &[f32]| values.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
             assert_eq!(bits(&first), bits(&second), "{element:?}");
         }

@@ -7,7 +7,7 @@ use std::arch::asm;
 use std::arch::x86_64::*;
 
 use super::bytes::{Sums, Units};
-use super::{Operands, Tile};
+use super::{Listed, Operands, Tile};
 use crate::kernels::cpu::pack::{PANEL, TILE_DEPTH, VECTOR};
 
 /// Rows of a tile.
@@ -170,6 +170,78 @@ pub(super) unsafe fn multiply(operands: Operands, goes_on: bool, sums: &mut Tile
 pub(super) unsafe fn multiply_bytes(operands: Operands, sums: &mut Sums) {
     // SAFETY: the loop reads the columns of the strip and the panel, and writes the rows of the sums.
     unsafe { multiply!("tdpbssd", operands, 2 * TILE_DEPTH, false, sums.0.as_mut_ptr()) }
+}
+
+/// Rows and listed columns of bf16.
+///
+/// # Safety
+/// That of [`super::Registers::multiply_listed`]; the registers are [shaped](shape) for the rows.
+pub(super) unsafe fn multiply_listed(listed: Listed<'_>) {
+    let Listed { rows, row_bytes, count, steps, column_bytes, sums, sums_width, goes_on } = listed;
+    // SAFETY: the loop reads the rows and the columns of each step, and reads and writes the rows' sums.
+    unsafe {
+        asm!(
+            "test {goes_on}, {goes_on}",
+            "jnz 7f",
+            "tilezero tmm0",
+            "tilezero tmm1",
+            "tilezero tmm2",
+            "tilezero tmm3",
+            "jmp 8f",
+            "7:",
+            "tileloadd tmm0, [{sums} + {sums_stride}*1]",
+            "tileloadd tmm1, [{sums} + {sums_stride}*1 + 64]",
+            "test {lower}, {lower}",
+            "jz 8f",
+            "tileloadd tmm2, [{lower_sums} + {sums_stride}*1]",
+            "tileloadd tmm3, [{lower_sums} + {sums_stride}*1 + 64]",
+            "8:",
+            "test {left}, {left}",
+            "jz 5f",
+            "2:",
+            "mov {w}, [{steps}]",
+            "tileloadd tmm6, [{w} + {w_stride}*1]",
+            "mov {w}, [{steps} + 8]",
+            "tileloadd tmm4, [{x} + {x_stride}*1]",
+            "tileloadd tmm7, [{w} + {w_stride}*1]",
+            "tdpbf16ps tmm0, tmm4, tmm6",
+            "tdpbf16ps tmm1, tmm4, tmm7",
+            "test {lower}, {lower}",
+            "jz 4f",
+            "tileloadd tmm5, [{lower_x} + {x_stride}*1]",
+            "tdpbf16ps tmm2, tmm5, tmm6",
+            "tdpbf16ps tmm3, tmm5, tmm7",
+            "4:",
+            "add {steps}, 16",
+            "add {x}, 64",
+            "add {lower_x}, 64",
+            "dec {left}",
+            "jnz 2b",
+            "5:",
+            "tilestored [{sums} + {sums_stride}*1], tmm0",
+            "tilestored [{sums} + {sums_stride}*1 + 64], tmm1",
+            "test {lower}, {lower}",
+            "jz 6f",
+            "tilestored [{lower_sums} + {sums_stride}*1], tmm2",
+            "tilestored [{lower_sums} + {sums_stride}*1 + 64], tmm3",
+            "6:",
+            goes_on = in(reg) usize::from(goes_on),
+            left = inout(reg) steps.len() => _,
+            steps = inout(reg) steps.as_ptr() => _,
+            w = out(reg) _,
+            w_stride = in(reg) column_bytes,
+            x = inout(reg) rows => _,
+            lower_x = inout(reg) rows.wrapping_add(TILE_ROWS * row_bytes) => _,
+            x_stride = in(reg) row_bytes,
+            lower = in(reg) count.saturating_sub(TILE_ROWS),
+            sums = in(reg) sums,
+            lower_sums = in(reg) sums.wrapping_add(TILE_ROWS * sums_width),
+            sums_stride = in(reg) sums_width * 4,
+            out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+            out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
+            options(nostack),
+        );
+    }
 }
 
 /// Gives sums their units and adds them to `to`, if that goes on.

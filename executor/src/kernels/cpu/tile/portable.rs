@@ -9,7 +9,7 @@ use std::slice;
 
 use ir::tensor::Format;
 
-use super::{Operands, SUM_STEPS, Tile};
+use super::{Listed, Operands, SUM_STEPS, Tile};
 use crate::kernels::cpu::pack::{PANEL, TILE_DEPTH, VECTOR};
 use crate::kernels::cpu::quantize::BLOCK;
 
@@ -21,10 +21,7 @@ pub(super) unsafe fn multiply(format: Format, operands: Operands, tile: &mut Til
         match format {
             Format::F32 => floats::<4, 1>(operands, tile, |bytes| [f32::from_le_bytes(bytes)]),
             Format::F16 => floats::<2, 1>(operands, tile, |bytes| [widen(bytes)]),
-            Format::Bf16 => floats::<4, 2>(operands, tile, |bytes| {
-                let pair = u32::from_le_bytes(bytes);
-                [f32::from_bits(pair << 16), f32::from_bits(pair & 0xffff_0000)]
-            }),
+            Format::Bf16 => floats::<4, 2>(operands, tile, pair),
             Format::Bf12 => unreachable!("12 bits are unpacked first"),
             Format::Q8 => blocks(operands, tile, 8),
             Format::Q4 => blocks(operands, tile, 4),
@@ -45,10 +42,6 @@ pub(super) unsafe fn tiles(operands: Operands, goes_on: bool, sums: &mut Tile) {
             slice::from_raw_parts(strip.cast::<[u8; 4]>(), columns / 2 * rows),
         )
     };
-    let pair = |bytes: [u8; 4]| {
-        let bits = u32::from_le_bytes(bytes);
-        [f32::from_bits(bits << 16), f32::from_bits(bits & 0xffff_0000)]
-    };
     let words = TILE_DEPTH / 2;
     for (row, sums) in sums[..rows].iter_mut().enumerate() {
         if !goes_on {
@@ -63,6 +56,40 @@ pub(super) unsafe fn tiles(operands: Operands, goes_on: bool, sums: &mut Tile) {
             }
         }
     }
+}
+
+/// What tiles make of columns that are listed, term by term.
+///
+/// # Safety
+/// That of [`super::Registers::multiply_listed`].
+pub(super) unsafe fn listed(listed: Listed<'_>) {
+    for row in 0..listed.count {
+        for column in 0..2 * VECTOR {
+            // SAFETY: the caller's.
+            unsafe {
+                let sum = listed.sums.add(row * listed.sums_width + column);
+                let mut total = if listed.goes_on { sum.read() } else { 0.0 };
+                for (step, tiles) in listed.steps.iter().enumerate() {
+                    let row = listed.rows.add(row * listed.row_bytes).cast::<[u8; 4]>();
+                    let row = row.add(step * TILE_DEPTH / 2);
+                    let tile = tiles[column / VECTOR];
+                    for word in 0..TILE_DEPTH / 2 {
+                        let weights = tile.add(word * listed.column_bytes).cast::<[u8; 4]>();
+                        let weights = pair(weights.add(column % VECTOR).read());
+                        let x = pair(row.add(word).read());
+                        total += x[0] * weights[0] + x[1] * weights[1];
+                    }
+                }
+                sum.write(total);
+            }
+        }
+    }
+}
+
+/// Two bf16 as f32.
+fn pair(bytes: [u8; 4]) -> [f32; 2] {
+    let bits = u32::from_le_bytes(bytes);
+    [f32::from_bits(bits << 16), f32::from_bits(bits & 0xffff_0000)]
 }
 
 /// An f16 as f32, without the branches that keep loops from becoming vectors.
