@@ -52,10 +52,27 @@ pub(super) unsafe fn release() {
     unsafe { asm!("tilerelease", options(nostack, nomem)) };
 }
 
+/// Asks the first cache for eight lines from an address on.
+macro_rules! ask_for_lines {
+    ($at:literal) => {
+        concat!(
+            concat!("prefetcht0 [", $at, "]\n"),
+            concat!("prefetcht0 [", $at, " + 64]\n"),
+            concat!("prefetcht0 [", $at, " + 128]\n"),
+            concat!("prefetcht0 [", $at, " + 192]\n"),
+            concat!("prefetcht0 [", $at, " + 256]\n"),
+            concat!("prefetcht0 [", $at, " + 320]\n"),
+            concat!("prefetcht0 [", $at, " + 384]\n"),
+            concat!("prefetcht0 [", $at, " + 448]"),
+        )
+    };
+}
+
 /// Multiplies a strip with a panel by the instruction named, and writes the sums, which go on from those there if `$goes_on`.
 ///
-/// A step is 64 bytes of each of the strip's rows, and 16 rows of the panel's vectors. Meanwhile the first cache is
-/// asked for what lies at `next`, as much as the sums take where there are 8 steps.
+/// A step is 64 bytes of each of the strip's rows, and 16 rows of the panel's vectors. Where another program has the
+/// core's other thread, tiles are not loaded while products are made. So the first cache is asked meanwhile for the rows
+/// of the next step, and for what lies at `next`, as much as the sums take where there are 8 steps.
 macro_rules! multiply {
     ($instruction:literal, $operands:expr, $step_columns:expr, $goes_on:expr, $sums:expr) => {{
         let Operands { panel, vectors, strip, rows, columns, next } = $operands;
@@ -88,17 +105,14 @@ macro_rules! multiply {
             "tileloadd tmm7, [{w} + {w_stride}*1 + 64]",
             "tileloadd tmm5, [{x} + {x_stride}*1 + 1024]",
             concat!($instruction, " tmm0, tmm4, tmm6"),
+            ask_for_lines!("{x} + 2048"),
             concat!($instruction, " tmm1, tmm4, tmm7"),
-            "prefetcht0 [{next}]",
-            "prefetcht0 [{next} + 64]",
-            "prefetcht0 [{next} + 128]",
-            "prefetcht0 [{next} + 192]",
+            ask_for_lines!("{x} + 2560"),
             concat!($instruction, " tmm2, tmm5, tmm6"),
-            "prefetcht0 [{next} + 256]",
-            "prefetcht0 [{next} + 320]",
-            "prefetcht0 [{next} + 384]",
-            "prefetcht0 [{next} + 448]",
+            ask_for_lines!("{x} + 3072"),
+            ask_for_lines!("{x} + 3584"),
             concat!($instruction, " tmm3, tmm5, tmm7"),
+            ask_for_lines!("{next}"),
             "add {x}, {x_step}",
             "add {w}, {w_step}",
             "add {next}, 512",
