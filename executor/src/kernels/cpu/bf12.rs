@@ -80,8 +80,8 @@ impl<'a> Panel<'a> {
 
     /// The words of some columns, whole steps of them: `[step][word][vector]`.
     pub(super) fn words(&self, columns: Range<usize>) -> &'a [[u8; VECTOR_BYTES]] {
-        let at = |column: usize| (1 + column / STEP_COLUMNS * STEP_WORDS) * self.vectors;
-        &self.bytes.as_chunks().0[at(columns.start)..at(columns.end)]
+        let place = place(self.vectors, columns);
+        self.bytes[place].as_chunks().0
     }
 
     /// The element of a row and column, as bf16.
@@ -97,6 +97,12 @@ impl<'a> Panel<'a> {
         };
         widen((pair >> (16 * (column % 2))) as u16, base)
     }
+}
+
+/// Which bytes of a panel its columns are, whole steps of them.
+pub(super) fn place(vectors: usize, columns: Range<usize>) -> Range<usize> {
+    let at = |column: usize| (1 + column / STEP_COLUMNS * STEP_WORDS) * vectors * VECTOR_BYTES;
+    at(columns.start)..at(columns.end)
 }
 
 /// Packs a panel of rows of equal length, which are rounded to bf16. `packed` is zeros at first, which is the padding of

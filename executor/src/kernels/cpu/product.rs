@@ -21,7 +21,9 @@ use ir::packing;
 use super::encode::{Encoding, Strip};
 use super::epilogue::Target;
 use super::pack::{PANEL, PackedMatrix, Shared, padded};
-use super::tile::{GROUP_BYTES, Kernel, MOST_ROWS, Operands, ROOM_BYTES, Registers, Tile, Units};
+use super::tile::{
+    GROUP_BYTES, Kernel, MOST_ROWS, Operands, ROOM_BYTES, Registers, Source, Tile, Units,
+};
 use crate::memory::Buffer;
 use crate::team::Team;
 
@@ -220,6 +222,12 @@ impl Product<'_> {
         if is_last { self.next } else { Some(self.weights[0].panel(panel + 1)) }
     }
 
+    /// As much as `like` of what is read after all these panels.
+    fn next_source(&self, like: Source) -> Source {
+        let start = self.next.unwrap_or(like.start);
+        Source { start, ..like }
+    }
+
     /// A strip's columns from `start` on, encoded.
     fn encoded(&self, strip: Strip, start: usize) -> *const u8 {
         let offset = self.kernel.encoding.offset(strip, self.weights[0].columns(), start);
@@ -296,36 +304,49 @@ impl Product<'_> {
             slice::from_raw_parts_mut(workplace.sums, count)
         };
         let mut registers = Registers::new(kernel.isa);
-        for start in (0..columns).step_by(BLOCK_COLUMNS) {
-            let width = BLOCK_COLUMNS.min(columns - start);
-            let mut sums = sums.chunks_exact_mut(strips.len());
-            for panel in panels.clone() {
-                for (matrix, sums) in matrices.iter().zip(&mut sums) {
-                    let vectors = matrix.vectors(panel);
-                    let (from, part) = (matrix.panel(panel), start..start + width);
-                    // SAFETY: the room is for so many columns, and they lie in the panel.
-                    let packed = unsafe {
-                        kernel.unpacked(from, vectors, columns, part, workplace.unpacked)
-                    };
-                    for (&strip, sums) in strips.iter().zip(sums) {
-                        let goes_on = start > 0;
-                        let operands = Operands {
-                            panel: packed,
-                            vectors,
-                            strip: self.encoded(strip, start),
-                            rows: strip.rows,
-                            columns: width,
-                            next: ptr::from_mut(sums).wrapping_add(1).cast(),
-                        };
-                        // SAFETY: the caller's; the columns of the strip follow those before them.
-                        unsafe {
-                            if kernel.encoding == Encoding::ByteTiles {
-                                let units = self.units(strip, start, packed);
-                                registers.multiply_bytes(operands, units, goes_on, sums);
-                            } else {
-                                registers.multiply(operands, goes_on, sums);
-                            }
-                        }
+        // Columns of a panel, one after the other, as they are unpacked and multiplied.
+        let turns = columns.div_ceil(BLOCK_COLUMNS) * panels.len() * matrices.len();
+        let at = |turn: usize| {
+            let (pair, matrix) = (turn / matrices.len(), turn % matrices.len());
+            let (part, panel) = (pair / panels.len(), panels.start + pair % panels.len());
+            let start = part * BLOCK_COLUMNS;
+            (matrices[matrix], panel, start..columns.min(start + BLOCK_COLUMNS))
+        };
+        let source = |turn: usize| {
+            let (matrix, panel, part) = at(turn);
+            kernel.source(matrix.panel(panel), matrix.vectors(panel), part)
+        };
+        for turn in 0..turns {
+            let (matrix, panel, part) = at(turn);
+            let vectors = matrix.vectors(panel);
+            // SAFETY: the room is for so many columns, and they lie in the panel.
+            let packed = unsafe {
+                let from = matrix.panel(panel);
+                kernel.unpacked(from, vectors, columns, part.clone(), workplace.unpacked)
+            };
+            // Memory is asked for what is unpacked next, some with every strip.
+            let next =
+                if turn + 1 < turns { source(turn + 1) } else { self.next_source(source(0)) };
+            let share = next.lines().div_ceil(strips.len());
+            let goes_on = part.start > 0;
+            let sums = &mut sums[turn % (panels.len() * matrices.len()) * strips.len()..];
+            for (i, (&strip, sums)) in strips.iter().zip(sums).enumerate() {
+                next.ask_for(i * share..(i + 1) * share);
+                let operands = Operands {
+                    panel: packed,
+                    vectors,
+                    strip: self.encoded(strip, part.start),
+                    rows: strip.rows,
+                    columns: part.len(),
+                    next: ptr::from_mut(sums).wrapping_add(1).cast(),
+                };
+                // SAFETY: the caller's; the columns of the strip follow those before them.
+                unsafe {
+                    if kernel.encoding == Encoding::ByteTiles {
+                        let units = self.units(strip, part.start, packed);
+                        registers.multiply_bytes(operands, units, goes_on, sums);
+                    } else {
+                        registers.multiply(operands, goes_on, sums);
                     }
                 }
             }

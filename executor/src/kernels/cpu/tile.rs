@@ -41,6 +41,9 @@ pub(super) use bytes::{GROUP_BYTES, ROOM_BYTES, Units};
 /// adding up sums of this length costs below 1 % of the products.
 const SUM_STEPS: usize = 256;
 
+/// Bytes of a line of memory.
+const LINE: usize = 64;
+
 /// Most rows of any kernel's strip.
 pub(super) const MOST_ROWS: usize = packing::STRIP_ROWS as usize;
 
@@ -108,6 +111,30 @@ pub(super) struct Listed<'a> {
     pub(super) sums_width: usize,
     /// Whether products are added to the sums.
     pub(super) goes_on: bool,
+}
+
+/// Some columns of a panel as they are packed.
+#[derive(Clone, Copy)]
+pub(super) struct Source {
+    pub(super) start: *const u8,
+    pub(super) bytes: usize,
+}
+
+impl Source {
+    /// Lines of memory.
+    pub(super) fn lines(self) -> usize {
+        self.bytes.div_ceil(LINE)
+    }
+
+    /// Asks memory for some of the lines.
+    pub(super) fn ask_for(self, lines: Range<usize>) {
+        #[cfg(target_arch = "x86_64")]
+        for line in lines.start..lines.end.min(self.lines()) {
+            ahead::ask_for_later(self.start.wrapping_add(line * LINE));
+        }
+        #[cfg(not(target_arch = "x86_64"))]
+        let _ = lines;
+    }
 }
 
 impl Registers {
@@ -301,6 +328,16 @@ impl Kernel {
                 _ => panel.wrapping_add(self.step_bytes(vectors, part.start)),
             }
         }
+    }
+
+    /// What [`Kernel::unpacked`] reads of a panel.
+    pub(super) fn source(self, panel: *const u8, vectors: usize, part: Range<usize>) -> Source {
+        let place = if self.format == Format::Bf12 {
+            bf12::place(vectors, part)
+        } else {
+            self.step_bytes(vectors, part.start)..self.step_bytes(vectors, part.end)
+        };
+        Source { start: panel.wrapping_add(place.start), bytes: place.len() }
     }
 
     /// Bytes of `columns` columns of a panel, whole steps of them.

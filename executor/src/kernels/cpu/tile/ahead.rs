@@ -3,7 +3,7 @@
 //! Processors do that by themselves where a read goes on for long; at the end of a panel they ask for what lies behind
 //! it, which another member reads, and not for what this one reads next.
 
-use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+use std::arch::x86_64::{_MM_HINT_T0, _MM_HINT_T1, _mm_prefetch};
 
 /// How far ahead of their use weights are asked for: far enough to hide the memory's latency at the rate
 /// of one core, near enough to stay in the first cache.
@@ -46,6 +46,12 @@ impl Ahead {
 pub(super) fn ask_for(line: *const u8) {
     // SAFETY: asking may point anywhere.
     unsafe { _mm_prefetch::<_MM_HINT_T0>(line.cast()) };
+}
+
+/// Asks for a line of memory that the first cache has no room for yet.
+pub(super) fn ask_for_later(line: *const u8) {
+    // SAFETY: asking may point anywhere.
+    unsafe { _mm_prefetch::<_MM_HINT_T1>(line.cast()) };
 }
 
 /// Asks for as much of a panel as is asked for ahead.
