@@ -325,7 +325,12 @@ impl Kernel {
                     unpack_bytes(self.isa, self.format, packed, vectors, part.len(), room);
                     room
                 }
-                _ => panel.wrapping_add(self.step_bytes(vectors, part.start)),
+                Format::F32
+                | Format::F16
+                | Format::Bf16
+                | Format::Bf12
+                | Format::Q8
+                | Format::Q4 => panel.wrapping_add(self.step_bytes(vectors, part.start)),
             }
         }
     }

@@ -173,11 +173,9 @@ mod tests {
                 bytes.extend(f16::from_f32(scale).to_le_bytes());
             }
             let codes = if format == Format::Q8 { BLOCK_PAIR } else { BLOCK_PAIR / 2 };
-            // No code is 128 below zero.
-            bytes.extend((0..codes * lanes).map(|_| match format {
-                Format::Q8 => next().max(1),
-                _ => next(),
-            }));
+            // No code of 8 bits is 128 below zero.
+            let least = u8::from(format == Format::Q8);
+            bytes.extend((0..codes * lanes).map(|_| next().max(least)));
         }
         bytes
     }
@@ -215,9 +213,10 @@ mod tests {
                     let codes = &step[lanes * 4..];
                     let in_group = |group: usize| codes[(group * lanes + lane) * 4 + column % 4];
                     let group = column % BLOCK / 4;
-                    let code = match format {
-                        Format::Q8 => i32::from(in_group(block * (BLOCK / 4) + group)) - OFFSET_8,
-                        _ => i32::from(in_group(group) >> (block * 4) & 15) - OFFSET_4,
+                    let code = if format == Format::Q8 {
+                        i32::from(in_group(block * (BLOCK / 4) + group)) - OFFSET_8
+                    } else {
+                        i32::from(in_group(group) >> (block * 4) & 15) - OFFSET_4
                     };
                     let byte = bytes[(column / 4 * lanes + lane) * 4 + column % 4];
                     let (weight, unit) = (code as f32 * scale, units[lane]);
