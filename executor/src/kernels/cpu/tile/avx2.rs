@@ -12,7 +12,7 @@ use std::arch::x86_64::*;
 
 use ir::tensor::Format;
 
-use super::ahead::{AHEAD_BYTES, Ahead, ask_for};
+use super::ahead::{Ahead, ask_for};
 use super::unpack::{based_pairs_by_avx2, small_pairs_by_avx2, subnormal_by_avx2};
 use super::{Operands, SUM_STEPS, Tile};
 use crate::kernels::cpu::bf12;
@@ -25,6 +25,13 @@ const BF16: u8 = 2;
 
 /// Calls a kernel for so many rows: with `few` of them it takes both vectors of a panel together.
 macro_rules! by_rows {
+    ($kernel:ident, $operands:expr, $tile:expr, few [$($few:literal)*], [$($rows:literal)*]) => {
+        match ($operands.rows, $operands.vectors) {
+            $(($few, 2) => $kernel::<$few, 2>($operands, $tile),)*
+            $(($rows, _) => $kernel::<$rows, 1>($operands, $tile),)*
+            (rows, _) => unreachable!("a strip of {rows} rows"),
+        }
+    };
     ($kernel:ident, $operands:expr, $tile:expr, few [$($few:literal)*], [$($rows:literal)*], $constant:expr) => {
         match ($operands.rows, $operands.vectors) {
             $(($few, 2) => $kernel::<$few, 2, { $constant }>($operands, $tile),)*
@@ -44,7 +51,7 @@ pub(super) unsafe fn multiply(format: Format, operands: Operands, tile: &mut Til
             Format::F16 => by_rows!(floats, operands, tile, few [1 2], [1 2 3 4], F16),
             Format::Bf16 => by_rows!(floats, operands, tile, few [1 2], [1 2 3 4], BF16),
             Format::Bf12 => {
-                by_rows!(small_floats, operands, tile, few [1 2], [1 2 3 4], AHEAD_BYTES);
+                by_rows!(small_floats, operands, tile, few [1 2], [1 2 3 4]);
             }
             Format::Q8 => by_rows!(blocks, operands, tile, few [1], [1 2], 8),
             Format::Q4 => by_rows!(blocks, operands, tile, few [1], [1 2], 4),
@@ -69,7 +76,7 @@ unsafe fn floats<const R: usize, const V: usize, const KIND: u8>(
     let steps = operands.columns / depth;
     let step_bytes = operands.vectors * vector_bytes;
     let panel = (operands.panel, steps * step_bytes);
-    let ahead = Ahead::new(AHEAD_BYTES, panel, step_bytes, operands.next);
+    let ahead = Ahead::new(panel, step_bytes, operands.next);
     for first in (0..operands.vectors).step_by(V) {
         let mut w = operands.panel;
         let mut x = operands.strip.cast::<f32>();
@@ -129,10 +136,7 @@ fn half(pairs: __m256i, part: usize) -> __m256 {
 ///
 /// The few small floats that are subnormal are added by themselves.
 #[target_feature(enable = "avx2,fma")]
-unsafe fn small_floats<const R: usize, const V: usize, const AHEAD: usize>(
-    operands: Operands,
-    tile: &mut Tile,
-) {
+unsafe fn small_floats<const R: usize, const V: usize>(operands: Operands, tile: &mut Tile) {
     let vectors = operands.vectors;
     // SAFETY: the caller's: a panel in 12 bits.
     let panel = unsafe { bf12::Panel::at(operands.panel, vectors, operands.columns) };
@@ -143,7 +147,7 @@ unsafe fn small_floats<const R: usize, const V: usize, const AHEAD: usize>(
     let words = panel.words(0..operands.columns);
     let step_bytes = bf12::STEP_WORDS * vectors * bf12::VECTOR_BYTES;
     let steps = (words.as_ptr().cast(), size_of_val(words));
-    let ahead = Ahead::new(AHEAD, steps, step_bytes, operands.next);
+    let ahead = Ahead::new(steps, step_bytes, operands.next);
     let sum_columns = 2 * SUM_STEPS;
     let sum_words = sum_columns / bf12::STEP_COLUMNS * bf12::STEP_WORDS * vectors;
     for first in (0..vectors).step_by(V) {
@@ -226,7 +230,7 @@ unsafe fn blocks<const R: usize, const V: usize, const BITS: usize>(
     let code_bytes = if BITS == 8 { 2 * GROUPS } else { GROUPS } * vectors * 64;
     let (pairs, pair_bytes) = (operands.columns / BLOCK_PAIR, vectors * 64 + code_bytes);
     let panel = (operands.panel, pairs * pair_bytes);
-    let ahead = Ahead::new(AHEAD_BYTES, panel, pair_bytes, operands.next);
+    let ahead = Ahead::new(panel, pair_bytes, operands.next);
     let (bytes, nibbles) = (_mm256_set1_epi16(255), _mm256_set1_epi8(15));
     for start in (0..vectors).step_by(V) {
         let (mut w, mut x) = (operands.panel, operands.strip.cast::<i32>());

@@ -13,7 +13,7 @@ use std::arch::x86_64::*;
 
 use ir::tensor::Format;
 
-use super::ahead::{AHEAD_BYTES, Ahead, ask_for};
+use super::ahead::{Ahead, ask_for};
 use super::unpack::{based_pairs, small_pairs, subnormal};
 use super::{Operands, SUM_STEPS, Tile};
 use crate::kernels::cpu::bf12;
@@ -22,6 +22,15 @@ use crate::kernels::cpu::pack::{BLOCK_PAIR, VECTOR};
 use crate::kernels::cpu::quantize::BLOCK;
 
 macro_rules! by_shape {
+    ($kernel:ident, $operands:expr, $tile:expr, [$($rows:literal)*]) => {
+        match ($operands.rows, $operands.vectors) {
+            $(
+                ($rows, 1) => $kernel::<$rows, 1>($operands, $tile),
+                ($rows, 2) => $kernel::<$rows, 2>($operands, $tile),
+            )*
+            (rows, vectors) => unreachable!("a strip of {rows} rows with {vectors} vectors"),
+        }
+    };
     ($kernel:ident, $operands:expr, $tile:expr, [$($rows:literal)*], $constant:expr) => {
         match ($operands.rows, $operands.vectors) {
             $(
@@ -51,11 +60,11 @@ pub(super) unsafe fn multiply(
             Format::F32 => by_shape!(floats, operands, tile, [1 2 3 4 5 6 7 8 9 10 11 12], F32),
             Format::F16 => by_shape!(floats, operands, tile, [1 2 3 4 5 6 7 8 9 10 11 12], F16),
             Format::Bf16 if encoding == Encoding::Pairs => {
-                by_shape!(pairs, operands, tile, [1 2 3 4 5 6 7 8 9 10 11 12], AHEAD_BYTES);
+                by_shape!(pairs, operands, tile, [1 2 3 4 5 6 7 8 9 10 11 12])
             }
             Format::Bf16 => by_shape!(floats, operands, tile, [1 2 3 4 5 6 7 8 9 10 11 12], BF16),
             Format::Bf12 => {
-                by_shape!(small_floats, operands, tile, [1 2 3 4 5 6 7 8 9 10 11 12], AHEAD_BYTES);
+                by_shape!(small_floats, operands, tile, [1 2 3 4 5 6 7 8 9 10 11 12])
             }
             Format::Q8 => by_shape!(blocks, operands, tile, [1 2 3 4 5 6], 8),
             Format::Q4 => by_shape!(blocks, operands, tile, [1 2 3 4 5 6], 4),
@@ -96,7 +105,7 @@ unsafe fn floats<const R: usize, const V: usize, const KIND: u8>(
     let (mut w, mut x) = (operands.panel, operands.strip.cast::<f32>());
     let steps = operands.columns / depth;
     let step_bytes = V * vector_bytes;
-    let ahead = Ahead::new(AHEAD_BYTES, (w, steps * step_bytes), step_bytes, operands.next);
+    let ahead = Ahead::new((w, steps * step_bytes), step_bytes, operands.next);
     for start in (0..steps.max(1)).step_by(SUM_STEPS) {
         let mut sums = [[_mm512_setzero_ps(); V]; R];
         for _ in start..steps.min(start + SUM_STEPS) {
@@ -145,13 +154,10 @@ unsafe fn floats<const R: usize, const V: usize, const KIND: u8>(
 
 /// Weights and activations in pairs of bf16.
 #[target_feature(enable = "avx512f,avx512bf16")]
-unsafe fn pairs<const R: usize, const V: usize, const AHEAD: usize>(
-    operands: Operands,
-    tile: &mut Tile,
-) {
+unsafe fn pairs<const R: usize, const V: usize>(operands: Operands, tile: &mut Tile) {
     let (mut w, mut x) = (operands.panel, operands.strip.cast::<i32>());
     let steps = operands.columns / 2;
-    let ahead = Ahead::new(AHEAD, (w, steps * V * 64), V * 64, operands.next);
+    let ahead = Ahead::new((w, steps * V * 64), V * 64, operands.next);
     for start in (0..steps.max(1)).step_by(SUM_STEPS) {
         let mut sums = [[_mm512_setzero_ps(); V]; R];
         for _ in start..steps.min(start + SUM_STEPS) {
@@ -187,10 +193,7 @@ unsafe fn pairs<const R: usize, const V: usize, const AHEAD: usize>(
 ///
 /// The few small floats that are subnormal are added by themselves.
 #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
-unsafe fn small_floats<const R: usize, const V: usize, const AHEAD: usize>(
-    operands: Operands,
-    tile: &mut Tile,
-) {
+unsafe fn small_floats<const R: usize, const V: usize>(operands: Operands, tile: &mut Tile) {
     /// Pairs of columns of a step.
     const PAIRS: usize = bf12::STEP_COLUMNS / 2;
     // SAFETY: the caller's: a panel in 12 bits.
@@ -202,13 +205,12 @@ unsafe fn small_floats<const R: usize, const V: usize, const AHEAD: usize>(
     };
     let mut bases = [_mm512_setzero_si512(); V];
     for vector in 0..V {
-        bases[vector] = load(panel.bases(vector), AHEAD);
+        bases[vector] = load(panel.bases(vector), 0);
     }
     let x = operands.strip.cast::<i32>();
     let words = panel.words(0..operands.columns);
     let step_bytes = bf12::STEP_WORDS * V * bf12::VECTOR_BYTES;
-    let ahead =
-        Ahead::new(AHEAD, (words.as_ptr().cast(), size_of_val(words)), step_bytes, operands.next);
+    let ahead = Ahead::new((words.as_ptr().cast(), size_of_val(words)), step_bytes, operands.next);
     for (at, words) in words.chunks(SUM_STEPS / PAIRS * bf12::STEP_WORDS * V).enumerate() {
         let mut x = x.wrapping_add(at * SUM_STEPS * R);
         let mut sums = [[_mm512_setzero_ps(); V]; R];
@@ -290,7 +292,7 @@ unsafe fn blocks<const R: usize, const V: usize, const BITS: usize>(
     let mut totals = [[_mm512_setzero_ps(); V]; R];
     let code_bytes = if BITS == 8 { 2 * GROUPS } else { GROUPS } * V * 64;
     let (pairs, pair_bytes) = (operands.columns / BLOCK_PAIR, V * 64 + code_bytes);
-    let ahead = Ahead::new(AHEAD_BYTES, (w, pairs * pair_bytes), pair_bytes, operands.next);
+    let ahead = Ahead::new((w, pairs * pair_bytes), pair_bytes, operands.next);
     for _ in 0..pairs {
         let distance = ahead.distance(w);
         for vector in 0..V {
