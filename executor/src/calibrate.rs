@@ -29,8 +29,10 @@ use work::{Layer, multiply, prompt_flops};
 const COLUMNS: usize = 2048;
 /// The least rows of the matrix that memory bounds.
 const MANY_ROWS: usize = 65_536;
-/// Measured memory is so many times as large as the caches.
+/// What is read until memory is measured again is so many times as large as the caches.
 const CACHES: usize = 3;
+/// Caches up to this size are exceeded by every matrix; larger ones by what is read between two visits to one.
+const SMALL_CACHES: usize = 64 << 20;
 /// The least time of a step: a team's threads see each other's cache lines twice.
 const LEAST_STEP_NANOS: f64 = 500.0;
 /// Rows of the matrix that arithmetic bounds.
@@ -44,6 +46,8 @@ const LEAST_ROUNDS: usize = 3;
 const MOST_TIME: Duration = Duration::from_millis(150);
 /// Times that each linear is measured in turn with the others, and what each of them takes but for its last round.
 const VISITS: usize = 5;
+/// Rounds of what is measured with memory being read in between.
+const COLD_ROUNDS: usize = 5;
 const VISIT_TIME: Duration = Duration::from_millis(15);
 /// The least bytes that are streamed.
 const STREAMED_BYTES: usize = 512 << 20;
@@ -197,16 +201,17 @@ fn last_caches(device: &Device) -> usize {
 }
 
 fn device_rates(team: &Team, isa: Isa, cached: usize, beside_fetch: f64) -> Result<Rates> {
-    let (read_bytes_per_sec, linear) = streaming_rates(team, isa, cached)?;
+    let memory = Memory::new(team, cached)?;
+    let (read_bytes_per_sec, linear) = streaming_rates(team, isa, &memory)?;
     Ok(Rates {
         source: RateSource::Calibrated,
         read_bytes_per_sec,
-        step_nanos: step_nanos(team, isa, cached)?,
+        step_nanos: step_nanos(team, isa, &memory)?,
         linear,
         experts: Vec::new(),
         attention_nanos: 0.0,
         attention_flops_per_sec: attention_rate(team, isa)?,
-        cache_bytes_per_sec: cache_rate(team, isa, cached)?,
+        cache_bytes_per_sec: cache_rate(team, isa, &memory)?,
         beside_fetch,
     })
 }
@@ -223,6 +228,8 @@ pub fn read_rate(team: &Team, cached: usize) -> Result<f64> {
 struct Memory {
     region: Region,
     bytes: usize,
+    /// Bytes of the last-level caches.
+    cached: usize,
 }
 
 impl Memory {
@@ -230,7 +237,7 @@ impl Memory {
         let bytes = STREAMED_BYTES.max(CACHES * cached);
         let mut region = Region::new(bytes)?;
         touch(team, region.as_mut_slice());
-        Ok(Self { region, bytes })
+        Ok(Self { region, bytes, cached })
     }
 
     /// Lets all members read their parts.
@@ -247,108 +254,147 @@ impl Memory {
         });
         Ok(())
     }
+
+    /// Bytes of what is measured by itself: more than small caches hold.
+    fn least_bytes(&self) -> usize {
+        CACHES * self.cached.min(SMALL_CACHES)
+    }
+
+    /// Whether no cache holds what has so many bytes, so that it can be read again at once.
+    fn is_above_caches(&self, bytes: usize) -> bool {
+        bytes >= CACHES * self.cached
+    }
+
+    /// Median times, in nanoseconds, of parts of some work, before each of which memory is read, so that no cache holds what
+    /// the part reads.
+    fn cold<const PARTS: usize>(
+        &self,
+        team: &Team,
+        mut part: impl FnMut(usize) -> Result<()>,
+    ) -> Result<[f64; PARTS]> {
+        let mut times = [const { Vec::new() }; PARTS];
+        // The first round warms up.
+        for round in 0..=COLD_ROUNDS {
+            for (index, times) in times.iter_mut().enumerate() {
+                self.read(team)?;
+                let start = Instant::now();
+                part(index)?;
+                if round > 0 {
+                    times.push(start.elapsed().as_nanos() as f64);
+                }
+            }
+        }
+        Ok(times.map(median))
+    }
 }
 
 /// Time of a step beside what it reads: how much longer a matrix takes by small parts, one step each, than at once.
 /// Memory idles while one step ends and the next is begun.
-fn step_nanos(team: &Team, isa: Isa, cached: usize) -> Result<f64> {
+fn step_nanos(team: &Team, isa: Isa, memory: &Memory) -> Result<f64> {
     /// 1 MiB a part: the smaller matrices of a layer.
     const PART_PANELS: usize = 8;
-    let matrix = packed(team, Format::Bf16, many_rows(Format::Bf16, cached), COLUMNS)?;
+    let matrix = packed(team, Format::Bf16, many_rows(Format::Bf16, memory), COLUMNS)?;
     let firsts = (0..matrix.rows() / PANEL / PART_PANELS).map(|part| part * PART_PANELS);
     let parts: Vec<PackedMatrix> = firsts.map(|first| matrix.part(first, PART_PANELS)).collect();
     let (x, mut out) = (vec![0.1; COLUMNS], vec![0.0; matrix.rows()]);
     let few = PART_PANELS * PANEL;
     // In turn: a machine that others use is not as fast at all times.
-    let (mut whole, mut by_parts) = (Vec::new(), Vec::new());
-    typical(|| {
-        let start = Instant::now();
-        multiply(team, isa, &matrix, &x, 1, &mut out)?;
-        whole.push(start.elapsed().as_nanos() as f64);
-        let start = Instant::now();
-        parts.iter().try_for_each(|part| multiply(team, isa, part, &x, 1, &mut out[..few]))?;
-        by_parts.push(start.elapsed().as_nanos() as f64);
-        Ok(())
+    let [whole, by_parts] = memory.cold(team, |way| {
+        if way == 0 {
+            multiply(team, isa, &matrix, &x, 1, &mut out)
+        } else {
+            parts.iter().try_for_each(|part| multiply(team, isa, part, &x, 1, &mut out[..few]))
+        }
     })?;
-    Ok(((median(by_parts) - median(whole)) / parts.len() as f64).max(LEAST_STEP_NANOS))
+    Ok(((by_parts - whole) / parts.len() as f64).max(LEAST_STEP_NANOS))
 }
 
-/// Rows of a matrix that no cache holds.
-fn many_rows(format: Format, cached: usize) -> usize {
+/// Rows of a matrix that memory bounds.
+fn many_rows(format: Format, memory: &Memory) -> usize {
     let row_bytes = format.bytes(1, COLUMNS as u64) as usize;
-    MANY_ROWS.max((CACHES * cached / row_bytes).next_multiple_of(PANEL))
+    MANY_ROWS.max((memory.least_bytes() / row_bytes).next_multiple_of(PANEL))
 }
 
 /// Bytes per second of reading memory, and rates of linears in all formats. Each is measured a little at a time, in turn
-/// with the others and with reads beside it: a machine that others use is not as fast at all times, and what is compared
-/// must have met the same.
-fn streaming_rates(team: &Team, isa: Isa, cached: usize) -> Result<(f64, Vec<LinearRate>)> {
-    let memory = Memory::new(team, cached)?;
+/// with the others and with reads of all that memory beside it: a machine that others use is not as fast at all times, and
+/// what is compared must have met the same.
+fn streaming_rates(team: &Team, isa: Isa, memory: &Memory) -> Result<(f64, Vec<LinearRate>)> {
     let mut kernels = Vec::new();
     for format in Format::ALL {
-        kernels.push(Measured::new(team, format, many_rows(format, cached), &FEW_TOKENS)?);
+        kernels.push(Measured::new(team, format, many_rows(format, memory), &FEW_TOKENS)?);
         kernels.push(Measured::new(team, format, FEW_ROWS, &MANY_TOKENS)?);
     }
     let most = MANY_TOKENS.iter().copied().max().unwrap_or(1) as usize;
     let x: Vec<f32> = (0..most * COLUMNS).map(made_up).collect();
     let mut out = vec![0.0; kernels.iter().map(Measured::outputs).max().unwrap_or(0)];
-    for _ in 0..VISITS {
+    let turns = kernels.iter().map(|kernel| kernel.visits.len()).max().unwrap_or(0);
+    let mut reads = Vec::new();
+    for turn in (0..VISITS).flat_map(|_| 0..turns) {
+        let read = timed(1, Duration::ZERO, || memory.read(team))?;
+        reads.push(read);
         for kernel in &mut kernels {
-            kernel.reads.push(timed(1, VISIT_TIME, || memory.read(team))?);
-            for (tokens, nanos) in &mut kernel.nanos {
+            let may_repeat =
+                kernel.matrix.rows() == FEW_ROWS || memory.is_above_caches(kernel.matrix.bytes());
+            let time = if may_repeat { VISIT_TIME } else { Duration::ZERO };
+            if let Some((tokens, visits)) = kernel.visits.get_mut(turn) {
                 let count = *tokens as usize;
                 let (x, out) = (&x[..count * COLUMNS], &mut out[..count * kernel.matrix.rows()]);
                 let multiplied = || multiply(team, isa, &kernel.matrix, x, count, out);
-                nanos.push(timed(1, VISIT_TIME, multiplied)?);
+                visits.push(Visit { nanos: timed(1, time, multiplied)?, read });
             }
         }
     }
-    let reads = median(kernels.iter().flat_map(|kernel| &kernel.reads).copied().collect());
+    let read = median(reads);
     let mut rates: Vec<LinearRate> = Vec::new();
     for kernel in kernels {
-        let points = kernel.points(&memory, reads);
+        let points = kernel.points(memory, read);
         match rates.last_mut().filter(|rate| rate.format == kernel.format) {
             Some(rate) => rate.points.extend(points),
             None => rates.push(LinearRate { format: kernel.format, points }),
         }
     }
-    Ok((memory.bytes as f64 / reads.max(1.0) * 1e9, rates))
+    Ok((memory.bytes as f64 / read.max(1.0) * 1e9, rates))
 }
 
 /// A matrix that is multiplied by some numbers of tokens, visit after visit.
 struct Measured {
     format: Format,
     matrix: PackedMatrix,
-    /// Nanoseconds of reading memory beside each visit.
-    reads: Vec<f64>,
-    /// For each number of tokens the nanoseconds of each visit.
-    nanos: Vec<(u32, Vec<f64>)>,
+    /// For each number of tokens.
+    visits: Vec<(u32, Vec<Visit>)>,
+}
+
+/// What a linear took, and reading all memory before it, in nanoseconds.
+struct Visit {
+    nanos: f64,
+    read: f64,
 }
 
 impl Measured {
     fn new(team: &Team, format: Format, rows: usize, tokens: &[u32]) -> Result<Self> {
         let matrix = packed(team, format, rows, COLUMNS)?;
-        let nanos = tokens.iter().map(|&tokens| (tokens, Vec::new())).collect();
-        Ok(Self { format, matrix, reads: Vec::new(), nanos })
+        let visits = tokens.iter().map(|&tokens| (tokens, Vec::new())).collect();
+        Ok(Self { format, matrix, visits })
     }
 
     fn outputs(&self) -> usize {
-        let most = self.nanos.iter().map(|(tokens, _)| *tokens).max().unwrap_or(1);
+        let most = self.visits.iter().map(|(tokens, _)| *tokens).max().unwrap_or(1);
         self.matrix.rows() * most as usize
     }
 
-    /// The rates while memory takes `reads` nanoseconds to be read.
-    fn points(&self, memory: &Memory, reads: f64) -> Vec<RatePoint> {
+    /// The rates while memory takes `read` nanoseconds to be read.
+    fn points(&self, memory: &Memory, read: f64) -> Vec<RatePoint> {
         let (rows, columns) = (self.matrix.rows() as u64, COLUMNS as u64);
         // Reading as much as the matrix has.
         let part = self.format.bytes(rows, columns) as f64 / memory.bytes as f64;
-        let beside: Vec<f64> = self.reads.iter().map(|nanos| nanos * part).collect();
-        let point = |(tokens, nanos): &(u32, Vec<f64>)| {
-            let nanos = usual_nanos(nanos, &beside, reads * part);
+        let point = |(tokens, visits): &(u32, Vec<Visit>)| {
+            let nanos: Vec<f64> = visits.iter().map(|visit| visit.nanos).collect();
+            let beside: Vec<f64> = visits.iter().map(|visit| visit.read * part).collect();
+            let nanos = usual_nanos(&nanos, &beside, read * part);
             let weights_per_sec = (rows * columns) as f64 / nanos * 1e9;
             RatePoint { tokens: *tokens, weights_per_sec, nanos: 0.0 }
         };
-        self.nanos.iter().map(point).collect()
+        self.visits.iter().map(point).collect()
     }
 }
 
@@ -383,19 +429,19 @@ fn attention_rate(team: &Team, isa: Isa) -> Result<f64> {
 }
 
 /// Bytes of keys and values per second when one token looks back.
-fn cache_rate(team: &Team, isa: Isa, cached: usize) -> Result<f64> {
+fn cache_rate(team: &Team, isa: Isa, memory: &Memory) -> Result<f64> {
     const PAST: usize = 4095;
     /// Together 134 MB.
     const LAYERS: usize = 8;
     let first = Layer::new(team, Element::Bf16, PAST + 1)?;
-    // No layer is still in a cache when its turn comes again.
-    let count = LAYERS.max((CACHES * cached).div_ceil(first.bytes()));
+    // No layer is still in a small cache when its turn comes again.
+    let count = LAYERS.max(memory.least_bytes().div_ceil(first.bytes()));
     let others = (1..count).map(|_| Layer::new(team, Element::Bf16, PAST + 1));
     let mut layers = [Ok(first)].into_iter().chain(others).collect::<Result<Vec<_>>>()?;
-    let nanos =
-        typical(|| layers.iter_mut().try_for_each(|layer| layer.attend(team, isa, 1, PAST)))?;
+    let [nanos] = memory
+        .cold(team, |_| layers.iter_mut().try_for_each(|layer| layer.attend(team, isa, 1, PAST)))?;
     let bytes: usize = layers.iter().map(Layer::bytes).sum();
-    Ok(bytes as f64 / nanos * 1e9)
+    Ok(bytes as f64 / nanos.max(1.0) * 1e9)
 }
 
 /// A slice cut into one piece for each member of a team.

@@ -84,8 +84,8 @@ impl Encoding {
         }
     }
 
-    /// Whether products are made in tiles, a block at a time.
-    pub(super) fn has_blocks(self) -> bool {
+    /// Whether products are made in tiles, whose strips' columns lie in blocks.
+    pub(super) fn is_tiles(self) -> bool {
         match self {
             Encoding::Tiles | Encoding::ByteTiles => true,
             Encoding::Float | Encoding::Rounded | Encoding::Pairs | Encoding::Blocks { .. } => {
@@ -121,7 +121,7 @@ impl Encoding {
     /// to the next multiple of [`BLOCK_COLUMNS`].
     pub(super) fn offset(self, strip: Strip, columns: usize, start: usize) -> usize {
         let row_bytes = self.row_bytes(columns);
-        if !self.has_blocks() {
+        if !self.is_tiles() {
             return strip.first * row_bytes + strip.rows * self.bytes(start);
         }
         let columns = self.padded(columns);

@@ -1,12 +1,14 @@
 //! Products of some strips with some panels, in the order in which a kernel's operands stay close to it.
 //!
-//! Vectors take a panel at a time, along all its columns: it is read from memory once, and its strips follow each other.
+//! Few rows take a panel at a time, along all its columns: it is read from memory once, and its strips follow each other.
+//! So do vectors with any number of rows.
 //!
-//! Tiles multiply faster than the outer caches feed them, so their products are *blocks* of up to [`BLOCK_PANELS`] panels
-//! and [`BLOCK_STRIPS`] strips, taken [`BLOCK_COLUMNS`] columns at a time. In these columns a panel has 16 KiB in bf16
-//! and stays in the first cache while strips pass by; all strips have 256 KiB and, with 512 KiB of sums, stay in the
-//! second while panels pass by. So for each step of four tiles (64 cycles of products) 3 KiB come from the second cache
-//! and next to nothing from further away. Of bytes all but the sums are half of that, for the same products.
+//! Tiles multiply faster than the outer caches feed them, so their products with many rows are *blocks* of up to
+//! [`BLOCK_PANELS`] panels and [`BLOCK_STRIPS`] strips, taken [`BLOCK_COLUMNS`] columns at a time. In these columns a
+//! panel has 16 KiB in bf16 and stays in the first cache while strips pass by; all strips have 256 KiB and, with 512 KiB
+//! of sums, stay in the second while panels pass by. So for each step of four tiles (64 cycles of products) 3 KiB come
+//! from the second cache and next to nothing from further away. Of bytes all but the sums are half of that, for the same
+//! products.
 
 #![expect(unsafe_code, reason = "members write disjoint parts of the outputs")]
 
@@ -113,7 +115,7 @@ impl Deal {
 impl Kernel {
     /// Panels that are best multiplied together, of each of a gate's two matrices.
     pub(super) fn block_panels(self, is_gate: bool) -> usize {
-        match (self.encoding.has_blocks(), is_gate) {
+        match (self.in_blocks, is_gate) {
             (true, false) => BLOCK_PANELS,
             (true, true) => BLOCK_PANELS / 2,
             (false, _) => 1,
@@ -142,7 +144,7 @@ impl Rooms {
         strips: usize,
         columns: usize,
     ) -> anyhow::Result<Self> {
-        let has_blocks = kernels.iter().any(|kernel| kernel.encoding.has_blocks());
+        let has_blocks = kernels.iter().any(|kernel| kernel.in_blocks);
         let sums = if has_blocks { BLOCK_PANELS * strips.min(BLOCK_STRIPS) } else { 0 };
         let unpacked = kernels.iter().filter(|kernel| kernel.unpacks);
         let unpacked = unpacked.map(|kernel| match kernel.encoding {
@@ -191,19 +193,20 @@ impl Product<'_> {
     /// The strips are encoded, no one else touches these rows and columns of the target, and the
     /// workplace is of [`Rooms`] for this kernel and so many strips.
     pub(super) unsafe fn finish(&self, strips: &[Strip], workplace: &mut Workplace<'_>) {
-        if self.kernel.encoding.has_blocks() {
+        let mut registers = Registers::new(self.kernel.isa);
+        if self.kernel.in_blocks {
             for strips in strips.chunks(BLOCK_STRIPS) {
                 let most = self.kernel.block_panels(self.matrices().len() == 2);
                 for start in self.panels.clone().step_by(most) {
-                    let end = self.panels.end.min(start + most);
+                    let panels = start..self.panels.end.min(start + most);
                     // SAFETY: the caller's.
-                    unsafe { self.finish_block(start..end, strips, workplace) };
+                    unsafe { self.finish_block(panels, strips, &mut registers, workplace) };
                 }
             }
         } else {
             for panel in self.panels.clone() {
                 // SAFETY: the caller's.
-                unsafe { self.finish_panel(panel, strips, workplace) };
+                unsafe { self.finish_panel(panel, strips, &mut registers, workplace) };
             }
         }
     }
@@ -244,11 +247,17 @@ impl Product<'_> {
         }
     }
 
-    /// The products of one panel by a kernel of vectors, strip after strip.
+    /// The products of one panel along all its columns, strip after strip.
     ///
     /// # Safety
     /// That of [`Product::finish`].
-    unsafe fn finish_panel(&self, panel: usize, strips: &[Strip], workplace: &mut Workplace<'_>) {
+    unsafe fn finish_panel(
+        &self,
+        panel: usize,
+        strips: &[Strip],
+        registers: &mut Registers,
+        workplace: &mut Workplace<'_>,
+    ) {
         let kernel = self.kernel;
         let columns = padded(kernel.format, self.weights[0].columns());
         let tiles = &mut workplace.tiles;
@@ -277,7 +286,13 @@ impl Product<'_> {
                     next: next.unwrap_or(panels[i]),
                 };
                 // SAFETY: the caller's, and `linear` and `experts` check the level and the shapes.
-                unsafe { kernel.multiply(operands, tile) };
+                unsafe {
+                    if kernel.encoding.is_tiles() {
+                        registers.multiply_along(kernel, operands, tile);
+                    } else {
+                        kernel.multiply(operands, tile);
+                    }
+                }
             }
             let [tile, other] = &*tiles;
             let at = (strip.first, panel * PANEL);
@@ -294,6 +309,7 @@ impl Product<'_> {
         &self,
         panels: Range<usize>,
         strips: &[Strip],
+        registers: &mut Registers,
         workplace: &mut Workplace<'_>,
     ) {
         let (kernel, matrices) = (self.kernel, self.matrices());
@@ -303,7 +319,6 @@ impl Product<'_> {
             let count = panels.len() * matrices.len() * strips.len();
             slice::from_raw_parts_mut(workplace.sums, count)
         };
-        let mut registers = Registers::new(kernel.isa);
         // Columns of a panel, one after the other, as they are unpacked and multiplied.
         let turns = columns.div_ceil(BLOCK_COLUMNS) * panels.len() * matrices.len();
         let at = |turn: usize| {
@@ -351,7 +366,6 @@ impl Product<'_> {
                 }
             }
         }
-        drop(registers);
         let mut sums = sums.chunks_exact(strips.len() * matrices.len());
         for (panel, sums) in panels.zip(&mut sums) {
             let (firsts, seconds) = sums.split_at(strips.len());

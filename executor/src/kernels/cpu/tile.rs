@@ -17,6 +17,8 @@ mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
 mod bytes;
+#[cfg(target_arch = "x86_64")]
+mod few;
 mod portable;
 #[cfg(target_arch = "x86_64")]
 mod unpack;
@@ -60,6 +62,8 @@ pub(super) struct Kernel {
     pub(super) rows: usize,
     /// Whether columns are unpacked first, see [`Kernel::unpacked`].
     pub(super) unpacks: bool,
+    /// Whether products are made a block of panels and strips at a time; else a panel is multiplied along all its columns.
+    pub(super) in_blocks: bool,
 }
 
 /// The registers that tiles are multiplied in, from their first product until they are dropped.
@@ -206,6 +210,29 @@ impl Registers {
         }
     }
 
+    /// Multiplies one strip with one panel along all its columns, by the kernel that tiles have for few rows.
+    ///
+    /// # Safety
+    /// That of [`Kernel::multiply`].
+    pub(super) unsafe fn multiply_along(
+        &mut self,
+        kernel: Kernel,
+        operands: Operands,
+        tile: &mut Tile,
+    ) {
+        debug_assert!(operands.rows <= kernel.rows && operands.vectors <= 2);
+        // SAFETY: the caller's.
+        unsafe {
+            #[cfg(target_arch = "x86_64")]
+            if self.isa == Isa::Amx {
+                self.shape(operands.rows);
+                return few::multiply(kernel.format, operands, tile);
+            }
+            let _ = (kernel, operands, tile);
+            unreachable!("kernels of few rows in tiles are chosen for AMX");
+        }
+    }
+
     /// Shapes the registers for strips of `rows` rows.
     ///
     /// # Safety
@@ -239,14 +266,13 @@ impl Kernel {
             Isa::Avx2 => (4, 2),
             // Without VNNI blocks run on the AVX2 kernel.
             Isa::Avx512 => (12, 2),
-            Isa::Avx512Vnni | Isa::Avx512Bf16Vnni | Isa::Amx => (12, 6),
+            Isa::Avx512Vnni | Isa::Avx512Bf16Vnni | Isa::Amx => (12, 8),
         };
         let (encoding, rows) = match format {
             Format::F32 | Format::F16 => (Encoding::Float, float_rows),
-            // Below 13 rows one strip of vectors reads the weights once, as fast as memory gives them.
-            Format::Bf16 | Format::Bf12 if isa == Isa::Amx && tokens > 12 => {
-                (Encoding::Tiles, MOST_ROWS)
-            }
+            // With very few rows vectors are as fast as memory, which waits for tiles and for what is unpacked for them.
+            Format::Bf16 if isa == Isa::Amx && tokens > 2 => (Encoding::Tiles, MOST_ROWS),
+            Format::Bf12 if isa == Isa::Amx && tokens > 4 => (Encoding::Tiles, MOST_ROWS),
             Format::Bf16 | Format::Bf12 if isa >= Isa::Avx512Bf16Vnni => {
                 (Encoding::Pairs, float_rows)
             }
@@ -259,20 +285,25 @@ impl Kernel {
             Format::Q8 => (Encoding::Blocks { offset: OFFSET_8 }, block_rows),
             Format::Q4 => (Encoding::Blocks { offset: OFFSET_4 }, block_rows),
         };
+        let in_blocks = match encoding {
+            Encoding::Tiles => tokens > MOST_ROWS,
+            Encoding::ByteTiles => true,
+            Encoding::Float | Encoding::Rounded | Encoding::Pairs | Encoding::Blocks { .. } => {
+                false
+            }
+        };
         let unpacks = match format {
             Format::F32 | Format::F16 | Format::Bf16 => false,
             // One strip decodes on the way, or two; more would each do it again.
             Format::Bf12 => match encoding {
                 Encoding::Pairs => tokens > 2 * rows,
                 Encoding::Rounded => tokens > 8 || isa == Isa::Portable,
-                Encoding::Tiles
-                | Encoding::ByteTiles
-                | Encoding::Float
-                | Encoding::Blocks { .. } => true,
+                Encoding::Tiles => in_blocks,
+                Encoding::ByteTiles | Encoding::Float | Encoding::Blocks { .. } => true,
             },
             Format::Q8 | Format::Q4 => encoding == Encoding::ByteTiles,
         };
-        Self { isa, format, encoding, rows, unpacks }
+        Self { isa, format, encoding, rows, unpacks, in_blocks }
     }
 
     /// Cuts `rows` rows, the first one `first`, in strips: for vectors as even as they get; for tiles whole ones,
@@ -280,7 +311,7 @@ impl Kernel {
     pub(super) fn strips(self, first: usize, rows: usize) -> impl Iterator<Item = Strip> {
         let count = rows.div_ceil(self.rows);
         (0..count).map(move |strip| {
-            if self.encoding.has_blocks() {
+            if self.in_blocks {
                 let block_rows = BLOCK_STRIPS * self.rows;
                 let start = strip * self.rows;
                 let block = start - start % block_rows;
@@ -373,7 +404,7 @@ impl Kernel {
     /// the processor has the level.
     pub(super) unsafe fn multiply(self, operands: Operands, tile: &mut Tile) {
         debug_assert!(operands.rows <= self.rows && operands.vectors <= 2);
-        debug_assert!(!self.encoding.has_blocks(), "tiles have registers of their own");
+        debug_assert!(!self.encoding.is_tiles(), "tiles have registers of their own");
         // SAFETY: the caller's.
         unsafe {
             #[cfg(target_arch = "x86_64")]
@@ -452,6 +483,7 @@ mod tests {
                 encoding,
                 rows: most,
                 unpacks: false,
+                in_blocks: encoding.is_tiles(),
             };
             for rows in 1..200 {
                 let strips: Vec<Strip> = kernel.strips(5, rows).collect();
@@ -461,7 +493,7 @@ mod tests {
                     assert_eq!(strip.first, next);
                     let is_whole = strip.rows == most || i + 1 == strips.len();
                     let is_even = strip.rows <= most && strip.rows + 1 >= strips[0].rows;
-                    assert!(if encoding.has_blocks() { is_whole } else { is_even });
+                    assert!(if kernel.in_blocks { is_whole } else { is_even });
                     next += strip.rows;
                 }
                 assert_eq!(next, 5 + rows);

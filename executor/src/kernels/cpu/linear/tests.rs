@@ -238,6 +238,7 @@ fn blocks_of_tiles_multiply_right() {
                     encoding: if has_blocks { Encoding::ByteTiles } else { Encoding::Tiles },
                     rows: MOST_ROWS,
                     unpacks: format != Format::Bf16,
+                    in_blocks: true,
                 };
                 let x_heard = heard(kernel, columns, &x);
                 let wanted =

@@ -42,7 +42,13 @@ impl Ahead {
         step_bytes: usize,
         next: *const u8,
     ) -> Self {
-        let on = ahead_bytes().next_multiple_of(step_bytes).min(bytes);
+        Self::at(ahead_bytes().next_multiple_of(step_bytes), (start, bytes), next)
+    }
+
+    /// The same so many bytes ahead.
+    #[inline(always)]
+    pub(super) fn at(on: usize, (start, bytes): (*const u8, usize), next: *const u8) -> Self {
+        let on = on.min(bytes);
         let turn = start.wrapping_add(bytes - on);
         Self { bytes: on, turn, jump: next.addr().wrapping_sub(turn.addr()) }
     }

@@ -11,9 +11,9 @@ use super::{Listed, Operands, Tile};
 use crate::kernels::cpu::pack::{PANEL, TILE_DEPTH, VECTOR};
 
 /// Rows of a tile.
-const TILE_ROWS: usize = 16;
+pub(super) const TILE_ROWS: usize = 16;
 /// Bytes of a tile's row.
-const TILE_ROW_BYTES: usize = 64;
+pub(super) const TILE_ROW_BYTES: usize = 64;
 
 /// The operand of `ldtilecfg`.
 #[repr(C, align(64))]

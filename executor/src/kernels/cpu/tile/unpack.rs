@@ -10,6 +10,7 @@ use std::ops::Range;
 
 use ir::tensor::Format;
 
+use super::ahead::ask_for;
 use super::bytes::{GROUP_BLOCKS, GROUP_BYTES, Rounding};
 use crate::kernels::cpu::bf12;
 use crate::kernels::cpu::pack::{BLOCK_PAIR, VECTOR};
@@ -162,17 +163,47 @@ pub(super) unsafe fn bf12_by_avx512(
     columns: Range<usize>,
     to: &mut [[u16; 2]],
 ) {
-    let vectors = panel.vectors();
-    let words = panel.words(columns.clone()).chunks_exact(bf12::STEP_WORDS * vectors);
-    let steps = words.zip(to.chunks_exact_mut(STEP_PAIRS * vectors * VECTOR));
-    for (words, to) in steps {
-        for vector in 0..vectors {
-            // SAFETY: a vector's words are as many as a load takes, and so are its pairs.
-            unsafe {
-                let load =
-                    |from: &[u8; bf12::VECTOR_BYTES]| _mm512_loadu_si512(from.as_ptr().cast());
-                let small = small_pairs([0, 1, 2].map(|k| load(&words[k * vectors + vector])));
-                let bases = load(panel.bases(vector));
+    let words = panel.words(columns.clone());
+    let steps = columns.len() / bf12::STEP_COLUMNS;
+    assert_eq!(
+        to.len(),
+        steps * STEP_PAIRS * panel.vectors() * VECTOR,
+        "pairs of a panel's columns"
+    );
+    let to = to.as_mut_ptr().cast();
+    // SAFETY: there are so many steps of words, and room for their pairs.
+    unsafe {
+        if panel.vectors() == 1 {
+            bf12_steps::<1>(&panel, words.as_ptr(), steps, 0, to);
+        } else {
+            bf12_steps::<2>(&panel, words.as_ptr(), steps, 0, to);
+        }
+    }
+}
+
+/// Unpacks steps of a panel in 12 bits, whose words start at `words`, and asks for what lies `ahead` bytes on.
+///
+/// # Safety
+/// There are so many steps in the panel of `V` vectors, room for their pairs, and the processor has the features.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw")]
+pub(super) unsafe fn bf12_steps<const V: usize>(
+    panel: &bf12::Panel<'_>,
+    mut words: *const [u8; bf12::VECTOR_BYTES],
+    steps: usize,
+    ahead: usize,
+    mut to: *mut __m512i,
+) {
+    // SAFETY: a vector's words are as many as a load takes, and so are its pairs.
+    unsafe {
+        let load = |from: *const [u8; bf12::VECTOR_BYTES]| _mm512_loadu_si512(from.cast());
+        let bases: [__m512i; V] = std::array::from_fn(|vector| load(panel.bases(vector)));
+        for _ in 0..steps {
+            for line in 0..bf12::STEP_WORDS * V {
+                ask_for(words.add(line).cast::<u8>().wrapping_add(ahead));
+            }
+            for (vector, &bases) in bases.iter().enumerate() {
+                let small = small_pairs([0, 1, 2].map(|k| load(words.add(k * V + vector))));
                 let (mut pairs, has_small) = based_pairs(small, bases);
                 if has_small {
                     for (pair, small) in pairs.iter_mut().zip(small) {
@@ -184,10 +215,11 @@ pub(super) unsafe fn bf12_by_avx512(
                     }
                 }
                 for (pair, words) in pairs.into_iter().enumerate() {
-                    let to = &mut to[(pair * vectors + vector) * VECTOR..][..VECTOR];
-                    _mm512_storeu_si512(to.as_mut_ptr().cast(), words);
+                    _mm512_storeu_si512(to.add(pair * V + vector), words);
                 }
             }
+            words = words.add(bf12::STEP_WORDS * V);
+            to = to.add(STEP_PAIRS * V);
         }
     }
 }
