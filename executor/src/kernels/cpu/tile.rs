@@ -20,10 +20,10 @@ mod bytes;
 #[cfg(target_arch = "x86_64")]
 mod few;
 mod portable;
+mod registers;
 #[cfg(target_arch = "x86_64")]
 mod unpack;
 
-use std::marker::PhantomData;
 use std::ops::Range;
 use std::slice;
 
@@ -38,6 +38,7 @@ use super::product::BLOCK_STRIPS;
 use super::quantize::{OFFSET_4, OFFSET_8};
 
 pub(super) use bytes::{GROUP_BYTES, ROOM_BYTES, Units};
+pub(super) use registers::{LISTED_STEPS, Listed, Registers};
 
 /// Steps after which kernels of floats start a new sum: the error of a sum grows with its length, and
 /// adding up sums of this length costs below 1 % of the products.
@@ -66,17 +67,6 @@ pub(super) struct Kernel {
     pub(super) in_blocks: bool,
 }
 
-/// The registers that tiles are multiplied in, from their first product until they are dropped.
-pub(super) struct Registers {
-    isa: Isa,
-    /// Rows of the strips that they are shaped for; 0 while they are not.
-    rows: usize,
-    /// Where sums of bytes get their units.
-    sums: bytes::Sums,
-    /// Registers are a thread's.
-    thread: PhantomData<*const ()>,
-}
-
 /// Where a kernel reads.
 #[derive(Clone, Copy)]
 pub(super) struct Operands {
@@ -92,29 +82,6 @@ pub(super) struct Operands {
     pub(super) columns: usize,
     /// What is read after the panel, by tiles the sums that go on next; anything that is near where nothing is.
     pub(super) next: *const u8,
-}
-
-/// Most steps of a product whose columns are listed.
-pub(super) const LISTED_STEPS: usize = 8;
-
-/// Rows of bf16 times two vectors of columns that lie anywhere.
-pub(super) struct Listed<'a> {
-    /// The first row's first step; each is 32 elements, and steps follow each other.
-    pub(super) rows: *const u8,
-    /// From one row to the next.
-    pub(super) row_bytes: usize,
-    /// Number of rows, at most [`MOST_ROWS`].
-    pub(super) count: usize,
-    /// For each step two tiles of columns: sixteen pairs of elements of each of sixteen columns.
-    pub(super) steps: &'a [[*const u8; 2]],
-    /// From one pair of elements to the next.
-    pub(super) column_bytes: usize,
-    /// 32 sums of the first row.
-    pub(super) sums: *mut f32,
-    /// Floats from one row's sums to the next.
-    pub(super) sums_width: usize,
-    /// Whether products are added to the sums.
-    pub(super) goes_on: bool,
 }
 
 /// Some columns of a panel as they are packed.
@@ -138,122 +105,6 @@ impl Source {
         }
         #[cfg(not(target_arch = "x86_64"))]
         let _ = lines;
-    }
-}
-
-impl Registers {
-    /// Registers for a level; of others than AMX none, and products are plain.
-    pub(super) fn new(isa: Isa) -> Self {
-        let sums = bytes::Sums([[0; PANEL]; MOST_ROWS]);
-        Self { isa, rows: 0, sums, thread: PhantomData }
-    }
-
-    /// Multiplies some columns of a strip with those of a panel in bf16, and adds the products to `sums` if
-    /// they go on from earlier columns.
-    ///
-    /// # Safety
-    /// The operands are readable, the strip encoded in tiles, and the processor has the level.
-    pub(super) unsafe fn multiply(&mut self, operands: Operands, goes_on: bool, sums: &mut Tile) {
-        debug_assert!(operands.rows <= MOST_ROWS && operands.vectors <= 2);
-        // SAFETY: the caller's.
-        unsafe {
-            #[cfg(target_arch = "x86_64")]
-            if self.isa == Isa::Amx {
-                self.shape(operands.rows);
-                return amx::multiply(operands, goes_on, sums);
-            }
-            portable::tiles(operands, goes_on, sums);
-        }
-    }
-
-    /// Multiplies a group of columns of a strip with those of a panel in bytes, and adds the products to `sums` if
-    /// they go on from earlier columns.
-    ///
-    /// # Safety
-    /// The operands and the units of their rows are readable, the strip encoded in tiles of bytes, and the processor has
-    /// the level.
-    pub(super) unsafe fn multiply_bytes(
-        &mut self,
-        operands: Operands,
-        units: Units,
-        goes_on: bool,
-        sums: &mut Tile,
-    ) {
-        debug_assert!(operands.rows <= MOST_ROWS && operands.vectors <= 2);
-        // SAFETY: the caller's.
-        unsafe {
-            #[cfg(target_arch = "x86_64")]
-            if self.isa == Isa::Amx {
-                self.shape(operands.rows);
-                amx::multiply_bytes(operands, &mut self.sums);
-                let sizes = (operands.rows, operands.vectors);
-                return amx::add_with_units(&self.sums, sizes, units, goes_on, sums);
-            }
-            bytes::multiply(operands, units, goes_on, sums);
-        }
-    }
-
-    /// Multiplies rows with columns that are listed.
-    ///
-    /// # Safety
-    /// All that is listed is readable, the sums are the caller's, and the processor has the level.
-    pub(super) unsafe fn multiply_listed(&mut self, listed: Listed<'_>) {
-        debug_assert!(listed.count <= MOST_ROWS);
-        // SAFETY: the caller's.
-        unsafe {
-            #[cfg(target_arch = "x86_64")]
-            if self.isa == Isa::Amx {
-                self.shape(listed.count);
-                return amx::multiply_listed(listed);
-            }
-            portable::listed(listed);
-        }
-    }
-
-    /// Multiplies one strip with one panel along all its columns, by the kernel that tiles have for few rows.
-    ///
-    /// # Safety
-    /// That of [`Kernel::multiply`].
-    pub(super) unsafe fn multiply_along(
-        &mut self,
-        kernel: Kernel,
-        operands: Operands,
-        tile: &mut Tile,
-    ) {
-        debug_assert!(operands.rows <= kernel.rows && operands.vectors <= 2);
-        // SAFETY: the caller's.
-        unsafe {
-            #[cfg(target_arch = "x86_64")]
-            if self.isa == Isa::Amx {
-                self.shape(operands.rows);
-                return few::multiply(kernel.format, operands, tile);
-            }
-            let _ = (kernel, operands, tile);
-            unreachable!("kernels of few rows in tiles are chosen for AMX");
-        }
-    }
-
-    /// Shapes the registers for strips of `rows` rows.
-    ///
-    /// # Safety
-    /// The processor has tiles, and the process permission to use them.
-    #[cfg(target_arch = "x86_64")]
-    unsafe fn shape(&mut self, rows: usize) {
-        if self.rows != rows {
-            self.rows = rows;
-            // SAFETY: the caller's; they are released when these registers are dropped.
-            unsafe { amx::shape(rows) };
-        }
-    }
-}
-
-impl Drop for Registers {
-    fn drop(&mut self) {
-        #[cfg(target_arch = "x86_64")]
-        if self.rows > 0 {
-            // SAFETY: they were shaped by this thread, which a `Registers` does not leave.
-            unsafe { amx::release() };
-        }
     }
 }
 
