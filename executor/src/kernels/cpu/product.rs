@@ -22,6 +22,7 @@ use ir::packing;
 
 use super::encode::{Encoding, Strip};
 use super::epilogue::Target;
+use super::isa::Isa;
 use super::pack::{PANEL, PackedMatrix, Shared, padded};
 use super::tile::{
     GROUP_BYTES, Kernel, MOST_ROWS, Operands, ROOM_BYTES, Registers, Source, Tile, Units,
@@ -125,6 +126,7 @@ impl Kernel {
 
 /// Room for what all members of a team unpack, and for the sums of their blocks.
 pub(super) struct Rooms {
+    isa: Isa,
     buffer: Buffer,
     /// Sums of one member.
     sums: usize,
@@ -157,7 +159,8 @@ impl Rooms {
         });
         let bytes = sums * size_of::<Tile>() + unpacked.max().unwrap_or(0);
         let buffer = team.arena().take(team.members() * bytes).context("room for products")?;
-        Ok(Self { buffer, sums, bytes })
+        let isa = kernels.first().map_or(Isa::Portable, |kernel| kernel.isa);
+        Ok(Self { isa, buffer, sums, bytes })
     }
 
     /// What `member` works with; only it may.
@@ -166,6 +169,7 @@ impl Rooms {
         let unpacked = start.wrapping_add(self.sums * size_of::<Tile>());
         Workplace {
             tiles: [[[0.0; PANEL]; MOST_ROWS]; 2],
+            registers: Registers::new(self.isa),
             sums: start.cast(),
             unpacked,
             rooms: PhantomData,
@@ -179,6 +183,7 @@ unsafe impl Sync for Rooms {}
 /// What one member works with.
 pub(super) struct Workplace<'a> {
     tiles: [Tile; 2],
+    registers: Registers,
     /// `[panel, matrix of a gate, strip]`, of a block.
     sums: *mut Tile,
     /// Columns of a panel, unpacked; for vectors all columns of two.
@@ -193,20 +198,19 @@ impl Product<'_> {
     /// The strips are encoded, no one else touches these rows and columns of the target, and the
     /// workplace is of [`Rooms`] for this kernel and so many strips.
     pub(super) unsafe fn finish(&self, strips: &[Strip], workplace: &mut Workplace<'_>) {
-        let mut registers = Registers::new(self.kernel.isa);
         if self.kernel.in_blocks {
             for strips in strips.chunks(BLOCK_STRIPS) {
                 let most = self.kernel.block_panels(self.matrices().len() == 2);
                 for start in self.panels.clone().step_by(most) {
                     let panels = start..self.panels.end.min(start + most);
                     // SAFETY: the caller's.
-                    unsafe { self.finish_block(panels, strips, &mut registers, workplace) };
+                    unsafe { self.finish_block(panels, strips, workplace) };
                 }
             }
         } else {
             for panel in self.panels.clone() {
                 // SAFETY: the caller's.
-                unsafe { self.finish_panel(panel, strips, &mut registers, workplace) };
+                unsafe { self.finish_panel(panel, strips, workplace) };
             }
         }
     }
@@ -251,20 +255,14 @@ impl Product<'_> {
     ///
     /// # Safety
     /// That of [`Product::finish`].
-    unsafe fn finish_panel(
-        &self,
-        panel: usize,
-        strips: &[Strip],
-        registers: &mut Registers,
-        workplace: &mut Workplace<'_>,
-    ) {
+    unsafe fn finish_panel(&self, panel: usize, strips: &[Strip], workplace: &mut Workplace<'_>) {
         let kernel = self.kernel;
         let columns = padded(kernel.format, self.weights[0].columns());
-        let tiles = &mut workplace.tiles;
+        let Workplace { tiles, registers, unpacked, .. } = workplace;
         let mut panels = [ptr::null(); 2];
         for (i, matrix) in self.matrices().iter().enumerate() {
             let (from, vectors) = (matrix.panel(panel), matrix.vectors(panel));
-            let room = workplace.unpacked.wrapping_add(i * columns * PANEL * 2);
+            let room = unpacked.wrapping_add(i * columns * PANEL * 2);
             // SAFETY: the room has as many columns of each matrix of a gate.
             panels[i] = unsafe { kernel.unpacked(from, vectors, columns, 0..columns, room) };
         }
@@ -309,7 +307,6 @@ impl Product<'_> {
         &self,
         panels: Range<usize>,
         strips: &[Strip],
-        registers: &mut Registers,
         workplace: &mut Workplace<'_>,
     ) {
         let (kernel, matrices) = (self.kernel, self.matrices());
@@ -359,9 +356,9 @@ impl Product<'_> {
                 unsafe {
                     if kernel.encoding == Encoding::ByteTiles {
                         let units = self.units(strip, part.start, packed);
-                        registers.multiply_bytes(operands, units, goes_on, sums);
+                        workplace.registers.multiply_bytes(operands, units, goes_on, sums);
                     } else {
-                        registers.multiply(operands, goes_on, sums);
+                        workplace.registers.multiply(operands, goes_on, sums);
                     }
                 }
             }

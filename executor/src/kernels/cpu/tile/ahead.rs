@@ -9,8 +9,8 @@ use std::sync::OnceLock;
 /// How far ahead of their use weights are asked for, in bytes: far enough to hide the memory's latency at the rate of one
 /// core, near enough to stay in the first cache.
 ///
-/// Intel's cores read up to a quarter faster when they are asked within the 4 KiB page that they read: what they ask for
-/// by themselves follows one page at a time. AMD's read as fast at any of these distances that hides the latency.
+/// Intel's cores read up to a quarter faster when they are asked for what lies near, within the 4 KiB page that they read
+/// or the next one, whose lines they ask for by themselves, too. The longer distance is the one chosen on AMD's.
 pub(super) fn ahead_bytes() -> usize {
     const NEAR: usize = 2048;
     const FAR: usize = 8192;
