@@ -8,6 +8,14 @@
 
 #![expect(unsafe_code, reason = "kernels read packed weights and activations by address")]
 
+/// A kernel for so many rows and vectors, and with what else it is compiled for, if anything.
+#[cfg(target_arch = "x86_64")]
+macro_rules! instance {
+    ($kernel:ident, $rows:literal, $vectors:literal, [$($constant:expr)?]) => {
+        $kernel::<$rows, $vectors, $({ $constant })?>
+    };
+}
+
 #[cfg(target_arch = "x86_64")]
 mod ahead;
 #[cfg(target_arch = "x86_64")]

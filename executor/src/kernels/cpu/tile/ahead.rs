@@ -6,6 +6,8 @@
 use std::arch::x86_64::{__cpuid, _MM_HINT_T0, _MM_HINT_T1, _mm_prefetch};
 use std::sync::OnceLock;
 
+use super::LINE;
+
 /// How far ahead of their use weights are asked for, in bytes: far enough to hide the memory's latency at the rate of one
 /// core, near enough to stay in the first cache.
 ///
@@ -45,7 +47,8 @@ impl Ahead {
         Self::at(ahead_bytes().next_multiple_of(step_bytes), (start, bytes), next)
     }
 
-    /// The same so many bytes ahead.
+    /// The same, as many bytes ahead as are given; of what is read next a part of a step may not be asked for if these are
+    /// not whole steps.
     #[inline(always)]
     pub(super) fn at(on: usize, (start, bytes): (*const u8, usize), next: *const u8) -> Self {
         let on = on.min(bytes);
@@ -67,6 +70,12 @@ pub(super) fn ask_for(line: *const u8) {
     unsafe { _mm_prefetch::<_MM_HINT_T0>(line.cast()) };
 }
 
+/// Asks for the lines of some bytes of memory.
+#[inline(always)]
+pub(super) fn ask_for_lines(start: *const u8, bytes: usize) {
+    (0..bytes).step_by(LINE).for_each(|line| ask_for(start.wrapping_add(line)));
+}
+
 /// Asks for a line of memory that the first cache has no room for yet.
 pub(super) fn ask_for_later(line: *const u8) {
     // SAFETY: asking may point anywhere.
@@ -75,5 +84,5 @@ pub(super) fn ask_for_later(line: *const u8) {
 
 /// Asks for as much of a panel as is asked for ahead.
 pub(super) fn ask_for_start(panel: *const u8) {
-    (0..ahead_bytes()).step_by(64).for_each(|at| ask_for(panel.wrapping_add(at)));
+    ask_for_lines(panel, ahead_bytes());
 }

@@ -12,7 +12,7 @@ use std::arch::x86_64::*;
 
 use ir::tensor::Format;
 
-use super::ahead::{Ahead, ask_for};
+use super::ahead::{Ahead, ask_for_lines};
 use super::unpack::{based_pairs_by_avx2, small_pairs_by_avx2, subnormal_by_avx2};
 use super::{Operands, SUM_STEPS, Tile};
 use crate::kernels::cpu::bf12;
@@ -25,17 +25,10 @@ const BF16: u8 = 2;
 
 /// Calls a kernel for so many rows: with `few` of them it takes both vectors of a panel together.
 macro_rules! by_rows {
-    ($kernel:ident, $operands:expr, $tile:expr, few [$($few:literal)*], [$($rows:literal)*]) => {
+    ($kernel:ident, $operands:expr, $tile:expr, few [$($few:literal)*], [$($rows:literal)*], $constant:tt) => {
         match ($operands.rows, $operands.vectors) {
-            $(($few, 2) => $kernel::<$few, 2>($operands, $tile),)*
-            $(($rows, _) => $kernel::<$rows, 1>($operands, $tile),)*
-            (rows, _) => unreachable!("a strip of {rows} rows"),
-        }
-    };
-    ($kernel:ident, $operands:expr, $tile:expr, few [$($few:literal)*], [$($rows:literal)*], $constant:expr) => {
-        match ($operands.rows, $operands.vectors) {
-            $(($few, 2) => $kernel::<$few, 2, { $constant }>($operands, $tile),)*
-            $(($rows, _) => $kernel::<$rows, 1, { $constant }>($operands, $tile),)*
+            $(($few, 2) => instance!($kernel, $few, 2, $constant)($operands, $tile),)*
+            $(($rows, _) => instance!($kernel, $rows, 1, $constant)($operands, $tile),)*
             (rows, _) => unreachable!("a strip of {rows} rows"),
         }
     };
@@ -47,22 +40,16 @@ pub(super) unsafe fn multiply(format: Format, operands: Operands, tile: &mut Til
     // SAFETY: the caller's.
     unsafe {
         match format {
-            Format::F32 => by_rows!(floats, operands, tile, few [1 2], [1 2 3 4], F32),
-            Format::F16 => by_rows!(floats, operands, tile, few [1 2], [1 2 3 4], F16),
-            Format::Bf16 => by_rows!(floats, operands, tile, few [1 2], [1 2 3 4], BF16),
+            Format::F32 => by_rows!(floats, operands, tile, few [1 2], [1 2 3 4], [F32]),
+            Format::F16 => by_rows!(floats, operands, tile, few [1 2], [1 2 3 4], [F16]),
+            Format::Bf16 => by_rows!(floats, operands, tile, few [1 2], [1 2 3 4], [BF16]),
             Format::Bf12 => {
-                by_rows!(small_floats, operands, tile, few [1 2], [1 2 3 4]);
+                by_rows!(small_floats, operands, tile, few [1 2], [1 2 3 4], []);
             }
-            Format::Q8 => by_rows!(blocks, operands, tile, few [1], [1 2], 8),
-            Format::Q4 => by_rows!(blocks, operands, tile, few [1], [1 2], 4),
+            Format::Q8 => by_rows!(blocks, operands, tile, few [1], [1 2], [8]),
+            Format::Q4 => by_rows!(blocks, operands, tile, few [1], [1 2], [4]),
         }
     }
-}
-
-/// Asks for a step of a panel, so far ahead.
-#[inline(always)]
-fn ask_for_step(step: *const u8, step_bytes: usize, distance: usize) {
-    (0..step_bytes).step_by(64).for_each(|line| ask_for(step.wrapping_add(line + distance)));
 }
 
 /// Weights in f32, f16 or bf16; activations in f32. `V` vectors are multiplied together.
@@ -84,7 +71,7 @@ unsafe fn floats<const R: usize, const V: usize, const KIND: u8>(
             let mut sums = [[[_mm256_setzero_ps(); 2]; V]; R];
             for _ in start..steps.min(start + SUM_STEPS) {
                 if first == 0 {
-                    ask_for_step(w, step_bytes, ahead.distance(w));
+                    ask_for_lines(w.wrapping_add(ahead.distance(w)), step_bytes);
                 }
                 // SAFETY: the panel and the strip have `steps` steps.
                 unsafe {
@@ -156,8 +143,8 @@ unsafe fn small_floats<const R: usize, const V: usize>(operands: Operands, tile:
             let mut sums = [[[_mm256_setzero_ps(); 2]; V]; R];
             for words in words.chunks_exact(bf12::STEP_WORDS * vectors) {
                 if first == 0 {
-                    let step = words.as_ptr().cast();
-                    ask_for_step(step, step_bytes, ahead.distance(step));
+                    let step = words.as_ptr().cast::<u8>();
+                    ask_for_lines(step.wrapping_add(ahead.distance(step)), step_bytes);
                 }
                 for vector in 0..V {
                     let bases = panel.bases(first + vector);
@@ -237,7 +224,7 @@ unsafe fn blocks<const R: usize, const V: usize, const BITS: usize>(
         let mut totals = [[[_mm256_setzero_ps(); 2]; V]; R];
         for _ in 0..pairs {
             if start == 0 {
-                ask_for_step(w, pair_bytes, ahead.distance(w));
+                ask_for_lines(w.wrapping_add(ahead.distance(w)), pair_bytes);
             }
             for half in 0..2 {
                 // SAFETY: the layouts of `pack` and `encode`.

@@ -22,20 +22,11 @@ use crate::kernels::cpu::pack::{BLOCK_PAIR, VECTOR};
 use crate::kernels::cpu::quantize::BLOCK;
 
 macro_rules! by_shape {
-    ($kernel:ident, $operands:expr, $tile:expr, [$($rows:literal)*]) => {
+    ($kernel:ident, $operands:expr, $tile:expr, [$($rows:literal)*], $constant:tt) => {
         match ($operands.rows, $operands.vectors) {
             $(
-                ($rows, 1) => $kernel::<$rows, 1>($operands, $tile),
-                ($rows, 2) => $kernel::<$rows, 2>($operands, $tile),
-            )*
-            (rows, vectors) => unreachable!("a strip of {rows} rows with {vectors} vectors"),
-        }
-    };
-    ($kernel:ident, $operands:expr, $tile:expr, [$($rows:literal)*], $constant:expr) => {
-        match ($operands.rows, $operands.vectors) {
-            $(
-                ($rows, 1) => $kernel::<$rows, 1, { $constant }>($operands, $tile),
-                ($rows, 2) => $kernel::<$rows, 2, { $constant }>($operands, $tile),
+                ($rows, 1) => instance!($kernel, $rows, 1, $constant)($operands, $tile),
+                ($rows, 2) => instance!($kernel, $rows, 2, $constant)($operands, $tile),
             )*
             (rows, vectors) => unreachable!("a strip of {rows} rows with {vectors} vectors"),
         }
@@ -57,17 +48,17 @@ pub(super) unsafe fn multiply(
     // SAFETY: the caller's.
     unsafe {
         match format {
-            Format::F32 => by_shape!(floats, operands, tile, [1 2 3 4 5 6 7 8 9 10 11 12], F32),
-            Format::F16 => by_shape!(floats, operands, tile, [1 2 3 4 5 6 7 8 9 10 11 12], F16),
+            Format::F32 => by_shape!(floats, operands, tile, [1 2 3 4 5 6 7 8 9 10 11 12], [F32]),
+            Format::F16 => by_shape!(floats, operands, tile, [1 2 3 4 5 6 7 8 9 10 11 12], [F16]),
             Format::Bf16 if encoding == Encoding::Pairs => {
-                by_shape!(pairs, operands, tile, [1 2 3 4 5 6 7 8 9 10 11 12])
+                by_shape!(pairs, operands, tile, [1 2 3 4 5 6 7 8 9 10 11 12], [])
             }
-            Format::Bf16 => by_shape!(floats, operands, tile, [1 2 3 4 5 6 7 8 9 10 11 12], BF16),
+            Format::Bf16 => by_shape!(floats, operands, tile, [1 2 3 4 5 6 7 8 9 10 11 12], [BF16]),
             Format::Bf12 => {
-                by_shape!(small_floats, operands, tile, [1 2 3 4 5 6 7 8 9 10 11 12])
+                by_shape!(small_floats, operands, tile, [1 2 3 4 5 6 7 8 9 10 11 12], [])
             }
-            Format::Q8 => by_shape!(blocks, operands, tile, [1 2 3 4 5 6 7 8], 8),
-            Format::Q4 => by_shape!(blocks, operands, tile, [1 2 3 4 5 6 7 8], 4),
+            Format::Q8 => by_shape!(blocks, operands, tile, [1 2 3 4 5 6 7 8], [8]),
+            Format::Q4 => by_shape!(blocks, operands, tile, [1 2 3 4 5 6 7 8], [4]),
         }
     }
 }
@@ -189,6 +180,14 @@ unsafe fn pairs<const R: usize, const V: usize>(operands: Operands, tile: &mut T
     }
 }
 
+/// A vector's words of a panel in 12 bits.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn load_words(from: &[u8; bf12::VECTOR_BYTES]) -> __m512i {
+    // SAFETY: they are as many as a load takes.
+    unsafe { _mm512_loadu_si512(from.as_ptr().cast()) }
+}
+
 /// Weights in 12 bits, activations in pairs of bf16.
 ///
 /// The few small floats that are subnormal are added by themselves.
@@ -198,14 +197,9 @@ unsafe fn small_floats<const R: usize, const V: usize>(operands: Operands, tile:
     const PAIRS: usize = bf12::STEP_COLUMNS / 2;
     // SAFETY: the caller's: a panel in 12 bits.
     let panel = unsafe { bf12::Panel::at(operands.panel, V, operands.columns) };
-    let load = |from: &[u8; bf12::VECTOR_BYTES], distance: usize| {
-        ask_for(from.as_ptr().wrapping_add(distance));
-        // SAFETY: a vector's words are as many as a load takes.
-        unsafe { _mm512_loadu_si512(from.as_ptr().cast()) }
-    };
     let mut bases = [_mm512_setzero_si512(); V];
     for vector in 0..V {
-        bases[vector] = load(panel.bases(vector), 0);
+        bases[vector] = load_words(panel.bases(vector));
     }
     let x = operands.strip.cast::<i32>();
     let words = panel.words(0..operands.columns);
@@ -217,7 +211,11 @@ unsafe fn small_floats<const R: usize, const V: usize>(operands: Operands, tile:
         for words in words.chunks_exact(bf12::STEP_WORDS * V) {
             let distance = ahead.distance(words.as_ptr().cast());
             for vector in 0..V {
-                let words_of = |k: usize| load(&words[k * V + vector], distance);
+                let words_of = |k: usize| {
+                    let words = &words[k * V + vector];
+                    ask_for(words.as_ptr().wrapping_add(distance));
+                    load_words(words)
+                };
                 let small = small_pairs([0, 1, 2].map(words_of));
                 let (pairs, has_small) = based_pairs(small, bases[vector]);
                 // SAFETY: the strip has as many columns as the panel.
@@ -261,10 +259,8 @@ unsafe fn add_subnormal<const R: usize>(
     x: *const i32,
     mut sums: [__m512; R],
 ) -> [__m512; R] {
-    // SAFETY: a vector's words are as many as a load takes.
-    let load = |from: &[u8; 64]| unsafe { _mm512_loadu_si512(from.as_ptr().cast()) };
-    let bases = load(bases);
-    for (pair, words) in small_pairs(words.map(load)).into_iter().enumerate() {
+    let bases = load_words(bases);
+    for (pair, words) in small_pairs(words.map(|words| load_words(words))).into_iter().enumerate() {
         for (half, weights) in subnormal(words, bases).into_iter().enumerate() {
             for row in 0..R {
                 // SAFETY: the caller's.

@@ -12,7 +12,7 @@ use std::mem::MaybeUninit;
 
 use ir::tensor::Format;
 
-use super::ahead::{Ahead, ask_for};
+use super::ahead::{Ahead, ask_for_lines};
 use super::amx::{TILE_ROW_BYTES, TILE_ROWS};
 use super::unpack::bf12_steps;
 use super::{Operands, Tile};
@@ -86,7 +86,8 @@ unsafe fn small_floats<const V: usize>(operands: Operands, tile: &mut Tile) {
                 let from = start.wrapping_add(turn * step_bytes);
                 let to = (&raw mut (*room).0[turn % 2]).cast();
                 let steps = TILE_DEPTH / bf12::STEP_COLUMNS;
-                bf12_steps::<V>(&panel, from.cast(), steps, ahead.distance(from), to);
+                let distance = ahead.distance(from);
+                bf12_steps::<V>(&panel, from.cast(), steps, Some(distance), to);
             }
             if let Some(step) = turn.checked_sub(1) {
                 let w = (&raw const (*room).0[step % 2]).cast();
@@ -95,12 +96,6 @@ unsafe fn small_floats<const V: usize>(operands: Operands, tile: &mut Tile) {
         }
         store(rows, tile);
     }
-}
-
-/// Asks for some bytes' lines.
-#[inline(always)]
-fn ask_for_lines(start: *const u8, bytes: usize) {
-    (0..bytes).step_by(64).for_each(|line| ask_for(start.wrapping_add(line)));
 }
 
 /// Starts sums of zero in tiles 0 to 3.

@@ -10,7 +10,7 @@ use std::ops::Range;
 
 use ir::tensor::Format;
 
-use super::ahead::ask_for;
+use super::ahead::ask_for_lines;
 use super::bytes::{GROUP_BLOCKS, GROUP_BYTES, Rounding};
 use crate::kernels::cpu::bf12;
 use crate::kernels::cpu::pack::{BLOCK_PAIR, VECTOR};
@@ -174,14 +174,15 @@ pub(super) unsafe fn bf12_by_avx512(
     // SAFETY: there are so many steps of words, and room for their pairs.
     unsafe {
         if panel.vectors() == 1 {
-            bf12_steps::<1>(&panel, words.as_ptr(), steps, 0, to);
+            bf12_steps::<1>(&panel, words.as_ptr(), steps, None, to);
         } else {
-            bf12_steps::<2>(&panel, words.as_ptr(), steps, 0, to);
+            bf12_steps::<2>(&panel, words.as_ptr(), steps, None, to);
         }
     }
 }
 
-/// Unpacks steps of a panel in 12 bits, whose words start at `words`, and asks for what lies `ahead` bytes on.
+/// Unpacks steps of a panel in 12 bits, whose words start at `words`, and asks for what lies `ahead` bytes on, if that is
+/// given.
 ///
 /// # Safety
 /// There are so many steps in the panel of `V` vectors, room for their pairs, and the processor has the features.
@@ -191,7 +192,7 @@ pub(super) unsafe fn bf12_steps<const V: usize>(
     panel: &bf12::Panel<'_>,
     mut words: *const [u8; bf12::VECTOR_BYTES],
     steps: usize,
-    ahead: usize,
+    ahead: Option<usize>,
     mut to: *mut __m512i,
 ) {
     // SAFETY: a vector's words are as many as a load takes, and so are its pairs.
@@ -199,8 +200,9 @@ pub(super) unsafe fn bf12_steps<const V: usize>(
         let load = |from: *const [u8; bf12::VECTOR_BYTES]| _mm512_loadu_si512(from.cast());
         let bases: [__m512i; V] = std::array::from_fn(|vector| load(panel.bases(vector)));
         for _ in 0..steps {
-            for line in 0..bf12::STEP_WORDS * V {
-                ask_for(words.add(line).cast::<u8>().wrapping_add(ahead));
+            if let Some(ahead) = ahead {
+                let bytes = bf12::STEP_WORDS * V * bf12::VECTOR_BYTES;
+                ask_for_lines(words.cast::<u8>().wrapping_add(ahead), bytes);
             }
             for (vector, &bases) in bases.iter().enumerate() {
                 let small = small_pairs([0, 1, 2].map(|k| load(words.add(k * V + vector))));
