@@ -13,7 +13,7 @@ pub(super) fn run(arguments: FeaturesArguments) -> Result<()> {
     let isa = arguments.isa.map_or(Ok(highest), |name| available(&name))?;
     let mut text = String::from("levels\n");
     for level in Isa::ALL {
-        let found = if level <= highest { "found" } else { "not here" };
+        let found = if level.is_available() { "found" } else { "not here" };
         let used = if level == isa { ", used" } else { "" };
         text += &format!("  {:<18} {found}{used}\n", level.to_string());
     }
@@ -27,6 +27,9 @@ pub(super) fn run(arguments: FeaturesArguments) -> Result<()> {
 /// The level of that name, if this processor has it.
 pub(super) fn available(name: &str) -> Result<Isa> {
     let (isa, highest) = (name.parse::<Isa>()?, Isa::detect());
-    ensure!(isa <= highest, "this processor does not have {isa}; its highest level is {highest}");
+    ensure!(
+        isa.is_available(),
+        "this processor does not have {isa}; its highest level is {highest}"
+    );
     Ok(isa)
 }

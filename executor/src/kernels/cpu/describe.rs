@@ -20,7 +20,7 @@ pub fn describe(isa: Isa) -> Vec<(String, String)> {
     }
     let vectors = match isa {
         Isa::Portable => "plain Rust",
-        Isa::Avx2 => "vectors of 8 floats, FMA",
+        Isa::Avx2 | Isa::Avx2Vnni => "vectors of 8 floats, FMA",
         Isa::Avx512 | Isa::Avx512Vnni | Isa::Avx512Bf16Vnni | Isa::Amx => {
             "vectors of 16 floats, FMA"
         }
@@ -46,8 +46,9 @@ fn linear(isa: Isa, format: Format, tokens: usize) -> String {
         (Encoding::Blocks { .. }, Isa::Avx512Vnni | Isa::Avx512Bf16Vnni | Isa::Amx) => {
             "AVX-512 VNNI dot products of 8-bit integers"
         }
+        (Encoding::Blocks { .. }, Isa::Avx2Vnni) => "AVX-VNNI dot products of 8-bit integers",
         (Encoding::Blocks { .. }, Isa::Avx2 | Isa::Avx512) => "AVX2 products of 8-bit integers",
-        (Encoding::Float | Encoding::Rounded, Isa::Avx2) => "AVX2 FMA of f32",
+        (Encoding::Float | Encoding::Rounded, Isa::Avx2 | Isa::Avx2Vnni) => "AVX2 FMA of f32",
         (Encoding::Rounded, _) if format == Format::Bf12 && !kernel.unpacks => "AVX2 FMA of f32",
         (Encoding::Float | Encoding::Rounded, _) => "AVX-512 FMA of f32",
     };

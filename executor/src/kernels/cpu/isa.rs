@@ -1,6 +1,7 @@
 //! Levels of the instruction set that kernels are written for.
 //!
-//! A level holds all lower ones, so a kernel that has nothing for a level runs the next lower one it has.
+//! A level holds all lower ones, but that those with AVX-512 need not hold AVX-VNNI, which has wider dot products there.
+//! So a kernel that has nothing for a level runs the next lower one it has.
 
 use std::fmt;
 use std::str::FromStr;
@@ -15,7 +16,9 @@ pub enum Isa {
     Portable,
     /// AVX2, FMA and F16C.
     Avx2,
-    /// AVX-512 F, BW, DQ and VL.
+    /// The same with AVX-VNNI dot products of bytes: processors for desktops and laptops.
+    Avx2Vnni,
+    /// AVX-512 F, BW, DQ and VL, with AVX2.
     Avx512,
     /// The same with VNNI dot products of bytes, as before there were those of BF16.
     Avx512Vnni,
@@ -27,8 +30,15 @@ pub enum Isa {
 
 impl Isa {
     /// All levels, lowest first.
-    pub const ALL: [Isa; 6] =
-        [Isa::Portable, Isa::Avx2, Isa::Avx512, Isa::Avx512Vnni, Isa::Avx512Bf16Vnni, Isa::Amx];
+    pub const ALL: [Isa; 7] = [
+        Isa::Portable,
+        Isa::Avx2,
+        Isa::Avx2Vnni,
+        Isa::Avx512,
+        Isa::Avx512Vnni,
+        Isa::Avx512Bf16Vnni,
+        Isa::Amx,
+    ];
 
     /// The highest level that this processor and its system offer.
     ///
@@ -44,10 +54,15 @@ impl Isa {
     /// # Panics
     /// When this processor does not have it.
     pub(super) fn checked(self) -> Self {
-        if self > Self::detect() {
+        if !self.is_available() {
             self.is_missing();
         }
         self
+    }
+
+    /// Whether this processor and its system offer the level.
+    pub fn is_available(self) -> bool {
+        self <= Self::detect() && (self != Isa::Avx2Vnni || has_avx_vnni())
     }
 
     /// Ends what relies on a level that is not there.
@@ -57,8 +72,7 @@ impl Isa {
 
     /// The levels of this processor, lowest first.
     pub fn available() -> Vec<Self> {
-        let highest = Self::detect();
-        Self::ALL.into_iter().filter(|&isa| isa <= highest).collect()
+        Self::ALL.into_iter().filter(|isa| isa.is_available()).collect()
     }
 }
 
@@ -67,6 +81,7 @@ impl fmt::Display for Isa {
         f.write_str(match self {
             Isa::Portable => "portable",
             Isa::Avx2 => "avx2",
+            Isa::Avx2Vnni => "avx2-vnni",
             Isa::Avx512 => "avx512",
             Isa::Avx512Vnni => "avx512-vnni",
             Isa::Avx512Bf16Vnni => "avx512-bf16-vnni",
@@ -93,13 +108,21 @@ fn detect() -> Isa {
     Isa::Portable
 }
 
+/// Whether there are dot products of bytes that need no AVX-512.
+fn has_avx_vnni() -> bool {
+    #[cfg(target_arch = "x86_64")]
+    return is_x86_feature_detected!("avxvnni");
+    #[cfg(not(target_arch = "x86_64"))]
+    false
+}
+
 #[cfg(target_arch = "x86_64")]
 fn detect() -> Isa {
     macro_rules! has { ($($feature:tt),*) => { $(is_x86_feature_detected!($feature))&&* } }
     if !has!("avx2", "fma", "f16c") {
         Isa::Portable
     } else if !has!("avx512f", "avx512bw", "avx512dq", "avx512vl") {
-        Isa::Avx2
+        if has_avx_vnni() { Isa::Avx2Vnni } else { Isa::Avx2 }
     } else if !has!("avx512vnni") {
         Isa::Avx512
     } else if !has!("avx512bf16") {

@@ -122,9 +122,9 @@ impl Kernel {
         // A strip's sums and two vectors of weights have to fit in the registers.
         let (float_rows, block_rows) = match isa {
             Isa::Portable => (4, 4),
-            Isa::Avx2 => (4, 2),
+            Isa::Avx2 | Isa::Avx2Vnni => (4, 8),
             // Without VNNI blocks run on the AVX2 kernel.
-            Isa::Avx512 => (12, 2),
+            Isa::Avx512 => (12, 8),
             Isa::Avx512Vnni | Isa::Avx512Bf16Vnni | Isa::Amx => (12, 8),
         };
         let (encoding, rows) = match format {
@@ -269,7 +269,11 @@ impl Kernel {
             #[cfg(target_arch = "x86_64")]
             match (self.isa, self.encoding) {
                 (Isa::Portable, _) => {}
-                (Isa::Avx2, _) | (Isa::Avx512, Encoding::Blocks { .. }) => {
+                (Isa::Avx2 | Isa::Avx2Vnni | Isa::Avx512, Encoding::Blocks { .. }) => {
+                    let has_dots = self.isa == Isa::Avx2Vnni;
+                    return avx2::multiply_blocks(self.format, has_dots, operands, tile);
+                }
+                (Isa::Avx2 | Isa::Avx2Vnni, _) => {
                     return avx2::multiply(self.multiplied(), operands, tile);
                 }
                 (Isa::Avx512 | Isa::Avx512Vnni, Encoding::Rounded)
@@ -292,7 +296,7 @@ fn unpack_bf12(isa: Isa, panel: bf12::Panel<'_>, columns: Range<usize>, to: &mut
         Isa::Portable => bf12::unpack(panel, columns, to),
         // SAFETY: kernels are chosen for levels that the processor has.
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx2 => unsafe { unpack::bf12_by_avx2(panel, columns, to) },
+        Isa::Avx2 | Isa::Avx2Vnni => unsafe { unpack::bf12_by_avx2(panel, columns, to) },
         // SAFETY: as above.
         #[cfg(target_arch = "x86_64")]
         Isa::Avx512 | Isa::Avx512Vnni | Isa::Avx512Bf16Vnni | Isa::Amx => unsafe {

@@ -151,14 +151,26 @@ fn multiplied(team: &Team, isa: Isa, matrix: &PackedMatrix, x: &[f32]) -> Vec<f3
 }
 
 fn multiplies_right(team: &Team, isa: Isa, format: Format, [tokens, rows, columns]: [usize; 3]) {
-    let x = numbers(1, tokens * columns);
-    let w = numbers(2, rows * columns);
-    let matrix = packed(team, format, rows, columns, &w);
-    let out = multiplied(team, isa, &matrix, &x);
+    let (x, w) = (numbers(1, tokens * columns), numbers(2, rows * columns));
+    multiplies_these_right(team, isa, format, columns, &x, &w);
+}
+
+/// Rows of activations and of weights, of so many columns.
+fn multiplies_these_right(
+    team: &Team,
+    isa: Isa,
+    format: Format,
+    columns: usize,
+    x: &[f32],
+    w: &[f32],
+) {
+    let (tokens, rows) = (x.len() / columns, w.len() / columns);
+    let matrix = packed(team, format, rows, columns, w);
+    let out = multiplied(team, isa, &matrix, x);
     // Sums of at most 256 terms and then of such sums: their rounding stays below a few units.
     let tolerance = 1e-6;
     let kernel = Kernel::choose(isa, format, tokens);
-    let wanted = products(&heard(kernel, columns, &x), &held(kernel, columns, &w), columns);
+    let wanted = products(&heard(kernel, columns, x), &held(kernel, columns, w), columns);
     for (i, (&found, (wanted, magnitude))) in out.iter().zip(wanted).enumerate() {
         assert!(
             (f64::from(found) - wanted).abs() <= tolerance * magnitude + 1e-7,
@@ -182,6 +194,28 @@ fn every_level_and_format_multiplies_right() {
                     multiplies_right(team, isa, format, [7, 33, columns]);
                     multiplies_right(team, isa, format, [20, 16, columns]);
                 }
+            }
+        }
+    });
+}
+
+/// Sums of products that are all as large as codes make them, of either sign.
+#[test]
+fn largest_codes_do_not_overflow() {
+    let (rows, columns) = (33, 2 * BLOCK);
+    with_team(2, |team| {
+        for (isa, tokens) in
+            Isa::available().into_iter().flat_map(|isa| [1, 4, 8].map(|n| (isa, n)))
+        {
+            for sign in [1.0, -1.0] {
+                let x = vec![sign; tokens * columns];
+                let mut w = vec![1.0; rows * columns];
+                w.chunks_mut(2 * columns).for_each(|rows| rows[..columns].fill(-1.0));
+                multiplies_these_right(team, isa, Format::Q8, columns, &x, &w);
+                // One code of 0, and all others 15.
+                w.fill(7.0);
+                w.chunks_mut(BLOCK).for_each(|block| block[5] = -8.0);
+                multiplies_these_right(team, isa, Format::Q4, columns, &x, &w);
             }
         }
     });

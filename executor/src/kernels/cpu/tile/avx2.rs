@@ -1,12 +1,14 @@
 //! Kernels for AVX2 with FMA and F16C: a vector of weights is two registers.
 //!
-//! A strip of 4 rows has eight sums in registers, so the two vectors of a panel take turns; of one or two rows, of blocks
-//! one, they are multiplied together, as they come from memory.
+//! A strip of 4 rows has eight sums in registers, so the two vectors of a panel take turns; of one or two rows they are
+//! multiplied together, as they come from memory.
 
 #![expect(
     clippy::needless_range_loop,
     reason = "loops of fixed length over several arrays at once become registers"
 )]
+
+mod blocks;
 
 use std::arch::x86_64::*;
 
@@ -16,8 +18,9 @@ use super::ahead::{Ahead, ask_for_lines};
 use super::unpack::{based_pairs_by_avx2, small_pairs_by_avx2, subnormal_by_avx2};
 use super::{Operands, SUM_STEPS, Tile};
 use crate::kernels::cpu::bf12;
-use crate::kernels::cpu::pack::{BLOCK_PAIR, VECTOR};
-use crate::kernels::cpu::quantize::BLOCK;
+use crate::kernels::cpu::pack::VECTOR;
+
+pub(super) use blocks::multiply as multiply_blocks;
 
 const F32: u8 = 0;
 const F16: u8 = 1;
@@ -46,8 +49,7 @@ pub(super) unsafe fn multiply(format: Format, operands: Operands, tile: &mut Til
             Format::Bf12 => {
                 by_rows!(small_floats, operands, tile, few [1 2], [1 2 3 4], []);
             }
-            Format::Q8 => by_rows!(blocks, operands, tile, few [1], [1 2], [8]),
-            Format::Q4 => by_rows!(blocks, operands, tile, few [1], [1 2], [4]),
+            Format::Q8 | Format::Q4 => unreachable!("blocks have a kernel of their own"),
         }
     }
 }
@@ -201,93 +203,6 @@ unsafe fn add_subnormal<const R: usize>(
                 *sum = _mm256_fmadd_ps(weights, _mm256_set1_ps(x), *sum);
             }
         }
-    }
-}
-
-/// Weights in blocks of 8 or 4 bits, activations in blocks of 8. `V` vectors are multiplied together.
-///
-/// Products of unsigned and signed bytes are summed in 32 bits: the byte instruction would saturate.
-#[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn blocks<const R: usize, const V: usize, const BITS: usize>(
-    operands: Operands,
-    tile: &mut Tile,
-) {
-    const GROUPS: usize = BLOCK / 4;
-    let vectors = operands.vectors;
-    let code_bytes = if BITS == 8 { 2 * GROUPS } else { GROUPS } * vectors * 64;
-    let (pairs, pair_bytes) = (operands.columns / BLOCK_PAIR, vectors * 64 + code_bytes);
-    let panel = (operands.panel, pairs * pair_bytes);
-    let ahead = Ahead::new(panel, pair_bytes, operands.next);
-    let (bytes, nibbles) = (_mm256_set1_epi16(255), _mm256_set1_epi8(15));
-    for start in (0..vectors).step_by(V) {
-        let (mut w, mut x) = (operands.panel, operands.strip.cast::<i32>());
-        let mut totals = [[[_mm256_setzero_ps(); 2]; V]; R];
-        for _ in 0..pairs {
-            if start == 0 {
-                ask_for_lines(w.wrapping_add(ahead.distance(w)), pair_bytes);
-            }
-            for half in 0..2 {
-                // SAFETY: the layouts of `pack` and `encode`.
-                unsafe {
-                    let mut sums = [[[_mm256_setzero_si256(); 2]; V]; R];
-                    for row in 0..R {
-                        let offset = _mm256_set1_epi32(x.add((GROUPS + 1) * R + row).read());
-                        sums[row] = [[offset; 2]; V];
-                    }
-                    let first = if BITS == 8 { half * GROUPS } else { 0 };
-                    let codes = w.add(vectors * 64 + (first * vectors + start) * 64);
-                    for group in 0..GROUPS {
-                        let mut xs = [[_mm256_setzero_si256(); 2]; R];
-                        for row in 0..R {
-                            let x = _mm256_set1_epi32(x.add(group * R + row).read());
-                            let even = _mm256_srai_epi16::<8>(_mm256_slli_epi16::<8>(x));
-                            xs[row] = [even, _mm256_srai_epi16::<8>(x)];
-                        }
-                        for vector in 0..V {
-                            for side in 0..2 {
-                                let from = codes.add((group * vectors + vector) * 64 + side * 32);
-                                let word = _mm256_loadu_si256(from.cast());
-                                let word = match (BITS, half) {
-                                    (8, _) => word,
-                                    (_, 0) => _mm256_and_si256(word, nibbles),
-                                    _ => _mm256_and_si256(_mm256_srli_epi16::<4>(word), nibbles),
-                                };
-                                let even = _mm256_and_si256(word, bytes);
-                                let odd = _mm256_srli_epi16::<8>(word);
-                                for row in 0..R {
-                                    let products = _mm256_add_epi32(
-                                        _mm256_madd_epi16(even, xs[row][0]),
-                                        _mm256_madd_epi16(odd, xs[row][1]),
-                                    );
-                                    let sum = &mut sums[row][vector][side];
-                                    *sum = _mm256_add_epi32(*sum, products);
-                                }
-                            }
-                        }
-                    }
-                    for vector in 0..V {
-                        for side in 0..2 {
-                            let from = w.add((half * vectors + start + vector) * 32 + side * 16);
-                            let scale = _mm256_cvtph_ps(_mm_loadu_si128(from.cast()));
-                            for row in 0..R {
-                                let x_scale =
-                                    _mm256_set1_ps(x.cast::<f32>().add(GROUPS * R + row).read());
-                                let total = &mut totals[row][vector][side];
-                                *total = _mm256_fmadd_ps(
-                                    _mm256_cvtepi32_ps(sums[row][vector][side]),
-                                    _mm256_mul_ps(scale, x_scale),
-                                    *total,
-                                );
-                            }
-                        }
-                    }
-                    x = x.add((GROUPS + 2) * R);
-                }
-            }
-            w = w.wrapping_add(pair_bytes);
-        }
-        // SAFETY: the processor has the features.
-        unsafe { add_up(&totals, tile, start, true) };
     }
 }
 
