@@ -17,8 +17,8 @@ fn eighty_blocks_beside_a_small_gpu_take_few_seconds() {
         let plan = compiler::compile(&model, &machine, &Options::default(), &mut |_, _| ());
         plan.expect("it fits");
     };
-    // A tenth of it on two cores of Zen 4 by themselves; two of Zen 3 that others use took half of it.
-    let most = Duration::from_secs(10);
+    // A third of it, on two cores by themselves; a machine that others use too is at times a third as fast.
+    let most = Duration::from_secs(3);
     let taken = shortest(most, compile);
     assert!(taken < most, "it took {taken:?}");
 }

@@ -123,9 +123,7 @@ impl Kernel {
         let (float_rows, block_rows) = match isa {
             Isa::Portable => (4, 4),
             Isa::Avx2 | Isa::Avx2Vnni => (4, 8),
-            // Without VNNI blocks run on the AVX2 kernel.
-            Isa::Avx512 => (12, 8),
-            Isa::Avx512Vnni | Isa::Avx512Bf16Vnni | Isa::Amx => (12, 8),
+            Isa::Avx512 | Isa::Avx512Vnni | Isa::Avx512Bf16Vnni | Isa::Amx => (12, 8),
         };
         let (encoding, rows) = match format {
             Format::F32 | Format::F16 => (Encoding::Float, float_rows),
@@ -269,17 +267,14 @@ impl Kernel {
             #[cfg(target_arch = "x86_64")]
             match (self.isa, self.encoding) {
                 (Isa::Portable, _) => {}
-                (Isa::Avx2 | Isa::Avx2Vnni | Isa::Avx512, Encoding::Blocks { .. }) => {
-                    let has_dots = self.isa == Isa::Avx2Vnni;
-                    return avx2::multiply_blocks(self.format, has_dots, operands, tile);
-                }
-                (Isa::Avx2 | Isa::Avx2Vnni, _) => {
-                    return avx2::multiply(self.multiplied(), operands, tile);
+                // Without VNNI blocks run on the AVX2 kernel.
+                (Isa::Avx2 | Isa::Avx2Vnni, _) | (Isa::Avx512, Encoding::Blocks { .. }) => {
+                    return avx2::multiply(self.isa, self.multiplied(), operands, tile);
                 }
                 (Isa::Avx512 | Isa::Avx512Vnni, Encoding::Rounded)
                     if self.multiplied() == Format::Bf12 =>
                 {
-                    return avx2::multiply(Format::Bf12, operands, tile);
+                    return avx2::multiply(self.isa, Format::Bf12, operands, tile);
                 }
                 (Isa::Avx512 | Isa::Avx512Vnni | Isa::Avx512Bf16Vnni | Isa::Amx, _) => {
                     return avx512::multiply(self.multiplied(), self.encoding, operands, tile);

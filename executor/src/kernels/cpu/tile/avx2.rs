@@ -18,9 +18,8 @@ use super::ahead::{Ahead, ask_for_lines};
 use super::unpack::{based_pairs_by_avx2, small_pairs_by_avx2, subnormal_by_avx2};
 use super::{Operands, SUM_STEPS, Tile};
 use crate::kernels::cpu::bf12;
+use crate::kernels::cpu::isa::Isa;
 use crate::kernels::cpu::pack::VECTOR;
-
-pub(super) use blocks::multiply as multiply_blocks;
 
 const F32: u8 = 0;
 const F16: u8 = 1;
@@ -39,7 +38,7 @@ macro_rules! by_rows {
 
 /// # Safety
 /// That of [`super::Kernel::multiply`].
-pub(super) unsafe fn multiply(format: Format, operands: Operands, tile: &mut Tile) {
+pub(super) unsafe fn multiply(isa: Isa, format: Format, operands: Operands, tile: &mut Tile) {
     // SAFETY: the caller's.
     unsafe {
         match format {
@@ -49,7 +48,7 @@ pub(super) unsafe fn multiply(format: Format, operands: Operands, tile: &mut Til
             Format::Bf12 => {
                 by_rows!(small_floats, operands, tile, few [1 2], [1 2 3 4], []);
             }
-            Format::Q8 | Format::Q4 => unreachable!("blocks have a kernel of their own"),
+            Format::Q8 | Format::Q4 => blocks::multiply(isa, format, operands, tile),
         }
     }
 }

@@ -12,6 +12,7 @@ use std::hint::black_box;
 
 use ir::tensor::Format;
 
+use crate::kernels::cpu::isa::Isa;
 use crate::kernels::cpu::pack::{BLOCK_PAIR, VECTOR};
 use crate::kernels::cpu::quantize::BLOCK;
 use crate::kernels::cpu::tile::ahead::{Ahead, ask_for_lines};
@@ -24,16 +25,11 @@ const MOST_SIDES: usize = 4;
 /// Bytes of a side, a register.
 const SIDE: usize = 32;
 
-/// Multiplies a strip of at most 8 rows with a panel of blocks, with dot products or without.
+/// Multiplies a strip of at most 8 rows with a panel of blocks, by dot products where the level is that of AVX-VNNI.
 ///
 /// # Safety
-/// That of [`super::super::Kernel::multiply`].
-pub(in super::super) unsafe fn multiply(
-    format: Format,
-    has_dots: bool,
-    operands: Operands,
-    tile: &mut Tile,
-) {
+/// That of [`crate::kernels::cpu::tile::Kernel::multiply`].
+pub(super) unsafe fn multiply(isa: Isa, format: Format, operands: Operands, tile: &mut Tile) {
     /// Calls a kernel for so many rows of a panel of one vector or two, with the sides that are taken together of each.
     macro_rules! by_shape {
         ($kernel:ident, $bits:literal, [$($rows:literal: $one:literal $two:literal,)*]) => {
@@ -53,7 +49,7 @@ pub(in super::super) unsafe fn multiply(
     }
     // SAFETY: the caller's.
     unsafe {
-        match (format, has_dots) {
+        match (format, isa == Isa::Avx2Vnni) {
             (Format::Q8, false) => by_shape!(by_products, 8),
             (Format::Q4, false) => by_shape!(by_products, 4),
             (Format::Q8, true) => by_shape!(by_dots, 8),
