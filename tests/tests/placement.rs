@@ -1,7 +1,5 @@
 //! What placement decides, and what it says when it cannot.
 
-use std::time::Duration;
-
 use compiler::Options;
 use compiler::options::{
     CountedExperts, Objective, Request, parse_pipeline, parse_tensor_parallel,
@@ -13,8 +11,6 @@ use ir::machine::{DeviceKind, Machine};
 use ir::plan::{Action, Plan};
 use ir::tensor::Format;
 use tests::machines::{self, gpu, linked, numa};
-use tests::made_up::{LlamaShape, MadeUp};
-use tests::shortest;
 use tests::toys::Toy;
 
 const GIB: u64 = 1 << 30;
@@ -397,26 +393,4 @@ fn small_gpus_do_not_keep_large_ones_from_sharing_layers() {
     machine.devices.rows_mut()[3].rates.read_bytes_per_sec *= 1.03;
     let plan = self::plan(&toy, &machine, &Options::default());
     assert_eq!(plan.forecast.candidates[0].name, "tensor parallel gpu1+gpu3");
-}
-
-#[test]
-fn seventy_billion_parameters_over_eight_unlike_devices_take_about_a_second() {
-    let folder = tempfile::tempdir().expect("a folder for the headers");
-    MadeUp::llama(LlamaShape::LLAMA_70B).write(folder.path(), 4).expect("headers are written");
-    // Unlike in memory, so that every order of them is another pipeline, and too small for most of these.
-    let size = |index: u32| (15 + 2 * u64::from(index)) * GIB;
-    let gpus = (0..4).map(|ordinal| gpu(ordinal, size(ordinal)));
-    let machine = linked(gpus.chain((0..4).map(|node| numa(node, size(node) + GIB))).collect());
-    let compile = |objective| {
-        let options = Options { objective, max_sequences: 4, ..Options::default() };
-        let model = models::lower(folder.path()).expect("the headers are a model");
-        let plan = compiler::compile(&model, &machine, &options, &mut |_, _| ());
-        plan.and_then(|plan| plan.to_ron()).expect("it fits");
-    };
-    for objective in Objective::ALL {
-        // Half of it, on two cores by themselves; a machine that others use too is at times a third as fast.
-        let most = Duration::from_secs(2);
-        let taken = shortest(most, || compile(objective));
-        assert!(taken < most, "for {objective} it took {taken:?}");
-    }
 }
