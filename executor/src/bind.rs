@@ -259,7 +259,9 @@ impl Form {
             Form::Cpu(Cpu { team, form: CpuForm::Own(state) }) => {
                 state.weights.hold(weight, checkpoint, team)
             }
-            Form::Cpu(Cpu { form: CpuForm::Plain(state), .. }) => state.hold(weight, checkpoint),
+            Form::Cpu(Cpu { team, form: CpuForm::Plain(state) }) => {
+                state.hold(weight, checkpoint, team)
+            }
         }
     }
 

@@ -4,6 +4,9 @@ pub(crate) mod gpu;
 pub(crate) mod own;
 pub(crate) mod plain;
 
+#[cfg(test)]
+mod tests;
+
 use anyhow::Result;
 use ir::op::Op;
 use ir::plan::Plan;

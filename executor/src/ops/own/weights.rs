@@ -142,7 +142,7 @@ impl Weights {
 }
 
 /// Hands `make` the rows of a source, `(rows, columns)`, whose pages are not needed any more when it is done.
-fn read<T>(
+pub(crate) fn read<T>(
     checkpoint: &Checkpoint,
     source: &Stored,
     (rows, columns): (usize, usize),

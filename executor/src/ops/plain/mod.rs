@@ -1,7 +1,7 @@
 //! Every operation in Burn's own tensor operations: the reference of the kernels, and what a backend
 //! without kernels runs.
 //!
-//! - Weights and caches are f32 whatever the plan's format; weights carry the rounding of their format.
+//! - Weights and caches are f32 whatever the plan's format; weights carry the rounding of their format, to the bit.
 
 mod attention;
 mod experts;

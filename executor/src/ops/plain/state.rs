@@ -5,16 +5,15 @@ use std::sync::Arc;
 
 use anyhow::{Context as _, Result, bail};
 use burn::tensor::{Device as BurnDevice, Tensor, TensorData};
-use half::{bf16, f16};
 use hwlocality::Topology;
 use ir::id::{CacheId, DeviceId, Table, WeightId};
 use ir::plan::{Plan, Weight};
-use ir::tensor::Format;
 
 use super::Cache;
 use crate::checkpoint::{Checkpoint, matrices};
-use crate::ops::own::weight_dims;
-use crate::team;
+use crate::kernels::cpu::pack::pack;
+use crate::ops::own::{read, weight_dims};
+use crate::team::{Team, bind};
 
 /// One device's weights and caches, as tensors of one of Burn's backends.
 pub(crate) struct State {
@@ -55,15 +54,27 @@ impl State {
         self.weights.push(Vec::new());
     }
 
-    /// Adds the plan's next weight.
-    pub(crate) fn hold(&mut self, weight: &Weight, checkpoint: &Checkpoint) -> Result<()> {
+    /// Adds the plan's next weight: what the kernels multiply with, unpacked again.
+    pub(crate) fn hold(
+        &mut self,
+        weight: &Weight,
+        checkpoint: &Checkpoint,
+        team: &Team,
+    ) -> Result<()> {
         let (rows, columns) = weight_dims(weight);
         let mut stack = Vec::new();
         for source in &matrices(weight)? {
             let mut values = vec![0.0; rows * columns];
-            checkpoint.read(source, 0..rows, &mut values)?;
-            checkpoint.forget(source);
-            values.chunks_exact_mut(columns).for_each(|row| round(weight.format, row));
+            if weight.shape.len() < 2 {
+                checkpoint.read(source, 0..1, &mut values)?;
+            } else {
+                let packed = read(checkpoint, source, (rows, columns), |fill| {
+                    pack(team, weight.format, rows, columns, fill)
+                })?;
+                for (row, values) in values.chunks_exact_mut(columns).enumerate() {
+                    packed.read_row(row, values);
+                }
+            }
             stack.push(Tensor::from_data(TensorData::new(values, [rows, columns]), &self.burn));
         }
         self.weights.push(stack);
@@ -108,29 +119,7 @@ fn pool(cpus: &[u32]) -> Result<rayon::ThreadPool> {
         .num_threads(cpus.len())
         // The team has bound threads to these processors before, so this cannot fail; a thread that
         // is bound to none computes the same.
-        .start_handler(move |thread| drop(team::bind(&topology, &bound[thread..=thread])))
+        .start_handler(move |thread| drop(bind(&topology, &bound[thread..=thread])))
         .build()?;
     Ok(pool)
-}
-
-/// Rounds a row about as its format does; blocks of four bits are packed with more care.
-fn round(format: Format, row: &mut [f32]) {
-    let blocks = |row: &mut [f32], largest: f32| {
-        for block in row.chunks_mut(format.block() as usize) {
-            let peak = block.iter().fold(0.0, |peak: f32, value| peak.max(value.abs()));
-            let scale = f16::from_f32(peak / largest).to_f32();
-            for value in block.iter_mut().filter(|_| scale > 0.0) {
-                *value = (*value / scale).round().clamp(-largest, largest) * scale;
-            }
-        }
-    };
-    match format {
-        Format::F32 => (),
-        Format::F16 => row.iter_mut().for_each(|x| *x = f16::from_f32(*x).to_f32()),
-        Format::Bf16 | Format::Bf12 => {
-            row.iter_mut().for_each(|x| *x = bf16::from_f32(*x).to_f32())
-        }
-        Format::Q8 => blocks(row, 127.0),
-        Format::Q4 => blocks(row, 7.0),
-    }
 }

@@ -1,8 +1,9 @@
 use ir::tensor::Format;
 
 use super::*;
-use crate::kernels::cpu::linear::tests::{numbers, packed, with_team};
+use crate::kernels::cpu::linear::tests::{numbers, packed};
 use crate::kernels::cpu::linear::{Linear, linear};
+use crate::kernels::cpu::testing::with_team;
 
 /// The experts of every token by plain linears, added up in the order of the choices.
 fn one_by_one(team: &Team, isa: Isa, inputs: &Experts<'_>) -> Vec<f32> {

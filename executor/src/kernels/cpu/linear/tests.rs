@@ -8,23 +8,8 @@ use crate::kernels::cpu::pack::pack;
 use crate::kernels::cpu::product::BLOCK_COLUMNS as GROUP;
 use crate::kernels::cpu::quantize::tests::{quantize_4, quantize_8};
 use crate::kernels::cpu::quantize::{BLOCK, OFFSET_4, OFFSET_8};
+use crate::kernels::cpu::testing::with_team;
 use crate::kernels::cpu::tile::MOST_ROWS;
-
-/// Runs `test` with a team of `members` on a thread of its own, which the team binds.
-pub(in super::super) fn with_team(members: usize, test: impl FnOnce(&Team) + Send) {
-    std::thread::scope(|scope| {
-        let run = scope.spawn(|| {
-            let topology = hwlocality::Topology::new().unwrap();
-            let cpus: Vec<u32> =
-                topology.cpuset().iter_set().map(|index| usize::from(index) as u32).collect();
-            let cpus: Vec<u32> = cpus.into_iter().cycle().take(members).collect();
-            test(&Team::new(&cpus).unwrap());
-        });
-        if let Err(payload) = run.join() {
-            std::panic::resume_unwind(payload);
-        }
-    });
-}
 
 /// Numbers between -1 and 1 that look random.
 pub(in super::super) fn numbers(seed: u32, count: usize) -> Vec<f32> {

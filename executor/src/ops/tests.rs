@@ -1,0 +1,251 @@
+//! Kernels of ours beside their plain Burn form: every operation of a plan gets the same inputs in both, at every level
+//! of the instruction set, in runs of many tokens and of one.
+
+use std::fs;
+use std::panic::resume_unwind;
+use std::path::Path;
+use std::sync::Arc;
+use std::thread;
+
+use ::tests::toys::{FeedForward, Habits, Toy};
+use compiler::options::Request;
+use ir::model::{CheckpointFile, Model};
+use ir::plan::{Action, Phase};
+use ir::tensor::{DType, Format};
+
+use super::*;
+use crate::bind::{Device, Form};
+use crate::checkpoint::Checkpoint;
+use crate::kernels::cpu::isa::Isa;
+use crate::kernels::cpu::testing::{Random, distance};
+use crate::load::{Kernels, Options};
+use crate::peers::Peers;
+use crate::slots::Slots;
+
+/// A plan for one NUMA node.
+fn plan(model: &Model, format: Format, kv_type: DType) -> Plan {
+    let options = compiler::Options {
+        formats: vec![format.to_string().parse().unwrap()],
+        kv_type: Some(kv_type),
+        max_sequences: 3,
+        context: Some(96),
+        request: Request::Pipeline(vec!["numa0".to_owned()]),
+        ..compiler::Options::default()
+    };
+    let machine = probe::machine(None).unwrap();
+    compiler::compile(model, &machine, &options, &mut |_, _| ()).unwrap()
+}
+
+/// The plan's device with the kernels that the options name.
+fn bound(plan: &Plan, checkpoint: &Checkpoint, options: &Options) -> Cpu {
+    let numa = plan.machine.device("numa0").unwrap();
+    let peers = Arc::new(Peers::new(plan, options));
+    let device = Device::bind(plan, numa, checkpoint, options, (&peers, &Arc::default()), |_| true);
+    match device.unwrap().form {
+        Form::Cpu(cpu) => cpu,
+        Form::Gpu(_) => unreachable!("the plan is for a NUMA node"),
+    }
+}
+
+/// Two prompts at once, more of the first one, a token of it, and tokens of three sequences; with the phase of each.
+fn batches(vocabulary: u32) -> Vec<(Phase, Batch)> {
+    let mut random = Random(7);
+    // Of nine blocks of 32 tokens some, in no order.
+    let blocks: [&[u32]; 3] = [&[7, 0], &[3], &[5]];
+    let mut batch = |parts: &[(usize, usize, usize)], wants_all| {
+        let mut batch = Batch::default();
+        for &(sequence, tokens, past) in parts {
+            let tokens: Vec<u32> =
+                (0..tokens).map(|_| (random.next() % u64::from(vocabulary)) as u32).collect();
+            let end = past + tokens.len();
+            batch.push(&tokens, past, end, blocks[sequence], wants_all);
+        }
+        batch
+    };
+    vec![
+        (Phase::Prefill, batch(&[(0, 37, 0), (1, 21, 0)], false)),
+        (Phase::Prefill, batch(&[(0, 19, 37)], false)),
+        (Phase::Decode, batch(&[(0, 1, 56)], true)),
+        (Phase::Decode, batch(&[(0, 1, 57), (1, 1, 21), (2, 1, 0)], true)),
+    ]
+}
+
+/// How far the kernels of an operation may be off, as a share of the largest element: sums are in another order, and
+/// activations and caches have fewer bits than Burn's.
+fn tolerance(plan: &Plan, op: &Op) -> f64 {
+    if let Op::Attention(attention) = op {
+        return match plan.caches[attention.cache].dtype {
+            DType::F16 => 2e-3,
+            DType::Bf16 => 1e-2,
+            DType::I8 => 3e-2,
+            DType::F32 | DType::I32 | DType::U8 => 2e-5,
+        };
+    }
+    let multiplies = matches!(op, Op::Linear(_) | Op::Experts(_));
+    let formats = op.weights().into_iter().map(|weight| plan.weights[weight].format);
+    let most = formats.filter(|_| multiplies).map(|format| match format {
+        Format::F32 | Format::F16 => 2e-5,
+        Format::Bf16 | Format::Bf12 => 5e-3,
+        Format::Q8 | Format::Q4 => 2e-2,
+    });
+    // Experts multiply twice.
+    let products = if matches!(op, Op::Experts(_)) { 2.0 } else { 1.0 };
+    products * most.fold(2e-5, f64::max)
+}
+
+fn compare(value: Value, expected: &Value, most: f64, at: &str) {
+    if let Value::Int(_) = value {
+        let [value, expected] = [value, expected.clone()].map(|value| {
+            let data = value.into_data().convert::<i32>();
+            data.as_slice::<i32>().unwrap().to_vec()
+        });
+        assert_eq!(value, expected, "{at}");
+        return;
+    }
+    let expected = expected.clone().into_data();
+    let data = value.into_data();
+    assert_eq!(data.shape(), expected.shape(), "{at}");
+    let wide = expected.as_slice::<f32>().unwrap().iter().copied().map(f64::from);
+    let off = distance(data.as_slice().unwrap(), &wide.collect::<Vec<f64>>());
+    assert!(off <= most, "{at}: {off} of {most}");
+}
+
+/// Runs every step of every batch both ways; what follows is fed what Burn makes.
+fn walk(plan: &Plan, folder: &Path, isa: Isa) {
+    let checkpoint = Checkpoint::open(&plan.files, folder).unwrap();
+    let options = Options { isa: Some(isa), threads: Some(2), ..Options::default() };
+    let mut ours = bound(plan, &checkpoint, &options);
+    let mut burn = bound(plan, &checkpoint, &Options { kernels: Kernels::Plain, ..options });
+    for (run, (phase, batch)) in batches(plan.model.vocabulary).into_iter().enumerate() {
+        let parts = batch.parts().len() as u32;
+        let program = plan
+            .programs
+            .iter()
+            .find(|program| program.phase == phase && program.max_sequences >= parts)
+            .unwrap();
+        batch.check(program, plan.model.vocabulary, plan.model.block_tokens).unwrap();
+        let scope = Scope { plan, batch: &batch, run: run as u32 };
+        let slots = Slots::new(program.buffers.len());
+        for step in program.steps.rows() {
+            let Action::Run(op) = &step.action else { panic!("{} is not computed", step.name) };
+            let at = format!("{} of {} in run {run} by {isa}", step.name, plan.model.name);
+            let inputs = || -> Vec<Value> {
+                step.reads.iter().map(|&buffer| slots.read(buffer).unwrap()).collect()
+            };
+            let expected = super::run(op, &mut burn, scope, inputs()).expect(&at);
+            let made = super::run(op, &mut ours, scope, inputs()).expect(&at);
+            assert_eq!(made.len(), expected.len(), "{at}");
+            for (made, expected) in made.into_iter().zip(&expected) {
+                compare(made, expected, tolerance(plan, op), &at);
+            }
+            for (&buffer, value) in step.writes.iter().zip(expected) {
+                slots.write(buffer, value);
+            }
+        }
+    }
+}
+
+/// Walks a plan on a thread of its own at every level: teams bind the thread that makes them.
+fn walk_at_every_level(plan: &Plan, folder: &Path) {
+    for isa in Isa::available() {
+        let walked = thread::scope(|scope| scope.spawn(|| walk(plan, folder, isa)).join());
+        if let Err(payload) = walked {
+            resume_unwind(payload);
+        }
+    }
+}
+
+/// The toy with weights of a file: vectors of about one, and matrices that keep an activation's size.
+fn written(toy: &Toy, folder: &Path) -> Model {
+    let mut model = toy.model().unwrap();
+    let bytes: usize = model.files.rows()[0].bytes as usize;
+    let mut values = vec![0.0_f32; bytes / size_of::<f32>()];
+    let mut random = Random(11);
+    for weight in model.weights.rows() {
+        let (start, end) = weight.sources[0].span();
+        let size = match weight.shape.as_slice() {
+            [.., columns] if weight.shape.len() > 1 => 4.0 / (*columns as f32).sqrt(),
+            _ => 1.0,
+        };
+        let range = start as usize / size_of::<f32>()..end as usize / size_of::<f32>();
+        values[range].fill_with(|| random.float() * size);
+    }
+    let contents: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+    let path = folder.join("model.safetensors");
+    fs::write(&path, &contents).unwrap();
+    let fingerprint = ir::fingerprint(&contents);
+    model.files.rows_mut()[0] = CheckpointFile { path, bytes: bytes as u64, fingerprint };
+    model
+}
+
+fn agrees(toy: &Toy) {
+    let types = [DType::F32, DType::F16, DType::Bf16, DType::I8];
+    let folder = tempfile::tempdir().unwrap();
+    let model = written(toy, folder.path());
+    for (format, kv_type) in Format::ALL.into_iter().zip(types.into_iter().cycle()) {
+        walk_at_every_level(&plan(&model, format, kv_type), folder.path());
+    }
+}
+
+/// Not whole in blocks, groups and panels, but that blocks are whole in rows.
+const TOY: Toy = Toy {
+    layers: 2,
+    features: 320,
+    heads: 10,
+    kv_heads: 2,
+    head_dim: 32,
+    intermediate: 608,
+    feed_forward: FeedForward::Gated,
+    vocabulary: 333,
+    stored: DType::F32,
+    habits: Habits {
+        has_biases: false,
+        has_positions: false,
+        has_head_norms: false,
+        has_branch_norms: false,
+        is_parallel: false,
+        has_soft_cap: false,
+        is_tied: false,
+    },
+};
+
+#[test]
+fn kernels_agree_with_burn_on_gated_layers() {
+    let habits = Habits { has_head_norms: true, has_branch_norms: true, ..TOY.habits };
+    agrees(&TOY);
+    agrees(&Toy { habits, ..TOY });
+}
+
+#[test]
+fn kernels_agree_with_burn_on_plain_layers_with_biases() {
+    let habits = Habits {
+        has_biases: true,
+        has_positions: true,
+        is_parallel: true,
+        has_soft_cap: true,
+        is_tied: true,
+        ..TOY.habits
+    };
+    agrees(&Toy { feed_forward: FeedForward::Plain, habits, ..TOY });
+}
+
+#[test]
+fn kernels_agree_with_burn_on_mixtures() {
+    let feed_forward = FeedForward::Mixture { experts: 5, used: 2, is_shared: true };
+    agrees(&Toy { feed_forward, intermediate: 96, ..TOY });
+}
+
+#[test]
+fn kernels_agree_with_burn_on_every_family() {
+    let goldens = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/golden");
+    let mut families = 0;
+    for entry in fs::read_dir(goldens).unwrap() {
+        let folder = entry.unwrap().path();
+        if folder.is_dir() {
+            let model = models::lower(&folder).unwrap();
+            walk_at_every_level(&plan(&model, Format::F32, DType::F32), &folder);
+            families += 1;
+        }
+    }
+    assert!(families > 0, "there are no golden checkpoints");
+}
