@@ -176,12 +176,14 @@ pub(crate) fn place(task: &Task<'_>, options: &Options, among: Among<'_>) -> Res
     let units = Units::new(task.model);
     let pins = pins(task, options)?;
     let blocks = wanted_blocks(task, options)?;
-    let offers_of = |task: &Task<'_>, blocks| offers(task, options, &units, &pins, blocks, among);
-    let offers = offers_of(task, blocks)?;
+    let prices = Prices::new(task, &units, &pins, blocks);
+    let offers = offers(task, options, &prices, among)?;
     let Some(best) = offers.iter().find(|offer| offer.candidate.missing.is_none()) else {
         // Nobody is told why there is none beside some GPUs.
         let offers_of = |task: &Task<'_>, blocks| match among {
-            Among::All => offers_of(task, blocks),
+            Among::All => {
+                self::offers(task, options, &Prices::new(task, &units, &pins, blocks), among)
+            }
             Among::Beside(_) | Among::RoughlyBeside(_) => Ok(Vec::new()),
         };
         bail!("{}", too_large(task, options, &offers, blocks, offers_of)?);
@@ -194,7 +196,7 @@ pub(crate) fn place(task: &Task<'_>, options: &Options, among: Among<'_>) -> Res
         devices: &best.devices,
         faster: faster.min_by_key(|offer| offer.score),
     };
-    causes::explain(task, options, &units, &pins, &chosen, blocks, &mut layouts)?;
+    causes::explain(task, options, &prices, &chosen, &mut layouts)?;
     let price = |arrangement: &Arrangement| offer(task, &units, &pins, arrangement, blocks);
     // Where experts are split, what stays beside GPUs may become best.
     let counted = offers.iter().filter(|_| options.expert_counts.is_some());
@@ -222,12 +224,10 @@ pub(crate) fn place(task: &Task<'_>, options: &Options, among: Among<'_>) -> Res
 fn offers(
     task: &Task<'_>,
     options: &Options,
-    units: &Units,
-    pins: &Pins,
-    blocks: u32,
+    prices: &Prices<'_>,
     among: Among<'_>,
 ) -> Result<Vec<Offer>> {
-    let prices = Prices::new(task, units, pins, blocks);
+    let &Prices { units, pins, blocks, .. } = prices;
     let arrangements = match &options.request {
         _ if !matches!(among, Among::All) => Vec::new(),
         Request::Any => prices.simple()?,

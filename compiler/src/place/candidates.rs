@@ -1,6 +1,7 @@
 //! The arrangements worth pricing: one device, pipelines of devices and groups, shared layers.
 
 use std::ops::Range;
+use std::sync::{Mutex, PoisonError};
 
 use anyhow::{Context as _, Result, ensure};
 use ir::id::{DeviceId, NodeId, Table};
@@ -46,11 +47,13 @@ pub(crate) struct Arrangement {
 /// What groups of devices are priced with.
 pub(crate) struct Prices<'a> {
     task: &'a Task<'a>,
-    units: &'a Units,
-    pins: &'a Pins,
-    blocks: u32,
+    pub(super) units: &'a Units,
+    pub(super) pins: &'a Pins,
+    pub(super) blocks: u32,
     /// Bytes that pinned nodes take are not there for stages.
     free: Table<DeviceId, u64>,
+    /// Groups that were priced before.
+    known: Mutex<Vec<Priced>>,
 }
 
 impl<'a> Prices<'a> {
@@ -70,7 +73,7 @@ impl<'a> Prices<'a> {
                 }
             }
         }
-        Self { task, units, pins, blocks, free }
+        Self { task, units, pins, blocks, free, known: Mutex::default() }
     }
 
     /// Everything worth pricing when nothing is asked for.
@@ -160,8 +163,15 @@ impl<'a> Prices<'a> {
         Arrangement { stages, has_fixed_shares: false, hosted: None }
     }
 
-    fn price(&self, group: &Group) -> Result<Priced> {
-        price_group(self.task, self.units, self.pins, group, self.blocks)
+    /// All units on one group. A group is priced once.
+    pub(super) fn price(&self, group: &Group) -> Result<Priced> {
+        let known = || self.known.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(priced) = known().iter().find(|priced| priced.group == *group) {
+            return Ok(priced.clone());
+        }
+        let priced = price_group(self.task, self.units, self.pins, group, self.blocks)?;
+        known().push(priced.clone());
+        Ok(priced)
     }
 
     /// Work per time, in any scale.

@@ -8,10 +8,9 @@ use ir::graph::{Cause, Reason, RunnerUp};
 use ir::id::{DeviceId, Table};
 
 use crate::options::{Options, Request};
-use crate::place::candidates::{Arrangement, handover_of};
+use crate::place::candidates::{Arrangement, Prices, handover_of};
 use crate::place::group::Group;
-use crate::place::prices::{Pins, Priced, price_group};
-use crate::place::units::Units;
+use crate::place::prices::Priced;
 use crate::place::{Layouts, Offer};
 use crate::task::Task;
 
@@ -33,14 +32,12 @@ pub(crate) struct Chosen<'a> {
 pub(crate) fn explain(
     task: &Task<'_>,
     options: &Options,
-    units: &Units,
-    pins: &Pins,
+    prices: &Prices<'_>,
     chosen: &Chosen<'_>,
-    blocks: u32,
     layouts: &mut Layouts,
 ) -> Result<()> {
-    let arrangement = chosen.arrangement;
-    let price = |group: &Group| price_group(task, units, pins, group, blocks);
+    let (arrangement, units, pins) = (chosen.arrangement, prices.units, prices.pins);
+    let price = |group: &Group| prices.price(group);
     let others: Vec<Priced> = task
         .target
         .machine
