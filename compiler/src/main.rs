@@ -15,7 +15,8 @@ use ir::machine::Machine;
 use ir::plan::Plan;
 use mimalloc::MiMalloc;
 
-/// Each of the plans that are priced is some 100 000 small pieces of memory; the system's allocator takes half of the time.
+/// Each of the plans that are priced is some 100 000 small pieces of memory; with the system's allocator they take half
+/// of the time.
 #[global_allocator]
 static ALLOCATOR: MiMalloc = MiMalloc;
 

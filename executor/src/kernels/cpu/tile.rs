@@ -123,8 +123,8 @@ impl Kernel {
         let (float_rows, block_rows) = match isa {
             Isa::Portable => (4, 4),
             Isa::Avx2 | Isa::Avx2Vnni => (4, 8),
-            // Of six rows of blocks two vectors fit together, and each element of activations is loaded once for both; eight
-            // are fewer strips of few rows.
+            // Of six rows of blocks two vectors fit together, and each element of activations is loaded once for both;
+            // eight are fewer strips of few rows.
             Isa::Avx512Vnni | Isa::Avx512Bf16Vnni if tokens > 24 => (12, 6),
             Isa::Avx512 | Isa::Avx512Vnni | Isa::Avx512Bf16Vnni | Isa::Amx => (12, 8),
         };
