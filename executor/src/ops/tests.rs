@@ -2,10 +2,8 @@
 //! of the instruction set, in runs of many tokens and of one.
 
 use std::fs;
-use std::panic::resume_unwind;
 use std::path::Path;
 use std::sync::Arc;
-use std::thread;
 
 use ::tests::toys::{FeedForward, Habits, Toy};
 use compiler::options::Request;
@@ -17,7 +15,7 @@ use super::*;
 use crate::bind::{Device, Form};
 use crate::checkpoint::Checkpoint;
 use crate::kernels::cpu::isa::Isa;
-use crate::kernels::cpu::testing::{Random, distance};
+use crate::kernels::cpu::testing::{Random, distance, on_its_own_thread};
 use crate::load::{Kernels, Options};
 use crate::peers::Peers;
 use crate::slots::Slots;
@@ -148,10 +146,7 @@ fn walk(plan: &Plan, folder: &Path, isa: Isa) {
 /// Walks a plan on a thread of its own at every level: teams bind the thread that makes them.
 fn walk_at_every_level(plan: &Plan, folder: &Path) {
     for isa in Isa::available() {
-        let walked = thread::scope(|scope| scope.spawn(|| walk(plan, folder, isa)).join());
-        if let Err(payload) = walked {
-            resume_unwind(payload);
-        }
+        on_its_own_thread(|| walk(plan, folder, isa));
     }
 }
 
@@ -188,32 +183,22 @@ fn agrees(toy: &Toy) {
 }
 
 /// Not whole in blocks, groups and panels, but that blocks are whole in rows.
-const TOY: Toy = Toy {
-    layers: 2,
-    features: 320,
-    heads: 10,
-    kv_heads: 2,
-    head_dim: 32,
-    intermediate: 608,
-    feed_forward: FeedForward::Gated,
-    vocabulary: 333,
-    stored: DType::F32,
-    habits: Habits {
-        has_biases: false,
-        has_positions: false,
-        has_head_norms: false,
-        has_branch_norms: false,
-        is_parallel: false,
-        has_soft_cap: false,
-        is_tied: false,
-    },
-};
+fn toy() -> Toy {
+    Toy {
+        features: 320,
+        heads: 10,
+        head_dim: 32,
+        intermediate: 608,
+        vocabulary: 333,
+        ..Toy::llama()
+    }
+}
 
 #[test]
 fn kernels_agree_with_burn_on_gated_layers() {
-    let habits = Habits { has_head_norms: true, has_branch_norms: true, ..TOY.habits };
-    agrees(&TOY);
-    agrees(&Toy { habits, ..TOY });
+    let habits = Habits { has_head_norms: true, has_branch_norms: true, ..Habits::default() };
+    agrees(&toy());
+    agrees(&Toy { habits, ..toy() });
 }
 
 #[test]
@@ -224,15 +209,15 @@ fn kernels_agree_with_burn_on_plain_layers_with_biases() {
         is_parallel: true,
         has_soft_cap: true,
         is_tied: true,
-        ..TOY.habits
+        ..Habits::default()
     };
-    agrees(&Toy { feed_forward: FeedForward::Plain, habits, ..TOY });
+    agrees(&Toy { feed_forward: FeedForward::Plain, habits, ..toy() });
 }
 
 #[test]
 fn kernels_agree_with_burn_on_mixtures() {
     let feed_forward = FeedForward::Mixture { experts: 5, used: 2, is_shared: true };
-    agrees(&Toy { feed_forward, intermediate: 96, ..TOY });
+    agrees(&Toy { feed_forward, intermediate: 96, ..toy() });
 }
 
 #[test]

@@ -9,18 +9,20 @@ use crate::team::Team;
 
 /// Runs `test` with a team of `members`, on a thread of its own because a team binds the thread that makes it.
 pub(crate) fn with_team(members: usize, test: impl FnOnce(&Team) + Send) {
-    thread::scope(|scope| {
-        let run = scope.spawn(|| {
-            let topology = Topology::new().unwrap();
-            let all: Vec<u32> =
-                topology.cpuset().iter_set().map(|index| usize::from(index) as u32).collect();
-            let cpus: Vec<u32> = all.into_iter().cycle().take(members).collect();
-            test(&Team::new(&cpus).unwrap());
-        });
-        if let Err(payload) = run.join() {
-            resume_unwind(payload);
-        }
+    on_its_own_thread(|| {
+        let topology = Topology::new().unwrap();
+        let all: Vec<u32> =
+            topology.cpuset().iter_set().map(|index| usize::from(index) as u32).collect();
+        let cpus: Vec<u32> = all.into_iter().cycle().take(members).collect();
+        test(&Team::new(&cpus).unwrap());
     });
+}
+
+/// Runs `test` on a thread that ends with it.
+pub(crate) fn on_its_own_thread(test: impl FnOnce() + Send) {
+    if let Err(payload) = thread::scope(|scope| scope.spawn(test).join()) {
+        resume_unwind(payload);
+    }
 }
 
 /// A sequence of numbers that look random and are the same every time (xorshift64*).

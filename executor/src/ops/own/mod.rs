@@ -17,7 +17,7 @@ use ir::op::Op;
 
 pub(crate) use self::state::State;
 pub(crate) use self::tensors::{Input, Output};
-pub(crate) use self::weights::{read, weight_dims};
+pub(crate) use self::weights::{Weights, weight_dims};
 use crate::kernels::cpu::{activation, norm, router};
 use crate::ops::Scope;
 use crate::slots::Value;

@@ -83,6 +83,23 @@ impl Weights {
         Ok(())
     }
 
+    /// Every vector and every matrix that is held packed, as numbers row after row.
+    pub(crate) fn unpacked(&self) -> Vec<Vec<f32>> {
+        let matrix = |matrix: &PackedMatrix| {
+            let mut values = vec![0.0; matrix.rows() * matrix.columns()];
+            for (row, values) in values.chunks_exact_mut(matrix.columns()).enumerate() {
+                matrix.read_row(row, values);
+            }
+            values
+        };
+        let unpacked = |held: &Held| match held {
+            Held::Vector(vector) => vec![vector.clone()],
+            Held::Matrices(stack) => stack.iter().map(matrix).collect(),
+            Held::Table(_) | Held::Elsewhere => Vec::new(),
+        };
+        self.held.rows().iter().flat_map(unpacked).collect()
+    }
+
     /// A scale or a bias.
     pub(super) fn vector(&self, weight: WeightId) -> Result<&[f32]> {
         match self.held.get(weight) {
@@ -142,7 +159,7 @@ impl Weights {
 }
 
 /// Hands `make` the rows of a source, `(rows, columns)`, whose pages are not needed any more when it is done.
-pub(crate) fn read<T>(
+fn read<T>(
     checkpoint: &Checkpoint,
     source: &Stored,
     (rows, columns): (usize, usize),

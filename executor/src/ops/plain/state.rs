@@ -10,9 +10,8 @@ use ir::id::{CacheId, DeviceId, Table, WeightId};
 use ir::plan::{Plan, Weight};
 
 use super::Cache;
-use crate::checkpoint::{Checkpoint, matrices};
-use crate::kernels::cpu::pack::pack;
-use crate::ops::own::{read, weight_dims};
+use crate::checkpoint::Checkpoint;
+use crate::ops::own::{Weights, weight_dims};
 use crate::team::{Team, bind};
 
 /// One device's weights and caches, as tensors of one of Burn's backends.
@@ -61,23 +60,12 @@ impl State {
         checkpoint: &Checkpoint,
         team: &Team,
     ) -> Result<()> {
+        let mut held = Weights::default();
+        held.hold(weight, checkpoint, team)?;
         let (rows, columns) = weight_dims(weight);
-        let mut stack = Vec::new();
-        for source in &matrices(weight)? {
-            let mut values = vec![0.0; rows * columns];
-            if weight.shape.len() < 2 {
-                checkpoint.read(source, 0..1, &mut values)?;
-            } else {
-                let packed = read(checkpoint, source, (rows, columns), |fill| {
-                    pack(team, weight.format, rows, columns, fill)
-                })?;
-                for (row, values) in values.chunks_exact_mut(columns).enumerate() {
-                    packed.read_row(row, values);
-                }
-            }
-            stack.push(Tensor::from_data(TensorData::new(values, [rows, columns]), &self.burn));
-        }
-        self.weights.push(stack);
+        let tensor =
+            |values| Tensor::from_data(TensorData::new(values, [rows, columns]), &self.burn);
+        self.weights.push(held.unpacked().into_iter().map(tensor).collect());
         Ok(())
     }
 
