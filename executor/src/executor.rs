@@ -14,6 +14,7 @@ use crate::bind::team_cpus;
 use crate::lane::Inbox;
 use crate::load::Options;
 use crate::run::{Failure, KnownKinds, Run, RunHandle};
+use crate::slots::Uses;
 use crate::trace::Recorder;
 
 /// Every device bound, every weight in place; lanes wait for runs.
@@ -22,6 +23,8 @@ pub struct Executor {
     lanes: Vec<LaneThread>,
     recorder: Option<Arc<Recorder>>,
     known: Arc<KnownKinds>,
+    /// For each program.
+    uses: Vec<Arc<Uses>>,
     /// Whether the lanes' teams have all processors, and none is left to look for the end of a run.
     is_crowded: bool,
     /// Locked while a run is handed out, so that all lanes see runs in one order.
@@ -44,8 +47,9 @@ pub(crate) struct LaneThread {
 impl Executor {
     pub(crate) fn new(plan: Arc<Plan>, recorder: Option<Arc<Recorder>>, options: &Options) -> Self {
         let is_crowded = is_crowded(&plan, options);
+        let uses = plan.programs.iter().map(|program| Arc::new(Uses::of(program))).collect();
         let (lanes, known, started) = (Vec::new(), Arc::default(), Mutex::default());
-        Self { plan, lanes, recorder, known, is_crowded, started }
+        Self { plan, lanes, recorder, known, uses, is_crowded, started }
     }
 
     /// Takes over a lane that has started.
@@ -76,7 +80,8 @@ impl Executor {
         if let Some(recorder) = &self.recorder {
             recorder.start_run(program, &batch);
         }
-        let run = Arc::new(Run::new(&self.plan, program, started.count, batch, &self.known));
+        let (known, uses) = (&self.known, &self.uses[program]);
+        let run = Arc::new(Run::new(&self.plan, program, started.count, batch, known, uses));
         started.count += 1;
         started.latest.retain(|run| run.strong_count() > 0);
         started.latest.push(Arc::downgrade(&run));

@@ -198,8 +198,7 @@ impl Lane {
         }
     }
 
-    /// Works through a run whose launches are queued ahead: what is left to do on the host is to carry letters. Values
-    /// are kept until the run is over: they are small, and this thread is ahead of what the device has done.
+    /// Works through a run whose launches are queued ahead: what is left to do on the host is to carry letters.
     fn work_ahead(&mut self, run: &Run, program: &Program, steps: &[StepId]) {
         let Form::Gpu(state) = &mut self.device.form else { return };
         let Some(&first) = steps.first() else { return };
@@ -216,14 +215,14 @@ impl Lane {
             state.start_ahead(scope, run.kind)?;
             for &id in steps {
                 at = id;
-                let step = &program.steps[id];
                 if state.expects_letter(run.program, id) {
-                    if !run.wait_for(&step.waits) {
+                    if !run.wait_for(self.peers.waits(run.program, id)) {
                         return Ok(());
                     }
                     state.deliver(scope, run, id)?;
                 }
                 state.receive(scope, run, id)?;
+                run.slots.pass(id);
                 if self.peers.awaited(run.program)[id] {
                     run.finish(id);
                 }
@@ -255,10 +254,7 @@ impl Lane {
             let stretch = &steps[stretch];
             let Some(&first) = stretch.first() else { continue };
             let ready = now();
-            // Members of a sum over GPUs wait for each other on the devices.
-            let is_sum = self.peers.is_sum(run.program, first);
-            let waits = if is_sum { &[] } else { program.steps[first].waits.as_slice() };
-            if !run.wait_for(waits) {
+            if !run.wait_for(self.peers.waits(run.program, first)) {
                 return false;
             }
             let mut at = first;
@@ -327,11 +323,8 @@ impl Lane {
                 state.run(scope, run, stretch, is_traced, at)?;
             }
         }
-        // Where GPUs meet on the devices, the host does not see when others have read a buffer.
-        if !self.peers.have_sums(run.program) {
-            for &buffer in stretch.iter().flat_map(|&id| &program.steps[id].frees) {
-                run.slots.take(buffer);
-            }
+        for &id in stretch {
+            run.slots.pass(id);
         }
         Ok(())
     }

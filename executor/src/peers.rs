@@ -30,6 +30,8 @@ pub(crate) struct Peers {
     joined: Vec<Table<StepId, bool>>,
     /// For each program, what GPUs read in the memory of others: all that such a step reads of them.
     lying: Vec<BTreeMap<StepId, Vec<Lying>>>,
+    /// For each program and step, which steps of other lanes it waits for on the host.
+    waits: Vec<Table<StepId, Vec<StepId>>>,
     /// For each program, which steps other lanes wait for on the host, in the run or before the next.
     awaited: Vec<Table<StepId, bool>>,
     /// GPUs that the vendor's library sums over, with a little memory to try it.
@@ -67,7 +69,7 @@ impl Peers {
                     .or_insert_with_key(|members| reach_each_other(plan, members))
         };
         let (mut sums, mut joined) = (Vec::new(), Vec::new());
-        let (mut lying, mut awaited) = (Vec::new(), Vec::new());
+        let (mut lying, mut waits, mut awaited) = (Vec::new(), Vec::new(), Vec::new());
         for program in &plan.programs {
             let mut is_sum = |id: StepId| {
                 let step = &program.steps[id];
@@ -94,7 +96,9 @@ impl Peers {
                 its_lying.extend(lying.map(|lying| (id, lying)));
             }
             joined.push(joined_with_sums(plan, program, &its_sums));
-            awaited.push(awaited_on_the_host(program, &its_sums, &its_lying));
+            let its_waits = waits_on_the_host(program, &its_sums, &its_lying);
+            awaited.push(awaited_on_the_host(program, &its_waits, &its_lying));
+            waits.push(its_waits);
             sums.push(its_sums);
             lying.push(its_lying);
         }
@@ -105,6 +109,7 @@ impl Peers {
             sums,
             joined,
             lying,
+            waits,
             awaited,
             exchanges,
             buffers,
@@ -144,6 +149,11 @@ impl Peers {
         last_takes(&plan.programs[program], &self.lying[program])
             .filter_map(|(with, step)| (with == device).then_some(step))
             .collect()
+    }
+
+    /// What a step waits for on the host, of other lanes.
+    pub(crate) fn waits(&self, program: usize, step: StepId) -> &[StepId] {
+        &self.waits[program][step]
     }
 
     /// For each step of a program whether other lanes wait for it on the host.
@@ -264,18 +274,44 @@ fn joined_with_sums(
     joined
 }
 
-/// For each step of a program whether another lane waits for it on the host, in this run or before the next; `sums` are
-/// the steps that do not wait there, and of `lying` the last ones are waited for.
-fn awaited_on_the_host(
+/// For each step of a program what it waits for on the host: its waits, but for members of `sums`, which wait for each
+/// other on the devices. What a plan leaves out because a sum implies it is not implied on the host: whoever reads a value
+/// of another device there waits for the step that writes it.
+fn waits_on_the_host(
     program: &Program,
     sums: &Table<StepId, bool>,
     lying: &BTreeMap<StepId, Vec<Lying>>,
+) -> Table<StepId, Vec<StepId>> {
+    let mut waits: Table<StepId, Vec<StepId>> = program.steps.ids().map(|_| Vec::new()).collect();
+    let steps = program.steps.iter();
+    let writers: BTreeMap<BufferId, StepId> =
+        steps.flat_map(|(id, step)| step.writes.iter().map(move |&buffer| (buffer, id))).collect();
+    let has_sums = sums.rows().contains(&true);
+    for lane in &program.lanes {
+        for &id in lane.steps.iter().filter(|&&id| !sums[id]) {
+            let step = &program.steps[id];
+            waits[id].clone_from(&step.waits);
+            if has_sums && !lying.contains_key(&id) {
+                let is_foreign =
+                    |buffer: &&BufferId| program.buffers[**buffer].device != lane.device;
+                let writers = step.reads.iter().filter(is_foreign).map(|buffer| writers[buffer]);
+                waits[id].extend(writers.filter(|writer| !step.waits.contains(writer)));
+            }
+        }
+    }
+    waits
+}
+
+/// For each step of a program whether another lane waits for it on the host, in this run or before the next; of `lying`
+/// the last ones are waited for.
+fn awaited_on_the_host(
+    program: &Program,
+    waits: &Table<StepId, Vec<StepId>>,
+    lying: &BTreeMap<StepId, Vec<Lying>>,
 ) -> Table<StepId, bool> {
     let mut awaited: Table<StepId, bool> = program.steps.ids().map(|_| false).collect();
-    for (_, step) in program.steps.iter().filter(|(id, _)| !sums[*id]) {
-        for &wait in &step.waits {
-            awaited[wait] = true;
-        }
+    for &wait in waits.rows().iter().flatten() {
+        awaited[wait] = true;
     }
     let devices = program.lanes.iter().map(|lane| lane.device);
     let last_reads = devices.filter_map(|device| last_read(program, device));

@@ -16,7 +16,7 @@ use crate::batch::Batch;
 use crate::bell::Bell;
 use crate::ops::gpu::Kind;
 use crate::sample::Shortlist;
-use crate::slots::{Slots, Value};
+use crate::slots::{Slots, Uses, Value};
 use crate::trace::Recorder;
 
 /// Kinds of runs of which one has ended well.
@@ -111,6 +111,7 @@ impl Run {
         number: u32,
         batch: Batch,
         known: &KnownKinds,
+        uses: &Arc<Uses>,
     ) -> Self {
         let schedule = &plan.programs[program];
         let kind = Kind::of(program, &batch);
@@ -121,7 +122,7 @@ impl Run {
             kind,
             is_first: !known.lock().contains(&kind),
             met: [const { AtomicUsize::new(0) }; 2],
-            slots: Slots::new(schedule.buffers.len()),
+            slots: Slots::new(uses),
             done: schedule.steps.ids().map(|_| AtomicBool::new(false)).collect(),
             lanes_left: AtomicUsize::new(schedule.lanes.len()),
             is_aborted: AtomicBool::new(false),
@@ -222,6 +223,9 @@ impl RunHandle {
     pub fn cancel(self) {
         self.run.abort(Failure::Cancelled);
         self.wait_for_lanes(|| false);
+        if let Some(recorder) = &self.recorder {
+            recorder.end_run(self.run.number);
+        }
         self.run.slots.clear();
     }
 

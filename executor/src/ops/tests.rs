@@ -18,7 +18,7 @@ use crate::kernels::cpu::isa::Isa;
 use crate::kernels::cpu::testing::{Random, distance, on_its_own_thread};
 use crate::load::{Kernels, Options};
 use crate::peers::Peers;
-use crate::slots::Slots;
+use crate::slots::{Slots, Uses};
 
 /// A plan for one NUMA node.
 fn plan(model: &Model, format: Format, kv_type: DType) -> Plan {
@@ -123,7 +123,7 @@ fn walk(plan: &Plan, folder: &Path, isa: Isa) {
             .unwrap();
         batch.check(program, plan.model.vocabulary, plan.model.block_tokens).unwrap();
         let scope = Scope { plan, batch: &batch, run: run as u32 };
-        let slots = Slots::new(program.buffers.len());
+        let slots = Slots::new(&Arc::new(Uses::of(program)));
         for step in program.steps.rows() {
             let Action::Run(op) = &step.action else { panic!("{} is not computed", step.name) };
             let at = format!("{} of {} in run {run} by {isa}", step.name, plan.model.name);

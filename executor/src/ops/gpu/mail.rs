@@ -303,7 +303,10 @@ impl Mail {
         while !look_for(SPINNING, LOOKING, all_are_raised) {
             // A device that has failed answers every call with its failure.
             self.context.mem_get_info().context("waiting for the GPU")?;
-            ensure!(!is_last_look, "the GPU does not answer");
+            ensure!(
+                !is_last_look,
+                "the GPU did not send what it computed: run it again, and if that happens again tell us, with the plan"
+            );
             is_last_look = is_over()?;
         }
         Ok(())
@@ -339,7 +342,7 @@ impl Letters {
         };
         let mut letters = Self::default();
         let &Part { program, index, peers, exported } = part;
-        let (awaited, sums) = (peers.awaited(index), peers.sums(index));
+        let awaited = peers.awaited(index);
         for &id in program.lane(device, Queue::Compute).iter().flat_map(|lane| &lane.steps) {
             let step = &program.steps[id];
             let is_move =
@@ -350,7 +353,7 @@ impl Letters {
             } else {
                 Vec::new()
             };
-            if !read.is_empty() || (!sums[id] && !step.waits.is_empty()) {
+            if !read.is_empty() || !peers.waits(index, id).is_empty() {
                 let values = read.into_iter().map(|buffer| (buffer, 0)).collect();
                 let letter = Incoming { flag: take(FLAG_BYTES), values, taken: take(FLAG_BYTES) };
                 letters.incoming.insert(id, letter);

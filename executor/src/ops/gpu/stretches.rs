@@ -43,7 +43,7 @@ pub(crate) fn stretches(
         let step = &program.steps[id];
         let is_move = !matches!(step.action, Action::Run(_)) && !sums[id];
         match stretches.last_mut() {
-            Some(last) if !is_closed && (sums[id] || step.waits.is_empty()) && !is_move => {
+            Some(last) if !is_closed && peers.waits(index, id).is_empty() && !is_move => {
                 last.end = position + 1;
             }
             _ => stretches.push(position..position + 1),
