@@ -83,8 +83,9 @@ pub struct Attention<'a> {
 /// `[tokens, heads · head_dim]`. Rows of no sequence are left as they are.
 ///
 /// # Panics
-/// When shapes disagree, or a sequence has too few blocks or one that does not exist.
+/// When shapes disagree, a sequence has too few blocks or one that does not exist, or the processor lacks the level.
 pub fn attention(team: &Team, isa: Isa, attention: &Attention, cache: &mut Cache, out: &mut [f32]) {
+    let isa = isa.checked();
     attention_by(team, isa, isa == Isa::Amx, attention, cache, out);
 }
 
@@ -101,7 +102,10 @@ fn attention_by(
     attention.check(&shape, out.len());
     let plan = plan::plan(attention, shape.kv_heads, team.members());
     let tiles: Vec<(usize, Range<usize>)> = new_tiles(attention.sequences).collect();
-    let mut parts = vec![0.0; plan.part_rows * part_stride(shape.head_dim)];
+    // Rooms for tiles are large, and few rows make no use of them.
+    let has_tiles = has_tiles && plan.jobs.iter().any(|job| job.rows() >= tiles::LEAST_ROWS);
+    // Whoever attends to a part writes all of it before anybody reads it.
+    let mut parts: Vec<f32> = Vec::with_capacity(plan.part_rows * part_stride(shape.head_dim));
     let work = Work {
         isa,
         has_tiles,

@@ -244,9 +244,11 @@ impl<'a> Cache<'a> {
     }
 }
 
-/// What one step of a row's bytes stands for.
+/// What one step of a row's bytes stands for; no number if an element is none.
 fn scale_of(row: &[f32]) -> f32 {
-    row.iter().fold(0.0_f32, |largest, value| largest.max(value.abs())) / 127.0
+    // Magnitudes compare as their bits do, and what is not a number is above all.
+    let largest = row.iter().map(|value| value.abs().to_bits()).max();
+    f32::from_bits(largest.unwrap_or(0)) / 127.0
 }
 
 /// Which element of a tile a token's is.

@@ -31,7 +31,8 @@ pub fn describe(isa: Isa) -> Vec<(String, String)> {
         let tiles = "AMX tiles of bf16, where the cache is in bf16";
         rows.push(("attention, many tokens".into(), tiles.into()));
     }
-    rows.push(("norm, activation, router".into(), vectors.into()));
+    rows.push(("norm, activation".into(), vectors.into()));
+    rows.push(("router".into(), "plain Rust".into()));
     rows.push(("cache, rows of tables".into(), "copies and conversions in plain Rust".into()));
     rows
 }

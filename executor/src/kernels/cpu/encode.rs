@@ -28,6 +28,7 @@ use super::pack::{BLOCK_PAIR, Shared};
 use super::product::BLOCK_COLUMNS;
 use super::quantize::BLOCK;
 use super::tile::MOST_ROWS;
+use crate::team::{Phase, Team};
 use step::{put, put_bytes};
 
 /// How activations are encoded for a format at a level.
@@ -67,7 +68,7 @@ pub(super) struct Rows<'a> {
 /// Columns that are encoded at once: a multiple of every step, and small beside the first cache.
 const CHUNK: usize = BLOCK_PAIR;
 /// Columns of one claim when there are few strips: some µs of work, and whole blocks' columns.
-pub(super) const SEGMENT: usize = 4 * BLOCK_COLUMNS;
+const SEGMENT: usize = 4 * BLOCK_COLUMNS;
 /// A block's rows start in cache lines of their own, as the rows of tiles should.
 const LINE: usize = 64;
 
@@ -156,6 +157,45 @@ impl Rows<'_> {
         encoded: Shared<u8>,
     ) {
         vectorize(self.isa, Encode { rows: self, strip, start, count, encoded });
+    }
+}
+
+/// The encoding of some strips, dealt out to a team.
+pub(super) struct Encoder<'a> {
+    strips: &'a [Strip],
+    /// In how many pieces, of how many columns, each strip is encoded: whole strips if there are enough of them.
+    pieces: usize,
+    segment: usize,
+    phase: Phase<'a>,
+}
+
+impl<'a> Encoder<'a> {
+    /// For one run of the team, of rows of so many columns.
+    pub(super) fn new(team: &'a Team, columns: usize, strips: &'a [Strip]) -> Self {
+        let are_enough = team.members() == 1 || strips.len() >= 4 * team.members();
+        let (pieces, segment) = if are_enough {
+            (1, usize::MAX / 2)
+        } else {
+            (columns.div_ceil(SEGMENT).max(1), SEGMENT)
+        };
+        Self { strips, pieces, segment, phase: team.phase(strips.len() * pieces, 1) }
+    }
+
+    /// One member's share of the work; returns when all of it is done.
+    ///
+    /// # Safety
+    /// `encoded` is where row 0 is encoded, the rows of all strips have room behind it and lie apart, all members encode
+    /// the same, and no one else reads or writes there meanwhile.
+    pub(super) unsafe fn encode(&self, rows: &Rows<'_>, encoded: Shared<u8>) {
+        let mut turn = self.phase.begin();
+        while let Some(range) = turn.claim() {
+            for task in range {
+                let (strip, piece) = (self.strips[task / self.pieces], task % self.pieces);
+                // SAFETY: the caller's; every piece is claimed once.
+                unsafe { rows.encode(strip, piece * self.segment, self.segment, encoded) };
+            }
+        }
+        turn.finish();
     }
 }
 

@@ -15,14 +15,16 @@ use std::ops::Range;
 use anyhow::{Context as _, bail, ensure};
 use ir::op::{Activation, Then};
 
-use super::encode::{Encoding, Rows, Strip};
+use super::encode::{Encoder, Rows, Strip};
 use super::epilogue::Target;
 use super::isa::Isa;
-use super::linear::encode_pieces;
 use super::pack::{PANEL, PackedMatrix, Shared};
 use super::product::{Product, Rooms};
 use super::tile::Kernel;
-use crate::team::{Chunks, Claim, Phase, Team};
+use crate::team::{Chunks, Claim, Team};
+
+/// With fewer groups than so many times the members of a team, all encode what lies between the projections together.
+const GROUPS_EACH: usize = 4;
 
 /// One expert: `down(activation(gate(x)) * up(x))`.
 #[derive(Clone, Copy)]
@@ -128,7 +130,8 @@ pub fn experts(team: &Team, isa: Isa, inputs: &Experts<'_>, out: &mut [f32]) -> 
     };
     let inner_target = target(inner, intermediate, Then::Gate(inputs.activation));
     let outer_target = target(outer, features, Then::Nothing);
-    let encoder = Encoder::new(team, up_kernel.encoding, features, &up_strips.all);
+    let encoder = Encoder::new(team, features, &up_strips.all);
+    let inner_encoder = Encoder::new(team, intermediate, &down_strips.all);
     let ups = Parts::new(up_kernel.block_panels(true), intermediate);
     let downs = Parts::new(down_kernel.block_panels(false), features);
     let up_tasks = team.shares(slots.groups.len() * ups.count);
@@ -141,14 +144,38 @@ pub fn experts(team: &Team, isa: Isa, inputs: &Experts<'_>, out: &mut [f32]) -> 
     let (inners, outers) =
         (team.parts(slots.groups.len(), ups.count), team.parts(downs.count, slots.groups.len()));
     let are_few = inputs.tokens < team.members();
+    // One member encodes a group, while others go on with more. Where groups are few, all end at once.
+    let encodes_together = !are_few && slots.groups.len() < GROUPS_EACH * team.members();
+    // The rows of some slots between the projections. Who asks says that they are written, and only read from then on.
+    let inner_rows = |slots: Range<usize>| {
+        let start = inner.pointer().cast::<f32>().wrapping_add(slots.start * intermediate);
+        Rows {
+            isa,
+            encoding: down_kernel.encoding,
+            // SAFETY: the buffer has so many floats for each slot, and nobody writes them as this is called.
+            x: unsafe { std::slice::from_raw_parts(start, slots.len() * intermediate) },
+            columns: intermediate,
+            norm: None,
+            sources: None,
+        }
+    };
     let sums = Chunks::new(inputs.tokens, inputs.tokens.div_ceil(4 * team.members()));
     let sum_to = Shared(out.as_mut_ptr());
     team.work_off(|member| {
         if let Some(first) = up_tasks.first(member) {
-            up_kernel.ask_for(first_up(first));
+            up_kernel.prefetch(first_up(first));
         }
         let mut workplace = rooms.of(member);
-        encoder.encode(isa, inputs.x, &slots.tokens, encoded);
+        let rows = Rows {
+            isa,
+            encoding: up_kernel.encoding,
+            x: inputs.x,
+            columns: features,
+            norm: None,
+            sources: Some(&slots.tokens),
+        };
+        // SAFETY: the buffer has room for all slots, and is read after this.
+        unsafe { encoder.encode(&rows, encoded) };
         while let Some(Claim { task, next }) = up_tasks.claim(member) {
             let (group, panels) = (task / ups.count, ups.panels(task % ups.count));
             let weights = [expert(group).gate, expert(group).up];
@@ -158,11 +185,24 @@ pub fn experts(team: &Team, isa: Isa, inputs: &Experts<'_>, out: &mut [f32]) -> 
             // SAFETY: the input is encoded; each expert's panel is claimed once.
             unsafe { product.finish(up_strips.of(group), &mut workplace) };
             if inners.finish_task(group) {
-                let kernel = (isa, down_kernel);
-                // SAFETY: the group's rows are written and only read from here on, and encoded by this member.
-                unsafe { slots.groups[group].encode(kernel, intermediate, inner, encoded_inner) };
+                if !encodes_together {
+                    let Group { first, count, .. } = slots.groups[group];
+                    let rows = inner_rows(first..first + count);
+                    let row_bytes = rows.encoding.row_bytes(intermediate);
+                    let to = Shared(encoded_inner.pointer().wrapping_add(first * row_bytes));
+                    for strip in down_kernel.strips(0, count) {
+                        // SAFETY: the buffer has room for all slots; this member alone encodes the group's.
+                        unsafe { rows.encode(strip, 0, usize::MAX / 2, to) };
+                    }
+                }
                 inners.open(group);
             }
+        }
+        if encodes_together {
+            (0..slots.groups.len()).for_each(|group| inners.wait(group));
+            let rows = inner_rows(0..count);
+            // SAFETY: the buffer has room for all slots, and is read after this.
+            unsafe { inner_encoder.encode(&rows, encoded_inner) };
         }
         while let Some(Claim { task, next }) = down_tasks.claim(member) {
             let (group, part) = (task / downs.count, task % downs.count);
@@ -193,77 +233,6 @@ pub fn experts(team: &Team, isa: Isa, inputs: &Experts<'_>, out: &mut [f32]) -> 
         }
     });
     Ok(())
-}
-
-impl Group {
-    /// Encodes the slots of a group, of so many columns each.
-    ///
-    /// # Safety
-    /// `x` and `encoded` are where the rows of all slots lie; nobody else writes those of this group, or reads what it
-    /// encodes.
-    unsafe fn encode(
-        &self,
-        (isa, kernel): (Isa, Kernel),
-        columns: usize,
-        x: Shared<u8>,
-        encoded: Shared<u8>,
-    ) {
-        let encoding = kernel.encoding;
-        // SAFETY: the caller's.
-        let x = unsafe {
-            let start = x.pointer().cast::<f32>().add(self.first * columns);
-            std::slice::from_raw_parts(start, self.count * columns)
-        };
-        // SAFETY: as above.
-        let to = unsafe { encoded.pointer().add(self.first * encoding.row_bytes(columns)) };
-        let rows = Rows { isa, encoding, x, columns, norm: None, sources: None };
-        for strip in kernel.strips(0, self.count) {
-            // SAFETY: as above.
-            unsafe { rows.encode(strip, 0, usize::MAX / 2, Shared(to)) };
-        }
-    }
-}
-
-/// The encoding of some strips, dealt out to a team.
-struct Encoder<'a> {
-    encoding: Encoding,
-    columns: usize,
-    strips: &'a [Strip],
-    parts: usize,
-    segment: usize,
-    phase: Phase<'a>,
-}
-
-impl<'a> Encoder<'a> {
-    fn new(team: &'a Team, encoding: Encoding, columns: usize, strips: &'a [Strip]) -> Self {
-        let (parts, segment) = encode_pieces(columns, strips.len(), team.members());
-        Self {
-            encoding,
-            columns,
-            strips,
-            parts,
-            segment,
-            phase: team.phase(strips.len() * parts, 1),
-        }
-    }
-
-    /// One member's share of the work; returns when all of it is done.
-    fn encode(&self, isa: Isa, x: &[f32], sources: &[u32], encoded: Shared<u8>) {
-        let sources = Some(sources);
-        let rows =
-            Rows { isa, encoding: self.encoding, x, columns: self.columns, norm: None, sources };
-        let mut turn = self.phase.begin();
-        while let Some(range) = turn.claim() {
-            for task in range {
-                let strip = self.strips[task / self.parts];
-                // SAFETY: the buffer has room for all slots; every piece is claimed once.
-                unsafe {
-                    rows.encode(strip, task % self.parts * self.segment, self.segment, encoded);
-                }
-            }
-        }
-        turn.finish();
-    }
 }
 
 /// Groups the choices by expert, in the order of tokens within each.

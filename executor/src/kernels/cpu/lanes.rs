@@ -125,11 +125,15 @@ pub(crate) fn vectorize<K: Kernel>(isa: Isa, kernel: K) -> K::Output {
     match isa {
         Isa::Portable => kernel.run::<portable::Portable>(),
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx2 | Isa::Avx2Vnni => avx2::run(kernel),
+        Isa::Avx2 => avx2::run(kernel),
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx512 | Isa::Avx512Vnni => avx512::run(kernel),
+        Isa::Avx2Vnni => avx2::run_with_bytes(kernel),
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx512Bf16Vnni | Isa::Amx => avx512::run_with_dots(kernel),
+        Isa::Avx512 => avx512::run(kernel),
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx512Vnni => avx512::run_with_bytes(kernel),
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx512Bf16Vnni | Isa::Amx => avx512::run_with_both(kernel),
         #[cfg(not(target_arch = "x86_64"))]
         _ => panic!("{isa} is not a level of this processor"),
     }

@@ -8,7 +8,7 @@
 use anyhow::{Context as _, ensure};
 use ir::op::Then;
 
-use super::encode::{Rows, SEGMENT, Strip};
+use super::encode::{Encoder, Rows, Strip};
 use super::epilogue::Target;
 use super::isa::Isa;
 use super::pack::{PackedMatrix, Shared};
@@ -99,8 +99,7 @@ fn linear_by(
         .collect();
     let panels: Vec<usize> =
         linear.weights[..targets.len()].iter().map(|weight| weight.panels()).collect();
-    let (pieces, segment) = encode_pieces(columns, strips.len(), team.members());
-    let encoding = team.phase(strips.len() * pieces, 1);
+    let encoder = Encoder::new(team, columns, &strips);
     let is_gate = matches!(linear.then, Then::Gate(_));
     let deal = Deal::new(kernel, &panels, is_gate, strips.len(), team.members());
     let multiplying = team.shares(deal.tasks());
@@ -111,17 +110,10 @@ fn linear_by(
     team.work_off(|member| {
         // Encoding hides what the first panel waits for.
         if let Some(first) = multiplying.first(member) {
-            kernel.ask_for(first_panel(first));
+            kernel.prefetch(first_panel(first));
         }
-        let mut turn = encoding.begin();
-        while let Some(range) = turn.claim() {
-            for piece in range {
-                let strip = strips[piece / pieces];
-                // SAFETY: the buffer has room for all rows; every piece is claimed once.
-                unsafe { rows.encode(strip, piece % pieces * segment, segment, encoded_at) };
-            }
-        }
-        turn.finish();
+        // SAFETY: the buffer has room for all rows, and is read after this.
+        unsafe { encoder.encode(&rows, encoded_at) };
         let mut workplace = rooms.of(member);
         while let Some(claim) = multiplying.claim(member) {
             let (matrix, panels, strips_of) = deal.task(claim.task);
@@ -138,15 +130,6 @@ fn linear_by(
         }
     });
     Ok(())
-}
-
-/// In how many pieces, of how many columns, each strip is encoded: whole strips if there are enough of them.
-pub(super) fn encode_pieces(columns: usize, strips: usize, members: usize) -> (usize, usize) {
-    if members == 1 || strips >= 4 * members {
-        (1, usize::MAX / 2)
-    } else {
-        (columns.div_ceil(SEGMENT).max(1), SEGMENT)
-    }
 }
 
 fn bias<'a>(linear: &Linear<'a>, i: usize) -> Option<&'a [f32]> {

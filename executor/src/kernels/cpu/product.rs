@@ -343,7 +343,7 @@ impl Product<'_> {
             let goes_on = part.start > 0;
             let sums = &mut sums[turn % (panels.len() * matrices.len()) * strips.len()..];
             for (i, (&strip, sums)) in strips.iter().zip(sums).enumerate() {
-                next.ask_for(i * share..(i + 1) * share);
+                next.prefetch(i * share..(i + 1) * share);
                 let operands = Operands {
                     panel: packed,
                     vectors,
@@ -352,15 +352,10 @@ impl Product<'_> {
                     columns: part.len(),
                     next: ptr::from_mut(sums).wrapping_add(1).cast(),
                 };
+                let units = (kernel.encoding == Encoding::ByteTiles)
+                    .then(|| self.units(strip, part.start, packed));
                 // SAFETY: the caller's; the columns of the strip follow those before them.
-                unsafe {
-                    if kernel.encoding == Encoding::ByteTiles {
-                        let units = self.units(strip, part.start, packed);
-                        workplace.registers.multiply_bytes(operands, units, goes_on, sums);
-                    } else {
-                        workplace.registers.multiply(operands, goes_on, sums);
-                    }
-                }
+                unsafe { workplace.registers.multiply(operands, units, goes_on, sums) };
             }
         }
         let mut sums = sums.chunks_exact(strips.len() * matrices.len());

@@ -7,6 +7,8 @@
 //! - 4 bits: offset 8, codes 0 to 15; the scale may be negative, so that the element of largest magnitude
 //!   gets code 0, eight steps from the offset.
 //!
+//! A block with an element that is infinite or not a number has no number for its scale, so that no product of it is one.
+//!
 //! Sixteen rows are quantised at a time, a row in each lane. Nothing is rounded but as a single element would be, so
 //! that a matrix has the same bits on every processor.
 
@@ -21,7 +23,7 @@ pub(super) const OFFSET_8: i32 = 128;
 /// What the code of zero is in 4 bits.
 pub(super) const OFFSET_4: i32 = 8;
 /// Steps of a 4-bit block's scale that are tried for the element of largest magnitude: eight waste none of the codes,
-/// a little more or less often fits the others better. Each guess is then refined to the best scale for its codes.
+/// a little more or less often fits the others better. Beside each guess the best scale for its codes is tried.
 const STEPS_4: [f32; 5] = [-8.0, -7.4, -8.6, -9.2, 7.5];
 
 /// The same columns of sixteen rows: `[column][row]`.
@@ -46,7 +48,7 @@ impl Kernel for Quantize8<'_> {
     #[inline(always)]
     fn run<L: Lanes>(self) -> Blocks {
         let scale = extreme::<L>(self.0).abs().div(L::splat(127.0)).round_to_f16();
-        blocks(self.0, scale, [-127.0, 127.0], OFFSET_8)
+        blocks(self.0, scale.add(spoilt(self.0)), [-127.0, 127.0], OFFSET_8)
     }
 }
 
@@ -67,7 +69,7 @@ impl Kernel for Quantize4<'_> {
                 scale = L::select_less(zero, square, product.div(square), zero).round_to_f16();
             }
         }
-        blocks(self.0, best, RANGE_4, OFFSET_4)
+        blocks(self.0, best.add(spoilt(self.0)), RANGE_4, OFFSET_4)
     }
 }
 
@@ -107,6 +109,13 @@ fn extreme<L: Lanes>(columns: &Columns) -> L {
         let value = L::read(column);
         L::select_less(best.abs(), value.abs(), value, best)
     })
+}
+
+/// Zero, and no number where an element is none or infinite: then the block has no scale.
+#[inline(always)]
+fn spoilt<L: Lanes>(columns: &Columns) -> L {
+    let zero = L::splat(0.0);
+    columns.iter().fold(zero, |sum, column| sum.add(L::read(column).mul(zero)))
 }
 
 /// One over a scale; zero for zero.
@@ -234,6 +243,23 @@ pub(super) mod tests {
                     let codes = blocks.codes.map(|codes| codes[lane]);
                     let block = Block { scale: blocks.scales[lane], codes };
                     assert_eq!(block, one(row), "row {lane} with {isa}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_block_with_what_is_no_number_has_no_scale() {
+        let mut rows: [[f32; BLOCK]; LANES] = std::array::from_fn(|row| wave(row as f32, 0.02));
+        let spoilt = [(2, f32::NAN), (5, f32::INFINITY), (9, f32::NEG_INFINITY)];
+        spoilt.iter().for_each(|&(row, value)| rows[row][17] = value);
+        let columns: Columns = std::array::from_fn(|column| rows.map(|row| row[column]));
+        for isa in Isa::available() {
+            for blocks in [vectorize(isa, Quantize8(&columns)), vectorize(isa, Quantize4(&columns))]
+            {
+                for (row, scale) in blocks.scales.iter().enumerate() {
+                    let is_spoilt = spoilt.iter().any(|&(spoilt, _)| spoilt == row);
+                    assert_eq!(scale.is_nan(), is_spoilt, "row {row} with {isa}");
                 }
             }
         }

@@ -1,5 +1,15 @@
 //! The choice of experts: softmax over all, the best few, and their weights.
 
+#![expect(unsafe_code, reason = "members write the choices of disjoint tokens")]
+
+use std::slice;
+
+use super::pack::Shared;
+use crate::team::Team;
+
+/// Up to so many logits one member is done with before others would have begun: some 5 ns each.
+const LONE_LOGITS: usize = 1024;
+
 /// Chooses `used` experts for each row of `logits`, `[tokens, experts]`, best first and of equals the lower.
 ///
 /// Writes their numbers and softmax weights, both `[tokens, used]`. With `renormalise` the weights are divided by
@@ -8,9 +18,9 @@
 /// # Panics
 /// When shapes disagree, or more experts are used than there are.
 pub fn route(
+    team: &Team,
     logits: &[f32],
-    experts: usize,
-    used: usize,
+    (experts, used): (usize, usize),
     renormalise: bool,
     ids: &mut [i32],
     weights: &mut [f32],
@@ -18,6 +28,32 @@ pub fn route(
     assert!(used > 0 && used <= experts && logits.len().is_multiple_of(experts), "experts to use");
     let tokens = logits.len() / experts;
     assert!(ids.len() == tokens * used && weights.len() == ids.len(), "places for the choice");
+    if logits.len() <= LONE_LOGITS {
+        return route_rows(logits, (experts, used), renormalise, ids, weights);
+    }
+    let (ids, weights) = (Shared(ids.as_mut_ptr()), Shared(weights.as_mut_ptr()));
+    team.for_each_chunk(tokens, LONE_LOGITS.div_ceil(experts), |range| {
+        let of_range = range.start * used..range.end * used;
+        // SAFETY: every token is dealt out once, and its places are its own.
+        let (ids, weights) = unsafe {
+            (
+                slice::from_raw_parts_mut(ids.pointer().add(of_range.start), of_range.len()),
+                slice::from_raw_parts_mut(weights.pointer().add(of_range.start), of_range.len()),
+            )
+        };
+        let logits = &logits[range.start * experts..range.end * experts];
+        route_rows(logits, (experts, used), renormalise, ids, weights);
+    });
+}
+
+/// Routes some tokens.
+fn route_rows(
+    logits: &[f32],
+    (experts, used): (usize, usize),
+    renormalise: bool,
+    ids: &mut [i32],
+    weights: &mut [f32],
+) {
     let mut exponentials = vec![0.0; experts];
     let rows = logits.chunks_exact(experts).zip(ids.chunks_exact_mut(used));
     for ((logits, ids), weights) in rows.zip(weights.chunks_exact_mut(used)) {
@@ -54,7 +90,7 @@ fn choose(logits: &[f32], ids: &mut [i32]) {
 
 #[cfg(test)]
 mod tests {
-    use super::super::testing::{Random, distance};
+    use super::super::testing::{Random, distance, with_team};
     use super::*;
 
     /// Sorts all experts by falling weight.
@@ -71,23 +107,29 @@ mod tests {
 
     #[test]
     fn the_largest_logits_are_chosen_with_their_softmax_weights() {
-        let mut random = Random(31);
-        for (experts, used) in [(1, 1), (8, 2), (60, 4), (128, 8), (5, 5)] {
-            let tokens = 17;
-            // Few distinct logits, so that there are ties.
-            let logits: Vec<f32> =
-                (0..tokens * experts).map(|_| (random.next() % 11) as f32 / 2.0 - 3.0).collect();
-            for renormalise in [false, true] {
-                let (mut ids, mut weights) =
-                    (vec![-1; tokens * used], vec![f32::NAN; tokens * used]);
-                route(&logits, experts, used, renormalise, &mut ids, &mut weights);
-                for (token, logits) in logits.chunks_exact(experts).enumerate() {
-                    let (best, shares) = expected(logits, used, renormalise);
-                    let range = token * used..(token + 1) * used;
-                    assert_eq!(ids[range.clone()], best);
-                    assert!(distance(&weights[range], &shares) < 1e-6);
+        with_team(3, |team| {
+            let mut random = Random(31);
+            // The last are dealt out to the team.
+            for (tokens, experts, used) in
+                [(17, 1, 1), (17, 8, 2), (17, 60, 4), (17, 5, 5), (0, 8, 2), (77, 128, 8)]
+            {
+                // Few distinct logits, so that there are ties.
+                let logits: Vec<f32> = (0..tokens * experts)
+                    .map(|_| (random.next() % 11) as f32 / 2.0 - 3.0)
+                    .collect();
+                for renormalise in [false, true] {
+                    let (mut ids, mut weights) =
+                        (vec![-1; tokens * used], vec![f32::NAN; tokens * used]);
+                    let sizes = (experts, used);
+                    route(team, &logits, sizes, renormalise, &mut ids, &mut weights);
+                    for (token, logits) in logits.chunks_exact(experts).enumerate() {
+                        let (best, shares) = expected(logits, used, renormalise);
+                        let range = token * used..(token + 1) * used;
+                        assert_eq!(ids[range.clone()], best);
+                        assert!(distance(&weights[range], &shares) < 1e-6);
+                    }
                 }
             }
-        }
+        });
     }
 }

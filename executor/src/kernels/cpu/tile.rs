@@ -106,10 +106,10 @@ impl Source {
     }
 
     /// Asks memory for some of the lines.
-    pub(super) fn ask_for(self, lines: Range<usize>) {
+    pub(super) fn prefetch(self, lines: Range<usize>) {
         #[cfg(target_arch = "x86_64")]
         for line in lines.start..lines.end.min(self.lines()) {
-            ahead::ask_for_later(self.start.wrapping_add(line * LINE));
+            ahead::prefetch_l2(self.start.wrapping_add(line * LINE));
         }
         #[cfg(not(target_arch = "x86_64"))]
         let _ = lines;
@@ -248,10 +248,10 @@ impl Kernel {
     }
 
     /// Asks the memory for the start of a panel that is multiplied soon.
-    pub(super) fn ask_for(self, panel: *const u8) {
+    pub(super) fn prefetch(self, panel: *const u8) {
         #[cfg(target_arch = "x86_64")]
         if self.isa >= Isa::Avx2 && !self.unpacks {
-            ahead::ask_for_start(panel);
+            ahead::prefetch_start(panel);
         }
         #[cfg(not(target_arch = "x86_64"))]
         let _ = panel;

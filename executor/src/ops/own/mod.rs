@@ -89,7 +89,8 @@ pub(crate) fn run(
             let mut ids = Output::new(team, tokens, used)?;
             let mut weights = Output::new(team, tokens, used)?;
             let logits = logits.floats()?;
-            router::route(logits, experts, used, *renormalise, ids.ints(), weights.floats());
+            let (sizes, weights_to) = ((experts, used), weights.floats());
+            router::route(team, logits, sizes, *renormalise, ids.ints(), weights_to);
             return Ok(vec![ids.into_ints(), weights.into_floats()]);
         }
         Op::Experts(op) => linear::experts(op, team, state, [x(0)?, x(1)?, x(2)?])?,

@@ -223,18 +223,21 @@ impl Packing for Int8 {
 }
 
 /// Scales `row` so that its largest magnitude becomes `limit`, and writes each whole number `n` as bytes
-/// `n >> 7` and `n & 127`; returns the factor back.
+/// `n >> 7` and `n & 127`; returns the factor back, which is no number where an element is infinite or none.
 ///
 /// # Safety
 /// `row` is a multiple of 16 long, and `to` has room for a fourth as many operands.
 #[inline(always)]
 unsafe fn pack_bytes<L: Lanes>(row: &[f32], limit: f32, to: *mut [u32; 2]) -> f32 {
-    let mut largest = L::splat(0.0);
+    let (mut largest, mut spoilt) = (L::splat(0.0), L::splat(0.0));
     for start in (0..row.len()).step_by(LANES) {
         // SAFETY: 16 floats can be read.
-        largest = unsafe { L::load(row.as_ptr().add(start)) }.abs().max(largest);
+        let floats = unsafe { L::load(row.as_ptr().add(start)) };
+        largest = floats.abs().max(largest);
+        // Zero, and no number for what is none or infinite.
+        spoilt = spoilt.add(floats.sub(floats));
     }
-    let largest = largest.largest();
+    let largest = largest.largest() + spoilt.sum();
     let inverse = L::splat(if largest > 0.0 { limit / largest } else { 0.0 });
     for start in (0..row.len()).step_by(LANES) {
         let [mut high, mut low] = [[0_u32; 4]; 2];

@@ -348,3 +348,60 @@ fn every_run_gives_the_same_bits() {
         }
     });
 }
+
+#[test]
+fn what_is_no_number_spoils_the_tokens_that_see_it() {
+    const HEAD_DIM: usize = 32;
+    const TOKENS: usize = 5;
+    with_team(1, |team| {
+        let runs = ELEMENTS.into_iter().flat_map(|element| {
+            Isa::available()
+                .into_iter()
+                .flat_map(move |isa| (0..3).map(move |of| (element, isa, of)))
+        });
+        for (element, isa, spoilt) in runs {
+            let mut random = Random(5);
+            let mut rows = [(); 3].map(|()| random.floats(TOKENS * HEAD_DIM));
+            // One element of the third token's query, key or value.
+            rows[spoilt][2 * HEAD_DIM + 7] = f32::NAN;
+            let [q, k, v] = &rows;
+            let shape = CacheShape {
+                element,
+                blocks: 1,
+                kv_heads: 1,
+                block_tokens: 16,
+                head_dim: HEAD_DIM,
+            };
+            let words = shape.region_bytes().div_ceil(4);
+            let [mut keys, mut values] = [(); 2].map(|()| vec![0_u32; words]);
+            let [keys, values] =
+                [&mut keys, &mut values].map(|region| bytemuck::cast_slice_mut(region));
+            let mut cache = Cache::new(shape, keys, values).unwrap();
+            let sequences = [Sequence { first_token: 0, tokens: TOKENS, past: 0, blocks: &[0] }];
+            let work = Attention {
+                q,
+                k,
+                v,
+                sequences: &sequences,
+                heads: 1,
+                group: 1,
+                first_head: 0,
+                scale: 0.2,
+                window: None,
+                soft_cap: None,
+                q_norm: None,
+                k_norm: None,
+                rope: None,
+            };
+            let mut out = vec![0.0; q.len()];
+            attention(team, isa, &work, &mut cache, &mut out);
+            for (token, row) in out.chunks_exact(HEAD_DIM).enumerate() {
+                let sees = if spoilt == 0 { token == 2 } else { token >= 2 };
+                let is_spoilt = row.iter().any(|value| value.is_nan());
+                // Values that a token does not see count zero times, which is no number either.
+                let is_right = if spoilt == 2 { is_spoilt || !sees } else { is_spoilt == sees };
+                assert!(is_right, "token {token}, {spoilt} of {element:?} with {isa}");
+            }
+        }
+    });
+}

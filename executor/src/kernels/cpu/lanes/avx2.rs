@@ -4,23 +4,39 @@ use std::arch::x86_64::*;
 
 use super::{Kernel, Lanes};
 
-/// Sixteen floats in two registers.
+/// Sixteen floats in two registers; `BYTES` says that the processor has dot products of bytes (AVX-VNNI).
 #[derive(Clone, Copy)]
-pub(super) struct Avx2(__m256, __m256);
+pub(super) struct Avx2<const BYTES: bool>(__m256, __m256);
 
 /// Runs `kernel` on AVX registers, with fused multiplication.
 pub(super) fn run<K: Kernel>(kernel: K) -> K::Output {
-    let is_available = is_x86_feature_detected!("avx2")
-        && is_x86_feature_detected!("fma")
-        && is_x86_feature_detected!("f16c");
-    assert!(is_available, "avx2 is not a level of this processor");
+    assert!(has_avx2(), "avx2 is not a level of this processor");
     // SAFETY: the processor has the features.
     unsafe { run_compiled(kernel) }
 }
 
+/// Runs `kernel` on AVX registers, with fused multiplication and dot products of bytes.
+pub(super) fn run_with_bytes<K: Kernel>(kernel: K) -> K::Output {
+    let has_bytes = is_x86_feature_detected!("avxvnni");
+    assert!(has_avx2() && has_bytes, "avx2 with vnni is not a level of this processor");
+    // SAFETY: the processor has the features.
+    unsafe { run_with_bytes_compiled(kernel) }
+}
+
+fn has_avx2() -> bool {
+    is_x86_feature_detected!("avx2")
+        && is_x86_feature_detected!("fma")
+        && is_x86_feature_detected!("f16c")
+}
+
 #[target_feature(enable = "avx2,fma,f16c")]
 fn run_compiled<K: Kernel>(kernel: K) -> K::Output {
-    kernel.run::<Avx2>()
+    kernel.run::<Avx2<false>>()
+}
+
+#[target_feature(enable = "avx2,fma,f16c,avxvnni")]
+fn run_with_bytes_compiled<K: Kernel>(kernel: K) -> K::Output {
+    kernel.run::<Avx2<true>>()
 }
 
 /// The value of an expression of intrinsics.
@@ -39,7 +55,7 @@ macro_rules! halves {
     };
 }
 
-impl Lanes for Avx2 {
+impl<const BYTES: bool> Lanes for Avx2<BYTES> {
     type Words = (__m256i, __m256i);
     const REGISTERS: usize = 8;
 
@@ -177,6 +193,12 @@ impl Lanes for Avx2 {
     }
     #[inline(always)]
     fn dot_bytes(sum: Self::Words, unsigned: Self::Words, signed: Self::Words) -> Self::Words {
+        if BYTES {
+            return (
+                vector!(_mm256_dpbusd_avx_epi32(sum.0, unsigned.0, signed.0)),
+                vector!(_mm256_dpbusd_avx_epi32(sum.1, unsigned.1, signed.1)),
+            );
+        }
         (dot_bytes(sum.0, unsigned.0, signed.0), dot_bytes(sum.1, unsigned.1, signed.1))
     }
     #[inline(always)]

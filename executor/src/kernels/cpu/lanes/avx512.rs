@@ -4,9 +4,10 @@ use std::arch::x86_64::*;
 
 use super::{Kernel, Lanes};
 
-/// Sixteen floats in a register; `DOTS` says that the processor has AVX-512 BF16 and VNNI.
+/// Sixteen floats in a register; the processor may have dot products of bytes (AVX-512 VNNI), and of bfloat16 as well
+/// (AVX-512 BF16).
 #[derive(Clone, Copy)]
-pub(super) struct Avx512<const DOTS: bool>(__m512);
+pub(super) struct Avx512<const BYTES: bool, const BF16: bool>(__m512);
 
 /// Runs `kernel` on AVX-512 registers.
 pub(super) fn run<K: Kernel>(kernel: K) -> K::Output {
@@ -15,12 +16,20 @@ pub(super) fn run<K: Kernel>(kernel: K) -> K::Output {
     unsafe { run_compiled(kernel) }
 }
 
-/// Runs `kernel` on AVX-512 registers with dot products of bfloat16 and of bytes.
-pub(super) fn run_with_dots<K: Kernel>(kernel: K) -> K::Output {
-    let has_dots = is_x86_feature_detected!("avx512bf16") && is_x86_feature_detected!("avx512vnni");
-    assert!(has_avx512() && has_dots, "avx512 with bf16 and vnni is not a level of this processor");
+/// Runs `kernel` on AVX-512 registers with dot products of bytes.
+pub(super) fn run_with_bytes<K: Kernel>(kernel: K) -> K::Output {
+    let has_bytes = is_x86_feature_detected!("avx512vnni");
+    assert!(has_avx512() && has_bytes, "avx512 with vnni is not a level of this processor");
     // SAFETY: the processor has the features.
-    unsafe { run_with_dots_compiled(kernel) }
+    unsafe { run_with_bytes_compiled(kernel) }
+}
+
+/// Runs `kernel` on AVX-512 registers with dot products of bfloat16 and of bytes.
+pub(super) fn run_with_both<K: Kernel>(kernel: K) -> K::Output {
+    let has_both = is_x86_feature_detected!("avx512bf16") && is_x86_feature_detected!("avx512vnni");
+    assert!(has_avx512() && has_both, "avx512 with bf16 and vnni is not a level of this processor");
+    // SAFETY: the processor has the features.
+    unsafe { run_with_both_compiled(kernel) }
 }
 
 fn has_avx512() -> bool {
@@ -34,12 +43,17 @@ fn has_avx512() -> bool {
 
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,fma,f16c")]
 fn run_compiled<K: Kernel>(kernel: K) -> K::Output {
-    kernel.run::<Avx512<false>>()
+    kernel.run::<Avx512<false, false>>()
+}
+
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,fma,f16c,avx512vnni")]
+fn run_with_bytes_compiled<K: Kernel>(kernel: K) -> K::Output {
+    kernel.run::<Avx512<true, false>>()
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,fma,f16c,avx512bf16,avx512vnni")]
-fn run_with_dots_compiled<K: Kernel>(kernel: K) -> K::Output {
-    kernel.run::<Avx512<true>>()
+fn run_with_both_compiled<K: Kernel>(kernel: K) -> K::Output {
+    kernel.run::<Avx512<true, true>>()
 }
 
 /// The value of an expression of intrinsics.
@@ -51,7 +65,7 @@ macro_rules! vector {
     }};
 }
 
-impl<const DOTS: bool> Lanes for Avx512<DOTS> {
+impl<const BYTES: bool, const BF16: bool> Lanes for Avx512<BYTES, BF16> {
     type Words = __m512i;
     const REGISTERS: usize = 32;
 
@@ -73,7 +87,7 @@ impl<const DOTS: bool> Lanes for Avx512<DOTS> {
     }
     #[inline(always)]
     unsafe fn store_bf16(self, to: *mut u16) {
-        let halves: __m256i = if DOTS {
+        let halves: __m256i = if BF16 {
             vector!(std::mem::transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(self.0)))
         } else {
             vector!({
@@ -177,7 +191,7 @@ impl<const DOTS: bool> Lanes for Avx512<DOTS> {
     }
     #[inline(always)]
     fn dot_bf16(self, words: Self::Words, other: Self::Words) -> Self {
-        if DOTS {
+        if BF16 {
             return Self(vector!(_mm512_dpbf16_ps(
                 self.0,
                 std::mem::transmute::<__m512i, __m512bh>(words),
@@ -195,7 +209,7 @@ impl<const DOTS: bool> Lanes for Avx512<DOTS> {
     }
     #[inline(always)]
     fn dot_bytes(sum: Self::Words, unsigned: Self::Words, signed: Self::Words) -> Self::Words {
-        if DOTS {
+        if BYTES {
             return vector!(_mm512_dpbusd_epi32(sum, unsigned, signed));
         }
         vector!({

@@ -65,24 +65,24 @@ impl Ahead {
 
 /// Asks for a line of memory.
 #[inline(always)]
-pub(super) fn ask_for(line: *const u8) {
+pub(super) fn prefetch(line: *const u8) {
     // SAFETY: asking may point anywhere.
     unsafe { _mm_prefetch::<_MM_HINT_T0>(line.cast()) };
 }
 
 /// Asks for the lines of some bytes of memory.
 #[inline(always)]
-pub(super) fn ask_for_lines(start: *const u8, bytes: usize) {
-    (0..bytes).step_by(LINE).for_each(|line| ask_for(start.wrapping_add(line)));
+pub(super) fn prefetch_lines(start: *const u8, bytes: usize) {
+    (0..bytes).step_by(LINE).for_each(|line| prefetch(start.wrapping_add(line)));
 }
 
 /// Asks for a line of memory that the first cache has no room for yet.
-pub(super) fn ask_for_later(line: *const u8) {
+pub(super) fn prefetch_l2(line: *const u8) {
     // SAFETY: asking may point anywhere.
     unsafe { _mm_prefetch::<_MM_HINT_T1>(line.cast()) };
 }
 
 /// Asks for as much of a panel as is asked for ahead.
-pub(super) fn ask_for_start(panel: *const u8) {
-    ask_for_lines(panel, ahead_bytes());
+pub(super) fn prefetch_start(panel: *const u8) {
+    prefetch_lines(panel, ahead_bytes());
 }

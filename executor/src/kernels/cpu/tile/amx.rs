@@ -53,7 +53,7 @@ pub(super) unsafe fn release() {
 }
 
 /// Asks the first cache for eight lines from an address on.
-macro_rules! ask_for_lines {
+macro_rules! prefetch_lines {
     ($at:literal) => {
         concat!(
             concat!("prefetcht0 [", $at, "]\n"),
@@ -105,14 +105,14 @@ macro_rules! multiply {
             "tileloadd tmm7, [{w} + {w_stride}*1 + 64]",
             "tileloadd tmm5, [{x} + {x_stride}*1 + 1024]",
             concat!($instruction, " tmm0, tmm4, tmm6"),
-            ask_for_lines!("{x} + 2048"),
+            prefetch_lines!("{x} + 2048"),
             concat!($instruction, " tmm1, tmm4, tmm7"),
-            ask_for_lines!("{x} + 2560"),
+            prefetch_lines!("{x} + 2560"),
             concat!($instruction, " tmm2, tmm5, tmm6"),
-            ask_for_lines!("{x} + 3072"),
-            ask_for_lines!("{x} + 3584"),
+            prefetch_lines!("{x} + 3072"),
+            prefetch_lines!("{x} + 3584"),
             concat!($instruction, " tmm3, tmm5, tmm7"),
-            ask_for_lines!("{next}"),
+            prefetch_lines!("{next}"),
             "add {x}, {x_step}",
             "add {w}, {w_step}",
             "add {next}, 512",
@@ -180,7 +180,7 @@ pub(super) unsafe fn multiply(operands: Operands, goes_on: bool, sums: &mut Tile
 /// Weights and activations in bytes; the sums of whole tiles, without units.
 ///
 /// # Safety
-/// That of [`super::Registers::multiply_bytes`]; the registers are [shaped](shape) for the strip's rows.
+/// That of [`super::Registers::multiply`]; the registers are [shaped](shape) for the strip's rows.
 pub(super) unsafe fn multiply_bytes(operands: Operands, sums: &mut Sums) {
     // SAFETY: the loop reads the columns of the strip and the panel, and writes the rows of the sums.
     unsafe { multiply!("tdpbssd", operands, 2 * TILE_DEPTH, false, sums.0.as_mut_ptr()) }

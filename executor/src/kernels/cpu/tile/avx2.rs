@@ -14,7 +14,7 @@ use std::arch::x86_64::*;
 
 use ir::tensor::Format;
 
-use super::ahead::{Ahead, ask_for_lines};
+use super::ahead::{Ahead, prefetch_lines};
 use super::unpack::{based_pairs_by_avx2, small_pairs_by_avx2, subnormal_by_avx2};
 use super::{Operands, SUM_STEPS, Tile};
 use crate::kernels::cpu::bf12;
@@ -72,7 +72,7 @@ unsafe fn floats<const R: usize, const V: usize, const KIND: u8>(
             let mut sums = [[[_mm256_setzero_ps(); 2]; V]; R];
             for _ in start..steps.min(start + SUM_STEPS) {
                 if first == 0 {
-                    ask_for_lines(w.wrapping_add(ahead.distance(w)), step_bytes);
+                    prefetch_lines(w.wrapping_add(ahead.distance(w)), step_bytes);
                 }
                 // SAFETY: the panel and the strip have `steps` steps.
                 unsafe {
@@ -145,7 +145,7 @@ unsafe fn small_floats<const R: usize, const V: usize>(operands: Operands, tile:
             for words in words.chunks_exact(bf12::STEP_WORDS * vectors) {
                 if first == 0 {
                     let step = words.as_ptr().cast::<u8>();
-                    ask_for_lines(step.wrapping_add(ahead.distance(step)), step_bytes);
+                    prefetch_lines(step.wrapping_add(ahead.distance(step)), step_bytes);
                 }
                 for vector in 0..V {
                     let bases = panel.bases(first + vector);

@@ -13,7 +13,7 @@ use std::arch::x86_64::*;
 
 use ir::tensor::Format;
 
-use super::ahead::{Ahead, ask_for};
+use super::ahead::{Ahead, prefetch};
 use super::unpack::{based_pairs, small_pairs, subnormal};
 use super::{Operands, SUM_STEPS, Tile};
 use crate::kernels::cpu::bf12;
@@ -108,7 +108,7 @@ unsafe fn floats<const R: usize, const V: usize, const KIND: u8>(
                     for vector in 0..V {
                         let from = w.wrapping_add(vector * vector_bytes);
                         if part == 0 {
-                            ask_for(from.wrapping_add(distance));
+                            prefetch(from.wrapping_add(distance));
                         }
                         weights[vector] = match KIND {
                             F32 => _mm512_loadu_ps(from.cast()),
@@ -158,7 +158,7 @@ unsafe fn pairs<const R: usize, const V: usize>(operands: Operands, tile: &mut T
                 let mut weights = [_mm512_setzero_si512(); V];
                 for vector in 0..V {
                     let from = w.wrapping_add(vector * 64);
-                    ask_for(from.wrapping_add(distance));
+                    prefetch(from.wrapping_add(distance));
                     weights[vector] = _mm512_loadu_si512(from.cast());
                 }
                 for row in 0..R {
@@ -213,7 +213,7 @@ unsafe fn small_floats<const R: usize, const V: usize>(operands: Operands, tile:
             for vector in 0..V {
                 let words_of = |k: usize| {
                     let words = &words[k * V + vector];
-                    ask_for(words.as_ptr().wrapping_add(distance));
+                    prefetch(words.as_ptr().wrapping_add(distance));
                     load_words(words)
                 };
                 let small = small_pairs([0, 1, 2].map(words_of));
@@ -294,7 +294,7 @@ unsafe fn blocks<const R: usize, const V: usize, const BITS: usize>(
     for _ in 0..pairs {
         let distance = ahead.distance(w);
         for vector in 0..V {
-            ask_for(w.wrapping_add(vector * 64 + distance));
+            prefetch(w.wrapping_add(vector * 64 + distance));
         }
         for half in 0..2 {
             for start in (0..V).step_by(together) {
@@ -312,7 +312,7 @@ unsafe fn blocks<const R: usize, const V: usize, const BITS: usize>(
                         for vector in 0..together {
                             let from = codes.add((group * V + vector) * 64);
                             if BITS == 8 || half == 0 {
-                                ask_for(from.wrapping_add(distance));
+                                prefetch(from.wrapping_add(distance));
                             }
                             let word = _mm512_loadu_si512(from.cast());
                             weights[vector] = match (BITS, half) {

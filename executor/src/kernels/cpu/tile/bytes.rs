@@ -125,7 +125,7 @@ pub(super) unsafe fn unpack(
 /// Products of a group, with their units, added to `sums` if they go on from earlier columns.
 ///
 /// # Safety
-/// That of [`super::Registers::multiply_bytes`].
+/// That of [`super::Registers::multiply`].
 pub(super) unsafe fn multiply(operands: Operands, units: Units, goes_on: bool, sums: &mut Tile) {
     let Operands { panel, vectors, strip, rows, columns, next: _ } = operands;
     let lanes = vectors * VECTOR;

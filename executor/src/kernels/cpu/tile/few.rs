@@ -12,7 +12,7 @@ use std::mem::MaybeUninit;
 
 use ir::tensor::Format;
 
-use super::ahead::{Ahead, ask_for_lines};
+use super::ahead::{Ahead, prefetch_lines};
 use super::amx::{TILE_ROW_BYTES, TILE_ROWS};
 use super::unpack::bf12_steps;
 use super::{Operands, Tile};
@@ -53,7 +53,7 @@ unsafe fn pairs<const V: usize>(operands: Operands, tile: &mut Tile) {
         clear();
         for step in 0..steps {
             let w = panel.add(step * step_bytes);
-            ask_for_lines(w.wrapping_add(ahead.distance(w)), step_bytes);
+            prefetch_lines(w.wrapping_add(ahead.distance(w)), step_bytes);
             multiply_step::<V>(w, strip.add(step * rows * TILE_ROW_BYTES), rows);
         }
         store(rows, tile);

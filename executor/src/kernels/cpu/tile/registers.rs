@@ -52,14 +52,16 @@ impl Registers {
         Self { isa, rows: 0, sums, thread: PhantomData }
     }
 
-    /// Multiplies some columns of a strip with those of a panel in bf16, and adds the products to `sums` if
-    /// they go on from earlier columns.
+    /// Multiplies some columns of a strip with those of a panel, in bf16, or with `units` a group of columns in bytes;
+    /// the products are added to `sums` if they go on from earlier columns.
     ///
     /// # Safety
-    /// The operands are readable, the strip encoded in tiles, and the processor has the level.
+    /// The operands and the units of their rows are readable, the strip encoded in tiles of bf16 or of bytes, and the
+    /// processor has the level.
     pub(in crate::kernels::cpu) unsafe fn multiply(
         &mut self,
         operands: Operands,
+        units: Option<Units>,
         goes_on: bool,
         sums: &mut Tile,
     ) {
@@ -69,36 +71,17 @@ impl Registers {
             #[cfg(target_arch = "x86_64")]
             if self.isa == Isa::Amx {
                 self.shape(operands.rows);
-                return amx::multiply(operands, goes_on, sums);
-            }
-            portable::tiles(operands, goes_on, sums);
-        }
-    }
-
-    /// Multiplies a group of columns of a strip with those of a panel in bytes, and adds the products to `sums` if
-    /// they go on from earlier columns.
-    ///
-    /// # Safety
-    /// The operands and the units of their rows are readable, the strip encoded in tiles of bytes, and the processor has
-    /// the level.
-    pub(in crate::kernels::cpu) unsafe fn multiply_bytes(
-        &mut self,
-        operands: Operands,
-        units: Units,
-        goes_on: bool,
-        sums: &mut Tile,
-    ) {
-        debug_assert!(operands.rows <= MOST_ROWS && operands.vectors <= 2);
-        // SAFETY: the caller's.
-        unsafe {
-            #[cfg(target_arch = "x86_64")]
-            if self.isa == Isa::Amx {
-                self.shape(operands.rows);
+                let Some(units) = units else {
+                    return amx::multiply(operands, goes_on, sums);
+                };
                 amx::multiply_bytes(operands, &mut self.sums);
                 let sizes = (operands.rows, operands.vectors);
                 return amx::add_with_units(&self.sums, sizes, units, goes_on, sums);
             }
-            bytes::multiply(operands, units, goes_on, sums);
+            match units {
+                None => portable::tiles(operands, goes_on, sums),
+                Some(units) => bytes::multiply(operands, units, goes_on, sums),
+            }
         }
     }
 

@@ -10,7 +10,7 @@ use std::ops::Range;
 
 use ir::tensor::Format;
 
-use super::ahead::ask_for_lines;
+use super::ahead::prefetch_lines;
 use super::bytes::{GROUP_BLOCKS, GROUP_BYTES, Rounding};
 use crate::kernels::cpu::bf12;
 use crate::kernels::cpu::pack::{BLOCK_PAIR, VECTOR};
@@ -202,7 +202,7 @@ pub(super) unsafe fn bf12_steps<const V: usize>(
         for _ in 0..steps {
             if let Some(ahead) = ahead {
                 let bytes = bf12::STEP_WORDS * V * bf12::VECTOR_BYTES;
-                ask_for_lines(words.cast::<u8>().wrapping_add(ahead), bytes);
+                prefetch_lines(words.cast::<u8>().wrapping_add(ahead), bytes);
             }
             for (vector, &bases) in bases.iter().enumerate() {
                 let small = small_pairs([0, 1, 2].map(|k| load(words.add(k * V + vector))));

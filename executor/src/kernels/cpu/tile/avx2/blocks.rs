@@ -15,7 +15,7 @@ use ir::tensor::Format;
 use crate::kernels::cpu::isa::Isa;
 use crate::kernels::cpu::pack::{BLOCK_PAIR, VECTOR};
 use crate::kernels::cpu::quantize::BLOCK;
-use crate::kernels::cpu::tile::ahead::{Ahead, ask_for_lines};
+use crate::kernels::cpu::tile::ahead::{Ahead, prefetch_lines};
 use crate::kernels::cpu::tile::{Operands, Tile};
 
 /// Words of four columns in a block.
@@ -200,7 +200,7 @@ unsafe fn blocks<D: Sums, const R: usize, const V: usize, const S: usize, const 
         let low_nibbles = _mm256_set1_epi8(15);
         let mut totals = [[_mm256_setzero_ps(); MOST_SIDES]; R];
         for _ in 0..pairs {
-            ask_for_lines(w.wrapping_add(ahead.distance(w)), pair_bytes);
+            prefetch_lines(w.wrapping_add(ahead.distance(w)), pair_bytes);
             for half in 0..2 {
                 let corrections = x.add((GROUPS + 1) * R);
                 let block = if BITS == 8 { half * GROUPS } else { 0 };
