@@ -6,7 +6,7 @@ use ir::layout::Move;
 use ir::machine::{Device, LinearRate};
 use ir::op::{Attention, Experts, Linear, Op, Products, Then};
 use ir::tensor::{DType, Extent, Format, TensorType};
-use ir::workspace::{NARROW_ROWS, UNPACKED_ROWS, product_format};
+use ir::workspace::{MAX_FUSED_ROWS, UNPACKED_ROWS, product_format};
 
 use crate::target::{Batch, Target};
 
@@ -53,7 +53,7 @@ pub(crate) fn run_nanos(
     let matrices = |tokens: u32| -> Result<f64> {
         let (mut nanos, mut beside) = (0.0, 0f64);
         for held in operands.weights.iter().filter(|held| held.shape.len() > 1) {
-            let format = if held.also_unpacked && tokens > NARROW_ROWS {
+            let format = if held.also_unpacked && tokens > MAX_FUSED_ROWS {
                 product_format(held.format, kind.has_library())
             } else {
                 held.format

@@ -129,9 +129,9 @@ fn with_counts(
         let room = |room: &Room| Room { bytes: room.bytes / 100 * share, ..room.clone() };
         let rooms: Vec<Room> = placement.rooms.iter().map(room).collect();
         let task = Task::new(model, target);
-        let Some(split) = experts::split(&task, &counted.counts, &rooms).with_context(file)? else {
-            break;
-        };
+        let is_free = |layer: &str| !options.pins.iter().any(|pin| pin.pattern.is_match(layer));
+        let split = experts::split(&task, &counted.counts, &rooms, is_free).with_context(file)?;
+        let Some(split) = split else { break };
         // With less in the room it may fit.
         let Ok(placed) = place(&Task::new(&split, target), options, Among::All) else { continue };
         if placed.score < placement.score {

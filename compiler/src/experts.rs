@@ -54,7 +54,8 @@ pub(crate) fn check_counts(model: &Model, counts: &ExpertCounts) -> Result<()> {
 }
 
 /// The model with as many of the most used experts of each mixture in a node of their own as there is room for beside
-/// everything else; `None` where there is none to speak of.
+/// everything else; `None` where there is none to speak of. Mixtures stay whole that are not free: a pin is for all of
+/// one.
 ///
 /// # Errors
 /// When the counts are those of another model.
@@ -62,8 +63,10 @@ pub(crate) fn split(
     task: &Task<'_>,
     counts: &ExpertCounts,
     rooms: &[Room],
+    is_free: impl Fn(&str) -> bool,
 ) -> Result<Option<Model>> {
-    let ranked = ranked(task.model, counts)?;
+    let mut ranked = ranked(task.model, counts)?;
+    ranked.retain(|&id, _| is_free(&task.model.layers.node(id).name));
     let firsts = firsts(task, &ranked, rooms)?;
     if firsts.values().all(|&first| first == 0) {
         return Ok(None);

@@ -4,7 +4,7 @@ use ir::id::{DeviceId, Id as _, StepId, Table};
 use ir::op::Op;
 use ir::plan::{Action, Phase, Program, Queue};
 use ir::tensor::Format;
-use ir::workspace::{NARROW_ROWS, UNPACKED_ROWS};
+use ir::workspace::{MAX_FUSED_ROWS, UNPACKED_ROWS};
 
 use crate::bind::Bound;
 use crate::cost::rows_of;
@@ -79,7 +79,7 @@ pub(crate) fn contend(task: &Task<'_>, bound: &Bound, program: &mut Program) {
                 let formats = linear.weights.iter().map(|&id| bound.weights[id].format);
                 let is_narrow = |format| matches!(format, Format::Bf12 | Format::Q8 | Format::Q4);
                 let most =
-                    if formats.into_iter().all(is_narrow) { NARROW_ROWS } else { UNPACKED_ROWS };
+                    if formats.into_iter().all(is_narrow) { MAX_FUSED_ROWS } else { UNPACKED_ROWS };
                 let rows =
                     step.reads.first().map(|&x| rows_of(&program.buffers[x].ty, program.max));
                 if rows > Some(most) {

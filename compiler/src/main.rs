@@ -86,7 +86,7 @@ struct Compile {
     /// instead of i8.
     #[arg(long, value_name = "TYPE")]
     kv_type: Option<String>,
-    /// Compute format: f32, f16, bf16, bf12, q8, q4; DEVICES=FORMAT for some devices. May be repeated.
+    /// Compute format: f32, f16, bf16, bf12, q8, q4; DEVICES=FORMAT for some devices, as 'numa*=q8'. May be repeated.
     #[arg(long, value_name = "FORMAT")]
     format: Vec<String>,
     /// Hold bf16 in 16 bits everywhere; default: in 12 bits where that is faster.
@@ -109,7 +109,7 @@ struct Compile {
     /// How often a mixture's experts are chosen, by `hybrid-exec --count-experts`: the most used stay on GPUs.
     #[arg(long, value_name = "FILE")]
     expert_counts: Option<PathBuf>,
-    /// Run layers whose names match on a device: 'layers.[0-9].*=numa0'. May be repeated.
+    /// Run nodes whose names match a regular expression on a device: 'layers\.[0-9]\.=numa0'. May be repeated.
     #[arg(long, value_name = "PATTERN=DEVICE")]
     pin: Vec<String>,
     /// Plan as if this device were not there. May be repeated.

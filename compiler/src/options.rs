@@ -19,7 +19,7 @@ pub struct Options {
     pub max_sequences: u32,
     /// The most tokens of one prefill run; `None` is 512, or 2048 where GPUs take part and that is predicted to be better.
     pub prefill_tokens: Option<u32>,
-    /// The most bytes of all KV caches together; `None` is what context and sequences need.
+    /// The most bytes of all KV caches together, those that several devices hold counted once; `None` is what context and sequences need.
     pub kv_cache_bytes: Option<u64>,
     /// Element type of the KV caches; `None` follows the weights.
     pub kv_type: Option<DType>,
@@ -116,7 +116,7 @@ impl Options {
     }
 }
 
-/// `layers.[0-9].*=numa0`.
+/// A regular expression and a device: `layers\.[0-9]\.=numa0`.
 impl FromStr for Pin {
     type Err = anyhow::Error;
     fn from_str(text: &str) -> Result<Self> {

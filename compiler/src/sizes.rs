@@ -4,7 +4,7 @@ use anyhow::Result;
 use ir::forecast::RunForecast;
 use ir::plan::{Phase, Plan};
 use ir::tensor::Extent;
-use ir::workspace::NARROW_ROWS;
+use ir::workspace::MAX_FUSED_ROWS;
 
 use crate::bind::Bound;
 use crate::emit::program;
@@ -15,7 +15,7 @@ use crate::target::Batch;
 use crate::task::Task;
 
 /// Tokens of prompts: what is said in a chat, where GPUs multiply in another way, and what people measure.
-const TOKENS: [u32; 5] = [8, NARROW_ROWS, NARROW_ROWS + 1, 128, 512];
+const TOKENS: [u32; 5] = [8, MAX_FUSED_ROWS, MAX_FUSED_ROWS + 1, 128, 512];
 
 /// Adds to a plan's forecast what its programs, one for each batch, take for fewer tokens or with nothing cached.
 pub(crate) fn forecast(

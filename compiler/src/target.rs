@@ -215,9 +215,12 @@ fn device(machine: &Machine, name: &str) -> Result<DeviceId> {
     })
 }
 
+/// The least rate a second of anything: what is smaller was meant in larger units, and times by it are beyond 64 bits.
+const LEAST_RATE: f64 = 1e3;
+
 /// A machine file is written by hand at times.
 fn check_machine(machine: &Machine) -> Result<()> {
-    let positive = |rate: f64| rate.is_finite() && rate > 0.0;
+    let is_rate = |rate: f64| rate.is_finite() && rate >= LEAST_RATE;
     let not_negative = |nanos: f64| nanos.is_finite() && nanos >= 0.0;
     for (id, device) in machine.devices.iter() {
         let (name, rates) = (&device.name, &device.rates);
@@ -229,27 +232,30 @@ fn check_machine(machine: &Machine) -> Result<()> {
             }
         }
         ensure!(
-            positive(rates.read_bytes_per_sec)
-                && positive(rates.attention_flops_per_sec)
-                && positive(rates.cache_bytes_per_sec)
-                && not_negative(rates.step_nanos)
-                && not_negative(rates.attention_nanos)
-                && positive(rates.beside_fetch),
-            "the machine gives {name} a rate that is not positive"
+            is_rate(rates.read_bytes_per_sec)
+                && is_rate(rates.attention_flops_per_sec)
+                && is_rate(rates.cache_bytes_per_sec),
+            "the machine gives {name} a rate below {LEAST_RATE}: rates are bytes or operations a second"
         );
         ensure!(
-            rates.beside_fetch <= 1.0,
-            "the machine gives {name} more than all of its rate beside a fetch"
+            not_negative(rates.step_nanos) && not_negative(rates.attention_nanos),
+            "the machine gives {name} a step or an attention of negative nanoseconds"
+        );
+        ensure!(
+            rates.beside_fetch > 0.0 && rates.beside_fetch <= 1.0,
+            "the machine gives {name} {} of its rate beside a fetch: a part above 0, at most 1, is meant",
+            rates.beside_fetch
         );
         for rate in rates.linear.iter().chain(&rates.experts) {
             let points = &rate.points;
             ensure!(
                 !points.is_empty()
                     && points.iter().all(|p| {
-                        p.tokens > 0 && positive(p.weights_per_sec) && not_negative(p.nanos)
+                        p.tokens > 0 && is_rate(p.weights_per_sec) && not_negative(p.nanos)
                     })
                     && points.is_sorted_by(|a, b| a.tokens < b.tokens),
-                "the machine's {} rates of {name} are no curve of rising tokens and positive rates",
+                "the machine's {} rates of {name} are no curve of rising tokens and weights a second, {LEAST_RATE} at \
+                 least",
                 rate.format
             );
         }
@@ -260,14 +266,14 @@ fn check_machine(machine: &Machine) -> Result<()> {
             "the machine has a link between devices it lacks"
         );
         ensure!(
-            positive(link.bytes_per_sec) && not_negative(link.latency_nanos),
-            "the machine has a link whose rate is not positive"
+            is_rate(link.bytes_per_sec) && not_negative(link.latency_nanos),
+            "the machine has a link with a rate below {LEAST_RATE} bytes a second, or a negative latency"
         );
     }
     if let Some(collectives) = &machine.collectives {
         ensure!(
-            positive(collectives.bytes_per_sec) && not_negative(collectives.latency_nanos),
-            "the machine's collectives have a rate that is not positive"
+            is_rate(collectives.bytes_per_sec) && not_negative(collectives.latency_nanos),
+            "the machine's collectives have a rate below {LEAST_RATE} bytes a second, or a negative latency"
         );
     }
     Ok(())

@@ -2,7 +2,7 @@
 
 use ir::id::{DeviceId, Table, WeightId};
 use ir::model::{Model, ModelWeight};
-use ir::op::Op;
+use ir::op::{Linear, Op, Then};
 use ir::tensor::Format;
 
 use crate::target::Target;
@@ -20,6 +20,8 @@ pub(crate) struct Task<'a> {
     narrow: Table<WeightId, bool>,
     /// Weights that rows are looked up in.
     tables: Table<WeightId, bool>,
+    /// For each matrix of a gate the one that it is multiplied together with, in one format.
+    partners: Table<WeightId, Option<WeightId>>,
 }
 
 impl<'a> Task<'a> {
@@ -29,7 +31,17 @@ impl<'a> Task<'a> {
             model.weights.rows().iter().map(|weight| weight.shape.first() == Some(&1)).collect();
         let none = || model.weights.rows().iter().map(|_| false).collect::<Table<WeightId, bool>>();
         let (mut narrow, mut tables) = (none(), none());
+        let mut partners: Table<WeightId, Option<WeightId>> =
+            model.weights.rows().iter().map(|_| None).collect();
         for (_, node) in model.layers.nodes() {
+            let pair = match &node.work {
+                Op::Linear(Linear { weights, then: Then::Gate(_), .. }) => weights.as_array(),
+                Op::Experts(experts) => Some(&[experts.gate, experts.up]),
+                _ => None,
+            };
+            if let Some(&[gate, up]) = pair {
+                (partners[gate], partners[up]) = (Some(up), Some(gate));
+            }
             if let Op::Linear(linear) = &node.work {
                 for &weight in &linear.weights {
                     narrow[weight] = gains_by_bf12(&model.weights[weight]);
@@ -48,19 +60,23 @@ impl<'a> Task<'a> {
                 }
             }
         }
-        Self { model, target, sensitive, narrow, tables }
+        Self { model, target, sensitive, narrow, tables, partners }
     }
 
     /// How a weight is held on a device.
     ///
     /// Vectors are 32-bit, and so are sensitive weights: they decide which weights are read at all (routers) or scale a
-    /// whole branch, and are less than a thousandth of their layer.
+    /// whole branch, and are less than a thousandth of their layer. The matrices of a gate have one format: where they are
+    /// stored in two, the one that holds both exactly.
     pub(crate) fn format(&self, weight: WeightId, device: DeviceId) -> Format {
         let ModelWeight { shape, stored, .. } = &self.model.weights[weight];
         if shape.len() < 2 || self.sensitive[weight] {
             return Format::F32;
         }
-        match self.target.formats[device].unwrap_or(Format::from(*stored)) {
+        let is_mixed = self.partners[weight]
+            .is_some_and(|partner| self.model.weights[partner].stored != *stored);
+        let as_stored = if is_mixed { Format::F32 } else { Format::from(*stored) };
+        match self.target.formats[device].unwrap_or(as_stored) {
             Format::Bf16 | Format::Bf12 => {
                 // Rows are not looked up in 12 bits on GPUs.
                 let kind = &self.target.machine.devices[device].kind;

@@ -10,7 +10,7 @@ use anyhow::Result;
 use ir::id::{StepId, WeightId};
 use ir::op::Op;
 use ir::plan::{Action, Phase, Plan, Program};
-use ir::workspace::{NARROW_ROWS, WORKSPACE_ALIGNMENT};
+use ir::workspace::{MAX_FUSED_ROWS, WORKSPACE_ALIGNMENT};
 
 use crate::bind::bind;
 use crate::cost::rows_of;
@@ -77,7 +77,7 @@ fn multiplied(program: &Program, step: StepId) -> &[WeightId] {
     let step = &program.steps[step];
     let rows = step.reads.first().map(|&x| rows_of(&program.buffers[x].ty, program.max));
     match &step.action {
-        Action::Run(Op::Linear(linear)) if rows > Some(NARROW_ROWS) => &linear.weights,
+        Action::Run(Op::Linear(linear)) if rows > Some(MAX_FUSED_ROWS) => &linear.weights,
         Action::Run(_) | Action::Move { .. } | Action::Fetch { .. } => &[],
     }
 }

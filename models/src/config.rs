@@ -110,11 +110,11 @@ impl Config {
         Ok(self.optional_number(name)?.unwrap_or(default))
     }
 
-    /// A finite number that may be absent.
+    /// A number that may be absent, and is finite in 32 bits, in which models compute with it.
     pub(crate) fn optional_number(&self, name: &str) -> Result<Option<f64>> {
         let Some(value) = self.field(name) else { return Ok(None) };
         match value.as_f64() {
-            Some(number) if number.is_finite() => Ok(Some(number)),
+            Some(number) if (number as f32).is_finite() => Ok(Some(number)),
             _ => Err(self.unexpected(name, "a number")),
         }
     }
@@ -130,7 +130,7 @@ impl Config {
     /// A number above zero that may be absent.
     pub(crate) fn optional_positive(&self, name: &str) -> Result<Option<f64>> {
         match self.optional_number(name)? {
-            Some(number) if number <= 0.0 => Err(self.unexpected(name, "a number above 0")),
+            Some(number) if number as f32 <= 0.0 => Err(self.unexpected(name, "a number above 0")),
             number => Ok(number),
         }
     }

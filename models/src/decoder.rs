@@ -190,9 +190,6 @@ pub(crate) fn lower(
     layers: &[Layer],
 ) -> Result<()> {
     let prefix = lowering.prefix(decoder.prefixes, "layers.0.input_layernorm.weight");
-    let ropes = lowering.model.ropes.rows();
-    let stretched = ropes.iter().map(|rope| rope::stretched_context(rope, decoder.context));
-    lowering.model.context = stretched.max().unwrap_or(decoder.context);
     let table = format!("{prefix}embed_tokens");
     let Vocabulary { table: embedding, head } = blocks::vocabulary(
         lowering,

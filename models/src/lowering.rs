@@ -5,12 +5,13 @@ use std::collections::BTreeMap;
 use anyhow::{Result, bail, ensure};
 use ir::id::{RopeId, ValueId, WeightId};
 use ir::model::{Model, ModelWeight};
-use ir::op::{Op, Rope};
+use ir::op::Op;
 use ir::tensor::{DType, Dim, TensorType};
 use ir::weight::Source;
 
 use crate::checkpoint::Checkpoint;
 use crate::config::Config;
+use crate::rope::Rotary;
 
 /// A model under construction, and what it is made from.
 pub(crate) struct Lowering<'a> {
@@ -103,8 +104,9 @@ impl<'a> Lowering<'a> {
         id
     }
 
-    /// A rotary embedding for layers to share.
-    pub(crate) fn add_rope(&mut self, rope: Rope) -> RopeId {
+    /// A rotary embedding for layers to share. The model's context is at least what it was made for.
+    pub(crate) fn add_rope(&mut self, Rotary { rope, context }: Rotary) -> RopeId {
+        self.model.context = self.model.context.max(context);
         let known = self.model.ropes.iter().find(|(_, known)| **known == rope).map(|(id, _)| id);
         known.unwrap_or_else(|| self.model.ropes.push(rope))
     }

@@ -20,6 +20,14 @@ pub(crate) struct RopeDefaults {
     pub(crate) partial: Option<f64>,
 }
 
+/// A rotary embedding, and what it was made for.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Rotary {
+    pub(crate) rope: Rope,
+    /// The longest sequence in tokens: that of the configuration, or what its positions are stretched to.
+    pub(crate) context: u32,
+}
+
 /// A head, and how much of it is rotated.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct RotatedHead {
@@ -35,14 +43,14 @@ const MAX_HEAD_FEATURES: u32 = 1 << 16;
 /// The rotary embedding of the layers of one kind.
 ///
 /// `kind` selects a nested dictionary of `rope_parameters`, where there is one for each kind of layer;
-/// `context` is the longest sequence in tokens.
+/// `context` is the longest sequence in tokens that the configuration gives.
 pub(crate) fn rope(
     config: &Config,
     kind: &str,
     head_dim: u32,
     context: u32,
     defaults: RopeDefaults,
-) -> Result<Rope> {
+) -> Result<Rotary> {
     let parameters = parameters(config, kind)?;
     let theta = match parameters.optional_positive("rope_theta")? {
         Some(theta) => theta,
@@ -83,7 +91,7 @@ pub(crate) fn with_base(
     RotatedHead { features: head_dim, partial }: RotatedHead,
     context: u32,
     theta: f64,
-) -> Result<Rope> {
+) -> Result<Rotary> {
     ensure!(
         head_dim <= MAX_HEAD_FEATURES,
         config
@@ -103,6 +111,10 @@ pub(crate) fn with_base(
         None => parameters.text("type")?.unwrap_or("default"),
     };
     let powers = powers(theta, rotated);
+    let mut stretched = context;
+    let mut stretch = |tokens: u32, factor: f64| {
+        stretched = context.max((f64::from(tokens) * factor) as u32);
+    };
     let (frequencies, magnitude) = match kind {
         "default" => (Frequencies::Fixed(inverse(&powers)), 1.0),
         "linear" => {
@@ -117,6 +129,7 @@ pub(crate) fn with_base(
             );
             let factor = needed(parameters, "factor")?;
             let original_tokens = context;
+            stretch(context, factor);
             (Frequencies::Dynamic { base: theta, factor, original_tokens }, 1.0)
         }
         "llama3" => (Frequencies::Fixed(llama3(config, parameters, context, &powers)?), 1.0),
@@ -125,6 +138,10 @@ pub(crate) fn with_base(
                 rotated == dims,
                 config.error(format_args!("yarn scaling cannot rotate {rotated} elements"))
             );
+            // Published configurations give the context before it or after it.
+            if let Some(factor) = parameters.optional_positive("factor")? {
+                stretch(original_tokens(config, parameters, context)?, factor);
+            }
             yarn(config, parameters, context, theta, &powers)?
         }
         "longrope" => longrope(config, parameters, context, &powers)?,
@@ -145,15 +162,8 @@ pub(crate) fn with_base(
         finite && magnitude.is_finite(),
         config.error("the rotary parameters give frequencies that are not finite")
     );
-    Ok(Rope { pairing: Pairing::Halves, dims, magnitude: magnitude as f32, frequencies })
-}
-
-/// The most tokens that positions were stretched for, where scaling follows the length at run time.
-pub(crate) fn stretched_context(rope: &Rope, context: u32) -> u32 {
-    match &rope.frequencies {
-        Frequencies::Dynamic { factor, .. } => (f64::from(context) * factor.max(1.0)) as u32,
-        Frequencies::Fixed(_) | Frequencies::Switched { .. } => context,
-    }
+    let rope = Rope { pairing: Pairing::Halves, dims, magnitude: magnitude as f32, frequencies };
+    Ok(Rotary { rope, context: stretched })
 }
 
 /// `theta^(2 i / rotated)` for each pair, in 32 bits.
@@ -292,6 +302,10 @@ mod tests {
 
     /// Lowers the rotary embedding of a configuration with heads of `head_dim`, made for 512 tokens.
     fn lowered(text: &str, head_dim: u32, partial: Option<f64>) -> Result<Rope> {
+        Ok(rotary(text, head_dim, partial)?.rope)
+    }
+
+    fn rotary(text: &str, head_dim: u32, partial: Option<f64>) -> Result<Rotary> {
         let config = Config::parse("config.json".into(), text.as_bytes())?;
         let defaults = RopeDefaults { theta: 10_000.0, partial };
         rope(&config, "full_attention", head_dim, 512, defaults)
@@ -443,6 +457,22 @@ mod tests {
         let second = |length| rope.frequencies.at(rope.dims, length)[1];
         assert_eq!(second(64), second(1));
         assert!((second(65) - 0.05).abs() < 1e-8);
+    }
+
+    #[test]
+    fn scaling_stretches_the_context() {
+        let context = |scaling: &str| {
+            let text = format!(r#"{{"rope_scaling": {{{scaling}}}}}"#);
+            rotary(&text, 16, None).unwrap().context
+        };
+        let original = r#""original_max_position_embeddings""#;
+        assert_eq!(context(&format!(r#""type": "yarn", "factor": 4.0, {original}: 512"#)), 2048);
+        assert_eq!(context(r#""type": "yarn", "factor": 4.0"#), 2048);
+        // The configuration gives the stretched one already.
+        assert_eq!(context(&format!(r#""type": "yarn", "factor": 8.0, {original}: 64"#)), 512);
+        assert_eq!(context(r#""type": "dynamic", "factor": 2.0"#), 1024);
+        assert_eq!(context(r#""type": "dynamic", "factor": 0.5"#), 512);
+        assert_eq!(context(r#""type": "linear", "factor": 2.0"#), 512);
     }
 
     #[test]

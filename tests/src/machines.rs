@@ -59,7 +59,7 @@ pub fn two_numa() -> Machine {
 pub fn keeping_caches(mut machine: Machine) -> Machine {
     let devices = machine.devices.rows_mut().iter_mut();
     for device in devices.filter(|device| !device.kind.is_gpu()) {
-        device.rates.cache_bytes_per_sec = 1.0;
+        device.rates.cache_bytes_per_sec = 1e3;
     }
     machine
 }

@@ -8,8 +8,9 @@ use ir::counts::ExpertCounts;
 use ir::graph::Reason;
 use ir::id::{DeviceId, Id as _};
 use ir::machine::{DeviceKind, Machine};
+use ir::op::Op;
 use ir::plan::{Action, Plan};
-use ir::tensor::Format;
+use ir::tensor::{DType, Format};
 use tests::machines::{self, gpu, linked, numa};
 use tests::toys::Toy;
 
@@ -347,6 +348,53 @@ fn formats_follow_their_devices_and_spare_vectors_and_routers() {
         assert_eq!(weight.format, expected, "{}", weight.name);
     }
     assert!(plan.weights.rows().iter().any(|weight| weight.name.contains("router")));
+}
+
+#[test]
+fn matrices_of_a_gate_have_one_format_however_they_are_stored() {
+    let machine = linked(vec![numa(0, GIB)]);
+    for toy in [Toy::llama(), Toy::mixture()] {
+        let mut model = toy.model().expect("the toy is a model");
+        for weight in model.weights.rows_mut() {
+            if weight.name.ends_with(".up") {
+                weight.stored = DType::Bf16;
+            }
+        }
+        let format_of = |formats: &[&str]| -> Vec<Format> {
+            let formats = formats.iter().map(|rule| rule.parse().expect("it is a rule")).collect();
+            let options = Options { formats, ..Options::default() };
+            let plan = compiler::compile(&model, &machine, &options, &mut |_, _| ());
+            let plan = plan.expect("the toy compiles");
+            let weights = plan.weights.rows().iter();
+            let of_gates = weights
+                .filter(|weight| weight.name.ends_with(".gate") || weight.name.ends_with(".up"));
+            of_gates.map(|weight| weight.format).collect()
+        };
+        assert_eq!(format_of(&[]), [Format::F32; 4]);
+        assert_eq!(format_of(&["bf16"]), [Format::Bf16; 4]);
+    }
+}
+
+#[test]
+fn attention_that_is_pinned_is_not_shared_by_heads() {
+    let model = Toy::llama().model().expect("the toy is a model");
+    let attentions = model.layers.nodes().filter(|(_, node)| matches!(node.work, Op::Attention(_)));
+    let pin = |name: &str| format!("^{}$=numa0", name.replace('.', r"\.")).parse();
+    let pins = attentions.map(|(_, node)| pin(&node.name)).collect::<Result<_, _>>();
+    // Four heads are too few for five devices.
+    let machine = linked((0..5).map(|node| numa(node, GIB)).collect());
+    let options = Options {
+        request: parse_tensor_parallel("5").expect("it is a request"),
+        pins: pins.expect("they are pins"),
+        ..Options::default()
+    };
+    let plan = plan(&Toy::llama(), &machine, &options);
+    let attending = plan.programs[0].steps.iter().filter_map(|(id, step)| {
+        let is_attention = matches!(step.action, Action::Run(Op::Attention(_)));
+        let lane = plan.programs[0].lanes.iter().find(|lane| lane.steps.contains(&id))?;
+        is_attention.then_some(lane.device)
+    });
+    assert_eq!(attending.collect::<Vec<_>>(), [DeviceId::from_index(0); 2]);
 }
 
 #[test]

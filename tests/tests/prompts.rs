@@ -10,7 +10,7 @@ use ir::model::Model;
 use ir::op::{Linear, Op, Then};
 use ir::plan::{Action, Phase, Plan, Program};
 use ir::tensor::{DType, Format};
-use ir::workspace::NARROW_ROWS;
+use ir::workspace::MAX_FUSED_ROWS;
 use tests::machines::{h200, two_numa};
 use tests::made_up::{LlamaShape, MadeUp};
 use tests::toys::Toy;
@@ -32,7 +32,8 @@ fn unpacking(gpu_bytes: u64) -> Machine {
     let mut machine = h200(gpu_bytes);
     for rate in &mut machine.devices.rows_mut()[0].rates.linear {
         let is_packed = matches!(rate.format, Format::Bf12 | Format::Q8 | Format::Q4);
-        for point in rate.points.iter_mut().filter(|point| is_packed && point.tokens > NARROW_ROWS)
+        for point in
+            rate.points.iter_mut().filter(|point| is_packed && point.tokens > MAX_FUSED_ROWS)
         {
             point.weights_per_sec = 1.0 / (1.0 / point.weights_per_sec + 1.0 / 1.2e12);
         }
@@ -96,7 +97,7 @@ fn a_gpu_holds_what_is_between_linears_in_16_bits_where_its_products_are() {
         let plan = plan(&llama, machine, format);
         let types = |phase: Phase, is_gpu: bool| {
             let is_meant = |program: &&Program| {
-                let is_short = phase == Phase::Prefill && program.max.tokens <= NARROW_ROWS;
+                let is_short = phase == Phase::Prefill && program.max.tokens <= MAX_FUSED_ROWS;
                 program.phase == phase && !is_short
             };
             let mut types = BTreeSet::new();

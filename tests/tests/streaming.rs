@@ -384,6 +384,25 @@ fn experts_that_are_used_more_are_on_the_gpu() {
 }
 
 #[test]
+fn mixtures_that_are_pinned_stay_whole() {
+    let (model, machine) = (MadeUp::mixture().model(), h200(9 * GIB / 2));
+    let mixtures = model.layers.nodes().filter(|(_, node)| matches!(node.work, Op::Experts(_)));
+    let mixtures: Vec<&str> = mixtures.map(|(_, node)| node.name.as_str()).collect();
+    let pin = format!("^{}$=numa0", mixtures[0].replace('.', r"\."));
+    let pins = vec![pin.parse().expect("it is a pin")];
+    let expert_counts = Some(falling_counts(&model, 1.0));
+    let formats = vec!["q4".parse().expect("it is a format")];
+    let plan = compile(&model, &machine, &Options { formats, expert_counts, pins, ..options() });
+    let of_mixture = |mixture: &str| -> BTreeSet<&str> {
+        let steps = plan.programs[first_decode(&plan)].steps.rows().iter();
+        let computed = steps.filter(|step| matches!(step.action, Action::Run(_)));
+        computed.map(|step| step.name.as_str()).filter(|name| name.starts_with(mixture)).collect()
+    };
+    assert_eq!(of_mixture(mixtures[0]), BTreeSet::from([mixtures[0]]));
+    assert!(of_mixture(mixtures[1]).len() > 1, "{:?}", of_mixture(mixtures[1]));
+}
+
+#[test]
 fn counts_as_large_as_can_be_add_up() {
     let (model, machine) = (MadeUp::mixture().model(), h200(9 * GIB / 2));
     let mut counted = falling_counts(&model, 1.0);

@@ -2,7 +2,7 @@
 
 use ir::machine::{LinearRate, RatePoint, RateSource, Rates};
 use ir::tensor::Format;
-use ir::workspace::NARROW_ROWS;
+use ir::workspace::MAX_FUSED_ROWS;
 
 use crate::gpu::Gpu;
 
@@ -170,11 +170,11 @@ fn linear(format: Format, bytes_per_sec: f64, ops_per_sec: f64) -> LinearRate {
 /// The same of a GPU's packed matrices, which for many tokens are first read and written in 16 bits.
 fn packed(format: Format, bytes_per_sec: f64, ops_per_sec: f64) -> LinearRate {
     /// From hundreds of tokens on; between two points the time grows evenly.
-    const MANY_TOKENS: [u32; 3] = [NARROW_ROWS + 1, 512, 2048];
+    const MANY_TOKENS: [u32; 3] = [MAX_FUSED_ROWS + 1, 512, 2048];
     let mut rate = linear(format, bytes_per_sec, ops_per_sec);
-    rate.points.retain(|point| point.tokens <= NARROW_ROWS);
+    rate.points.retain(|point| point.tokens <= MAX_FUSED_ROWS);
     let as_it_lies = rate.points.last().map_or(0.0, |point| point.weights_per_sec);
-    rate.points.push(RatePoint { tokens: NARROW_ROWS, weights_per_sec: as_it_lies, nanos: 0.0 });
+    rate.points.push(RatePoint { tokens: MAX_FUSED_ROWS, weights_per_sec: as_it_lies, nanos: 0.0 });
     rate.points.dedup_by_key(|point| point.tokens);
     let unpacked_bytes = (format.bytes(1, 1024) + Format::Bf16.bytes(1, 1024)) as f64 / 1024.0;
     rate.points.extend(MANY_TOKENS.map(|tokens| {

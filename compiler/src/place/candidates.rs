@@ -15,6 +15,7 @@ use crate::place::hosted::Hosted;
 use crate::place::prices::{Pins, Priced, Times, handover, price_group};
 use crate::place::stages::{Goal, cut};
 use crate::place::units::Units;
+use crate::target::BLOCK_TOKENS;
 use crate::task::Task;
 
 /// Orders of devices that are tried for pipelines: all orders of five unlike devices.
@@ -71,6 +72,13 @@ impl<'a> Prices<'a> {
                     free[device] = free[device].saturating_sub(key.bytes(task));
                     seen.push(key);
                 }
+            }
+            if let Some(cache) = node.work.cache() {
+                let cache = &task.model.caches[cache];
+                let head = task.target.kv_types[device].head_bytes(cache.head_dim);
+                let tokens = u64::from(blocks) * u64::from(BLOCK_TOKENS);
+                let bytes = 2 * head * u64::from(cache.kv_heads) * tokens;
+                free[device] = free[device].saturating_sub(bytes);
             }
         }
         Self { task, units, pins, blocks, free, known: Mutex::default() }

@@ -46,15 +46,22 @@ pub(crate) fn explain(
         .filter_map(|device| price(&Group::one(device)).ok())
         .collect();
     let known = |group: &Group| others.iter().find(|priced| priced.group == *group).cloned();
-    let stages: Vec<Priced> = arrangement
+    // A group may be unable to share the whole model, as this one shares it: without what is pinned elsewhere.
+    let stages: Option<Vec<Priced>> = arrangement
         .stages
         .iter()
-        .map(|(group, _)| known(group).map_or_else(|| price(group), Ok))
-        .collect::<Result<_>>()?;
+        .map(|(group, _)| known(group).or_else(|| price(group).ok()))
+        .collect();
     let taken: Table<DeviceId, u64> =
         chosen.devices.rows().iter().map(DeviceForecast::needed_bytes).collect();
     let mut causes = Vec::new();
     for unit in 0..units.len() {
+        let Some(stages) = &stages else {
+            let is_asked = options.request != Request::Any;
+            let reason = if is_asked { Reason::Requested } else { Reason::Fastest };
+            causes.push(Cause { reason, runner_up: None });
+            continue;
+        };
         let on: BTreeSet<DeviceId> = layouts
             .nodes
             .prefill
@@ -65,10 +72,10 @@ pub(crate) fn explain(
         // Where the unit is alone already is no other place.
         let elsewhere: Vec<&Priced> =
             others.iter().filter(|other| !on.iter().eq(&other.group.devices)).collect();
-        let mut cause = unit_cause(task, options, arrangement, &stages, &elsewhere, &taken, unit);
+        let mut cause = unit_cause(task, options, arrangement, stages, &elsewhere, &taken, unit);
         if cause.reason == Reason::Fastest
             && options.request == Request::Any
-            && let Some(together) = limit(task, chosen, &stages, &elsewhere, &taken, unit)
+            && let Some(together) = limit(task, chosen, stages, &elsewhere, &taken, unit)
         {
             cause = together;
         }

@@ -41,7 +41,7 @@ impl Times {
             Objective::Latency => 1,
             Objective::Throughput => u64::from(target.max_sequences),
         };
-        self.prefill + ANSWER_TOKENS * self.decode / sequences
+        self.prefill.saturating_add(ANSWER_TOKENS.saturating_mul(self.decode) / sequences)
     }
 }
 

@@ -11,7 +11,7 @@ use ir::id::{DeviceId, NodeId, Table, ValueId};
 use ir::op::{Op, Then};
 use ir::plan::Phase;
 use ir::tensor::{DType, Dim};
-use ir::workspace::{NARROW_ROWS, product_format};
+use ir::workspace::{MAX_FUSED_ROWS, product_format};
 
 use crate::bind::BoundPart;
 use crate::target::{Batch, Target};
@@ -25,7 +25,7 @@ pub(super) fn values(
 ) -> HashMap<(ValueId, DeviceId), DType> {
     let mut narrow = HashMap::new();
     // Runs of fewer tokens take the input in f32.
-    if batch.phase != Phase::Prefill || batch.extent.tokens <= NARROW_ROWS {
+    if batch.phase != Phase::Prefill || batch.extent.tokens <= MAX_FUSED_ROWS {
         return narrow;
     }
     let readers = graph.readers();

@@ -7,7 +7,7 @@ use crate::id::WeightId;
 use crate::op::{Attention, Experts, Linear, Norm, Op, Then};
 use crate::plan::{Action, FETCH_ALIGNMENT, Phase, Plan, Step};
 use crate::tensor::{DType, Dim, TensorType};
-use crate::workspace::{NARROW_ROWS, product_format};
+use crate::workspace::{MAX_FUSED_ROWS, product_format};
 
 mod moves;
 
@@ -50,7 +50,7 @@ fn step_types(scope: Scope<'_>, step: &Step) -> Result<()> {
             let is_gpu = device.is_some_and(|device| device.kind.is_gpu());
             let program = scope.program;
             let may_be_narrow =
-                is_gpu && program.phase == Phase::Prefill && program.max.tokens > NARROW_ROWS;
+                is_gpu && program.phase == Phase::Prefill && program.max.tokens > MAX_FUSED_ROWS;
             let run = Run { plan, reads, writes: &writes, may_be_narrow };
             if named { run.check(op) } else { Ok(()) }
         }
@@ -178,6 +178,7 @@ impl Run<'_> {
                 outputs.len() == 2 && outputs[0] == outputs[1],
                 "a gate of linears that make {outputs:?} features"
             );
+            self.same_format(weights[0], weights[1])?;
             outputs.pop();
         }
         ensure!(
@@ -271,6 +272,7 @@ impl Run<'_> {
             taken == features && up == gate && down == [experts, features, inner],
             "experts of shapes {gate:?}, {up:?} and {down:?} for {features} features"
         );
+        self.same_format(op.gate, op.up)?;
         match op.part {
             None => ensure!(used <= experts, "{used} of {experts} experts are used"),
             Some(part) => ensure!(
@@ -295,6 +297,13 @@ impl Run<'_> {
             "a norm with epsilon {epsilon} and offset {scale_offset}"
         );
         scale.iter().chain(bias).try_for_each(|&weight| self.vector(weight, features))
+    }
+
+    /// Kernels multiply the matrices of a gate together.
+    fn same_format(&self, gate: WeightId, up: WeightId) -> Result<()> {
+        let [of_gate, of_up] = [gate, up].map(|weight| self.plan.weights[weight].format);
+        ensure!(of_gate == of_up, "a gate of {gate} in {of_gate} and {up} in {of_up}");
+        Ok(())
     }
 
     fn vector(&self, weight: WeightId, size: u32) -> Result<()> {

@@ -35,7 +35,6 @@ pub(super) fn lower(lowering: &mut Lowering<'_>) -> Result<()> {
     let context = config.size("max_position_embeddings", 2048)?;
     let defaults = RopeDefaults { theta: 10_000.0, partial: Some(0.25) };
     let rope = rope::rope(config, "full_attention", heads.features, context, defaults)?;
-    lowering.model.context = rope::stretched_context(&rope, context);
     let neox = GptNeox {
         heads,
         intermediate: config.size("intermediate_size", 24_576)?,
