@@ -11,7 +11,7 @@ pub struct Batch {
     positions: Vec<u32>,
     parts: Vec<Part>,
     rows: Vec<u32>,
-    cooling: Option<Vec<f32>>,
+    inverse_temperatures: Option<Vec<f32>>,
 }
 
 /// The tokens of one sequence that a run is fed.
@@ -56,10 +56,10 @@ impl Batch {
         });
     }
 
-    /// Lets a device that can give the most likely tokens of each wanted row instead of its logits; `cooling` is one over
-    /// the temperature that they will be weighed at, for each wanted row.
-    pub fn allow_shortlists(&mut self, cooling: Vec<f32>) {
-        self.cooling = Some(cooling);
+    /// Lets a device that can give the most likely tokens of each wanted row instead of its logits;
+    /// `inverse_temperatures` has one over the temperature that they will be weighed at, for each wanted row.
+    pub fn allow_shortlists(&mut self, inverse_temperatures: Vec<f32>) {
+        self.inverse_temperatures = Some(inverse_temperatures);
     }
 
     /// Token ids.
@@ -83,8 +83,8 @@ impl Batch {
     }
 
     /// One over the temperature of each wanted row, where shortlists will do.
-    pub fn cooling(&self) -> Option<&[f32]> {
-        self.cooling.as_deref()
+    pub fn inverse_temperatures(&self) -> Option<&[f32]> {
+        self.inverse_temperatures.as_deref()
     }
 
     /// Sizes of the run.
@@ -115,11 +115,12 @@ impl Batch {
             program.max_sequences,
             self.parts.len()
         );
-        if let Some(cooling) = &self.cooling {
+        if let Some(inverse_temperatures) = &self.inverse_temperatures {
             ensure!(
-                cooling.len() == self.rows.len() && cooling.len() <= self.parts.len(),
+                inverse_temperatures.len() == self.rows.len()
+                    && inverse_temperatures.len() <= self.parts.len(),
                 "{} temperatures are given for {} rows of {} sequences",
-                cooling.len(),
+                inverse_temperatures.len(),
                 self.rows.len(),
                 self.parts.len()
             );

@@ -192,8 +192,8 @@ impl Generation {
 
     /// One over the temperature, if the most likely tokens are probably enough for the next step.
     #[must_use]
-    pub fn cooling(&self) -> Option<f32> {
-        self.sampler.cooling()
+    pub fn inverse_temperature(&self) -> Option<f32> {
+        self.sampler.inverse_temperature()
     }
 
     /// The same from the most likely tokens; `None` where they are too few to tell.
@@ -213,11 +213,13 @@ impl Generation {
     /// Takes a token that was chosen elsewhere.
     pub fn accept(&mut self, id: u32, tokenizer: Option<&Tokenizer>) -> Result<Step> {
         self.ids.push(id);
+        let is_end = self.end_ids.contains(&id);
         let mut text = match tokenizer {
-            Some(tokenizer) => self.stream.push(tokenizer, id)?,
-            None => String::new(),
+            // What ends an answer is no part of it, whether the tokenizer calls it special or not.
+            Some(tokenizer) if !is_end => self.stream.push(tokenizer, id)?,
+            _ => String::new(),
         };
-        let finish = if self.end_ids.contains(&id) || self.stream.stopped().is_some() {
+        let finish = if is_end || self.stream.stopped().is_some() {
             Some(FinishReason::Stop)
         } else if self.ids.len() >= self.max_tokens {
             Some(FinishReason::Length)

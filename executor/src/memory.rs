@@ -320,7 +320,7 @@ fn whole_pages(bytes: usize) -> Option<usize> {
 
 #[cfg(test)]
 mod tests {
-    use burn_backend::DType;
+    use burn::tensor::DType;
     use burn_flex::FlexTensor;
 
     use super::*;

@@ -293,12 +293,7 @@ impl Sampler {
 /// The highest logit, the lowest id among equals.
 ///
 /// # Errors
-///
-/// As [`Sampler::sample`].
-pub fn argmax(logits: &[f32]) -> Result<u32> {
-    highest(logits).map(|candidate| candidate.id)
-}
-
+/// When a logit is not a number that can be sampled.
 fn highest(logits: &[f32]) -> Result<Candidate> {
     // Two plain reductions and a search are vectorised; one loop that does it all is not.
     let mut lanes = [f32::NEG_INFINITY; 16];
@@ -313,7 +308,11 @@ fn highest(logits: &[f32]) -> Result<Candidate> {
     is_bad |= rest.iter().any(|&logit| !is_usable(logit));
     if is_bad {
         let id = logits.iter().position(|&logit| !is_usable(logit)).unwrap_or_default();
-        bail!("the logit of token {id} is {}", logits[id]);
+        bail!(
+            "the logit of token {id} is {}: the checkpoint has weights that are no numbers, or the model overflows in \
+             the plan's formats; compile it with --format f32 to see which",
+            logits[id]
+        );
     }
     let weight = lanes.iter().chain(rest).copied().fold(f32::NEG_INFINITY, f32::max);
     match logits.iter().zip(0..).find(|&(&logit, _)| logit == weight) {

@@ -53,11 +53,11 @@ pub fn check_program(plan: &Plan, program: &Program) -> Vec<Violation> {
     let scope = Scope { plan, program };
     let mut found = Vec::new();
     ids::check_program(scope, &mut found);
-    let homes = order::homes(program);
-    order::check_lanes(scope, &homes, &mut found);
-    places::check(scope, &homes, &mut found);
+    let positions = order::positions(program);
+    order::check_lanes(scope, &positions, &mut found);
+    places::check(scope, &positions, &mut found);
     shapes::check(scope, &mut found);
-    collectives::check(scope, &homes, &mut found);
+    collectives::check(scope, &positions, &mut found);
     if let Some(order) = Order::of(program) {
         experts::check(scope, &order, &mut found);
         buffers::check(scope, &order, &mut found);

@@ -3,7 +3,6 @@
 use std::fmt;
 
 use anyhow::{Result, ensure};
-use petgraph::graph::{DiGraph, NodeIndex};
 
 use crate::id::{Id, NodeId, Table, ValueId};
 use crate::tensor::TensorType;
@@ -128,21 +127,6 @@ impl<W> Dag<W> {
             }
         }
         readers
-    }
-
-    /// The same graph for petgraph's algorithms; node indices are equal.
-    pub fn to_petgraph(&self) -> DiGraph<NodeId, ValueId> {
-        let mut graph = DiGraph::with_capacity(self.nodes.len(), self.values.len());
-        for (node, _) in self.nodes() {
-            graph.add_node(node);
-        }
-        let index = |node: NodeId| NodeIndex::new(node.index());
-        for (consumer, node) in self.nodes() {
-            for &value in &node.inputs {
-                graph.add_edge(index(self.values[value].producer), index(consumer), value);
-            }
-        }
-        graph
     }
 }
 

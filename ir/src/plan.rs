@@ -146,7 +146,7 @@ pub enum Phase {
 
 /// One tensor on one device, from the step that writes it to the step that frees it.
 ///
-/// It has no address: the executor's backends own memory and decide that.
+/// A NUMA node allocates it when its step runs; on a GPU its place follows from the plan, see [`crate::frame`].
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Buffer {
     /// Where it is.

@@ -15,11 +15,12 @@ use crate::packing::has_panels;
 use crate::plan::{Action, Plan, Program, Step};
 use crate::tensor::{DType, Dim, Format};
 
-/// Up to so many rows a linear takes as they are. More are narrowed first where the vendor's library multiplies them,
-/// for which a packed matrix is unpacked; a GPU that has matrix instructions reads blocks as they lie for some more rows.
+/// The most rows that a GPU's own kernels multiply with floats, and with any format where there are no matrix
+/// instructions; more are multiplied by the vendor's library where it is there.
 pub const UNPACKED_ROWS: u32 = 8;
-/// So many, of blocks and of bfloat16 in 12 bits.
-pub const NARROW_ROWS: u32 = 64;
+/// The most rows for which a GPU with matrix instructions dequantises `q8`, `q4` and `bf12` inside the kernel; for more
+/// they are unpacked for the vendor's library.
+pub const MAX_FUSED_ROWS: u32 = 64;
 /// A packed matrix is unpacked for the vendor's library in pieces of about so many bytes: large enough that a product
 /// of one piece fills any GPU, small beside the memory of the smallest.
 const UNPACKED_BYTES: u64 = 128 << 20;
@@ -246,7 +247,7 @@ pub fn exchange_bytes(members: usize, piece_bytes: u64) -> u64 {
 pub fn operand_rows(rows: u32) -> Option<u32> {
     /// Up to so many, other instructions are as good.
     const FEW_ROWS: u32 = 16;
-    (rows > FEW_ROWS && rows <= NARROW_ROWS).then(|| rows.next_multiple_of(NARROW_ROWS / 2))
+    (rows > FEW_ROWS && rows <= MAX_FUSED_ROWS).then(|| rows.next_multiple_of(MAX_FUSED_ROWS / 2))
 }
 
 /// Rows of a packed matrix `[outputs, inputs]` that are unpacked at a time for the vendor's library, to elements of
@@ -322,7 +323,7 @@ impl Need<'_> {
             }
             let kind = self.plan.machine.devices.get(weight.device).map(|device| &device.kind);
             let is_packed = |kind| has_panels(kind, weight.format, &weight.shape);
-            let operands = operand_rows(rows.min(NARROW_ROWS));
+            let operands = operand_rows(rows.min(MAX_FUSED_ROWS));
             if let (Some(rows), true, None) = (operands, has_library, weight.format.float()) {
                 raise(&mut space.input_bytes, product(&[rows, features], Format::Bf16.bytes(1, 1)));
             }
@@ -339,7 +340,7 @@ impl Need<'_> {
             }
             // Only the library makes outputs of 16 bits; others are made in f32 first, beside the products of a gate.
             if made != DType::F32 {
-                let first = if has_library { rows.min(NARROW_ROWS) } else { rows };
+                let first = if has_library { rows.min(MAX_FUSED_ROWS) } else { rows };
                 let beside = if is_gated && !has_library { 2 } else { 1 };
                 raise(&mut space.inner_bytes, beside * of_rows(first, DType::F32));
             }

@@ -10,7 +10,7 @@ use crate::viewer::{Viewer, command};
 
 /// Every key with its meaning, for the help.
 pub const KEYS: [(&str, &str); 15] = [
-    ("W  S", "zoom in and out, around the pointer's time"),
+    ("W  S", "zoom in and out"),
     ("A  D", "pan left and right"),
     ("wheel, drag", "zoom and pan with the mouse; shift-drag adds up an area"),
     ("F", "fit the selection or the run; again: the whole trace"),

@@ -25,11 +25,6 @@ pub fn nanos_in_steps(nanos: f64, step: f64) -> String {
     format!("{:.decimals$} {unit}", nanos / size + 0.0)
 }
 
-/// A difference of times, with its sign.
-pub fn nanos_change(change: f64) -> String {
-    signed(change, nanos(change.abs()))
-}
-
 /// `512 B`, `16.0 KiB`, `23.4 GiB`: three figures.
 pub fn bytes(bytes: u64) -> String {
     const UNITS: [&str; 6] = ["KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];

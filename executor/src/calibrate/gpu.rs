@@ -18,7 +18,7 @@ use self::experts::EXPERT_FORMATS;
 use super::{made_up, typical};
 use crate::kernels::cpu::pack::{PANEL, pack_rows, packed_bytes};
 use crate::kernels::gpu::device::{Gpu, Span};
-use crate::kernels::gpu::linear::{Linear, MAX_NARROW_TOKENS, MAX_TOKENS};
+use crate::kernels::gpu::linear::{Linear, MAX_FUSED_TOKENS, MAX_TOKENS};
 use crate::kernels::gpu::matrix::{Layout, Matrix};
 use crate::kernels::gpu::vendor::{Library, Product, Vendor, WORKSPACE_BYTES};
 
@@ -234,7 +234,7 @@ impl Meter<'_> {
     /// Nanoseconds of a linear of so many tokens, with one matrix after the other.
     fn whole(&mut self, matrices: &[Matrix], tokens: u32) -> Result<f64> {
         let tokens = tokens as usize;
-        let is_narrow = tokens <= MAX_NARROW_TOKENS && self.gpu.takes_narrow(&matrices[0]);
+        let is_narrow = tokens <= MAX_FUSED_TOKENS && self.gpu.takes_narrow(&matrices[0]);
         if tokens <= MAX_TOKENS || is_narrow {
             let launches = self.sizes.launches.next_multiple_of(matrices.len());
             return self.few(matrices, tokens, launches);

@@ -26,6 +26,10 @@ pub(super) fn run(arguments: AnswerArguments) -> Result<()> {
     if is_dialogue {
         chat::run(&mut session, arguments.system.as_deref(), &abort)?;
     } else {
+        if !arguments.json || !arguments.sampling.stop.is_empty() {
+            // There is no text to print, or to stop at, without it.
+            session.tokenizer()?;
+        }
         let prompt = prompt_ids(&session, &arguments)?;
         ensure!(!prompt.is_empty(), "the prompt is empty: there is nothing to continue");
         let sequence = session.engine.open();

@@ -37,7 +37,7 @@ pub(crate) struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Prints the perplexity of a list of token ids as JSON
+    /// Prints the perplexity of a text or of a list of token ids as JSON
     Perplexity(PerplexityArguments),
     /// Measures prompt and generation speed beside the plan's forecast
     Bench(BenchArguments),

@@ -50,8 +50,8 @@ struct Growing<'a, F> {
 }
 
 impl<F: FnMut(&str) -> Result<()>> Chooser for Growing<'_, F> {
-    fn cooling(&self, _: usize) -> Option<f32> {
-        self.generation.cooling()
+    fn inverse_temperature(&self, _: usize) -> Option<f32> {
+        self.generation.inverse_temperature()
     }
 
     fn choose(&mut self, _: usize, row: Row<'_>) -> Result<Choice> {
@@ -94,7 +94,7 @@ impl Session {
     /// The tokenizer, where one lies beside the checkpoint.
     pub(super) fn tokenizer(&self) -> Result<&Tokenizer> {
         self.tokenizer.as_ref().map_err(|error| anyhow::anyhow!("{error:#}")).context(
-            "text takes the checkpoint's tokenizer, which cannot be used; token ids need none",
+            "text takes the checkpoint's tokenizer, which cannot be used; --prompt-ids with --json needs none",
         )
     }
 

@@ -142,10 +142,12 @@ impl Engine {
             }
             *next += 1;
         }
-        if let Wants::Listed(cooling) = wants
+        if let Wants::Listed(inverse_temperatures) = wants
             && wanted.len() == batch.rows().len()
         {
-            batch.allow_shortlists(wanted.iter().map(|wanted| cooling[wanted.sequence]).collect());
+            batch.allow_shortlists(
+                wanted.iter().map(|wanted| inverse_temperatures[wanted.sequence]).collect(),
+            );
         }
         let handle = self.executor.start(program, batch)?;
         Ok(Pending { handle, wanted })

@@ -27,7 +27,7 @@ pub struct Timings {
 /// Chooses the next token of each sequence.
 pub trait Chooser {
     /// One over the temperature of a sequence's next choice, where the most likely tokens will probably do for it.
-    fn cooling(&self, index: usize) -> Option<f32>;
+    fn inverse_temperature(&self, index: usize) -> Option<f32>;
 
     /// The next token of a sequence, from what follows its last one: logits, or the most likely tokens if all sequences
     /// that are fed would have them.
@@ -52,7 +52,7 @@ pub enum Choice {
 struct ByLogits<F>(F);
 
 impl<F: FnMut(usize, &[f32]) -> Result<Option<u32>>> Chooser for ByLogits<F> {
-    fn cooling(&self, _: usize) -> Option<f32> {
+    fn inverse_temperature(&self, _: usize) -> Option<f32> {
         None
     }
 
@@ -102,9 +102,9 @@ impl Engine {
             }
             let fed: Vec<SequenceId> = active.iter().map(|&index| ids[index]).collect();
             let tokens: usize = fed.iter().map(|&id| self.unfed(id)).sum();
-            let cooling: Option<Vec<f32>> =
-                active.iter().map(|&index| chooser.cooling(index)).collect();
-            let wants = cooling.as_deref().map_or(Wants::Last, Wants::Listed);
+            let inverse_temperatures: Option<Vec<f32>> =
+                active.iter().map(|&index| chooser.inverse_temperature(index)).collect();
+            let wants = inverse_temperatures.as_deref().map_or(Wants::Last, Wants::Listed);
             let mut chosen = Vec::new();
             let mut is_fed = self.feed(&fed, wants, abort, |position, _, row| {
                 let now = Instant::now();

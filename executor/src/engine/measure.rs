@@ -40,7 +40,15 @@ impl Engine {
             self.feed(&[id], Wants::All, &never, |_, position, row| {
                 let logits = row.logits()?;
                 match tokens.get(position + 1) {
-                    Some(&next) => sum += negative_log_likelihood(logits, next),
+                    Some(&next) => {
+                        let of_token = negative_log_likelihood(logits, next);
+                        ensure!(
+                            of_token.is_finite(),
+                            "the logits after token {position} are not all numbers, or make token {next} impossible: \
+                             the checkpoint has weights that are no numbers, or the model overflows in the plan's formats"
+                        );
+                        sum += of_token;
+                    }
                     None => last_logits = logits.to_vec(),
                 }
                 Ok(())

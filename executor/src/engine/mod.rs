@@ -129,7 +129,8 @@ impl Engine {
 pub fn check_tokens(tokens: &[u32], vocabulary: u32) -> Result<()> {
     match tokens.iter().find(|&&token| token >= vocabulary) {
         Some(token) => Err(anyhow::anyhow!(
-            "token id {token} is out of range: the vocabulary has {vocabulary} tokens"
+            "token id {token} is out of range: the vocabulary of the plan's model has {vocabulary} tokens; the ids, or \
+             the tokenizer that made them, belong to another model"
         )),
         None => Ok(()),
     }

@@ -102,16 +102,19 @@ fn the_ends_come_from_the_first_file_that_has_some() {
 #[test]
 fn an_answer_ends_at_an_end_token() {
     let tokenizer = tokenizer();
-    let options = GenerationOptions { end_ids: vec![767], ..GenerationOptions::default() };
-    let mut generation = Generation::new(&options, &[1], 10);
     let hello = tokenizer.encode("Hello", false).unwrap();
-    for &id in &hello {
-        assert_eq!(generation.step(&logits(id), Some(&tokenizer)).unwrap().finish, None);
+    // A special token, and one that is part of texts elsewhere.
+    for end in [767, tokenizer.encode("!", false).unwrap()[0]] {
+        let options = GenerationOptions { end_ids: vec![end], ..GenerationOptions::default() };
+        let mut generation = Generation::new(&options, &[1], 10);
+        for &id in &hello {
+            assert_eq!(generation.step(&logits(id), Some(&tokenizer)).unwrap().finish, None);
+        }
+        let last = generation.step(&logits(end), Some(&tokenizer)).unwrap();
+        assert_eq!(last.finish, Some(FinishReason::Stop));
+        assert_eq!(generation.text(), "Hello");
+        assert_eq!(generation.ids(), [hello.as_slice(), &[end]].concat());
     }
-    let last = generation.step(&logits(767), Some(&tokenizer)).unwrap();
-    assert_eq!(last.finish, Some(FinishReason::Stop));
-    assert_eq!(generation.text(), "Hello");
-    assert_eq!(generation.ids(), [hello.as_slice(), &[767]].concat());
 }
 
 #[test]

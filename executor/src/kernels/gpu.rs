@@ -4,6 +4,7 @@
 //! - A launch neither allocates nor waits, so that a run of launches can be captured and replayed.
 //! - What changes from run to run (tokens, positions, lengths, blocks) is read from device memory.
 //! - The same kernels run on CUDA and, for tests without a GPU, on a Vulkan device in software.
+//! - Words are CubeCL's: a *cube* is a thread block, a *plane* a warp, a *unit* a thread.
 
 pub mod device;
 pub mod matrix;

@@ -110,7 +110,9 @@ impl FetchLane {
             let mut started = None;
             let outcome = guarded(|| {
                 let Action::Fetch { weight, offset } = step.action else {
-                    anyhow::bail!("a copy queue computes nothing")
+                    anyhow::bail!(
+                        "a copy queue fetches weights, and the plan has another step in it"
+                    )
                 };
                 if let Some(fault) = fault {
                     fault.strike(&step.name)?;

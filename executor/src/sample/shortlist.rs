@@ -24,7 +24,7 @@ pub struct Shortlist<'a> {
 impl Sampler {
     /// One over the temperature, if a shortlist is probably enough for the next choice.
     #[must_use]
-    pub fn cooling(&self) -> Option<f32> {
+    pub fn inverse_temperature(&self) -> Option<f32> {
         let options = &self.options;
         // A penalty below 1 raises tokens that may be on no list, and one changes what all weigh.
         let is_penalised = !self.seen.is_empty();
@@ -36,7 +36,9 @@ impl Sampler {
             top_k => top_k < LISTED_TOKENS as usize,
         };
         let may_do = is_short && options.repetition_penalty >= 1.0 && self.without_shortlist == 0;
-        may_do.then_some(if is_greedy { 1.0 } else { options.temperature.recip() })
+        // The least temperatures have no such number.
+        let inverse = if is_greedy { 1.0 } else { options.temperature.recip() };
+        (may_do && inverse.is_finite()).then_some(inverse)
     }
 
     /// The next token of the sequence, as [`Sampler::sample`] would choose it; `None` where the list is too short to

@@ -155,12 +155,6 @@ impl Tokenizer {
         self.tokenizer.token_to_id(token)
     }
 
-    /// Ids below this have a token; checkpoints may pad their logits beyond it.
-    #[must_use]
-    pub fn vocabulary_size(&self) -> usize {
-        self.tokenizer.get_vocab_size(true)
-    }
-
     /// The text of ids before any clean-up of spaces.
     pub(super) fn decode_raw(&self, ids: &[u32], skip_special: bool) -> Result<String> {
         self.tokenizer

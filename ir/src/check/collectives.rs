@@ -3,26 +3,26 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use crate::check::order::{Home, MAX_LANES};
+use crate::check::order::{LanePosition, MAX_LANES};
 use crate::check::{Scope, Violation};
 use crate::id::{BufferId, CollectiveId, DeviceId, StepId, Table};
 use crate::layout::Move;
 use crate::plan::{Action, Phase};
 
 /// The steps of one collective that are in lanes.
-type Members = Vec<(StepId, Home)>;
+type Members = Vec<(StepId, LanePosition)>;
 
 pub(super) fn check(
     scope: Scope<'_>,
-    homes: &Table<StepId, Option<Home>>,
+    positions: &Table<StepId, Option<LanePosition>>,
     found: &mut Vec<Violation>,
 ) {
     let mut collectives: BTreeMap<CollectiveId, Members> = BTreeMap::new();
     for (id, step) in scope.program.steps.iter() {
         if let Action::Move { collective: Some(collective), .. } = step.action
-            && let Some(home) = homes[id]
+            && let Some(at) = positions[id]
         {
-            collectives.entry(collective).or_default().push((id, home));
+            collectives.entry(collective).or_default().push((id, at));
         }
     }
     let sums = sums(scope);
@@ -58,7 +58,7 @@ fn members_problem(
     let step = &program.steps[first];
     let Action::Move { movement, algorithm, .. } = &step.action else { return None };
     let devices: Vec<DeviceId> =
-        members.iter().map(|(_, home)| program.lanes[home.lane].device).collect();
+        members.iter().map(|(_, at)| program.lanes[at.lane].device).collect();
     let distinct: BTreeSet<DeviceId> = devices.iter().copied().collect();
     if distinct.len() != devices.len() {
         return Some("a device takes part twice");
@@ -133,10 +133,8 @@ fn scatter_problem(
     let program = scope.program;
     let slices: BTreeMap<DeviceId, (u32, u32)> = members
         .iter()
-        .filter_map(|&(id, home)| match program.steps[id].action {
-            Action::Move { slice: Some(slice), .. } => {
-                Some((program.lanes[home.lane].device, slice))
-            }
+        .filter_map(|&(id, at)| match program.steps[id].action {
+            Action::Move { slice: Some(slice), .. } => Some((program.lanes[at.lane].device, slice)),
             Action::Move { slice: None, .. } | Action::Run(_) | Action::Fetch { .. } => None,
         })
         .collect();
@@ -167,13 +165,13 @@ fn check_order(
                 continue;
             };
             let Some(members) = collectives.get(second) else { continue };
-            for &(_, home) in members.iter().filter(|(_, home)| home.lane > index) {
-                let last = reached.entry(home.lane).or_insert((home.position, *second));
-                if last.0 > home.position {
+            for &(_, at) in members.iter().filter(|(_, at)| at.lane > index) {
+                let last = reached.entry(at.lane).or_insert((at.position, *second));
+                if last.0 > at.position {
                     let (program, first, second) = (program.name.clone(), last.1, *second);
                     found.push(Violation::CollectiveOrder { program, first, second });
                 } else {
-                    *last = (home.position, *second);
+                    *last = (at.position, *second);
                 }
             }
         }

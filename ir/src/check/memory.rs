@@ -14,7 +14,7 @@
 use std::collections::BTreeSet;
 
 use crate::check::Violation;
-use crate::check::order::{Home, Order};
+use crate::check::order::{LanePosition, Order};
 use crate::forecast::DeviceForecast;
 use crate::frame::Frame;
 use crate::id::{BufferId, DeviceId, Id as _, StepId, Table};
@@ -312,13 +312,13 @@ impl Clock<'_> {
 
     /// The first moment at which `step` can have started.
     fn first_moment(&self, step: StepId) -> usize {
-        let Home { lane, position } = self.order.home(step);
+        let LanePosition { lane, position } = self.order.position(step);
         if lane == self.lane { 2 * position + 1 } else { 2 * self.order.reached(step, self.lane) }
     }
 
     /// The last moment at which `step` can be unfinished.
     fn last_moment(&self, step: StepId) -> usize {
-        let Home { lane, position } = self.order.home(step);
+        let LanePosition { lane, position } = self.order.position(step);
         if lane == self.lane {
             return 2 * position + 1;
         }

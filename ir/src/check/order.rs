@@ -14,7 +14,7 @@ pub(super) const MAX_LANES: usize = 256;
 
 /// Where a step is: its lane, and its place among the lane's steps.
 #[derive(Clone, Copy, PartialEq)]
-pub(super) struct Home {
+pub(super) struct LanePosition {
     pub(super) lane: usize,
     pub(super) position: usize,
 }
@@ -23,29 +23,30 @@ pub(super) struct Home {
 pub(super) struct Order {
     /// Every step after all that happen before it.
     pub(super) steps: Vec<StepId>,
-    homes: Table<StepId, Home>,
+    positions: Table<StepId, LanePosition>,
     lanes: usize,
     /// For each step and lane how many of the lane's steps happen before the step or are it.
     clocks: Vec<u32>,
 }
 
 /// For each step the first lane that names it.
-pub(super) fn homes(program: &Program) -> Table<StepId, Option<Home>> {
-    let mut homes: Table<StepId, Option<Home>> = program.steps.ids().map(|_| None).collect();
+pub(super) fn positions(program: &Program) -> Table<StepId, Option<LanePosition>> {
+    let mut positions: Table<StepId, Option<LanePosition>> =
+        program.steps.ids().map(|_| None).collect();
     for (lane, steps) in program.lanes.iter().map(|lane| &lane.steps).enumerate() {
         for (position, &step) in steps.iter().enumerate() {
-            if homes.get(step) == Some(&None) {
-                homes[step] = Some(Home { lane, position });
+            if positions.get(step) == Some(&None) {
+                positions[step] = Some(LanePosition { lane, position });
             }
         }
     }
-    homes
+    positions
 }
 
 /// Each step is in one lane, and the lanes can come to their ends.
 pub(super) fn check_lanes(
     scope: Scope<'_>,
-    homes: &Table<StepId, Option<Home>>,
+    positions: &Table<StepId, Option<LanePosition>>,
     found: &mut Vec<Violation>,
 ) {
     let program = scope.program;
@@ -59,7 +60,7 @@ pub(super) fn check_lanes(
             found.push(Violation::DuplicateLane { program: program.name.clone(), lane: index });
         }
     }
-    let mut times: Table<StepId, usize> = homes.ids().map(|_| 0).collect();
+    let mut times: Table<StepId, usize> = positions.ids().map(|_| 0).collect();
     for &step in program.lanes.iter().flat_map(|lane| &lane.steps) {
         if let Some(times) = times.rows_mut().get_mut(step.index()) {
             *times += 1;
@@ -80,20 +81,20 @@ impl Order {
     /// The order of a program's steps; `None` where a step has no lane or several, or waits for itself.
     pub(super) fn of(program: &Program) -> Option<Self> {
         let named: usize = program.lanes.iter().map(|lane| lane.steps.len()).sum();
-        let homes: Table<StepId, Home> =
-            homes(program).rows().iter().copied().collect::<Option<_>>()?;
-        if named != homes.len() || program.lanes.len() > MAX_LANES {
+        let positions: Table<StepId, LanePosition> =
+            positions(program).rows().iter().copied().collect::<Option<_>>()?;
+        if named != positions.len() || program.lanes.len() > MAX_LANES {
             return None;
         }
         let steps = sorted(program, &|_| None).ok()?;
         let lanes = program.lanes.len();
-        let mut order = Self { steps, lanes, clocks: vec![0; lanes * homes.len()], homes };
+        let mut order = Self { steps, lanes, clocks: vec![0; lanes * positions.len()], positions };
         for index in 0..order.steps.len() {
             let step = order.steps[index];
-            let Home { lane, position } = order.homes[step];
+            let LanePosition { lane, position } = order.positions[step];
             let previous = position.checked_sub(1).map(|before| program.lanes[lane].steps[before]);
             for &before in previous.iter().chain(&program.steps[step].waits) {
-                if order.homes.get(before).is_some() {
+                if order.positions.get(before).is_some() {
                     order.join(step, before);
                 }
             }
@@ -110,8 +111,8 @@ impl Order {
         }
     }
 
-    pub(super) fn home(&self, step: StepId) -> Home {
-        self.homes[step]
+    pub(super) fn position(&self, step: StepId) -> LanePosition {
+        self.positions[step]
     }
 
     /// How many steps of `lane` happen before `step` or are it.
@@ -121,7 +122,7 @@ impl Order {
 
     /// Whether `first` ends before `second` starts, in every run.
     pub(super) fn before(&self, first: StepId, second: StepId) -> bool {
-        let Home { lane, position } = self.homes[first];
+        let LanePosition { lane, position } = self.positions[first];
         first != second && self.reached(second, lane) > position
     }
 }

@@ -4,7 +4,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use crate::check::order::Home;
+use crate::check::order::LanePosition;
 use crate::check::{Scope, Violation};
 use crate::id::{BufferId, DeviceId, StepId, Table, WeightId};
 use crate::layout::Move;
@@ -15,7 +15,7 @@ use crate::tensor::DType;
 
 pub(super) fn check(
     scope: Scope<'_>,
-    homes: &Table<StepId, Option<Home>>,
+    positions: &Table<StepId, Option<LanePosition>>,
     found: &mut Vec<Violation>,
 ) {
     let Scope { plan, program } = scope;
@@ -30,8 +30,8 @@ pub(super) fn check(
         {
             found.push(Violation::CacheWrittenTwice { step: scope.name(id), cache });
         }
-        let Some(home) = homes[id] else { continue };
-        let lane = &program.lanes[home.lane];
+        let Some(at) = positions[id] else { continue };
+        let lane = &program.lanes[at.lane];
         let is_numa = plan
             .machine
             .devices

@@ -46,7 +46,7 @@ use crate::kernels::cpu::pack::{PANEL, VECTOR};
 pub const MAX_TOKENS: usize = ir::workspace::UNPACKED_ROWS as usize;
 /// Tokens of bf16 that one launch takes at most: with more, a library's tiles of 128 rows read the activations less
 /// often.
-pub const MAX_NARROW_TOKENS: usize = ir::workspace::NARROW_ROWS as usize;
+pub const MAX_FUSED_TOKENS: usize = ir::workspace::MAX_FUSED_ROWS as usize;
 
 /// Planes that share a panel: with a task of each of their units on its way, 32 KB. Memory that delivers
 /// 4.8 TB/s after about 0.7 µs to each of 132 processors needs 25 KB from each.
@@ -88,7 +88,7 @@ pub struct Linear<'a> {
     pub element: DType,
     /// How `x` lies where that is not row after row: in bf16, as [`Gpu::right_operands()`] says.
     pub order: Option<RightOperands>,
-    /// Rows of `x`: 1 to [`MAX_TOKENS`], in bf16 to [`MAX_NARROW_TOKENS`].
+    /// Rows of `x`: 1 to [`MAX_TOKENS`], in bf16 to [`MAX_FUSED_TOKENS`].
     pub tokens: usize,
     /// Applied to `x` first, which is f32 then.
     pub norm: Option<RmsNorm<'a>>,
@@ -147,7 +147,7 @@ impl Gpu {
         Ok(())
     }
 
-    /// Whether a linear of that matrix takes activations in bf16, up to [`MAX_NARROW_TOKENS`] of them: where a library
+    /// Whether a linear of that matrix takes activations in bf16, up to [`MAX_FUSED_TOKENS`] of them: where a library
     /// would have it unpacked.
     pub fn takes_narrow(&self, matrix: &Matrix) -> bool {
         self.multiplies(DType::Bf16)
@@ -355,7 +355,7 @@ impl Gpu {
 impl<'a> Linear<'a> {
     fn check(&self) -> Result<()> {
         let Some(first) = self.matrices.first() else { bail!("a linear has no matrix") };
-        let most = if self.is_narrow() { MAX_NARROW_TOKENS } else { MAX_TOKENS };
+        let most = if self.is_narrow() { MAX_FUSED_TOKENS } else { MAX_TOKENS };
         ensure!(
             (1..=most).contains(&self.tokens),
             "a launch takes 1 to {most} tokens, not {}",

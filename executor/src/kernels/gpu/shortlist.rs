@@ -27,12 +27,13 @@ pub const IMPOSSIBLE: f32 = f32::MIN;
 
 impl Gpu {
     /// A list for each of `rows` rows of logits `[rows, vocabulary]`, made in `scratch`, which is as long as
-    /// [`ir::workspace::shortlist::bytes`] says: `[rows, LIST_WORDS]`. `cooling` is one over each row's temperature.
+    /// [`ir::workspace::shortlist::bytes`] says: `[rows, LIST_WORDS]`. `inverse_temperatures` has one over the temperature
+    /// of each row.
     pub fn shortlist(
         &self,
         logits: &Span,
         [rows, vocabulary]: [usize; 2],
-        cooling: &Span,
+        inverse_temperatures: &Span,
         scratch: &Span,
     ) -> Span {
         let words = |lists: u32| rows * lists as usize * LIST_WORDS as usize;
@@ -44,14 +45,14 @@ impl Gpu {
             let count = CubeCount::Static(lists, rows as u32, 1);
             let (dim, float) = (CubeDim::new_1d(UNITS), size_of::<f32>());
             let out = span.argument(words(lists), float);
-            let cooling = cooling.argument(rows, float);
+            let inverse_temperatures = inverse_temperatures.argument(rows, float);
             match &made {
                 None => list::launch(
                     &self.client,
                     count,
                     dim,
                     logits.argument(rows * vocabulary, float),
-                    cooling,
+                    inverse_temperatures,
                     out,
                     vocabulary as u32,
                 ),
@@ -60,7 +61,7 @@ impl Gpu {
                     count,
                     dim,
                     from.argument(words(*all), float),
-                    cooling,
+                    inverse_temperatures,
                     out,
                     *all,
                 ),
@@ -214,7 +215,7 @@ fn write(lists: &mut [f32], token: &Token, weight: f32) {
 
 /// Lists of pieces of a row.
 #[cube(launch)]
-fn list(logits: &[f32], cooling: &[f32], lists: &mut [f32], vocabulary: u32) {
+fn list(logits: &[f32], inverse_temperatures: &[f32], lists: &mut [f32], vocabulary: u32) {
     let first = CUBE_POS_X * LISTED_LOGITS;
     let row = CUBE_POS_Y * vocabulary;
     let mut shown = Shown::new();
@@ -232,13 +233,13 @@ fn list(logits: &[f32], cooling: &[f32], lists: &mut [f32], vocabulary: u32) {
     }
     shown.gather(&mut kept);
     let most = shown.first(&kept);
-    let cooling = cooling[CUBE_POS_Y as usize];
+    let inverse_temperature = inverse_temperatures[CUBE_POS_Y as usize];
     let mut weight = f32::new(0.0);
     #[unroll]
     for round in 0..comptime!(LISTED_LOGITS / UNITS) {
         let id = first + round * UNITS + UNIT_POS;
         if id < vocabulary {
-            weight += f32::exp((usable(logits[(row + id) as usize]) - most) * cooling);
+            weight += f32::exp((usable(logits[(row + id) as usize]) - most) * inverse_temperature);
         }
     }
     let weight = shown.sum(weight);
@@ -247,7 +248,7 @@ fn list(logits: &[f32], cooling: &[f32], lists: &mut [f32], vocabulary: u32) {
 
 /// One list of [`MERGED_LISTS`] of a row's lists.
 #[cube(launch)]
-fn merge(from: &[f32], cooling: &[f32], lists: &mut [f32], all: u32) {
+fn merge(from: &[f32], inverse_temperatures: &[f32], lists: &mut [f32], all: u32) {
     let first = CUBE_POS_X * MERGED_LISTS;
     let row = CUBE_POS_Y * all;
     let (group, unit) = (UNIT_POS / KEPT, UNIT_POS % KEPT);
@@ -266,12 +267,13 @@ fn merge(from: &[f32], cooling: &[f32], lists: &mut [f32], all: u32) {
     }
     shown.gather(&mut kept);
     let most = shown.first(&kept);
-    let cooling = cooling[CUBE_POS_Y as usize];
+    let inverse_temperature = inverse_temperatures[CUBE_POS_Y as usize];
     let mut weight = f32::new(0.0);
     let list = first + UNIT_POS;
     if UNIT_POS < MERGED_LISTS && list < all {
         let at = (row + list) * LIST_WORDS;
-        weight = from[(at + 2 * KEPT) as usize] * f32::exp((from[at as usize] - most) * cooling);
+        weight = from[(at + 2 * KEPT) as usize]
+            * f32::exp((from[at as usize] - most) * inverse_temperature);
     }
     let weight = shown.sum(weight);
     write(lists, &kept, weight);

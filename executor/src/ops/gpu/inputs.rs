@@ -31,7 +31,7 @@ enum Part {
     Sequence,
     Wanted,
     /// One over the temperature of each wanted row, where the run gives shortlists.
-    Cooling,
+    InverseTemperature,
     Parts,
     Blocks,
     /// Numbers from 0 on: the rows of a rotation table that is made for one run.
@@ -45,7 +45,7 @@ const PARTS: [Part; 9] = [
     Part::Position,
     Part::Sequence,
     Part::Wanted,
-    Part::Cooling,
+    Part::InverseTemperature,
     Part::Parts,
     Part::Blocks,
     Part::Counting,
@@ -58,7 +58,7 @@ impl Part {
         let count = match self {
             Part::Token | Part::Position | Part::Sequence | Part::Counting => sizes.tokens,
             Part::Wanted => sizes.rows,
-            Part::Cooling => sizes.sequences,
+            Part::InverseTemperature => sizes.sequences,
             Part::Parts => sizes.sequences * 3,
             Part::Blocks => sizes.sequences * sizes.blocks,
             Part::Turn => 1,
@@ -106,8 +106,11 @@ impl Inputs {
         put(Part::Token, &mut batch.tokens().iter().map(number));
         put(Part::Position, &mut batch.positions().iter().map(number));
         put(Part::Wanted, &mut batch.rows().iter().map(number));
-        let cooling = batch.cooling().unwrap_or_default().iter();
-        put(Part::Cooling, &mut cooling.map(|cooling| cooling.to_bits().cast_signed()));
+        let inverse_temperatures = batch.inverse_temperatures().unwrap_or_default().iter();
+        put(
+            Part::InverseTemperature,
+            &mut inverse_temperatures.map(|inverse| inverse.to_bits().cast_signed()),
+        );
         put(Part::Counting, &mut (0..sizes.tokens.cast_signed()));
         put(Part::Turn, &mut std::iter::once(turn.cast_signed()));
         let parts = batch.parts();
@@ -170,8 +173,8 @@ impl Inputs {
     }
 
     /// One over the temperature of each wanted row.
-    pub(super) fn cooling(&self) -> Span {
-        self.part(Part::Cooling)
+    pub(super) fn inverse_temperatures(&self) -> Span {
+        self.part(Part::InverseTemperature)
     }
 
     /// The number of each token in the run.

@@ -13,7 +13,7 @@ use super::state::{Operand, Operands, State};
 use crate::kernels::gpu::cast::Cast;
 use crate::kernels::gpu::device::{ALIGNMENT, Gpu, Span};
 use crate::kernels::gpu::epilogue::Epilogue;
-use crate::kernels::gpu::linear::{Linear, MAX_NARROW_TOKENS, MAX_TOKENS, RmsNorm};
+use crate::kernels::gpu::linear::{Linear, MAX_FUSED_TOKENS, MAX_TOKENS, RmsNorm};
 use crate::kernels::gpu::matrix::{Layout, Matrix};
 use crate::kernels::gpu::vendor::Product;
 use crate::kernels::gpu::warpgroup::RightOperands;
@@ -91,7 +91,7 @@ impl State {
                 && self.gpu.takes_narrow(matrix)
         };
         rows <= MAX_TOKENS && dtype == DType::F32
-            || rows <= MAX_NARROW_TOKENS && matrices.into_iter().all(takes_narrow)
+            || rows <= MAX_FUSED_TOKENS && matrices.into_iter().all(takes_narrow)
     }
 
     fn few(

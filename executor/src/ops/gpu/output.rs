@@ -30,7 +30,7 @@ pub(super) fn sent_type<'a>(
 
 fn is_listed(buffer: BufferId, schedule: &Program, scope: Scope<'_>) -> bool {
     buffer == schedule.output
-        && scope.batch.cooling().is_some()
+        && scope.batch.inverse_temperatures().is_some()
         && shortlist::is_listed(scope.plan.model.vocabulary)
 }
 
@@ -50,7 +50,7 @@ impl State {
         let (rows, vocabulary) = (operand.rows, operand.columns);
         let bytes = shortlist::bytes(rows as u32, vocabulary as u32) as usize;
         let scratch = Scratch::first(&self.scratch.inner, bytes).context("lists of tokens")?;
-        let cooling = self.inputs.cooling();
-        Ok(self.gpu.shortlist(&operand.span, [rows, vocabulary], &cooling, &scratch))
+        let inverse_temperatures = self.inputs.inverse_temperatures();
+        Ok(self.gpu.shortlist(&operand.span, [rows, vocabulary], &inverse_temperatures, &scratch))
     }
 }

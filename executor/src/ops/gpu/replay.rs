@@ -44,7 +44,7 @@ impl Kind {
             tokens: batch.tokens().len(),
             sequences: batch.parts().len(),
             rows: batch.rows().len(),
-            is_listed: batch.cooling().is_some(),
+            is_listed: batch.inverse_temperatures().is_some(),
             reach: reach(batch),
         }
     }

@@ -356,7 +356,11 @@ impl State {
         } else {
             !scope.plan.machine.devices[writer].kind.is_gpu()
         };
-        if is_suspect { self.sums.check(&self.gpu, turn(run.number)) } else { Ok(()) }
+        if is_suspect {
+            self.sums.check(&self.gpu, &scope.plan.machine, turn(run.number))
+        } else {
+            Ok(())
+        }
     }
 }
 

@@ -1,10 +1,11 @@
 //! Sums over GPUs, made without the host.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use anyhow::{Context as _, Result, bail, ensure};
 use ir::id::DeviceId;
+use ir::machine::Machine;
 use ir::plan::Plan;
 use ir::workspace::{Workspace, exchange_piece_bytes};
 
@@ -111,14 +112,20 @@ impl Sums {
     }
 
     /// Fails when a member never came in a run.
-    pub(super) fn check(&self, gpu: &Gpu, turn: u32) -> Result<()> {
+    pub(super) fn check(&self, gpu: &Gpu, machine: &Machine, turn: u32) -> Result<()> {
         let Some(exchange) = self.exchange.as_ref().filter(|_| gpu.is_cuda()) else {
             return Ok(());
         };
-        match gpu.lost_member(exchange, turn)? {
-            Some(member) => bail!("GPU {member} of a sum over GPUs did not come in time"),
-            None => Ok(()),
-        }
+        let Some(rank) = gpu.lost_member(exchange, turn)? else { return Ok(()) };
+        // The device notes a rank, which is another GPU in each group that has as many.
+        let of_group = |members: &Vec<DeviceId>| members.get(rank as usize).copied();
+        let lost: BTreeSet<DeviceId> = self.groups.keys().filter_map(of_group).collect();
+        let names: Vec<&str> =
+            lost.iter().map(|&device| machine.devices[device].name.as_str()).collect();
+        let names = names.join(" or ");
+        bail!(
+            "{names} did not come in time to a sum over GPUs: run it again, or compile the plan --without {names}"
+        )
     }
 
     /// Where the exchanges of a group lie.

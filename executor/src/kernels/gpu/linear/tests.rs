@@ -2,7 +2,7 @@ use half::bf16;
 use ir::op::{Activation, Then};
 use ir::tensor::{DType, Format};
 
-use super::{Linear, MAX_NARROW_TOKENS, MAX_TOKENS, ROW_PLANES, RmsNorm};
+use super::{Linear, MAX_FUSED_TOKENS, MAX_TOKENS, ROW_PLANES, RmsNorm};
 use crate::kernels::cpu::pack::PANEL;
 use crate::kernels::cpu::testing::{Random, distance, erf_in_64_bits};
 use crate::kernels::gpu::ahead::Region;
@@ -258,7 +258,7 @@ fn activations_in_16_bits() {
     }
     let case = Case { element: DType::Bf16, ..PLAIN };
     for format in [Format::Bf12, Format::Q8, Format::Q4] {
-        for tokens in [1, 8, 9, 16, 17, 33, MAX_NARROW_TOKENS] {
+        for tokens in [1, 8, 9, 16, 17, 33, MAX_FUSED_TOKENS] {
             for (rows, columns) in [(64, 256), (16, 128), (41, 96), (100, 72), (7, 1000), (33, 64)]
             {
                 check(&gpu, Case { format, rows: &[rows], columns, tokens, ..case }, None);

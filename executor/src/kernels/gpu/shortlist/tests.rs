@@ -8,12 +8,12 @@ const LISTED: usize = LISTED_TOKENS as usize;
 /// Logits, ids, and what all tokens weigh.
 type List = (Vec<f32>, Vec<u32>, f32);
 
-fn listed(logits: &[f32], rows: usize, cooling: &[f32]) -> Option<Vec<List>> {
+fn listed(logits: &[f32], rows: usize, inverse_temperatures: &[f32]) -> Option<Vec<List>> {
     let gpu = gpu()?;
     let vocabulary = logits.len() / rows;
     let scratch = gpu.poisoned(bytes(rows as u32, vocabulary as u32) as usize);
-    let (on_gpu, cooling) = (gpu.upload(logits), gpu.upload(cooling));
-    let lists = gpu.shortlist(&on_gpu, [rows, vocabulary], &cooling, &scratch);
+    let (on_gpu, inverse_temperatures) = (gpu.upload(logits), gpu.upload(inverse_temperatures));
+    let lists = gpu.shortlist(&on_gpu, [rows, vocabulary], &inverse_temperatures, &scratch);
     let words = gpu.download::<f32>(&lists, rows * LIST_WORDS as usize);
     let list = |words: &[f32]| {
         let ids = words[LISTED..2 * LISTED].iter().map(|&id| id as u32).collect();
@@ -23,12 +23,12 @@ fn listed(logits: &[f32], rows: usize, cooling: &[f32]) -> Option<Vec<List>> {
 }
 
 /// The plain form: sort all.
-fn expected(row: &[f32], cooling: f32) -> (Vec<f32>, Vec<u32>, f64) {
+fn expected(row: &[f32], inverse_temperature: f32) -> (Vec<f32>, Vec<u32>, f64) {
     let mut order: Vec<u32> = (0..row.len() as u32).collect();
     order.sort_by(|&a, &b| row[b as usize].total_cmp(&row[a as usize]).then(a.cmp(&b)));
     order.truncate(LISTED);
     let most = f64::from(row[order[0] as usize]);
-    let weigh = |&logit: &f32| ((f64::from(logit) - most) * f64::from(cooling)).exp();
+    let weigh = |&logit: &f32| ((f64::from(logit) - most) * f64::from(inverse_temperature)).exp();
     (order.iter().map(|&id| row[id as usize]).collect(), order, row.iter().map(weigh).sum())
 }
 
@@ -45,11 +45,11 @@ fn the_most_likely_tokens_come_in_falling_order_with_the_weight_of_all() {
         ];
         for (name, shape) in shapes {
             let logits: Vec<f32> = (0..rows * vocabulary).map(shape).collect();
-            let cooling: Vec<f32> = (0..rows).map(|row| 0.5 + row as f32).collect();
-            let Some(lists) = listed(&logits, rows, &cooling) else { return };
+            let inverse_temperatures: Vec<f32> = (0..rows).map(|row| 0.5 + row as f32).collect();
+            let Some(lists) = listed(&logits, rows, &inverse_temperatures) else { return };
             for (row, (values, ids, weight)) in lists.into_iter().enumerate() {
                 let of_row = &logits[row * vocabulary..(row + 1) * vocabulary];
-                let expected = expected(of_row, cooling[row]);
+                let expected = expected(of_row, inverse_temperatures[row]);
                 assert_eq!(ids, expected.1, "{name}, {vocabulary} tokens");
                 assert_eq!(values, expected.0, "{name}, {vocabulary} tokens");
                 let error = (f64::from(weight) / expected.2 - 1.0).abs();
