@@ -34,12 +34,14 @@ impl<'a> Task<'a> {
         let mut partners: Table<WeightId, Option<WeightId>> =
             model.weights.rows().iter().map(|_| None).collect();
         for (_, node) in model.layers.nodes() {
-            let pair = match &node.work {
-                Op::Linear(Linear { weights, then: Then::Gate(_), .. }) => weights.as_array(),
-                Op::Experts(experts) => Some(&[experts.gate, experts.up]),
-                _ => None,
+            let pair = if let Op::Experts(experts) = &node.work {
+                Some([experts.gate, experts.up])
+            } else if let Op::Linear(Linear { weights, then: Then::Gate(_), .. }) = &node.work {
+                weights.as_array().copied()
+            } else {
+                None
             };
-            if let Some(&[gate, up]) = pair {
+            if let Some([gate, up]) = pair {
                 (partners[gate], partners[up]) = (Some(up), Some(gate));
             }
             if let Op::Linear(linear) = &node.work {
