@@ -56,10 +56,23 @@ impl Batch {
         });
     }
 
+    /// Appends tokens of no sequence up to `count` in all, so that runs of prompts of other lengths make the same launches.
+    /// Nobody reads what is made of them.
+    pub fn pad(&mut self, count: usize) {
+        let count = count.max(self.tokens.len());
+        self.tokens.resize(count, 0);
+        self.positions.resize(count, 0);
+    }
+
     /// Lets a device that can give the most likely tokens of each wanted row instead of its logits;
     /// `inverse_temperatures` has one over the temperature that they will be weighed at, for each wanted row.
     pub fn allow_shortlists(&mut self, inverse_temperatures: Vec<f32>) {
         self.inverse_temperatures = Some(inverse_temperatures);
+    }
+
+    /// Number of tokens that belong to sequences; others follow them.
+    pub fn fed(&self) -> usize {
+        self.parts.iter().map(|part| part.tokens).sum()
     }
 
     /// Token ids.

@@ -5,15 +5,17 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::thread::{self, JoinHandle};
 
 use anyhow::{Context as _, Result};
+use ir::id::DeviceId;
 use ir::machine::DeviceKind;
-use ir::plan::Plan;
+use ir::op::Op;
+use ir::plan::{Action, Plan, Step};
 use ir::trace::Trace;
 
 use crate::batch::Batch;
 use crate::bind::team_cpus;
-use crate::lane::Inbox;
-use crate::load::Options;
-use crate::run::{Failure, KnownKinds, Run, RunHandle};
+use crate::lane::{Inbox, queues};
+use crate::load::{GpuDriver, Options};
+use crate::run::{Failure, KnownGraphs, Run, RunHandle};
 use crate::slots::Uses;
 use crate::trace::Recorder;
 
@@ -22,9 +24,11 @@ pub struct Executor {
     plan: Arc<Plan>,
     lanes: Vec<LaneThread>,
     recorder: Option<Arc<Recorder>>,
-    known: Arc<KnownKinds>,
+    known: Arc<KnownGraphs>,
     /// For each program.
     uses: Vec<Arc<Uses>>,
+    /// Whether short prompts are captured and replayed as decode steps are.
+    captures_prompts: bool,
     /// Whether the lanes' teams have all processors, and none is left to look for the end of a run.
     is_crowded: bool,
     /// Locked while a run is handed out, so that all lanes see runs in one order.
@@ -47,9 +51,10 @@ pub(crate) struct LaneThread {
 impl Executor {
     pub(crate) fn new(plan: Arc<Plan>, recorder: Option<Arc<Recorder>>, options: &Options) -> Self {
         let is_crowded = is_crowded(&plan, options);
+        let captures_prompts = captures_prompts(&plan, options);
         let uses = plan.programs.iter().map(|program| Arc::new(Uses::of(program))).collect();
         let (lanes, known, started) = (Vec::new(), Arc::default(), Mutex::default());
-        Self { plan, lanes, recorder, known, uses, is_crowded, started }
+        Self { plan, lanes, recorder, known, uses, captures_prompts, is_crowded, started }
     }
 
     /// Takes over a lane that has started.
@@ -60,6 +65,11 @@ impl Executor {
     /// The plan that is run.
     pub fn plan(&self) -> &Arc<Plan> {
         &self.plan
+    }
+
+    /// Whether short prompts are captured and replayed, for which runs of many lengths should have as many tokens.
+    pub(crate) fn captures_prompts(&self) -> bool {
+        self.captures_prompts
     }
 
     /// Number of lanes.
@@ -80,7 +90,7 @@ impl Executor {
         if let Some(recorder) = &self.recorder {
             recorder.start_run(program, &batch);
         }
-        let (known, uses) = (&self.known, &self.uses[program]);
+        let (known, uses) = ((&*self.known, self.captures_prompts), &self.uses[program]);
         let run = Arc::new(Run::new(&self.plan, program, started.count, batch, known, uses));
         started.count += 1;
         started.latest.retain(|run| run.strong_count() > 0);
@@ -97,6 +107,22 @@ impl Executor {
     pub fn trace(&self) -> Option<Trace> {
         self.recorder.as_ref().map(|recorder| recorder.trace().clone())
     }
+}
+
+/// Whether short prompts of a plan are captured: where one GPU works on them. Several would have to wait for each other
+/// while prompts pass in parts, and experts would be read for tokens of no sequence.
+fn captures_prompts(plan: &Plan, options: &Options) -> bool {
+    let gpus: BTreeSet<DeviceId> = queues(plan)
+        .into_iter()
+        .filter(|&(device, _)| plan.machine.devices[device].kind.is_gpu())
+        .map(|(device, _)| device)
+        .collect();
+    let steps = plan.programs.iter().flat_map(|program| program.steps.rows());
+    let has_experts = |step: &Step| matches!(step.action, Action::Run(Op::Experts(_)));
+    options.gpu_driver == GpuDriver::Cuda
+        && gpus.len() == 1
+        && !options.trace
+        && !steps.into_iter().any(has_experts)
 }
 
 /// Whether the teams of a plan's lanes have all processors of this machine. Where GPUs compute, some are left over.

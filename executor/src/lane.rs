@@ -140,18 +140,19 @@ impl Lane {
             self.work_in_stretches(run, program, lane, spans);
             return;
         };
-        let can_capture = self.recorder.is_none() && state.can_capture(program);
-        // Whether it is the first of its kind is the same for all lanes that meet.
-        if can_capture && run.is_first {
+        let can_capture =
+            self.recorder.is_none() && run.may_be_captured && state.can_capture(&plan, program);
+        // Whether it is to be captured is the same for all lanes that meet.
+        if can_capture && run.captures {
             self.work_and_capture(run, program, lane, spans);
-        } else if can_capture && state.is_captured(run.kind) {
+        } else if can_capture && state.is_captured(run.graph_key) {
             self.work_ahead(run, program, steps);
         } else {
             self.work_in_stretches(run, program, lane, spans);
         }
     }
 
-    /// Works through the first run of its kind and captures it: one GPU after another, while all wait.
+    /// Works through a run and captures it: one GPU after another, while all wait.
     fn work_and_capture(
         &mut self,
         run: &Run,
@@ -182,7 +183,7 @@ impl Lane {
                 if has_ended && run.meet(0, lanes) {
                     if is_wanted {
                         is_pending = false;
-                        state.capture(scope, run.program, steps, run.kind)?;
+                        state.capture(scope, run.program, steps, run.graph_key)?;
                     }
                     run.meet(1, lanes);
                 }
@@ -212,7 +213,7 @@ impl Lane {
                     fault.strike(&program.steps[id].name)?;
                 }
             }
-            state.start_ahead(scope, run.kind)?;
+            state.start_ahead(scope, run.graph_key)?;
             for &id in steps {
                 at = id;
                 if state.expects_letter(run.program, id) {

@@ -1,7 +1,7 @@
 //! One run of a program: its batch, its tensors, which of its steps are done, and how it ended.
 
 use std::any::Any;
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -9,19 +9,20 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use anyhow::{Context as _, Result, anyhow};
 use burn::tensor::TensorData;
 use ir::id::{Id as _, StepId};
-use ir::plan::Plan;
+use ir::plan::{Phase, Plan};
+use ir::workspace::MAX_FUSED_ROWS;
 use ir::workspace::shortlist::{LIST_WORDS, LISTED_TOKENS};
 
 use crate::batch::Batch;
 use crate::bell::Bell;
-use crate::ops::gpu::Kind;
+use crate::ops::gpu::GraphKey;
 use crate::sample::Shortlist;
 use crate::slots::{Slots, Uses, Value};
 use crate::trace::Recorder;
 
-/// Kinds of runs of which one has ended well.
+/// Keys of runs of which one has ended well, and whether one has been captured.
 #[derive(Default)]
-pub(crate) struct KnownKinds(Mutex<BTreeSet<Kind>>);
+pub(crate) struct KnownGraphs(Mutex<BTreeMap<GraphKey, bool>>);
 
 /// What all lanes share of a run.
 pub(crate) struct Run {
@@ -31,10 +32,12 @@ pub(crate) struct Run {
     pub(crate) number: u32,
     pub(crate) batch: Batch,
     pub(crate) slots: Slots,
-    /// What decides which launches it makes.
-    pub(crate) kind: Kind,
-    /// Whether no run of its kind has ended well before it was started.
-    pub(crate) is_first: bool,
+    /// Under what its captured graph is found.
+    pub(crate) graph_key: GraphKey,
+    /// Whether runs of its kind are captured and replayed.
+    pub(crate) may_be_captured: bool,
+    /// Whether this one is to be captured: the first decode, and the second prompt, since many lengths are met only once.
+    pub(crate) captures: bool,
     done: Vec<AtomicBool>,
     /// Lanes that have come to each of the places where they meet.
     met: [AtomicUsize; 2],
@@ -75,7 +78,7 @@ pub struct RunHandle {
     pub(crate) run: Arc<Run>,
     pub(crate) plan: Arc<Plan>,
     pub(crate) recorder: Option<Arc<Recorder>>,
-    pub(crate) known: Arc<KnownKinds>,
+    pub(crate) known: Arc<KnownGraphs>,
     /// Whether the lanes' teams have all processors.
     pub(crate) is_crowded: bool,
 }
@@ -98,8 +101,8 @@ pub enum Row<'a> {
     Shortlist(Shortlist<'a>),
 }
 
-impl KnownKinds {
-    fn lock(&self) -> MutexGuard<'_, BTreeSet<Kind>> {
+impl KnownGraphs {
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<GraphKey, bool>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -110,17 +113,25 @@ impl Run {
         program: usize,
         number: u32,
         batch: Batch,
-        known: &KnownKinds,
+        (known, captures_prompts): (&KnownGraphs, bool),
         uses: &Arc<Uses>,
     ) -> Self {
         let schedule = &plan.programs[program];
-        let kind = Kind::of(program, &batch);
+        let graph_key = GraphKey::of(program, &batch);
+        let is_decode = schedule.phase == Phase::Decode;
+        let may_be_captured =
+            is_decode || captures_prompts && batch.tokens().len() <= MAX_FUSED_ROWS as usize;
+        let captures = match known.lock().get(&graph_key) {
+            None => is_decode,
+            Some(was_captured) => may_be_captured && !was_captured,
+        };
         Self {
             program,
             number,
             batch,
-            kind,
-            is_first: !known.lock().contains(&kind),
+            graph_key,
+            may_be_captured,
+            captures,
             met: [const { AtomicUsize::new(0) }; 2],
             slots: Slots::new(uses),
             done: schedule.steps.ids().map(|_| AtomicBool::new(false)).collect(),
@@ -250,8 +261,8 @@ impl RunHandle {
         if let Some(failure) = failure {
             return Err(anyhow!("{failure}"));
         }
-        if run.is_first {
-            self.known.lock().insert(run.kind);
+        if run.may_be_captured {
+            *self.known.lock().entry(run.graph_key).or_default() |= run.captures;
         }
         match output.context("no step wrote the logits")? {
             Value::Float(logits) => {

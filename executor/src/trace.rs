@@ -32,11 +32,10 @@ impl Recorder {
 
     /// Notes a run; runs are numbered in the order of these calls.
     pub(crate) fn start_run(&self, program: usize, batch: &Batch) {
-        let extent = batch.extent();
         let start = self.now();
         self.trace().runs.push(TracedRun {
             program: program as u32,
-            tokens: extent.tokens,
+            tokens: batch.fed() as u32,
             sequences: batch.parts().len() as u32,
             past: batch.parts().iter().map(|part| part.past as u32).sum(),
             start,

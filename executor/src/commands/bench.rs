@@ -1,5 +1,5 @@
 //! `bench`: prompt and generation speed, forecast beside measured, with the habits of llama-bench:
-//! tokenising and sampling stay outside, one round warms up.
+//! tokenising and sampling stay outside, rounds that warm up come first.
 
 use std::time::Duration;
 
@@ -57,7 +57,8 @@ pub(super) fn run(arguments: BenchArguments) -> Result<()> {
         let prefill = |engine: &mut Engine| engine.time_prefill(tokens);
         let forecast = forecast_prefill(engine.plan(), tokens);
         let test = Test::new(format!("pp{tokens}"), "prefill", tokens, forecast);
-        tests.push(measure(engine, test, arguments.repetitions, prefill)?);
+        // The second round captures launches of short prompts.
+        tests.push(measure(engine, test, (2, arguments.repetitions), prefill)?);
     }
     if arguments.generated_tokens > 0 {
         let (tokens, sequences, depth) =
@@ -73,7 +74,7 @@ pub(super) fn run(arguments: BenchArguments) -> Result<()> {
         // On the way, half of what is generated is cached.
         let forecast = forecast_decode(engine.plan(), sequences, depth + tokens / 2);
         let test = Test::new(name, "decode", tokens * sequences, forecast);
-        tests.push(measure(engine, test, arguments.repetitions, decode)?);
+        tests.push(measure(engine, test, (1, arguments.repetitions), decode)?);
     }
     ensure!(!tests.is_empty(), "-p 0 -n 0 measures nothing");
     let text = if arguments.output == "json" {
@@ -134,10 +135,12 @@ fn check_context(arguments: &BenchArguments, plan: &Plan) -> Result<()> {
 fn measure(
     engine: &mut Engine,
     mut test: Test,
-    repetitions: usize,
+    (warm_ups, repetitions): (usize, usize),
     mut round: impl FnMut(&mut Engine) -> Result<Duration>,
 ) -> Result<Test> {
-    round(engine)?;
+    for _ in 0..warm_ups {
+        round(engine)?;
+    }
     for _ in 0..repetitions {
         test.samples.push(test.tokens as f64 / round(engine)?.as_secs_f64());
     }

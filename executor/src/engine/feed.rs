@@ -6,6 +6,7 @@ use std::sync::atomic::AtomicBool;
 use anyhow::{Context as _, Result, bail, ensure};
 use ir::plan::{Phase, Plan};
 use ir::tensor::Extent;
+use ir::workspace::MAX_FUSED_ROWS;
 
 use super::{Engine, SequenceId};
 use crate::batch::Batch;
@@ -14,6 +15,9 @@ use crate::run::{Row, RunHandle};
 /// Fewer tokens than this are bound by reading the weights: in bf16 a Zen 4 core multiplies 8 rows in the time
 /// in which it reads them, and a stage that starts anew should cost little beside that.
 const LEAST_SHARE: usize = 64;
+
+/// Prompts up to so many tokens have runs of fewer lengths where these are captured.
+const SHORT_PROMPT: usize = MAX_FUSED_ROWS as usize;
 
 /// A started run and the rows of its logits that the caller gets.
 struct Pending {
@@ -112,6 +116,7 @@ impl Engine {
         let program = self.choose(waiting, share, wants_all)?;
         let schedule = &self.executor.plan().programs[program];
         let (most, most_sequences) = (schedule.max, schedule.max_sequences as usize);
+        let most_tokens = most.tokens as usize;
         let most = Extent { tokens: most.tokens.min(share), ..most };
         let (mut batch, mut wanted) = (Batch::default(), Vec::new());
         while *next < ids.len() {
@@ -148,6 +153,10 @@ impl Engine {
             batch.allow_shortlists(
                 wanted.iter().map(|wanted| inverse_temperatures[wanted.sequence]).collect(),
             );
+        }
+        let is_decode = batch.parts().iter().all(|part| part.tokens == 1);
+        if self.executor.captures_prompts() && !wants_all && !is_decode {
+            batch.pad(padded(batch.tokens().len()).min(most_tokens));
         }
         let handle = self.executor.start(program, batch)?;
         Ok(Pending { handle, wanted })
@@ -190,6 +199,15 @@ impl Engine {
             self.blocks.reserve(&mut sequence.blocks, sequence.tokens.len())?;
         }
         Ok(())
+    }
+}
+
+/// Tokens of a run for a prompt of so many where short ones are captured and replayed: few lengths, and little more work.
+fn padded(tokens: usize) -> usize {
+    match tokens {
+        0..=32 => tokens.next_multiple_of(8),
+        33..=SHORT_PROMPT => tokens.next_multiple_of(16),
+        _ => tokens,
     }
 }
 

@@ -14,7 +14,7 @@
 //! Every row takes the same bytes, so strip `s` starts at its first row times [`Encoding::row_bytes`]. Strips of tiles
 //! lie in *blocks*: of [`BLOCK_COLUMNS`] columns those of all its strips, one behind the other, then of the next columns.
 //! Products of blocks go through them in that order, and strides of powers of two would leave them few places in a cache.
-//! Bytes of so many columns of a row have one unit, an f32: behind a block's bytes lie the units of its rows, then those
+//! Bytes of so many columns of a row have one scale, an f32: behind a block's bytes lie the scales of its rows, then those
 //! of the next columns.
 
 #![expect(unsafe_code, reason = "members write disjoint parts of one buffer")]
@@ -97,7 +97,7 @@ impl Encoding {
 
     /// Bytes of an encoded row.
     pub(super) fn row_bytes(self, columns: usize) -> usize {
-        let units = match self {
+        let scales = match self {
             Encoding::ByteTiles => columns.div_ceil(BLOCK_COLUMNS) * size_of::<f32>(),
             Encoding::Float
             | Encoding::Rounded
@@ -105,7 +105,7 @@ impl Encoding {
             | Encoding::Tiles
             | Encoding::Blocks { .. } => 0,
         };
-        self.bytes(self.padded(columns)) + units.next_multiple_of(LINE)
+        self.bytes(self.padded(columns)) + scales.next_multiple_of(LINE)
     }
 
     /// Bytes of some columns of a row, whole steps of them.
@@ -133,9 +133,9 @@ impl Encoding {
         block_first * row_bytes + self.bytes(block_rows * first + inside)
     }
 
-    /// Where the units of a strip's rows lie behind row 0, of the bytes of the columns from `start` on.
-    pub(super) fn units_offset(self, strip: Strip, columns: usize, start: usize) -> usize {
-        debug_assert!(self == Encoding::ByteTiles, "others have no units of their own");
+    /// Where the scales of a strip's rows lie behind row 0, of the bytes of the columns from `start` on.
+    pub(super) fn scales_offset(self, strip: Strip, columns: usize, start: usize) -> usize {
+        debug_assert!(self == Encoding::ByteTiles, "others have no scales of their own");
         let (block_first, block_rows) = strip.block;
         let index = start / BLOCK_COLUMNS * block_rows + strip.first - block_first;
         let bytes = block_rows * self.bytes(self.padded(columns));
@@ -236,9 +236,9 @@ impl Kernel for Encode<'_> {
                     unsafe {
                         let at = |offset| encoded.pointer().add(offset);
                         let to = at(rows.encoding.offset(strip, rows.columns, column));
-                        let units = at(rows.encoding.units_offset(strip, rows.columns, column));
-                        let unit = put_bytes(to, strip.rows, row, &values, width);
-                        units.cast::<f32>().add(row).write(unit);
+                        let scales = at(rows.encoding.scales_offset(strip, rows.columns, column));
+                        let scale = put_bytes(to, strip.rows, row, &values, width);
+                        scales.cast::<f32>().add(row).write(scale);
                     }
                 }
             }

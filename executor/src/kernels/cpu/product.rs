@@ -25,7 +25,7 @@ use super::epilogue::Target;
 use super::isa::Isa;
 use super::pack::{PANEL, PackedMatrix, Shared, padded};
 use super::tile::{
-    GROUP_BYTES, Kernel, MOST_ROWS, Operands, ROOM_BYTES, Registers, Source, Tile, Units,
+    GROUP_BYTES, GroupScales, Kernel, MOST_ROWS, Operands, ROOM_BYTES, Registers, Source, Tile,
 };
 use crate::memory::Buffer;
 use crate::team::Team;
@@ -241,11 +241,11 @@ impl Product<'_> {
         self.encoded.pointer().wrapping_add(offset)
     }
 
-    /// The units of a strip's columns from `start` on, and those of the panel that was unpacked there.
-    fn units(&self, strip: Strip, start: usize, packed: *const u8) -> Units {
+    /// The scales of a strip's columns from `start` on, and those of the panel that was unpacked there.
+    fn group_scales(&self, strip: Strip, start: usize, packed: *const u8) -> GroupScales {
         let columns = self.weights[0].columns();
-        let offset = self.kernel.encoding.units_offset(strip, columns, start);
-        Units {
+        let offset = self.kernel.encoding.scales_offset(strip, columns, start);
+        GroupScales {
             strip: self.encoded.pointer().wrapping_add(offset).cast(),
             panel: packed.wrapping_add(GROUP_BYTES).cast(),
         }
@@ -352,10 +352,10 @@ impl Product<'_> {
                     columns: part.len(),
                     next: ptr::from_mut(sums).wrapping_add(1).cast(),
                 };
-                let units = (kernel.encoding == Encoding::ByteTiles)
-                    .then(|| self.units(strip, part.start, packed));
+                let scales = (kernel.encoding == Encoding::ByteTiles)
+                    .then(|| self.group_scales(strip, part.start, packed));
                 // SAFETY: the caller's; the columns of the strip follow those before them.
-                unsafe { workplace.registers.multiply(operands, units, goes_on, sums) };
+                unsafe { workplace.registers.multiply(operands, scales, goes_on, sums) };
             }
         }
         let mut sums = sums.chunks_exact(strips.len() * matrices.len());

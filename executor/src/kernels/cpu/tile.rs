@@ -45,7 +45,7 @@ use super::pack::{PANEL, VECTOR};
 use super::product::BLOCK_STRIPS;
 use super::quantize::{OFFSET_4, OFFSET_8};
 
-pub(super) use bytes::{GROUP_BYTES, ROOM_BYTES, Units};
+pub(super) use bytes::{GROUP_BYTES, GroupScales, ROOM_BYTES};
 pub(super) use registers::{LISTED_STEPS, Listed, Registers};
 
 /// Steps after which kernels of floats start a new sum: the error of a sum grows with its length, and
@@ -305,7 +305,7 @@ fn unpack_bf12(isa: Isa, panel: bf12::Panel<'_>, columns: Range<usize>, to: &mut
     }
 }
 
-/// A group of a panel of blocks as bytes with their units.
+/// A group of a panel of blocks as bytes with their scales.
 ///
 /// # Safety
 /// That of [`bytes::unpack`]; and the processor has the level.

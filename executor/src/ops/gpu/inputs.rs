@@ -114,10 +114,10 @@ impl Inputs {
         put(Part::Counting, &mut (0..sizes.tokens.cast_signed()));
         put(Part::Turn, &mut std::iter::once(turn.cast_signed()));
         let parts = batch.parts();
-        put(
-            Part::Sequence,
-            &mut (0_i32..).zip(parts).flat_map(|(i, part)| std::iter::repeat_n(i, part.tokens)),
-        );
+        let sequences =
+            (0_i32..).zip(parts).flat_map(|(i, part)| std::iter::repeat_n(i, part.tokens));
+        // What follows them belongs to no sequence.
+        put(Part::Sequence, &mut sequences.chain(std::iter::repeat(-1)));
         put(
             Part::Parts,
             &mut parts

@@ -26,6 +26,6 @@ mod sums;
 mod upload;
 mod weights;
 
-pub(crate) use self::replay::Kind;
+pub(crate) use self::replay::GraphKey;
 pub(crate) use self::state::State;
 pub(crate) use self::stretches::stretches;

@@ -13,9 +13,9 @@ use crate::batch::Batch;
 use crate::kernels::gpu::attention::Reach;
 use crate::kernels::gpu::device::Gpu;
 
-/// What decides which launches a run makes.
+/// Under what the captured graph of a run is found: what decides which launches it makes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct Kind {
+pub(crate) struct GraphKey {
     program: usize,
     tokens: usize,
     sequences: usize,
@@ -30,13 +30,13 @@ pub(crate) struct Kind {
 /// Captured runs.
 #[derive(Default)]
 pub(super) struct Replays {
-    captured: BTreeMap<Kind, Graph>,
+    captured: BTreeMap<GraphKey, Graph>,
 }
 
 /// One capture at a time: CUDA lets no other thread take memory meanwhile.
 static CAPTURING: Mutex<()> = Mutex::new(());
 
-impl Kind {
+impl GraphKey {
     /// That of a run of a program.
     pub(crate) fn of(program: usize, batch: &Batch) -> Self {
         Self {
@@ -52,16 +52,16 @@ impl Kind {
 
 impl Replays {
     /// Whether runs of a kind are captured.
-    pub(super) fn holds(&self, kind: Kind) -> bool {
-        self.captured.contains_key(&kind)
+    pub(super) fn holds(&self, key: GraphKey) -> bool {
+        self.captured.contains_key(&key)
     }
 
     /// Queues a captured run.
     ///
     /// # Errors
     /// When the device refuses.
-    pub(super) fn replay(&self, kind: Kind) -> Result<()> {
-        let graph = self.captured.get(&kind).context("runs of this kind are not captured")?;
+    pub(super) fn replay(&self, key: GraphKey) -> Result<()> {
+        let graph = self.captured.get(&key).context("runs of this kind are not captured")?;
         // SAFETY: the launches use weights, caches, inputs, scratch, buffers and letters, which live as long as the
         // state that owns this; their memory is used by this lane's thread alone, which captured them, and by the host
         // as letters say.
@@ -97,7 +97,7 @@ impl Replays {
     }
 
     /// Keeps what was captured of a run of a kind.
-    pub(super) fn keep(&mut self, kind: Kind, graph: Graph) {
-        self.captured.insert(kind, graph);
+    pub(super) fn keep(&mut self, key: GraphKey, graph: Graph) {
+        self.captured.insert(key, graph);
     }
 }

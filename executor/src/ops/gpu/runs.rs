@@ -2,7 +2,7 @@
 //!
 //! - Stretch by stretch, the lane's thread waits on the host for what a step waits for, queues launches, and waits until
 //!   the device is done with what others wait for.
-//! - Small runs are queued ahead as a whole, from what was captured in the first run of their kind. Then the device
+//! - Small runs are queued ahead as a whole, from what was captured in an earlier run of their kind. Then the device
 //!   waits by itself for what comes from the host, and the lane's thread only carries letters, in the order of steps.
 
 use std::mem;
@@ -10,12 +10,12 @@ use std::mem;
 use anyhow::{Context as _, Result, bail, ensure};
 use ir::id::{BufferId, StepId};
 use ir::op::{Op, Products};
-use ir::plan::{Action, Phase, Program, Queue};
+use ir::plan::{Action, Phase, Plan, Program, Queue};
 use ir::tensor::{DType, Extent, TensorType};
 
 use super::copies::collect;
 use super::output::sent_type;
-use super::replay::{Kind, Replays};
+use super::replay::{GraphKey, Replays};
 use super::state::{Operands, State, dims};
 use crate::kernels::gpu::linear::MAX_TOKENS;
 use crate::kernels::gpu::matrix::Matrix;
@@ -32,14 +32,21 @@ fn turn(run: u32) -> u32 {
 }
 
 impl State {
-    /// Whether first runs of a program are captured: then the GPUs that take part meet, and are captured one after
-    /// another.
-    pub(crate) fn can_capture(&self, program: &Program) -> bool {
-        self.mail.is_some() && program.phase == Phase::Decode
+    /// Whether runs of a program can be captured: then the GPUs that take part meet, and are captured one after another.
+    /// What brings a borrowed cache is launched anew for each run.
+    pub(crate) fn can_capture(&self, plan: &Plan, program: &Program) -> bool {
+        let borrows = |&id: &StepId| match &program.steps[id].action {
+            Action::Run(op) => plan.borrowed(op, self.device).is_some(),
+            Action::Move { .. } | Action::Fetch { .. } => false,
+        };
+        let lane = program.lane(self.device, Queue::Compute);
+        self.mail.is_some()
+            && (program.phase == Phase::Decode
+                || !lane.is_some_and(|lane| lane.steps.iter().any(borrows)))
     }
 
-    /// Begins the first run of a kind if it can be captured when it is over: nothing but launches that are the same in
-    /// every run of its kind. Says whether.
+    /// Begins a run if it can be captured when it is over: nothing but launches that are the same in every run of its
+    /// kind. Says whether.
     pub(crate) fn prepare_capture(&self, scope: Scope<'_>, run: &Run, steps: &[StepId]) -> bool {
         let tokens = scope.batch.tokens().len();
         let program = &scope.plan.programs[run.program];
@@ -65,8 +72,8 @@ impl State {
     }
 
     /// Whether a run can be queued ahead.
-    pub(crate) fn is_captured(&self, kind: Kind) -> bool {
-        self.replays.holds(kind)
+    pub(crate) fn is_captured(&self, key: GraphKey) -> bool {
+        self.replays.holds(key)
     }
 
     /// Ends what [`State::prepare_capture()`] began for a run that did not end well.
@@ -83,7 +90,7 @@ impl State {
         scope: Scope<'_>,
         program: usize,
         steps: &[StepId],
-        kind: Kind,
+        key: GraphKey,
     ) -> Result<()> {
         let gpu = self.gpu.clone();
         let captured = Replays::capture(&gpu, || {
@@ -92,7 +99,7 @@ impl State {
             self.queue(scope, program, steps, None, &mut at)
         })?;
         if let Some(graph) = captured {
-            self.replays.keep(kind, graph);
+            self.replays.keep(key, graph);
         }
         Ok(())
     }
@@ -109,9 +116,9 @@ impl State {
     ///
     /// # Errors
     /// When the device failed.
-    pub(crate) fn start_ahead(&mut self, scope: Scope<'_>, kind: Kind) -> Result<()> {
+    pub(crate) fn start_ahead(&mut self, scope: Scope<'_>, key: GraphKey) -> Result<()> {
         self.fill(scope)?;
-        self.replays.replay(kind)?;
+        self.replays.replay(key)?;
         self.gpu.check_launches()
     }
 

@@ -58,5 +58,6 @@ pub(super) fn attention(
     };
     let mut out = Output::new(team, tokens, width)?;
     compute(team, *isa, &call, &mut cache, out.floats());
+    out.floats()[scope.batch.fed() * width..].fill(0.0);
     Ok(out)
 }

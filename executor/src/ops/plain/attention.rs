@@ -100,6 +100,10 @@ pub(super) fn attention(
     }
     state.put_cache(attention.cache, cache);
     ensure!(!sequences.is_empty(), "a batch holds no sequence");
+    let unfed = scope.batch.tokens().len() - scope.batch.fed();
+    if unfed > 0 {
+        sequences.push(Tensor::zeros([unfed, attention.heads as usize * head_dim], &state.burn));
+    }
     Ok(Tensor::cat(sequences, 0))
 }
 

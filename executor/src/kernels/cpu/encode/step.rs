@@ -80,7 +80,7 @@ pub(super) unsafe fn put<L: Lanes>(
 const BYTES_STEP: usize = 64;
 
 /// Writes the first `width` of a row's `values` as bytes between -127 and 127 to where they belong behind `to`, where
-/// their columns start in a strip of `rows` rows of tiles. Returns the bytes' unit.
+/// their columns start in a strip of `rows` rows of tiles. Returns the bytes' scale.
 #[inline(always)]
 pub(super) unsafe fn put_bytes(
     to: *mut u8,
@@ -89,7 +89,7 @@ pub(super) unsafe fn put_bytes(
     values: &[f32; BLOCK_COLUMNS],
     width: usize,
 ) -> f32 {
-    // Magnitudes compare as their bits do; what is not a number is above all and spoils the unit, as it should.
+    // Magnitudes compare as their bits do; what is not a number is above all and spoils the scale, as it should.
     let mut most = [0_u32; LANES];
     for part in values.as_chunks::<LANES>().0 {
         for i in 0..LANES {

@@ -6,7 +6,7 @@
 use std::arch::asm;
 use std::arch::x86_64::*;
 
-use super::bytes::{Sums, Units};
+use super::bytes::{GroupScales, Sums};
 use super::{Listed, Operands, Tile};
 use crate::kernels::cpu::pack::{PANEL, TILE_DEPTH, VECTOR};
 
@@ -177,7 +177,7 @@ pub(super) unsafe fn multiply(operands: Operands, goes_on: bool, sums: &mut Tile
     unsafe { multiply!("tdpbf16ps", operands, TILE_DEPTH, goes_on, sums.as_mut_ptr()) }
 }
 
-/// Weights and activations in bytes; the sums of whole tiles, without units.
+/// Weights and activations in bytes; the sums of whole tiles, not scaled.
 ///
 /// # Safety
 /// That of [`super::Registers::multiply`]; the registers are [shaped](shape) for the strip's rows.
@@ -258,32 +258,32 @@ pub(super) unsafe fn multiply_listed(listed: Listed<'_>) {
     }
 }
 
-/// Gives sums their units and adds them to `to`, if that goes on.
+/// Scales sums and adds them to `to`, if that goes on.
 ///
 /// # Safety
-/// The units are there for all rows, and the processor has AVX-512.
+/// The scales are there for all rows, and the processor has AVX-512.
 #[target_feature(enable = "avx512f")]
-pub(super) unsafe fn add_with_units(
+pub(super) unsafe fn add_scaled(
     sums: &Sums,
     (rows, vectors): (usize, usize),
-    units: Units,
+    scales: GroupScales,
     goes_on: bool,
     to: &mut Tile,
 ) {
     // SAFETY: the caller's; rows of sums have two vectors.
     unsafe {
-        let mut lane_units = [_mm512_setzero_ps(); 2];
-        for (vector, lanes) in lane_units[..vectors].iter_mut().enumerate() {
-            *lanes = _mm512_loadu_ps(units.panel.add(vector * VECTOR));
+        let mut lane_scales = [_mm512_setzero_ps(); 2];
+        for (vector, lanes) in lane_scales[..vectors].iter_mut().enumerate() {
+            *lanes = _mm512_loadu_ps(scales.panel.add(vector * VECTOR));
         }
         for (row, (sums, to)) in sums.0.iter().zip(to).enumerate().take(rows) {
-            let row_unit = _mm512_set1_ps(units.strip.add(row).read());
-            for (vector, lanes) in lane_units[..vectors].iter().enumerate() {
+            let row_scale = _mm512_set1_ps(scales.strip.add(row).read());
+            for (vector, lanes) in lane_scales[..vectors].iter().enumerate() {
                 let sum = _mm512_load_si512(sums[vector * VECTOR..].as_ptr().cast());
-                let (sum, unit) = (_mm512_cvtepi32_ps(sum), _mm512_mul_ps(row_unit, *lanes));
+                let (sum, scale) = (_mm512_cvtepi32_ps(sum), _mm512_mul_ps(row_scale, *lanes));
                 let to = to[vector * VECTOR..].as_mut_ptr();
                 let before = if goes_on { _mm512_loadu_ps(to) } else { _mm512_setzero_ps() };
-                _mm512_storeu_ps(to, _mm512_fmadd_ps(sum, unit, before));
+                _mm512_storeu_ps(to, _mm512_fmadd_ps(sum, scale, before));
             }
         }
     }

@@ -1,9 +1,9 @@
 //! Tiles of bytes: panels of blocks unpacked to bytes, whose products a processor with tiles adds up exactly.
 //!
 //! Sums of bytes would have to leave the tiles for every block of 32 columns to be scaled, which costs more than the
-//! tiles save. So the columns of a block of products, a *group*, get one unit for each row: its codes are multiplied
+//! tiles save. So the columns of a block of products, a *group*, get one scale for each row: its codes are multiplied
 //! once, when they are unpacked, with what their block's scale is of the largest one, and rounded to bytes again.
-//! The rounding is at most half a unit, 1/254 of the largest weight that the group could hold: that of a quantisation
+//! The rounding is at most half a group's scale, 1/254 of the largest weight that the group could hold: that of a quantisation
 //! to 8 bits in groups of 256.
 //!
 //! Activations are quantised in the same groups (see [`crate::kernels::cpu::encode`]).
@@ -18,9 +18,9 @@ use crate::kernels::cpu::pack::{BLOCK_PAIR, PANEL, VECTOR};
 use crate::kernels::cpu::product::BLOCK_COLUMNS;
 use crate::kernels::cpu::quantize::{BLOCK, OFFSET_4, OFFSET_8};
 
-/// Most bytes of a panel's group; its units follow.
+/// Most bytes of a panel's group; its scales follow.
 pub(in crate::kernels::cpu) const GROUP_BYTES: usize = BLOCK_COLUMNS * PANEL;
-/// Bytes of an unpacked group with its units.
+/// Bytes of an unpacked group with its scales.
 pub(in crate::kernels::cpu) const ROOM_BYTES: usize = GROUP_BYTES + PANEL * size_of::<f32>();
 /// Most blocks of a group.
 pub(super) const GROUP_BLOCKS: usize = BLOCK_COLUMNS / BLOCK;
@@ -29,7 +29,7 @@ pub(super) const GROUP_BLOCKS: usize = BLOCK_COLUMNS / BLOCK;
 #[repr(align(64))]
 pub(super) struct Sums(pub(super) [[i32; PANEL]; MOST_ROWS]);
 
-/// How codes become bytes of their group's unit.
+/// How codes become bytes of their group's scale.
 pub(super) struct Rounding {
     /// Code of zero.
     pub(super) offset: i32,
@@ -37,8 +37,8 @@ pub(super) struct Rounding {
     pub(super) shift: u32,
     /// What the scale that is largest in its group becomes; its codes then reach up to 127.
     pub(super) most: f32,
-    /// Units for the largest scale of a group: the unit of its bytes is that scale divided by this.
-    pub(super) units: f32,
+    /// What the largest block's scale is divided by to be the group's.
+    pub(super) ratio: f32,
 }
 
 /// Bits that the product of a code and its multiplier is shifted down, rounded.
@@ -47,20 +47,20 @@ pub(super) const PRODUCT_SHIFT: u32 = 15;
 impl Rounding {
     /// That of q8 or q4.
     pub(super) fn of(format: Format) -> Self {
-        // 8 codes on one side of zero, times 15.875, are 127 units.
+        // 8 codes on one side of zero, times 15.875, are 127 steps.
         let (offset, shift, most) = match format {
             Format::Q4 => (OFFSET_4, 4, 15.875 * 2048.0),
             Format::Q8 | Format::F32 | Format::F16 | Format::Bf16 | Format::Bf12 => {
                 (OFFSET_8, 0, 32_767.0)
             }
         };
-        Self { offset, shift, most, units: most / f32::from(1_u16 << (PRODUCT_SHIFT - shift)) }
+        Self { offset, shift, most, ratio: most / f32::from(1_u16 << (PRODUCT_SHIFT - shift)) }
     }
 }
 
-/// Where the units of a group lie.
+/// Where the scales of a group lie.
 #[derive(Clone, Copy)]
-pub(in crate::kernels::cpu) struct Units {
+pub(in crate::kernels::cpu) struct GroupScales {
     /// One for each row of the strip.
     pub(in crate::kernels::cpu) strip: *const f32,
     /// One for each row of the panel.
@@ -68,7 +68,7 @@ pub(in crate::kernels::cpu) struct Units {
 }
 
 /// Unpacks a group of a panel: for each four columns and vector in turn 16 words of four signed bytes; then, from
-/// [`GROUP_BYTES`] on, a unit for each row.
+/// [`GROUP_BYTES`] on, a scale for each row.
 ///
 /// # Safety
 /// `panel` has `columns` columns in the format, whole steps of at most [`BLOCK_COLUMNS`], and `to` room for
@@ -80,13 +80,13 @@ pub(super) unsafe fn unpack(
     columns: usize,
     to: *mut u8,
 ) {
-    let Rounding { offset, shift, most, units } = Rounding::of(format);
+    let Rounding { offset, shift, most, ratio } = Rounding::of(format);
     let is_q8 = format == Format::Q8;
     let lanes = vectors * VECTOR;
     let code_bytes = if is_q8 { BLOCK_PAIR } else { BLOCK_PAIR / 2 };
     let step_bytes = lanes * (4 + code_bytes);
     // SAFETY: the caller's.
-    let (steps, bytes, units_to) = unsafe {
+    let (steps, bytes, scales_to) = unsafe {
         (
             slice::from_raw_parts(panel, columns / BLOCK_PAIR * step_bytes),
             slice::from_raw_parts_mut(to, columns * lanes),
@@ -104,7 +104,7 @@ pub(super) unsafe fn unpack(
         let largest = (0..blocks).map(|block| scale(block, lane).abs().to_bits()).max();
         let largest = f32::from_bits(largest.unwrap_or(0));
         let inverse = if largest > 0.0 { most / largest } else { 0.0 };
-        units_to[lane] = largest / units;
+        scales_to[lane] = largest / ratio;
         for column in 0..columns {
             let block = column / BLOCK;
             let multiplier = (scale(block, lane) * inverse).round_ties_even() as i32;
@@ -122,20 +122,25 @@ pub(super) unsafe fn unpack(
     }
 }
 
-/// Products of a group, with their units, added to `sums` if they go on from earlier columns.
+/// Products of a group, scaled, added to `sums` if they go on from earlier columns.
 ///
 /// # Safety
 /// That of [`super::Registers::multiply`].
-pub(super) unsafe fn multiply(operands: Operands, units: Units, goes_on: bool, sums: &mut Tile) {
+pub(super) unsafe fn multiply(
+    operands: Operands,
+    scales: GroupScales,
+    goes_on: bool,
+    sums: &mut Tile,
+) {
     let Operands { panel, vectors, strip, rows, columns, next: _ } = operands;
     let lanes = vectors * VECTOR;
     // SAFETY: the caller's.
-    let (panel, strip, row_units, lane_units) = unsafe {
+    let (panel, strip, row_scales, lane_scales) = unsafe {
         (
             slice::from_raw_parts(panel, columns * lanes),
             slice::from_raw_parts(strip, columns * rows),
-            slice::from_raw_parts(units.strip, rows),
-            slice::from_raw_parts(units.panel, lanes),
+            slice::from_raw_parts(scales.strip, rows),
+            slice::from_raw_parts(scales.panel, lanes),
         )
     };
     for (row, sums) in sums[..rows].iter_mut().enumerate() {
@@ -147,8 +152,8 @@ pub(super) unsafe fn multiply(operands: Operands, units: Units, goes_on: bool, s
                 let weight = panel[(column / 4 * lanes + lane) * 4 + column % 4];
                 total += i32::from(x.cast_signed()) * i32::from(weight.cast_signed());
             }
-            let unit = row_units[row] * lane_units[lane];
-            *sum = (total as f32).mul_add(unit, if goes_on { *sum } else { 0.0 });
+            let scale = row_scales[row] * lane_scales[lane];
+            *sum = (total as f32).mul_add(scale, if goes_on { *sum } else { 0.0 });
         }
     }
 }
@@ -190,19 +195,22 @@ mod tests {
         // SAFETY: the panel has so many columns, and the room is as large as it should be.
         unsafe { unpack(format, panel.as_ptr(), vectors, columns, room.as_mut_ptr().cast()) };
         let bytes = room.iter().flat_map(|word| word.to_le_bytes().map(u8::cast_signed));
-        let units = room[GROUP_BYTES / 4..].iter().map(|&word| f32::from_bits(word));
-        (bytes.take(columns * vectors * VECTOR).collect(), units.take(vectors * VECTOR).collect())
+        let group_scales = room[GROUP_BYTES / 4..].iter().map(|&word| f32::from_bits(word));
+        (
+            bytes.take(columns * vectors * VECTOR).collect(),
+            group_scales.take(vectors * VECTOR).collect(),
+        )
     }
 
     #[test]
-    fn bytes_are_half_a_unit_from_their_weights() {
+    fn bytes_are_half_a_group_s_scale_from_their_weights() {
         for (format, vectors, columns) in [Format::Q8, Format::Q4]
             .into_iter()
             .flat_map(|format| [(1, 64), (2, 256), (2, 192)].map(|(v, c)| (format, v, c)))
         {
             let lanes = vectors * VECTOR;
             let panel = panel(format, vectors, columns, None);
-            let (bytes, units) = unpacked(format, &panel, vectors, columns);
+            let (bytes, group_scales) = unpacked(format, &panel, vectors, columns);
             let step_bytes = panel.len() / (columns / BLOCK_PAIR);
             for column in 0..columns {
                 for lane in 0..lanes {
@@ -219,9 +227,9 @@ mod tests {
                         i32::from(in_group(group) >> (block * 4) & 15) - OFFSET_4
                     };
                     let byte = bytes[(column / 4 * lanes + lane) * 4 + column % 4];
-                    let (weight, unit) = (code as f32 * scale, units[lane]);
-                    let off = (f32::from(byte) * unit - weight).abs();
-                    assert!(off <= 0.51 * unit, "{format} {column} {lane}: {byte} for {weight}");
+                    let (weight, step) = (code as f32 * scale, group_scales[lane]);
+                    let off = (f32::from(byte) * step - weight).abs();
+                    assert!(off <= 0.51 * step, "{format} {column} {lane}: {byte} for {weight}");
                     assert!((-127..=127).contains(&byte));
                 }
             }
@@ -235,9 +243,10 @@ mod tests {
             for scale in [None, Some(f32::NAN), Some(0.0), Some(f32::INFINITY), Some(1e-7)] {
                 for (vectors, columns) in [(1, 64), (2, 256), (2, 128)] {
                     let panel = panel(format, vectors, columns, scale);
-                    let (plain, units) = unpacked(format, &panel, vectors, columns);
+                    let (plain, group_scales) = unpacked(format, &panel, vectors, columns);
                     assert!(
-                        units.iter().all(|unit| !unit.is_nan()) || scale.is_some_and(f32::is_nan)
+                        group_scales.iter().all(|scale| !scale.is_nan())
+                            || scale.is_some_and(f32::is_nan)
                     );
                     #[cfg(target_arch = "x86_64")]
                     if crate::kernels::cpu::isa::Isa::detect()
@@ -259,7 +268,9 @@ mod tests {
                             .iter()
                             .map(|&word| f32::from_bits(word).to_bits());
                         assert!(
-                            found.take(units.len()).eq(units.iter().map(|unit| unit.to_bits()))
+                            found
+                                .take(group_scales.len())
+                                .eq(group_scales.iter().map(|scale| scale.to_bits()))
                         );
                     }
                 }

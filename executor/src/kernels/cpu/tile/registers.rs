@@ -4,7 +4,7 @@
 
 use std::marker::PhantomData;
 
-use super::bytes::{self, Units};
+use super::bytes::{self, GroupScales};
 use super::{Kernel, MOST_ROWS, Operands, Tile, portable};
 #[cfg(target_arch = "x86_64")]
 use super::{amx, few};
@@ -16,7 +16,7 @@ pub(in crate::kernels::cpu) struct Registers {
     isa: Isa,
     /// Rows of the strips that they are shaped for; 0 while they are not.
     rows: usize,
-    /// Where sums of bytes get their units.
+    /// Where sums of bytes are scaled.
     sums: bytes::Sums,
     /// Registers are a thread's.
     thread: PhantomData<*const ()>,
@@ -52,16 +52,16 @@ impl Registers {
         Self { isa, rows: 0, sums, thread: PhantomData }
     }
 
-    /// Multiplies some columns of a strip with those of a panel, in bf16, or with `units` a group of columns in bytes;
+    /// Multiplies some columns of a strip with those of a panel, in bf16, or with `scales` a group of columns in bytes;
     /// the products are added to `sums` if they go on from earlier columns.
     ///
     /// # Safety
-    /// The operands and the units of their rows are readable, the strip encoded in tiles of bf16 or of bytes, and the
+    /// The operands and the scales of their rows are readable, the strip encoded in tiles of bf16 or of bytes, and the
     /// processor has the level.
     pub(in crate::kernels::cpu) unsafe fn multiply(
         &mut self,
         operands: Operands,
-        units: Option<Units>,
+        scales: Option<GroupScales>,
         goes_on: bool,
         sums: &mut Tile,
     ) {
@@ -71,16 +71,16 @@ impl Registers {
             #[cfg(target_arch = "x86_64")]
             if self.isa == Isa::Amx {
                 self.shape(operands.rows);
-                let Some(units) = units else {
+                let Some(scales) = scales else {
                     return amx::multiply(operands, goes_on, sums);
                 };
                 amx::multiply_bytes(operands, &mut self.sums);
                 let sizes = (operands.rows, operands.vectors);
-                return amx::add_with_units(&self.sums, sizes, units, goes_on, sums);
+                return amx::add_scaled(&self.sums, sizes, scales, goes_on, sums);
             }
-            match units {
+            match scales {
                 None => portable::tiles(operands, goes_on, sums),
-                Some(units) => bytes::multiply(operands, units, goes_on, sums),
+                Some(scales) => bytes::multiply(operands, scales, goes_on, sums),
             }
         }
     }

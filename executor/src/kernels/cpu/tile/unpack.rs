@@ -30,7 +30,7 @@ pub(super) unsafe fn bytes_by_avx512(
 ) {
     /// `a & b | c` of three operands.
     const AND_OR: i32 = 0xea;
-    let Rounding { offset: _, shift: _, most, units } = Rounding::of(format);
+    let Rounding { offset: _, shift: _, most, ratio } = Rounding::of(format);
     let is_q8 = format == Format::Q8;
     let code_bytes = if is_q8 { BLOCK_PAIR } else { BLOCK_PAIR / 2 };
     let step_bytes = vectors * VECTOR * (4 + code_bytes);
@@ -40,7 +40,7 @@ pub(super) unsafe fn bytes_by_avx512(
     let blocks = columns / BLOCK;
     for vector in 0..vectors {
         let mut multipliers = [_mm512_setzero_si512(); GROUP_BLOCKS];
-        // SAFETY: the layout of `pack`, and the room has a unit for each row.
+        // SAFETY: the layout of `pack`, and the room has a scale for each row.
         unsafe {
             let scale = |block: usize| {
                 let step = panel.add(block / 2 * step_bytes);
@@ -62,8 +62,8 @@ pub(super) unsafe fn bytes_by_avx512(
                 let lower = _mm512_and_si512(whole, _mm512_set1_epi32(0xffff));
                 *multiplier = _mm512_or_si512(pair, lower);
             }
-            let unit = _mm512_div_ps(largest, _mm512_set1_ps(units));
-            _mm512_storeu_ps(to.add(GROUP_BYTES).cast::<f32>().add(vector * VECTOR), unit);
+            let of_group = _mm512_div_ps(largest, _mm512_set1_ps(ratio));
+            _mm512_storeu_ps(to.add(GROUP_BYTES).cast::<f32>().add(vector * VECTOR), of_group);
         }
         for (block, &multiplier) in multipliers[..blocks].iter().enumerate() {
             // SAFETY: as above, and for as many bytes.
