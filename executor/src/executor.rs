@@ -109,8 +109,8 @@ impl Executor {
     }
 }
 
-/// Whether short prompts of a plan are captured: where one GPU works on them. Several would have to wait for each other
-/// while prompts pass in parts, and experts would be read for tokens of no sequence.
+/// Whether short prompts of a plan are captured: where one GPU works on them, by launches of its own. Several would have
+/// to wait for each other while prompts pass in parts, and experts would be read for tokens of no sequence.
 fn captures_prompts(plan: &Plan, options: &Options) -> bool {
     let gpus: BTreeSet<DeviceId> = queues(plan)
         .into_iter()
@@ -122,6 +122,7 @@ fn captures_prompts(plan: &Plan, options: &Options) -> bool {
     options.gpu_driver == GpuDriver::Cuda
         && gpus.len() == 1
         && !options.trace
+        && !plan.borrows()
         && !steps.into_iter().any(has_experts)
 }
 

@@ -142,8 +142,10 @@ impl Lane {
         };
         let can_capture =
             self.recorder.is_none() && run.may_be_captured && state.can_capture(&plan, program);
-        // Whether it is to be captured is the same for all lanes that meet.
-        if can_capture && run.captures {
+        // Whether it is to be captured is the same for all lanes that meet. Of prompts, which pass one GPU, several that are
+        // may be under way.
+        let is_new = program.phase == Phase::Decode || !state.is_captured(run.graph_key);
+        if can_capture && run.captures && is_new {
             self.work_and_capture(run, program, lane, spans);
         } else if can_capture && state.is_captured(run.graph_key) {
             self.work_ahead(run, program, steps);
@@ -380,7 +382,7 @@ fn compute(
     Ok(())
 }
 
-/// The GPU lanes that come to the meetings of a run's first of its kind: those that have something to do.
+/// The GPU lanes that come to the meetings of a run that is captured: those that have something to do.
 fn lanes_that_meet(program: &Program, is_gpu: impl Fn(DeviceId) -> bool) -> usize {
     let meets = |lane: &&ir::plan::Lane| {
         lane.queue == Queue::Compute && !lane.steps.is_empty() && is_gpu(lane.device)

@@ -48,27 +48,29 @@ impl State {
     /// Begins a run if it can be captured when it is over: nothing but launches that are the same in every run of its
     /// kind. Says whether.
     pub(crate) fn prepare_capture(&self, scope: Scope<'_>, run: &Run, steps: &[StepId]) -> bool {
-        let tokens = scope.batch.tokens().len();
         let program = &scope.plan.programs[run.program];
-        let is_own = |&id: &StepId| !self.calls_library(program, id, tokens);
+        let is_own = |&id: &StepId| !self.calls_library(program, id, scope.batch.extent());
+        // Only prompts have values of 16 bits between linears, for which the library may be called for few rows, too.
+        let is_few = program.phase == Phase::Decode && scope.batch.tokens().len() <= MAX_TOKENS;
         let can_be_ahead = self.mail.as_ref().is_some_and(|mail| mail.can_be_ahead(run.program))
             && self.expert_counter.is_none()
-            && (self.vendor.is_none() || tokens <= MAX_TOKENS || steps.iter().all(is_own));
+            && (self.vendor.is_none() || is_few || steps.iter().all(is_own));
         if can_be_ahead {
             self.replays.prepare(&self.gpu);
         }
         can_be_ahead
     }
 
-    /// Whether a step may call the vendor's library in a run of so many tokens.
-    fn calls_library(&self, program: &Program, step: StepId, tokens: usize) -> bool {
+    /// Whether a step may call the vendor's library in a run of that size.
+    fn calls_library(&self, program: &Program, step: StepId, extent: Extent) -> bool {
         let step = &program.steps[step];
         let Action::Run(op) = &step.action else { return false };
         let Some(Products::Linear(linear)) = op.products() else { return false };
-        let dtype = program.buffers[step.reads[0]].ty.dtype;
+        let ty = &program.buffers[step.reads[0]].ty;
+        let (rows, dtype) = (dims(ty, extent).0, ty.dtype);
         let matrices: Result<Vec<&Matrix>> =
             linear.weights.iter().map(|&id| self.weights.matrix(id)).collect();
-        matrices.map_or(true, |matrices| !self.multiplies_as_it_lies(tokens, dtype, matrices))
+        matrices.map_or(true, |matrices| !self.multiplies_as_it_lies(rows, dtype, matrices))
     }
 
     /// Whether a run can be queued ahead.
@@ -281,7 +283,7 @@ impl State {
                     let after = &lane.steps[position + 1..];
                     // The library's products leave a term. A sum that another stretch begins with may have to wait.
                     let is_joined = self.sums.peers.is_joined(program, id)
-                        && !self.calls_library(schedule, id, tokens)
+                        && !self.calls_library(schedule, id, scope.batch.extent())
                         && steps.last() != Some(&id);
                     let sum = after.first().copied().filter(|_| is_joined);
                     let written = sum.map_or(&step.writes, |sum| &schedule.steps[sum].writes);
