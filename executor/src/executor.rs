@@ -5,10 +5,11 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::thread::{self, JoinHandle};
 
 use anyhow::{Context as _, Result};
-use ir::id::DeviceId;
+use ir::id::{DeviceId, WeightId};
 use ir::machine::DeviceKind;
 use ir::op::Op;
-use ir::plan::{Action, Plan, Step};
+use ir::plan::{Action, Plan, Program, Step};
+use ir::tensor::Dim;
 use ir::trace::Trace;
 
 use crate::batch::Batch;
@@ -67,9 +68,9 @@ impl Executor {
         &self.plan
     }
 
-    /// Whether short prompts are captured and replayed, for which runs of many lengths should have as many tokens.
-    pub(crate) fn captures_prompts(&self) -> bool {
-        self.captures_prompts
+    /// Whether short prompts are captured and replayed, and runs of many lengths are to have as many tokens for that.
+    pub(crate) fn pads_prompts(&self) -> bool {
+        self.captures_prompts && pads_prompts(&self.plan)
     }
 
     /// Number of lanes.
@@ -124,6 +125,23 @@ fn captures_prompts(plan: &Plan, options: &Options) -> bool {
         && !options.trace
         && !plan.borrows()
         && !steps.into_iter().any(has_experts)
+}
+
+/// Whether it costs nothing to compute a few tokens more: processors take longer for them, and matrices in 16 and 32 bits
+/// are the vendor library's from some tokens on, whose products are not captured.
+fn pads_prompts(plan: &Plan) -> bool {
+    let is_packed = |&weight: &WeightId| plan.weights[weight].format.float().is_none();
+    let is_free = |program: &Program, step: &Step| {
+        let Action::Run(Op::Linear(linear)) = &step.action else { return true };
+        let read = &program.buffers[step.reads[0]];
+        // Of rows that are wanted there are no more.
+        let is_padded = read.ty.shape.first() == Some(&Dim::Tokens);
+        plan.machine.devices[read.device].kind.is_gpu()
+            && (!is_padded || linear.weights.iter().all(is_packed))
+    };
+    plan.programs
+        .iter()
+        .all(|program| program.steps.rows().iter().all(|step| is_free(program, step)))
 }
 
 /// Whether the teams of a plan's lanes have all processors of this machine. Where GPUs compute, some are left over.

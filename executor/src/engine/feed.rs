@@ -155,7 +155,7 @@ impl Engine {
             );
         }
         let is_decode = batch.parts().iter().all(|part| part.tokens == 1);
-        if self.executor.captures_prompts() && !wants_all && !is_decode {
+        if self.pads_prompts && !wants_all && !is_decode {
             batch.pad(padded(batch.tokens().len()).min(most_tokens));
         }
         let handle = self.executor.start(program, batch)?;
