@@ -118,13 +118,13 @@ fn captures_prompts(plan: &Plan, options: &Options) -> bool {
         .filter(|&(device, _)| plan.machine.devices[device].kind.is_gpu())
         .map(|(device, _)| device)
         .collect();
-    let steps = plan.programs.iter().flat_map(|program| program.steps.rows());
+    let mut steps = plan.programs.iter().flat_map(|program| program.steps.rows());
     let has_experts = |step: &Step| matches!(step.action, Action::Run(Op::Experts(_)));
     options.gpu_driver == GpuDriver::Cuda
         && gpus.len() == 1
         && !options.trace
         && !plan.borrows()
-        && !steps.into_iter().any(has_experts)
+        && !steps.any(has_experts)
 }
 
 /// Whether it costs nothing to compute a few tokens more: processors take longer for them, and matrices in 16 and 32 bits
