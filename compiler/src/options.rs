@@ -19,7 +19,8 @@ pub struct Options {
     pub max_sequences: u32,
     /// The most tokens of one prefill run; `None` is 512, or 2048 where GPUs take part and that is predicted to be better.
     pub prefill_tokens: Option<u32>,
-    /// The most bytes of all KV caches together, those that several devices hold counted once; `None` is what context and sequences need.
+    /// The most bytes of all KV caches together, those that several devices hold counted once; `None` is what context and
+    /// sequences need.
     pub kv_cache_bytes: Option<u64>,
     /// Element type of the KV caches; `None` follows the weights.
     pub kv_type: Option<DType>,
@@ -100,6 +101,11 @@ impl Default for Options {
 }
 
 impl Options {
+    /// Whether a pin says where a node of that name runs.
+    pub(crate) fn is_pinned(&self, name: &str) -> bool {
+        self.pins.iter().any(|pin| pin.pattern.is_match(name))
+    }
+
     /// What of them is not in a plan anyway.
     pub(crate) fn asked(&self) -> Asked {
         let pin = |pin: &Pin| format!("{}={}", pin.pattern, pin.device);

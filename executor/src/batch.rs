@@ -75,6 +75,11 @@ impl Batch {
         self.parts.iter().map(|part| part.tokens).sum()
     }
 
+    /// Whether one token of each sequence is fed.
+    pub fn is_decode(&self) -> bool {
+        self.parts.iter().all(|part| part.tokens == 1)
+    }
+
     /// Token ids.
     pub fn tokens(&self) -> &[u32] {
         &self.tokens

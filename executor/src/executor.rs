@@ -111,7 +111,8 @@ impl Executor {
 }
 
 /// Whether short prompts of a plan are captured: where one GPU works on them, by launches of its own. Several would have
-/// to wait for each other while prompts pass in parts, and experts would be read for tokens of no sequence.
+/// to wait for each other while prompts pass in parts, what brings a borrowed cache is launched anew for each run, and
+/// experts would be read for tokens of no sequence.
 fn captures_prompts(plan: &Plan, options: &Options) -> bool {
     let gpus: BTreeSet<DeviceId> = queues(plan)
         .into_iter()

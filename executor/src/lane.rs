@@ -140,8 +140,7 @@ impl Lane {
             self.work_in_stretches(run, program, lane, spans);
             return;
         };
-        let can_capture =
-            self.recorder.is_none() && run.may_be_captured && state.can_capture(&plan, program);
+        let can_capture = self.recorder.is_none() && run.may_be_captured && state.can_capture();
         // Whether it is to be captured is the same for all lanes that meet. Of prompts, which pass one GPU, several that are
         // may be under way.
         let is_new = program.phase == Phase::Decode || !state.is_captured(run.graph_key);

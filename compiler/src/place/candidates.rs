@@ -15,7 +15,6 @@ use crate::place::hosted::Hosted;
 use crate::place::prices::{Pins, Priced, Times, handover, price_group};
 use crate::place::stages::{Goal, cut};
 use crate::place::units::Units;
-use crate::target::BLOCK_TOKENS;
 use crate::task::Task;
 
 /// Orders of devices that are tried for pipelines: all orders of five unlike devices.
@@ -75,9 +74,8 @@ impl<'a> Prices<'a> {
             }
             if let Some(cache) = node.work.cache() {
                 let cache = &task.model.caches[cache];
-                let head = task.target.kv_types[device].head_bytes(cache.head_dim);
-                let tokens = u64::from(blocks) * u64::from(BLOCK_TOKENS);
-                let bytes = 2 * head * u64::from(cache.kv_heads) * tokens;
+                let heads = (cache.kv_heads, cache.head_dim);
+                let bytes = task.target.cache_bytes(device, heads, blocks);
                 free[device] = free[device].saturating_sub(bytes);
             }
         }

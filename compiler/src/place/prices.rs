@@ -16,7 +16,7 @@ use crate::place::Layouts;
 use crate::place::group::Group;
 use crate::place::lay_out::lay_out;
 use crate::place::units::Units;
-use crate::target::{BLOCK_TOKENS, Batch, Target};
+use crate::target::{Batch, Target};
 use crate::task::Task;
 
 /// Tokens of the answer that a placement is judged by: a chat answer of a paragraph.
@@ -174,9 +174,8 @@ fn unit_bytes(
                 }
             }
             if let ir::op::Op::Attention(attention) = &part.op {
-                let head = task.target.kv_types[part.device].head_bytes(attention.head_dim);
-                let row = head * u64::from(attention.kv_heads);
-                *here += 2 * row * u64::from(blocks) * u64::from(BLOCK_TOKENS);
+                let heads = (attention.kv_heads, attention.head_dim);
+                *here += task.target.cache_bytes(part.device, heads, blocks);
             }
         }
     }

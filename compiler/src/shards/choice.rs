@@ -40,7 +40,7 @@ pub(crate) fn with_shards(
         return Ok((model, placement));
     }
     // A pin is for the whole layer.
-    let is_free = |layer: &str| !options.pins.iter().any(|pin| pin.pattern.is_match(layer));
+    let is_free = |layer: &str| !options.is_pinned(layer);
     let cuts = cuts(&task, &hosts(&task, &gpus), &beside, is_free)?;
     let sharded = |cut: &Cut| sharded(&model, target, options, &gpus, cut, is_free);
     let found = cuts.par_iter().map(sharded).collect::<Result<Vec<_>>>()?;

@@ -154,8 +154,7 @@ impl Engine {
                 wanted.iter().map(|wanted| inverse_temperatures[wanted.sequence]).collect(),
             );
         }
-        let is_decode = batch.parts().iter().all(|part| part.tokens == 1);
-        if self.pads_prompts && !wants_all && !is_decode {
+        if self.pads_prompts && !wants_all && !batch.is_decode() {
             batch.pad(padded(batch.tokens().len()).min(most_tokens));
         }
         let handle = self.executor.start(program, batch)?;

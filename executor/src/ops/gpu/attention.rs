@@ -32,7 +32,7 @@ impl State {
         let queries = Scratch::first(&self.scratch.inner, q.rows * width * size_of::<f32>())?;
         let (query_norm, key_norm) = (self.head_norm(&op.q_norm)?, self.head_norm(&op.k_norm)?);
         let home = self.caches.home(scope.plan, self.device, op.cache)?;
-        let is_decode = scope.batch.parts().iter().all(|part| part.tokens == 1);
+        let is_decode = scope.batch.is_decode();
         let attend = |rotation: Option<Rotation<'_>>| {
             self.inputs.with_tokens(|tokens| {
                 let (gpu, batch) = (&self.gpu, scope.batch);

@@ -10,7 +10,7 @@ use std::mem;
 use anyhow::{Context as _, Result, bail, ensure};
 use ir::id::{BufferId, StepId};
 use ir::op::{Op, Products};
-use ir::plan::{Action, Phase, Plan, Program, Queue};
+use ir::plan::{Action, Phase, Program, Queue};
 use ir::tensor::{DType, Extent, TensorType};
 
 use super::copies::collect;
@@ -32,17 +32,9 @@ fn turn(run: u32) -> u32 {
 }
 
 impl State {
-    /// Whether runs of a program can be captured: then the GPUs that take part meet, and are captured one after another.
-    /// What brings a borrowed cache is launched anew for each run.
-    pub(crate) fn can_capture(&self, plan: &Plan, program: &Program) -> bool {
-        let borrows = |&id: &StepId| match &program.steps[id].action {
-            Action::Run(op) => plan.borrowed(op, self.device).is_some(),
-            Action::Move { .. } | Action::Fetch { .. } => false,
-        };
-        let lane = program.lane(self.device, Queue::Compute);
+    /// Whether runs can be captured: then the GPUs that take part meet, and are captured one after another.
+    pub(crate) fn can_capture(&self) -> bool {
         self.mail.is_some()
-            && (program.phase == Phase::Decode
-                || !lane.is_some_and(|lane| lane.steps.iter().any(borrows)))
     }
 
     /// Begins a run if it can be captured when it is over: nothing but launches that are the same in every run of its
