@@ -2,7 +2,8 @@
 //!
 //! A strip of up to 12 rows and a panel of two vectors have 24 sums in registers: each vector of weights is
 //! used twelve times and each row's element twice, so the multipliers are the limit. Blocks need an integer and
-//! a float sum each, which leaves room for 6 rows, or for 8 whose vectors are multiplied one after the other.
+//! a float sum each, which leaves room for 6 rows; of 8 the float sums, used once a block, lie in the first cache:
+//! to multiply one vector after the other instead would load each row's elements twice, and loads be the limit.
 
 #![expect(
     clippy::needless_range_loop,
@@ -283,8 +284,6 @@ unsafe fn blocks<const R: usize, const V: usize, const BITS: usize>(
     tile: &mut Tile,
 ) {
     const GROUPS: usize = BLOCK / 4;
-    // Vectors that are multiplied together: of many rows two have too many sums for the registers.
-    let together = if R <= 6 { V } else { 1 };
     let (mut w, mut x) = (operands.panel, operands.strip.cast::<i32>());
     let low_nibbles = _mm512_set1_epi8(15);
     let mut totals = [[_mm512_setzero_ps(); V]; R];
@@ -297,54 +296,52 @@ unsafe fn blocks<const R: usize, const V: usize, const BITS: usize>(
             prefetch(w.wrapping_add(vector * 64 + distance));
         }
         for half in 0..2 {
-            for start in (0..V).step_by(together) {
-                // SAFETY: the layouts of `pack` and `encode`.
-                unsafe {
-                    let mut sums = [[_mm512_setzero_si512(); V]; R];
-                    for row in 0..R {
-                        let start = _mm512_set1_epi32(x.add((GROUPS + 1) * R + row).read());
-                        sums[row] = [start; V];
-                    }
-                    let first = if BITS == 8 { half * GROUPS } else { 0 };
-                    let codes = w.add(V * 64 + (first * V + start) * 64);
-                    for group in 0..GROUPS {
-                        let mut weights = [_mm512_setzero_si512(); V];
-                        for vector in 0..together {
-                            let from = codes.add((group * V + vector) * 64);
-                            if BITS == 8 || half == 0 {
-                                prefetch(from.wrapping_add(distance));
-                            }
-                            let word = _mm512_loadu_si512(from.cast());
-                            weights[vector] = match (BITS, half) {
-                                (8, _) => word,
-                                (_, 0) => _mm512_and_si512(word, low_nibbles),
-                                _ => _mm512_and_si512(_mm512_srli_epi16::<4>(word), low_nibbles),
-                            };
+            // SAFETY: the layouts of `pack` and `encode`.
+            unsafe {
+                let mut sums = [[_mm512_setzero_si512(); V]; R];
+                for row in 0..R {
+                    let start = _mm512_set1_epi32(x.add((GROUPS + 1) * R + row).read());
+                    sums[row] = [start; V];
+                }
+                let first = if BITS == 8 { half * GROUPS } else { 0 };
+                let codes = w.add(V * 64 + first * V * 64);
+                for group in 0..GROUPS {
+                    let mut weights = [_mm512_setzero_si512(); V];
+                    for vector in 0..V {
+                        let from = codes.add((group * V + vector) * 64);
+                        if BITS == 8 || half == 0 {
+                            prefetch(from.wrapping_add(distance));
                         }
-                        for row in 0..R {
-                            let x = _mm512_set1_epi32(x.add(group * R + row).read());
-                            for vector in 0..together {
-                                sums[row][vector] =
-                                    _mm512_dpbusd_epi32(sums[row][vector], weights[vector], x);
-                            }
-                        }
-                    }
-                    let mut scales = [_mm512_setzero_ps(); V];
-                    for vector in 0..together {
-                        let from = w.add((half * V + start + vector) * 32);
-                        scales[vector] = _mm512_cvtph_ps(_mm256_loadu_si256(from.cast()));
+                        let word = _mm512_loadu_si512(from.cast());
+                        weights[vector] = match (BITS, half) {
+                            (8, _) => word,
+                            (_, 0) => _mm512_and_si512(word, low_nibbles),
+                            _ => _mm512_and_si512(_mm512_srli_epi16::<4>(word), low_nibbles),
+                        };
                     }
                     for row in 0..R {
-                        let x_scale = x.cast::<f32>().add(GROUPS * R + row).read();
-                        let x_scale = _mm512_set1_ps(x_scale);
-                        for vector in 0..together {
-                            let total = &mut totals[row][start + vector];
-                            *total = _mm512_fmadd_ps(
-                                _mm512_cvtepi32_ps(sums[row][vector]),
-                                _mm512_mul_ps(scales[vector], x_scale),
-                                *total,
-                            );
+                        let x = _mm512_set1_epi32(x.add(group * R + row).read());
+                        for vector in 0..V {
+                            sums[row][vector] =
+                                _mm512_dpbusd_epi32(sums[row][vector], weights[vector], x);
                         }
+                    }
+                }
+                let mut scales = [_mm512_setzero_ps(); V];
+                for vector in 0..V {
+                    let from = w.add((half * V + vector) * 32);
+                    scales[vector] = _mm512_cvtph_ps(_mm256_loadu_si256(from.cast()));
+                }
+                for row in 0..R {
+                    let x_scale = x.cast::<f32>().add(GROUPS * R + row).read();
+                    let x_scale = _mm512_set1_ps(x_scale);
+                    for vector in 0..V {
+                        let total = &mut totals[row][vector];
+                        *total = _mm512_fmadd_ps(
+                            _mm512_cvtepi32_ps(sums[row][vector]),
+                            _mm512_mul_ps(scales[vector], x_scale),
+                            *total,
+                        );
                     }
                 }
             }
