@@ -22,7 +22,7 @@ static ALLOCATOR: MiMalloc = MiMalloc;
 
 /// Decides where every layer of a language model runs.
 #[derive(Parser)]
-#[command(version)]
+#[command(name = "hybridc", version)]
 struct Cli {
     #[command(subcommand)]
     command: Command,
@@ -132,13 +132,7 @@ fn at_least_one() -> RangedI64ValueParser<u32> {
 }
 
 fn main() -> ExitCode {
-    match command_line::parse().and_then(|cli: Cli| run(cli.command)) {
-        Ok(code) => code,
-        Err(error) => {
-            eprintln!("error: {error:#}");
-            ExitCode::FAILURE
-        }
-    }
+    command_line::run(|cli: Cli| run(cli.command))
 }
 
 fn run(command: Command) -> Result<ExitCode> {

@@ -2,6 +2,7 @@
 
 mod commands;
 
+use std::io::IsTerminal as _;
 use std::process::ExitCode;
 
 use tracing_subscriber::EnvFilter;
@@ -11,12 +12,9 @@ const LOGGED: &str = "error,executor=info";
 
 fn main() -> ExitCode {
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(LOGGED));
-    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
-    match command_line::parse().and_then(commands::Cli::run) {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("error: {error:#}");
-            ExitCode::FAILURE
-        }
-    }
+    // Files of what was logged hold no colours.
+    let is_terminal = std::io::stderr().is_terminal();
+    let log = tracing_subscriber::fmt().with_env_filter(filter).with_ansi(is_terminal);
+    log.with_writer(std::io::stderr).init();
+    command_line::run(|cli: commands::Cli| cli.run().map(|()| ExitCode::SUCCESS))
 }

@@ -49,13 +49,7 @@ struct Arguments {
 }
 
 fn main() -> ExitCode {
-    match command_line::parse().and_then(run) {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("error: {error:#}");
-            ExitCode::FAILURE
-        }
-    }
+    command_line::run(|arguments| run(arguments).map(|()| ExitCode::SUCCESS))
 }
 
 fn run(arguments: Arguments) -> Result<()> {
@@ -71,6 +65,8 @@ fn run(arguments: Arguments) -> Result<()> {
     }
     choose(&mut viewer, &arguments)?;
     if let Some(path) = &arguments.screenshot {
+        let inputs = arguments.plan.iter().chain(&arguments.trace).chain(&arguments.compare);
+        command_line::check_outputs([path.as_path()], inputs.map(PathBuf::as_path))?;
         let shot = Shot { size: arguments.size, scale: 1.0, dark: !arguments.light };
         let as_svg = path.extension().is_some_and(|ending| ending == "svg");
         return viewer.save_picture(as_svg, path, shot, None);

@@ -1,21 +1,33 @@
-//! A program's arguments, or one line that says what is wrong with them.
+//! A program's arguments, or one line that says what is wrong with them; and the status that it ends with.
 
 use std::ffi::OsString;
+use std::process::ExitCode;
 
-use anyhow::{Result, anyhow};
-use clap::error::ErrorKind;
+use anyhow::Result;
+use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Arg, Command, Parser};
 
-/// The arguments that this program was called with.
+/// Status of a program that does not take its arguments, as shells and most programs have it.
+const MISUSED: u8 = 2;
+
+/// Runs a program with the arguments that it was called with.
 ///
-/// Where help or the version is asked for, it is printed and the program ends. Fails with one line where the
-/// program does not take what it was given.
-pub fn parse<P: Parser>() -> Result<P> {
-    parsed(std::env::args_os()).map_err(|error| {
-        if matches!(error.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion) {
-            error.exit()
+/// Where help or the version is asked for, it is printed and the program ends. An error is one line on standard error:
+/// status 2 where the program does not take what it was given, 1 where `work` fails.
+pub fn run<P: Parser>(work: impl FnOnce(P) -> Result<ExitCode>) -> ExitCode {
+    let arguments = match parsed(std::env::args_os()) {
+        Ok(arguments) => arguments,
+        Err(error) => {
+            if matches!(error.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion) {
+                error.exit()
+            }
+            eprintln!("error: {}", complaint(&error, &P::command()));
+            return ExitCode::from(MISUSED);
         }
-        anyhow!("{}", complaint(&error))
+    };
+    work(arguments).unwrap_or_else(|error| {
+        eprintln!("error: {error:#}");
+        ExitCode::FAILURE
     })
 }
 
@@ -36,9 +48,18 @@ fn with_negative_numbers(command: Command) -> Command {
 }
 
 /// What clap says in several lines, without its usage.
-fn complaint(error: &clap::Error) -> String {
+fn complaint(error: &clap::Error, command: &Command) -> String {
     if error.kind() == ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand {
         return "nothing is asked for; --help lists what can be".into();
+    }
+    // Clap takes a second word for a subcommand, and then says that a subcommand cannot be used.
+    let word = error.get(ContextKind::InvalidSubcommand);
+    if let (ErrorKind::ArgumentConflict, Some(ContextValue::String(word))) = (error.kind(), word) {
+        let known: Vec<&str> = command.get_subcommands().map(Command::get_name).collect();
+        return format!(
+            "{word:?} is not expected here: a command comes first, one of {}",
+            known.join(", ")
+        );
     }
     let text = error.to_string();
     let is_usage = |line: &&str| line.starts_with("Usage:") || line.starts_with("For more");
@@ -76,7 +97,7 @@ mod tests {
     fn check(arguments: &[&str], expected: &str) {
         let all = ["program"].iter().chain(arguments);
         let error = parsed::<Arguments>(all).expect_err("they are not taken");
-        assert_eq!(complaint(&error), expected);
+        assert_eq!(complaint(&error, &Arguments::command()), expected);
     }
 
     #[test]

@@ -1,7 +1,8 @@
-//! What the command lines of all programs share: how arguments are refused and how files are written.
+//! What the command lines of all programs share: how they begin and end, how arguments are refused and how files are
+//! written.
 
 mod arguments;
 mod output;
 
-pub use arguments::parse;
+pub use arguments::run;
 pub use output::{check_outputs, write};
