@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use crate::quantity;
-use crate::scene::{Block, Scene};
+use crate::scene::{Block, Program, Scene, size_text};
 
 /// One line of a comparison.
 #[derive(Clone, Debug, PartialEq)]
@@ -38,18 +38,14 @@ const NOISE: f64 = 0.05;
 pub fn compare(before: &Scene, after: &Scene, program: usize) -> Comparison {
     let mut comparison = Comparison::default();
     for (number, row) in before.programs.iter().enumerate() {
-        let Some(other) = after.programs.iter().position(|other| other.name == row.name) else {
-            comparison.programs.push(only(&row.name, "only in the first"));
-            continue;
-        };
-        let (a, b) = (&before.summaries[number], &after.summaries[other]);
-        comparison.programs.push(times(
-            format!("{} predicted", row.name),
-            a.predicted_nanos,
-            b.predicted_nanos,
-        ));
-        if let (Some(a), Some(b)) = (a.measured_nanos, b.measured_nanos) {
-            comparison.programs.push(times(format!("{} measured", row.name), a, b));
+        match after.programs.iter().position(|other| other.name == row.name) {
+            Some(other) => compare_times((before, number), (after, other), &mut comparison),
+            None => comparison.programs.push(only(&row.name, "only in the first")),
+        }
+    }
+    for row in &after.programs {
+        if !before.programs.iter().any(|other| other.name == row.name) {
+            comparison.programs.push(only(&row.name, "only in the second"));
         }
     }
     compare_devices(before, after, &mut comparison);
@@ -59,6 +55,28 @@ pub fn compare(before: &Scene, after: &Scene, program: usize) -> Comparison {
         compare_blocks((before, program), (after, other), &mut comparison);
     }
     comparison
+}
+
+fn compare_times(
+    (before, p): (&Scene, usize),
+    (after, q): (&Scene, usize),
+    comparison: &mut Comparison,
+) {
+    let (a, b) = (&before.summaries[p], &after.summaries[q]);
+    let name = &before.programs[p].name;
+    let (first, second) = (a.predicted_nanos, b.predicted_nanos);
+    comparison.programs.push(times(format!("{name} predicted"), first, second));
+    let (Some(first), Some(second)) = (a.measured_nanos, b.measured_nanos) else { return };
+    let mut difference = times(format!("{name} measured"), first, second);
+    if let Some((size, other)) = a.size.zip(b.size)
+        && size != other
+    {
+        difference.before += &format!(" {}", size_text(&before.programs[p], size));
+        difference.after += &format!(" {}", size_text(&after.programs[q], other));
+        // Of runs of other sizes, neither is faster.
+        difference.change = difference.change.filter(|_| size.is_like(other));
+    }
+    comparison.programs.push(difference);
 }
 
 fn compare_devices(before: &Scene, after: &Scene, comparison: &mut Comparison) {
@@ -109,8 +127,8 @@ fn compare_blocks(
     let mut changed: Vec<(usize, usize)> = Vec::new();
     for (number, block) in first.blocks.iter().enumerate() {
         match by_name.get(block.name.as_str()) {
-            Some(&other) if differs(before, block, after, &second.blocks[other]) => {
-                changed.push((number, other))
+            Some(&other) if differs((before, p, number), (after, q, other)) => {
+                changed.push((number, other));
             }
             Some(_) => (),
             None => comparison.blocks.push(only(&block.title(), "only in the first")),
@@ -139,9 +157,11 @@ fn compare_blocks(
         let rows = &changed[at..end];
         let subjects: Vec<usize> = rows.iter().map(|&(a, _)| a).collect();
         let sum = |blocks: &mut dyn Iterator<Item = u64>| blocks.fold(0, u64::saturating_add);
-        let measured = rows.iter().all(|&(a, b)| {
-            first.blocks[a].measured_nanos.is_some() && second.blocks[b].measured_nanos.is_some()
-        });
+        let measured = is_measured_alike(first, second)
+            && rows.iter().all(|&(a, b)| {
+                let (a, b) = (&first.blocks[a], &second.blocks[b]);
+                a.measured_nanos.is_some() && b.measured_nanos.is_some()
+            });
         let nanos = |block: &Block| {
             if measured { block.measured_nanos.unwrap_or(0) } else { block.predicted_nanos }
         };
@@ -152,17 +172,20 @@ fn compare_blocks(
             subject: before.blocks_text(p, &subjects),
             before: format!("{}, {verb} {}", key.0, quantity::nanos(before_nanos as f64)),
             after: format!("{}, {verb} {}", key.1, quantity::nanos(after_nanos as f64)),
-            change: relative(before_nanos, after_nanos),
+            change: quantity::relative_change(before_nanos, after_nanos),
             block: Some(a),
         });
         at = end;
     }
 }
 
-/// `gpu0 in bf16`.
+/// `gpu0 in bf16`, `gpu0, weights at home on numa0, in q4`.
 fn place_text(scene: &Scene, program: usize, block: &Block) -> String {
     let names: Vec<String> =
         block.devices.iter().map(|&device| scene.device_name(device)).collect();
+    let mut places = vec![names.join(" + ")];
+    places.extend(Some(scene.home_text(program, &block.steps)).filter(|text| !text.is_empty()));
+    let place = places.join(", ");
     let formats = block.steps.iter().filter_map(|&step| {
         let step = &scene.programs[program].steps[step];
         step.format.filter(|_| step.weight_bytes > 0)
@@ -172,21 +195,33 @@ fn place_text(scene: &Scene, program: usize, block: &Block) -> String {
     formats.dedup();
     let formats: Vec<String> = formats.iter().map(ToString::to_string).collect();
     if formats.is_empty() {
-        names.join(" + ")
+        place
     } else {
-        format!("{} in {}", names.join(" + "), formats.join(", "))
+        let comma = if places.len() > 1 { "," } else { "" };
+        format!("{place}{comma} in {}", formats.join(", "))
     }
 }
 
-fn differs(before: &Scene, a: &Block, after: &Scene, b: &Block) -> bool {
-    let names = |scene: &Scene, block: &Block| -> Vec<String> {
-        block.devices.iter().map(|&device| scene.device_name(device)).collect()
-    };
-    let noisy = |a: u64, b: u64| relative(a, b).is_some_and(|change| change.abs() > NOISE);
-    names(before, a) != names(after, b)
+/// Whether the blocks, each of a program of a scene, run elsewhere, hold something else or take another time.
+fn differs(
+    (before, p, first): (&Scene, usize, usize),
+    (after, q, second): (&Scene, usize, usize),
+) -> bool {
+    let (first_program, second_program) = (&before.programs[p], &after.programs[q]);
+    let (a, b) = (&first_program.blocks[first], &second_program.blocks[second]);
+    let noisy =
+        |a: u64, b: u64| quantity::relative_change(a, b).is_some_and(|change| change.abs() > NOISE);
+    let measured = a.measured_nanos.zip(b.measured_nanos);
+    let measured = measured.filter(|_| is_measured_alike(first_program, second_program));
+    place_text(before, p, a) != place_text(after, q, b)
         || a.weight_bytes != b.weight_bytes
         || noisy(a.predicted_nanos, b.predicted_nanos)
-        || matches!((a.measured_nanos, b.measured_nanos), (Some(a), Some(b)) if noisy(a, b))
+        || measured.is_some_and(|(a, b)| noisy(a, b))
+}
+
+/// Whether times of blocks are of runs of as many tokens.
+fn is_measured_alike(first: &Program, second: &Program) -> bool {
+    first.measured_tokens == second.measured_tokens
 }
 
 fn times(subject: String, before: u64, after: u64) -> Difference {
@@ -194,13 +229,9 @@ fn times(subject: String, before: u64, after: u64) -> Difference {
         subject,
         before: quantity::nanos(before as f64),
         after: quantity::nanos(after as f64),
-        change: relative(before, after),
+        change: quantity::relative_change(before, after),
         block: None,
     }
-}
-
-fn relative(before: u64, after: u64) -> Option<f64> {
-    (before > 0).then(|| after as f64 / before as f64 - 1.0)
 }
 
 fn only(subject: &str, what: &str) -> Difference {

@@ -4,7 +4,7 @@ use egui::{Color32, FontId, Rect, RichText, Sense, Stroke, StrokeKind, Ui, pos2,
 
 use crate::compare::{Comparison, Difference};
 use crate::quantity;
-use crate::scene::{Block, Scene};
+use crate::scene::{Block, Scene, size_text};
 use crate::text::legend_entry;
 use crate::theme;
 use crate::view::{Selection, View};
@@ -47,7 +47,10 @@ pub fn show(ui: &mut Ui, scene: &Scene, other: Option<Other<'_>>, view: &mut Vie
         table(ui, "Time of a run", titles, &other.comparison.programs, view);
         table(ui, "Memory", titles, &other.comparison.devices, view);
         table(ui, "Layers that differ", titles, &other.comparison.blocks, view);
-        if other.comparison.blocks.is_empty() {
+        let is_shared = [scene, other.scene]
+            .iter()
+            .all(|scene| scene.programs.iter().any(|other| other.name == program));
+        if is_shared && other.comparison.blocks.is_empty() {
             ui.label("No layer runs elsewhere or takes noticeably longer or shorter.");
         }
     });
@@ -63,8 +66,9 @@ fn strip(ui: &mut Ui, first: &Scene, scene: &Scene, title: &str, program: &str, 
     let home = home.map(|program| program.blocks.as_slice()).unwrap_or_default();
     let program = &scene.programs[number];
     let summary = &scene.summaries[number];
-    let measured =
-        summary.measured_nanos.map(|nanos| format!(", measured {}", quantity::nanos(nanos as f64)));
+    let measured = summary.measured_nanos.zip(summary.size).map(|(nanos, size)| {
+        format!(", measured {} {}", quantity::nanos(nanos as f64), size_text(program, size))
+    });
     ui.horizontal(|ui| {
         ui.strong(title);
         ui.label(format!(

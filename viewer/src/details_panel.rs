@@ -3,7 +3,7 @@
 use egui::{Rect, RichText, Sense, Ui, vec2};
 
 use crate::quantity;
-use crate::scene::{Block, LaneKind, Program, Scene, Step};
+use crate::scene::{Bars, Block, LaneKind, Program, Scene, Step};
 use crate::text::text_within;
 use crate::theme;
 use crate::timeline_panel::idle_text;
@@ -13,7 +13,7 @@ use crate::view::{Area, Selection, View};
 pub fn show(ui: &mut Ui, scene: &Scene, view: &mut View) {
     egui::ScrollArea::vertical().auto_shrink(false).show(ui, |ui| {
         if let (Some(area), Some(program)) = (view.area, view.program(scene)) {
-            show_area(ui, scene, program, area);
+            show_area(ui, scene, view, program, area);
             ui.separator();
         }
         let Some(program) = view.program(scene) else { return };
@@ -25,9 +25,7 @@ pub fn show(ui: &mut Ui, scene: &Scene, view: &mut View) {
                 }
             }
             Selection::Blocks(first, last) => {
-                if let Some(blocks) = program.blocks.get(first..=last) {
-                    show_blocks(ui, scene, view, blocks, first, last);
-                }
+                show_blocks(ui, scene, view, program, (first, last));
             }
             Selection::Device(device) => show_device(ui, scene, view, program, device),
         }
@@ -137,17 +135,18 @@ fn show_step(
     if let Some(LaneKind::Link(from, to)) = &step.path {
         row(ui, "path", format!("{} → {}", scene.device_name(*from), scene.device_name(*to)));
     }
+    row(ui, "its", scene.home_text(view.program, &[step.number]));
     row(ui, "because", step.cause.clone());
     row(ui, "next best", step.runner_up.clone().unwrap_or_default());
     ui.add_space(4.0);
-    row(ui, "predicted", quantity::nanos(step.predicted_nanos as f64));
+    row(ui, "predicted", planned_text(program, step.predicted_nanos));
     if let Some(measured) = step.measured {
         row(
             ui,
             "measured",
             format!(
                 "{} (median of {}; {} to {})",
-                quantity::nanos(measured.median_nanos as f64),
+                measured_text(program, measured.median_nanos),
                 measured.count,
                 quantity::nanos(measured.least_nanos as f64),
                 quantity::nanos(measured.most_nanos as f64)
@@ -178,15 +177,17 @@ fn show_step(
     }
     if step.flops > 0.0 {
         row(ui, "arithmetic", quantity::flops(step.flops));
-        let nanos = step.measured.map_or(step.predicted_nanos, |measured| measured.median_nanos);
-        if nanos > 0 {
-            row(ui, "speed", format!("{}/s", quantity::flops(step.flops / nanos as f64 * 1e9)));
-        }
     }
-    if step.weight_bytes > 0 {
-        let nanos = step.measured.map_or(step.predicted_nanos, |measured| measured.median_nanos);
-        let per_second = step.weight_bytes as f64 / nanos.max(1) as f64 * 1e9;
-        row(ui, "weights read", format!("{}/s", quantity::bytes(per_second as u64)));
+    let per_second = |amount: f64, nanos: u64| amount / nanos as f64 * 1e9;
+    if let Some(nanos) = step.rated_nanos() {
+        if step.flops > 0.0 {
+            let speed = quantity::flops(per_second(step.flops, nanos));
+            row(ui, "speed", format!("{speed}/s"));
+        }
+        if let Some(bytes) = step.read_bytes {
+            let rate = quantity::bytes(per_second(bytes as f64, nanos) as u64);
+            row(ui, "weights read", format!("{rate}/s"));
+        }
     }
     if !step.waits.is_empty() {
         ui.add_space(4.0);
@@ -204,32 +205,39 @@ fn show_step(
     }
 }
 
+/// A predicted time, with the tokens that it is for where measured ones are of others.
+pub(crate) fn planned_text(program: &Program, nanos: u64) -> String {
+    format!("{}{}", quantity::nanos(nanos as f64), program.tokens_text(program.max_tokens))
+}
+
+/// A measured time, with its tokens likewise.
+pub(crate) fn measured_text(program: &Program, nanos: u64) -> String {
+    let tokens = program.measured_tokens.map(|tokens| program.tokens_text(tokens));
+    format!("{}{}", quantity::nanos(nanos as f64), tokens.unwrap_or_default())
+}
+
 fn show_blocks(
     ui: &mut Ui,
     scene: &Scene,
     view: &View,
-    blocks: &[Block],
-    first: usize,
-    last: usize,
+    program: &Program,
+    (first, last): (usize, usize),
 ) {
+    let Some(blocks) = program.blocks.get(first..=last) else { return };
     let numbers: Vec<usize> = (first..=last).collect();
     ui.heading(scene.blocks_text(view.program, &numbers));
-    let block = &blocks[0];
+    let Some(block) = blocks.first() else { return };
     let names: Vec<String> =
         block.devices.iter().map(|&device| scene.device_name(device)).collect();
     row(ui, "on", names.join(" + "));
+    row(ui, "its", scene.home_text(view.program, &block.steps));
     row(ui, "because", block.cause.clone());
     row(ui, "next best", block.runner_up.clone().unwrap_or_default());
     ui.add_space(4.0);
-    let predicted: u64 =
-        blocks.iter().map(|block| block.predicted_nanos).fold(0, u64::saturating_add);
-    row(ui, "predicted", quantity::nanos(predicted as f64));
-    let measured: Option<u64> = blocks.iter().map(|block| block.measured_nanos).sum();
-    if let Some(measured) = measured {
-        row(ui, "measured", quantity::nanos(measured as f64));
-        if predicted > 0 {
-            row(ui, "error", quantity::change(measured as f64 / predicted as f64 - 1.0));
-        }
+    row(ui, "predicted", planned_text(program, program.blocks_predicted(first, last)));
+    if let Some(measured) = program.blocks_measured(first, last) {
+        row(ui, "measured", measured_text(program, measured));
+        row(ui, "error", program.blocks_error_text(first, last).unwrap_or_default());
     }
     let sum = |bytes: fn(&Block) -> u64| blocks.iter().map(bytes).fold(0, u64::saturating_add);
     row(ui, "weights", quantity::bytes(sum(|block| block.weight_bytes)));
@@ -285,9 +293,9 @@ fn show_device(ui: &mut Ui, scene: &Scene, view: &mut View, program: &Program, n
 }
 
 /// Sums over the part of the measured spans, or of the predicted ones, inside the area.
-fn show_area(ui: &mut Ui, scene: &Scene, program: &Program, area: Area) {
+fn show_area(ui: &mut Ui, scene: &Scene, view: &View, program: &Program, area: Area) {
     ui.heading("Selected time");
-    row(ui, "from", format!("{} to {}", quantity::nanos(area.start), quantity::nanos(area.end)));
+    row(ui, "from", range_text(scene, view, area));
     row(ui, "length", quantity::nanos(area.end - area.start));
     let measured = !scene.runs.is_empty();
     row(ui, "sums of", if measured { "measured spans" } else { "predicted spans" });
@@ -307,15 +315,25 @@ fn show_area(ui: &mut Ui, scene: &Scene, program: &Program, area: Area) {
     }
 }
 
-/// Number of spans that touch the area, and their time inside it.
-pub fn sum_within(bars: &crate::scene::Bars, area: Area) -> (usize, f64) {
+/// From when to when, since the run shown began, as on the axis; in as many figures as tell the ends apart.
+pub fn range_text(scene: &Scene, view: &View, area: Area) -> String {
+    let origin = view.origin(scene);
+    let step = ((area.end - area.start) / 100.0).max(1.0);
+    let text = |time: f64| quantity::nanos_in_steps(time - origin, step);
+    format!("{} to {}", text(area.start), text(area.end))
+}
+
+/// Number of spans that touch the area, and the time inside it in which at least one of them runs.
+pub fn sum_within(bars: &Bars, area: Area) -> (usize, f64) {
     let first = bars.first_after(0, area.start.max(0.0) as u64);
-    let mut sum = (0, 0.0);
+    let (mut count, mut nanos, mut until) = (0, 0.0, area.start);
     for bar in bars.rows()[first..].iter().take_while(|bar| (bar.start as f64) < area.end) {
-        let inside = (bar.end as f64).min(area.end) - (bar.start as f64).max(area.start);
-        if inside > 0.0 {
-            sum = (sum.0 + 1, sum.1 + inside);
+        let end = (bar.end as f64).min(area.end);
+        if end > (bar.start as f64).max(area.start) {
+            count += 1;
+            nanos += (end - (bar.start as f64).max(until)).max(0.0);
+            until = until.max(end);
         }
     }
-    sum
+    (count, nanos)
 }

@@ -5,7 +5,7 @@ use std::io::Read as _;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
-use anyhow::{Context as _, Result};
+use anyhow::{Context as _, Result, ensure};
 use ir::plan::Plan;
 use ir::trace::Trace;
 
@@ -35,6 +35,7 @@ impl Document {
     /// or a trace of another plan, opens with findings.
     pub fn open(plan_path: &Path, trace_path: Option<&Path>) -> Result<Self> {
         let modified = modified(plan_path, trace_path);
+        ensure!(!is_trace(plan_path), "{} is a trace; the plan comes first", plan_path.display());
         let text = read(plan_path)?;
         let plan =
             Plan::from_ron(&text).with_context(|| format!("reading {}", plan_path.display()))?;
@@ -56,9 +57,15 @@ impl Document {
         }
     }
 
-    /// Whether a file is another than the one that was read.
+    /// Whether a file is another than the one that was read, or tried, last.
     pub fn has_changed(&self) -> bool {
         modified(&self.plan_path, self.trace_path.as_deref()) != self.modified
+    }
+
+    /// Reads the files again. What cannot be read is not tried again before it has changed once more.
+    pub fn read_again(&mut self) -> Result<Self> {
+        self.modified = modified(&self.plan_path, self.trace_path.as_deref());
+        Document::open(&self.plan_path, self.trace_path.as_deref())
     }
 
     /// For window titles: `plan.ron + trace.ron`.

@@ -1,9 +1,9 @@
 //! `hybrid-viewer plan.ron [trace.ron]`: the window, or a picture of it.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use anyhow::{Context as _, Result, anyhow, ensure};
+use anyhow::{Context as _, Result, anyhow, bail, ensure};
 use clap::Parser;
 use viewer::Viewer;
 use viewer::document::{Document, is_trace};
@@ -53,6 +53,8 @@ fn main() -> ExitCode {
 }
 
 fn run(arguments: Arguments) -> Result<()> {
+    let picture = arguments.screenshot.as_deref();
+    let as_svg = picture.map(is_svg).transpose()?;
     let plan = arguments.plan.as_deref();
     let document = plan.map(|plan| Document::open(plan, arguments.trace.as_deref())).transpose()?;
     let mut viewer = Viewer::new(document, what_if::compiler());
@@ -64,11 +66,10 @@ fn run(arguments: Arguments) -> Result<()> {
         viewer.set_other(other);
     }
     choose(&mut viewer, &arguments)?;
-    if let Some(path) = &arguments.screenshot {
+    if let Some((path, as_svg)) = picture.zip(as_svg) {
         let inputs = arguments.plan.iter().chain(&arguments.trace).chain(&arguments.compare);
-        command_line::check_outputs([path.as_path()], inputs.map(PathBuf::as_path))?;
+        command_line::check_outputs([path], inputs.map(PathBuf::as_path))?;
         let shot = Shot { size: arguments.size, scale: 1.0, dark: !arguments.light };
-        let as_svg = path.extension().is_some_and(|ending| ending == "svg");
         return viewer.save_picture(as_svg, path, shot, None);
     }
     viewer.recent = Recent::of_user();
@@ -90,8 +91,27 @@ fn run(arguments: Arguments) -> Result<()> {
     });
     // The error of the window system is not `Sync`.
     eframe::run_native("hybrid-viewer", options, create)
-        .map_err(|error| anyhow!("{error}"))
+        .map_err(|error| anyhow!("{}", without_source(&error.to_string())))
         .context("opening a window; --screenshot needs none")
+}
+
+/// Whether a picture is to be a drawing, by its file's ending.
+fn is_svg(path: &Path) -> Result<bool> {
+    match path.extension().and_then(|ending| ending.to_str()) {
+        Some("svg") => Ok(true),
+        Some("png") => Ok(false),
+        Some(_) | None => bail!("a picture ends in .png or .svg, {} does not", path.display()),
+    }
+}
+
+/// An error of the window system without the place in its source: `os error at /path/mod.rs:7: cause` is the cause.
+fn without_source(error: &str) -> String {
+    let cut = error.split_once("os error at ").and_then(|(before, rest)| {
+        let (_, cause) = rest.split_once(".rs:")?;
+        let (_, cause) = cause.split_once(": ")?;
+        Some(format!("{before}{cause}"))
+    });
+    cut.unwrap_or_else(|| error.to_owned())
 }
 
 /// Turns to the panel, program and selection that were asked for.

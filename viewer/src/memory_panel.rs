@@ -3,7 +3,7 @@
 use egui::{Align2, Color32, FontId, Mesh, Rect, Sense, Stroke, StrokeKind, Ui, pos2, vec2};
 
 use crate::quantity;
-use crate::scene::{Curve, Device, Scene};
+use crate::scene::{Curve, Device, Level, Scene};
 use crate::text::legend_entry;
 use crate::theme;
 use crate::view::{Selection, View};
@@ -33,6 +33,7 @@ pub fn show(ui: &mut Ui, scene: &Scene, view: &mut View) {
             (CACHE, "KV cache"),
             (ACTIVATIONS, "activations"),
             (STAGING, "staging"),
+            (SCRATCH, "scratch"),
         ] {
             legend_entry(ui, color, name);
         }
@@ -48,9 +49,11 @@ pub fn show(ui: &mut Ui, scene: &Scene, view: &mut View) {
             if !ui.is_rect_visible(rect) {
                 continue;
             }
-            let half = rect.left() + rect.width() * 0.42;
-            let left = Rect::from_min_max(rect.min, pos2(half - 8.0, rect.bottom()));
-            let right = Rect::from_min_max(pos2(half, rect.top()), rect.max);
+            // The frame of a selected device is around its words.
+            let inner = rect.shrink2(vec2(0.0, 4.0));
+            let half = inner.left() + inner.width() * 0.42;
+            let left = Rect::from_min_max(inner.min, pos2(half - 8.0, inner.bottom()));
+            let right = Rect::from_min_max(pos2(half, inner.top()), inner.max - vec2(4.0, 0.0));
             draw_whole(ui, scene, number, device, left);
             if let Some(curve) = curves.get(number) {
                 draw_curve(ui, curve, right);
@@ -155,15 +158,8 @@ fn draw_curve(ui: &Ui, curve: &Curve, rect: Rect) {
     };
     let y = |bytes: u64| plot.bottom() - (bytes as f64 / peak * f64::from(plot.height())) as f32;
     let mut mesh = Mesh::default();
-    let mut last_x = f32::MIN;
-    for (number, level) in curve.levels.iter().enumerate() {
-        let end = curve.levels.get(number + 1).map_or(curve.end, |next| next.time);
-        let (left, right) = (x(level.time), x(end).min(plot.right()));
-        // Steps below half a point hide each other.
-        if right - last_x < 0.5 && number + 1 < curve.levels.len() {
-            continue;
-        }
-        last_x = right;
+    for Stretch { left, right, level } in stretches(curve, x) {
+        let right = right.min(plot.right());
         let staging = y(level.staging_bytes);
         let top = y(level.staging_bytes.saturating_add(level.activation_bytes));
         mesh.add_colored_rect(
@@ -193,6 +189,38 @@ fn draw_curve(ui: &Ui, curve: &Curve, rect: Rect) {
     }
 }
 
+/// A part of a curve that is drawn as one.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Stretch {
+    left: f32,
+    right: f32,
+    level: Level,
+}
+
+/// Narrower stretches are hardly seen.
+const NARROW: f32 = 0.5;
+
+/// The whole curve without gaps. Of levels that together are narrow the highest is drawn: a peak must be seen.
+fn stretches(curve: &Curve, x: impl Fn(u64) -> f32) -> Vec<Stretch> {
+    let mut stretches: Vec<Stretch> = Vec::new();
+    for (number, &level) in curve.levels.iter().enumerate() {
+        let end = curve.levels.get(number + 1).map_or(curve.end, |next| next.time);
+        let right = x(end);
+        let left = stretches.last().map_or(x(level.time), |last| last.right);
+        if let Some(last) = stretches.last_mut().filter(|last| last.right - last.left < NARROW) {
+            if right - left < NARROW {
+                last.right = right;
+                last.level = if level.bytes() > last.level.bytes() { level } else { last.level };
+                continue;
+            }
+            last.right = last.left + NARROW;
+        }
+        let left = stretches.last().map_or(left, |last| last.right);
+        stretches.push(Stretch { left, right, level });
+    }
+    stretches
+}
+
 fn explain(ui: &Ui, curve: &Curve, rect: Rect, at: egui::Pos2, response: &egui::Response) {
     let part = f64::from((at.x - rect.left()) / (rect.width() - 4.0));
     let time = curve.start + (part.clamp(0.0, 1.0) * (curve.end - curve.start) as f64) as u64;
@@ -208,4 +236,24 @@ fn explain(ui: &Ui, curve: &Curve, rect: Rect, at: egui::Pos2, response: &egui::
     response.clone().on_hover_ui_at_pointer(|ui| {
         ui.label(text);
     });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn short_peaks_are_seen_and_leave_no_gaps() {
+        let level = |time, activation_bytes| Level { time, activation_bytes, staging_bytes: 7 };
+        let levels =
+            vec![level(0, 10), level(100, 90), level(101, 20), level(103, 30), level(160, 40)];
+        let curve = Curve { levels, start: 0, end: 200 };
+        // Ten nanoseconds a point.
+        let drawn = stretches(&curve, |time| time as f32 / 10.0);
+        let parts: Vec<(f32, f32, u64)> = drawn
+            .iter()
+            .map(|&Stretch { left, right, level }| (left, right, level.activation_bytes))
+            .collect();
+        assert_eq!(parts, [(0.0, 10.0, 10), (10.0, 10.5, 90), (10.5, 16.0, 30), (16.0, 20.0, 40)]);
+    }
 }

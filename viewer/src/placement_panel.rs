@@ -13,6 +13,8 @@ use crate::view::View;
 
 const HEADER_HEIGHT: f32 = 84.0;
 const CARD_HEIGHT: f32 = 70.0;
+/// What a card is higher by that says where its weights or cache are at home.
+const HOME_HEIGHT: f32 = 13.0;
 const GAP: f32 = 24.0;
 const STEP_HEIGHT: f32 = 17.0;
 
@@ -41,6 +43,8 @@ struct Row {
     last: usize,
     is_group: bool,
     top: f32,
+    /// Height of all but the steps.
+    head: f32,
     height: f32,
 }
 
@@ -86,8 +90,14 @@ fn rows(program: &Program, view: &View) -> Vec<Row> {
         let opened = !is_group && view.opened.contains(&first);
         let more =
             if opened { steps(&program.blocks[first]) as f32 * STEP_HEIGHT + 6.0 } else { 0.0 };
-        rows.push(Row { first, last, is_group, top, height: CARD_HEIGHT + more });
-        top += CARD_HEIGHT + more + GAP;
+        let mut blocks = program.blocks[first..=last].iter();
+        let is_away = blocks.any(|block| {
+            let mut steps = block.steps.iter().map(|&step| &program.steps[step]);
+            steps.any(|step| step.cache_home().is_some() || step.weight_homes().next().is_some())
+        });
+        let head = CARD_HEIGHT + if is_away { HOME_HEIGHT } else { 0.0 };
+        rows.push(Row { first, last, is_group, top, head, height: head + more });
+        top += head + more + GAP;
     };
     for &Group { first, last } in &program.groups {
         if first < last && !view.unfolded.contains(&first) {
@@ -100,10 +110,7 @@ fn rows(program: &Program, view: &View) -> Vec<Row> {
 }
 
 fn row_nanos(program: &Program, row: &Row) -> u64 {
-    program.blocks[row.first..=row.last]
-        .iter()
-        .map(|block| block.predicted_nanos)
-        .fold(0, u64::saturating_add)
+    program.blocks_predicted(row.first, row.last)
 }
 
 fn draw_columns(ui: &Ui, count: usize, columns: Columns) {

@@ -64,6 +64,11 @@ pub fn change(change: f64) -> String {
     signed(change, share(change.abs()))
 }
 
+/// How much more the second is than the first, relative to the first.
+pub fn relative_change(before: u64, after: u64) -> Option<f64> {
+    (before > 0).then(|| after as f64 / before as f64 - 1.0)
+}
+
 fn signed(value: f64, size: String) -> String {
     if value < 0.0 { format!("−{size}") } else { format!("+{size}") }
 }

@@ -2,17 +2,20 @@
 //!
 //! - Pure: the same plan and trace give the same scene, and nothing here knows a window.
 //! - Total: every index of a plan or trace may be wrong; what cannot be joined is left out and named in `findings`.
-//! - Times are nanoseconds: predicted ones since the start of their program, measured ones since the start of the trace.
+//! - Times are nanoseconds: predicted ones since their program began, measured ones since the trace began.
 
 mod bars;
 mod blocks;
 mod memory;
+mod reason;
 mod schedule;
 mod steps;
 mod summary;
 mod text;
 mod timing;
+mod work;
 
+use ir::forecast::ProgramForecast;
 use ir::id::Id as _;
 use ir::plan::{Phase, Plan, Queue};
 use ir::trace::Trace;
@@ -21,7 +24,8 @@ pub use bars::{Bar, Bars};
 pub use blocks::{Block, Edge, Group};
 pub use memory::{Curve, Level};
 pub use steps::{Kind, Measured, Step};
-pub use summary::{Limit, Summary};
+pub(crate) use summary::size_text;
+pub use summary::{Bottleneck, Limit, Size, Summary};
 pub use timing::{Idle, IdleCause, Times, Timing};
 
 /// Everything there is to draw.
@@ -60,11 +64,11 @@ pub struct Device {
     pub is_calibrated: bool,
     /// What plans may fill.
     pub capacity_bytes: u64,
-    /// Weights in their compute formats.
+    /// Weights in their compute formats, and unpacked copies of them.
     pub weight_bytes: u64,
     /// KV caches.
     pub cache_bytes: u64,
-    /// The most bytes of buffers at one time, as forecast.
+    /// The most bytes of buffers at one time.
     pub buffer_bytes: u64,
     /// The window that fetched weights pass through.
     pub fetch_bytes: u64,
@@ -103,10 +107,12 @@ pub struct Program {
     pub is_decode: bool,
     /// The most tokens of one run.
     pub max_tokens: u32,
-    /// For decode, the tokens of each sequence that the forecast takes to be cached.
-    pub cached_tokens: Option<u32>,
-    /// The compiler's forecast of one run.
-    pub forecast_nanos: Option<u64>,
+    /// The tokens of each sequence that predictions take to be cached.
+    pub cached_tokens: u32,
+    /// The compiler's forecast of its runs.
+    pub forecast: Option<ProgramForecast>,
+    /// Tokens of the largest measured runs, which `Step::measured` is of.
+    pub measured_tokens: Option<u32>,
     /// By number.
     pub steps: Vec<Step>,
     /// For each lane of the plan's program: the row of `Scene::lanes`, and its steps in order.
@@ -320,39 +326,21 @@ impl Scene {
 }
 
 fn devices(plan: &Plan) -> Vec<Device> {
-    let forecast = |id: ir::id::DeviceId, part: fn(&ir::forecast::DeviceForecast) -> u64| {
-        plan.forecast.devices.get(id).map_or(0, part)
-    };
-    let mut devices: Vec<Device> = plan
-        .machine
-        .devices
-        .iter()
-        .map(|(id, device)| Device {
+    let held = ir::check::memory(plan);
+    let devices = plan.machine.devices.iter().zip(held.rows());
+    devices
+        .map(|((_, device), held)| Device {
             name: device.name.clone(),
             is_gpu: device.kind.is_gpu(),
             is_calibrated: device.rates.source == ir::machine::RateSource::Calibrated,
             capacity_bytes: device.memory_bytes,
-            buffer_bytes: forecast(id, |device| device.buffer_bytes),
-            fetch_bytes: forecast(id, |device| device.fetch_bytes),
-            scratch_bytes: forecast(id, |device| {
-                device.workspace_bytes.saturating_add(device.reserved_bytes)
-            }),
-            ..Device::default()
+            weight_bytes: held.weight_bytes,
+            cache_bytes: held.cache_bytes,
+            buffer_bytes: held.buffer_bytes,
+            fetch_bytes: held.fetch_bytes,
+            scratch_bytes: held.workspace_bytes.saturating_add(held.reserved_bytes),
         })
-        .collect();
-    for weight in plan.weights.rows() {
-        if let Some(device) = devices.get_mut(weight.device.index()) {
-            let bytes = plan.weight_bytes(weight);
-            device.weight_bytes = device.weight_bytes.saturating_add(bytes);
-        }
-    }
-    for cache in plan.caches.rows() {
-        if let Some(device) = devices.get_mut(cache.device.index()) {
-            device.cache_bytes =
-                device.cache_bytes.saturating_add(steps::cache_bytes(cache, &plan.model));
-        }
-    }
-    devices
+        .collect()
 }
 
 fn candidate(plan: &Plan, candidate: &ir::forecast::Candidate) -> Candidate {
@@ -378,14 +366,17 @@ fn program_scene(plan: &Plan, program: &ir::plan::Program) -> Program {
         })
         .collect();
     let is_decode = program.phase == Phase::Decode;
+    // What the estimates of steps are for.
+    let cached = if is_decode { plan.model.context / 2 } else { 0 };
     let forecasts = &plan.forecast.programs;
     let forecast = forecasts.iter().find(|forecast| forecast.program == program.name);
     let mut scene = Program {
         name: program.name.clone(),
         is_decode,
         max_tokens: program.max.tokens,
-        cached_tokens: forecast.filter(|_| is_decode).map(|forecast| forecast.tokens),
-        forecast_nanos: forecast.map(|forecast| forecast.nanos),
+        cached_tokens: forecast.filter(|_| is_decode).map_or(cached, |forecast| forecast.tokens),
+        forecast: forecast.cloned(),
+        measured_tokens: None,
         steps: steps::rows(plan, program),
         queues,
         blocks: Vec::new(),
@@ -400,6 +391,6 @@ fn program_scene(plan: &Plan, program: &ir::plan::Program) -> Program {
     let end = times.iter().flatten().map(|times| times.end).max().unwrap_or(0);
     scene.memory = memory::curves(&scene.buffers, &times, plan.machine.devices.len(), 0, end);
     scene.predicted = Timing::of(&scene, times, 0, end);
-    blocks::fill(&mut scene, program);
+    blocks::fill(&mut scene, program, plan.machine.devices.len());
     scene
 }

@@ -4,6 +4,7 @@ use std::cmp::Ordering;
 
 use egui::{Align2, FontId, Rect, Sense, Ui, pos2, vec2};
 
+use crate::details_panel::{measured_text, planned_text};
 use crate::quantity;
 use crate::scene::{Program, Scene, Step};
 use crate::text::text_within;
@@ -86,8 +87,8 @@ fn sum_text(program: &Program, rows: &[usize]) -> String {
         .filter_map(|&step| program.steps[step].measured)
         .map(|measured| measured.median_nanos)
         .reduce(u64::saturating_add);
-    let measured = measured.map(|nanos| format!(", measured {}", quantity::nanos(nanos as f64)));
-    format!("predicted {}{}", quantity::nanos(predicted as f64), measured.unwrap_or_default())
+    let measured = measured.map(|nanos| format!(", measured {}", measured_text(program, nanos)));
+    format!("predicted {}{}", planned_text(program, predicted), measured.unwrap_or_default())
 }
 
 /// The columns that a row has room for, with their cells.

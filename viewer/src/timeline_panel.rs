@@ -10,7 +10,7 @@ use egui::{Align2, Color32, FontId, Rect, Sense, Stroke, StrokeKind, Ui, pos2, v
 use self::bars::{Look, Predicted, Strip, draw_bars, predicted_bars};
 pub use self::pointer::zoom_around;
 use crate::quantity;
-use crate::scene::{Bar, IdleCause, Kind, LaneKind, Program, Scene, Timing};
+use crate::scene::{Bar, IdleCause, Kind, LaneKind, Program, Run, Scene, Timing};
 use crate::text::text_within;
 use crate::theme;
 use crate::view::View;
@@ -56,7 +56,7 @@ pub fn show(ui: &mut Ui, scene: &Scene, view: &mut View) {
     let room = (whole.bottom() - runs.bottom() - 22.0).max(60.0);
     let lane_height = (room / scene.lanes.len() as f32).clamp(24.0, 64.0);
     let height = lane_height * scene.lanes.len() as f32;
-    let (from, to) = visible(scene, view);
+    let (from, to) = view.visible(scene);
     let scrolled = egui::ScrollArea::vertical().max_height(room).show(ui, |ui| {
         let size = vec2(ui.available_width(), height);
         let (rect, response) = ui.allocate_exact_size(size, Sense::click_and_drag());
@@ -72,26 +72,6 @@ pub fn show(ui: &mut Ui, scene: &Scene, view: &mut View) {
     legend(ui, scene);
 }
 
-/// The visible time; fits the run where none is set.
-fn visible(scene: &Scene, view: &mut View) -> (f64, f64) {
-    if let Some(time) = view.time {
-        return time;
-    }
-    let (start, end) = if view.fit_all {
-        (0, scene.trace_end)
-    } else {
-        let timing = view.timing(scene);
-        (timing.start, timing.end)
-    };
-    let predicted = view.program(scene).map_or(0, |program| program.predicted.end);
-    let width = (end.saturating_sub(start).max(if view.fit_all { 0 } else { predicted })) as f64;
-    let width = width.max(1.0);
-    view.fit_all = false;
-    let time = (start as f64 - width * 0.02, start as f64 + width * 1.02);
-    view.time = Some(time);
-    time
-}
-
 fn draw_axis(ui: &Ui, scene: &Scene, view: &View, frame: &Frame, rect: Rect) {
     let painter = ui.painter();
     let width = frame.to - frame.from;
@@ -102,8 +82,7 @@ fn draw_axis(ui: &Ui, scene: &Scene, view: &View, frame: &Frame, rect: Rect) {
     let step = step.into_iter().find(|&step| step >= rough).unwrap_or(rough).max(1.0);
     let line = Stroke::new(1.0, ui.visuals().widgets.noninteractive.bg_stroke.color);
     // Within a trace, what matters is the time since the run began.
-    let run = view.run.and_then(|run| scene.runs.get(run));
-    let origin = run.map_or(0.0, |run| run.start as f64);
+    let origin = view.origin(scene);
     let first = ((frame.from - origin) / step).ceil();
     // Counted, because adding to large times may leave them as they are.
     for tick in 0..100 {
@@ -166,13 +145,7 @@ fn draw_runs(ui: &mut Ui, scene: &Scene, view: &mut View, frame: &Frame, rect: R
         if shown {
             painter.rect_stroke(band, 2.0, Stroke::new(1.5, theme::strong(ui)), StrokeKind::Inside);
         }
-        let name = scene.programs.get(run.program).map_or("?", |program| &program.name);
-        let tokens =
-            if run.tokens == 1 { String::new() } else { format!(", {} tokens", run.tokens) };
-        let text = format!(
-            "run {number}: {name}{tokens}, {}",
-            quantity::nanos((run.end - run.start) as f64)
-        );
+        let text = run_text(scene, number, run);
         let left = band.left().max(bars.left());
         text_within(
             ui,
@@ -190,6 +163,20 @@ fn draw_runs(ui: &mut Ui, scene: &Scene, view: &mut View, frame: &Frame, rect: R
             return;
         }
     }
+}
+
+/// `run 3: prefill, 4 of 512 tokens, 13.2 ms`.
+fn run_text(scene: &Scene, number: usize, run: &Run) -> String {
+    let program = scene.programs.get(run.program);
+    let name = program.map_or("?", |program| &program.name);
+    let most = program.map_or(run.tokens, |program| program.max_tokens);
+    let tokens = match run.tokens {
+        tokens if tokens != most => format!(", {tokens} of {most} tokens"),
+        1 => String::new(),
+        tokens => format!(", {tokens} tokens"),
+    };
+    let nanos = quantity::nanos((run.end - run.start) as f64);
+    format!("run {number}: {name}{tokens}, {nanos}")
 }
 
 /// Runs take turns in three hues, so that neighbours differ.

@@ -138,8 +138,6 @@ pub struct View {
     pub coloring: Coloring,
     /// Visible time in nanoseconds; `None` fits the run at the next frame.
     pub time: Option<(f64, f64)>,
-    /// Whether the next fit shows the whole trace.
-    pub fit_all: bool,
     /// Selected area of the timeline.
     pub area: Option<Area>,
     /// First blocks of groups that are unfolded.
@@ -172,7 +170,6 @@ impl View {
             selection: Selection::Nothing,
             coloring: Coloring::Device,
             time: None,
-            fit_all: false,
             area: None,
             unfolded: BTreeSet::new(),
             opened: BTreeSet::new(),
@@ -191,8 +188,13 @@ impl View {
         View { panel: self.panel, coloring: self.coloring, ..View::new(scene) }
     }
 
-    /// Keeps what still makes sense of an older view on a scene that was read again.
-    pub fn revisit(&mut self, scene: &Scene) {
+    /// Keeps what still makes sense of a view of the scene `before` on one that was read again.
+    pub fn revisit(&mut self, before: &Scene, scene: &Scene) {
+        let shown = |scene: &Scene, view: &Self| {
+            let run = view.run.and_then(|run| scene.runs.get(run));
+            run.map(|run| (run.start, run.end))
+        };
+        let known = shown(before, self);
         let fresh = View::new(scene);
         if self.program >= scene.programs.len() {
             self.show_program(scene, fresh.program);
@@ -202,6 +204,10 @@ impl View {
             .is_none_or(|run| scene.runs.get(run).is_none_or(|run| run.program != self.program))
         {
             self.run = scene.typical_run(self.program);
+        }
+        // A trace that was recorded again has its runs at other times.
+        if shown(scene, self) != known {
+            self.time = None;
         }
         self.selection = Selection::Nothing;
         self.timing = None;
@@ -327,13 +333,42 @@ impl View {
             let margin = ((to - from) as f64 * 0.1).max(1.0);
             self.time = Some((from as f64 - margin, to as f64 + margin));
         } else {
-            let whole = (timing.start as f64, timing.end as f64);
+            let fitted = self.fitted(scene);
             let shown = self.time.is_some_and(|(from, to)| {
-                let width = whole.1 - whole.0;
-                (to - from - width * 1.04).abs() < width * 0.05 && from <= whole.0 && to >= whole.1
+                let slack = (fitted.1 - fitted.0) * 0.05;
+                (from - fitted.0).abs() <= slack && (to - fitted.1).abs() <= slack
             });
-            self.fit_all = shown && !scene.runs.is_empty();
-            self.time = None;
+            self.time = Some(if shown && !scene.runs.is_empty() {
+                with_margin(0, scene.trace_end)
+            } else {
+                fitted
+            });
         }
     }
+
+    /// The visible time; the run shown where none was chosen yet.
+    pub fn visible(&mut self, scene: &Scene) -> (f64, f64) {
+        let time = self.time.unwrap_or_else(|| self.fitted(scene));
+        self.time = Some(time);
+        time
+    }
+
+    /// When the run shown began, in nanoseconds: what times are counted from.
+    pub fn origin(&self, scene: &Scene) -> f64 {
+        let run = self.run.and_then(|run| scene.runs.get(run));
+        run.map_or(0.0, |run| run.start as f64)
+    }
+
+    /// The time that shows the whole run, and all that was predicted for it.
+    fn fitted(&mut self, scene: &Scene) -> (f64, f64) {
+        let timing = self.timing(scene);
+        let predicted = self.program(scene).map_or(0, |program| program.predicted.end);
+        with_margin(timing.start, timing.nanos().max(predicted))
+    }
+}
+
+/// A stretch of time with a little room on both sides.
+fn with_margin(start: u64, nanos: u64) -> (f64, f64) {
+    let nanos = nanos.max(1) as f64;
+    (start as f64 - nanos * 0.02, start as f64 + nanos * 1.02)
 }

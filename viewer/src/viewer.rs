@@ -45,12 +45,23 @@ pub struct Viewer {
     pub objective: Objective,
     /// The program that answers what-if questions.
     pub compiler: PathBuf,
-    comparison: Option<(usize, Comparison)>,
+    comparison: Option<(Second, usize, Comparison)>,
     /// Folders of the questions that were asked; they go with the window.
     answers: Vec<TempDir>,
     chosen: (Sender<Chosen>, Receiver<Chosen>),
     export: Option<(Purpose, PathBuf)>,
     watched: f64,
+    /// The window's title as it was sent last: some window systems do not say what it is.
+    title: String,
+}
+
+/// What the document is compared with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Second {
+    /// The answer to a question.
+    Answer,
+    /// Another document.
+    Other,
 }
 
 impl Viewer {
@@ -73,6 +84,7 @@ impl Viewer {
             chosen: channel(),
             export: None,
             watched: 0.0,
+            title: String::new(),
         }
     }
 
@@ -84,6 +96,8 @@ impl Viewer {
                 self.view = self.view.turn_to(&document.scene);
                 self.objective = document.plan.asked.objective;
                 self.document = Some(document);
+                // It was asked about what was open.
+                self.question = None;
                 self.comparison = None;
                 self.message = None;
             }
@@ -103,9 +117,10 @@ impl Viewer {
         }
     }
 
-    /// Puts a document beside what is open.
+    /// Puts a document beside what is open, in place of an answer.
     pub fn set_other(&mut self, other: Document) {
         self.other = Some(other);
+        self.question.take_if(|question| matches!(question.answer, Answer::Plan(_)));
         self.comparison = None;
         self.view.panel = Panel::Compare;
     }
@@ -178,41 +193,39 @@ impl Viewer {
             Panel::Timeline => timeline_panel::show(ui, scene, &mut self.view),
             Panel::Memory => memory_panel::show(ui, scene, &mut self.view),
             Panel::Steps => step_panel::show(ui, scene, &mut self.view),
-            Panel::Compare => {
-                let program = self.view.program;
-                if let Some(other) = &self.other
-                    && self.comparison.as_ref().is_none_or(|(compared, _)| *compared != program)
-                {
-                    self.comparison =
-                        Some((program, compare::compare(scene, &other.scene, program)));
-                }
-                let (first, second) = (
-                    document.title(),
-                    self.other.as_ref().map(Document::title).unwrap_or_default(),
-                );
-                let asked = self.question.as_ref().filter(|q| matches!(q.answer, Answer::Plan(_)));
-                let second = asked.map_or(second, |question| question.title.clone());
-                let answer = asked.and_then(|question| match &question.answer {
-                    Answer::Plan(document) => Some(document.as_ref()),
-                    Answer::Awaited(_) | Answer::Refused(_) => None,
-                });
-                let other = answer.or(self.other.as_ref());
-                if let Some(answer) = answer
-                    && self.comparison.as_ref().is_none_or(|(compared, _)| *compared != program)
-                {
-                    self.comparison =
-                        Some((program, compare::compare(scene, &answer.scene, program)));
-                }
-                let pair = other.zip(self.comparison.as_ref()).map(|(other, (_, comparison))| {
-                    compare_panel::Other {
-                        scene: &other.scene,
-                        first_title: &first,
-                        second_title: &second,
-                        comparison,
-                    }
-                });
-                compare_panel::show(ui, scene, pair, &mut self.view);
-            }
+            Panel::Compare => self.compare(ui),
+        }
+    }
+
+    fn compare(&mut self, ui: &mut Ui) {
+        self.refresh_comparison();
+        let Some(document) = &self.document else { return };
+        let first_title = document.title();
+        let second = second(self.question.as_ref(), self.other.as_ref());
+        let second_title = match (second, &self.question) {
+            (Some((Second::Answer, _)), Some(question)) => question.title.clone(),
+            (Some((_, other)), _) => other.title(),
+            (None, _) => String::new(),
+        };
+        let pair = second.zip(self.comparison.as_ref());
+        let pair = pair.map(|((_, other), (_, _, comparison))| compare_panel::Other {
+            scene: &other.scene,
+            first_title: &first_title,
+            second_title: &second_title,
+            comparison,
+        });
+        compare_panel::show(ui, &document.scene, pair, &mut self.view);
+    }
+
+    /// Compares anew where the comparison at hand is of another document or program.
+    fn refresh_comparison(&mut self) {
+        let second = second(self.question.as_ref(), self.other.as_ref());
+        let (Some(document), Some((which, other))) = (&self.document, second) else { return };
+        let program = self.view.program;
+        let known = self.comparison.as_ref().map(|(which, program, _)| (*which, *program));
+        if known != Some((which, program)) {
+            let comparison = compare::compare(&document.scene, &other.scene, program);
+            self.comparison = Some((which, program, comparison));
         }
     }
 
@@ -236,14 +249,34 @@ impl Viewer {
     }
 }
 
-impl eframe::App for Viewer {
-    fn ui(&mut self, ui: &mut Ui, _: &mut eframe::Frame) {
+/// What the document is compared with: the answer to a question, else the other document.
+fn second<'a>(
+    question: Option<&'a Question>,
+    other: Option<&'a Document>,
+) -> Option<(Second, &'a Document)> {
+    let answer = question.and_then(|question| match &question.answer {
+        Answer::Plan(document) => Some((Second::Answer, document.as_ref())),
+        Answer::Awaited(_) | Answer::Refused(_) => None,
+    });
+    answer.or(other.map(|other| (Second::Other, other)))
+}
+
+impl Viewer {
+    /// Gives the window its title where that has changed: every command to a window draws another frame.
+    fn send_title(&mut self, context: &egui::Context) {
         let title = self.document.as_ref().map(Document::title);
         let title = title
             .map_or_else(|| "hybrid-viewer".to_owned(), |title| format!("{title} – hybrid-viewer"));
-        if ui.input(|input| input.viewport().title.as_deref() != Some(&title)) {
-            ui.ctx().send_viewport_cmd(ViewportCommand::Title(title));
+        if self.title != title {
+            self.title.clone_from(&title);
+            context.send_viewport_cmd(ViewportCommand::Title(title));
         }
+    }
+}
+
+impl eframe::App for Viewer {
+    fn ui(&mut self, ui: &mut Ui, _: &mut eframe::Frame) {
+        self.send_title(ui.ctx());
         Viewer::ui(self, ui);
     }
 }
@@ -251,4 +284,23 @@ impl eframe::App for Viewer {
 /// What `Ctrl` with a key means here, told from typing.
 pub(crate) fn command(ui: &Ui, key: Key) -> bool {
     ui.input_mut(|input| input.consume_key(Modifiers::COMMAND, key))
+}
+
+#[cfg(test)]
+mod tests {
+    use egui::{Context, RawInput};
+
+    use super::*;
+
+    #[test]
+    fn a_title_is_sent_once() {
+        let mut viewer = Viewer::new(None, "hybridc".into());
+        let context = Context::default();
+        let mut titles = || {
+            let output = context.run_ui(RawInput::default(), |ui| viewer.send_title(ui.ctx()));
+            let commands = output.viewport_output.into_values().flat_map(|output| output.commands);
+            commands.filter(|command| matches!(command, ViewportCommand::Title(_))).count()
+        };
+        assert_eq!([titles(), titles(), titles()], [1, 0, 0]);
+    }
 }

@@ -8,9 +8,12 @@ mod made_up;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 use egui::{DroppedFile, Pos2};
+use egui_kittest::kittest::Queryable as _;
 use harness::{Window, write};
+use ir::trace::Trace;
 use made_up::{Style, Wish};
 use viewer::Viewer;
 use viewer::files::{Chosen, Purpose};
@@ -133,4 +136,63 @@ fn an_export_that_cannot_be_written_is_told() {
         let message = window.viewer().message.as_deref().unwrap_or_default();
         assert!(message.starts_with("writing ") && message.contains("none/"), "{message}");
     }
+}
+
+/// Long enough for the next look at the files.
+fn wait_for_a_look(window: &mut Window) {
+    std::thread::sleep(Duration::from_millis(20));
+    // The harness's clock goes forward with each step.
+    window.harness.run_steps(12);
+}
+
+#[test]
+fn a_trace_that_is_recorded_again_is_in_sight() {
+    let mut window = Window::open();
+    let before = window.viewer().view.time.unwrap();
+    let (plan, trace) = write(window.folder.path(), "plan", Wish::new(12, 1, 2, Style::Pipeline));
+    window.harness.state_mut().open(&plan, Some(&trace));
+    let text = fs::read_to_string(&trace).unwrap();
+    let mut later = Trace::from_ron(&text).unwrap();
+    for run in &mut later.runs {
+        (run.start, run.end) = (run.start + 1_000_000_000, run.end + 1_000_000_000);
+    }
+    for span in &mut later.spans {
+        for time in [&mut span.ready, &mut span.start, &mut span.end] {
+            *time += 1_000_000_000;
+        }
+    }
+    wait_for_a_look(&mut window);
+    fs::write(&trace, later.to_ron().unwrap()).unwrap();
+    wait_for_a_look(&mut window);
+    let after = window.viewer().view.time.unwrap();
+    assert!((after.0 - before.0 - 1e9).abs() < 2.0 && (after.1 - before.1 - 1e9).abs() < 2.0);
+}
+
+#[test]
+fn a_file_that_stays_unreadable_is_told_once() {
+    let mut window = Window::open();
+    let plan = window.folder.path().join("plan.ron");
+    fs::write(&plan, "nothing of the kind").unwrap();
+    wait_for_a_look(&mut window);
+    assert!(window.shows("not a plan"));
+    window.click("dismiss");
+    wait_for_a_look(&mut window);
+    assert!(!window.shows("not a plan"));
+    // When it is whole again it is read.
+    let larger = Wish { gpu_layers: 8, ..Wish::new(12, 1, 2, Style::Pipeline) };
+    write(window.folder.path(), "plan", larger);
+    wait_for_a_look(&mut window);
+    assert!(window.harness.query_by_label("layers 0–7, alike").is_some());
+}
+
+#[test]
+fn a_plan_that_is_compared_with_is_read_again_when_it_changes() {
+    let mut window = Window::open();
+    let wish = |gpu_layers| Wish { gpu_layers, ..Wish::new(12, 1, 2, Style::Pipeline) };
+    let (other, _) = write(window.folder.path(), "other", wish(8));
+    choose(&mut window, Purpose::Compare, &other);
+    assert!(window.shows("layers 4–7"));
+    write(window.folder.path(), "other", wish(6));
+    wait_for_a_look(&mut window);
+    assert!(window.shows("layers 4–5") && !window.shows("layers 4–7"));
 }

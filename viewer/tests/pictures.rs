@@ -8,13 +8,13 @@ use std::fs::{self, File};
 use std::io::BufReader;
 use std::path::{Path, PathBuf};
 
-use made_up::{Style, Wish};
+use made_up::{Pace, Style, Wish};
 use tempfile::TempDir;
 use viewer::Viewer;
 use viewer::document::Document;
 use viewer::picture::Shot;
 use viewer::theme::Coloring;
-use viewer::view::{Panel, Selection};
+use viewer::view::{Area, Panel, Selection};
 use viewer::what_if::{Answer, Question};
 
 const SHOT: Shot = Shot { size: [1200.0, 760.0], scale: 1.0, dark: true };
@@ -25,14 +25,23 @@ fn viewer(wish: Wish, spans: usize) -> Viewer {
     Viewer::new(Some(Document::of(plan, trace, 7)), "hybridc".into())
 }
 
+/// Compares pixels, and the words of the same picture: a wrong number is too small to count among the pixels.
 fn check(name: &str, mut viewer: Viewer, shot: Shot) {
-    let known =
-        PathBuf::from(env!("CARGO_MANIFEST_DIR")).join(format!("tests/pictures/{name}.png"));
+    let folder = tempfile::tempdir().expect("a temporary folder can be made");
+    let words = words(&mut viewer, shot, &folder);
+    let known = |ending: &str| {
+        PathBuf::from(env!("CARGO_MANIFEST_DIR")).join(format!("tests/pictures/{name}.{ending}"))
+    };
+    let (known, known_words) = (known("png"), known("txt"));
     if std::env::var_os("BLESS").is_some() {
         viewer.save_picture(false, &known, shot, None).expect("a picture can be written");
+        fs::write(known_words, words).expect("words can be written");
         return;
     }
-    let folder = tempfile::tempdir().expect("a temporary folder can be made");
+    let read_words = fs::read_to_string(&known_words).unwrap_or_default();
+    let change = words.lines().zip(read_words.lines()).find(|(drawn, known)| drawn != known);
+    let known_words = known_words.display();
+    assert!(words == read_words, "other words than in {known_words}, drawn and known: {change:?}");
     let drawn = folder.path().join("drawn.png");
     viewer.save_picture(false, &drawn, shot, None).expect("a picture can be written");
     let (size, known_pixels) = read(&known);
@@ -50,6 +59,19 @@ fn check(name: &str, mut viewer: Viewer, shot: Shot) {
             kept.display()
         );
     }
+}
+
+/// All texts of a picture, one a line, in the order they are drawn.
+fn words(viewer: &mut Viewer, shot: Shot, folder: &TempDir) -> String {
+    let path = folder.path().join("words.svg");
+    viewer.save_picture(true, &path, shot, None).expect("a drawing can be written");
+    let drawing = fs::read_to_string(path).expect("it was written");
+    let texts = drawing.lines().filter(|line| line.starts_with("<text "));
+    let inner = |line: &str| {
+        let text = line.split_once('>').map_or("", |(_, text)| text);
+        format!("{}\n", text.trim_end_matches("</text>"))
+    };
+    texts.map(inner).collect()
 }
 
 fn read(path: &Path) -> ((u32, u32), Vec<u8>) {
@@ -88,11 +110,41 @@ fn a_timeline_of_tensor_parallel_devices_looks_as_it_did() {
 fn memory_and_steps_look_as_they_did() {
     let mut memory = viewer(Wish::new(6, 1, 1, Style::Streaming), 100);
     memory.view.panel = Panel::Memory;
+    memory.view.selection = Selection::Device(0);
     check("memory", memory, SHOT);
     let mut steps = viewer(Wish::new(6, 1, 1, Style::Streaming), 100);
     steps.view.panel = Panel::Steps;
     steps.view.coloring = Coloring::Error;
     check("steps", steps, SHOT);
+}
+
+#[test]
+fn a_step_on_weights_of_another_device_is_shown_with_its_rates_and_an_area() {
+    let mut viewer = viewer(Wish::new(6, 1, 1, Style::Streaming), 100);
+    let document = viewer.document.as_ref().expect("it is open");
+    viewer.view.show_program(&document.scene, 0);
+    viewer.view.unfold(&document.scene, 1);
+    viewer.view.opened.insert(1);
+    let start = document.scene.runs[0].start as f64;
+    let (from, to) = (start + 100_000.0, start + 200_000.0);
+    viewer.view.area = Some(Area { start: from, end: to, first_lane: 0, last_lane: 1 });
+    let steps = &document.scene.programs[0].steps;
+    let step = steps.iter().find(|step| step.name.ends_with("q_proj") && step.flops > 0.0);
+    viewer.view.selection = Selection::Step(step.expect("it is there").number, Some(0));
+    check("homes", viewer, Shot { size: [1200.0, 900.0], ..SHOT });
+}
+
+#[test]
+fn a_short_prompt_is_shown_with_its_length() {
+    let plan = made_up::plan(Wish::new(6, 1, 1, Style::Streaming));
+    let pace = Pace { percent: 112, prompt: Some(8) };
+    let trace = made_up::trace_at(&plan, 7, 60, pace);
+    let mut viewer = Viewer::new(Some(Document::of(plan, Some(trace), 7)), "hybridc".into());
+    let document = viewer.document.as_ref().expect("it is open");
+    viewer.view.show_program(&document.scene, 0);
+    viewer.view.coloring = Coloring::Error;
+    viewer.view.selection = Selection::Blocks(1, 6);
+    check("short", viewer, SHOT);
 }
 
 #[test]

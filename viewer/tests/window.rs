@@ -8,13 +8,14 @@ use std::time::Duration;
 
 use egui::{Event, Key, Modifiers, MouseWheelUnit, Pos2, Vec2, vec2};
 use egui_kittest::kittest::Queryable as _;
-use harness::{Window, write, write_plan};
+use harness::{Window, write, write_at, write_plan};
 use ir::asked::{Asked, Objective, Request};
 use ir::tensor::DType;
-use made_up::{Style, Wish};
+use made_up::{Pace, Style, Wish};
 use viewer::Viewer;
+use viewer::details_panel::sum_within;
 use viewer::document::Document;
-use viewer::view::{Panel, Selection};
+use viewer::view::{Area, Panel, Selection};
 use viewer::what_if::Answer;
 
 fn width(viewer: &Viewer) -> f64 {
@@ -95,6 +96,58 @@ fn keys_wheel_and_drag_zoom_and_pan_and_f_fits() {
     assert!((fitted.0 - whole.0).abs() < 2.0 && (fitted.1 - whole.1).abs() < 2.0);
     window.press(Modifiers::NONE, Key::F);
     assert!(width(window.viewer()) > 2.0 * (whole.1 - whole.0), "again: the whole trace");
+}
+
+#[test]
+fn f_shows_the_whole_trace_of_a_run_that_was_faster_than_predicted() {
+    let folder = tempfile::tempdir().unwrap();
+    let plan = made_up::plan(Wish::new(12, 1, 2, Style::Pipeline));
+    let pace = Pace { percent: 60, prompt: None };
+    let (path, trace) = write_at(folder.path(), "plan", &plan, pace);
+    let document = Document::open(&path, Some(&trace)).unwrap();
+    let end = document.scene.trace_end as f64;
+    let mut window = Window::on(folder, Viewer::new(Some(document), "hybridc".into()));
+    assert!(width(window.viewer()) < 0.5 * end);
+    window.press(Modifiers::NONE, Key::F);
+    let (from, to) = window.viewer().view.time.unwrap();
+    assert!(from <= 0.0 && to >= end, "{from} to {to} of {end}");
+    window.press(Modifiers::NONE, Key::F);
+    assert!(width(window.viewer()) < 0.5 * end, "again: the run");
+}
+
+#[test]
+fn a_shift_drag_is_told_in_times_since_the_run_began() {
+    let mut window = Window::open();
+    let scene = &window.viewer().document.as_ref().unwrap().scene;
+    let start = scene.runs[window.viewer().view.run.unwrap()].start as f64;
+    assert!(start > 1_000_000.0);
+    let area = |start: f64, end: f64| Area { start, end, first_lane: 0, last_lane: 1 };
+    let view = &mut window.harness.state_mut().view;
+    view.area = Some(area(start + 135_000.0, start + 330_000.0));
+    window.harness.run_steps(2);
+    assert!(window.shows("135 µs to 330 µs"));
+    // A second later both ends are still told apart.
+    let late = 1_500_000_000.0 + start;
+    window.harness.state_mut().view.area = Some(area(late, late + 100_000.0));
+    window.harness.run_steps(2);
+    assert!(window.shows("1500000 µs to 1500100 µs"));
+}
+
+#[test]
+fn members_of_a_collective_count_once_in_an_area() {
+    let plan = made_up::plan(Wish::new(4, 4, 0, Style::Tensor));
+    let scene = viewer::scene::Scene::new(&plan, None, Vec::new());
+    let program = &scene.programs[0];
+    let is_collective = |lane: &viewer::scene::Lane| lane.name == "gpu0 … gpu3 (4)";
+    let lane = scene.lanes.iter().position(is_collective).unwrap();
+    let end = program.predicted.end as f64;
+    let area = Area { start: 0.0, end, first_lane: lane, last_lane: lane };
+    let (count, nanos) = sum_within(&program.bars[lane], area);
+    let bars = program.bars[lane].rows();
+    let all: u64 = bars.iter().map(|bar| bar.end - bar.start).sum();
+    assert_eq!(count, bars.len());
+    // Four members work beside each other.
+    assert!(nanos > 0.0 && nanos < all as f64 / 2.0, "{nanos} of {all}");
 }
 
 #[test]

@@ -4,7 +4,7 @@ use egui::{
     Align2, Color32, CursorIcon, FontId, Pos2, Rect, Sense, Stroke, StrokeKind, Ui, pos2, vec2,
 };
 
-use super::{CARD_HEIGHT, Columns, Row, STEP_HEIGHT, row_nanos};
+use super::{Columns, HOME_HEIGHT, Row, STEP_HEIGHT, row_nanos};
 use crate::quantity;
 use crate::scene::{Block, Program, Scene};
 use crate::text::text_within;
@@ -59,7 +59,6 @@ pub(super) fn draw_row(
     block_menu(&response, scene, view, row);
     drag(ui, scene, view, row, &response, columns, &title);
 
-    let average = mean_error(program, row);
     let color = match view.coloring {
         Coloring::Device => {
             block.devices.first().map_or(Color32::GRAY, |&device| theme::device(scene, device))
@@ -69,7 +68,7 @@ pub(super) fn draw_row(
             most.map_or(Color32::GRAY, |&step| theme::kind(program.steps[step].kind))
         }
         Coloring::Time => theme::heat(row_nanos(program, row) as f32 / largest.max(1) as f32),
-        Coloring::Error => theme::error(average),
+        Coloring::Error => theme::error(program.blocks_error(row.first, row.last)),
     };
     let selected = is_selected(view, program, row);
     let stroke =
@@ -115,9 +114,12 @@ pub(super) fn draw_row(
         &painter,
         pos2(left, rect.top() + 29.0),
         room,
-        &numbers(program, row, average),
+        &numbers(program, row),
         ui.visuals().text_color(),
     );
+    let home = scene.home_text(view.program, &block.steps);
+    let at = pos2(left, rect.top() + 29.0 + HOME_HEIGHT);
+    text_within(ui, &painter, at, room, &home, ui.visuals().text_color());
     let mut job = egui::text::LayoutJob::simple(
         because(block),
         FontId::proportional(11.0),
@@ -129,9 +131,10 @@ pub(super) fn draw_row(
     if galley.elided {
         response.on_hover_text_at_pointer(because(block));
     }
-    painter.galley(pos2(left, rect.top() + 38.0), galley, theme::weak(ui));
+    let at = pos2(left, rect.top() + row.head - 32.0);
+    painter.galley(at, galley, theme::weak(ui));
     if !row.is_group && view.opened.contains(&row.first) {
-        draw_steps(ui, view, program, block, rect, columns);
+        draw_steps(ui, view, program, block, rect.top() + row.head, columns);
     }
 }
 
@@ -144,7 +147,7 @@ fn title(program: &Program, row: &Row) -> String {
 }
 
 /// Time and bytes of one block, or of all blocks of a group.
-fn numbers(program: &Program, row: &Row, error: Option<f64>) -> String {
+fn numbers(program: &Program, row: &Row) -> String {
     let blocks = &program.blocks[row.first..=row.last];
     let bytes = blocks.iter().map(|block| block.weight_bytes).fold(0, u64::saturating_add);
     let mut text = quantity::nanos(row_nanos(program, row) as f64);
@@ -152,7 +155,7 @@ fn numbers(program: &Program, row: &Row, error: Option<f64>) -> String {
         let mean = row_nanos(program, row) as f64 / blocks.len() as f64;
         text = format!("{} × {} = {text}", blocks.len(), quantity::nanos(mean));
     }
-    if let Some(error) = error {
+    if let Some(error) = program.blocks_error(row.first, row.last) {
         text += &format!(", measured {}", quantity::change(error));
     }
     if bytes > 0 {
@@ -162,13 +165,6 @@ fn numbers(program: &Program, row: &Row, error: Option<f64>) -> String {
         text += &format!(" · {count} × {verb} of {}", quantity::bytes(*bytes));
     }
     text
-}
-
-fn mean_error(program: &Program, row: &Row) -> Option<f64> {
-    let blocks = &program.blocks[row.first..=row.last];
-    let measured: Option<u64> = blocks.iter().map(|block| block.measured_nanos).sum();
-    let predicted = row_nanos(program, row);
-    (predicted > 0).then_some(measured? as f64 / predicted as f64 - 1.0)
 }
 
 fn because(block: &Block) -> String {
@@ -210,7 +206,7 @@ fn select_at(view: &mut View, program: &Program, row: &Row, rect: Rect, response
     view.scroll_to_selection = true;
     let opened = !row.is_group && view.opened.contains(&row.first);
     if let (true, Some(at)) = (opened, response.interact_pointer_pos()) {
-        let line = ((at.y - rect.top() - CARD_HEIGHT) / STEP_HEIGHT).floor();
+        let line = ((at.y - rect.top() - row.head) / STEP_HEIGHT).floor();
         let block = &program.blocks[row.first];
         let part = (at.x - rect.left()) / rect.width();
         let (first, last) = (block.devices.first(), block.devices.last());
@@ -241,7 +237,7 @@ fn draw_steps(
     view: &View,
     program: &Program,
     block: &Block,
-    rect: Rect,
+    steps_top: f32,
     columns: Columns,
 ) {
     let selected = view.selection;
@@ -250,7 +246,7 @@ fn draw_steps(
         let mine = block.steps.iter().filter(|&&step| program.steps[step].device == device);
         for (line, &step) in mine.enumerate() {
             let row = &program.steps[step];
-            let top = rect.top() + CARD_HEIGHT + line as f32 * STEP_HEIGHT;
+            let top = steps_top + line as f32 * STEP_HEIGHT;
             let place =
                 Rect::from_min_size(pos2(left, top), vec2(columns.width - 28.0, STEP_HEIGHT - 1.0));
             let painter = ui.painter().with_clip_rect(place.intersect(ui.clip_rect()));

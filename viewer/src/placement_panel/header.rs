@@ -3,7 +3,7 @@
 use egui::{Align2, Color32, FontId, Rect, Sense, Stroke, StrokeKind, Ui, vec2};
 
 use crate::quantity;
-use crate::scene::{Scene, Summary};
+use crate::scene::{Bottleneck, Scene, Summary};
 use crate::text::text_within;
 use crate::theme;
 use crate::view::{Selection, View, Wish};
@@ -24,7 +24,8 @@ pub(super) fn draw_header(ui: &mut Ui, scene: &Scene, view: &mut View, rect: Rec
             view.selection = Selection::Device(number);
         }
         device_menu(&response, scene, view, number);
-        let bottleneck = summary.bottleneck == Some(number) && scene.devices.len() > 1;
+        let bottleneck = summary.bottleneck == Some(Bottleneck::Device(number));
+        let bottleneck = bottleneck && scene.devices.len() > 1;
         let color = theme::device(scene, number);
         let selected = view.selection == Selection::Device(number);
         let edge = if bottleneck {

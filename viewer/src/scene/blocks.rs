@@ -2,9 +2,12 @@
 
 use std::collections::BTreeMap;
 
+use ir::graph::Reason;
 use ir::id::Id as _;
 
-use super::{Kind, Program, Run, Times};
+use super::steps::by_home;
+use super::{Kind, Program, Run, Step, Times};
+use crate::quantity;
 
 /// One transformer block, or what stands before or behind them.
 #[derive(Clone, Debug, Default)]
@@ -25,6 +28,8 @@ pub struct Block {
     pub weight_bytes: u64,
     /// Bytes of its caches.
     pub cache_bytes: u64,
+    /// Bytes of both by the device that is their home.
+    pub bytes_at: Vec<(usize, u64)>,
     /// Why it is where it is: the cause that decided, in words.
     pub cause: String,
     /// The best other place.
@@ -64,22 +69,66 @@ pub struct Edge {
 }
 
 impl Block {
-    /// How much longer it took than predicted, relative to the prediction.
-    pub fn error(&self) -> Option<f64> {
-        let measured = self.measured_nanos? as f64;
-        (self.predicted_nanos > 0).then(|| measured / self.predicted_nanos as f64 - 1.0)
-    }
-
     /// `layer 12`, `embed_tokens`.
     pub fn title(&self) -> String {
         let last = self.name.rsplit('.').next().unwrap_or(&self.name);
         self.number.map_or_else(|| last.to_owned(), |number| format!("layer {number}"))
     }
 
+    /// Bytes of its weights and caches that are not at home on the device.
+    pub fn bytes_away_from(&self, device: usize) -> u64 {
+        let away = self.bytes_at.iter().filter(|&&(home, _)| home != device);
+        away.map(|&(_, bytes)| bytes).fold(0, u64::saturating_add)
+    }
+
     /// A pattern that matches the names of its steps and of no others.
     pub fn pattern(&self) -> String {
         let escaped = self.name.replace('.', r"\.");
         format!(r"^{escaped}(\.|$)")
+    }
+}
+
+impl Program {
+    /// How much longer blocks `first..=last` took than predicted, relative to the prediction: of all their work, or of
+    /// the steps that were measured in runs as large as predicted ones. `None` where there are none.
+    pub fn blocks_error(&self, first: usize, last: usize) -> Option<f64> {
+        let steps = || self.steps_of(first, last).filter(|step| step.measured.is_some());
+        if steps().all(Step::is_as_planned) {
+            let measured = self.blocks_measured(first, last)?;
+            return quantity::relative_change(self.blocks_predicted(first, last), measured);
+        }
+        let alike = steps().filter(|step| step.is_as_planned());
+        let (predicted, measured) =
+            alike.fold((0, 0), |(predicted, measured): (u64, u64), step| {
+                let nanos = step.measured.map_or(0, |measured| measured.median_nanos);
+                (predicted.saturating_add(step.predicted_nanos), measured.saturating_add(nanos))
+            });
+        quantity::relative_change(predicted, measured)
+    }
+
+    /// The same as text, which says what is left out.
+    pub fn blocks_error_text(&self, first: usize, last: usize) -> Option<String> {
+        let error = quantity::change(self.blocks_error(first, last)?);
+        let mut steps = self.steps_of(first, last).filter(|step| step.measured.is_some());
+        let is_whole = steps.all(Step::is_as_planned);
+        Some(if is_whole { error } else { format!("{error} without attention") })
+    }
+
+    fn steps_of(&self, first: usize, last: usize) -> impl Iterator<Item = &Step> {
+        let blocks = self.blocks.get(first..=last).unwrap_or_default();
+        blocks.iter().flat_map(|block| &block.steps).map(|&step| &self.steps[step])
+    }
+
+    /// What blocks `first..=last` are predicted to take together.
+    pub fn blocks_predicted(&self, first: usize, last: usize) -> u64 {
+        let blocks = self.blocks.get(first..=last).unwrap_or_default();
+        blocks.iter().map(|block| block.predicted_nanos).fold(0, u64::saturating_add)
+    }
+
+    /// What blocks `first..=last` took together; `None` where one was not measured.
+    pub fn blocks_measured(&self, first: usize, last: usize) -> Option<u64> {
+        let blocks = self.blocks.get(first..=last).unwrap_or_default();
+        blocks.iter().try_fold(0, |sum: u64, block| Some(sum.saturating_add(block.measured_nanos?)))
     }
 }
 
@@ -97,7 +146,7 @@ pub(super) fn block_name(name: &str) -> (&str, Option<u32>) {
 }
 
 /// Fills blocks, groups and edges of a program whose steps and predicted times are known.
-pub(super) fn fill(program: &mut Program, planned: &ir::plan::Program) {
+pub(super) fn fill(program: &mut Program, planned: &ir::plan::Program, devices: usize) {
     let mut found: BTreeMap<&str, Vec<usize>> = BTreeMap::new();
     for step in &program.steps {
         found.entry(block_name(&step.name).0).or_default().push(step.number);
@@ -120,7 +169,7 @@ pub(super) fn fill(program: &mut Program, planned: &ir::plan::Program) {
     }
     program.blocks = blocks;
     program.groups = groups(&program.blocks);
-    program.edges = edges(program, planned);
+    program.edges = edges(program, planned, devices);
 }
 
 fn block(program: &Program, name: &str, steps: Vec<usize>) -> Block {
@@ -132,9 +181,15 @@ fn block(program: &Program, name: &str, steps: Vec<usize>) -> Block {
     }
     devices.sort_unstable();
     devices.dedup();
-    // What says most of the place: a limit, then the largest weights.
+    // What says most of the place: a limit, a pin, what is at home elsewhere, then the largest weights.
     let decisive = computed()
-        .max_by_key(|step| (step.limit.is_some(), step.weight_bytes, step.predicted_nanos))
+        .max_by_key(|step| {
+            let is_pinned = matches!(step.reason, Some(Reason::Pinned { .. }));
+            let is_away = step.weight_homes().next().is_some()
+                || step.limit().is_some_and(|device| device != step.device);
+            let (is_limited, bytes) = (step.limit().is_some(), step.weight_bytes);
+            (is_limited, is_pinned, is_away, bytes, step.predicted_nanos)
+        })
         .or_else(|| rows().next());
     let mut collectives: BTreeMap<(String, u64), usize> = BTreeMap::new();
     for step in rows().filter(|step| step.kind == Kind::Collective) {
@@ -152,6 +207,10 @@ fn block(program: &Program, name: &str, steps: Vec<usize>) -> Block {
         measured_nanos: None,
         weight_bytes: rows().map(|step| step.weight_bytes).fold(0, u64::saturating_add),
         cache_bytes: rows().map(|step| step.cache_bytes).fold(0, u64::saturating_add),
+        bytes_at: by_home(rows().flat_map(|step| {
+            let cache = step.cache_at.map(|home| (home, step.cache_bytes));
+            step.weight_bytes_at.iter().copied().chain(cache)
+        })),
         cause: decisive.map(|step| step.cause.clone()).unwrap_or_default(),
         runner_up: decisive.and_then(|step| step.runner_up.clone()),
         limit: limit(program, &steps),
@@ -169,30 +228,45 @@ fn limit(program: &Program, steps: &[usize]) -> Option<(usize, u64)> {
     let rows = steps.iter().map(|&step| &program.steps[step]);
     let limited = rows.filter_map(|step| {
         let lost = step.gap_nanos.unwrap_or(0).min(0).unsigned_abs();
-        step.limit.map(|(device, _)| (device, lost))
+        step.limit().map(|device| (device, lost))
     });
     limited.max_by_key(|&(_, lost)| lost)
 }
 
 /// Whether a step brings a weight, which only some blocks need.
-fn is_fetch(step: &super::Step) -> bool {
+fn is_fetch(step: &Step) -> bool {
     step.verb == "fetch"
 }
 
-/// Everything that makes two blocks alike: work, shapes, formats, places and reasons, but no names or moved activations.
+/// Everything that makes two blocks alike: work, shapes, formats, places and reasons, but no names or moves.
 fn signature(program: &Program, steps: &[usize]) -> String {
     let rows = steps.iter().map(|&step| &program.steps[step]);
-    let describe = |step: &super::Step| {
+    let describe = |step: &Step| {
         let format = step.format.map(|format| format.to_string()).unwrap_or_default();
-        let limit = step.limit.map(|(device, _)| device);
-        let (verb, device) = (&step.verb, step.device);
-        format!("{verb} {device} {format} {} {} {limit:?}", step.weight_bytes, step.cache_bytes)
+        let (verb, device, reason) = (&step.verb, step.device, reason(step));
+        let (weights, cache) = (&step.weight_bytes_at, (step.cache_at, step.cache_bytes));
+        format!("{verb} {device} {format} {weights:?} {cache:?} {reason}")
     };
     let mut described: Vec<String> =
         rows.filter(|step| step.kind != Kind::Transfer || is_fetch(step)).map(describe).collect();
     // Devices that work beside each other have no order among them.
     described.sort_unstable();
     described.join("; ")
+}
+
+/// What is alike in the reasons of alike blocks: what lacks differs from one to the next.
+fn reason(step: &Step) -> String {
+    match &step.reason {
+        Some(Reason::Memory { device, .. }) => format!("no room on {device}"),
+        Some(
+            Reason::Fastest
+            | Reason::Pinned { .. }
+            | Reason::Requested
+            | Reason::FollowsInput
+            | Reason::Mismatch,
+        )
+        | None => step.cause.clone(),
+    }
 }
 
 fn groups(blocks: &[Block]) -> Vec<Group> {
@@ -213,7 +287,8 @@ fn groups(blocks: &[Block]) -> Vec<Group> {
     groups
 }
 
-fn edges(program: &Program, planned: &ir::plan::Program) -> Vec<Edge> {
+/// Between devices that there are: an unsound plan may name others.
+fn edges(program: &Program, planned: &ir::plan::Program, devices: usize) -> Vec<Edge> {
     let mut writer = vec![None; planned.buffers.len()];
     let mut reader = vec![None; planned.buffers.len()];
     for (id, step) in planned.steps.iter() {
@@ -232,6 +307,9 @@ fn edges(program: &Program, planned: &ir::plan::Program) -> Vec<Edge> {
     for (id, step) in planned.steps.iter() {
         let row = &program.steps[id.index()];
         let Some(super::LaneKind::Link(from, to)) = row.path else { continue };
+        if from.max(to) >= devices {
+            continue;
+        }
         let block = |buffers: &[ir::id::BufferId], by: &[Option<usize>]| {
             let step = buffers.first().and_then(|buffer| *by.get(buffer.index())?);
             step.map_or(row.block, |step| program.steps[step].block)

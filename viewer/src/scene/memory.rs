@@ -37,11 +37,17 @@ pub(super) struct Lifetime {
     last: Option<usize>,
 }
 
+impl Level {
+    /// All bytes.
+    pub fn bytes(&self) -> u64 {
+        self.activation_bytes.saturating_add(self.staging_bytes)
+    }
+}
+
 impl Curve {
     /// The most bytes at one time.
     pub fn peak(&self) -> u64 {
-        let total = |level: &Level| level.activation_bytes.saturating_add(level.staging_bytes);
-        self.levels.iter().map(total).max().unwrap_or(0)
+        self.levels.iter().map(Level::bytes).max().unwrap_or(0)
     }
 }
 
@@ -66,7 +72,7 @@ pub(super) fn lifetimes(program: &Program) -> Vec<Lifetime> {
         if let Some((first, is_staging)) = written[id.index()] {
             lifetimes.push(Lifetime {
                 device: buffer.device.index(),
-                bytes: super::steps::tensor_bytes(&buffer.ty, program.max),
+                bytes: buffer.ty.bytes(program.max),
                 is_staging,
                 first,
                 last: freed[id.index()],

@@ -1,13 +1,18 @@
 //! One row for each step: what it does, on what, and how long that takes.
 
+use std::collections::BTreeMap;
+
 use ir::graph::Reason;
 use ir::id::{Id as _, WeightId};
 use ir::layout::Move;
-use ir::op::{Attention, Op, Products};
-use ir::plan::{Action, Cache, ModelInfo, Phase, Plan, Program, Weight};
-use ir::tensor::{Extent, Format, TensorType};
+use ir::op::Op;
+use ir::plan::{Action, Plan, Program, Weight};
+use ir::tensor::Format;
 
+use super::reason::{Here, device_name, reason_text, runner_up_text};
+use super::work::Work;
 use super::{LaneKind, Run, Scene};
+use crate::quantity;
 
 /// One step of a program.
 #[derive(Clone, Debug)]
@@ -34,8 +39,15 @@ pub struct Step {
     pub format: Option<Format>,
     /// Bytes of those weights.
     pub weight_bytes: u64,
+    /// The same by the device that is their home.
+    pub weight_bytes_at: Vec<(usize, u64)>,
+    /// Bytes of weights that one run reads at the largest extent: of experts those of the chosen ones, as if each token
+    /// chose at random. `None` for tables, of which only rows are read.
+    pub read_bytes: Option<u64>,
     /// Bytes of the cache it keeps.
     pub cache_bytes: u64,
+    /// The device that is the home of that cache.
+    pub cache_at: Option<usize>,
     /// Bytes of the buffers it reads and writes, at the largest extent.
     pub buffer_bytes: u64,
     /// For a move, bytes that come from other devices.
@@ -46,16 +58,14 @@ pub struct Step {
     pub predicted_nanos: u64,
     /// What the trace says; `None` where it does not name the step.
     pub measured: Option<Measured>,
-    /// Why it is here.
+    /// Why it is here, in words.
     pub cause: String,
-    /// The row of the plan's table of causes.
-    pub cause_number: usize,
+    /// Why it is here.
+    pub reason: Option<Reason>,
     /// The best other place and what it would cost.
     pub runner_up: Option<String>,
     /// What it would take longer there.
     pub gap_nanos: Option<i64>,
-    /// The device whose memory kept it away, with the bytes that lacked.
-    pub limit: Option<(usize, u64)>,
     /// Steps of other lanes that must end first.
     pub waits: Vec<usize>,
     /// The devices between which it moves.
@@ -131,13 +141,56 @@ pub struct Measured {
     pub least_nanos: u64,
     /// The longest.
     pub most_nanos: u64,
+    /// Whether those runs were as large as the one that prediction and arithmetic are for; of attention also whether
+    /// about as much was cached.
+    pub is_as_planned: bool,
 }
 
 impl Step {
-    /// How much longer it took than predicted, relative to the prediction.
+    /// How much longer it took than predicted, relative to the prediction; `None` for runs of another size.
     pub fn error(&self) -> Option<f64> {
-        let measured = self.measured?.median_nanos as f64;
-        (self.predicted_nanos > 0).then(|| measured / self.predicted_nanos as f64 - 1.0)
+        let measured = self.measured.filter(|_| self.is_as_planned())?;
+        quantity::relative_change(self.predicted_nanos, measured.median_nanos)
+    }
+
+    /// Whether it was measured in runs as large as the one it is predicted for.
+    pub fn is_as_planned(&self) -> bool {
+        self.measured.is_some_and(|measured| measured.is_as_planned)
+    }
+
+    /// The time that its arithmetic and bytes are to be divided by: as measured, as predicted where nothing was, and
+    /// `None` for runs of another size.
+    pub fn rated_nanos(&self) -> Option<u64> {
+        let measured = self.measured.map_or(Some(self.predicted_nanos), |measured| {
+            measured.is_as_planned.then_some(measured.median_nanos)
+        });
+        measured.filter(|&nanos| nanos > 0)
+    }
+
+    /// The device whose memory kept it away, or what it works on.
+    pub fn limit(&self) -> Option<usize> {
+        match &self.reason {
+            Some(Reason::Memory { device, .. }) => Some(device.index()),
+            Some(
+                Reason::Fastest
+                | Reason::Pinned { .. }
+                | Reason::Requested
+                | Reason::FollowsInput
+                | Reason::Mismatch,
+            )
+            | None => None,
+        }
+    }
+
+    /// Other devices that are the home of its weights.
+    pub fn weight_homes(&self) -> impl Iterator<Item = usize> {
+        let homes = self.weight_bytes_at.iter().map(|&(home, _)| home);
+        homes.filter(|&home| home != self.device)
+    }
+
+    /// Another device that is the home of the cache it keeps.
+    pub fn cache_home(&self) -> Option<usize> {
+        self.cache_at.filter(|&home| home != self.device)
     }
 }
 
@@ -167,9 +220,8 @@ fn row(plan: &Plan, program: &Program, number: usize, device: usize) -> Step {
         Some(buffer) => format!("{id}: {}", buffer.ty),
         None => format!("{id}: no such buffer"),
     };
-    let bytes_of = |id: &ir::id::BufferId| {
-        buffer(id).map_or(0, |buffer| tensor_bytes(&buffer.ty, program.max))
-    };
+    let bytes_of =
+        |id: &ir::id::BufferId| buffer(id).map_or(0, |buffer| buffer.ty.bytes(program.max));
     let cause = plan.causes.get(step.cause);
     let (op, action) = match &step.action {
         Action::Run(op) => (Some(op), op.to_string()),
@@ -182,7 +234,16 @@ fn row(plan: &Plan, program: &Program, number: usize, device: usize) -> Step {
         .into_iter()
         .filter_map(|id: WeightId| plan.weights.get(id))
         .collect();
+    let held =
+        by_home(weights.iter().map(|weight| (weight.device.index(), plan.weight_bytes(weight))));
     let cache = op.and_then(Op::cache).and_then(|id| plan.caches.get(id));
+    let here = Here {
+        device,
+        fetches: held.iter().any(|&(home, _)| home != device),
+        borrows: cache.is_some_and(|cache| cache.device.index() != device),
+    };
+    let other = cause.and_then(|cause| cause.runner_up.as_ref());
+    let work = op.map(|op| Work { plan, program, step, op });
     let path = path(plan, program, number, device);
     let from_afar = step
         .reads
@@ -207,14 +268,14 @@ fn row(plan: &Plan, program: &Program, number: usize, device: usize) -> Step {
         device,
         reads: step.reads.iter().map(tensor).collect(),
         writes: step.writes.iter().map(tensor).collect(),
-        weights: weights.iter().map(|weight| describe(weight)).collect(),
+        weights: weights.iter().map(|weight| describe(plan, weight, device)).collect(),
         format: weights.iter().max_by_key(|weight| plan.weight_bytes(weight)).map(|w| w.format),
-        weight_bytes: weights
-            .iter()
-            .map(|weight| plan.weight_bytes(weight))
-            .fold(0, u64::saturating_add),
+        weight_bytes: held.iter().map(|&(_, bytes)| bytes).fold(0, u64::saturating_add),
+        weight_bytes_at: held,
+        read_bytes: work.and_then(Work::read_bytes),
         cache_bytes: cache
             .map_or(0, |cache| cache.bytes(plan.model.blocks, plan.model.block_tokens)),
+        cache_at: cache.map(|cache| cache.device.index()),
         buffer_bytes: step
             .reads
             .iter()
@@ -222,22 +283,16 @@ fn row(plan: &Plan, program: &Program, number: usize, device: usize) -> Step {
             .map(bytes_of)
             .fold(0, u64::saturating_add),
         moved_bytes,
-        flops: op.map_or(0.0, |op| flops(plan, program, op, number)),
+        flops: work.map_or(0.0, Work::flops),
         predicted_nanos: step.estimate_nanos,
         measured: None,
         cause: cause.map_or_else(
             || format!("{} is no cause of this plan", step.cause),
-            |cause| super::summary::reason_text(plan, &cause.reason),
+            |cause| reason_text(plan, &cause.reason, here),
         ),
-        cause_number: step.cause.index(),
-        runner_up: cause
-            .and_then(|cause| cause.runner_up.as_ref())
-            .map(|other| super::summary::runner_up_text(plan, other)),
-        gap_nanos: cause.and_then(|cause| cause.runner_up.as_ref()).map(|other| other.gap_nanos),
-        limit: cause.and_then(|cause| {
-            let Reason::Memory { device, missing_bytes } = &cause.reason else { return None };
-            Some((device.index(), *missing_bytes))
-        }),
+        reason: cause.map(|cause| cause.reason.clone()),
+        runner_up: other.map(|other| runner_up_text(plan, other, here)),
+        gap_nanos: other.map(|other| other.gap_nanos),
         waits: step
             .waits
             .iter()
@@ -296,7 +351,7 @@ fn path(plan: &Plan, program: &Program, number: usize, device: usize) -> Option<
 
 /// Gives the steps of each collective the row of their devices.
 fn gather_members(program: &Program, rows: &mut [Step]) {
-    let mut collectives = std::collections::BTreeMap::<_, Vec<usize>>::new();
+    let mut collectives = BTreeMap::<_, Vec<usize>>::new();
     for (id, step) in program.steps.iter() {
         if let Action::Move { collective: Some(collective), .. } = &step.action
             && rows[id.index()].kind == Kind::Collective
@@ -314,80 +369,50 @@ fn gather_members(program: &Program, rows: &mut [Step]) {
     }
 }
 
-/// Multiplications and additions of one step at the program's largest extent.
-fn flops(plan: &Plan, program: &Program, op: &Op, number: usize) -> f64 {
-    let step = &program.steps.rows()[number];
-    let rows = |buffer: Option<&ir::id::BufferId>| {
-        let ty = buffer.and_then(|&id| program.buffers.get(id)).map(|buffer| &buffer.ty);
-        let rows = ty.and_then(|ty| ty.shape.first()).map_or(0, |dim| dim.size(program.max));
-        f64::from(rows)
-    };
-    let elements = |id: &WeightId| {
-        let shape = plan.weights.get(*id).map(|weight| weight.shape.as_slice()).unwrap_or_default();
-        shape.iter().map(|&size| f64::from(size)).product::<f64>()
-    };
-    match op.products() {
-        Some(Products::Linear(linear)) => {
-            let weights: f64 = linear.weights.iter().map(elements).sum();
-            2.0 * weights * rows(step.reads.first())
-        }
-        Some(Products::Attention(Attention { heads, head_dim, .. })) => {
-            // A prompt's token sees half of the prompt on average; decode is priced at half of the context.
-            let seen = match program.phase {
-                Phase::Prefill => f64::from(program.max.tokens) / 2.0,
-                Phase::Decode => f64::from(plan.model.context) / 2.0,
-            };
-            4.0 * f64::from(*heads) * f64::from(*head_dim) * rows(step.reads.first()) * seen
-        }
-        Some(Products::Experts(experts)) => {
-            let one: f64 = [experts.gate, experts.up, experts.down]
-                .iter()
-                .filter_map(|&id| plan.weights.get(id))
-                .map(|weight| {
-                    weight.shape.iter().skip(1).map(|&size| f64::from(size)).product::<f64>()
-                })
-                .sum();
-            let ids = step.reads.get(1).and_then(|&id| program.buffers.get(id));
-            let used = ids.map_or(1, |buffer| buffer.ty.features(program.max));
-            2.0 * one * f64::from(used) * rows(step.reads.first())
-        }
-        None => 0.0,
-    }
-}
-
-fn describe(weight: &Weight) -> String {
+/// `layers.3.mlp.up bf16[256, 64]`, with its home where that is not the step's device.
+fn describe(plan: &Plan, weight: &Weight, device: usize) -> String {
     let shape: Vec<String> = weight.shape.iter().map(u32::to_string).collect();
-    format!("{} {}[{}]", weight.name, weight.format, shape.join(", "))
+    let text = format!("{} {}[{}]", weight.name, weight.format, shape.join(", "));
+    if weight.device.index() == device {
+        return text;
+    }
+    format!("{text} at home on {}", device_name(plan, weight.device))
 }
 
-/// As `TensorType::bytes`, for sizes that may be absurd.
-pub(super) fn tensor_bytes(ty: &TensorType, extent: Extent) -> u64 {
-    let elements = ty.shape.iter().map(|dim| u64::from(dim.size(extent)));
-    elements.fold(ty.dtype.bytes(), u64::saturating_mul)
-}
-
-/// As `Cache::bytes`, for sizes that may be absurd.
-pub(super) fn cache_bytes(cache: &Cache, model: &ModelInfo) -> u64 {
-    [cache.kv_heads, cache.head_dim, model.blocks, model.block_tokens]
-        .into_iter()
-        .fold(2 * cache.dtype.bytes(), |bytes, size| bytes.saturating_mul(u64::from(size)))
+/// Bytes by the device that is their home, in order of devices.
+pub(super) fn by_home(bytes: impl Iterator<Item = (usize, u64)>) -> Vec<(usize, u64)> {
+    let mut homes = BTreeMap::<usize, u64>::new();
+    for (device, bytes) in bytes {
+        let sum = homes.entry(device).or_default();
+        *sum = sum.saturating_add(bytes);
+    }
+    homes.into_iter().collect()
 }
 
 /// Fills in what the trace says of each step.
 pub(super) fn measure(scene: &mut Scene) {
-    for (number, program) in scene.programs.iter_mut().enumerate() {
-        let runs: Vec<_> = scene.runs.iter().filter(|run| run.program == number).collect();
-        // Runs of fewer tokens say nothing of a prediction for more.
-        let most = runs.iter().map(|run| run.tokens).max().unwrap_or(0);
-        let runs: Vec<&Run> = runs.into_iter().filter(|run| run.tokens == most).collect();
+    for number in 0..scene.programs.len() {
+        let is_attention_as_planned = scene.is_attention_as_planned(number);
+        let program = &mut scene.programs[number];
+        let runs: Vec<&Run> = scene.runs.iter().filter(|run| run.program == number).collect();
+        // Runs of fewer tokens say nothing of those of more.
+        let most = runs.iter().map(|run| run.tokens).max();
+        let runs: Vec<&Run> = runs.into_iter().filter(|run| Some(run.tokens) == most).collect();
+        program.measured_tokens = most;
+        let is_full = program.is_measured_in_full();
         for step in &mut program.steps {
             let spans = runs.iter().filter_map(|run| run.times.get(step.number).copied().flatten());
             let mut nanos: Vec<u64> = spans.map(|times| times.end - times.start).collect();
             nanos.sort_unstable();
             if let (Some(&least_nanos), Some(&most_nanos)) = (nanos.first(), nanos.last()) {
-                let median_nanos = nanos[nanos.len() / 2];
-                let count = nanos.len();
-                step.measured = Some(Measured { count, median_nanos, least_nanos, most_nanos });
+                step.measured = Some(Measured {
+                    count: nanos.len(),
+                    median_nanos: nanos[nanos.len() / 2],
+                    least_nanos,
+                    most_nanos,
+                    is_as_planned: is_full
+                        && (step.kind != Kind::Attention || is_attention_as_planned),
+                });
             }
         }
         super::blocks::measure(program, &runs);

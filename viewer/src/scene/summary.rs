@@ -1,35 +1,52 @@
 //! The answers that people come for, in words: how far off, what is the bottleneck, which limit binds.
 
-use ir::graph::{Reason, RunnerUp};
-use ir::id::Id as _;
-use ir::plan::Plan;
+use std::cmp::Reverse;
+use std::collections::BTreeMap;
 
-use super::Scene;
+use super::{Program, Run, Scene, Timing};
 use crate::quantity;
 
 /// What is to be said of one program.
 #[derive(Clone, Debug, Default)]
 pub struct Summary {
-    /// Time of one run as the compiler forecast it, or as its steps add up.
+    /// Time of one run of the largest size, as the compiler forecast it or as its steps add up.
     pub predicted_nanos: u64,
-    /// Median of the measured runs at full size.
+    /// Median of the measured runs with most tokens.
     pub measured_nanos: Option<u64>,
     /// How many runs that is.
     pub runs: usize,
-    /// Tokens of those runs, where that is less than the prediction is for.
-    pub fewer_tokens: Option<u32>,
-    /// Tokens cached in a decode's median run, where that is far from what the prediction is for: both.
-    pub other_cached: Option<(u32, u32)>,
+    /// What the median run was fed and found.
+    pub size: Option<Size>,
+    /// The compiler's forecast of a run of that size; `None` where it has none.
+    pub expected_nanos: Option<u64>,
     /// For each device, then for movement: time on the critical path, measured if there is a trace.
     pub critical_nanos: Vec<u64>,
     /// For each device, then for movement: time of all steps, on that path or beside it.
     pub busy_nanos: Vec<u64>,
     /// The whole of that path, waiting included.
     pub critical_end: u64,
-    /// The device with most of it.
-    pub bottleneck: Option<usize>,
+    /// What most of it goes to.
+    pub bottleneck: Option<Bottleneck>,
     /// Devices whose memory kept blocks away.
     pub limits: Vec<Limit>,
+}
+
+/// What a run was fed and found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Size {
+    /// Tokens fed, over all sequences.
+    pub tokens: u32,
+    /// Tokens cached of each sequence.
+    pub cached: u32,
+}
+
+/// What most of a run's time goes to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Bottleneck {
+    /// Work of a device.
+    Device(usize),
+    /// Movement, most of it in this row of `Scene::lanes`.
+    Movement(Option<usize>),
 }
 
 /// What a device's memory kept away.
@@ -39,7 +56,7 @@ pub struct Limit {
     pub device: usize,
     /// Blocks that would be faster there.
     pub blocks: Vec<usize>,
-    /// Bytes they would take there.
+    /// Bytes they would take there beside what is there already.
     pub needed_bytes: u64,
     /// Bytes still free there.
     pub free_bytes: u64,
@@ -48,54 +65,114 @@ pub struct Limit {
 }
 
 impl Summary {
-    /// How much longer runs took than predicted, relative to the prediction.
+    /// How much longer runs took than a run of their size was predicted to, relative to that.
     pub fn error(&self) -> Option<f64> {
-        let measured = self.measured_nanos? as f64;
-        (self.predicted_nanos > 0).then(|| measured / self.predicted_nanos as f64 - 1.0)
+        quantity::relative_change(self.expected_nanos?, self.measured_nanos?)
+    }
+}
+
+impl Size {
+    fn of(run: &Run) -> Self {
+        Size { tokens: run.tokens, cached: run.past / run.sequences.max(1) }
+    }
+
+    /// Whether attention has about as much to do in both: within a factor of two it does not change a forecast much.
+    pub fn is_like(self, other: Size) -> bool {
+        let seen = |size: Size| u64::from(size.cached) + u64::from(size.tokens) / 2;
+        let (a, b) = (seen(self), seen(other));
+        self.tokens == other.tokens && a <= 2 * b && b <= 2 * a
+    }
+}
+
+impl Program {
+    /// What predictions of steps are for.
+    pub fn predicted_size(&self) -> Size {
+        Size { tokens: self.max_tokens, cached: self.cached_tokens }
+    }
+
+    /// Whether the largest measured runs had as many tokens as predictions of steps are for.
+    pub fn is_measured_in_full(&self) -> bool {
+        self.measured_tokens == Some(self.max_tokens)
+    }
+
+    /// ` for 512 tokens`; empty where the largest measured runs are as large as what predictions of steps are for.
+    pub fn tokens_text(&self, tokens: u32) -> String {
+        if self.measured_tokens.is_none() || self.is_measured_in_full() {
+            return String::new();
+        }
+        format!(" for {tokens} token{}", if tokens == 1 { "" } else { "s" })
+    }
+
+    /// The compiler's forecast of a run of some size; `None` where it has none.
+    fn expected_nanos(&self, size: Size) -> Option<u64> {
+        // Of decode it has none for fewer sequences.
+        if self.is_decode && size.tokens != self.max_tokens {
+            return None;
+        }
+        let varied = |size: Size| if self.is_decode { size.cached } else { size.tokens };
+        let is_largest = varied(size) == varied(self.predicted_size());
+        match &self.forecast {
+            Some(forecast) if is_largest || !forecast.others.is_empty() => {
+                Some(forecast.nanos_of(varied(size)).round() as u64)
+            }
+            None if is_largest => Some(self.predicted.end),
+            Some(_) | None => None,
+        }
     }
 }
 
 impl Scene {
+    /// Whether the typical run of a program is as large as what the estimates of its attention are for.
+    pub(super) fn is_attention_as_planned(&self, program: usize) -> bool {
+        let run = self.typical_run(program).and_then(|run| self.runs.get(run));
+        let planned = self.programs.get(program).map(Program::predicted_size);
+        run.zip(planned).is_some_and(|(run, planned)| Size::of(run).is_like(planned))
+    }
+
     /// What is to be said of a program. Worked out once: see `Scene::summaries`.
     pub(super) fn summarise(&self, program: usize) -> Summary {
         let Some(row) = self.programs.get(program) else { return Summary::default() };
         let typical = self.typical_run(program);
         let timing = typical.and_then(|run| self.run_timing(run));
         let timing = timing.as_ref().unwrap_or(&row.predicted);
-        let critical_nanos = timing.critical_shares(row, self.devices.len());
-        let devices = &critical_nanos[..self.devices.len()];
-        let bottleneck = (0..devices.len())
-            .max_by_key(|&device| (devices[device], std::cmp::Reverse(device)))
-            .filter(|&device| devices[device] > 0);
-        let tokens = typical.map(|run| self.runs[run].tokens);
+        let typical = typical.map(|run| &self.runs[run]);
+        let size = typical.map(Size::of);
+        let alike = self.runs_of(program).map(|run| self.runs[run].tokens);
         Summary {
-            predicted_nanos: row.forecast_nanos.unwrap_or(row.predicted.end),
-            measured_nanos: typical.map(|run| self.runs[run].end - self.runs[run].start),
-            runs: self
-                .runs_of(program)
-                .filter(|&run| Some(self.runs[run].tokens) == tokens)
-                .count(),
-            fewer_tokens: tokens.filter(|&tokens| tokens < row.max_tokens),
-            other_cached: typical.and_then(|run| {
-                let run = &self.runs[run];
-                let predicted = row.cached_tokens?.saturating_mul(run.sequences);
-                // Within a factor of two, attention does not change a forecast much.
-                let alike = (predicted / 2..=predicted.saturating_mul(2)).contains(&run.past);
-                (!alike).then_some((predicted, run.past))
-            }),
+            predicted_nanos: row.forecast.as_ref().map_or(row.predicted.end, |row| row.nanos),
+            measured_nanos: typical.map(|run| run.end - run.start),
+            runs: alike.filter(|&tokens| size.is_some_and(|size| size.tokens == tokens)).count(),
+            size,
+            expected_nanos: size.and_then(|size| row.expected_nanos(size)),
             critical_end: timing.nanos(),
             busy_nanos: timing.all_shares(row, self.devices.len()),
-            critical_nanos,
-            bottleneck,
+            critical_nanos: timing.critical_shares(row, self.devices.len()),
+            bottleneck: self.bottleneck(row, timing),
             limits: self.limits(program),
         }
+    }
+
+    fn bottleneck(&self, program: &Program, timing: &Timing) -> Option<Bottleneck> {
+        let shares = timing.critical_shares(program, self.devices.len());
+        let (&movement, devices) = shares.split_last()?;
+        let most = (0..devices.len())
+            .max_by_key(|&device| (devices[device], Reverse(device)))
+            .filter(|&device| devices[device] > 0);
+        if movement > most.map_or(0, |device| devices[device]) {
+            return Some(Bottleneck::Movement(busiest_path(program, timing)));
+        }
+        most.map(Bottleneck::Device)
     }
 
     fn limits(&self, program: usize) -> Vec<Limit> {
         let mut limits: Vec<Limit> = Vec::new();
         for (number, block) in self.programs[program].blocks.iter().enumerate() {
             let Some((device, lost)) = block.limit else { continue };
-            let bytes = block.weight_bytes.saturating_add(block.cache_bytes);
+            let bytes = block.bytes_away_from(device);
+            // All of it may be there in this program.
+            if bytes == 0 {
+                continue;
+            }
             let place = limits.iter().position(|limit| limit.device == device);
             let place = place.unwrap_or_else(|| {
                 let free_bytes = self.devices.get(device).map_or(0, super::Device::free_bytes);
@@ -116,21 +193,33 @@ impl Scene {
     pub fn headline(&self, program: usize) -> Vec<String> {
         let Some(row) = self.programs.get(program) else { return Vec::new() };
         let Some(summary) = self.summaries.get(program) else { return Vec::new() };
-        let mut lines = vec![prediction_line(&row.name, summary, row.max_tokens)];
-        if let Some(device) = summary.bottleneck {
-            let nanos = summary.critical_nanos[device];
-            lines.push(format!(
-                "Bottleneck: {} takes {} of the {} that a run lasts ({})",
-                self.device_name(device),
-                quantity::nanos(nanos as f64),
-                quantity::nanos(summary.critical_end as f64),
-                quantity::share(nanos as f64 / summary.critical_end.max(1) as f64),
-            ));
-        }
+        let mut lines = vec![prediction_line(row, summary)];
+        lines
+            .extend(summary.bottleneck.map(|bottleneck| self.bottleneck_line(summary, bottleneck)));
         for limit in &summary.limits {
             lines.push(self.limit_line(program, limit));
         }
         lines
+    }
+
+    fn bottleneck_line(&self, summary: &Summary, bottleneck: Bottleneck) -> String {
+        let lane = |lane: usize| format!(", most of it {}", self.lanes[lane].name);
+        let (name, nanos, path) = match bottleneck {
+            Bottleneck::Device(device) => {
+                (self.device_name(device), summary.critical_nanos.get(device), None)
+            }
+            Bottleneck::Movement(path) => {
+                ("movement".to_owned(), summary.critical_nanos.last(), path.map(lane))
+            }
+        };
+        let nanos = nanos.copied().unwrap_or(0);
+        format!(
+            "Bottleneck: {name} takes {} of the {} that a run lasts ({}){}",
+            quantity::nanos(nanos as f64),
+            quantity::nanos(summary.critical_end as f64),
+            quantity::share(nanos as f64 / summary.critical_end.max(1) as f64),
+            path.unwrap_or_default()
+        )
     }
 
     fn limit_line(&self, program: usize, limit: &Limit) -> String {
@@ -143,7 +232,7 @@ impl Scene {
             held => format!("{held} of these {}", limit.blocks.len()),
         };
         format!(
-            "{name} is full: {blocks} would be faster there but lack {}. Twice its memory would hold {held}, \
+            "{name} is full: {blocks} would be faster held there but lack {}. Twice its memory would hold {held}, \
              saving about {} a decode step",
             quantity::bytes(missing),
             quantity::nanos(saved as f64)
@@ -159,7 +248,7 @@ impl Scene {
         let price = |&block: &usize| -> (u64, u64) {
             let block = &rows[block];
             let lost = block.limit.map_or(0, |(_, lost)| lost);
-            (block.weight_bytes.saturating_add(block.cache_bytes), lost)
+            (block.bytes_away_from(limit.device), lost)
         };
         let mut prices: Vec<(u64, u64)> = limit.blocks.iter().map(price).collect();
         prices.sort_by(|(a_bytes, a_lost), (b_bytes, b_lost)| {
@@ -227,53 +316,64 @@ impl super::Device {
     }
 }
 
-fn prediction_line(name: &str, summary: &Summary, max_tokens: u32) -> String {
-    let predicted = quantity::nanos(summary.predicted_nanos as f64);
-    let Some(measured) = summary.measured_nanos else {
-        return format!("{name}: predicted {predicted}, not measured");
+/// The row of the timeline that most of the movement on the critical path is in.
+fn busiest_path(program: &Program, timing: &Timing) -> Option<usize> {
+    let mut nanos = BTreeMap::<usize, u64>::new();
+    for &step in &timing.critical {
+        let lane = program.steps[step].path_lane.filter(|_| program.steps[step].kind.is_move());
+        if let (Some(lane), Some(times)) = (lane, timing.times[step]) {
+            let sum = nanos.entry(lane).or_default();
+            *sum = sum.saturating_add(times.end.saturating_sub(times.start));
+        }
+    }
+    nanos.into_iter().max_by_key(|&(lane, nanos)| (nanos, Reverse(lane))).map(|(lane, _)| lane)
+}
+
+fn prediction_line(program: &Program, summary: &Summary) -> String {
+    let name = &program.name;
+    let nanos = |nanos: u64| quantity::nanos(nanos as f64);
+    let largest = program.predicted_size();
+    let Some((measured, size)) = summary.measured_nanos.zip(summary.size) else {
+        let (predicted, size) = (nanos(summary.predicted_nanos), size_text(program, largest));
+        return format!("{name}: predicted {predicted} {size}, not measured");
     };
-    let measured = quantity::nanos(measured as f64);
     let runs = format!("{} run{}", summary.runs, if summary.runs == 1 { "" } else { "s" });
-    let cached = summary.other_cached.map_or_else(String::new, |(predicted, measured)| {
-        format!("; predicted for {predicted} tokens cached, measured with {measured}")
-    });
-    match (summary.fewer_tokens, summary.error()) {
-        (Some(tokens), _) => format!(
-            "{name}: predicted {predicted} for {max_tokens} tokens, measured {measured} for {tokens} (median of {runs})"
-        ),
-        (None, Some(error)) => format!(
-            "{name}: predicted {predicted}, measured {measured} (median of {runs}): {}{cached}",
+    let measured = nanos(measured);
+    let own = size_text(program, size);
+    // Prompts are predicted with nothing cached.
+    let cached = if program.is_decode || size.cached == 0 {
+        String::new()
+    } else {
+        format!("; {} tokens were cached, predicted is with none", size.cached)
+    };
+    match (summary.expected_nanos, summary.error()) {
+        (Some(expected), Some(error)) => format!(
+            "{name}: predicted {} {own}, measured {measured} (median of {runs}): {}{cached}",
+            nanos(expected),
             quantity::change(error)
         ),
-        (None, None) => format!("{name}: measured {measured} (median of {runs}), not predicted"),
-    }
-}
-
-/// Why something is where it is.
-pub(super) fn reason_text(plan: &Plan, reason: &Reason) -> String {
-    match reason {
-        Reason::Fastest => "predicted fastest for the whole plan".to_owned(),
-        Reason::Pinned { pattern } => format!("pinned here by {pattern}"),
-        Reason::Requested => "these stages or this split were asked for".to_owned(),
-        Reason::Memory { device, missing_bytes } => format!(
-            "{} has no room for it: {} are missing",
-            name(plan, *device),
-            quantity::bytes(*missing_bytes)
+        _ if summary.predicted_nanos == 0 => {
+            format!("{name}: measured {measured} {own} (median of {runs}), not predicted")
+        }
+        _ => format!(
+            "{name}: predicted {} {}, measured {measured} {own} (median of {runs})",
+            nanos(summary.predicted_nanos),
+            size_text(program, largest)
         ),
-        Reason::FollowsInput => "it has no weights and follows what it reads".to_owned(),
-        Reason::Mismatch => "its input is held elsewhere, or in another form".to_owned(),
     }
 }
 
-/// The next best place and its price.
-pub(super) fn runner_up_text(plan: &Plan, other: &RunnerUp) -> String {
-    let names: Vec<String> = other.devices.iter().map(|&device| name(plan, device)).collect();
-    let gap = quantity::nanos(other.gap_nanos.unsigned_abs() as f64);
-    let than = if other.gap_nanos < 0 { "faster" } else { "slower" };
-    format!("{}, {gap} a decode step {than}", names.join(" + "))
-}
-
-fn name(plan: &Plan, device: ir::id::DeviceId) -> String {
-    let known = plan.machine.devices.get(device).map(|device| device.name.clone());
-    known.unwrap_or_else(|| format!("d{}?", device.index()))
+/// `for 512 tokens`, `with 1024 tokens cached`, `for 3 sequences with 1024 tokens cached`.
+pub(crate) fn size_text(program: &Program, size: Size) -> String {
+    let Size { tokens, cached } = size;
+    let plural = |count: u32| if count == 1 { "" } else { "s" };
+    match (program.is_decode, program.max_tokens) {
+        (false, _) => format!("for {tokens} token{}", plural(tokens)),
+        (true, 1) => format!("with {cached} token{} cached", plural(cached)),
+        (true, _) => format!(
+            "for {tokens} sequence{} with {cached} token{} cached",
+            plural(tokens),
+            plural(cached)
+        ),
+    }
 }

@@ -32,7 +32,7 @@ impl fmt::Display for Scene {
             for line in self.headline(number) {
                 writeln!(f, "  {line}")?;
             }
-            self.write_groups(f, program)?;
+            self.write_groups(f, number)?;
             self.write_timing(f, program, &program.predicted, "predicted")?;
             if let Some(run) = self.typical_run(number)
                 && let Some(timing) = self.run_timing(run)
@@ -51,7 +51,8 @@ impl fmt::Display for Scene {
 }
 
 impl Scene {
-    fn write_groups(&self, f: &mut fmt::Formatter<'_>, program: &Program) -> fmt::Result {
+    fn write_groups(&self, f: &mut fmt::Formatter<'_>, number: usize) -> fmt::Result {
+        let program = &self.programs[number];
         for group in &program.groups {
             let first = &program.blocks[group.first];
             let last = &program.blocks[group.last];
@@ -61,9 +62,11 @@ impl Scene {
                 (Some(from), Some(to)) if from < to => format!("layers {from}–{to}, alike"),
                 _ => first.title(),
             };
+            let home = self.home_text(number, &first.steps);
+            let home = if home.is_empty() { home } else { format!(", {home}") };
             write!(
                 f,
-                "  {title} on {}: {} each, predicted {}",
+                "  {title} on {}{home}: {} each, predicted {}",
                 devices.join(" + "),
                 bytes(first.weight_bytes),
                 nanos(first.predicted_nanos as f64)

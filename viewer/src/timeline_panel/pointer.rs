@@ -110,20 +110,22 @@ fn hover(
 ) {
     ui.painter().vline(at.x, frame.bars.y_range(), Stroke::new(0.5, theme::weak(ui)));
     let Some(bar) = bar_at(scene, view, frame, at, lane) else { return };
-    let Some(step) =
-        scene.programs.get(bar.program as usize).and_then(|p| p.steps.get(bar.step as usize))
-    else {
-        return;
-    };
+    let Some(program) = scene.programs.get(bar.program as usize) else { return };
+    let Some(step) = program.steps.get(bar.step as usize) else { return };
+    let run = scene.runs.get(bar.run as usize);
+    // Predicted is the largest run.
+    let tokens = run.map(|run| run.tokens).filter(|&tokens| tokens != program.max_tokens);
+    let most = tokens.map(|_| format!(" for {} tokens", program.max_tokens)).unwrap_or_default();
+    let tokens = tokens.map(|tokens| format!(" of {tokens} tokens")).unwrap_or_default();
     let mut text = format!(
-        "{}\n{}\npredicted {}",
+        "{}\n{}\npredicted {}{most}",
         step.name,
         step.action,
         quantity::nanos(step.predicted_nanos as f64)
     );
     if bar.run != u32::MAX && at.y >= frame.lane(lane).top() + frame.lane_height * 0.42 {
         text += &format!(
-            "\nmeasured {} in run {}",
+            "\nmeasured {} in run {}{tokens}",
             quantity::nanos((bar.end - bar.start) as f64),
             bar.run
         );

@@ -62,21 +62,45 @@ impl Viewer {
         }
         self.watched = now;
         if self.document.as_ref().is_some_and(Document::has_changed) {
-            self.reload();
+            self.reload_document();
+        }
+        if self.other.as_ref().is_some_and(Document::has_changed) {
+            self.reload_other();
         }
     }
 
-    /// Reads the files again and keeps the view. A file that cannot be read now leaves what is open.
+    /// Reads all files again and keeps the view. A file that cannot be read now leaves what is open.
     pub fn reload(&mut self) {
-        let Some(document) = &self.document else { return };
-        match Document::open(&document.plan_path, document.trace_path.as_deref()) {
-            Ok(document) => {
-                self.view.revisit(&document.scene);
-                self.document = Some(document);
+        self.message = None;
+        self.reload_document();
+        self.reload_other();
+    }
+
+    fn reload_document(&mut self) {
+        let Some(document) = &mut self.document else { return };
+        match document.read_again() {
+            Ok(read) => {
+                self.view.revisit(&document.scene, &read.scene);
+                if read.plan != document.plan {
+                    // It was asked about the plan as it was.
+                    self.question = None;
+                }
+                *document = read;
                 self.comparison = None;
                 self.message = None;
             }
-            // It may be half written: the next look tells.
+            // It may be half written: when it changes again it is read again.
+            Err(error) => self.message = Some(format!("{error:#}")),
+        }
+    }
+
+    fn reload_other(&mut self) {
+        let Some(other) = &mut self.other else { return };
+        match other.read_again() {
+            Ok(read) => {
+                *other = read;
+                self.comparison = None;
+            }
             Err(error) => self.message = Some(format!("{error:#}")),
         }
     }

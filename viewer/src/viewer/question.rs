@@ -2,7 +2,6 @@
 
 use egui::{RichText, Ui};
 
-use crate::compare;
 use crate::files::{self, Purpose};
 use crate::quantity;
 use crate::theme;
@@ -35,12 +34,16 @@ impl Viewer {
     }
 
     pub(super) fn show_question(&mut self, ui: &Ui) {
+        if self.question.as_ref().is_some_and(|question| matches!(question.answer, Answer::Plan(_)))
+        {
+            self.refresh_comparison();
+        }
         let (Some(question), Some(document)) = (&self.question, &self.document) else { return };
         let mut open = true;
         let mut keep = false;
         let mut compare = false;
         let mut save = false;
-        let program = self.view.program;
+        let moved = self.comparison.as_ref().map(|(_, _, comparison)| comparison.blocks.as_slice());
         let window = egui::Window::new(format!("What if: {}", question.title))
             .id(egui::Id::unique("what if"));
         // Answers appear where the question was asked: where the drag ended.
@@ -68,22 +71,21 @@ impl Viewer {
                             else {
                                 continue;
                             };
-                            let before = document.scene.summaries[number].predicted_nanos as f64;
-                            let after = answer.scene.summaries[other].predicted_nanos as f64;
+                            let before = document.scene.summaries[number].predicted_nanos;
+                            let after = answer.scene.summaries[other].predicted_nanos;
+                            let change = quantity::relative_change(before, after);
+                            let change = change.map(quantity::change).unwrap_or_default();
                             let text = format!(
-                                "{}: {} → {} ({})",
+                                "{}: {} → {} ({change})",
                                 row.name,
-                                quantity::nanos(before),
-                                quantity::nanos(after),
-                                quantity::change(after / before.max(1.0) - 1.0)
+                                quantity::nanos(before as f64),
+                                quantity::nanos(after as f64),
                             );
                             let color =
                                 if after > before { theme::alarm(ui) } else { theme::good(ui) };
                             ui.label(RichText::new(text).color(color).strong());
                         }
-                        let moved =
-                            compare::compare(&document.scene, &answer.scene, program).blocks;
-                        for row in moved.iter().take(6) {
+                        for row in moved.unwrap_or_default().iter().take(6) {
                             ui.label(format!("{}: {} → {}", row.subject, row.before, row.after));
                         }
                         ui.horizontal(|ui| {
@@ -107,7 +109,6 @@ impl Viewer {
             files::choose(Purpose::Pins, self.chosen.0.clone(), ui.ctx().clone());
         }
         if compare {
-            self.comparison = None;
             self.view.panel = Panel::Compare;
         }
         if keep && let Some(Question { answer: Answer::Plan(answer), .. }) = self.question.take() {
@@ -116,7 +117,6 @@ impl Viewer {
             self.comparison = None;
         } else if !open {
             self.question = None;
-            self.comparison = None;
         }
     }
 }

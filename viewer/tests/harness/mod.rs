@@ -22,7 +22,7 @@ use viewer::Viewer;
 use viewer::document::Document;
 use viewer::what_if::Answer;
 
-use crate::made_up::{self, Style, Wish};
+use crate::made_up::{self, Pace, Style, Wish};
 
 /// A window on a plan of 12 layers on a GPU and two NUMA nodes, with a trace of it.
 pub struct Window {
@@ -120,8 +120,13 @@ pub fn write(folder: &Path, name: &str, wish: Wish) -> (PathBuf, PathBuf) {
 
 /// Writes a plan and a trace of it.
 pub fn write_plan(folder: &Path, name: &str, plan: &Plan) -> (PathBuf, PathBuf) {
+    write_at(folder, name, plan, Pace { percent: 112, prompt: None })
+}
+
+/// Writes a plan and a trace of it at some pace.
+pub fn write_at(folder: &Path, name: &str, plan: &Plan, pace: Pace) -> (PathBuf, PathBuf) {
     let text = plan.to_ron().unwrap();
-    let trace = made_up::trace(plan, ir::fingerprint(text.as_bytes()), 300);
+    let trace = made_up::trace_at(plan, ir::fingerprint(text.as_bytes()), 300, pace);
     let paths = (folder.join(format!("{name}.ron")), folder.join(format!("{name}-trace.ron")));
     fs::write(&paths.0, text).unwrap();
     fs::write(&paths.1, trace.to_ron().unwrap()).unwrap();

@@ -2,7 +2,7 @@
 
 use ir::graph::{Cause, Reason, RunnerUp};
 use ir::id::{CacheId, CauseId, DeviceId, FileId, Id as _, WeightId};
-use ir::plan::{Cache, Plan, Weight};
+use ir::plan::{Cache, Phase, Plan, Weight};
 use ir::tensor::{DType, Format};
 use ir::weight::Source;
 
@@ -16,12 +16,26 @@ pub(super) fn layer_bytes(hidden: u32) -> u64 {
 }
 
 /// What one layer has on its devices.
+#[derive(Clone)]
 pub(super) struct Layer {
     pub(super) devices: Vec<DeviceId>,
     pub(super) mlp: Vec<DeviceId>,
     pub(super) weights: Vec<[WeightId; 9]>,
     pub(super) caches: Vec<CacheId>,
     pub(super) cause: CauseId,
+}
+
+impl Layer {
+    /// As a phase computes it: when streaming, the first device computes all of a prompt.
+    pub(super) fn of_phase(&self, plan: &mut Plan, wish: Wish, phase: Phase) -> Self {
+        let mut layer = self.clone();
+        if (wish.style, phase) == (Style::Streaming, Phase::Prefill) {
+            layer.devices.clone_from(&layer.mlp);
+            let norm = plan.weights[layer.weights[0][7]].clone();
+            layer.weights[0][7] = plan.weights.push(Weight { device: layer.mlp[0], ..norm });
+        }
+        layer
+    }
 }
 
 /// Gives every layer its devices, and these what it needs.
@@ -51,7 +65,10 @@ pub(super) fn hold(plan: &mut Plan, wish: Wish) -> Vec<Layer> {
             let mut matrix = |device, part: &str, rows: u32, columns: u32| {
                 let shape = vec![rows, columns];
                 let name = format!("layers.{number}.{part}.weight");
-                plan.weights.push(weight(name, device, Format::Bf16, shape))
+                let format = if wish.packed { Format::Q4 } else { Format::Bf16 };
+                let row = weight(name, device, format, shape);
+                let also_unpacked = plan.unpacked_bytes(&row).is_some();
+                plan.weights.push(Weight { also_unpacked, ..row })
             };
             let matrices = [
                 matrix(device, "self_attn.q_proj", hidden / parts, hidden),
@@ -72,10 +89,11 @@ pub(super) fn hold(plan: &mut Plan, wish: Wish) -> Vec<Layer> {
             weights[..7].copy_from_slice(&matrices);
             weights[7..].copy_from_slice(&norms);
             layer.weights.push(weights);
+            let is_gpu = plan.machine.devices[device].kind.is_gpu();
             layer.caches.push(plan.caches.push(Cache {
-                name: format!("layers.{number}"),
+                name: format!("layers.{number}.self_attn"),
                 device,
-                dtype: DType::Bf16,
+                dtype: if wish.packed && !is_gpu { DType::I8 } else { DType::Bf16 },
                 kv_heads: hidden / 16 / parts,
                 head_dim: 16,
             }));
@@ -106,7 +124,13 @@ fn cause(wish: Wish, devices: &[DeviceId], layer: u32) -> Cause {
             let other = RunnerUp { devices: vec![device], gap_nanos: -30_000 };
             Cause { reason: Reason::Memory { device, missing_bytes }, runner_up: Some(other) }
         }
-        Style::Pipeline | Style::Streaming => {
+        Style::Streaming => {
+            let device = DeviceId::from_index(0);
+            let other = RunnerUp { devices: vec![device], gap_nanos: -20_000 };
+            let missing_bytes = (8 + 8 * u64::from(layer)) << 10;
+            Cause { reason: Reason::Memory { device, missing_bytes }, runner_up: Some(other) }
+        }
+        Style::Pipeline => {
             let device = DeviceId::from_index((wish.gpus + wish.nodes) as usize - 1);
             let other = RunnerUp { devices: vec![device], gap_nanos: 31_000 };
             Cause { reason: Reason::Fastest, runner_up: (device != devices[0]).then_some(other) }

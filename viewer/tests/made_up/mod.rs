@@ -14,7 +14,7 @@ mod program;
 mod times;
 
 use ir::asked::Asked;
-use ir::forecast::{Candidate, DeviceForecast, Forecast, ProgramForecast};
+use ir::forecast::{Candidate, Forecast, ProgramForecast, RunForecast};
 use ir::id::{DeviceId, Id as _, Table};
 use ir::machine::{
     Device, DeviceKind, Host, LinearRate, Link, Machine, RatePoint, RateSource, Rates,
@@ -27,7 +27,7 @@ use layers::{hold, layer_bytes};
 use program::program;
 use times::simulate;
 
-pub use times::{Random, trace};
+pub use times::{Pace, Random, trace, trace_at};
 
 /// How the layers lie on the devices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -36,7 +36,8 @@ pub enum Style {
     Pipeline,
     /// Every layer on all devices, in equal parts.
     Tensor,
-    /// Attention on the last device and MLPs on the first, whose copy queue works beside it.
+    /// Attention on the last device and MLPs on the first, a GPU. Of prompts the GPU computes all: it fetches the
+    /// matrices of attention and borrows the caches.
     Streaming,
 }
 
@@ -50,16 +51,19 @@ pub struct Wish {
     /// Memory of each GPU, in layers it can hold.
     pub gpu_layers: u32,
     pub hidden: u32,
+    /// Matrices in four bits, which GPUs hold unpacked as well; and NUMA nodes cache bytes.
+    pub packed: bool,
 }
 
 impl Wish {
     pub fn new(layers: u32, gpus: u32, nodes: u32, style: Style) -> Self {
         let gpu_layers = if style == Style::Pipeline { 4 } else { layers };
-        Wish { layers, gpus, nodes, style, gpu_layers, hidden: 64 }
+        Wish { layers, gpus, nodes, style, gpu_layers, hidden: 64, packed: false }
     }
 }
 
 const CONTEXT: u32 = 64;
+const PROMPT: u32 = 32;
 const BLOCK_TOKENS: u32 = 16;
 const VOCABULARY: u32 = 512;
 
@@ -95,10 +99,17 @@ pub fn plan(wish: Wish) -> Plan {
         forecast: Forecast::default(),
     };
     let layers = hold(&mut plan, wish);
-    for (name, phase, tokens) in [("prefill", Phase::Prefill, 32), ("decode1", Phase::Decode, 1)] {
+    for (name, phase, tokens) in
+        [("prefill", Phase::Prefill, PROMPT), ("decode1", Phase::Decode, 1)]
+    {
         let max = Extent { tokens, rows: 1 };
         let program = program(&mut plan, wish, &layers, name, phase, max);
         plan.programs.push(program);
+    }
+    if wish.style == Style::Streaming || wish.packed {
+        // Nearly full.
+        let needed = ir::check::memory(&plan)[DeviceId::from_index(0)].needed_bytes();
+        plan.machine.devices.rows_mut()[0].memory_bytes = needed + (16 << 10);
     }
     forecast(&mut plan);
     plan
@@ -149,34 +160,16 @@ fn machine(wish: Wish) -> Machine {
     Machine { host, devices, links, collectives: None }
 }
 
+/// A prompt of a quarter as long; decode with nothing cached.
+fn other_runs(phase: Phase, nanos: u64) -> Vec<RunForecast> {
+    match phase {
+        Phase::Prefill => vec![RunForecast { tokens: PROMPT / 4, nanos: nanos / 3 }],
+        Phase::Decode => vec![RunForecast { tokens: 0, nanos: nanos * 15 / 16 }],
+    }
+}
+
 fn forecast(plan: &mut Plan) {
-    let model = plan.model.clone();
-    plan.forecast.devices = plan
-        .machine
-        .devices
-        .iter()
-        .map(|(id, device)| DeviceForecast {
-            weight_bytes: plan
-                .weights
-                .rows()
-                .iter()
-                .filter(|w| w.device == id)
-                .map(|weight| weight.bytes(&device.kind))
-                .sum(),
-            cache_bytes: plan
-                .caches
-                .rows()
-                .iter()
-                .filter(|cache| cache.device == id)
-                .map(|cache| cache.bytes(model.blocks, model.block_tokens))
-                .sum(),
-            buffer_bytes: 32 << 10,
-            fetch_bytes: 0,
-            workspace_bytes: 0,
-            reserved_bytes: 0,
-            capacity_bytes: device.memory_bytes,
-        })
-        .collect();
+    plan.forecast.devices = ir::check::memory(plan);
     let programs = plan.programs.iter().map(|program| {
         let times =
             simulate(program, |step| step.estimate_nanos, 0, &mut vec![0; program.lanes.len()]);
@@ -186,7 +179,7 @@ fn forecast(plan: &mut Plan) {
             tokens: if program.phase == Phase::Decode { CONTEXT / 2 } else { program.max.tokens },
             nanos,
             busiest_lane_nanos: nanos / 2,
-            others: Vec::new(),
+            others: other_runs(program.phase, nanos),
         }
     });
     plan.forecast.programs = programs.collect();

@@ -4,11 +4,13 @@ use ir::graph::{Cause, Reason};
 use ir::id::{BufferId, CauseId, CollectiveId, DeviceId, Id as _, StepId, Table, WeightId};
 use ir::layout::Move;
 use ir::op::{Activation, Attention, Linear, Norm, NormKind, Op, Then};
-use ir::plan::{Action, Algorithm, Buffer, Lane, Phase, Plan, Program, Queue, Step};
+use ir::plan::{
+    Action, Algorithm, Buffer, FETCH_ALIGNMENT, Lane, Phase, Plan, Program, Queue, Step,
+};
 use ir::tensor::{DType, Dim, Extent, Format, TensorType};
 
 use super::layers::{Layer, weight};
-use super::{VOCABULARY, Wish};
+use super::{Style, VOCABULARY, Wish};
 
 /// The program of layers that lie on their devices already.
 pub(super) fn program(
@@ -19,8 +21,10 @@ pub(super) fn program(
     phase: Phase,
     max: Extent,
 ) -> Program {
-    let mut made = Made { plan, program: empty(name, phase, max), owner: Vec::new() };
-    made.fill(wish, layers);
+    let layers: Vec<Layer> = layers.iter().map(|layer| layer.of_phase(plan, wish, phase)).collect();
+    let program = empty(name, phase, max);
+    let mut made = Made { plan, program, owner: Vec::new(), window_bytes: 0 };
+    made.fill(wish, &layers);
     made.finish()
 }
 
@@ -42,6 +46,8 @@ struct Made<'a> {
     plan: &'a mut Plan,
     program: Program,
     owner: Vec<(DeviceId, Queue)>,
+    /// Where the next fetched weight begins.
+    window_bytes: u64,
 }
 
 impl Made<'_> {
@@ -59,7 +65,8 @@ impl Made<'_> {
         writes: &[BufferId],
         cause: CauseId,
     ) -> StepId {
-        let estimate_nanos = self.estimate(device, &action, reads);
+        let moved = if reads.is_empty() { writes } else { reads };
+        let estimate_nanos = self.estimate(device, &action, moved);
         self.owner.push((device, queue));
         self.program.steps.push(Step {
             name: name.into(),
@@ -82,12 +89,16 @@ impl Made<'_> {
         writes: &[BufferId],
         cause: CauseId,
     ) {
-        self.step(name, (device, Queue::Compute), Action::Run(op), reads, writes, cause);
+        let mut reads = reads.to_vec();
+        for weight in self.plan.fetched(&op, device) {
+            reads.push(self.fetch(name, weight, device, cause));
+        }
+        self.step(name, (device, Queue::Compute), Action::Run(op), &reads, writes, cause);
     }
 
-    fn estimate(&self, device: DeviceId, action: &Action, reads: &[BufferId]) -> u64 {
+    fn estimate(&self, device: DeviceId, action: &Action, moved: &[BufferId]) -> u64 {
         let bytes_of = |id: &BufferId| self.program.buffers[*id].ty.bytes(self.program.max);
-        let moved: u64 = reads.iter().map(bytes_of).sum();
+        let moved: u64 = moved.iter().map(bytes_of).sum();
         let rates = &self.plan.machine.devices[device].rates;
         let nanos = match action {
             Action::Run(op) => {
@@ -105,15 +116,13 @@ impl Made<'_> {
         nanos as u64
     }
 
-    /// Brings a value to a device, by the copy queue of a GPU.
+    /// Brings a value to a device.
     fn bring(&mut self, name: &str, value: BufferId, to: DeviceId) -> BufferId {
         let Buffer { device: from, ty } = self.program.buffers[value].clone();
         if from == to {
             return value;
         }
         let copy = self.program.buffers.push(Buffer { device: to, ty });
-        let gpu = self.plan.machine.devices[to].kind.is_gpu();
-        let queue = if gpu { Queue::Copy } else { Queue::Compute };
         let action = Action::Move {
             movement: Move::Transfer { from, to },
             collective: None,
@@ -121,7 +130,19 @@ impl Made<'_> {
             algorithm: Algorithm::Direct,
         };
         let cause = self.mismatch();
-        self.step(name, (to, queue), action, &[value], &[copy], cause);
+        self.step(name, (to, Queue::Compute), action, &[value], &[copy], cause);
+        copy
+    }
+
+    /// Brings a weight to a GPU, behind all that was fetched before.
+    fn fetch(&mut self, name: &str, weight: WeightId, to: DeviceId, cause: CauseId) -> BufferId {
+        let ty = self.plan.weights[weight].packed_type().unwrap();
+        let offset = self.window_bytes;
+        let end = offset + ty.bytes(self.program.max);
+        self.window_bytes = end.next_multiple_of(FETCH_ALIGNMENT);
+        let copy = self.program.buffers.push(Buffer { device: to, ty });
+        let action = Action::Fetch { weight, offset };
+        self.step(name, (to, Queue::Copy), action, &[], &[copy], cause);
         copy
     }
 
@@ -151,7 +172,7 @@ impl Made<'_> {
     fn fill(&mut self, wish: Wish, layers: &[Layer]) {
         let hidden = wish.hidden;
         let first = layers[0].devices.clone();
-        let cause = layers[0].cause;
+        let (cause, last_cause) = self.outer_causes(wish, layers);
         let mut x = Vec::new();
         for &device in &first {
             let table =
@@ -174,13 +195,24 @@ impl Made<'_> {
             selected.push(rows);
         }
         let rows = selected[0];
-        let cause = layers[layers.len() - 1].cause;
         let scale = self.weight("norm.weight", last, Format::F32, vec![hidden]);
         let head = self.weight("lm_head.weight", last, Format::Bf16, vec![VOCABULARY, hidden]);
         let logits = self.buffer(last, Dim::Rows, VOCABULARY);
         let op = linear(Some(scale), vec![head], Then::Nothing, false);
-        self.run("lm_head", last, op, &[rows], &[logits], cause);
+        self.run("lm_head", last, op, &[rows], &[logits], last_cause);
         self.program.output = logits;
+    }
+
+    /// Why the token table and the head are where they are.
+    fn outer_causes(&mut self, wish: Wish, layers: &[Layer]) -> (CauseId, CauseId) {
+        match wish.style {
+            Style::Pipeline | Style::Tensor => (layers[0].cause, layers[layers.len() - 1].cause),
+            Style::Streaming => {
+                let fastest = Cause { reason: Reason::Fastest, runner_up: None };
+                let fastest = self.plan.causes.push(fastest);
+                (fastest, fastest)
+            }
+        }
     }
 
     fn weight(

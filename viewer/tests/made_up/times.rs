@@ -29,8 +29,23 @@ pub(super) fn simulate(
     times
 }
 
-/// A trace of one prefill and then decodes until there are at least `spans` spans.
+/// How a trace differs from what was predicted.
+#[derive(Clone, Copy, Debug)]
+pub struct Pace {
+    /// Part of the predicted time that steps take.
+    pub percent: u64,
+    /// Tokens of the prompt; the most where `None`.
+    pub prompt: Option<u32>,
+}
+
+/// A trace of one prefill and then decodes until there are at least `spans` spans, most of them 12 % slower than
+/// predicted.
 pub fn trace(plan: &Plan, fingerprint: u64, spans: usize) -> Trace {
+    trace_at(plan, fingerprint, spans, Pace { percent: 112, prompt: None })
+}
+
+/// The same at another pace.
+pub fn trace_at(plan: &Plan, fingerprint: u64, spans: usize, pace: Pace) -> Trace {
     let mut trace = Trace { version: ir::trace::VERSION, plan: fingerprint, ..Trace::default() };
     let mut random = Random(42);
     let mut free: Vec<u64> = vec![0; plan.programs[0].lanes.len()];
@@ -39,15 +54,17 @@ pub fn trace(plan: &Plan, fingerprint: u64, spans: usize) -> Trace {
         let number = usize::from(!trace.runs.is_empty());
         let program = &plan.programs[number];
         free.resize(program.lanes.len(), 0);
+        let most = program.max.tokens;
+        let tokens = pace.prompt.filter(|_| number == 0).unwrap_or(most);
         let mut noisy = |step: &Step| {
-            // Measured times scatter around 12 % more than predicted; one in fifty is half as long again.
-            let slow = if random.below(50) == 0 { 150 } else { 112 };
-            step.estimate_nanos * (slow + random.below(16)) / 108
+            // Measured times scatter; one in fifty is half as long again.
+            let slow = if random.below(50) == 0 { pace.percent + 38 } else { pace.percent };
+            let nanos = step.estimate_nanos * (slow + random.below(16)) / 108;
+            nanos * u64::from(tokens) / u64::from(most)
         };
         let times = simulate(program, &mut noisy, start, &mut free);
         let end = times.iter().map(|times| times.2).max().unwrap_or(start);
         let run = trace.runs.len() as u32;
-        let tokens = program.max.tokens;
         trace.runs.push(TracedRun {
             program: number as u32,
             tokens,

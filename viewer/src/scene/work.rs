@@ -1,0 +1,97 @@
+//! How much a step computes, and how much it reads of its weights.
+
+use ir::id::{BufferId, WeightId};
+use ir::op::{Attention, Experts, Op, Products};
+use ir::plan::{Phase, Plan, Program, Step};
+
+/// One step that computes, at the largest extent of its program.
+#[derive(Clone, Copy)]
+pub(super) struct Work<'a> {
+    pub(super) plan: &'a Plan,
+    pub(super) program: &'a Program,
+    pub(super) step: &'a Step,
+    pub(super) op: &'a Op,
+}
+
+impl Work<'_> {
+    /// Multiplications and additions.
+    pub(super) fn flops(self) -> f64 {
+        match self.op.products() {
+            Some(Products::Linear(linear)) => {
+                let weights: f64 = linear.weights.iter().map(|&id| elements(self.sizes(id))).sum();
+                2.0 * weights * self.rows()
+            }
+            Some(Products::Attention(attention)) => {
+                let Attention { heads, head_dim, .. } = attention;
+                4.0 * f64::from(*heads) * f64::from(*head_dim) * self.rows() * self.seen(attention)
+            }
+            Some(Products::Experts(experts)) => {
+                let stacks = [experts.gate, experts.up, experts.down];
+                let one: f64 =
+                    stacks.iter().map(|&id| elements(self.sizes(id).get(1..).unwrap_or(&[]))).sum();
+                2.0 * one * self.used(experts) * self.rows()
+            }
+            None => 0.0,
+        }
+    }
+
+    /// Bytes of weights that a run reads; `None` for tables, of which a run reads rows.
+    pub(super) fn read_bytes(self) -> Option<u64> {
+        let part = match self.op {
+            Op::Embed { .. } | Op::AddPosition { .. } => return None,
+            Op::Experts(experts) => self.chosen_part(experts),
+            Op::Norm(_)
+            | Op::Linear(_)
+            | Op::Attention(_)
+            | Op::Activate(_)
+            | Op::Gate(_)
+            | Op::Add
+            | Op::SigmoidGate
+            | Op::Route { .. }
+            | Op::SelectRows
+            | Op::SoftCap { .. } => 1.0,
+        };
+        let weights = self.op.weights().into_iter().filter_map(|id| self.plan.weights.get(id));
+        let bytes = weights.map(|weight| self.plan.weight_bytes(weight) as f64).sum::<f64>() * part;
+        (bytes > 0.0).then_some(bytes as u64)
+    }
+
+    /// Tokens that each token attends to: half of the prompt on average; decode is priced at half of the context.
+    fn seen(self, attention: &Attention) -> f64 {
+        let seen = match self.program.phase {
+            Phase::Prefill => f64::from(self.program.max.tokens) / 2.0,
+            Phase::Decode => f64::from(self.plan.model.context) / 2.0,
+        };
+        attention.window.map_or(seen, |window| seen.min(f64::from(window)))
+    }
+
+    /// Experts of this step that a token chooses, on average.
+    fn used(self, experts: &Experts) -> f64 {
+        let ids = self.step.reads.get(1).and_then(|&id| self.program.buffers.get(id));
+        let used = ids.map_or(1, |buffer| buffer.ty.features(self.program.max));
+        let load = experts.part.map_or(1.0, |part| f64::from(part.load));
+        f64::from(used) * load
+    }
+
+    /// The part of the experts that any token chooses, as if each chose at random.
+    fn chosen_part(self, experts: &Experts) -> f64 {
+        let held = self.sizes(experts.gate).first().map_or(1.0, |&count| f64::from(count.max(1)));
+        let each = (self.used(experts) / held).clamp(0.0, 1.0);
+        1.0 - (1.0 - each).powf(self.rows())
+    }
+
+    /// Rows of its first input.
+    fn rows(self) -> f64 {
+        let ty = |id: &BufferId| self.program.buffers.get(*id).map(|buffer| &buffer.ty);
+        let rows = self.step.reads.first().and_then(ty).and_then(|ty| ty.shape.first());
+        rows.map_or(0.0, |dim| f64::from(dim.size(self.program.max)))
+    }
+
+    fn sizes(&self, weight: WeightId) -> &[u32] {
+        self.plan.weights.get(weight).map(|weight| weight.shape.as_slice()).unwrap_or_default()
+    }
+}
+
+fn elements(sizes: &[u32]) -> f64 {
+    sizes.iter().map(|&size| f64::from(size)).product()
+}
