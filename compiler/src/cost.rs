@@ -1,12 +1,12 @@
 //! Predicted times, from the machine's rates alone.
 
-use anyhow::{Context as _, Result};
+use anyhow::{Context as _, Result, bail};
 use ir::id::DeviceId;
 use ir::layout::Move;
 use ir::machine::{Device, LinearRate};
 use ir::op::{Attention, Experts, Linear, Op, Products, Then};
 use ir::tensor::{DType, Extent, Format, TensorType};
-use ir::workspace::{MAX_FUSED_ROWS, UNPACKED_ROWS, product_format};
+use ir::workspace::{MAX_FUSED_ROWS, UNPACKED_ROWS, broken_loads, product_format};
 
 use crate::target::{Batch, Target};
 
@@ -36,7 +36,8 @@ pub(crate) struct Held {
     pub(crate) also_unpacked: bool,
 }
 
-/// Nanoseconds of one computation on a device. Fails when the device does not compute a weight's format.
+/// Nanoseconds of one computation on a device. Fails when the device does not compute a weight's format, or not in rows
+/// of so many features.
 pub(crate) fn run_nanos(
     target: &Target,
     device: DeviceId,
@@ -70,6 +71,14 @@ pub(crate) fn run_nanos(
     let work = match op.products() {
         Some(Products::Linear(linear)) => {
             let rows = rows_of(&operands.reads[0], batch.extent);
+            let features = operands.reads[0].features(batch.extent);
+            let held = operands.weights.iter().filter(|held| held.shape.len() > 1);
+            let held = held.map(|held| held.format);
+            let broken = broken_loads(linear, held, (rows, features), kind.has_library());
+            if let Some(format) = broken.filter(|_| is_gpu) {
+                let name = target.name(device);
+                bail!("{name} does not multiply rows of {features} features in {format}");
+            }
             let beside = if is_gpu && rows > UNPACKED_ROWS {
                 streamed(pass_bytes(linear, operands, batch))
             } else {

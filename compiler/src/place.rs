@@ -310,9 +310,20 @@ fn pins(task: &Task<'_>, options: &Options) -> Result<Pins> {
                 matched = true;
             }
         }
-        ensure!(matched, "the pin {:?} matches no layer", pin.pattern.as_str());
+        ensure!(
+            matched,
+            "the pin {:?} matches no node; they are called {}",
+            pin.pattern.as_str(),
+            names_of_one_block(task).join(", ")
+        );
     }
     Ok(pins)
+}
+
+/// Names of the nodes of the first block, and of those before and behind all blocks.
+fn names_of_one_block<'a>(task: &Task<'a>) -> Vec<&'a str> {
+    let nodes = task.model.layers.nodes().map(|(_, node)| node.name.as_str());
+    nodes.filter(|name| Task::block(name).is_none_or(|block| block == 0)).collect()
 }
 
 /// Cache blocks that the options ask for, which GPUs can count the elements of.

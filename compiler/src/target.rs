@@ -5,7 +5,8 @@ use std::collections::BTreeSet;
 use anyhow::{Context as _, Result, bail, ensure};
 use ir::id::{DeviceId, Id as _, Table};
 use ir::machine::{Device, DeviceKind, Link, Machine};
-use ir::model::Model;
+use ir::model::{Model, ModelCache};
+use ir::packing::stored_together;
 use ir::plan::Phase;
 use ir::tensor::{DType, Extent, Format};
 
@@ -95,8 +96,9 @@ impl Target {
             let mut devices = machine.devices.rows().iter();
             ensure!(
                 devices.any(|device| rule.devices.is_match(&device.name)),
-                "the format {:?} matches no device",
-                rule.text
+                "the format {:?} matches no device: the machine has {}",
+                rule.text,
+                names(&machine)
             );
         }
         let formats: Table<DeviceId, Option<Format>> = machine
@@ -114,7 +116,7 @@ impl Target {
         let tokens = options.max_sequences;
         let gains = |device: &Device| !options.plain_bf16 && gains_by_bf12(device, tokens);
         let has_bf12 = machine.devices.rows().iter().map(gains).collect();
-        let kv_types = formats
+        let kv_types: Table<DeviceId, DType> = formats
             .rows()
             .iter()
             .zip(machine.devices.rows())
@@ -125,6 +127,18 @@ impl Target {
                 asked.unwrap_or_else(|| kv_type(format, stored))
             })
             .collect();
+        for (device, &dtype) in machine.devices.rows().iter().zip(kv_types.rows()) {
+            let is_stored =
+                |cache: &ModelCache| cache.head_dim.is_multiple_of(stored_together(dtype));
+            let wrong = model.caches.rows().iter().find(|cache| !is_stored(cache));
+            if let Some(cache) = wrong.filter(|_| !device.kind.is_gpu()) {
+                bail!(
+                    "{} stores no keys of {} features in {dtype}: give another --kv-type, such as f32",
+                    device.name,
+                    cache.head_dim
+                );
+            }
+        }
         Ok(Self {
             machine,
             context,
@@ -219,11 +233,16 @@ impl Target {
 }
 
 fn device(machine: &Machine, name: &str) -> Result<DeviceId> {
-    machine.device(name).with_context(|| {
-        let names: Vec<&str> =
-            machine.devices.rows().iter().map(|device| device.name.as_str()).collect();
-        format!("unknown device {name:?}: the machine has {}", names.join(", "))
-    })
+    machine
+        .device(name)
+        .with_context(|| format!("unknown device {name:?}: the machine has {}", names(machine)))
+}
+
+/// `gpu0, numa0`.
+fn names(machine: &Machine) -> String {
+    let names: Vec<&str> =
+        machine.devices.rows().iter().map(|device| device.name.as_str()).collect();
+    names.join(", ")
 }
 
 /// The least rate a second of anything: what is smaller was meant in larger units, and times by it are beyond 64 bits.

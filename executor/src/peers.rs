@@ -275,8 +275,8 @@ fn joined_with_sums(
 }
 
 /// For each step of a program what it waits for on the host: its waits, but for members of `sums`, which wait for each
-/// other on the devices. What a plan leaves out because a sum implies it is not implied on the host: whoever reads a value
-/// of another device there waits for the step that writes it.
+/// other on the devices and, as the checker sees to, for nothing else. What a plan leaves out because a sum implies it is
+/// not implied on the host: whoever reads a value of another device there waits for the step that writes it.
 fn waits_on_the_host(
     program: &Program,
     sums: &Table<StepId, bool>,

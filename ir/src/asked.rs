@@ -11,6 +11,7 @@ use crate::tensor::DType;
 
 /// Enough to compile again with one wish changed; the default asks for nothing.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Asked {
     /// What is minimised.
     pub objective: Objective,
@@ -24,8 +25,10 @@ pub struct Asked {
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub plain_bf16: bool,
     /// Element type of the KV caches; `None` follows the weights.
+    #[serde(deserialize_with = "crate::ron_text::written")]
     pub kv_type: Option<DType>,
     /// Bytes of all KV caches together; `None` is what context and sequences need.
+    #[serde(deserialize_with = "crate::ron_text::written")]
     pub kv_cache_bytes: Option<u64>,
     /// The file that counts how often a mixture's experts are chosen.
     #[serde(default, skip_serializing_if = "Option::is_none")]

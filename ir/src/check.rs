@@ -8,7 +8,9 @@
 //!   there for it and caches that a GPU may borrow, and moves and fetches only along links;
 //! - no weight is fetched over another that may still be read;
 //! - every buffer is written once, then read, then freed once, in an order that lanes and waits enforce;
-//! - a collective is one alike step on each of its members;
+//! - every program that attends appends once to the cache of each layer, and the mixtures behind a router have each of
+//!   its experts;
+//! - a collective is one alike step on each of its members, and GPUs that sum together always do;
 //! - reads and writes have the types that the action expects;
 //! - no device ever holds more bytes than it has.
 //!

@@ -2,16 +2,17 @@
 
 use std::collections::BTreeMap;
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::Result;
 use serde::{Deserialize, Serialize};
 
-use crate::ron_text;
+use crate::ron_text::{self, Version};
 
 /// Raised whenever a field changes meaning.
 pub const VERSION: u32 = 1;
 
 /// Choices of the routers of one model.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct ExpertCounts {
     /// [`VERSION`] of the executor that wrote it.
     pub version: u32,
@@ -38,13 +39,16 @@ impl ExpertCounts {
 
     /// Reads counts of this version.
     pub fn from_ron(text: &str) -> Result<Self> {
-        let counts: Self = ron::from_str(text).context("not counts of experts")?;
-        ensure!(
-            counts.version == VERSION,
-            "the counts have version {}, this build reads version {VERSION}: count again",
-            counts.version
-        );
-        Ok(counts)
+        ron_text::read(
+            text,
+            &Version {
+                number: VERSION,
+                subject: "the counts have",
+                otherwise: "not counts of experts",
+                remedy: "count again",
+            },
+            |counts: &Self| counts.version,
+        )
     }
 
     /// Writes counts; the same counts give the same bytes.

@@ -6,6 +6,7 @@ use crate::id::{DeviceId, Table};
 
 /// Predictions.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Forecast {
     /// Bytes on each device.
     pub devices: Table<DeviceId, DeviceForecast>,
@@ -17,6 +18,7 @@ pub struct Forecast {
 
 /// Bytes on one device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct DeviceForecast {
     /// Weights in their compute formats.
     pub weight_bytes: u64,
@@ -36,6 +38,7 @@ pub struct DeviceForecast {
 
 /// Time of one program.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct ProgramForecast {
     /// The program.
     pub program: String,
@@ -51,6 +54,7 @@ pub struct ProgramForecast {
 
 /// Time of a run of another size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct RunForecast {
     /// Tokens that prefill feeds, or that each sequence has cached before decode.
     pub tokens: u32,
@@ -60,14 +64,18 @@ pub struct RunForecast {
 
 /// A placement that was priced.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Candidate {
     /// What it is, for people: `all on gpu0`, `pipeline numa0 → numa1`.
     pub name: String,
     /// One prefill of the largest extent; `None` where it does not fit.
+    #[serde(deserialize_with = "crate::ron_text::written")]
     pub prefill_nanos: Option<u64>,
     /// One decode step of one sequence.
+    #[serde(deserialize_with = "crate::ron_text::written")]
     pub decode_nanos: Option<u64>,
     /// What it lacks: device and bytes.
+    #[serde(deserialize_with = "crate::ron_text::written")]
     pub missing: Option<(DeviceId, u64)>,
 }
 

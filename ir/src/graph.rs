@@ -42,15 +42,18 @@ pub enum Work {
 
 /// Why something is where it is, and what was the next best.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Cause {
     /// What decided.
     pub reason: Reason,
     /// The best place that was not chosen.
+    #[serde(deserialize_with = "crate::ron_text::written")]
     pub runner_up: Option<RunnerUp>,
 }
 
 /// What decided about a place.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub enum Reason {
     /// The whole plan was predicted fastest with it here.
     Fastest,
@@ -76,6 +79,7 @@ pub enum Reason {
 
 /// A place that was not chosen.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct RunnerUp {
     /// Its devices.
     pub devices: Vec<DeviceId>,

@@ -7,6 +7,7 @@ use crate::id::DeviceId;
 
 /// Who holds a value, and what each of them holds.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Layout {
     /// Distinct devices. Their order is the order of parts, and of sums.
     pub devices: Vec<DeviceId>,
@@ -16,6 +17,7 @@ pub struct Layout {
 
 /// What each device of a layout holds.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub enum Share {
     /// Every device holds all of it.
     Whole,
@@ -32,6 +34,7 @@ pub enum Share {
 
 /// Data movement that a graph states openly rather than leaving to a backend.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub enum Move {
     /// One device's value, copied to another.
     Transfer {

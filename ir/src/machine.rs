@@ -9,6 +9,7 @@ use crate::tensor::Format;
 
 /// Everything the compiler knows of the hardware: `machine.ron`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Machine {
     /// What identifies the host, for refusing a plan made for another.
     pub host: Host,
@@ -23,6 +24,7 @@ pub struct Machine {
 
 /// How fast the vendor's library (NCCL) sums over GPUs.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Collectives {
     /// What each GPU sends, and receives, per second: of a sum over n GPUs that is 2·(n − 1)/n of a term's bytes (the
     /// "bus bandwidth" of NCCL's own tests).
@@ -35,6 +37,7 @@ pub struct Collectives {
 
 /// Facts of a host that do not change between two boots.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Host {
     /// Processor model name.
     pub cpu: String,
@@ -48,6 +51,7 @@ pub struct Host {
 
 /// One GPU, or some cores of one NUMA node with some of its memory.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Device {
     /// Unique name: `gpu0`, `numa1`.
     pub name: String,
@@ -64,6 +68,7 @@ pub struct Device {
 
 /// One level of a NUMA device's data caches.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct CpuCache {
     /// 1 is the nearest to a core.
     pub level: u32,
@@ -75,6 +80,7 @@ pub struct CpuCache {
 
 /// What a device is.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub enum DeviceKind {
     /// A GPU, by the driver's ordinal.
     Gpu {
@@ -108,6 +114,7 @@ impl DeviceKind {
 
 /// Speeds of one device.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Rates {
     /// Whether a calibration measured them.
     pub source: RateSource,
@@ -144,6 +151,7 @@ pub enum RateSource {
 
 /// Speed of linears with weights of one format.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct LinearRate {
     /// The weights' format.
     pub format: Format,
@@ -153,6 +161,7 @@ pub struct LinearRate {
 
 /// Weights worked through per second when `tokens` rows are multiplied at once.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct RatePoint {
     /// Rows of the activation.
     pub tokens: u32,
@@ -165,6 +174,7 @@ pub struct RatePoint {
 
 /// A one-way path between two devices.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Link {
     /// Sender.
     pub from: DeviceId,

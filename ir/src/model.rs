@@ -38,6 +38,7 @@ pub struct Model {
 
 /// One file of a checkpoint, and enough to notice that it has changed.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct CheckpointFile {
     /// Absolute, or relative to the folder of the plan.
     pub path: PathBuf,

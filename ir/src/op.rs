@@ -9,6 +9,7 @@ use crate::id::{CacheId, RopeId, WeightId};
 
 /// One operation. Every activation is `[tokens, features]` unless said otherwise.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub enum Op {
     /// No input. Rows of `table` for the batch's token ids, times `scale`.
     Embed {
@@ -58,12 +59,15 @@ pub enum Op {
 
 /// A normalisation over the last axis (in attention: over each head).
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Norm {
     /// What is divided out.
     pub kind: NormKind,
     /// Elementwise factor, `[features]`.
+    #[serde(deserialize_with = "crate::ron_text::written")]
     pub scale: Option<WeightId>,
     /// Elementwise term, `[features]`.
+    #[serde(deserialize_with = "crate::ron_text::written")]
     pub bias: Option<WeightId>,
     /// Added to the variance.
     pub epsilon: f32,
@@ -84,8 +88,10 @@ pub enum NormKind {
 ///
 /// Output `i` is `then(norm(x) · weights[i]ᵀ + biases[i]) + residual`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Linear {
     /// Applied to `x` first.
+    #[serde(deserialize_with = "crate::ron_text::written")]
     pub norm: Option<Norm>,
     /// Each `[outputs, inputs]`.
     pub weights: Vec<WeightId>,
@@ -123,6 +129,7 @@ pub enum Activation {
 
 /// Causal attention of grouped heads over a paged cache.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Attention {
     /// Where this layer's keys and values are kept.
     pub cache: CacheId,
@@ -139,19 +146,25 @@ pub struct Attention {
     /// Factor on the scores.
     pub scale: f32,
     /// Token `i` sees tokens `j` with `i - j < window`; all earlier ones where `None`.
+    #[serde(deserialize_with = "crate::ron_text::written")]
     pub window: Option<u32>,
     /// Scores become `cap * tanh(score / cap)`.
+    #[serde(deserialize_with = "crate::ron_text::written")]
     pub soft_cap: Option<f32>,
     /// Normalises each query head, before the rotation.
+    #[serde(deserialize_with = "crate::ron_text::written")]
     pub q_norm: Option<Norm>,
     /// Normalises each key head, before the rotation.
+    #[serde(deserialize_with = "crate::ron_text::written")]
     pub k_norm: Option<Norm>,
     /// Rotates queries and keys.
+    #[serde(deserialize_with = "crate::ron_text::written")]
     pub rope: Option<RopeId>,
 }
 
 /// A mixture's gated MLPs, one matrix stack for each of the three linears.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Experts {
     /// `[experts, intermediate, features]`.
     pub gate: WeightId,
@@ -175,6 +188,7 @@ impl Experts {
 
 /// Some of a mixture's experts, neighbours by id. Others that a token chose count for nothing here.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct ExpertPart {
     /// Id of the first of them.
     pub first: u32,
@@ -184,6 +198,7 @@ pub struct ExpertPart {
 
 /// Rotary position embedding (Su et al. 2021), with the frequencies worked out when the model is lowered.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Rope {
     /// Which elements of a head turn together.
     pub pairing: Pairing,
@@ -206,6 +221,7 @@ pub enum Pairing {
 
 /// Rotation frequencies, `dims / 2` of them.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub enum Frequencies {
     /// The same for every sequence.
     Fixed(Vec<f32>),
@@ -248,6 +264,18 @@ impl Frequencies {
                 } else {
                     short.clone()
                 }
+            }
+        }
+    }
+
+    /// Whether keys that were rotated when the sequence was `before` tokens long serve when it is `now`: beside keys of
+    /// the other set LongRoPE means nothing, and models that use it compute all of them anew. Those with NTK scaling
+    /// keep what they have cached.
+    pub fn keep_keys(&self, before: u32, now: u32) -> bool {
+        match self {
+            Frequencies::Fixed(_) | Frequencies::Dynamic { .. } => true,
+            Frequencies::Switched { original_tokens, .. } => {
+                (before > *original_tokens) == (now > *original_tokens)
             }
         }
     }

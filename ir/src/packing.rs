@@ -65,8 +65,22 @@ pub fn has_panels(kind: &DeviceKind, format: Format, shape: &[u32]) -> bool {
 /// Whether a GPU holds a weight in panels.
 pub fn gpu_has_panels(format: Format, shape: &[u32]) -> bool {
     let (_, _, columns) = dimensions(shape);
-    let has_whole_loads = format.bytes(1, columns).is_multiple_of(LOAD_BYTES);
-    shape.len() > 2 || shape.len() > 1 && (format.float().is_none() || !has_whole_loads)
+    let is_packed = format.float().is_none() || !has_whole_loads(format, columns);
+    shape.len() > 2 || shape.len() > 1 && is_packed
+}
+
+/// Features of a head that kernels of NUMA nodes store at once: those of a 32-bit word, but f16 is stored singly.
+pub fn stored_together(dtype: DType) -> u32 {
+    match dtype {
+        DType::F32 | DType::F16 | DType::I32 | DType::U8 => 1,
+        DType::Bf16 => 2,
+        DType::I8 => 4,
+    }
+}
+
+/// Whether units of a GPU load whole rows of a matrix that is not packed.
+pub fn has_whole_loads(format: Format, columns: u64) -> bool {
+    format.bytes(1, columns).is_multiple_of(LOAD_BYTES)
 }
 
 /// Bytes that a device of that kind needs for a weight; at most `u64::MAX`.

@@ -3,7 +3,7 @@
 use std::cmp::Reverse;
 use std::path::PathBuf;
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Result, ensure};
 use serde::{Deserialize, Serialize};
 
 use crate::asked::Asked;
@@ -17,8 +17,9 @@ use crate::machine::{DeviceKind, Machine};
 use crate::model::CheckpointFile;
 use crate::op::{Op, Rope};
 use crate::packing::{has_panels, held_bytes, packed_type};
-use crate::ron_text;
+use crate::ron_text::{self, Version};
 use crate::tensor::{DType, Extent, Format, TensorType};
+use crate::trace::Trace;
 use crate::weight::Source;
 use crate::workspace::{EXCHANGE_MEMBERS, MOST_FLAGGED_TERM_BYTES, product_format};
 
@@ -28,8 +29,12 @@ pub const VERSION: u32 = 5;
 /// Fetched weights begin at multiples of this: what vendor libraries ask of a matrix.
 pub const FETCH_ALIGNMENT: u64 = 256;
 
+/// Blocks of caches have multiples of so many tokens: what kernels attend to at once.
+pub const CACHE_TILE_TOKENS: u32 = 16;
+
 /// A model placed on a machine, with a proven schedule for each phase.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Plan {
     /// [`VERSION`] of the compiler that wrote it.
     pub version: u32,
@@ -58,6 +63,7 @@ pub struct Plan {
 
 /// What a plan runs, and its limits.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct ModelInfo {
     /// Name for people.
     pub name: String,
@@ -79,6 +85,7 @@ pub struct ModelInfo {
 
 /// One weight, or a slice of one, as one device holds it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Weight {
     /// The checkpoint's name for it.
     pub name: String,
@@ -101,6 +108,7 @@ pub struct Weight {
 /// Keys and values are one region each, `[blocks, kv_heads, block_tokens, head_dim]`; of bytes each block ends with its
 /// scales, `[kv_heads, block_tokens]`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Cache {
     /// The layer it belongs to.
     pub name: String,
@@ -116,6 +124,7 @@ pub struct Cache {
 
 /// A static schedule, run from start to end for each batch of tokens.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Program {
     /// `prefill`, `prefill64`, `decode1`, `decode8`.
     pub name: String,
@@ -148,6 +157,7 @@ pub enum Phase {
 ///
 /// A NUMA node allocates it when its step runs; on a GPU its place follows from the plan, see [`crate::frame`].
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Buffer {
     /// Where it is.
     pub device: DeviceId,
@@ -157,6 +167,7 @@ pub struct Buffer {
 
 /// One queue of one device: a thread that runs steps in order.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Lane {
     /// The device.
     pub device: DeviceId,
@@ -179,6 +190,7 @@ pub enum Queue {
 
 /// One action of the schedule.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Step {
     /// The layer it belongs to.
     pub name: String,
@@ -200,6 +212,7 @@ pub struct Step {
 
 /// What a step does.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub enum Action {
     /// Computes on buffers of its own device.
     ///
@@ -221,8 +234,10 @@ pub enum Action {
         /// The movement.
         movement: Move,
         /// Same for all steps of one collective; `None` for a transfer or a local slice.
+        #[serde(deserialize_with = "crate::ron_text::written")]
         collective: Option<CollectiveId>,
         /// This device's slice, `(start, size)` along the movement's axis, where it makes one.
+        #[serde(deserialize_with = "crate::ron_text::written")]
         slice: Option<(u32, u32)>,
         /// How it is made.
         #[serde(default, skip_serializing_if = "Algorithm::is_direct")]
@@ -251,23 +266,19 @@ impl Algorithm {
 impl Plan {
     /// Reads a plan. Fails on text that is not a plan of this version; soundness is for [`crate::check`].
     pub fn from_ron(text: &str) -> Result<Self> {
-        /// The only field that every version has.
-        #[derive(Deserialize)]
-        struct Head {
-            version: u32,
-        }
-        let options = ron::Options::default().with_recursion_limit(64);
-        let read: Result<Self, _> = options.from_str(text);
-        let version = match &read {
-            Ok(plan) => plan.version,
-            // A plan of another version need not have the fields of this one.
-            Err(_) => options.from_str::<Head>(text).map_or(VERSION, |head| head.version),
-        };
-        ensure!(
-            version == VERSION,
-            "the plan has version {version}, this build reads version {VERSION}: compile it again"
+        let read = ron_text::read(
+            text,
+            &Version {
+                number: VERSION,
+                subject: "the plan has",
+                otherwise: "not a plan",
+                remedy: "compile it again",
+            },
+            |plan: &Self| plan.version,
         );
-        read.context("not a plan")
+        let is_trace = read.is_err() && Trace::from_ron(text).is_ok();
+        ensure!(!is_trace, "this is a trace, where a plan is read");
+        read
     }
 
     /// The smallest program of a phase that takes most of so many tokens of so many sequences in a run, and of their

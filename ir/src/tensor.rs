@@ -56,6 +56,7 @@ pub enum Dim {
 
 /// What `Dim::Tokens` and `Dim::Rows` stand for in one run, or at most in any.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Extent {
     /// Size of `Dim::Tokens`.
     pub tokens: u32,
@@ -65,6 +66,7 @@ pub struct Extent {
 
 /// An element type and a shape.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct TensorType {
     /// Type of every element.
     pub dtype: DType,

@@ -1,16 +1,17 @@
 //! What happened: `trace.ron`, joined with a plan by step.
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::Result;
 use serde::{Deserialize, Serialize};
 
 use crate::id::StepId;
-use crate::ron_text;
+use crate::ron_text::{self, Version};
 
 /// Raised whenever a field changes meaning.
 pub const VERSION: u32 = 1;
 
 /// Measured times of the runs of one plan. All times are nanoseconds since the trace began.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Trace {
     /// [`VERSION`] of the executor that wrote it.
     pub version: u32,
@@ -24,6 +25,7 @@ pub struct Trace {
 
 /// One run of one program.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct TracedRun {
     /// Index into the plan's programs.
     pub program: u32,
@@ -41,6 +43,7 @@ pub struct TracedRun {
 
 /// One finished step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Span {
     /// Index into `runs`.
     pub run: u32,
@@ -59,13 +62,16 @@ pub struct Span {
 impl Trace {
     /// Reads a trace of this version.
     pub fn from_ron(text: &str) -> Result<Self> {
-        let trace: Self = ron::from_str(text).context("not a trace")?;
-        ensure!(
-            trace.version == VERSION,
-            "the trace has version {}, this build reads version {VERSION}: record it again",
-            trace.version
-        );
-        Ok(trace)
+        ron_text::read(
+            text,
+            &Version {
+                number: VERSION,
+                subject: "the trace has",
+                otherwise: "not a trace",
+                remedy: "record it again",
+            },
+            |trace: &Self| trace.version,
+        )
     }
 
     /// Writes a trace, one span a line.

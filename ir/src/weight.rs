@@ -8,6 +8,7 @@ use crate::tensor::DType;
 
 /// A strided view of one stored tensor: everything a reader needs besides the file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Source {
     /// The file it is in.
     pub file: FileId,
@@ -22,6 +23,7 @@ pub struct Source {
 
 /// `size` steps of `stride` elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Stride {
     /// Number of steps.
     pub size: u32,
@@ -31,6 +33,7 @@ pub struct Stride {
 
 /// A part of one axis of a weight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Slice {
     /// Which axis, outermost 0.
     pub axis: u8,

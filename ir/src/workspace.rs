@@ -11,7 +11,7 @@ use std::collections::BTreeSet;
 use crate::id::{BufferId, DeviceId, RopeId, Table};
 use crate::machine::DeviceKind;
 use crate::op::{Attention, Experts, Linear, NormKind, Op, Products, Then};
-use crate::packing::has_panels;
+use crate::packing::{has_panels, has_whole_loads};
 use crate::plan::{Action, Plan, Program, Step};
 use crate::tensor::{DType, Dim, Format};
 
@@ -143,8 +143,8 @@ fn of_device(plan: &Plan, device: DeviceId, library_bytes: u64, piece_bytes: u64
     let mut members = 0;
     for program in &plan.programs {
         if program.buffers.get(program.output).is_some_and(|output| output.device == device) {
-            let model = &plan.model;
-            raise(&mut space.inner_bytes, shortlist::bytes(model.max_sequences, model.vocabulary));
+            let rows = RunSizes::of(plan).sequences;
+            raise(&mut space.inner_bytes, shortlist::bytes(rows, plan.model.vocabulary));
         }
         for lane in program.lanes.iter().filter(|lane| lane.device == device) {
             has_lane = true;
@@ -299,12 +299,7 @@ impl Need<'_> {
 
     fn add_linear(&self, linear: &Linear, space: &mut Workspace) {
         let (rows, features) = (self.size(0, 0), self.size(0, 1));
-        // Kernels for few rows normalise on the way where the norm is a plain root mean square.
-        let is_cast = linear
-            .norm
-            .as_ref()
-            .is_some_and(|norm| norm.kind != NormKind::Rms || norm.bias.is_some());
-        if is_cast {
+        if is_cast(linear) {
             raise(&mut space.input_bytes, product(&[rows.min(UNPACKED_ROWS), features], 4));
         }
         if rows <= UNPACKED_ROWS {
@@ -327,7 +322,10 @@ impl Need<'_> {
             if let (Some(rows), true, None) = (operands, has_library, weight.format.float()) {
                 raise(&mut space.input_bytes, product(&[rows, features], Format::Bf16.bytes(1, 1)));
             }
-            if !weight.also_unpacked && kind.is_some_and(is_packed) {
+            // Where the library that the plan counts is missing, nothing is held unpacked.
+            let is_as_planned = kind.is_some_and(|kind| kind.has_library() == has_library);
+            let is_unpacked = weight.also_unpacked && is_as_planned;
+            if !is_unpacked && kind.is_some_and(is_packed) {
                 let piece = if has_library { piece_rows(outputs, inputs) } else { outputs };
                 raise(&mut space.matrix_bytes, product(&[piece, inputs], element));
             }
@@ -403,6 +401,28 @@ pub fn product_format(held: Format, has_library: bool) -> Format {
         (Format::Bf12 | Format::Q8 | Format::Q4, true) => Format::Bf16,
         (Format::F32 | Format::F16 | Format::Bf16, true) => held,
     }
+}
+
+/// The format that keeps a GPU from computing a linear of so many rows of that many features with matrices that are held
+/// so: it would have to lay out rows that are no whole loads. `None` where it can compute it.
+pub fn broken_loads(
+    linear: &Linear,
+    held: impl IntoIterator<Item = Format>,
+    (rows, features): (u32, u32),
+    has_library: bool,
+) -> Option<Format> {
+    let is_product = rows > UNPACKED_ROWS;
+    let products = held.into_iter().filter(|_| is_product);
+    let laid_out = products.map(|held| product_format(held, has_library));
+    let mut laid_out = is_cast(linear).then_some(Format::F32).into_iter().chain(laid_out);
+    laid_out.find(|&format| !has_whole_loads(format, u64::from(features)))
+}
+
+/// Whether the input of few rows is normalised first: kernels do so on the way where the norm is a plain root mean
+/// square.
+fn is_cast(linear: &Linear) -> bool {
+    let norm = linear.norm.as_ref();
+    norm.is_some_and(|norm| norm.kind != NormKind::Rms || norm.bias.is_some())
 }
 
 #[cfg(test)]

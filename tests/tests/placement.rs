@@ -212,7 +212,11 @@ fn a_pin_that_cannot_be_is_refused() {
     let unknown = refusal(&Toy::llama(), &machine, &options("layers.1=gpu7"));
     assert_eq!(unknown, "unknown device \"gpu7\": the machine has numa0, numa1");
     let idle = refusal(&Toy::llama(), &machine, &options("layers.99=numa0"));
-    assert_eq!(idle, "the pin \"layers.99\" matches no layer");
+    assert_eq!(
+        idle,
+        "the pin \"layers.99\" matches no node; they are called embed, layers.0.q+k+v, layers.0.attention, layers.0.o, \
+         layers.0.gate+up, layers.0.down, select, head"
+    );
 }
 
 /// The search for the fewest blocks that stay with a host once looked for them on a GPU that has no part in it.
@@ -229,11 +233,21 @@ fn a_pin_that_does_not_fit_ends_the_search() {
 }
 
 #[test]
+fn a_cache_that_nodes_cannot_store_is_refused() {
+    let toy = Toy { head_dim: 6, ..Toy::llama() };
+    let options = Options { kv_type: Some(DType::I8), ..Options::default() };
+    assert_eq!(
+        refusal(&toy, &machines::two_numa(), &options),
+        "numa0 stores no keys of 6 features in i8: give another --kv-type, such as f32"
+    );
+}
+
+#[test]
 fn a_format_for_no_device_is_refused() {
     let format = "gpu*=f16".parse().expect("it is a rule");
     let options = Options { formats: vec![format], ..Options::default() };
     let refused = refusal(&Toy::llama(), &machines::two_numa(), &options);
-    assert_eq!(refused, "the format \"gpu*=f16\" matches no device");
+    assert_eq!(refused, "the format \"gpu*=f16\" matches no device: the machine has numa0, numa1");
 }
 
 #[test]

@@ -57,6 +57,17 @@ fn runs_of_one_plan_are_the_same_bit_for_bit() {
 }
 
 #[test]
+fn an_absurd_forecast_cuts_prompts_into_no_more_runs_than_lanes_are_there_for() {
+    let mut plan = compile(MODEL, Shape::Pipeline, |_| ());
+    let expected = logits(&mut engine(&plan, &Options::default()), &[prompt(40)]);
+    for forecast in &mut plan.forecast.programs {
+        (forecast.nanos, forecast.busiest_lane_nanos) = (1 << 63, 0);
+    }
+    let given = logits(&mut engine(&plan, &Options::default()), &[prompt(40)]);
+    assert!(distance(&expected[0], &given[0]) < 1e-3);
+}
+
+#[test]
 fn captured_runs_of_a_gpu_are_the_same_bit_for_bit() {
     for shape in Shape::GPU {
         let plan = compile(MODEL, shape, |_| ());

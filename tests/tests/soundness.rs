@@ -2,13 +2,17 @@
 
 mod wishes;
 
+use std::collections::BTreeSet;
+
 use compiler::options::Request;
 use compiler::{Options, compile};
 use ir::check::{check, memory};
-use ir::id::{BufferId, Id as _, StepId};
+use ir::id::{BufferId, CacheId, DeviceId, Id as _, StepId};
 use ir::layout::Move;
-use ir::machine::Machine;
-use ir::plan::{Action, Plan, Program, Step};
+use ir::machine::{DeviceKind, Machine};
+use ir::op::{ExpertPart, Op};
+use ir::plan::{Action, Plan, Program, Queue, Step};
+use ir::tensor::DType;
 use proptest::prelude::*;
 use proptest::sample::Index;
 use proptest::strategy::ValueTree as _;
@@ -37,7 +41,7 @@ fn most_wishes_can_be_had() {
 /// Few random machines are just too small for a model, so these are not random.
 #[test]
 fn plans_that_fetch_weights_are_as_sound() {
-    let mut fetching = 0;
+    let (mut fetching, mut done) = (0, BTreeSet::new());
     for toy in [Toy { layers: 4, ..Toy::llama() }, Toy { layers: 3, ..Toy::mixture() }] {
         let model = toy.model().expect("the toy is a model");
         for kibibytes in (300..1300).step_by(25) {
@@ -51,11 +55,56 @@ fn plans_that_fetch_weights_are_as_sound() {
             fetching += 1;
             for program in 0..plan.programs.len() {
                 check_waits(&plan, program);
-                check_harms(&plan, program);
+                done.append(&mut check_harms(&plan, program));
             }
         }
     }
     assert!(fetching >= 8, "{fetching} plans fetch weights, so this tests little");
+    assert!(FETCH_HARMS.iter().all(|kind| done.contains(kind)));
+}
+
+/// Random plans are hardly ever harmed in each of these ways.
+#[test]
+fn every_kind_of_harm_is_done_and_noticed() {
+    let mut machine = machines::two_gpu_two_numa();
+    machine.devices.rows_mut().iter_mut().for_each(|device| device.memory_bytes = 1 << 24);
+    let toys = [Toy { layers: 2, ..Toy::llama() }, Toy { layers: 2, ..Toy::mixture() }];
+    let requests = [Request::TensorParallelRanks(2), Request::PipelineRanks(2)];
+    let mut done = BTreeSet::new();
+    for (toy, request) in toys.iter().flat_map(|toy| requests.iter().map(move |r| (toy, r))) {
+        let model = toy.model().expect("the toy is a model");
+        let request = request.clone();
+        let options =
+            Options { context: Some(128), prefill_tokens: Some(64), request, ..Options::default() };
+        let plan = compile(&model, &machine, &options, &mut |_, _| ()).expect("GPUs have room");
+        done.append(&mut check_harms(&plan, 0));
+    }
+    // Only fetches are harmed in the other ways.
+    let others: Vec<u8> = (0..HARMS).filter(|kind| !done.contains(kind)).collect();
+    assert_eq!(others, FETCH_HARMS);
+}
+
+/// Rows of 100 features in 16 bits are no whole loads.
+#[test]
+fn what_gpus_cannot_multiply_stays_beside_them() {
+    let toy = Toy { intermediate: 100, stored: DType::Bf16, ..Toy::llama() };
+    let model = toy.model().expect("the toy is a model");
+    let mut machine = machines::one_gpu_two_numa();
+    let gpu = &mut machine.devices.rows_mut()[0];
+    // With the vendor's library products are made in 16 bits.
+    gpu.kind = DeviceKind::Gpu { ordinal: 0, reserved_bytes: 0, library_bytes: 256 };
+    let options = Options { context: Some(128), prefill_tokens: Some(64), ..Options::default() };
+    let on_gpu = Request::Pipeline(vec!["gpu0".to_owned()]);
+    let compiled = |request: Request, prefill_tokens: u32| {
+        let prefill_tokens = Some(prefill_tokens);
+        let options = Options { request, prefill_tokens, ..options.clone() };
+        compile(&model, &machine, &options, &mut |_, _| ())
+    };
+    let refusal = compiled(on_gpu.clone(), 64).expect_err("no GPU multiplies so");
+    let expected = "gpu0 does not multiply rows of 100 features in bf16";
+    assert!(format!("{refusal:#}").contains(expected), "{refusal:#}");
+    compiled(on_gpu, 8).expect("few rows are multiplied with matrices as they lie");
+    compiled(Request::Any, 64).expect("NUMA nodes multiply anything");
 }
 
 #[test]
@@ -110,16 +159,19 @@ fn check_waits(plan: &Plan, program: usize) {
     }
 }
 
-/// No step can be harmed unnoticed.
-fn check_harms(plan: &Plan, program: usize) {
+/// No step can be harmed unnoticed; the kinds of harm that are done.
+fn check_harms(plan: &Plan, program: usize) -> BTreeSet<u8> {
+    let mut done = BTreeSet::new();
     for step in plan.programs[program].steps.ids() {
         for kind in 0..HARMS {
             let mut harmed = plan.clone();
-            if let Some(harm) = harm(&mut harmed.programs[program], kind, step) {
+            if let Some(harm) = harm(&mut harmed, program, kind, step) {
                 assert!(!check(&harmed).is_empty(), "{harm} goes unnoticed");
+                done.insert(kind);
             }
         }
     }
+    done
 }
 
 proptest! {
@@ -164,9 +216,8 @@ proptest! {
         let Some(plan) = compiled(&toy, &machine, &wishes) else { return Ok(()) };
         for (kind, at) in harms {
             let mut harmed = plan.clone();
-            let program = &mut harmed.programs[0];
-            let step = StepId::from_index(at.index(program.steps.len()));
-            if let Some(harm) = harm(program, kind, step) {
+            let step = StepId::from_index(at.index(plan.programs[0].steps.len()));
+            if let Some(harm) = harm(&mut harmed, 0, kind, step) {
                 prop_assert!(!check(&harmed).is_empty(), "{harm} goes unnoticed");
             }
         }
@@ -174,11 +225,41 @@ proptest! {
 }
 
 /// Kinds of harm.
-const HARMS: u8 = 7;
+const HARMS: u8 = 12;
+
+/// Those that are done to fetches.
+const FETCH_HARMS: [u8; 2] = [5, 6];
 
 /// Does one step of a program some harm, and says what; nothing where the step cannot be harmed so.
-fn harm(program: &mut Program, kind: u8, id: StepId) -> Option<String> {
+fn harm(plan: &mut Plan, program: usize, kind: u8, id: StepId) -> Option<String> {
+    if kind == HARMS - 1 {
+        return harm_sum(plan, program, id);
+    }
+    let program = &mut plan.programs[program];
     let lane = program.lanes.iter().position(|lane| lane.steps.contains(&id))?;
+    match kind {
+        0..=3 => harm_order(program, kind, lane, id),
+        4 => {
+            let last = *program.lanes[lane].steps.last()?;
+            program.steps[id].waits.push(last);
+            Some(format!("a wait of {id} for the end of its lane"))
+        }
+        5 | 6 => harm_fetch(program, kind, id),
+        7 => {
+            let buffer = *program.steps[id].writes.first()?;
+            let device = program.buffers[buffer].device;
+            let other = DeviceId::from_index(device.index() + 1);
+            program.buffers[buffer].device = other;
+            Some(format!("{buffer} on {other}"))
+        }
+        8 => harm_cache(program, id, plan.caches.len()),
+        9 => harm_experts(program, id),
+        _ => harm_transfer(program, lane, id),
+    }
+}
+
+/// Harm to what is done when, and to where buffers end.
+fn harm_order(program: &mut Program, kind: u8, lane: usize, id: StepId) -> Option<String> {
     let place = program.lanes[lane].steps.iter().position(|&step| step == id)?;
     let before = place.checked_sub(1).map(|before| program.lanes[lane].steps[before]);
     let step = program.steps[id].clone();
@@ -202,25 +283,102 @@ fn harm(program: &mut Program, kind: u8, id: StepId) -> Option<String> {
             program.lanes[lane].steps.swap(place - 1, place);
             format!("{id} before {before}")
         }
-        3 => {
+        _ => {
             program.lanes[lane].steps.remove(place);
             format!("a lost {id}")
         }
-        4 => {
-            program.steps[id].waits.push(*program.lanes[lane].steps.last()?);
-            format!("a wait of {id} for the end of its lane")
-        }
-        5 => {
-            let Action::Fetch { offset, .. } = &mut program.steps[id].action else { return None };
-            *offset += 128;
-            format!("{id} at a byte that no library reads from")
-        }
-        _ => {
-            let buffer = *step.writes.first()?;
-            let device = program.buffers[buffer].device;
-            let other = ir::id::DeviceId::from_index(device.index() + 1);
-            program.buffers[buffer].device = other;
-            format!("{buffer} on {other}")
-        }
     })
+}
+
+/// Harm to where a weight is fetched to.
+fn harm_fetch(program: &mut Program, kind: u8, id: StepId) -> Option<String> {
+    let Action::Fetch { offset, .. } = program.steps[id].action else { return None };
+    let (to, harm) = if kind == 5 {
+        (offset + 128, format!("{id} at a byte that no library reads from"))
+    } else {
+        // Whoever reads the weight reads another at the same time.
+        let weight = *program.steps[id].writes.first()?;
+        let reads_it = |step: &&Step| step.reads.contains(&weight);
+        let reads = program.steps.rows().iter().find(reads_it)?.reads.clone();
+        let beside = program.steps.iter().find_map(|(other, step)| match step.action {
+            Action::Fetch { offset, .. } if other != id => {
+                step.writes.iter().any(|made| reads.contains(made)).then_some((other, offset))
+            }
+            Action::Run(_) | Action::Move { .. } | Action::Fetch { .. } => None,
+        });
+        let (other, to) = beside?;
+        (to, format!("{id} over {other}"))
+    };
+    if let Action::Fetch { offset, .. } = &mut program.steps[id].action {
+        *offset = to;
+    }
+    Some(harm)
+}
+
+/// Exchanges the cache of a step with the next one.
+fn harm_cache(program: &mut Program, id: StepId, caches: usize) -> Option<String> {
+    let Action::Run(Op::Attention(attention)) = &program.steps[id].action else { return None };
+    let own = attention.cache;
+    let next = CacheId::from_index((own.index() + 1) % caches);
+    for step in program.steps.rows_mut() {
+        if let Action::Run(Op::Attention(attention)) = &mut step.action {
+            match attention.cache {
+                cache if cache == own => attention.cache = next,
+                cache if cache == next => attention.cache = own,
+                _ => (),
+            }
+        }
+    }
+    (own != next).then(|| format!("{own} and {next} in each other's place"))
+}
+
+/// Lets a mixture begin with another expert.
+fn harm_experts(program: &mut Program, id: StepId) -> Option<String> {
+    let Action::Run(Op::Experts(experts)) = &mut program.steps[id].action else { return None };
+    let first = experts.first() + 1;
+    experts.part = Some(ExpertPart { first, load: 0.5 });
+    Some(format!("{id} with experts from {first} on"))
+}
+
+/// Lets the sender drive a transfer, as soon as it has made the value.
+fn harm_transfer(program: &mut Program, lane: usize, id: StepId) -> Option<String> {
+    let step = program.steps[id].clone();
+    let Action::Move { movement: Move::Transfer { from, .. }, .. } = step.action else {
+        return None;
+    };
+    let sender = program.lanes.iter().position(|lane| {
+        lane.queue == Queue::Compute && lane.device == from && !lane.steps.contains(&id)
+    })?;
+    let writes_it = |id: &StepId| program.steps[*id].writes.contains(&step.reads[0]);
+    let made = program.lanes[sender].steps.iter().position(writes_it)?;
+    program.lanes[lane].steps.retain(|&step| step != id);
+    program.lanes[sender].steps.insert(made + 1, id);
+    for reader in program.steps.rows_mut() {
+        if reader.reads.contains(&step.writes[0]) {
+            reader.waits.push(id);
+        }
+    }
+    Some(format!("{id} by its sender"))
+}
+
+/// Turns the members of a sum over GPUs around, where they make others.
+fn harm_sum(plan: &mut Plan, program: usize, id: StepId) -> Option<String> {
+    let schedule = &plan.programs[program];
+    let sum = |step: &Step| match step.action {
+        Action::Move { collective, .. } if plan.is_peer_sum(schedule, step) => collective,
+        Action::Move { .. } | Action::Run(_) | Action::Fetch { .. } => None,
+    };
+    let own = sum(&schedule.steps[id])?;
+    let members = |step: &Step| -> BTreeSet<DeviceId> {
+        step.reads.iter().map(|&buffer| schedule.buffers[buffer].device).collect()
+    };
+    let is_other = |step: &Step| sum(step).is_some_and(|other| other != own);
+    let others = schedule.steps.rows().iter().filter(|step| is_other(step));
+    others.map(members).find(|others| *others == members(&schedule.steps[id]))?;
+    let steps = schedule.steps.iter();
+    let of_sum = steps.filter_map(|(id, step)| (sum(step) == Some(own)).then_some(id));
+    for step in of_sum.collect::<Vec<StepId>>() {
+        plan.programs[program].steps[step].reads.reverse();
+    }
+    Some(format!("the members of {own} the other way around"))
 }

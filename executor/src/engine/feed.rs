@@ -49,7 +49,7 @@ impl Engine {
     /// Feeds everything appended to `ids`; calls `on_row` with the index of the sequence, the position of a
     /// token and what follows it. Says whether it came to the end: raising `abort` stops it.
     ///
-    /// Where it does not come to the end, the sequences are as they were before.
+    /// Where it does not come to the end, the sequences are as they were before, but that they may have nothing cached.
     ///
     /// # Errors
     /// As [`Engine::advance`].
@@ -61,6 +61,11 @@ impl Engine {
         mut on_row: impl FnMut(usize, usize, Row<'_>) -> Result<()>,
     ) -> Result<bool> {
         self.reserve(ids)?;
+        for id in ids {
+            if let Some(sequence) = self.sequences.get_mut(id) {
+                sequence.forget_other_keys(self.executor.plan().ropes.rows());
+            }
+        }
         let cached: Vec<usize> =
             ids.iter().filter_map(|id| self.sequences.get(id)).map(|s| s.cached).collect();
         let mut under_way = VecDeque::new();
@@ -211,12 +216,14 @@ fn padded(tokens: usize) -> usize {
 }
 
 /// Stages that can work on different runs of a prompt at a time: a run takes this many times as long alone as the
-/// busiest lane works on it. 1 where runs work one after another.
+/// busiest lane works on it, whatever is forecast no more than there are lanes. 1 where runs work one after another.
 pub(super) fn stages(plan: &Plan) -> usize {
     // Programs for short prompts are for one run.
     let mut programs = plan.programs.iter().zip(&plan.forecast.programs);
     let prefill = programs.find(|(program, _)| program.phase == Phase::Prefill);
-    prefill.filter(|(program, _)| !plan.runs_one_by_one(program)).map_or(1, |(_, forecast)| {
-        (forecast.nanos as f64 / forecast.busiest_lane_nanos.max(1) as f64).round() as usize
+    let prefill = prefill.filter(|(program, _)| !plan.runs_one_by_one(program));
+    prefill.map_or(1, |(program, forecast)| {
+        let stages = forecast.nanos as f64 / forecast.busiest_lane_nanos.max(1) as f64;
+        (stages.round() as usize).clamp(1, program.lanes.len().max(1))
     })
 }

@@ -12,6 +12,7 @@ use std::collections::BTreeMap;
 use std::sync::atomic::AtomicBool;
 
 use anyhow::{Context as _, Result, ensure};
+use ir::op::Rope;
 use ir::plan::Plan;
 
 use self::blocks::Blocks;
@@ -41,7 +42,20 @@ pub struct SequenceId(u64);
 struct Sequence {
     tokens: Vec<u32>,
     cached: usize,
+    /// Tokens of the sequence when the latest of its keys were rotated.
+    rope_length: usize,
     blocks: Vec<u32>,
+}
+
+impl Sequence {
+    /// Takes what is cached for missing where its keys were rotated otherwise than those to come.
+    fn forget_other_keys(&mut self, ropes: &[Rope]) {
+        let [before, now] = [self.rope_length, self.tokens.len()].map(|length| length as u32);
+        if !ropes.iter().all(|rope| rope.frequencies.keep_keys(before, now)) {
+            self.cached = 0;
+        }
+        self.rope_length = self.tokens.len();
+    }
 }
 
 impl Engine {

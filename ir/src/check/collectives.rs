@@ -26,10 +26,13 @@ pub(super) fn check(
         }
     }
     let sums = sums(scope);
+    let mut groups = BTreeMap::new();
     for (&collective, members) in &collectives {
-        if let Some(problem) = members_problem(scope, members, &sums) {
+        let problem = members_problem(scope, members, &sums).map(str::to_owned);
+        let problem = problem.or_else(|| gpus_problem(scope, members, positions, &mut groups));
+        if let Some(problem) = problem {
             let program = scope.program.name.clone();
-            found.push(Violation::Collective { program, collective, problem: problem.into() });
+            found.push(Violation::Collective { program, collective, problem });
         }
     }
     if scope.program.lanes.len() <= MAX_LANES {
@@ -120,6 +123,43 @@ fn members_problem(
     }
     if matches!(movement, Move::ReduceScatter { .. }) {
         return scatter_problem(scope, members, &holders);
+    }
+    None
+}
+
+/// What GPUs ask for that sum without the host: they count such sums and wait for each other alone, so those that ever
+/// sum together always do, and none of them waits for anything else. `groups` are those of each device so far.
+fn gpus_problem(
+    scope: Scope<'_>,
+    members: &Members,
+    positions: &Table<StepId, Option<LanePosition>>,
+    groups: &mut BTreeMap<DeviceId, Vec<DeviceId>>,
+) -> Option<String> {
+    let Scope { plan, program } = scope;
+    for &(id, _) in members {
+        let step = &program.steps[id];
+        let is_counted = plan.is_peer_sum(program, step);
+        if !is_counted && !plan.is_library_sum(program, step) {
+            continue;
+        }
+        let buffers = step.reads.iter().filter_map(|&buffer| program.buffers.get(buffer));
+        let group: Vec<DeviceId> = buffers.map(|buffer| buffer.device).collect();
+        // What they do up to the sum is over when the sum is.
+        let is_implied = |wait: StepId| {
+            let Some(Some(wait)) = positions.get(wait) else { return true };
+            let is_later = |at: &LanePosition| at.lane == wait.lane && at.position >= wait.position;
+            let in_group = |at: &LanePosition| group.contains(&program.lanes[at.lane].device);
+            members.iter().any(|(_, at)| in_group(at) && is_later(at))
+        };
+        if let Some(&wait) = step.waits.iter().find(|wait| !is_implied(**wait)) {
+            let (id, wait) = (scope.name(id), scope.name(wait));
+            return Some(format!("{id} waits for {wait}, which no member of the sum does"));
+        }
+        for &device in group.iter().filter(|_| is_counted) {
+            if groups.entry(device).or_insert_with(|| group.clone()) != &group {
+                return Some("GPUs that sum among themselves do so with the same others".into());
+            }
+        }
     }
     None
 }

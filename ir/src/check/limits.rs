@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use crate::check::Violation;
 use crate::machine::DeviceKind;
-use crate::plan::{Phase, Plan, Program};
+use crate::plan::{CACHE_TILE_TOKENS, Phase, Plan, Program};
 
 pub(super) fn check(plan: &Plan, found: &mut Vec<Violation>) {
     let devices = plan.machine.devices.rows();
@@ -58,6 +58,12 @@ fn model_problems(plan: &Plan) -> Vec<String> {
         if size == 0 {
             problems.push(format!("the {what} is empty"));
         }
+    }
+    if !model.block_tokens.is_multiple_of(CACHE_TILE_TOKENS) {
+        problems.push(format!(
+            "cache blocks have {} tokens, which is no multiple of {CACHE_TILE_TOKENS}",
+            model.block_tokens
+        ));
     }
     let cached = u64::from(model.blocks) * u64::from(model.block_tokens);
     if cached < u64::from(model.context) {

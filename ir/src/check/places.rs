@@ -22,14 +22,13 @@ pub(super) fn check(
     let links: BTreeSet<(DeviceId, DeviceId)> =
         plan.machine.links.iter().map(|link| (link.from, link.to)).collect();
     let fetched = fetched(program);
-    let mut caches = BTreeSet::new();
-    for (id, step) in program.steps.iter() {
-        if let Action::Run(op) = &step.action
-            && let Some(cache) = op.cache()
-            && !caches.insert(cache)
-        {
-            found.push(Violation::CacheWrittenTwice { step: scope.name(id), cache });
+    for (index, lane) in program.lanes.iter().enumerate() {
+        if lane.queue == Queue::Copy && lane.steps.is_empty() {
+            found.push(Violation::IdleLane { program: program.name.clone(), lane: index });
         }
+    }
+    check_caches(scope, found);
+    for (id, step) in program.steps.iter() {
         let Some(at) = positions[id] else { continue };
         let lane = &program.lanes[at.lane];
         let is_numa = plan
@@ -39,8 +38,9 @@ pub(super) fn check(
             .is_some_and(|device| matches!(device.kind, DeviceKind::Numa { .. }));
         let suits = match (&step.action, lane.queue) {
             (Action::Run(_) | Action::Move { .. }, Queue::Compute) => true,
-            (Action::Move { .. } | Action::Fetch { .. }, Queue::Copy) => !is_numa,
-            (Action::Run(_), Queue::Copy) | (Action::Fetch { .. }, Queue::Compute) => false,
+            (Action::Fetch { .. }, Queue::Copy) => !is_numa,
+            (Action::Run(_) | Action::Move { .. }, Queue::Copy)
+            | (Action::Fetch { .. }, Queue::Compute) => false,
         };
         if !suits {
             found.push(Violation::WrongQueue { step: scope.name(id), queue: lane.queue });
@@ -51,6 +51,27 @@ pub(super) fn check(
             Action::Run(op) => place.check_run(op, found),
             Action::Move { movement, .. } => place.check_move(movement, found),
             Action::Fetch { weight, offset: _ } => place.check_fetch(*weight, found),
+        }
+    }
+}
+
+/// One step appends to each cache, that of the layer whose name the cache has: what a program has cached, the others read.
+fn check_caches(scope: Scope<'_>, found: &mut Vec<Violation>) {
+    let Scope { plan, program } = scope;
+    let mut caches = BTreeSet::new();
+    for (id, step) in program.steps.iter() {
+        let Action::Run(op) = &step.action else { continue };
+        let Some(cache) = op.cache() else { continue };
+        if !caches.insert(cache) {
+            found.push(Violation::CacheWrittenTwice { step: scope.name(id), cache });
+        }
+        if plan.caches.get(cache).is_some_and(|cache| cache.name != step.name) {
+            found.push(Violation::StrangeCache { step: scope.name(id), cache });
+        }
+    }
+    if !caches.is_empty() {
+        for cache in plan.caches.ids().filter(|cache| !caches.contains(cache)) {
+            found.push(Violation::UnusedCache { program: program.name.clone(), cache });
         }
     }
 }
@@ -131,8 +152,8 @@ impl Place<'_> {
         let Step { reads, writes, .. } = self.step;
         // The device that each read and the writes must be on; any where `None`.
         let (source, target) = match *movement {
-            // Either end may drive a transfer: between a GPU and a NUMA node the GPU does.
-            Move::Transfer { from, to } if [from, to].contains(&self.device) => (Some(from), to),
+            // The receiver drives a transfer: whoever else does touches what is on another device.
+            Move::Transfer { from, to } if to == self.device => (Some(from), to),
             Move::Transfer { .. } => (Some(self.device), self.device),
             Move::Broadcast { from } => (Some(from), self.device),
             Move::Slice { .. } => (Some(self.device), self.device),
@@ -140,6 +161,10 @@ impl Place<'_> {
                 (None, self.device)
             }
         };
+        if *movement == (Move::Broadcast { from: self.device }) {
+            let problem = format!("{movement} goes nowhere");
+            found.push(Violation::Shape { step: self.name(), problem });
+        }
         let mut senders = BTreeSet::new();
         for &buffer in reads {
             if let Some(source) = source {

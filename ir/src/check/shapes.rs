@@ -4,10 +4,11 @@ use anyhow::{Result, bail, ensure};
 
 use crate::check::{Scope, Violation};
 use crate::id::WeightId;
+use crate::machine::DeviceKind;
 use crate::op::{Attention, Experts, Linear, Norm, Op, Then};
-use crate::plan::{Action, FETCH_ALIGNMENT, Phase, Plan, Step};
-use crate::tensor::{DType, Dim, TensorType};
-use crate::workspace::{MAX_FUSED_ROWS, product_format};
+use crate::plan::{Action, FETCH_ALIGNMENT, Phase, Plan, Program, Step};
+use crate::tensor::{DType, Dim, Format, TensorType};
+use crate::workspace::{MAX_FUSED_ROWS, broken_loads, product_format};
 
 mod moves;
 
@@ -36,6 +37,9 @@ fn step_types(scope: Scope<'_>, step: &Step) -> Result<()> {
     let writes: Option<Vec<&TensorType>> = step.writes.iter().map(buffer).collect();
     // Ids that name nothing are reported elsewhere.
     let (Some(reads), Some(writes)) = (reads, writes) else { return Ok(()) };
+    let device = step.writes.first().and_then(|&id| scope.program.buffers.get(id));
+    let device = device.and_then(|buffer| scope.plan.machine.devices.get(buffer.device));
+    let is_gpu = device.is_some_and(|device| device.kind.is_gpu());
     match &step.action {
         Action::Run(op) => {
             let plan = scope.plan;
@@ -45,17 +49,17 @@ fn step_types(scope: Scope<'_>, step: &Step) -> Result<()> {
             // Which weights were fetched to the last reads is a matter of places.
             let packed = reads.iter().rev().take_while(|ty| ty.dtype == DType::U8).count();
             let reads = &reads[..reads.len() - packed];
-            let device = step.writes.first().and_then(|&id| scope.program.buffers.get(id));
-            let device = device.and_then(|buffer| plan.machine.devices.get(buffer.device));
-            let is_gpu = device.is_some_and(|device| device.kind.is_gpu());
             let program = scope.program;
             let may_be_narrow =
                 is_gpu && program.phase == Phase::Prefill && program.max.tokens > MAX_FUSED_ROWS;
-            let run = Run { plan, reads, writes: &writes, may_be_narrow };
+            let kind = device.map(|device| &device.kind);
+            let run = Run { plan, program, kind, reads, writes: &writes, may_be_narrow };
             if named { run.check(op) } else { Ok(()) }
         }
-        Action::Move { movement, collective, slice, .. } => {
-            moves::check(movement, collective.is_some(), *slice, &reads, &writes)
+        Action::Move { movement, collective, slice, algorithm } => {
+            moves::check(movement, *algorithm, collective.is_some(), *slice, &reads, &writes)?;
+            let is_sum_of_gpus = scope.plan.is_peer_sum(scope.program, step);
+            if is_gpu { moves::check_on_gpu(movement, is_sum_of_gpus, &writes) } else { Ok(()) }
         }
         Action::Fetch { weight, offset } => {
             let ([], [y]) = types(&reads, &writes)?;
@@ -74,6 +78,9 @@ fn step_types(scope: Scope<'_>, step: &Step) -> Result<()> {
 /// A computation whose ids all name rows.
 struct Run<'a> {
     plan: &'a Plan,
+    program: &'a Program,
+    /// What computes it.
+    kind: Option<&'a DeviceKind>,
     reads: &'a [&'a TensorType],
     writes: &'a [&'a TensorType],
     /// Whether values between linears may be of 16 bits: on GPUs, in runs of many tokens.
@@ -86,7 +93,7 @@ impl Run<'_> {
             Op::Embed { table, scale } => {
                 let ([], [y]) = self.types()?;
                 ensure!(scale.is_finite(), "the scale is {scale}");
-                let (rows, features) = self.matrix(*table)?;
+                let (rows, features) = self.table(*table)?;
                 ensure!(
                     rows >= self.plan.model.vocabulary,
                     "{table} has {rows} rows for a vocabulary of {}",
@@ -96,7 +103,7 @@ impl Run<'_> {
             }
             Op::AddPosition { table, offset } => {
                 let ([x], [y]) = self.types()?;
-                let (rows, features) = self.matrix(*table)?;
+                let (rows, features) = self.table(*table)?;
                 let last = u64::from(self.plan.model.context) + u64::from(*offset);
                 ensure!(u64::from(rows) >= last, "{table} has {rows} rows for {last} positions");
                 floats(x, Dim::Tokens, features)?;
@@ -173,12 +180,13 @@ impl Run<'_> {
             }
             outputs.push(made);
         }
+        self.whole_loads(linear, rows, inputs)?;
         if let Then::Gate(_) = then {
             ensure!(
                 outputs.len() == 2 && outputs[0] == outputs[1],
                 "a gate of linears that make {outputs:?} features"
             );
-            self.same_format(weights[0], weights[1])?;
+            self.multiplied_together(weights[0], weights[1])?;
             outputs.pop();
         }
         ensure!(
@@ -203,6 +211,17 @@ impl Run<'_> {
             same(self.reads[1], self.writes[0])?;
         }
         Ok(())
+    }
+
+    /// GPUs lay out the rows of products and of what is normalised before them, in whole loads.
+    fn whole_loads(&self, linear: &Linear, rows: Dim, features: u32) -> Result<()> {
+        let Some(kind) = self.kind.filter(|kind| kind.is_gpu()) else { return Ok(()) };
+        let size = (rows.size(self.program.max), features);
+        let held = linear.weights.iter().map(|&weight| self.plan.weights[weight].format);
+        match broken_loads(linear, held, size, kind.has_library()) {
+            Some(format) => bail!("rows of {features} features in {format} are no whole loads"),
+            None => Ok(()),
+        }
     }
 
     /// Rows and features of what matrices take or make, which is f32 or, between linears of many tokens on a GPU, what
@@ -272,7 +291,7 @@ impl Run<'_> {
             taken == features && up == gate && down == [experts, features, inner],
             "experts of shapes {gate:?}, {up:?} and {down:?} for {features} features"
         );
-        self.same_format(op.gate, op.up)?;
+        self.multiplied_together(op.gate, op.up)?;
         match op.part {
             None => ensure!(used <= experts, "{used} of {experts} experts are used"),
             Some(part) => ensure!(
@@ -299,11 +318,33 @@ impl Run<'_> {
         scale.iter().chain(bias).try_for_each(|&weight| self.vector(weight, features))
     }
 
-    /// Kernels multiply the matrices of a gate together.
-    fn same_format(&self, gate: WeightId, up: WeightId) -> Result<()> {
-        let [of_gate, of_up] = [gate, up].map(|weight| self.plan.weights[weight].format);
-        ensure!(of_gate == of_up, "a gate of {gate} in {of_gate} and {up} in {of_up}");
+    /// Kernels multiply the matrices of a gate together: they are of one format, and both are fetched or none is.
+    fn multiplied_together(&self, gate: WeightId, up: WeightId) -> Result<()> {
+        let [of_gate, of_up] = [gate, up].map(|weight| &self.plan.weights[weight]);
+        ensure!(
+            of_gate.format == of_up.format,
+            "a gate of {gate} in {} and {up} in {}",
+            of_gate.format,
+            of_up.format
+        );
+        ensure!(
+            of_gate.device == of_up.device,
+            "a gate of {gate} on {} and {up} on {}",
+            of_gate.device,
+            of_up.device
+        );
         Ok(())
+    }
+
+    /// Rows and features of a table that rows are looked up in.
+    fn table(&self, weight: WeightId) -> Result<(u32, u32)> {
+        let format = self.plan.weights[weight].format;
+        let is_gpu = self.kind.is_some_and(DeviceKind::is_gpu);
+        ensure!(
+            !(is_gpu && format == Format::Bf12),
+            "{weight} is in {format}, in which GPUs look up no rows"
+        );
+        self.matrix(weight)
     }
 
     fn vector(&self, weight: WeightId, size: u32) -> Result<()> {

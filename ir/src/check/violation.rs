@@ -83,6 +83,13 @@ pub enum Violation {
         /// How many it has.
         lanes: usize,
     },
+    /// A copy queue has a lane and fetches nothing.
+    IdleLane {
+        /// The program.
+        program: String,
+        /// Index of the lane.
+        lane: usize,
+    },
     /// Two lanes are the same queue of one device.
     DuplicateLane {
         /// The program.
@@ -248,6 +255,20 @@ pub enum Violation {
         /// The cache.
         cache: CacheId,
     },
+    /// A step appends to the cache of another layer.
+    StrangeCache {
+        /// The step.
+        step: StepName,
+        /// The cache.
+        cache: CacheId,
+    },
+    /// A program attends, but not to every cache.
+    UnusedCache {
+        /// The program.
+        program: String,
+        /// The cache.
+        cache: CacheId,
+    },
     /// The output is not the logits.
     Output {
         /// The program.
@@ -298,6 +319,9 @@ impl fmt::Display for Violation {
             }
             Self::DuplicateLane { program, lane } => {
                 write!(f, "lane {lane} of {program} is a queue that has a lane already")
+            }
+            Self::IdleLane { program, lane } => {
+                write!(f, "lane {lane} of {program} is a copy queue in which nothing is fetched")
             }
             Self::NotInOneLane { step, times: 0 } => write!(f, "{step} is in no lane"),
             Self::NotInOneLane { step, times } => write!(f, "{step} is in lanes {times} times"),
@@ -353,6 +377,12 @@ impl fmt::Display for Violation {
             Self::Shape { step, problem } => write!(f, "{step}: {problem}"),
             Self::CacheWrittenTwice { step, cache } => {
                 write!(f, "{step} appends to {cache}, to which another step appends")
+            }
+            Self::StrangeCache { step, cache } => {
+                write!(f, "{step} appends to {cache}, which is another layer's")
+            }
+            Self::UnusedCache { program, cache } => {
+                write!(f, "no step of {program} appends to {cache}")
             }
             Self::Memory { device, needed_bytes, capacity_bytes } => {
                 write!(f, "{device} would hold {needed_bytes} bytes and has {capacity_bytes}")

@@ -1,8 +1,12 @@
 //! Weights, caches and rotary embeddings by themselves.
 
+use std::collections::BTreeSet;
+
 use crate::check::Violation;
+use crate::id::CacheId;
 use crate::machine::DeviceKind;
 use crate::op::{Frequencies, Rope};
+use crate::packing::stored_together;
 use crate::plan::{Cache, Plan, Weight};
 use crate::tensor::{DType, Format};
 use crate::weight::Source;
@@ -13,22 +17,50 @@ pub(super) fn check(plan: &Plan, found: &mut Vec<Violation>) {
             found.push(Violation::Weight { weight: id, name: weight.name.clone(), problem });
         }
     }
+    let borrowed: BTreeSet<CacheId> =
+        plan.machine.devices.ids().flat_map(|device| plan.borrowed_by(device)).collect();
+    let mut layers = BTreeSet::new();
     for (id, cache) in plan.caches.iter() {
-        let Cache { name, dtype, kv_heads, head_dim, device } = cache;
-        let kind = plan.machine.devices.get(*device).map(|device| &device.kind);
-        // Kernels of GPUs read no bytes.
-        let is_held =
-            dtype.is_float() || *dtype == DType::I8 && !kind.is_some_and(DeviceKind::is_gpu);
-        if !is_held || *kv_heads == 0 || *head_dim == 0 {
-            let problem = format!("{kv_heads} heads of {head_dim} features in {dtype}");
-            found.push(Violation::Cache { cache: id, name: name.clone(), problem });
+        let mut problems = cache_problems(plan, cache, borrowed.contains(&id));
+        if !layers.insert((cache.device, &cache.name)) {
+            problems.push("its device has another cache of the layer".into());
         }
+        let name = || cache.name.clone();
+        found.extend(problems.into_iter().map(|problem| Violation::Cache {
+            cache: id,
+            name: name(),
+            problem,
+        }));
     }
     for (id, rope) in plan.ropes.iter() {
         if let Some(problem) = rope_problem(rope) {
             found.push(Violation::Rope { rope: id, problem });
         }
     }
+}
+
+fn cache_problems(plan: &Plan, cache: &Cache, is_borrowed: bool) -> Vec<String> {
+    let Cache { name: _, dtype, kv_heads, head_dim, device } = *cache;
+    let kind = plan.machine.devices.get(device).map(|device| &device.kind);
+    let is_on_gpu = kind.is_some_and(DeviceKind::is_gpu);
+    let mut problems = Vec::new();
+    // Kernels of GPUs read no bytes.
+    let is_held = dtype.is_float() || dtype == DType::I8 && !is_on_gpu;
+    if !is_held || kv_heads == 0 || head_dim == 0 {
+        problems.push(format!("{kv_heads} heads of {head_dim} features in {dtype}"));
+    }
+    let together = stored_together(dtype);
+    if !is_on_gpu && !head_dim.is_multiple_of(together) {
+        problems.push(format!(
+            "heads of {head_dim} features in {dtype}, which NUMA nodes store {together} at a time"
+        ));
+    }
+    let sizes = [plan.model.blocks, plan.model.block_tokens, kv_heads, head_dim];
+    let elements = sizes.into_iter().map(u64::from).fold(1, u64::saturating_mul);
+    if (is_on_gpu || is_borrowed) && elements > u64::from(u32::MAX) {
+        problems.push(format!("{elements} keys, more than GPUs tell apart"));
+    }
+    problems
 }
 
 fn weight_problems(plan: &Plan, weight: &Weight) -> Vec<String> {
@@ -99,6 +131,9 @@ fn rope_problem(rope: &Rope) -> Option<String> {
     if dims == 0 || !dims.is_multiple_of(2) {
         return Some(format!("it turns {dims} elements in pairs"));
     }
+    if !rope.magnitude.is_finite() {
+        return Some(format!("its magnitude is {}", rope.magnitude));
+    }
     let pairs = dims as usize / 2;
     let sets = match &rope.frequencies {
         Frequencies::Fixed(frequencies) => vec![frequencies],
@@ -113,6 +148,9 @@ fn rope_problem(rope: &Rope) -> Option<String> {
             vec![]
         }
     };
-    let wrong = sets.into_iter().find(|set| set.len() != pairs)?;
-    Some(format!("{} frequencies for {pairs} pairs", wrong.len()))
+    if let Some(wrong) = sets.iter().find(|set| set.len() != pairs) {
+        return Some(format!("{} frequencies for {pairs} pairs", wrong.len()));
+    }
+    let wrong = sets.into_iter().flatten().find(|frequency| !frequency.is_finite())?;
+    Some(format!("a pair turns by {wrong} at each position"))
 }

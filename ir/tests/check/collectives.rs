@@ -3,10 +3,11 @@
 use ir::check::{check, memory};
 use ir::id::{CollectiveId, DeviceId, Id as _};
 use ir::layout::Move;
-use ir::machine::{Collectives, DeviceKind};
-use ir::plan::{Action, Algorithm, Phase, Program, Step};
+use ir::machine::{Collectives, Device, DeviceKind};
+use ir::op::Op;
+use ir::plan::{Action, Algorithm, Lane, Phase, Program, Queue, Step, Weight};
 
-use crate::plans::tensor_parallel;
+use crate::plans::{d, gpus, s, tensor_parallel, w};
 use crate::{finds_in_prefill, finds_in_step};
 
 fn set(step: &mut Step, to: CollectiveId) {
@@ -110,17 +111,10 @@ fn a_library_sums_over_gpus_that_have_it_in_prefill() {
     let of_others =
         "collective g1 of prefill: a library makes sums of all their GPUs' terms, in prefill";
     finds_in_prefill(tensor_parallel(), |program| by_library(program, 2), &[of_others]);
-    let on_gpus = || {
-        let mut plan = tensor_parallel();
-        for (ordinal, device) in (0..).zip(plan.machine.devices.rows_mut()) {
-            device.kind = DeviceKind::Gpu { ordinal, reserved_bytes: 0, library_bytes: 0 };
-        }
-        plan
-    };
     let missing = "collective g1 of prefill: the machine has no library that makes it";
-    finds_in_prefill(on_gpus(), |program| by_library(program, 2), &[missing]);
+    finds_in_prefill(gpus(), |program| by_library(program, 2), &[missing]);
     let collectives = Collectives { bytes_per_sec: 1e11, latency_nanos: 1e4, reserved_bytes: 256 };
-    let mut plan = on_gpus();
+    let mut plan = gpus();
     plan.machine.collectives = Some(collectives.clone());
     let before = memory(&plan);
     by_library(&mut plan.programs[0], 2);
@@ -132,9 +126,61 @@ fn a_library_sums_over_gpus_that_have_it_in_prefill() {
     in_decode.programs[0].phase = Phase::Decode;
     let found: Vec<String> = check(&in_decode).iter().map(ToString::to_string).collect();
     assert!(found.contains(&of_others.to_string()), "{found:?}");
-    // Nothing may be taken for a device that is none.
+    // Nothing is taken for a GPU that is none.
     for buffer in plan.programs[0].buffers.rows_mut() {
         buffer.device = DeviceId::from_index(99);
     }
-    assert_ne!(check(&plan), []);
+    let found: Vec<String> = check(&plan).iter().map(ToString::to_string).collect();
+    assert!(found.contains(&of_others.to_string()), "{found:?}");
+}
+
+#[test]
+fn gpus_that_sum_wait_for_each_other_alone() {
+    let mut plan = gpus();
+    // What the other member does up to the sum is over when the sum is.
+    plan.programs[0].steps[s(14)].waits.extend([s(1), s(13), s(15)]);
+    assert_eq!(check(&plan), []);
+    // A third device embeds the tokens.
+    let node = plan.machine.devices.push(Device {
+        name: "host".into(),
+        kind: DeviceKind::Numa { node: 0, cpus: vec![0] },
+        ..plan.machine.devices[d(0)].clone()
+    });
+    let table = plan.weights.push(Weight { device: node, ..plan.weights[w(0)].clone() });
+    finds_in_prefill(
+        plan,
+        |program| {
+            let embed = program.steps[s(0)].clone();
+            let x = program.buffers.push(program.buffers[embed.writes[0]].clone());
+            program.buffers[x].device = node;
+            let action = Action::Run(Op::Embed { table, scale: 1.0 });
+            let embed = Step { action, writes: vec![x], frees: vec![x], ..embed };
+            let embed = program.steps.push(embed);
+            let queue = Queue::Compute;
+            program.lanes.push(Lane { device: node, queue, steps: vec![embed] });
+            program.steps[s(14)].waits.push(embed);
+        },
+        &["collective g2 of prefill: s14 (again) of prefill waits for s18 (embed) of prefill, \
+             which no member of the sum does"],
+    );
+}
+
+#[test]
+fn gpus_sum_with_the_same_others_in_one_order() {
+    let reversed = |program: &mut Program| {
+        for step in program.steps.rows_mut().iter_mut().filter(|step| step.name == "again") {
+            step.reads.reverse();
+        }
+    };
+    finds_in_prefill(
+        gpus(),
+        reversed,
+        &["collective g2 of prefill: GPUs that sum among themselves do so with the same others"],
+    );
+    // On NUMA nodes sums need no count.
+    let mut plan = gpus();
+    for (node, device) in (0..).zip(plan.machine.devices.rows_mut()) {
+        device.kind = DeviceKind::Numa { node, cpus: vec![node] };
+    }
+    finds_in_prefill(plan, reversed, &[]);
 }

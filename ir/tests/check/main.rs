@@ -1,7 +1,9 @@
 //! A checker no one has seen fail is not a checker: every violation is provoked by one change to a sound plan.
 
 mod buffers;
+mod caches;
 mod collectives;
+mod experts;
 mod fetches;
 mod memory;
 mod moved;
@@ -11,6 +13,7 @@ mod plans;
 mod shapes;
 mod tables;
 mod workspaces;
+mod written;
 
 use ir::check::check;
 use ir::id::StepId;

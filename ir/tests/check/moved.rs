@@ -1,10 +1,12 @@
 //! Types of moves.
 
-use ir::plan::{Action, Plan};
-use ir::tensor::DType;
+use ir::layout::Move;
+use ir::machine::DeviceKind;
+use ir::plan::{Action, Algorithm, Plan, Step};
+use ir::tensor::{DType, Dim};
 
-use crate::plans::{b, pipeline, tensor_parallel};
-use crate::{finds, finds_in_step};
+use crate::plans::{b, d, gpu, gpus, pipeline, tensor_parallel};
+use crate::{findings, finds, finds_in_step, named};
 
 #[test]
 fn a_transfer_keeps_the_type() {
@@ -88,6 +90,100 @@ fn a_slice_lies_inside_the_whole() {
             "collective g2 of prefill: its slices do not follow each other",
         ],
     );
+}
+
+#[test]
+fn a_sum_has_several_terms() {
+    finds(
+        tensor_parallel(),
+        |plan| {
+            for step in plan.programs[0].steps.rows_mut() {
+                if matches!(step.action, Action::Move { movement: Move::AllReduce, .. }) {
+                    step.reads.truncate(1);
+                }
+            }
+        },
+        &[
+            "s12 (o) of prefill: a sum of one term",
+            "s13 (o) of prefill: a sum of one term",
+            "collective g1 of prefill: the devices that hold its terms are not those that take part",
+        ],
+    );
+}
+
+#[test]
+fn ids_are_not_cut() {
+    let cut = |movement: &Move| Action::Move {
+        movement: movement.clone(),
+        collective: None,
+        slice: Some((0, 2)),
+        algorithm: Algorithm::Direct,
+    };
+    let slice = Move::Slice { axis: 1 };
+    let mut plan = pipeline();
+    let program = &mut plan.programs[0];
+    let ids = program.steps[named(program, "route")].writes[0];
+    let copy = program.buffers.push(program.buffers[ids].clone());
+    let step = Step {
+        action: cut(&slice),
+        reads: vec![ids],
+        writes: vec![copy],
+        frees: vec![copy],
+        ..program.steps[named(program, "select")].clone()
+    };
+    let step = program.steps.push(step);
+    program.lanes[1].steps.insert(3, step);
+    assert_eq!(findings(&plan), ["s14 (select) of prefill: slice axis=1 of i32[tokens, 2]"]);
+}
+
+#[test]
+fn only_sums_are_made_by_a_library() {
+    let by_library = |action: &mut Action| {
+        if let Action::Move { algorithm, .. } = action {
+            *algorithm = Algorithm::Library;
+        }
+    };
+    movement(
+        pipeline(),
+        "transfer",
+        by_library,
+        &["s8 (transfer) of prefill: transfer d0 -> d1 by a library of collectives"],
+    );
+}
+
+#[test]
+fn gpus_make_whole_sums() {
+    let mut plan = tensor_parallel();
+    plan.programs.truncate(1);
+    plan.machine.devices[d(0)].kind = gpu(0);
+    let found = findings(&plan);
+    let expected =
+        "s14 (scatter) of prefill: reduce_scatter axis=1 on a GPU, which makes whole sums";
+    assert!(found.contains(&expected.to_string()), "{found:?}");
+    let of_other = "s15 (scatter) of prefill: reduce_scatter axis=1";
+    assert!(!found.iter().any(|finding| finding.starts_with(of_other)), "{found:?}");
+}
+
+#[test]
+fn gpus_sum_rows_of_fours() {
+    let mut plan = gpus();
+    let narrow = |plan: &mut Plan| {
+        let program = &mut plan.programs[0];
+        for step in program.steps.rows_mut().iter_mut().filter(|step| step.name == "again") {
+            for &buffer in step.reads.iter().chain(&step.writes) {
+                program.buffers[buffer].ty.shape[1] = Dim::Fixed(6);
+            }
+        }
+    };
+    let expected =
+        "s14 (again) of prefill: GPUs sum numbers in rows of a multiple of 4, not f32[tokens, 6]";
+    narrow(&mut plan);
+    assert!(findings(&plan).contains(&expected.to_string()), "{:?}", findings(&plan));
+    // Through the host any number of features can be summed.
+    for (node, device) in (0..).zip(plan.machine.devices.rows_mut()) {
+        device.kind = DeviceKind::Numa { node, cpus: vec![node] };
+    }
+    assert!(!findings(&plan).iter().any(|finding| finding.contains("(again)")));
 }
 
 #[test]

@@ -4,10 +4,9 @@ use std::time::{Duration, Instant};
 
 use ir::check::check;
 use ir::id::{Id as _, StepId};
-use ir::machine::DeviceKind;
 use ir::plan::{Lane, Queue, Step};
 
-use crate::plans::{d, one_device, pipeline, s, tensor_parallel};
+use crate::plans::{d, gpu, one_device, pipeline, s, tensor_parallel};
 use crate::{finds, finds_in_prefill, finds_in_step, named};
 
 #[test]
@@ -51,7 +50,10 @@ fn a_step_in_two_lanes_is_found() {
     finds_in_prefill(
         pipeline(),
         |program| program.lanes[0].steps.push(s(8)),
-        &["s8 (transfer) of prefill is in lanes 2 times"],
+        &[
+            "s8 (transfer) of prefill is in lanes 2 times",
+            "s8 (transfer) of prefill touches b8, which is on another device",
+        ],
     );
 }
 
@@ -73,14 +75,11 @@ fn more_lanes_than_are_checked_are_refused() {
     finds(
         one_device(),
         |plan| {
-            for ordinal in 0..128 {
-                let mut gpu = plan.machine.devices[d(0)].clone();
-                gpu.name = format!("gpu{ordinal}");
-                gpu.kind = DeviceKind::Gpu { ordinal, reserved_bytes: 0, library_bytes: 0 };
-                let device = plan.machine.devices.push(gpu);
-                for queue in [Queue::Compute, Queue::Copy] {
-                    plan.programs[0].lanes.push(Lane { device, queue, steps: vec![] });
-                }
+            for ordinal in 0..256 {
+                let mut device = plan.machine.devices[d(0)].clone();
+                (device.name, device.kind) = (format!("gpu{ordinal}"), gpu(ordinal));
+                let device = plan.machine.devices.push(device);
+                plan.programs[0].lanes.push(Lane { device, queue: Queue::Compute, steps: vec![] });
             }
         },
         &["program prefill has 257 lanes, more than are checked"],

@@ -1,11 +1,9 @@
 //! Devices of what steps touch.
 
-use ir::machine::DeviceKind;
-use ir::op::Op;
-use ir::plan::{Action, Lane, Program, Queue};
+use ir::plan::{Lane, Program, Queue};
 
-use crate::plans::{b, c, d, one_device, pipeline, s, tensor_parallel, w};
-use crate::{finds, finds_in_prefill, finds_in_step};
+use crate::plans::{b, c, d, gpu, one_device, pipeline, s, tensor_parallel, w};
+use crate::{findings, finds, finds_in_prefill, finds_in_step, named};
 
 #[test]
 fn a_step_reads_buffers_of_its_own_device() {
@@ -21,7 +19,7 @@ fn a_step_reads_buffers_of_its_own_device() {
 }
 
 #[test]
-fn a_transfer_runs_at_one_of_its_ends() {
+fn a_transfer_arrives_where_it_goes() {
     finds(
         pipeline(),
         |plan| plan.programs[0].buffers[b(8)].device = d(0),
@@ -31,6 +29,32 @@ fn a_transfer_runs_at_one_of_its_ends() {
             "s11 (experts) of prefill touches b8, which is on another device",
         ],
     );
+}
+
+#[test]
+fn the_receiver_drives_a_transfer() {
+    finds_in_prefill(
+        pipeline(),
+        |program| {
+            // It becomes the last step of the sender.
+            program.lanes[1].steps.remove(0);
+            program.lanes[0].steps.push(s(8));
+            program.steps[s(9)].waits.push(s(8));
+        },
+        &["s8 (transfer) of prefill touches b8, which is on another device"],
+    );
+}
+
+#[test]
+fn nothing_is_broadcast_to_where_it_is() {
+    let mut plan = tensor_parallel();
+    plan.programs.truncate(1);
+    let program = &mut plan.programs[0];
+    let broadcast = named(program, "x");
+    program.lanes[1].steps.retain(|&step| step != broadcast);
+    program.lanes[0].steps.insert(1, broadcast);
+    let expected = "s1 (x) of prefill: broadcast d0 goes nowhere";
+    assert!(findings(&plan).contains(&expected.to_string()), "{:?}", findings(&plan));
 }
 
 #[test]
@@ -99,43 +123,38 @@ fn nothing_computes_in_a_copy_queue() {
     finds(
         one_device(),
         |plan| {
-            plan.machine.devices[d(0)].kind =
-                DeviceKind::Gpu { ordinal: 0, reserved_bytes: 0, library_bytes: 0 };
+            plan.machine.devices[d(0)].kind = gpu(0);
             copy_last(&mut plan.programs[0]);
         },
         &["s12 (head) of prefill is in a copy queue, where it cannot run"],
     );
 }
 
-#[test]
-fn a_numa_device_has_no_copy_queue() {
-    finds_in_prefill(
-        pipeline(),
-        |program| {
-            // The transfer leaves the compute queue.
-            let device = program.lanes[1].device;
-            let steps = vec![program.lanes[1].steps.remove(0)];
-            program.steps[s(9)].waits.extend(&steps);
-            program.lanes.push(Lane { device, queue: Queue::Copy, steps });
-        },
-        &["s8 (transfer) of prefill is in a copy queue, where it cannot run"],
-    );
+/// Gives the transfer a copy queue of its own.
+fn copy_transfer(program: &mut Program) {
+    let device = program.lanes[1].device;
+    let steps = vec![program.lanes[1].steps.remove(0)];
+    program.steps[s(9)].waits.extend(&steps);
+    program.lanes.push(Lane { device, queue: Queue::Copy, steps });
 }
 
 #[test]
-fn a_cache_has_one_writer() {
-    finds(
-        tensor_parallel(),
-        |plan| {
-            for step in plan.programs[0].steps.rows_mut() {
-                if let Action::Run(Op::Attention(attention)) = &mut step.action {
-                    attention.cache = c(0);
-                }
-            }
+fn nothing_is_moved_in_a_copy_queue() {
+    let expected = &["s8 (transfer) of prefill is in a copy queue, where it cannot run"];
+    finds_in_prefill(pipeline(), copy_transfer, expected);
+    let mut plan = pipeline();
+    plan.machine.devices[d(1)].kind = gpu(0);
+    finds_in_prefill(plan, copy_transfer, expected);
+}
+
+#[test]
+fn a_copy_queue_fetches_something() {
+    finds_in_prefill(
+        one_device(),
+        |program| {
+            let device = program.lanes[0].device;
+            program.lanes.push(Lane { device, queue: Queue::Copy, steps: Vec::new() });
         },
-        &[
-            "s10 (attention) of prefill appends to c0, to which another step appends",
-            "s10 (attention) of prefill computes with c0, which is on another device",
-        ],
+        &["lane 1 of prefill is a copy queue in which nothing is fetched"],
     );
 }

@@ -56,14 +56,10 @@ pub(crate) fn pipeline() -> Plan {
     made.head(1, x)
 }
 
-/// One key head on each of two devices, and a sum of what they make.
+/// One key head on each of two devices, and sums of what they make, one of them in slices.
 pub(crate) fn tensor_parallel() -> Plan {
     let mut made = Builder::new(2);
-    let x = made.embed(0);
-    let copy = made.collective("x", Move::Broadcast { from: d(0) }, &[1], &[x], FEATURES)[0];
-    let terms: Vec<BufferId> =
-        [(0, x), (1, copy)].into_iter().map(|(device, x)| made.half(device, x)).collect();
-    let sums = made.collective("o", Move::AllReduce, &[0, 1], &terms, FEATURES);
+    let sums = made.shared_attention();
     let scatter = Move::ReduceScatter { axis: 1 };
     let parts = made.collective("scatter", scatter, &[0, 1], &sums, FEATURES / 2);
     let gather = Move::AllGather { axis: 1 };
@@ -71,8 +67,18 @@ pub(crate) fn tensor_parallel() -> Plan {
     made.head(0, wholes[0])
 }
 
-/// A GPU that computes two linears and a mixture with weights of a NUMA device; the second linear's weight is
-/// fetched over the first one's.
+/// The same on two GPUs, which make a second whole sum.
+pub(crate) fn gpus() -> Plan {
+    let mut made = Builder::new(2);
+    for (ordinal, device) in (0..).zip(made.plan.machine.devices.rows_mut()) {
+        device.kind = gpu(ordinal);
+    }
+    let sums = made.shared_attention();
+    let again = made.collective("again", Move::AllReduce, &[0, 1], &sums, FEATURES);
+    made.head(0, again[0])
+}
+
+/// A GPU that computes two linears and a mixture with a NUMA device's weights; the second is fetched over the first.
 pub(crate) fn streamed() -> Plan {
     let mut made = Builder::new(2);
     made.plan.machine.devices[d(0)].kind =
@@ -85,6 +91,22 @@ pub(crate) fn streamed() -> Plan {
     let x = made.fetched_mixture(x, PANEL_BYTES);
     let x = made.fetched_linear("second", x, 0, &[first]);
     made.head(0, x)
+}
+
+/// A linear that only multiplies.
+fn plain(weight: WeightId) -> Op {
+    Op::Linear(Linear {
+        norm: None,
+        weights: vec![weight],
+        biases: vec![None],
+        then: Then::Nothing,
+        residual: false,
+    })
+}
+
+/// A GPU without the vendor's library.
+pub(crate) fn gpu(ordinal: u32) -> DeviceKind {
+    DeviceKind::Gpu { ordinal, reserved_bytes: 0, library_bytes: 0 }
 }
 
 /// A weight of 8 features in bfloat16: one panel of 32 rows and 32 columns.
@@ -243,15 +265,8 @@ impl Builder {
         inputs: u32,
         outputs: u32,
     ) -> BufferId {
-        let weights = vec![self.weight(lane, &[outputs, inputs])];
-        let op = Op::Linear(Linear {
-            norm: None,
-            weights,
-            biases: vec![None],
-            then: Then::Nothing,
-            residual: false,
-        });
-        self.run(lane, name, op, &[x], outputs)
+        let weight = self.weight(lane, &[outputs, inputs]);
+        self.run(lane, name, plain(weight), &[x], outputs)
     }
 
     fn embed(&mut self, lane: usize) -> BufferId {
@@ -261,7 +276,7 @@ impl Builder {
 
     fn attention(&mut self, lane: usize, x: BufferId, heads: u32, kv_heads: u32) -> BufferId {
         let cache = self.plan.caches.push(Cache {
-            name: "layers.0".into(),
+            name: "attention".into(),
             device: d(lane),
             dtype: DType::F32,
             kv_heads,
@@ -313,13 +328,7 @@ impl Builder {
     ) -> BufferId {
         let (weight, buffer) =
             self.fetch(&format!("fetch of {name}"), &[FEATURES, FEATURES], offset, waits);
-        let op = Op::Linear(Linear {
-            norm: None,
-            weights: vec![weight],
-            biases: vec![None],
-            then: Then::Nothing,
-            residual: false,
-        });
+        let op = plain(weight);
         self.run(0, name, op, &[x, buffer], FEATURES)
     }
 
@@ -357,6 +366,14 @@ impl Builder {
         let values = self.attention(lane, normed, 2, 1);
         let made = self.linear(lane, "o", values, 2 * HEAD_DIM, FEATURES);
         self.run(lane, "add", Op::Add, &[x, made], FEATURES)
+    }
+
+    /// Attention that two devices share, and the sum of what they make on each.
+    fn shared_attention(&mut self) -> Vec<BufferId> {
+        let x = self.embed(0);
+        let copy = self.collective("x", Move::Broadcast { from: d(0) }, &[1], &[x], FEATURES)[0];
+        let terms = [(0, x), (1, copy)].map(|(device, x)| self.half(device, x));
+        self.collective("o", Move::AllReduce, &[0, 1], &terms, FEATURES)
     }
 
     /// One of two devices' share of attention: a term of the sum.
@@ -425,14 +442,8 @@ impl Builder {
         };
         let select = Action::Run(Op::SelectRows);
         let x = self.step(lane, "select", select, &[x], &[rows(FEATURES)])[0];
-        let linear = Linear {
-            norm: None,
-            weights: vec![self.weight(lane, &[VOCABULARY, FEATURES])],
-            biases: vec![None],
-            then: Then::Nothing,
-            residual: false,
-        };
-        let action = Action::Run(Op::Linear(linear));
+        let weight = self.weight(lane, &[VOCABULARY, FEATURES]);
+        let action = Action::Run(plain(weight));
         self.program.output = self.step(lane, "head", action, &[x], &[rows(VOCABULARY)])[0];
         self.free();
         let decode = Program {

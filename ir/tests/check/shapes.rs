@@ -1,12 +1,13 @@
 //! Types of computations.
 
 use ir::id::WeightId;
+use ir::machine::DeviceKind;
 use ir::op::{Activation, Attention, Linear, Norm, NormKind, Op, Then};
 use ir::plan::{Action, Plan};
-use ir::tensor::{DType, Dim};
+use ir::tensor::{DType, Dim, Format};
 
-use crate::plans::{b, c, one_device, streamed, w};
-use crate::{finds, finds_in_op, finds_in_prefill, finds_in_step, named};
+use crate::plans::{b, c, d, one_device, streamed, w};
+use crate::{findings, finds, finds_in_op, finds_in_prefill, finds_in_step, named};
 
 /// Gives a step another operation, and expects that what it reads and writes does not suit it.
 #[track_caller]
@@ -288,6 +289,76 @@ fn experts_are_alike_and_enough() {
             "s10 (experts) of prefill: f32[tokens, 4] instead of i32[tokens, 4]",
             "s10 (experts) of prefill: its expert ids come from no router",
             "s10 (experts) of prefill touches b8 after its end",
+        ],
+    );
+}
+
+#[test]
+fn matrices_of_a_gate_have_one_home() {
+    let mut plan = streamed();
+    plan.weights[w(4)].device = d(0);
+    plan.programs.truncate(1);
+    let gate = "s8 (experts) of prefill: a gate of w3 on d1 and w4 on d0";
+    assert!(findings(&plan).contains(&gate.to_string()), "{:?}", findings(&plan));
+}
+
+/// The GPU's first linear with a matrix of the GPU's own of so many columns.
+fn with_columns(columns: u32, tokens: u32) -> Plan {
+    let mut plan = streamed();
+    plan.programs.truncate(1);
+    let program = &mut plan.programs[0];
+    program.max.tokens = tokens;
+    let x = program.steps[named(program, "first")].reads[0];
+    program.buffers[x].ty.shape[1] = Dim::Fixed(columns);
+    plan.weights[w(1)].shape[1] = columns;
+    plan.weights[w(1)].device = d(0);
+    plan
+}
+
+#[test]
+fn gpus_multiply_rows_of_whole_loads() {
+    let broken = |plan: &Plan| {
+        let found = findings(plan);
+        found.into_iter().find(|finding| finding.ends_with("are no whole loads"))
+    };
+    // Without the library products are made in f32.
+    let found = "s2 (first) of prefill: rows of 6 features in f32 are no whole loads";
+    assert_eq!(broken(&with_columns(6, 9)).unwrap(), found);
+    assert_eq!(broken(&with_columns(12, 9)), None);
+    let has_library = |plan: &mut Plan| {
+        let library = DeviceKind::Gpu { ordinal: 0, reserved_bytes: 0, library_bytes: 1 };
+        plan.machine.devices[d(0)].kind = library;
+    };
+    let mut plan = with_columns(12, 9);
+    has_library(&mut plan);
+    let found = "s2 (first) of prefill: rows of 12 features in bf16 are no whole loads";
+    assert_eq!(broken(&plan).unwrap(), found);
+    // Few rows are multiplied with matrices as they lie, but for what is normalised with a bias or by a deviation.
+    let mut plan = with_columns(6, 8);
+    has_library(&mut plan);
+    assert_eq!(broken(&plan), None);
+    let first = named(&plan.programs[0], "first");
+    let Action::Run(Op::Linear(linear)) = &mut plan.programs[0].steps[first].action else {
+        panic!("it is a linear")
+    };
+    linear.norm = Some(norm(None, 1e-5));
+    let found = "s2 (first) of prefill: rows of 6 features in f32 are no whole loads";
+    assert_eq!(broken(&plan).unwrap(), found);
+    // NUMA nodes pad what they pack.
+    plan.machine.devices[d(0)].kind = DeviceKind::Numa { node: 0, cpus: vec![0] };
+    assert_eq!(broken(&plan), None);
+}
+
+#[test]
+fn gpus_look_up_no_rows_in_12_bits() {
+    let narrow = |plan: &mut Plan| plan.weights[w(0)].format = Format::Bf12;
+    finds(one_device(), narrow, &[]);
+    finds(
+        streamed(),
+        narrow,
+        &[
+            "s0 (embed) of prefill: w0 is in bf12, in which GPUs look up no rows",
+            "s0 (embed) of decode: w0 is in bf12, in which GPUs look up no rows",
         ],
     );
 }

@@ -1,4 +1,4 @@
-//! Devices, limits, weights, caches and ropes by themselves; ids that name nothing.
+//! Devices, limits, weights and ropes by themselves; ids that name nothing.
 
 use ir::forecast::Candidate;
 use ir::graph::{Cause, Reason, RunnerUp};
@@ -9,7 +9,7 @@ use ir::plan::{Lane, Plan, Queue};
 use ir::tensor::{DType, Format};
 use ir::weight::Source;
 
-use crate::plans::{b, c, d, one_device, pipeline, s, w};
+use crate::plans::{b, c, d, gpu, one_device, pipeline, s, w};
 use crate::{findings, finds, finds_in_op, finds_in_prefill, finds_in_step};
 
 #[test]
@@ -171,6 +171,12 @@ fn a_rope_turns_pairs_each_at_its_frequency() {
         },
         &["r0: base 10000 cannot grow by 2 beyond 0 tokens"],
     );
+    finds(one_device(), |plan| plan.ropes[r].magnitude = f32::NAN, &["r0: its magnitude is NaN"]);
+    finds(
+        one_device(),
+        |plan| plan.ropes[r].frequencies = Frequencies::Fixed(vec![1.0, f32::INFINITY]),
+        &["r0: a pair turns by inf at each position"],
+    );
 }
 
 #[test]
@@ -190,28 +196,6 @@ fn a_rope_fits_into_a_head() {
 }
 
 #[test]
-fn a_cache_holds_floats() {
-    finds(
-        one_device(),
-        |plan| plan.caches[c(0)].dtype = DType::I32,
-        &["c0 (layers.0): 1 heads of 4 features in i32"],
-    );
-}
-
-#[test]
-fn a_gpu_caches_no_bytes() {
-    finds(
-        one_device(),
-        |plan| {
-            plan.caches[c(0)].dtype = DType::I8;
-            plan.machine.devices[d(0)].kind =
-                DeviceKind::Gpu { ordinal: 0, reserved_bytes: 0, library_bytes: 0 };
-        },
-        &["c0 (layers.0): 1 heads of 4 features in i8"],
-    );
-}
-
-#[test]
 fn vectors_are_held_in_full() {
     finds(
         one_device(),
@@ -222,7 +206,7 @@ fn vectors_are_held_in_full() {
 
 #[test]
 fn only_packed_matrices_of_gpus_are_held_twice() {
-    let gpu = DeviceKind::Gpu { ordinal: 0, reserved_bytes: 0, library_bytes: 0 };
+    let gpu = gpu(0);
     finds(
         one_device(),
         |plan| {
@@ -329,7 +313,7 @@ mod dangling {
             one_device(),
             |plan| plan.caches[c(0)].device = d(far),
             &[
-                "c0 (layers.0) names d1000000, which does not exist",
+                "c0 (attention) names d1000000, which does not exist",
                 "s5 (attention) of prefill computes with c0, which is on another device",
                 "s5 (attention) of decode computes with c0, which is on another device",
             ],
@@ -448,6 +432,7 @@ mod dangling {
             &[
                 "s5 (attention) of prefill names c1000000, which does not exist",
                 "s5 (attention) of prefill names r1000000, which does not exist",
+                "no step of prefill appends to c0",
             ],
         );
     }

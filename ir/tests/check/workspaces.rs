@@ -4,7 +4,8 @@ use ir::machine::DeviceKind;
 use ir::plan::Plan;
 use ir::tensor::Format;
 use ir::workspace::{
-    ATTENTION_SPLITS, WORKSPACE_ALIGNMENT, Workspace, attention_splits, workspace, workspaces,
+    ATTENTION_SPLITS, WORKSPACE_ALIGNMENT, Workspace, attention_splits, shortlist, workspace,
+    workspaces,
 };
 
 use crate::plans::{d, one_device, streamed, tensor_parallel, w};
@@ -125,6 +126,16 @@ fn a_run_is_told_tokens_rows_and_blocks() {
     assert_eq!(space.run_bytes, 9 * WORKSPACE_ALIGNMENT);
     // Four rotated features at 64 positions.
     assert_eq!(space.rotation_bytes, 64 * 4 * 4);
+}
+
+#[test]
+fn lists_of_likely_tokens_are_for_as_many_sequences_as_a_run_has() {
+    let mut plan = on_gpu(one_device());
+    plan.model.vocabulary = shortlist::LISTED_LOGITS + 1;
+    plan.programs[0].max_sequences = 100;
+    let bytes = shortlist::bytes(100, plan.model.vocabulary);
+    assert!(bytes > shortlist::bytes(plan.model.max_sequences, plan.model.vocabulary));
+    assert_eq!(workspaces(&plan)[d(0)].inner_bytes, bytes);
 }
 
 #[test]

@@ -111,7 +111,7 @@ impl Shape {
             cache.block_tokens
         );
         assert!(
-            first_head + heads <= kv_heads * group,
+            u64::from(first_head) + u64::from(heads) <= u64::from(kv_heads) * u64::from(group),
             "{heads} query heads from {first_head} on have {kv_heads} key heads for {group} each"
         );
         let elements = cache.blocks * cache.block_tokens * (kv_heads * head_dim) as usize;

@@ -4,10 +4,15 @@ use anyhow::{Context as _, Result, bail, ensure};
 
 use super::{same, types};
 use crate::layout::Move;
+use crate::plan::Algorithm;
 use crate::tensor::{DType, Dim, TensorType};
+
+/// GPUs add so many numbers of a sum at a time.
+const SUMMED_TOGETHER: u32 = 4;
 
 pub(super) fn check(
     movement: &Move,
+    algorithm: Algorithm,
     is_collective: bool,
     slice: Option<(u32, u32)>,
     reads: &[&TensorType],
@@ -25,6 +30,7 @@ pub(super) fn check(
     }
     ensure!(is_collective == joins, "{movement} with the wrong kind of membership");
     ensure!(slice.is_some() == cuts, "{movement} with slice {slice:?}");
+    ensure!(is_collective || algorithm.is_direct(), "{movement} by a library of collectives");
     match *movement {
         Move::Transfer { from, to } => {
             ensure!(from != to, "{movement} goes nowhere");
@@ -39,6 +45,7 @@ pub(super) fn check(
         Move::ReduceScatter { axis } => sliced(sum(reads)?, one(writes)?, axis, slice),
         Move::Slice { axis } => {
             let ([x], [y]) = types(reads, writes)?;
+            ensure!(x.dtype.is_float(), "{movement} of {x}");
             sliced(x, y, axis, slice)
         }
         Move::AllGather { axis } => {
@@ -59,9 +66,35 @@ pub(super) fn check(
     }
 }
 
+/// What GPUs ask for beyond that: a sum stays whole, and what they make of it without the host comes in fours.
+pub(super) fn check_on_gpu(
+    movement: &Move,
+    is_sum_of_gpus: bool,
+    writes: &[&TensorType],
+) -> Result<()> {
+    match movement {
+        Move::ReduceScatter { .. } => bail!("{movement} on a GPU, which makes whole sums"),
+        Move::AllReduce if is_sum_of_gpus => {
+            let sum = one(writes)?;
+            let features = fixed(sum, 1)?;
+            ensure!(
+                features.is_multiple_of(SUMMED_TOGETHER),
+                "GPUs sum numbers in rows of a multiple of {SUMMED_TOGETHER}, not {sum}"
+            );
+            Ok(())
+        }
+        Move::AllReduce
+        | Move::Transfer { .. }
+        | Move::Broadcast { .. }
+        | Move::AllGather { .. }
+        | Move::Slice { .. } => Ok(()),
+    }
+}
+
 /// The type of a sum of terms.
 fn sum<'a>(terms: &[&'a TensorType]) -> Result<&'a TensorType> {
     let first = terms.first().context("a sum of nothing")?;
+    ensure!(terms.len() > 1, "a sum of one term");
     ensure!(first.dtype.is_float(), "a sum of {first}");
     terms.iter().try_for_each(|term| same(first, term))?;
     Ok(first)

@@ -1,0 +1,138 @@
+//! Fields of plan files: none may be misspelt, and only those that a machine's owner need not know may be missing.
+
+use std::ops::Range;
+
+use ir::counts::ExpertCounts;
+use ir::forecast::{Candidate, DeviceForecast, ProgramForecast, RunForecast};
+use ir::graph::{Cause, Reason, RunnerUp};
+use ir::id::{Id as _, RopeId};
+use ir::machine::{Collectives, CpuCache, LinearRate, Machine, RatePoint};
+use ir::op::{ExpertPart, Frequencies, Op};
+use ir::plan::{Action, Plan};
+use ir::tensor::Format;
+use ir::trace::Trace;
+
+use crate::named;
+use crate::plans::{d, one_device, streamed, tensor_parallel};
+
+/// Fields that say something only where they are written.
+const OPTIONAL: [&str; 7] =
+    ["collectives", "cpu_caches", "experts", "attention_nanos", "nanos", "also_unpacked", "part"];
+
+/// Plans with every kind of row between them.
+fn plans() -> [Plan; 3] {
+    let mut plan = one_device();
+    let point = RatePoint { tokens: 1, weights_per_sec: 1e9, nanos: 1.0 };
+    let curve = vec![LinearRate { format: Format::Bf16, points: vec![point] }];
+    plan.machine.collectives =
+        Some(Collectives { bytes_per_sec: 1e11, latency_nanos: 1e4, reserved_bytes: 1 });
+    let device = &mut plan.machine.devices[d(0)];
+    device.cpu_caches.push(CpuCache { level: 1, bytes: 1 << 15, count: 1 });
+    (device.rates.linear, device.rates.experts) = (curve.clone(), curve);
+    plan.ropes[RopeId::from_index(0)].frequencies =
+        Frequencies::Switched { short: vec![1.0; 2], long: vec![1.0; 2], original_tokens: 8 };
+    plan.causes.push(Cause {
+        reason: Reason::Memory { device: d(0), missing_bytes: 1 },
+        runner_up: Some(RunnerUp { devices: vec![d(0)], gap_nanos: 0 }),
+    });
+    plan.forecast.devices.push(DeviceForecast::default());
+    plan.forecast.programs.push(ProgramForecast {
+        program: "prefill".into(),
+        tokens: 8,
+        nanos: 1,
+        busiest_lane_nanos: 1,
+        others: vec![RunForecast { tokens: 4, nanos: 1 }],
+    });
+    plan.forecast.candidates.push(Candidate {
+        name: "all on numa0".into(),
+        prefill_nanos: None,
+        decode_nanos: None,
+        missing: None,
+    });
+    let experts = named(&plan.programs[0], "experts");
+    let Action::Run(Op::Experts(op)) = &mut plan.programs[0].steps[experts].action else {
+        panic!("they are experts")
+    };
+    op.part = Some(ExpertPart { first: 0, load: 1.0 });
+    let mut plans = [plan, tensor_parallel(), streamed()];
+    plans.iter_mut().for_each(|plan| plan.programs.truncate(1));
+    plans
+}
+
+/// The names of all fields of a text, by place.
+fn fields(text: &str) -> Vec<Range<usize>> {
+    let is_name = |byte: u8| byte.is_ascii_lowercase() || byte == b'_';
+    let ends = text.match_indices(": ").map(|(end, _)| end);
+    ends.map(|end| {
+        let name = text.as_bytes()[..end].iter().rev().take_while(|byte| is_name(**byte));
+        end - name.count()..end
+    })
+    .collect()
+}
+
+/// Where the value that stands at `start` ends, with the comma that follows.
+fn end_of_value(text: &str, start: usize) -> usize {
+    let mut depth = 0;
+    for (at, byte) in text.bytes().enumerate().skip(start) {
+        match byte {
+            b'(' | b'[' | b'{' => depth += 1,
+            b',' if depth == 0 => return at + 1,
+            b')' | b']' | b'}' if depth == 0 => return at,
+            b')' | b']' | b'}' => depth -= 1,
+            _ => (),
+        }
+    }
+    text.len()
+}
+
+#[test]
+fn no_field_may_be_misspelt() {
+    for plan in plans() {
+        let text = plan.to_ron().unwrap();
+        assert!(Plan::from_ron(&text).is_ok());
+        for name in fields(&text) {
+            let mut harmed = text.clone();
+            harmed.insert(name.end, 'x');
+            assert!(Plan::from_ron(&harmed).is_err(), "{}x is read", &text[name]);
+        }
+    }
+}
+
+#[test]
+fn no_field_of_a_plan_may_be_missing() {
+    for plan in plans() {
+        let text = plan.to_ron().unwrap();
+        let names = fields(&text).into_iter();
+        for name in names.filter(|name| !OPTIONAL.contains(&&text[name.clone()])) {
+            let mut harmed = text.clone();
+            harmed.replace_range(name.start..end_of_value(&text, name.end), "");
+            assert!(Plan::from_ron(&harmed).is_err(), "{} may be missing", &text[name]);
+        }
+    }
+}
+
+#[test]
+fn a_machine_need_not_tell_what_nothing_depends_on() {
+    let machine = plans()[0].machine.clone();
+    let mut text = machine.to_ron().unwrap();
+    for optional in ["collectives", "cpu_caches", "experts", "attention_nanos", "nanos"] {
+        let name = fields(&text).into_iter().find(|name| &text[name.clone()] == optional).unwrap();
+        text.replace_range(name.start..end_of_value(&text, name.end), "");
+    }
+    assert!(Machine::from_ron(&text).is_ok());
+}
+
+#[test]
+fn files_of_other_versions_are_named_as_such() {
+    let others = "(version: 99, fields_of_that_version: 1)";
+    for (error, expected) in [
+        (Plan::from_ron(others).unwrap_err(), "the plan has version 99"),
+        (Trace::from_ron(others).unwrap_err(), "the trace has version 99"),
+        (ExpertCounts::from_ron(others).unwrap_err(), "the counts have version 99"),
+    ] {
+        assert!(error.to_string().starts_with(expected), "{error}");
+    }
+    let trace = Trace { version: ir::trace::VERSION, ..Trace::default() }.to_ron().unwrap();
+    let error = Plan::from_ron(&trace).unwrap_err();
+    assert_eq!(error.to_string(), "this is a trace, where a plan is read");
+}
