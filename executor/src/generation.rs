@@ -41,12 +41,15 @@ impl GenerationOptions {
     /// The defaults of a checkpoint, from `generation_config.json` and `config.json` in its
     /// folder; greedy without an end where they say nothing.
     ///
-    /// As in transformers, answers are greedy unless `do_sample` is true, and the ends come from
-    /// `generation_config.json`, else `config.json`, else the tokenizer's `eos_token`.
+    /// As in transformers, answers are greedy unless `do_sample` is true, the 50 most likely tokens
+    /// are sampled unless `top_k` says otherwise, and the ends come from `generation_config.json`,
+    /// else `config.json`, else the tokenizer's `eos_token`.
+    ///
+    /// Whether values are in their ranges is for [`Self::overridden`] to say, which may replace them.
     ///
     /// # Errors
     ///
-    /// When a file is malformed, or a value of the wrong kind or out of its range.
+    /// When a file is malformed, or a value of the wrong kind.
     pub fn load(folder: &Path, tokenizer: Option<&Tokenizer>) -> Result<Self> {
         let path = folder.join("generation_config.json");
         let generation = read_object(&path)?;
@@ -80,14 +83,13 @@ impl GenerationOptions {
                 None => 1.0,
                 Some(temperature) => temperature,
             },
-            top_k: count(config, "top_k")?.unwrap_or(default.top_k),
+            top_k: top_k(config)?,
             top_p: float(config, "top_p")?.unwrap_or(default.top_p),
             min_p: float(config, "min_p")?.unwrap_or(default.min_p),
             repetition_penalty: float(config, "repetition_penalty")?
                 .unwrap_or(default.repetition_penalty),
             seed: default.seed,
         };
-        sampling.check()?;
         Ok(Self {
             sampling,
             end_ids: end_ids(config)?,
@@ -99,27 +101,60 @@ impl GenerationOptions {
     /// These options with what the user asks for instead.
     ///
     /// A temperature above 0 turns sampling on, 0 turns it off; without one, the checkpoint's
-    /// choice between sampling and greedy stays.
+    /// choice between sampling and greedy stays; what the user then gives for sampling is of no
+    /// effect, which is logged.
     ///
     /// # Errors
     ///
     /// Naming the first value that is out of its range.
     pub fn overridden(mut self, overrides: &GenerationOverrides) -> Result<Self> {
-        let sampling = &mut self.sampling;
-        let replace = |value: &mut f32, given: Option<f32>| *value = given.unwrap_or(*value);
-        replace(&mut sampling.temperature, overrides.temperature);
-        replace(&mut sampling.top_p, overrides.top_p);
-        replace(&mut sampling.min_p, overrides.min_p);
-        replace(&mut sampling.repetition_penalty, overrides.repetition_penalty);
-        sampling.top_k = overrides.top_k.unwrap_or(sampling.top_k);
-        sampling.seed = overrides.seed.unwrap_or(sampling.seed);
-        sampling.check()?;
+        // First what the user says alone, so that the checkpoint is not blamed for it.
+        let any = SamplingOptions { temperature: 1.0, ..SamplingOptions::default() };
+        overrides.sampling(&any).check()?;
+        self.sampling = overrides.sampling(&self.sampling);
+        self.sampling
+            .check()
+            .context("an option must replace a value of the checkpoint's generation_config.json")?;
+        if let Some(option) = overrides.without_effect(&self.sampling) {
+            tracing::warn!(
+                "{option} has no effect, since the checkpoint's choice is greedy: give a --temperature"
+            );
+        }
         self.stop_strings.extend(overrides.stop_strings.iter().cloned());
         self.max_tokens = overrides.max_tokens.or(self.max_tokens);
         if overrides.ignores_end {
             self.end_ids.clear();
         }
         Ok(self)
+    }
+}
+
+impl GenerationOverrides {
+    /// How tokens are chosen where so much is asked for instead of these options.
+    fn sampling(&self, options: &SamplingOptions) -> SamplingOptions {
+        SamplingOptions {
+            temperature: self.temperature.unwrap_or(options.temperature),
+            top_k: self.top_k.unwrap_or(options.top_k),
+            top_p: self.top_p.unwrap_or(options.top_p),
+            min_p: self.min_p.unwrap_or(options.min_p),
+            repetition_penalty: self.repetition_penalty.unwrap_or(options.repetition_penalty),
+            seed: self.seed.unwrap_or(options.seed),
+        }
+    }
+
+    /// An option that was given and acts only where tokens are drawn, where none are and nobody said so.
+    fn without_effect(&self, chosen: &SamplingOptions) -> Option<&'static str> {
+        if chosen.temperature > 0.0 || self.temperature.is_some() {
+            return None;
+        }
+        [
+            (self.top_k.is_some(), "--top-k"),
+            (self.top_p.is_some(), "--top-p"),
+            (self.min_p.is_some(), "--min-p"),
+            (self.seed.is_some(), "--seed"),
+        ]
+        .into_iter()
+        .find_map(|(is_given, option)| is_given.then_some(option))
     }
 }
 
@@ -271,23 +306,39 @@ fn float(config: &Map<String, Value>, name: &str) -> Result<Option<f32>> {
 
 fn count(config: &Map<String, Value>, name: &str) -> Result<Option<usize>> {
     given(config, name)
-        .map(|value| value.as_u64().and_then(|count| usize::try_from(count).ok()))
+        .map(|value| integer(value).and_then(|count| usize::try_from(count).ok()))
         .map(|count| count.with_context(|| format!("{name} is not a count")))
         .transpose()
 }
 
-/// The tokens that end an answer: one or several, by id.
+/// An integer, which some files write as 50.0.
+fn integer(value: &Value) -> Option<i64> {
+    let whole = |float: &f64| float.fract() == 0.0 && float.abs() <= f64::from(u32::MAX);
+    value.as_i64().or_else(|| value.as_f64().filter(whole).map(|float| float as i64))
+}
+
+/// How many of the most likely tokens are sampled: 50 where the file says nothing, as in transformers.
+/// All are at 0, and at -1 in files that were written for vLLM.
+fn top_k(config: &Map<String, Value>) -> Result<usize> {
+    match given(config, "top_k").and_then(integer) {
+        Some(-1) => Ok(0),
+        Some(_) | None => Ok(count(config, "top_k")?.unwrap_or(50)),
+    }
+}
+
+/// The tokens that end an answer: one or several, by id; -1 stands for none.
 fn end_ids(config: &Map<String, Value>) -> Result<Vec<u32>> {
-    let id = |value: &Value| {
-        value
-            .as_u64()
+    let id = |value: &Value| match integer(value) {
+        Some(-1) => Ok(None),
+        id => id
             .and_then(|id| u32::try_from(id).ok())
-            .with_context(|| format!("eos_token_id holds {value}, which is no token id"))
+            .map(Some)
+            .with_context(|| format!("eos_token_id holds {value}, which is no token id")),
     };
     match given(config, "eos_token_id") {
         None => Ok(Vec::new()),
-        Some(Value::Array(ids)) => ids.iter().map(id).collect(),
-        Some(value) => Ok(vec![id(value)?]),
+        Some(Value::Array(ids)) => ids.iter().filter_map(|value| id(value).transpose()).collect(),
+        Some(value) => Ok(id(value)?.into_iter().collect()),
     }
 }
 

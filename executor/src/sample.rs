@@ -36,6 +36,10 @@ pub struct SamplingOptions {
     pub seed: u64,
 }
 
+/// Beyond this penalty, and below one over it, tokens that occur are as good as forbidden or forced,
+/// and far beyond, logits become infinite.
+const HIGHEST_PENALTY: f32 = 1000.0;
+
 impl Default for SamplingOptions {
     /// Greedy.
     fn default() -> Self {
@@ -51,7 +55,7 @@ impl Default for SamplingOptions {
 }
 
 impl SamplingOptions {
-    /// Whether every value is in its range.
+    /// Whether every value that has an effect is in its range; at temperature 0, top-p and min-p have none.
     ///
     /// # Errors
     ///
@@ -62,12 +66,16 @@ impl SamplingOptions {
             temperature.is_finite() && temperature >= 0.0,
             "temperature is {temperature}, but must be 0 or more"
         );
+        ensure!(
+            (1.0 / HIGHEST_PENALTY..=HIGHEST_PENALTY).contains(&repetition_penalty),
+            "repetition penalty is {repetition_penalty:?}, but must be between {} and {HIGHEST_PENALTY}",
+            1.0 / HIGHEST_PENALTY
+        );
+        if temperature == 0.0 {
+            return Ok(());
+        }
         ensure!(top_p > 0.0 && top_p <= 1.0, "top-p is {top_p}, but must be above 0 and at most 1");
         ensure!((0.0..=1.0).contains(&min_p), "min-p is {min_p}, but must be between 0 and 1");
-        ensure!(
-            repetition_penalty.is_finite() && repetition_penalty > 0.0,
-            "repetition penalty is {repetition_penalty}, but must be above 0"
-        );
         Ok(())
     }
 }

@@ -55,14 +55,14 @@ fn a_checkpoint_that_samples_does_so_as_it_says() {
     assert_eq!(from_config(json!({ "do_sample": true })).unwrap().sampling.temperature, 1.0);
 
     let overrides = GenerationOverrides {
-        temperature: Some(0.0),
+        temperature: Some(0.5),
         stop_strings: vec!["y".to_owned()],
         seed: Some(5),
         ignores_end: true,
         ..GenerationOverrides::default()
     };
     let changed = options.overridden(&overrides).unwrap();
-    assert_eq!((changed.sampling.temperature, changed.sampling.seed), (0.0, 5));
+    assert_eq!((changed.sampling.temperature, changed.sampling.seed), (0.5, 5));
     assert_eq!(changed.stop_strings, ["x", "y"]);
     assert!(changed.end_ids.is_empty());
     assert_eq!(changed.max_tokens, Some(9));
@@ -73,11 +73,75 @@ fn values_of_the_wrong_kind_are_named() {
     let check = |config: Value, expected: &str| {
         assert_eq!(from_config(config).unwrap_err().to_string(), expected);
     };
-    check(json!({ "top_k": -1 }), "top_k is not a count");
+    check(json!({ "top_k": -2 }), "top_k is not a count");
+    check(json!({ "top_k": 1.5 }), "top_k is not a count");
+    check(json!({ "max_new_tokens": -1 }), "max_new_tokens is not a count");
     check(json!({ "top_p": "0.9" }), "top_p is not a number");
     check(json!({ "eos_token_id": [1, "2"] }), "eos_token_id holds \"2\", which is no token id");
+    check(json!({ "eos_token_id": -2 }), "eos_token_id holds -2, which is no token id");
     check(json!({ "do_sample": 1 }), "do_sample is neither true nor false");
-    check(json!({ "top_p": 1.5 }), "top-p is 1.5, but must be above 0 and at most 1");
+}
+
+#[test]
+fn values_are_taken_as_they_are_meant() {
+    let config = json!({ "eos_token_id": -1, "top_k": 40.0, "max_new_tokens": 9.0 });
+    let options = from_config(config).unwrap();
+    assert_eq!((options.sampling.top_k, options.max_tokens), (40, Some(9)));
+    assert!(options.end_ids.is_empty());
+    assert_eq!(from_config(json!({ "eos_token_id": [-1, 2.0] })).unwrap().end_ids, [2]);
+}
+
+#[test]
+fn fifty_tokens_are_sampled_where_the_checkpoint_says_nothing() {
+    let top_k = |config: Value, overrides: &GenerationOverrides| {
+        from_config(config).unwrap().overridden(overrides).unwrap().sampling.top_k
+    };
+    let none = GenerationOverrides::default();
+    assert_eq!(top_k(json!({ "do_sample": true }), &none), 50);
+    assert_eq!(top_k(json!({ "do_sample": true, "top_k": null }), &none), 50);
+    assert_eq!(top_k(json!({ "do_sample": true, "top_k": 0 }), &none), 0);
+    assert_eq!(top_k(json!({ "do_sample": true, "top_k": -1 }), &none), 0);
+    let warm = GenerationOverrides { temperature: Some(0.8), ..none.clone() };
+    assert_eq!(top_k(json!({}), &warm), 50);
+    assert_eq!(top_k(json!({}), &GenerationOverrides { top_k: Some(0), ..warm }), 0);
+}
+
+#[test]
+fn values_count_only_where_they_are_used() {
+    let overridden = |config: Value, overrides: GenerationOverrides| {
+        from_config(config).unwrap().overridden(&overrides).map_err(|error| format!("{error:#}"))
+    };
+    let none = GenerationOverrides::default();
+    overridden(json!({ "do_sample": false, "top_p": 0 }), none.clone()).unwrap();
+    let sampled = json!({ "do_sample": true, "top_p": 0 });
+    let error = overridden(sampled.clone(), none.clone()).unwrap_err();
+    let blame = "an option must replace a value of the checkpoint's generation_config.json: ";
+    assert_eq!(error, format!("{blame}top-p is 0, but must be above 0 and at most 1"));
+    let options = overridden(sampled, GenerationOverrides { top_p: Some(0.9), ..none.clone() });
+    assert_eq!(options.unwrap().sampling.top_p, 0.9);
+    // The checkpoint is not blamed for what the user says.
+    let given = GenerationOverrides { repetition_penalty: Some(1e-39), ..none };
+    let error = overridden(json!({}), given).unwrap_err();
+    assert!(error.starts_with("repetition penalty is 1e-39, "), "{error}");
+}
+
+#[test]
+fn options_of_no_effect_are_told() {
+    let none = GenerationOverrides::default();
+    let cases = [
+        (GenerationOverrides { top_k: Some(40), ..none.clone() }, "--top-k"),
+        (GenerationOverrides { top_p: Some(0.9), ..none.clone() }, "--top-p"),
+        (GenerationOverrides { min_p: Some(0.1), ..none.clone() }, "--min-p"),
+        (GenerationOverrides { seed: Some(3), ..none }, "--seed"),
+    ];
+    let greedy = from_config(json!({})).unwrap().sampling;
+    let sampled = from_config(json!({ "do_sample": true })).unwrap().sampling;
+    for (overrides, option) in cases {
+        assert_eq!(overrides.without_effect(&greedy), Some(option));
+        assert_eq!(overrides.without_effect(&sampled), None);
+        let asked = GenerationOverrides { temperature: Some(0.0), ..overrides };
+        assert_eq!(asked.without_effect(&greedy), None);
+    }
 }
 
 #[test]
@@ -133,6 +197,26 @@ fn an_answer_ends_at_a_stop_string() {
         }
     }
     assert_eq!((shown.as_str(), generation.text()), ("Hello, ", "Hello, "));
+}
+
+#[test]
+fn an_answer_ends_at_a_special_token_that_is_a_stop_string() {
+    let tokenizer = tokenizer();
+    let asked = GenerationOverrides {
+        stop_strings: vec!["<|im_end|>".to_owned()],
+        ignores_end: true,
+        ..GenerationOverrides::default()
+    };
+    let options = from_config(json!({ "eos_token_id": 765 })).unwrap().overridden(&asked).unwrap();
+    let mut generation = Generation::new(&options, &[], 100);
+    let mut finishes = Vec::new();
+    for id in tokenizer.encode("Hi<|endoftext|><|im_end|>", false).unwrap() {
+        finishes.push(generation.step(&logits(id), Some(&tokenizer)).unwrap().finish);
+    }
+    let (last, before) = finishes.split_last().unwrap();
+    assert_eq!(*last, Some(FinishReason::Stop));
+    assert!(before.iter().all(Option::is_none), "{before:?}");
+    assert_eq!((generation.text(), generation.ids().last()), ("Hi", Some(&767)));
 }
 
 #[test]

@@ -143,8 +143,20 @@ fn values_out_of_range_are_named() {
     check(options(f32::NAN, 0, 1.0, 0.0), "temperature is NaN, but must be 0 or more");
     check(options(1.0, 0, 0.0, 0.0), "top-p is 0, but must be above 0 and at most 1");
     check(options(1.0, 0, 1.0, 1.5), "min-p is 1.5, but must be between 0 and 1");
-    let penalty = SamplingOptions { repetition_penalty: 0.0, ..SamplingOptions::default() };
-    check(penalty, "repetition penalty is 0, but must be above 0");
+    let penalty = |repetition_penalty: f32| SamplingOptions {
+        repetition_penalty,
+        ..SamplingOptions::default()
+    };
+    check(penalty(0.0), "repetition penalty is 0.0, but must be between 0.001 and 1000");
+    check(penalty(1e5), "repetition penalty is 100000.0, but must be between 0.001 and 1000");
+    // So small a number would make logits infinite.
+    assert!(penalty(1e-39).check().is_err());
+    assert!(penalty(f32::NAN).check().is_err());
+}
+
+#[test]
+fn values_that_a_greedy_choice_does_not_use_may_be_anything() {
+    options(0.0, 0, 0.0, 7.0).check().unwrap();
 }
 
 #[test]

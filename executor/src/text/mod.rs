@@ -1,6 +1,7 @@
 //! Text on its way into the model and out of it: tokens, conversations, and answers that are
 //! shown while they grow.
 
+mod parts;
 pub mod stream;
 pub mod template;
 pub mod tokenizer;

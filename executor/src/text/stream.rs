@@ -4,6 +4,8 @@
 //!   decoding all ids at once gives, up to the stop string.
 //! - So half a character, a run of byte tokens that may yet prove malformed, and whatever may
 //!   become a stop string wait until the next tokens decide.
+//! - A stop string is found with the token that completes it, and a special token that is left
+//!   out of the text ends it where its own text is a stop string.
 
 use anyhow::Result;
 
@@ -38,16 +40,18 @@ impl TextStream {
 
     /// Takes the next token and returns the text that is certain by now.
     pub fn push(&mut self, tokenizer: &Tokenizer, id: u32) -> Result<String> {
-        if self.stopped().is_some() || tokenizer.is_silent(id, self.skip_special) {
+        if self.stopped().is_some() {
             return Ok(String::new());
+        }
+        if tokenizer.is_silent(id, self.skip_special) {
+            return self.push_silent(tokenizer, id);
         }
         self.window.push(id);
-        if tokenizer.is_byte(id) {
-            return Ok(String::new());
+        match tokenizer.byte(id) {
+            None => self.advance(tokenizer),
+            Some(byte) if self.stops.may_end_with(byte) => self.end_in_bytes(tokenizer),
+            Some(_) => Ok(String::new()),
         }
-        let decoded = self.decode(tokenizer, false)?;
-        let cleaned = self.clean(tokenizer, &decoded, false);
-        Ok(self.stops.push(&cleaned))
     }
 
     /// Returns what waited for a next token; to be called once, when there is none.
@@ -66,6 +70,38 @@ impl TextStream {
     #[must_use]
     pub fn stopped(&self) -> Option<&str> {
         self.stops.matched()
+    }
+
+    /// Takes a token that has no text, and returns what waited if it ends the answer.
+    fn push_silent(&mut self, tokenizer: &Tokenizer, id: u32) -> Result<String> {
+        match tokenizer.token(id).filter(|token| self.stops.strings.contains(token)) {
+            None => Ok(String::new()),
+            Some(token) => {
+                let text = self.finish(tokenizer)?;
+                // What waited may have held the end of another stop string.
+                self.stops.matched.get_or_insert(token);
+                Ok(text)
+            }
+        }
+    }
+
+    /// Returns the text of a run of bytes if a stop string ends in it, after which no byte can
+    /// make the run malformed any more.
+    fn end_in_bytes(&mut self, tokenizer: &Tokenizer) -> Result<String> {
+        let mut ahead = self.clone();
+        let text = ahead.advance(tokenizer)?;
+        if ahead.stopped().is_none() {
+            return Ok(String::new());
+        }
+        *self = ahead;
+        Ok(text)
+    }
+
+    /// Returns the text of the window that is certain.
+    fn advance(&mut self, tokenizer: &Tokenizer) -> Result<String> {
+        let decoded = self.decode(tokenizer, false)?;
+        let cleaned = self.clean(tokenizer, &decoded, false);
+        Ok(self.stops.push(&cleaned))
     }
 
     /// The text of the window after its context, unless its end is still open.
@@ -136,6 +172,11 @@ impl StopStrings {
             .unwrap_or(self.held.len());
         let rest = self.held.split_off(certain);
         std::mem::replace(&mut self.held, rest)
+    }
+
+    /// Whether some stop string has this byte at its end.
+    fn may_end_with(&self, byte: u8) -> bool {
+        self.strings.iter().any(|stop| stop.as_bytes().last() == Some(&byte))
     }
 
     pub(super) fn matched(&self) -> Option<&str> {

@@ -2,9 +2,11 @@
 //! renders it: Jinja in Python.
 //!
 //! What differs between Jinja in Python and minijinja is made up for here: methods of Python
-//! values, how values print, `tojson` without HTML escapes, `raise_exception`, `strftime_now`
-//! and the `generation` block.
+//! values, how values print, filters and tests, `raise_exception`, `strftime_now`, line ends and
+//! the `generation` block. Not made up for are the operators `%` on texts and `+` before a number.
 
+mod filters;
+mod methods;
 mod python;
 
 use std::path::Path;
@@ -95,19 +97,18 @@ impl ChatTemplate {
                 .build()
                 .expect("the default delimiters are valid"),
         );
-        environment
-            .set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+        environment.set_unknown_method_callback(methods::call);
         environment.set_formatter(|output, _, value| {
             output.write_str(&python::text(value)).map_err(Error::from)
         });
-        environment.add_filter("tojson", python::to_json);
-        environment.add_filter("string", |value: Value| python::text(&value));
+        filters::add(&mut environment);
         environment.add_function("raise_exception", |message: String| -> Result<Value, Error> {
             Err(Error::new(ErrorKind::InvalidOperation, message))
         });
         environment.add_function("strftime_now", python::strftime_now);
         for (name, source) in templates {
-            environment.add_template_owned(name.to_owned(), without_generation_blocks(source))?;
+            let source = without_generation_blocks(&with_plain_line_ends(source));
+            environment.add_template_owned(name.to_owned(), source)?;
         }
         Ok(Self { environment })
     }
@@ -154,6 +155,11 @@ fn refusal(error: &Error) -> anyhow::Error {
         (_, _, Some(line)) => anyhow!("line {line}: {error}"),
         _ => anyhow!("{error}"),
     }
+}
+
+/// The source with every line ended by a line feed alone, in texts between quotes too.
+fn with_plain_line_ends(source: &str) -> String {
+    source.replace("\r\n", "\n").replace('\r', "\n")
 }
 
 /// The source with its `generation` blocks, which only mark what the assistant said, turned

@@ -89,7 +89,7 @@ fn conversations_agree_with_transformers() {
 fn a_missing_tokenizer_is_named() {
     let folder = tempfile::tempdir().unwrap();
     let error = format!("{:#}", Tokenizer::load(folder.path()).unwrap_err());
-    assert!(error.starts_with("no tokenizer.json in "), "{error}");
+    assert_eq!(error, format!("no tokenizer.json in {}", folder.path().display()));
 
     fs::write(folder.path().join("tokenizer.json"), "{").unwrap();
     let error = format!("{:#}", Tokenizer::load(folder.path()).unwrap_err());
@@ -107,8 +107,22 @@ fn a_conversation_without_a_template_is_an_error() {
 }
 
 #[test]
-fn vocab_and_merges_make_the_same_tokenizer() {
-    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/tokenizers/opt");
+fn a_malformed_chat_template_leaves_the_tokenizer() {
+    let folder = tempfile::tempdir().unwrap();
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/tokenizers/gpt2");
+    fs::copy(source.join("tokenizer.json"), folder.path().join("tokenizer.json")).unwrap();
+    fs::write(folder.path().join("chat_template.jinja"), "{% if %}").unwrap();
+    let tokenizer = Tokenizer::load(folder.path()).unwrap();
+    assert_eq!(tokenizer.decode(&tokenizer.encode("Hello", true).unwrap(), true).unwrap(), "Hello");
+    assert!(tokenizer.has_chat_template());
+    let error = format!("{:#}", tokenizer.encode_chat(&ChatRequest::default()).unwrap_err());
+    assert!(error.starts_with("malformed chat template "), "{error}");
+    assert!(error.contains("chat_template.jinja: "), "{error}");
+}
+
+/// A folder with the parts of which a whole tokenizer of the tests is made.
+fn in_parts(name: &str) -> tempfile::TempDir {
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/tokenizers").join(name);
     let whole: Value =
         serde_json::from_str(&fs::read_to_string(source.join("tokenizer.json")).unwrap()).unwrap();
     let folder = tempfile::tempdir().unwrap();
@@ -126,13 +140,53 @@ fn vocab_and_merges_make_the_same_tokenizer() {
     write("merges.txt", format!("#version: 0.2\n{}\n", merges.join("\n")));
     fs::copy(source.join("tokenizer_config.json"), folder.path().join("tokenizer_config.json"))
         .unwrap();
+    folder
+}
 
-    let (whole, parts) = (tokenizer("opt"), Tokenizer::load(folder.path()).unwrap());
-    for text in ["", "Hello, world!", " two  spaces", "before </s> after", "日本語 é"] {
-        let ids = whole.encode(text, true).unwrap();
-        assert_eq!(parts.encode(text, true).unwrap(), ids, "{text:?}");
-        assert_eq!(parts.decode(&ids, true).unwrap(), whole.decode(&ids, true).unwrap());
+#[test]
+fn vocab_and_merges_make_the_same_tokenizer() {
+    // Line ends after punctuation and accents apart from their letters tell Qwen2's from GPT-2's.
+    let special = ["before </s> after", "<|im_start|>user\n<|im_end|>"];
+    let texts = ["", "Hello, world!", " two  spaces", "日本語 é", "e\u{301}", "IT'S 123!\n\n x"];
+    for name in ["opt", "gpt2", "qwen2"] {
+        let (whole, folder) = (tokenizer(name), in_parts(name));
+        let parts = Tokenizer::load(folder.path()).unwrap();
+        for text in texts.into_iter().chain(special) {
+            let ids = whole.encode(text, true).unwrap();
+            assert_eq!(parts.encode(text, true).unwrap(), ids, "{name}: {text:?}");
+            assert_eq!(parts.decode(&ids, true).unwrap(), whole.decode(&ids, true).unwrap());
+        }
     }
+}
+
+#[test]
+fn parts_without_a_class_are_cut_as_the_architecture_has_it() {
+    let folder = in_parts("qwen2");
+    let config = folder.path().join("tokenizer_config.json");
+    let mut without: Value = serde_json::from_str(&fs::read_to_string(&config).unwrap()).unwrap();
+    without.as_object_mut().unwrap().remove("tokenizer_class");
+    fs::write(&config, without.to_string()).unwrap();
+    let ids = || Tokenizer::load(folder.path()).unwrap().encode("e\u{301}", true).unwrap();
+    let as_gpt2 = ids();
+    let whole = tokenizer("qwen2").encode("e\u{301}", true).unwrap();
+    assert_ne!(as_gpt2, whole);
+    for model in [
+        json!({ "model_type": "qwen3_moe" }),
+        json!({ "model_type": "other", "tokenizer_class": "Qwen2TokenizerFast" }),
+    ] {
+        fs::write(folder.path().join("config.json"), model.to_string()).unwrap();
+        assert_eq!(ids(), whole, "{model}");
+    }
+}
+
+#[test]
+fn parts_of_another_class_are_no_tokenizer() {
+    let folder = in_parts("opt");
+    let config = json!({ "tokenizer_class": "LlamaTokenizer" });
+    fs::write(folder.path().join("tokenizer_config.json"), config.to_string()).unwrap();
+    let error = format!("{:#}", Tokenizer::load(folder.path()).unwrap_err());
+    assert!(error.starts_with(&format!("no tokenizer.json in {}, and", folder.path().display())));
+    assert!(error.contains("of a LlamaTokenizer: "), "{error}");
 }
 
 #[test]
@@ -206,6 +260,60 @@ fn a_stop_string_ends_the_text_and_is_not_shown() {
     check(&["bcde", "cd"], "abcdef", "ab");
     check(&["cd", "bcd"], "abcdef", "a");
     check(&["日本"], "a日木日本b", "a日木");
+}
+
+/// The text before a stop string and how many tokens it took to find it.
+fn stopped_after(tokenizer: &Tokenizer, stop: &str, ids: &[u32]) -> (String, Option<usize>) {
+    let mut stream = TextStream::new(&[stop.to_owned()], true);
+    let mut text = String::new();
+    for (i, &id) in ids.iter().enumerate() {
+        text.push_str(&stream.push(tokenizer, id).unwrap());
+        if stream.stopped().is_some() {
+            assert_eq!(stream.stopped(), Some(stop));
+            assert_eq!(stream.finish(tokenizer).unwrap(), "");
+            return (text, Some(i + 1));
+        }
+    }
+    text.push_str(&stream.finish(tokenizer).unwrap());
+    (text, None)
+}
+
+#[test]
+fn a_stop_string_is_found_in_a_run_of_bytes() {
+    let tokenizer = tokenizer("llama2");
+    let bytes = |text: &[u8]| -> Vec<u32> {
+        let id = |byte: &u8| tokenizer.token_id(&format!("<0x{byte:02X}>")).unwrap();
+        text.iter().map(id).collect()
+    };
+    let check = |stop: &str, text: &[u8], expected: &str, tokens: Option<usize>| {
+        let found = stopped_after(&tokenizer, stop, &bytes(text));
+        assert_eq!(found, (expected.to_owned(), tokens), "{stop:?} in {text:?}");
+    };
+    check("\n\n", b"\n\n\n\n", "", Some(2));
+    check("\n\n", b"a\n\n\xFF", "a", Some(3));
+    check("\n\n", b"a\nb\n", "a\nb\n", None);
+    check("日", "x日本".as_bytes(), "x", Some(4));
+    // A run that is malformed already has no text in which to look.
+    check("\n", b"\xFF\n", "\u{FFFD}\u{FFFD}", None);
+    // A stop string may begin before the run.
+    let ids = [tokenizer.encode("a", false).unwrap(), bytes(b"\n\n")].concat();
+    assert_eq!(stopped_after(&tokenizer, "a\n", &ids), (String::new(), Some(ids.len() - 1)));
+}
+
+#[test]
+fn a_special_token_may_be_a_stop_string() {
+    let tokenizer = tokenizer("qwen2");
+    let ids = |text: &str| tokenizer.encode(text, false).unwrap();
+    let hello = ids("Hello");
+    let found = stopped_after(&tokenizer, "<|im_end|>", &ids("Hello<|im_end|> there"));
+    assert_eq!(found, ("Hello".to_owned(), Some(hello.len() + 1)));
+    // Others stay silent, and what waited is shown.
+    let found = stopped_after(&tokenizer, "<|im_end|>", &ids("<|im_start|>Hello<<|im_end|>"));
+    assert_eq!(found.0, "Hello<");
+    assert_eq!(
+        stopped_after(&tokenizer, "end", &ids("Hello<|im_end|>")),
+        ("Hello".to_owned(), None)
+    );
 }
 
 #[test]

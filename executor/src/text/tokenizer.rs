@@ -6,15 +6,14 @@
 //! - Spaces are cleaned up only where the configuration asks for it and the model is not BPE,
 //!   whose spaces carry meaning.
 
-use std::collections::HashSet;
-use std::path::{Path, PathBuf};
+use std::collections::{HashMap, HashSet};
+use std::path::Path;
 
 use anyhow::{Context as _, Result, anyhow, bail};
 use serde_json::{Map, Value};
-use tokenizers::models::bpe::BPE;
-use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 use tokenizers::{AddedToken, DecoderWrapper, ModelWrapper};
 
+use crate::text::parts;
 use crate::text::template::{ChatRequest, ChatTemplate};
 
 /// Names under which tokenizer files hold special tokens that stand alone.
@@ -26,10 +25,12 @@ const SPECIAL_TOKEN_NAMES: [&str; 7] =
 pub struct Tokenizer {
     tokenizer: tokenizers::Tokenizer,
     special_ids: HashSet<u32>,
-    byte_ids: HashSet<u32>,
+    /// The tokens that stand for one byte each.
+    bytes: HashMap<u32, u8>,
     /// Special tokens by name (`bos_token`, …), as chat templates see them.
     special_tokens: Map<String, Value>,
-    template: Option<ChatTemplate>,
+    /// A template that cannot be used matters only to those who need it.
+    template: Result<Option<ChatTemplate>>,
     cleans_up_spaces: bool,
     /// Ids put before and after every text, where the tokenizer files ask for them outside of
     /// `tokenizer.json`.
@@ -41,8 +42,8 @@ impl Tokenizer {
     ///
     /// # Errors
     ///
-    /// When neither `tokenizer.json` nor `vocab.json` and `merges.txt` are there, or when a file
-    /// is malformed; the error names it.
+    /// When `tokenizer.json` is not there and cannot be made up for, or when a file is malformed;
+    /// the error names it. What is wrong with the chat template, [`Self::render_chat`] says.
     pub fn load(folder: &Path) -> Result<Self> {
         let config = read_object(&folder.join("tokenizer_config.json"))?;
         let map = read_object(&folder.join("special_tokens_map.json"))?;
@@ -51,7 +52,7 @@ impl Tokenizer {
             tokenizers::Tokenizer::from_file(&whole)
                 .map_err(|error| anyhow!("cannot read tokenizer {}: {error}", whole.display()))?
         } else {
-            byte_level_from_parts(folder)?
+            parts::load(folder, &config)?
         };
         // Padding and truncation in the file describe how the model was trained, not how
         // prompts are encoded.
@@ -83,19 +84,19 @@ impl Tokenizer {
             .into_iter()
             .filter_map(|(id, token)| token.special.then_some(id))
             .collect();
-        let byte_ids = if falls_back_to_bytes(tokenizer.get_decoder()) {
+        let bytes = if falls_back_to_bytes(tokenizer.get_decoder()) {
             (0..=u8::MAX)
-                .filter_map(|byte| tokenizer.token_to_id(&format!("<0x{byte:02X}>")))
+                .filter_map(|byte| Some((tokenizer.token_to_id(&format!("<0x{byte:02X}>"))?, byte)))
                 .collect()
         } else {
-            HashSet::new()
+            HashMap::new()
         };
         let is_bpe = matches!(tokenizer.get_model(), ModelWrapper::BPE(_));
         let cleanup = config.get("clean_up_tokenization_spaces").and_then(Value::as_bool);
         Ok(Self {
             special_ids,
-            byte_ids,
-            template: ChatTemplate::load(folder, &config)?,
+            bytes,
+            template: ChatTemplate::load(folder, &config),
             special_tokens,
             cleans_up_spaces: cleanup.unwrap_or(false) && !is_bpe,
             surround,
@@ -127,6 +128,8 @@ impl Tokenizer {
     pub fn render_chat(&self, request: &ChatRequest) -> Result<String> {
         self.template
             .as_ref()
+            .map_err(|error| anyhow!("{error:#}"))?
+            .as_ref()
             .context("the tokenizer has no chat template, so a conversation cannot be a prompt")?
             .render(request, &self.special_tokens)
     }
@@ -137,10 +140,10 @@ impl Tokenizer {
         self.encode(&self.render_chat(request)?, false)
     }
 
-    /// Whether conversations can be rendered.
+    /// Whether the checkpoint has a chat template; [`Self::render_chat`] says if it cannot be used.
     #[must_use]
     pub fn has_chat_template(&self) -> bool {
-        self.template.is_some()
+        self.template.as_ref().map_or(true, Option::is_some)
     }
 
     /// The text of a special token such as `bos_token` or `eos_token`.
@@ -167,9 +170,14 @@ impl Tokenizer {
         (skip_special && self.special_ids.contains(&id)) || self.tokenizer.id_to_token(id).is_none()
     }
 
-    /// Whether the token is one byte of a character that the vocabulary lacks.
-    pub(super) fn is_byte(&self, id: u32) -> bool {
-        self.byte_ids.contains(&id)
+    /// The text that the vocabulary has for a token.
+    pub(super) fn token(&self, id: u32) -> Option<String> {
+        self.tokenizer.id_to_token(id)
+    }
+
+    /// The byte that the token is, of a character that the vocabulary lacks.
+    pub(super) fn byte(&self, id: u32) -> Option<u8> {
+        self.bytes.get(&id).copied()
     }
 
     pub(super) fn cleans_up_spaces(&self) -> bool {
@@ -204,23 +212,6 @@ pub(crate) fn read_object(path: &Path) -> Result<Map<String, Value>> {
         Ok(_) => bail!("{} does not hold a JSON object", path.display()),
         Err(error) => Err(error).with_context(|| format!("malformed JSON in {}", path.display())),
     }
-}
-
-/// A GPT-2 style tokenizer from the files that older uploads have instead of `tokenizer.json`.
-fn byte_level_from_parts(folder: &Path) -> Result<tokenizers::Tokenizer> {
-    let parts: [PathBuf; 2] = ["vocab.json", "merges.txt"].map(|name| folder.join(name));
-    if !parts.iter().all(|path| path.is_file()) {
-        bail!("no tokenizer.json in {}: text needs a tokenizer", folder.display());
-    }
-    let [vocabulary, merges] = parts.map(|path| path.display().to_string());
-    let model = BPE::from_file(&vocabulary, &merges)
-        .build()
-        .map_err(|error| anyhow!("cannot read tokenizer {vocabulary} and {merges}: {error}"))?;
-    let mut tokenizer = tokenizers::Tokenizer::new(model);
-    tokenizer
-        .with_pre_tokenizer(Some(ByteLevel::new(false, true, true)))
-        .with_decoder(Some(ByteLevel::default()));
-    Ok(tokenizer)
 }
 
 /// Special tokens by name; `tokenizer_config.json` goes before `special_tokens_map.json`.

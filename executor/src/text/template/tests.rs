@@ -201,6 +201,98 @@ fn values_print_as_in_python() {
     prints("x.get('k', 'none') ~ (x.items()|list|length)", json!({ "a": 1 }), "none1");
 }
 
+/// What an expression without variables prints, and that it is refused where `expected` is `None`.
+#[track_caller]
+fn evaluates(expression: &str, expected: Option<&str>) {
+    let rendered = render(&format!("{{{{ {expression} }}}}"), &request(&[])).ok();
+    assert_eq!(rendered.as_deref(), expected, "{expression}");
+}
+
+#[test]
+fn tools_that_are_absent_are_not_iterable() {
+    // From the template of Qwen3-Coder.
+    let template = "{%- if tools is iterable and tools | length > 0 %}T{% else %}N{% endif %}";
+    let mut conversation = request(&[]);
+    check(template, &conversation, "N");
+    conversation.tools = Some(Vec::new());
+    check(template, &conversation, "N");
+    conversation.tools = Some(vec![json!({})]);
+    check(template, &conversation, "T");
+}
+
+#[test]
+fn kinds_of_values_are_those_of_python() {
+    let check = |test: &str, holds: &[&str], fails: &[&str]| {
+        for (values, expected) in [(holds, "True"), (fails, "False")] {
+            for value in values {
+                evaluates(&format!("{value} is {test}"), Some(expected));
+            }
+        }
+    };
+    let values =
+        ["'a'", "{}", "[]", "(1, 2)", "y", "[1, 2][1:]", "range(3)", "([1] + [2])", "'a'.split()"];
+    check("iterable", &values, &["none", "5", "true", "range"]);
+    check("iterable", &["['a']|map('upper')", "{}.keys()"], &[]);
+    check("sequence", &values, &["none", "5", "true", "range"]);
+    check("callable", &["range", "raise_exception", "y"], &["'a'", "{}", "[]", "none"]);
+    evaluates("y|length ~ y|count ~ 'ab'|length", Some("002"));
+    evaluates("none|length", None);
+}
+
+#[test]
+fn filters_do_what_they_do_in_python() {
+    evaluates("''|default('z') ~ y|d('z')", Some("z"));
+    evaluates("''|default('z', true) ~ ''|default('z', boolean=true)", Some("zz"));
+    evaluates("y|default(default_value='z') ~ 'a'|default('z', boolean=true)", Some("za"));
+    evaluates("none|default('z')", Some("None"));
+    evaluates("y|default(none)", Some("None"));
+    evaluates("['a', none]|map('default', 'z', true)|list", Some("['a', 'z']"));
+    evaluates("y|default('z', wrong=true)", None);
+    evaluates("'x'|int ~ ' 12 '|int ~ '12.7'|int ~ []|int ~ none|int", Some("0121200"));
+    evaluates("'x'|int(3) ~ 'x'|int(default=3) ~ 'ff'|int(base=16)", Some("33255"));
+    evaluates("['1', 'x']|map('int')|list", Some("[1, 0]"));
+    evaluates("[' 1.5 '|float, 'x'|float, 'x'|float(2.5)]", Some("[1.5, 0.0, 2.5]"));
+    evaluates("'aaa'|replace('a', 'b', 2) ~ 'aaa'|replace('a', 'b', count=1)", Some("bbabaa"));
+    evaluates("'aaa'|replace('a', 'b') ~ true|replace('T', 't')", Some("bbbtrue"));
+}
+
+#[test]
+fn texts_have_the_methods_of_python() {
+    evaluates("'a-b'.removeprefix('a-') ~ 'a-b'.removesuffix('-b')", Some("ba"));
+    evaluates("'a-b'.removeprefix('q') ~ 'a-b'.removesuffix('q')", Some("a-ba-b"));
+    evaluates("'a-b-c'.partition('-')", Some("('a', '-', 'b-c')"));
+    evaluates("'a-b-c'.rpartition('-')", Some("('a-b', '-', 'c')"));
+    evaluates("'a'.partition('q')", Some("('a', '', '')"));
+    evaluates("'a'.rpartition('q')", Some("('', '', 'a')"));
+    evaluates("'a-b-c'.rsplit('-', 1)", Some("['a-b', 'c']"));
+    evaluates("'a-b-c'.rsplit('-', maxsplit=1)[0]", Some("a-b"));
+    evaluates("'a-b-c'.rsplit('-')", Some("['a', 'b', 'c']"));
+    evaluates("' a b  c '.rsplit()", Some("['a', 'b', 'c']"));
+    evaluates("' a b  c '.rsplit(none, 1)", Some("[' a b', 'c']"));
+    evaluates("'a-b-c'.split('-', maxsplit=1)", Some("['a', 'b-c']"));
+    evaluates("'a-b'.split(sep='-') ~ ' a b  c '.split()", Some("['a', 'b']['a', 'b', 'c']"));
+    evaluates("' a b  c '.split(none, 1)", Some("['a', 'b  c ']"));
+    evaluates("'aéb-b'.index('b') ~ 'aéb-b'.rindex('b')", Some("24"));
+    evaluates("'a'.index('q')", None);
+    evaluates("'a-b-c'.ljust(7, '.') ~ 'é'.rjust(3)", Some("a-b-c..  é"));
+    evaluates("'abcde'.center(8, '*') ~ 'ab'.center(5, '*')", Some("*abcde****ab*"));
+    evaluates("'-7'.zfill(4) ~ 'ab'.zfill(4) ~ 'abc'.zfill(2)", Some("-00700ababc"));
+    evaluates("'a'.ljust(10 ** 18)", None);
+}
+
+#[test]
+fn lists_and_mappings_have_the_methods_of_python() {
+    evaluates("{'a': 1}.copy() ~ [1].copy()", Some("{'a': 1}[1]"));
+    evaluates("[1, 2].index(2)", Some("1"));
+    evaluates("[1, 2].index(3)", None);
+}
+
+#[test]
+fn all_line_ends_are_line_feeds() {
+    let template = "a\r\n{% if true %}\r\nb\rc{% endif %}\r\n{{ 'd\r\ne' }}\r\n";
+    check(template, &request(&[]), "a\nb\ncd\ne");
+}
+
 #[test]
 fn the_time_is_written_as_c_does() {
     let request = request(&[]);
