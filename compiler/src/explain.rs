@@ -4,9 +4,11 @@ mod diff;
 mod rows;
 mod table;
 
+use std::collections::BTreeSet;
 use std::fmt::Write as _;
 
 use ir::graph::{Cause, Reason};
+use ir::id::DeviceId;
 use ir::machine::{Machine, RateSource};
 use ir::plan::{Phase, Plan};
 
@@ -23,7 +25,7 @@ pub fn explain(plan: &Plan) -> String {
     // Writing to a string cannot fail.
     let _ = writeln!(
         text,
-        "{} ({}), context {}, {} sequence{}, {} cache blocks of {} tokens\n",
+        "{} ({}), context {}, {} sequence{}, {} cache blocks of {} tokens",
         model.name,
         model.architecture,
         model.context,
@@ -32,7 +34,14 @@ pub fn explain(plan: &Plan) -> String {
         model.blocks,
         model.block_tokens
     );
-    let _ = writeln!(text, "{}", layers(plan));
+    for (id, device) in plan.machine.devices.iter() {
+        if let Some(types) = types(plan, id) {
+            let _ = writeln!(text, "{}: {types}", device.name);
+        }
+    }
+    let rows = folded(rows(plan));
+    let _ = write!(text, "\n{}", layers(plan, &rows));
+    let _ = writeln!(text, "{}", legend(&rows));
     let _ = writeln!(text, "{}", devices(plan));
     for (id, device) in plan.machine.devices.iter() {
         let of_device = plan.weights.rows().iter().filter(|weight| weight.device == id);
@@ -48,14 +57,7 @@ pub fn explain(plan: &Plan) -> String {
     }
     let _ = writeln!(text, "{}", programs(plan));
     let _ = write!(text, "{}", candidates(plan));
-    let nominal: Vec<&str> = plan
-        .machine
-        .devices
-        .rows()
-        .iter()
-        .filter(|device| device.rates.source == RateSource::Nominal)
-        .map(|device| device.name.as_str())
-        .collect();
+    let nominal = nominal_devices(plan);
     if !nominal.is_empty() {
         let _ = writeln!(
             text,
@@ -66,17 +68,90 @@ pub fn explain(plan: &Plan) -> String {
     text
 }
 
-fn layers(plan: &Plan) -> Table {
+/// One line: where layers run, and how fast that is predicted to be.
+pub fn summary(plan: &Plan) -> String {
+    let place = plan.forecast.candidates.first().map_or("", |chosen| chosen.name.as_str());
+    let time = |phase: Phase| {
+        let programs = plan.programs.iter().zip(&plan.forecast.programs);
+        programs.filter(|(program, _)| program.phase == phase).map(|(_, forecast)| forecast).next()
+    };
+    let mut text = place.to_owned();
+    if let Some(prefill) = time(Phase::Prefill) {
+        text += &format!(
+            "; predicted: {} tokens of a prompt in {}",
+            prefill.tokens,
+            nanos(prefill.nanos)
+        );
+    }
+    if let Some(decode) = time(Phase::Decode) {
+        text += &format!(", a token in {}", nanos(decode.nanos));
+    }
+    let nominal = nominal_devices(plan);
+    if !nominal.is_empty() {
+        text += &format!(
+            "; rates of {} are nominal: `hybrid-exec calibrate -o machine.ron`, then --machine machine.ron",
+            nominal.join(", ")
+        );
+    }
+    text
+}
+
+/// Names of devices whose rates nobody measured.
+fn nominal_devices(plan: &Plan) -> Vec<&str> {
+    let devices = plan.machine.devices.rows().iter();
+    let nominal = devices.filter(|device| device.rates.source == RateSource::Nominal);
+    nominal.map(|device| device.name.as_str()).collect()
+}
+
+/// What a device holds: `weights in bf12 and bf16, KV cache in bf16`; nothing where it holds neither.
+fn types(plan: &Plan, device: DeviceId) -> Option<String> {
+    // Vectors are few, and in f32 everywhere.
+    let matrices = plan.weights.rows().iter().filter(|weight| weight.shape.len() > 1);
+    let formats: BTreeSet<String> = matrices
+        .filter(|weight| weight.device == device)
+        .map(|weight| weight.format.to_string())
+        .collect();
+    let caches = plan.caches.rows().iter().filter(|cache| cache.device == device);
+    let dtypes: BTreeSet<String> = caches.map(|cache| cache.dtype.to_string()).collect();
+    let join = |names: BTreeSet<String>| names.into_iter().collect::<Vec<_>>().join(" and ");
+    let mut parts = Vec::new();
+    if !formats.is_empty() {
+        parts.push(format!("weights in {}", join(formats)));
+    }
+    if !dtypes.is_empty() {
+        parts.push(format!("KV cache in {}", join(dtypes)));
+    }
+    (!parts.is_empty()).then(|| parts.join(", "))
+}
+
+/// What signs in the table of layers mean, of those that stand there.
+fn legend(rows: &[Row]) -> String {
+    let mut text = String::new();
+    if rows.iter().any(Row::comes_from_elsewhere) {
+        text += "a←b: computed on a with weights or caches that stay on b\n";
+    }
+    let gaps = rows.iter().filter_map(|row| row.cause.runner_up.as_ref());
+    if gaps.clone().next().is_some() {
+        text += "runner-up: what a step would take longer there";
+        if gaps.clone().any(|runner_up| runner_up.gap_nanos < 0) {
+            text += "; it would take less where memory is missing (-)";
+        }
+        text += "\n";
+    }
+    text
+}
+
+fn layers(plan: &Plan, rows: &[Row]) -> Table {
     let mut table =
-        Table::new(&["layers", "device", "bytes", "prefill", "decode", "why", "runner-up"]);
-    for row in folded(rows(plan)) {
+        Table::new(&["layers", "device", "weights + KV", "prefill", "decode", "why", "runner-up"]);
+    for row in rows {
         table.row(vec![
             row.name(),
             row.devices(&plan.machine),
             bytes(row.bytes),
             nanos(row.prefill.nanos),
             nanos(row.decode.nanos),
-            why(&row, &plan.machine),
+            why(row, &plan.machine),
             runner_up(&row.cause, &plan.machine),
         ]);
     }
@@ -105,7 +180,7 @@ fn runner_up(cause: &Cause, machine: &Machine) -> String {
 
 fn devices(plan: &Plan) -> Table {
     let mut table = Table::new(&[
-        "device", "weights", "KV cache", "buffers", "fetched", "scratch", "used of", "capacity",
+        "device", "weights", "KV cache", "buffers", "fetched", "scratch", "used", "of",
     ]);
     for (device, budget) in plan.forecast.devices.iter() {
         let share = 100.0 * budget.needed_bytes() as f64 / budget.capacity_bytes.max(1) as f64;
@@ -125,7 +200,7 @@ fn devices(plan: &Plan) -> Table {
 
 fn programs(plan: &Plan) -> Table {
     let mut table =
-        Table::new(&["program", "tokens", "cached", "time", "tokens/s", "busiest lane"]);
+        Table::new(&["program", "tokens", "cached", "time", "tokens/s", "of which busiest lane"]);
     for (program, forecast) in plan.programs.iter().zip(&plan.forecast.programs) {
         let mut row = |(tokens, cached): (u32, u32), time: u64, busiest: String| {
             let rate = f64::from(tokens) / (time.max(1) as f64 / 1e9);
@@ -142,9 +217,12 @@ fn programs(plan: &Plan) -> Table {
         let decodes = program.phase == Phase::Decode;
         // What varies is what prefill feeds, and what decode finds.
         let sizes = |tokens: u32| if decodes { (most, tokens) } else { (tokens, 0) };
-        row(sizes(forecast.tokens), forecast.nanos, nanos(forecast.busiest_lane_nanos));
-        for other in &forecast.others {
-            row(sizes(other.tokens), other.nanos, String::new());
+        let others = forecast.others.iter().map(|other| (other.tokens, other.nanos, String::new()));
+        let mut all: Vec<(u32, u64, String)> = others.collect();
+        all.push((forecast.tokens, forecast.nanos, nanos(forecast.busiest_lane_nanos)));
+        all.sort();
+        for (tokens, time, busiest) in all {
+            row(sizes(tokens), time, busiest);
         }
     }
     table
@@ -172,6 +250,6 @@ fn candidates(plan: &Plan) -> Table {
 }
 
 /// The device's name; its id where a plan that was edited names one that is not there.
-fn name(machine: &Machine, device: ir::id::DeviceId) -> &str {
+fn name(machine: &Machine, device: DeviceId) -> &str {
     machine.devices.get(device).map_or("?", |device| &device.name)
 }

@@ -8,7 +8,7 @@ use std::process::ExitCode;
 use anyhow::{Context as _, Result, bail, ensure};
 use clap::builder::RangedI64ValueParser;
 use clap::{Args, Parser, Subcommand};
-use compiler::explain::{diff, explain};
+use compiler::explain::{diff, explain, summary};
 use compiler::options::{self, CountedExperts, Options, Request};
 use ir::counts::ExpertCounts;
 use ir::machine::Machine;
@@ -54,7 +54,8 @@ enum Command {
         /// Write to this file instead of standard output.
         #[arg(short, long)]
         output: Option<PathBuf>,
-        /// Divide each NUMA node's cores and memory into this many devices.
+        /// Divide each NUMA node's cores and memory into this many devices, to try plans of several; where there are fewer
+        /// cores, devices share them.
         #[arg(long, value_name = "N")]
         split: Option<u32>,
     },
@@ -146,7 +147,10 @@ fn run(command: Command) -> Result<ExitCode> {
         Command::Probe { output, split } => {
             let text = probe::machine(split)?.to_ron()?;
             match output {
-                Some(path) => command_line::write(&path, text.as_bytes())?,
+                Some(path) => {
+                    command_line::check_outputs([path.as_path()], [])?;
+                    command_line::write(&path, text.as_bytes())?;
+                }
                 None => print(&text)?,
             }
         }
@@ -168,7 +172,7 @@ fn compile(arguments: &Compile) -> Result<()> {
         Some(path) => read(path, Machine::from_ron)?,
         None => probe::machine(None)?,
     };
-    let model = models::lower(&arguments.checkpoint)
+    let (model, unused) = models::lower_and_list_unused(&arguments.checkpoint)
         .map_err(|error| with_expected_file(error, &arguments.checkpoint))?;
     let files = model.files.rows().iter().map(|file| &file.path);
     let inputs = files.chain(&arguments.machine).chain(&arguments.expert_counts);
@@ -180,8 +184,16 @@ fn compile(arguments: &Compile) -> Result<()> {
     };
     let plan = compiler::compile(&model, &machine, &options, &mut observe)?;
     command_line::write(&arguments.output, plan.to_ron()?.as_bytes())?;
+    if let Some(first) = unused.first() {
+        eprintln!(
+            "warning: {} of the checkpoint's tensors are not used, such as {first}: config.json may be of another model",
+            unused.len()
+        );
+    }
     if arguments.explain {
         print(&explain(&plan))?;
+    } else {
+        eprintln!("{}", summary(&plan));
     }
     Ok(())
 }

@@ -190,7 +190,9 @@ pub(crate) fn matrices(weight: &Weight) -> Result<Vec<Stored>> {
 fn map(file: &CheckpointFile, folder: &Path) -> Result<Mmap> {
     let path = folder.join(&file.path);
     let name = path.display();
-    let opened = File::open(&path).with_context(|| format!("opening checkpoint file {name}"))?;
+    let opened = File::open(&path).with_context(|| {
+        format!("opening checkpoint file {name}; --model FOLDER names where it lies now")
+    })?;
     let bytes = opened.metadata().with_context(|| format!("reading the size of {name}"))?.len();
     ensure!(
         bytes == file.bytes,

@@ -16,9 +16,10 @@ use crate::batch::Batch;
 use crate::bind::team_cpus;
 use crate::lane::{Inbox, queues};
 use crate::load::{GpuDriver, Options};
-use crate::run::{Failure, KnownGraphs, Run, RunHandle};
+use crate::run::{Failure, KnownGraphs, PATIENCE, Run, RunHandle};
 use crate::slots::Uses;
 use crate::trace::Recorder;
+use crate::waiting::NAP;
 
 /// Every device bound, every weight in place; lanes wait for runs.
 pub struct Executor {
@@ -168,8 +169,19 @@ impl Drop for Executor {
         for lane in &self.lanes {
             lane.inbox.close();
         }
+        let is_stuck = || {
+            let runs = started.latest.iter().filter_map(Weak::upgrade);
+            runs.into_iter().any(|run| run.is_stuck(PATIENCE))
+        };
         for lane in &mut self.lanes {
             if let Some(thread) = lane.thread.take() {
+                while !thread.is_finished() && !is_stuck() {
+                    thread::sleep(NAP);
+                }
+                // What waits for a device that failed ends with the process.
+                if !thread.is_finished() {
+                    continue;
+                }
                 // A lane catches every panic of its steps; there is nothing more to learn here.
                 drop(thread.join());
             }

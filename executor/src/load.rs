@@ -113,7 +113,12 @@ impl PlanFile {
     /// When the file cannot be read, is not a plan of this version, or is unsound; all findings are listed.
     pub fn open(path: &Path) -> Result<Self> {
         let name = path.display();
-        let text = fs::read_to_string(path).with_context(|| format!("reading plan {name}"))?;
+        let bytes = fs::read(path).with_context(|| format!("reading plan {name}"))?;
+        let text = String::from_utf8(bytes).ok().with_context(|| {
+            format!(
+                "{name} is not a plan but no text at all; hybridc compiles a checkpoint to a plan"
+            )
+        })?;
         let plan = Plan::from_ron(&text).with_context(|| format!("reading plan {name}"))?;
         let findings = ir::check::check(&plan);
         if !findings.is_empty() {
@@ -122,6 +127,18 @@ impl PlanFile {
         }
         let folder = path.parent().map(Path::to_path_buf).unwrap_or_default();
         Ok(Self { plan, folder, fingerprint: ir::fingerprint(text.as_bytes()) })
+    }
+
+    /// Lets the checkpoint lie in another folder than the plan says.
+    pub fn move_checkpoint(&mut self, folder: &Path) {
+        let before = std::mem::take(&mut self.plan.model.folder);
+        for file in self.plan.files.rows_mut() {
+            // Of a checkpoint in the plan's folder all paths are plain names.
+            if let Ok(inside) = file.path.strip_prefix(&before) {
+                file.path = inside.to_owned();
+            }
+        }
+        self.folder = folder.to_owned();
     }
 
     /// The folder of the checkpoint, with its tokenizer and configuration.

@@ -58,7 +58,8 @@ struct Stretch {
 
 // SAFETY: a region owns its mapping as a `Vec` owns its allocation.
 unsafe impl Send for Region {}
-// SAFETY: shared access only reads, but for buffers of an arena, each of which alone has its bytes of a stretch.
+// SAFETY: shared access only reads, but for buffers of an arena, each of which alone has its bytes of a stretch; caches
+// that GPUs borrow, which lanes use in turn as steps wait for each other; and letters, of which a flag says whose they are.
 unsafe impl Sync for Region {}
 
 impl Region {

@@ -4,9 +4,10 @@ use std::any::Any;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, Result, anyhow};
+use anyhow::{Context as _, Result, anyhow, ensure};
 use burn::tensor::TensorData;
 use ir::id::{Id as _, StepId};
 use ir::plan::{Phase, Plan};
@@ -19,6 +20,9 @@ use crate::ops::gpu::GraphKey;
 use crate::sample::Shortlist;
 use crate::slots::{Slots, Uses, Value};
 use crate::trace::Recorder;
+
+/// How long lanes have to leave a run that was ended early: many times what the longest stretch of steps takes.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Keys of runs of which one has ended well, and whether one has been captured.
 #[derive(Default)]
@@ -36,7 +40,7 @@ pub(crate) struct Run {
     pub(crate) graph_key: GraphKey,
     /// Whether runs of its kind are captured and replayed.
     pub(crate) may_be_captured: bool,
-    /// Whether this one is to be captured: the first decode, and the second prompt, since many lengths are met only once.
+    /// Whether this one is to be captured.
     pub(crate) captures: bool,
     done: Vec<AtomicBool>,
     /// Lanes that have come to each of the places where they meet.
@@ -44,6 +48,8 @@ pub(crate) struct Run {
     /// Lanes that have not left the run.
     lanes_left: AtomicUsize,
     is_aborted: AtomicBool,
+    /// When it was ended early.
+    aborted: OnceLock<Instant>,
     failure: Mutex<Option<Failure>>,
     /// Where lanes wait for steps of others.
     steps_bell: Bell,
@@ -102,6 +108,20 @@ pub enum Row<'a> {
 }
 
 impl KnownGraphs {
+    /// Whether a run of a kind is to be captured: a decode at once, a prompt when it comes the second time, since many
+    /// lengths are met only once, and while few kinds are captured: nobody counts the memory of a graph.
+    fn captures(&self, key: GraphKey, is_decode: bool) -> bool {
+        /// Kinds of prompts and decodes, in all, beyond which prompts are launched step by step.
+        const MOST_WITH_PROMPTS: usize = 128;
+        let known = self.lock();
+        let captured = || known.values().filter(|was_captured| **was_captured).count();
+        match known.get(&key) {
+            None => is_decode,
+            Some(true) => false,
+            Some(false) => is_decode || captured() < MOST_WITH_PROMPTS,
+        }
+    }
+
     fn lock(&self) -> MutexGuard<'_, BTreeMap<GraphKey, bool>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -121,10 +141,7 @@ impl Run {
         let is_decode = schedule.phase == Phase::Decode;
         let may_be_captured =
             is_decode || captures_prompts && batch.tokens().len() <= MAX_FUSED_ROWS as usize;
-        let captures = match known.lock().get(&graph_key) {
-            None => is_decode,
-            Some(was_captured) => may_be_captured && !was_captured,
-        };
+        let captures = may_be_captured && known.captures(graph_key, is_decode);
         Self {
             program,
             number,
@@ -137,6 +154,7 @@ impl Run {
             done: schedule.steps.ids().map(|_| AtomicBool::new(false)).collect(),
             lanes_left: AtomicUsize::new(schedule.lanes.len()),
             is_aborted: AtomicBool::new(false),
+            aborted: OnceLock::new(),
             failure: Mutex::new(None),
             steps_bell: Bell::default(),
             end_bell: Bell::default(),
@@ -175,12 +193,21 @@ impl Run {
     /// Ends the run early; the first failure is the one told.
     pub(crate) fn abort(&self, failure: Failure) {
         self.failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(failure);
+        self.aborted.get_or_init(Instant::now);
         self.is_aborted.store(true, Ordering::SeqCst);
         self.steps_bell.ring();
     }
 
     pub(crate) fn is_aborted(&self) -> bool {
         self.is_aborted.load(Ordering::SeqCst)
+    }
+
+    /// Whether lanes are still at the run so long after it was ended early that they will hardly leave it: a GPU that
+    /// others wait for on their devices may have failed.
+    pub(crate) fn is_stuck(&self, patience: Duration) -> bool {
+        self.is_aborted()
+            && !self.has_ended()
+            && self.aborted.get().is_some_and(|aborted| aborted.elapsed() > patience)
     }
 
     /// Waits until all lanes have done with the run.
@@ -241,7 +268,7 @@ impl RunHandle {
     }
 
     fn wait_for_lanes(&self, gives_up: impl Fn() -> bool) {
-        let is_over = || self.run.has_ended() || gives_up();
+        let is_over = || self.run.has_ended() || gives_up() || self.run.is_stuck(PATIENCE);
         if self.is_crowded {
             self.run.end_bell.sleep_until(is_over);
         } else {
@@ -259,6 +286,7 @@ impl RunHandle {
         let output = run.slots.take(program.output);
         run.slots.clear();
         if let Some(failure) = failure {
+            ensure!(run.has_ended(), "{failure}; some devices never ended that run: start again");
             return Err(anyhow!("{failure}"));
         }
         if run.may_be_captured {
@@ -336,4 +364,30 @@ pub(crate) fn panic_message(payload: &(dyn Any + Send)) -> String {
         .cloned()
         .or_else(|| payload.downcast_ref::<&str>().map(ToString::to_string))
         .unwrap_or_else(|| "a panic without a message".into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn key(program: usize, tokens: usize) -> GraphKey {
+        let mut batch = Batch::default();
+        batch.push(&vec![0; tokens], 0, tokens, &[0, 1, 2, 3, 4, 5, 6, 7], false);
+        GraphKey::of(program, &batch)
+    }
+
+    #[test]
+    fn decodes_are_captured_at_once_and_prompts_when_they_come_again_while_graphs_are_few() {
+        let known = KnownGraphs::default();
+        assert!(known.captures(key(1, 1), true));
+        assert!(!known.captures(key(0, 20), false));
+        known.lock().insert(key(0, 20), false);
+        assert!(known.captures(key(0, 20), false));
+        known.lock().insert(key(0, 20), true);
+        assert!(!known.captures(key(0, 20), false));
+        known.lock().extend((0..200).map(|program| (key(program, 3), true)));
+        known.lock().insert(key(0, 21), false);
+        assert!(!known.captures(key(0, 21), false));
+        assert!(known.captures(key(1, 1), true));
+    }
 }

@@ -1,4 +1,5 @@
-//! `hybrid-exec` as its users call it wrongly: one line that says what is wrong, and exit code 1.
+//! `hybrid-exec` as its users call it wrongly: one line that says what is wrong, and exit code 1, or 2 where it does not
+//! take its arguments.
 
 use std::process::{Command, Output};
 
@@ -9,7 +10,7 @@ fn hybrid_exec(arguments: &[&str]) -> Output {
 
 fn check(arguments: &[&str], part: &str) {
     let output = hybrid_exec(arguments);
-    assert_eq!(output.status.code(), Some(1), "{arguments:?}");
+    assert!(matches!(output.status.code(), Some(1 | 2)), "{arguments:?}");
     assert!(output.stdout.is_empty(), "{arguments:?}");
     let line = String::from_utf8(output.stderr).expect("hybrid-exec prints text");
     assert!(line.starts_with("error: ") && line.lines().count() == 1, "{line}");
@@ -35,6 +36,21 @@ fn files_that_are_missing_or_cannot_be_written_are_named() {
     check(&["none.ron", "--prompt", "a", "--trace", "none/trace.ron"], "writing none/trace.ron");
     check(&["perplexity", "none.ron", "--ids-file", "none.json"], "none.json");
     check(&["calibrate", "-o", "none/machine.ron"], "writing none/machine.ron");
+}
+
+#[test]
+fn the_status_tells_wrong_arguments_from_work_that_failed() {
+    assert_eq!(hybrid_exec(&["--json"]).status.code(), Some(2));
+    assert_eq!(hybrid_exec(&["none.ron", "--prompt", "a"]).status.code(), Some(1));
+    let output = hybrid_exec(&["bnech", "plan.ron"]);
+    assert_eq!(output.status.code(), Some(2));
+    let line = String::from_utf8(output.stderr).expect("hybrid-exec prints text");
+    assert!(line.contains("a command comes first, one of perplexity, bench,"), "{line}");
+}
+
+#[test]
+fn texts_may_begin_with_a_dash() {
+    check(&["none.ron", "--prompt", "- one", "--stop", "---", "--system", "- be nice"], "none.ron");
 }
 
 #[test]

@@ -9,7 +9,7 @@ use std::path::{Component, Path, PathBuf};
 
 use anyhow::{Context as _, Result, anyhow, bail, ensure};
 use ir::id::{FileId, Table};
-use ir::model::CheckpointFile;
+use ir::model::{CheckpointFile, Model};
 use memmap2::{Advice, Mmap};
 
 use crate::header::{self, Object};
@@ -82,12 +82,35 @@ impl Checkpoint {
         self.get(name).ok_or_else(|| {
             let count = self.files.len();
             let entrance = self.entrance.display();
-            if count == 1 {
+            let is_shard = self.folder.join(INDEX).exists();
+            if count == 1 && is_shard {
+                anyhow!("{entrance}: tensor {name:?} is missing from this shard; take {INDEX} or the folder")
+            } else if count == 1 {
                 anyhow!("{entrance}: tensor {name:?} is missing")
             } else {
                 anyhow!("{entrance}: tensor {name:?} is missing from its {count} files")
             }
         })
+    }
+
+    /// Names of tensors that no weight of a model comes from, but for those that checkpoints hold for no use: tables that
+    /// follow from the configuration, and the copy of a table that serves as the head, too.
+    pub fn unused<'a>(&'a self, model: &Model) -> impl Iterator<Item = &'a str> {
+        const IDLE: [&str; 5] =
+            ["rotary_emb.inv_freq", "lm_head.weight", ".attn.bias", ".masked_bias", "position_ids"];
+        let sources = model.weights.rows().iter().flat_map(|weight| &weight.sources);
+        let starts: BTreeSet<(FileId, u64)> =
+            sources.map(|source| (source.file, source.offset)).collect();
+        let is_used = move |tensor: &StoredTensor| {
+            let (offset, bytes) = (tensor.entry.offset, tensor.entry.bytes);
+            let inside = (tensor.file, offset)..(tensor.file, offset + bytes);
+            starts.range(inside).next().is_some()
+        };
+        let idle = |name: &str| IDLE.iter().any(|end| name.ends_with(end));
+        let unused = self.tensors.iter().filter(move |(name, tensor)| {
+            !idle(name) && tensor.entry.bytes > 0 && !is_used(tensor)
+        });
+        unused.map(|(name, _)| name.as_str())
     }
 
     /// Whether two tensors hold the same bytes, as far as [`ir::fingerprint()`] tells.
@@ -144,15 +167,34 @@ impl Checkpoint {
     }
 }
 
+/// The file that says which shard a tensor is in.
+const INDEX: &str = "model.safetensors.index.json";
+/// How files of weights end, in this format and in others.
+const WEIGHT_ENDINGS: [&str; 5] = [".safetensors", ".gguf", ".bin", ".pth", ".pt"];
+
 /// The file of a folder to begin with.
 fn entrance(folder: &Path) -> Result<PathBuf> {
-    for name in ["model.safetensors", "model.safetensors.index.json"] {
+    for name in ["model.safetensors", INDEX] {
         let path = folder.join(name);
         if path.exists() {
             return Ok(path);
         }
     }
-    bail!("{}: holds neither model.safetensors nor model.safetensors.index.json", folder.display())
+    let mut others: Vec<String> = std::fs::read_dir(folder)
+        .with_context(|| format!("reading {}", folder.display()))?
+        .filter_map(|entry| entry.ok()?.file_name().into_string().ok())
+        .filter(|name| WEIGHT_ENDINGS.iter().any(|ending| name.ends_with(ending)))
+        .collect();
+    others.sort();
+    let found = match others.as_slice() {
+        [] => String::new(),
+        [only] => format!(", but {only}"),
+        [first, ..] => format!(", but {first} and {} more", others.len() - 1),
+    };
+    bail!(
+        "{}: holds neither model.safetensors nor model.safetensors.index.json{found}",
+        folder.display()
+    )
 }
 
 fn map(path: &Path) -> Result<Mmap> {

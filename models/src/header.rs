@@ -13,6 +13,14 @@ use serde::de::{Deserialize, Deserializer, Error as _, IgnoredAny, MapAccess, Vi
 /// Longest header accepted: the limit of the reference implementation.
 pub const MAX_HEADER_BYTES: u64 = 100_000_000;
 
+/// What files begin with that are taken for safetensors, and what they are.
+const FOREIGN: [(&[u8], &str); 4] = [
+    (b"GGUF", "a GGUF file, which is made from a checkpoint; take the checkpoint itself"),
+    (b"version https://git-lfs", "a pointer of Git LFS; `git lfs pull` brings the file"),
+    (b"PK\x03\x04", "a PyTorch file; save the model with safe_serialization=True"),
+    (b"<!DOCTYPE", "a page of a web site, probably of a failed download"),
+];
+
 /// One tensor of a file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Entry {
@@ -36,6 +44,9 @@ pub fn read(contents: &[u8]) -> Result<BTreeMap<String, Entry>> {
     let Some((length, rest)) = contents.split_first_chunk::<8>() else {
         bail!("{file_bytes} bytes are too short for a safetensors header");
     };
+    if let Some((_, what)) = FOREIGN.iter().find(|(start, _)| contents.starts_with(start)) {
+        bail!("this is {what}, where safetensors is read");
+    }
     let length = u64::from_le_bytes(*length);
     ensure!(
         length <= MAX_HEADER_BYTES,
@@ -240,6 +251,16 @@ mod tests {
             error(&TWO.replace("[2,3]", "[4294967296,4294967296,4294967296]"), 32),
             "tensor \"a\" has 24 bytes, which is not what F32[4294967296, 4294967296, 4294967296] takes"
         );
+    }
+
+    #[test]
+    fn other_files_are_told_by_what_they_are() {
+        for (start, name) in
+            [("GGUF\u{3}", "GGUF"), ("version https://git-lfs.github.com/spec/v1", "Git LFS")]
+        {
+            let error = read(format!("{start:64}").as_bytes()).unwrap_err().to_string();
+            assert!(error.contains(name) && error.contains("safetensors"), "{error}");
+        }
     }
 
     #[test]

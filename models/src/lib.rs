@@ -31,7 +31,19 @@ use crate::config::Config;
 ///
 /// One line that names the file and the field or tensor which is missing, malformed or contradictory.
 pub fn lower(path: &Path) -> Result<Model> {
+    lower_and_list_unused(path).map(|(model, _)| model)
+}
+
+/// What [`lower`] gives, and the names of tensors that no node of the graph uses: where there are any, the configuration
+/// may be of another model.
+///
+/// # Errors
+///
+/// As [`lower`].
+pub fn lower_and_list_unused(path: &Path) -> Result<(Model, Vec<String>)> {
     let checkpoint = Checkpoint::open(path)?;
     let config = Config::read(checkpoint.folder())?;
-    families::lower(&checkpoint, &config)
+    let model = families::lower(&checkpoint, &config)?;
+    let unused = checkpoint.unused(&model).map(str::to_owned).collect();
+    Ok((model, unused))
 }

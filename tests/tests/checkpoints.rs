@@ -6,6 +6,8 @@ use std::fs;
 use std::path::Path;
 use std::time::Duration;
 
+use compiler::Options;
+use executor::load::{self, PlanFile, load};
 use serde_json::json;
 use tests::made_up::{LlamaShape, MadeUp};
 use tests::shortest;
@@ -266,4 +268,49 @@ fn a_head_stored_once_serves_both_ends() {
         20
     );
     assert_eq!(lowered(|_| ()), 20);
+}
+
+#[test]
+fn tensors_that_nothing_uses_are_listed() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut checkpoint = MadeUp::llama(LlamaShape::TINY);
+    checkpoint.write(folder.path(), 1).unwrap();
+    assert_eq!(models::lower_and_list_unused(folder.path()).unwrap().1, [""; 0]);
+    checkpoint.config["num_hidden_layers"] = json!(1);
+    checkpoint.write(folder.path(), 2).unwrap();
+    let unused = models::lower_and_list_unused(folder.path()).unwrap().1;
+    assert_eq!(unused.len(), 9);
+    assert!(unused.iter().all(|name| name.starts_with("model.layers.1.")), "{unused:?}");
+    // What families fuse, transpose or tie counts as used.
+    for name in fs::read_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join("golden")).unwrap() {
+        let path = name.unwrap().path();
+        if !path.is_dir() {
+            continue;
+        }
+        let unused = models::lower_and_list_unused(&path).unwrap().1;
+        assert_eq!(unused, [""; 0], "{}", path.display());
+    }
+}
+
+#[test]
+fn a_checkpoint_that_moved_is_found_where_it_is_said_to_be() {
+    let (folder, other) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    MadeUp::llama(LlamaShape::TINY).write(folder.path(), 2).unwrap();
+    let model = models::lower(folder.path()).unwrap();
+    let options = Options { plan_folder: Some(other.path().to_owned()), ..Options::default() };
+    let machine = probe::machine(None).unwrap();
+    let plan = compiler::compile(&model, &machine, &options, &mut |_, _| ()).unwrap();
+    let path = other.path().join("plan.ron");
+    fs::write(&path, plan.to_ron().unwrap()).unwrap();
+    let moved = tempfile::tempdir().unwrap();
+    for entry in fs::read_dir(folder.path()).unwrap() {
+        let entry = entry.unwrap();
+        fs::rename(entry.path(), moved.path().join(entry.file_name())).unwrap();
+    }
+    let open = || PlanFile::open(&path).unwrap();
+    let refusal = load(open(), &load::Options::default(), |_, _| ()).err().unwrap();
+    assert!(format!("{refusal:#}").contains("--model FOLDER"), "{refusal:#}");
+    let mut file = open();
+    file.move_checkpoint(moved.path());
+    load(file, &load::Options::default(), |_, _| ()).unwrap();
 }

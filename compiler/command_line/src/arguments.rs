@@ -81,6 +81,8 @@ fn complaint(error: &clap::Error, command: &Command) -> String {
 
 #[cfg(test)]
 mod tests {
+    use clap::{CommandFactory as _, Subcommand};
+
     use super::*;
 
     #[derive(Debug, Parser)]
@@ -92,6 +94,27 @@ mod tests {
         speed: Option<String>,
         #[arg(long)]
         count: Option<u32>,
+    }
+
+    #[derive(Debug, Parser)]
+    #[command(args_conflicts_with_subcommands = true)]
+    struct WithCommands {
+        #[command(subcommand)]
+        command: Option<Known>,
+        plan: Option<String>,
+    }
+
+    #[derive(Debug, Subcommand)]
+    enum Known {
+        Measure,
+        Look,
+    }
+
+    #[test]
+    fn a_misspelt_command_is_told_with_those_that_exist() {
+        let error = parsed::<WithCommands>(["program", "mesure", "plan"]).expect_err("no command");
+        let expected = "\"plan\" is not expected here: a command comes first, one of measure, look";
+        assert_eq!(complaint(&error, &WithCommands::command()), expected);
     }
 
     fn check(arguments: &[&str], expected: &str) {

@@ -20,7 +20,7 @@ pub fn write(path: &Path, contents: &[u8]) -> Result<()> {
 }
 
 /// Fails where [`write()`] would, before the work whose results are to be written, and where one would replace a file that
-/// the work reads, or another of its results. Changes nothing.
+/// the work reads, a file of a checkpoint, or another of its results. Changes nothing.
 pub fn check_outputs<'a>(
     outputs: impl IntoIterator<Item = &'a Path>,
     inputs: impl IntoIterator<Item = &'a Path>,
@@ -34,6 +34,12 @@ pub fn check_outputs<'a>(
         if inputs.contains(&target) {
             bail!("writing {}: it would replace what is read; name another file", path.display());
         }
+        if target.exists() && is_of_checkpoint(&target) {
+            bail!(
+                "writing {}: a file of this name belongs to a checkpoint; name another file",
+                path.display()
+            );
+        }
         if written.contains(&target) {
             bail!("writing {}: two results would go there", path.display());
         }
@@ -41,6 +47,25 @@ pub fn check_outputs<'a>(
         written.push(target);
     }
     Ok(())
+}
+
+/// Whether files of this name are parts of checkpoints, which no result is meant to replace.
+fn is_of_checkpoint(path: &Path) -> bool {
+    const NAMES: [&str; 10] = [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors.index.json",
+        "tokenizer.json",
+        "tokenizer.model",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "vocab.json",
+        "merges.txt",
+    ];
+    let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+    let is_template = name.starts_with("chat_template.");
+    NAMES.contains(&name) || name.ends_with(".safetensors") || is_template
 }
 
 /// The file that `path` leads to, and where it is written first; `None` for devices and pipes, which no file
@@ -122,6 +147,12 @@ mod tests {
             assert!(
                 refusal(&[output]).ends_with("it would replace what is read; name another file")
             );
+        }
+        for name in ["config.json", "model-00001-of-00002.safetensors", "chat_template.jinja"] {
+            let file = folder.path().join(name);
+            check_outputs([file.as_path()], []).unwrap();
+            fs::write(&file, b"text").unwrap();
+            assert!(refusal(&[&file]).contains("belongs to a checkpoint"), "{name}");
         }
         assert!(refusal(&[&other, &other]).ends_with("two results would go there"));
         check_outputs([other.as_path()], [read.as_path()]).unwrap();

@@ -6,6 +6,7 @@ use ir::plan::Plan;
 
 use crate::explain::rows::rows;
 use crate::explain::table::{Table, bytes, nanos};
+use crate::explain::types;
 
 /// The differences of `after` from `before`; one sentence where there are none.
 pub fn diff(before: &Plan, after: &Plan) -> String {
@@ -42,6 +43,11 @@ pub fn diff(before: &Plan, after: &Plan) -> String {
             bytes(budget.needed_bytes())
         };
         fact(&format!("bytes on {name}"), used(before), used(after));
+        let types = |plan: &Plan| {
+            let device = plan.machine.device(&name);
+            device.and_then(|device| types(plan, device)).unwrap_or_else(|| "-".into())
+        };
+        fact(&format!("held on {name}"), types(before), types(after));
     }
     // Writing to a string cannot fail.
     let _ = write!(text, "{facts}");

@@ -60,6 +60,11 @@ impl Row {
         }
     }
 
+    /// Whether a phase fetches weights or borrows caches.
+    pub(super) fn comes_from_elsewhere(&self) -> bool {
+        !self.prefill.from.is_empty() || !self.decode.from.is_empty()
+    }
+
     /// `gpu0`; `gpu0←numa0, decode gpu0+numa0` where a phase fetches weights or computes elsewhere.
     pub(super) fn devices(&self, machine: &Machine) -> String {
         let names = |devices: &mut dyn Iterator<Item = &DeviceId>| {
@@ -179,12 +184,16 @@ impl Held {
 
     /// Notes the cause of a step that was decided about; what lies between decisions follows.
     fn explain(&mut self, cause: Option<&Cause>) {
-        let is_limit = |cause: &Cause| matches!(cause.reason, Reason::Memory { .. });
+        // Of a block that is torn apart the part that was pinned, or found no room, is what asks for an explanation.
+        let rank = |cause: &Cause| match cause.reason {
+            Reason::Pinned { .. } => 2,
+            Reason::Memory { .. } => 1,
+            Reason::Fastest | Reason::Requested | Reason::FollowsInput | Reason::Mismatch => 0,
+        };
         let Some(cause) = cause.filter(|cause| cause.reason != Reason::FollowsInput) else {
             return;
         };
-        // Of a block that is torn apart the part that found no room is what asks for an explanation.
-        if self.cause.as_ref().is_none_or(|known| !is_limit(known) && is_limit(cause)) {
+        if self.cause.as_ref().is_none_or(|known| rank(known) < rank(cause)) {
             self.cause = Some(cause.clone());
         }
     }

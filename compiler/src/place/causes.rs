@@ -1,6 +1,6 @@
 //! Why each node is where it is, and where it would be next.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use anyhow::Result;
 use ir::forecast::DeviceForecast;
@@ -11,7 +11,8 @@ use crate::options::{Options, Request};
 use crate::place::candidates::{Arrangement, Prices, handover_of};
 use crate::place::group::Group;
 use crate::place::prices::Priced;
-use crate::place::{Layouts, Offer};
+use crate::place::units::Units;
+use crate::place::{Layouts, Offer, Pins};
 use crate::task::Task;
 
 /// The arrangement that was chosen.
@@ -81,6 +82,7 @@ pub(crate) fn explain(
         }
         causes.push(cause);
     }
+    let torn = torn_units(task, units, pins);
     for nodes in layouts.nodes.iter_mut() {
         for (id, placed) in nodes.ids().zip(nodes.rows_mut()) {
             if placed.cause.reason == Reason::FollowsInput {
@@ -97,9 +99,25 @@ pub(crate) fn explain(
             if let Some((_, pattern)) = &pins[id] {
                 placed.cause.reason = Reason::Pinned { pattern: pattern.clone() };
             }
+            if torn.contains(&unit) {
+                placed.cause.runner_up = None;
+            }
         }
     }
     Ok(())
+}
+
+/// Units of which a pin tears a part away: what the whole unit would take elsewhere says nothing about its parts.
+fn torn_units(task: &Task<'_>, units: &Units, pins: &Pins) -> BTreeSet<usize> {
+    let mut pinned: BTreeMap<usize, Option<DeviceId>> = BTreeMap::new();
+    let mut torn = BTreeSet::new();
+    for (id, _) in task.model.layers.nodes() {
+        let device = pins[id].as_ref().map(|(device, _)| *device);
+        if *pinned.entry(units.of[id]).or_insert(device) != device {
+            torn.insert(units.of[id]);
+        }
+    }
+    torn
 }
 
 /// What keeps a unit from where it would be in a better arrangement: a device that lacks memory for all of it.

@@ -6,11 +6,10 @@ use std::sync::atomic::Ordering;
 use anyhow::{Context as _, Result, ensure};
 use serde_json::{Value, json};
 
-use executor::engine::Timings;
 use executor::generation::FinishReason;
 use executor::text::{ChatRequest, message};
 
-use super::session::{Answer, INTERRUPTED, Session, interrupt_flag};
+use super::session::{Answer, INTERRUPTED, Opened, Session, interrupt_flag};
 use super::{AnswerArguments, chat};
 
 pub(super) fn run(arguments: AnswerArguments) -> Result<()> {
@@ -20,18 +19,22 @@ pub(super) fn run(arguments: AnswerArguments) -> Result<()> {
     let plan = arguments.plan.as_deref().context("no plan is named")?;
     let records = arguments.trace.iter().chain(&arguments.perfetto);
     arguments.run.check_outputs(records, &arguments.plan)?;
-    let overrides = arguments.sampling.overrides();
-    let mut session = Session::open(plan, &arguments.run, &overrides, traced)?;
+    let opened = Opened::new(plan, &arguments.run, &arguments.sampling.overrides())?;
     let abort = interrupt_flag()?;
+    if is_dialogue {
+        chat::check(&opened)?;
+    } else if !arguments.json || !arguments.sampling.stop.is_empty() {
+        // There is no text to print, or to stop at, without it.
+        opened.tokenizer()?;
+    }
+    let prompt = if is_dialogue { Vec::new() } else { prompt_ids(&opened, &arguments)? };
+    if !is_dialogue {
+        opened.check_prompt(&prompt)?;
+    }
+    let mut session = opened.load(&arguments.run, traced)?;
     if is_dialogue {
         chat::run(&mut session, arguments.system.as_deref(), &abort)?;
     } else {
-        if !arguments.json || !arguments.sampling.stop.is_empty() {
-            // There is no text to print, or to stop at, without it.
-            session.tokenizer()?;
-        }
-        let prompt = prompt_ids(&session, &arguments)?;
-        ensure!(!prompt.is_empty(), "the prompt is empty: there is nothing to continue");
         let sequence = session.engine.open();
         session.engine.append(sequence, &prompt)?;
         let streams = !arguments.json;
@@ -41,7 +44,7 @@ pub(super) fn run(arguments: AnswerArguments) -> Result<()> {
             print(&format!("{}\n", to_json(&session, &prompt, &answer)))?;
         } else {
             print("\n")?;
-            eprintln!("{}", summary(&answer.timings));
+            eprintln!("{}", summary(&answer));
         }
     }
     session.write_records(arguments.trace.as_deref(), arguments.perfetto.as_deref())?;
@@ -62,20 +65,32 @@ pub(super) fn print(text: &str) -> Result<()> {
     }
 }
 
-/// `12 prompt tokens, 31.2 ms to the first token, 40 tokens at 52.1 tok/s`.
-pub(super) fn summary(timings: &Timings) -> String {
+/// `12 prompt tokens, 31.2 ms to the first token, then 40 tokens at 52.1 tok/s`, and why it stopped where it was not done.
+pub(super) fn summary(answer: &Answer) -> String {
+    let timings = &answer.timings;
+    let tokens = |count: usize| format!("{count} token{}", if count == 1 { "" } else { "s" });
     let first = timings.prompt.as_secs_f64() * 1e3;
-    let prompt =
-        format!("{} prompt tokens, {first:.1} ms to the first token", timings.prompt_tokens);
-    match rate(timings.decoded_tokens, timings.decode.as_secs_f64()) {
-        Some(rate) => {
-            format!("{prompt}, then {} tokens at {rate:.1} tok/s", timings.decoded_tokens)
-        }
-        None => prompt,
+    let count = timings.prompt_tokens;
+    let mut text = format!(
+        "{count} prompt token{}, {first:.1} ms to the first token",
+        if count == 1 { "" } else { "s" }
+    );
+    if let Some(rate) = rate(timings.decoded_tokens, timings.decode.as_secs_f64()) {
+        text += &format!(", then {} at {rate:.1} tok/s", tokens(timings.decoded_tokens));
     }
+    match answer.finish {
+        Some(FinishReason::Length) if answer.fills_context => {
+            text += "; stopped: the plan's context is full";
+        }
+        Some(FinishReason::Length) => {
+            text += &format!("; stopped after {}", tokens(answer.ids.len()));
+        }
+        Some(FinishReason::Stop) | None => (),
+    }
+    text
 }
 
-fn prompt_ids(session: &Session, arguments: &AnswerArguments) -> Result<Vec<u32>> {
+fn prompt_ids(opened: &Opened, arguments: &AnswerArguments) -> Result<Vec<u32>> {
     if let Some(ids) = &arguments.prompt_ids {
         return Ok(ids.clone());
     }
@@ -84,11 +99,13 @@ fn prompt_ids(session: &Session, arguments: &AnswerArguments) -> Result<Vec<u32>
         None => {
             let mut text = String::new();
             std::io::stdin().read_to_string(&mut text).context("reading the prompt")?;
-            // The line feed that ends what `echo` writes is not part of the prompt.
-            text.strip_suffix('\n').map(str::to_owned).unwrap_or(text)
+            // The end of the line that `echo` writes is not part of the prompt.
+            let line = text.strip_suffix('\n').unwrap_or(&text);
+            line.strip_suffix('\r').unwrap_or(line).to_owned()
         }
     };
-    let tokenizer = session.tokenizer()?;
+    ensure!(!text.is_empty(), "the prompt is empty: there is nothing to continue");
+    let tokenizer = opened.tokenizer()?;
     if !arguments.chat && arguments.system.is_none() {
         return tokenizer.encode(&text, true);
     }

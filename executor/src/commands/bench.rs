@@ -1,12 +1,16 @@
 //! `bench`: prompt and generation speed, forecast beside measured, with the habits of llama-bench:
 //! tokenising and sampling stay outside, rounds that warm up come first.
 
+use std::cmp::Reverse;
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use anyhow::{Result, ensure};
-use ir::machine::RateSource;
-use ir::plan::{Phase, Plan};
-use serde_json::json;
+use ir::id::DeviceId;
+use ir::machine::{Device, RateSource};
+use ir::plan::{Phase, Plan, Queue};
+use ir::tensor::Format;
+use serde_json::{Value, json};
 
 use executor::calibrate::reads_now;
 use executor::engine::Engine;
@@ -14,13 +18,16 @@ use executor::generation::GenerationOverrides;
 
 use super::BenchArguments;
 use super::answer::print;
-use super::session::Session;
+use super::session::Opened;
 
 /// What is measured in each round.
 struct Test {
     /// `pp512`, `tg128`, `tg128 @ d4096`.
     name: String,
     kind: &'static str,
+    sequences: usize,
+    /// Tokens of each sequence that are cached before.
+    depth: usize,
     /// Tokens that count, over all sequences.
     tokens: usize,
     samples: Vec<f64>,
@@ -38,25 +45,37 @@ struct Forecast {
 pub(super) fn run(arguments: BenchArguments) -> Result<()> {
     ensure!(arguments.repetitions > 0, "-r 0 measures nothing");
     ensure!(arguments.sequences > 0, "--sequences 0 measures nothing");
+    ensure!(
+        arguments.prompt_tokens > 0 || arguments.generated_tokens > 0,
+        "-p 0 -n 0 measures nothing"
+    );
     let records = arguments.trace.iter().chain(&arguments.perfetto);
     arguments.run.check_outputs(records, [&arguments.plan])?;
     let traced = arguments.trace.is_some() || arguments.perfetto.is_some();
-    let mut session =
-        Session::open(&arguments.plan, &arguments.run, &GenerationOverrides::default(), traced)?;
-    let engine = &mut session.engine;
-    let (asked, most) = (arguments.sequences, most_sequences(engine.plan()));
+    let opened = Opened::new(&arguments.plan, &arguments.run, &GenerationOverrides::default())?;
+    let (asked, most) = (arguments.sequences, most_sequences(opened.plan()));
     ensure!(
         asked <= most,
         "--sequences {asked}: {} is for {most} at a time; compile it with --max-sequences {asked}",
         arguments.plan.display()
     );
-    check_context(&arguments, engine.plan())?;
+    check_context(&arguments, opened.plan())?;
+    let mut session = opened.load(&arguments.run, traced)?;
+    let engine = &mut session.engine;
     let mut tests = Vec::new();
     if arguments.prompt_tokens > 0 {
         let tokens = arguments.prompt_tokens;
         let prefill = |engine: &mut Engine| engine.time_prefill(tokens);
         let forecast = forecast_prefill(engine.plan(), tokens);
-        let test = Test::new(format!("pp{tokens}"), "prefill", tokens, forecast);
+        let test = Test {
+            name: format!("pp{tokens}"),
+            kind: "prefill",
+            sequences: 1,
+            depth: 0,
+            tokens,
+            samples: Vec::new(),
+            forecast,
+        };
         // The second round captures launches of short prompts.
         tests.push(measure(engine, test, (2, arguments.repetitions), prefill)?);
     }
@@ -73,45 +92,75 @@ pub(super) fn run(arguments: BenchArguments) -> Result<()> {
         }
         // On the way, half of what is generated is cached.
         let forecast = forecast_decode(engine.plan(), sequences, depth + tokens / 2);
-        let test = Test::new(name, "decode", tokens * sequences, forecast);
+        let test = Test {
+            name,
+            kind: "decode",
+            sequences,
+            depth,
+            tokens: tokens * sequences,
+            samples: Vec::new(),
+            forecast,
+        };
         tests.push(measure(engine, test, (1, arguments.repetitions), decode)?);
     }
-    ensure!(!tests.is_empty(), "-p 0 -n 0 measures nothing");
-    let text = if arguments.output == "json" {
-        format!("{}\n", serde_json::Value::from_iter(tests.iter().map(Test::to_json)))
-    } else {
-        to_markdown(&session.engine.plan().model.name, &tests)
-    };
-    print(&text)?;
     session.write_records(arguments.trace.as_deref(), arguments.perfetto.as_deref())?;
     let plan = session.engine.plan().clone();
     // Its memory and threads are out of the way.
     drop(session);
-    if arguments.output != "json" {
-        print(&memory_now(&plan)?)?;
-    }
-    Ok(())
+    let reads = memory_now(&plan)?;
+    print(&if arguments.output == "json" {
+        format!("{}\n", to_json(&arguments, &plan, &tests, &reads))
+    } else {
+        to_markdown(&plan, &tests, &reads)
+    })
+}
+
+/// How fast a device reads its memory.
+struct MemoryReads<'a> {
+    device: &'a str,
+    now_bytes_per_sec: f64,
+    calibrated_bytes_per_sec: f64,
 }
 
 /// How fast memory is now, where forecasts rest on how fast it was: on machines that others use too it changes.
-fn memory_now(plan: &Plan) -> Result<String> {
-    let mut text = String::new();
+fn memory_now(plan: &Plan) -> Result<Vec<MemoryReads<'_>>> {
+    let mut reads = Vec::new();
     for (id, device) in plan.machine.devices.iter() {
         let is_used = plan.weights.rows().iter().any(|weight| weight.device == id);
         if !is_used || device.rates.source != RateSource::Calibrated {
             continue;
         }
-        if let Some(now) = reads_now(&plan.machine, id)? {
-            let then = device.rates.read_bytes_per_sec;
-            text += &format!(
-                "\n{}: memory reads {:.1} GB/s now, {:.1} GB/s when it was calibrated\n",
-                device.name,
-                now / 1e9,
-                then / 1e9
-            );
+        if let Some(now_bytes_per_sec) = reads_now(&plan.machine, id)? {
+            reads.push(MemoryReads {
+                device: &device.name,
+                now_bytes_per_sec,
+                calibrated_bytes_per_sec: device.rates.read_bytes_per_sec,
+            });
         }
     }
-    Ok(text)
+    Ok(reads)
+}
+
+/// The formats that a plan computes in, most bytes first: `bf12`, `q8 + bf16`.
+fn formats(plan: &Plan) -> String {
+    let mut bytes: BTreeMap<Format, u64> = BTreeMap::new();
+    // Vectors are a small part, and in f32 or as stored.
+    for weight in plan.weights.rows().iter().filter(|weight| weight.shape.len() > 1) {
+        *bytes.entry(weight.format).or_default() += plan.weight_bytes(weight);
+    }
+    let mut formats: Vec<(Format, u64)> = bytes.into_iter().collect();
+    formats.sort_by_key(|&(_, bytes)| Reverse(bytes));
+    let names: Vec<String> = formats.iter().map(|(format, _)| format.to_string()).collect();
+    names.join(" + ")
+}
+
+/// Names of the devices that a plan computes on.
+fn devices(plan: &Plan) -> Vec<&str> {
+    let computes = |&(id, _): &(DeviceId, &Device)| {
+        plan.programs.iter().any(|program| program.lane(id, Queue::Compute).is_some())
+    };
+    let used = plan.machine.devices.iter().filter(computes);
+    used.map(|(_, device)| device.name.as_str()).collect()
 }
 
 /// Fails before anything is measured where a test is longer than the plan's context.
@@ -177,44 +226,76 @@ fn forecast_decode(plan: &Plan, sequences: usize, cached: usize) -> Option<Forec
     (nanos > 0.0).then_some(Forecast { tokens_per_sec, of: None })
 }
 
-fn to_markdown(model: &str, tests: &[Test]) -> String {
-    let mut text =
-        String::from("| model | test | tok/s | forecast |\n| --- | --- | ---: | ---: |\n");
+fn to_markdown(plan: &Plan, tests: &[Test], reads: &[MemoryReads<'_>]) -> String {
+    let (model, formats, devices) = (&plan.model.name, formats(plan), devices(plan).join("+"));
+    let mut text = String::from(
+        "| model | format | devices | test | tok/s | forecast |\n| --- | --- | --- | --- | ---: | ---: |\n",
+    );
     for test in tests {
         let forecast = test.forecast.as_ref().map_or("–".into(), |forecast| {
             let rate = format!("{:.1}", forecast.tokens_per_sec);
             forecast.of.as_ref().map_or(rate.clone(), |of| format!("{rate} @ {of}"))
         });
         let (mean, deviation) = test.mean_and_deviation();
-        text += &format!("| {model} | {} | {mean:.2} ± {deviation:.2} | {forecast} |\n", test.name);
+        text += &format!(
+            "| {model} | {formats} | {devices} | {} | {mean:.2} ± {deviation:.2} | {forecast} |\n",
+            test.name
+        );
+    }
+    for MemoryReads { device, now_bytes_per_sec: now, calibrated_bytes_per_sec: then } in reads {
+        text += &format!(
+            "\n{device}: memory reads {:.1} GB/s now, {:.1} GB/s when it was calibrated\n",
+            now / 1e9,
+            then / 1e9
+        );
     }
     text
 }
 
-impl Test {
-    fn new(name: String, kind: &'static str, tokens: usize, forecast: Option<Forecast>) -> Self {
-        Self { name, kind, tokens, samples: Vec::new(), forecast }
-    }
+/// A list of the tests as llama-bench has it: each says all that tells it from others.
+fn to_json(
+    arguments: &BenchArguments,
+    plan: &Plan,
+    tests: &[Test],
+    reads: &[MemoryReads<'_>],
+) -> Value {
+    let memory = reads.iter().map(|reads| {
+        json!({
+            "device": reads.device,
+            "now_bytes_per_sec": reads.now_bytes_per_sec,
+            "calibrated_bytes_per_sec": reads.calibrated_bytes_per_sec,
+        })
+    });
+    let memory: Value = memory.collect();
+    let tests = tests.iter().map(|test| {
+        let (mean, deviation) = test.mean_and_deviation();
+        json!({
+            "model": plan.model.name,
+            "plan": arguments.plan,
+            "format": formats(plan),
+            "devices": devices(plan),
+            "memory": memory,
+            "test": test.name,
+            "kind": test.kind,
+            "sequences": test.sequences,
+            "depth": test.depth,
+            "tokens": test.tokens,
+            "tokens_per_sec": mean,
+            "stddev": deviation,
+            "samples": test.samples,
+            "forecast_tokens_per_sec": test.forecast.as_ref().map(|forecast| forecast.tokens_per_sec),
+            "forecast_of": test.forecast.as_ref().and_then(|forecast| forecast.of.as_ref()),
+        })
+    });
+    tests.collect()
+}
 
+impl Test {
     /// Mean and sample standard deviation of the rounds.
     fn mean_and_deviation(&self) -> (f64, f64) {
         let count = self.samples.len() as f64;
         let mean = self.samples.iter().sum::<f64>() / count;
         let squares: f64 = self.samples.iter().map(|sample| (sample - mean).powi(2)).sum();
         (mean, (squares / (count - 1.0).max(1.0)).sqrt())
-    }
-
-    fn to_json(&self) -> serde_json::Value {
-        let (mean, deviation) = self.mean_and_deviation();
-        json!({
-            "test": self.name,
-            "kind": self.kind,
-            "tokens": self.tokens,
-            "tokens_per_sec": mean,
-            "stddev": deviation,
-            "samples": self.samples,
-            "forecast_tokens_per_sec": self.forecast.as_ref().map(|forecast| forecast.tokens_per_sec),
-            "forecast_of": self.forecast.as_ref().and_then(|forecast| forecast.of.as_ref()),
-        })
     }
 }

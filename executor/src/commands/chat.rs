@@ -2,21 +2,30 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use anyhow::{Context as _, Result};
+use anyhow::{Context as _, Result, ensure};
 use rustyline::DefaultEditor;
 use rustyline::error::ReadlineError;
 
 use executor::text::{ChatRequest, message};
 
 use super::answer::{print, summary};
-use super::session::Session;
+use super::session::{Opened, Session};
 
 const HELP: &str = "/reset forgets the conversation, /exit or Ctrl-D ends, Ctrl-C stops an answer";
 
+/// Fails where there is nothing to chat with.
+pub(super) fn check(opened: &Opened) -> Result<()> {
+    let tokenizer = opened.tokenizer()?;
+    ensure!(
+        tokenizer.has_chat_template(),
+        "the tokenizer has no chat template: continue a text with --prompt instead"
+    );
+    let messages = vec![message("user", "")];
+    let request = ChatRequest { messages, add_generation_prompt: true, ..Default::default() };
+    tokenizer.render_chat(&request).map(drop)
+}
+
 pub(super) fn run(session: &mut Session, system: Option<&str>, abort: &AtomicBool) -> Result<()> {
-    if !session.tokenizer()?.has_chat_template() {
-        anyhow::bail!("the tokenizer has no chat template: continue a text with --prompt instead");
-    }
     let mut editor = DefaultEditor::new().context("opening the terminal")?;
     eprintln!("{HELP}");
     let beginning: Vec<_> = system.iter().map(|system| message("system", system)).collect();
@@ -54,7 +63,7 @@ pub(super) fn run(session: &mut Session, system: Option<&str>, abort: &AtomicBoo
         // What is cached of an equal beginning need not be fed again; at least one token must be.
         let same =
             session.engine.tokens(sequence).iter().zip(&ids).take_while(|(a, b)| a == b).count();
-        session.engine.truncate(sequence, same.min(ids.len() - 1));
+        session.engine.truncate(sequence, same.min(ids.len().saturating_sub(1)));
         let kept = session.engine.tokens(sequence).len();
         abort.store(false, Ordering::Relaxed);
         let answered = session
@@ -64,8 +73,11 @@ pub(super) fn run(session: &mut Session, system: Option<&str>, abort: &AtomicBoo
         match answered {
             Ok(answer) => {
                 print("\n")?;
-                eprintln!("{}", summary(&answer.timings));
+                eprintln!("{}", summary(&answer));
                 messages.push(message("assistant", &answer.text));
+                if answer.fills_context {
+                    eprintln!("{HELP}");
+                }
             }
             // A conversation that has outgrown the context can be begun anew; the program goes on.
             Err(error) => {

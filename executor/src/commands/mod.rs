@@ -55,7 +55,7 @@ struct AnswerArguments {
     #[command(flatten)]
     run: RunArguments,
     /// Text to continue; without it an interactive chat, or from a pipe the prompt on standard input
-    #[arg(long)]
+    #[arg(long, allow_hyphen_values = true)]
     prompt: Option<String>,
     /// Token ids to continue, instead of text
     #[arg(
@@ -67,8 +67,8 @@ struct AnswerArguments {
     /// Apply the chat template to the prompt
     #[arg(long)]
     chat: bool,
-    /// System message in front of a chat
-    #[arg(long)]
+    /// System message in front of a chat; implies --chat
+    #[arg(long, allow_hyphen_values = true)]
     system: Option<String>,
     #[command(flatten)]
     sampling: SamplingArguments,
@@ -86,7 +86,10 @@ struct AnswerArguments {
 /// How a plan is run.
 #[derive(Args)]
 struct RunArguments {
-    /// Burn backend of CPU devices
+    /// Folder of the checkpoint; default: where it was when the plan was compiled, as seen from the plan's folder
+    #[arg(long, value_name = "FOLDER")]
+    model: Option<PathBuf>,
+    /// Burn backend of CPU devices; ndarray computes with plain Burn operations
     #[arg(long, value_name = "NAME", default_value = "flex", value_parser = ["flex", "ndarray"])]
     cpu_backend: String,
     /// The project's own kernels, or plain Burn operations for comparison
@@ -111,10 +114,10 @@ struct SamplingArguments {
     /// The most tokens to generate
     #[arg(long, value_name = "N")]
     max_tokens: Option<usize>,
-    /// 0 is greedy
+    /// 0 is greedy; default: the checkpoint's choice
     #[arg(long, value_name = "T")]
     temperature: Option<f32>,
-    /// Choose among the K likeliest tokens; 0 is all
+    /// Choose among the K likeliest tokens; 0 is all; default: the checkpoint's, else 50
     #[arg(long, value_name = "K")]
     top_k: Option<usize>,
     /// Choose among the likeliest tokens that together have this probability
@@ -123,14 +126,14 @@ struct SamplingArguments {
     /// Choose among tokens at least this likely, relative to the likeliest
     #[arg(long, value_name = "P")]
     min_p: Option<f32>,
-    /// Divide the logits of tokens seen before by this
+    /// Divide positive logits of tokens seen before by this, multiply negative ones by it; 1 is none
     #[arg(long, value_name = "R")]
     repetition_penalty: Option<f32>,
     /// Seed of the sampling; default: 0, the same text every time
     #[arg(long, value_name = "N")]
     seed: Option<u64>,
-    /// End the answer at this text; may be repeated
-    #[arg(long, value_name = "TEXT")]
+    /// End the answer at this text, which may be a special token such as <|im_end|>; may be repeated
+    #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
     stop: Vec<String>,
     /// Go on past the tokens that end an answer
     #[arg(long)]
@@ -181,7 +184,7 @@ struct BenchArguments {
     /// Sequences decoded together
     #[arg(long, value_name = "N", default_value_t = 1)]
     sequences: usize,
-    /// Rounds, after one that warms up
+    /// Rounds of each test, after some that warm up
     #[arg(short = 'r', long, value_name = "N", default_value_t = 5)]
     repetitions: usize,
     /// Form of the output

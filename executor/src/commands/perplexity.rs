@@ -9,7 +9,7 @@ use executor::engine::Perplexity;
 use executor::generation::GenerationOverrides;
 
 use super::answer::print;
-use super::session::Session;
+use super::session::{Opened, Session};
 use super::{PerplexityArguments, npy};
 
 pub(super) fn run(arguments: PerplexityArguments) -> Result<()> {
@@ -18,12 +18,16 @@ pub(super) fn run(arguments: PerplexityArguments) -> Result<()> {
     arguments.run.check_outputs(&arguments.logits, inputs)?;
     let ids = scored.ids_file.as_deref().map(read_ids).transpose()?;
     let text = scored.text_file.as_deref().map(read).transpose()?;
-    let mut session =
-        Session::open(&arguments.plan, &arguments.run, &GenerationOverrides::default(), false)?;
-    let scored = match (ids, text) {
-        (Some(ids), _) => session.engine.perplexity(&ids)?,
-        (None, text) => score_text(&mut session, &text.unwrap_or_default())?,
+    let opened = Opened::new(&arguments.plan, &arguments.run, &GenerationOverrides::default())?;
+    let (ids, context) = match (ids, text) {
+        (Some(ids), _) => (ids, usize::MAX),
+        (None, text) => {
+            let text = text.unwrap_or_default();
+            (opened.tokenizer()?.encode(&text, true)?, opened.plan().model.context as usize)
+        }
     };
+    let mut session = opened.load(&arguments.run, false)?;
+    let scored = score(&mut session, &ids, context)?;
     session.write_records(None, None)?;
     if let Some(path) = &arguments.logits {
         command_line::write(path, &npy::encode(&scored.last_logits))?;
@@ -33,12 +37,11 @@ pub(super) fn run(arguments: PerplexityArguments) -> Result<()> {
     print(&format!("{result}\n"))
 }
 
-/// Scores a text in pieces as long as the plan's context, each by itself.
-fn score_text(session: &mut Session, text: &str) -> Result<Perplexity> {
-    let ids = session.tokenizer()?.encode(text, true)?;
-    let context = session.engine.plan().model.context as usize;
+/// Scores tokens in pieces of so many, each by itself.
+fn score(session: &mut Session, ids: &[u32], piece: usize) -> Result<Perplexity> {
+    ensure!(!ids.is_empty(), "there are no tokens to score");
     // A piece of one token predicts nothing; a text of one is refused.
-    let pieces = ids.chunks(context).filter(|piece| piece.len() > 1 || ids.len() == 1);
+    let pieces = ids.chunks(piece).filter(|piece| piece.len() > 1 || ids.len() == 1);
     let mut all = Perplexity { tokens: 0, nll: 0.0, last_logits: Vec::new() };
     for piece in pieces {
         let scored = session.engine.perplexity(piece)?;
@@ -46,7 +49,6 @@ fn score_text(session: &mut Session, text: &str) -> Result<Perplexity> {
         let sum = all.nll * all.tokens as f64 + scored.nll * scored.tokens as f64;
         all = Perplexity { tokens, nll: sum / tokens as f64, ..scored };
     }
-    ensure!(all.tokens > 0, "the text is empty");
     Ok(all)
 }
 

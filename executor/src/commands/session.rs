@@ -1,4 +1,6 @@
 //! A plan that is loaded and ready to answer, with its checkpoint's tokenizer and defaults.
+//!
+//! Weights take minutes to load. What is asked for is checked before that, with what an [`Opened`] plan knows.
 
 use std::io::IsTerminal as _;
 use std::path::{Path, PathBuf};
@@ -6,13 +8,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Context as _, Result, anyhow, ensure};
 use indicatif::{ProgressBar, ProgressStyle};
 use ir::op::Op;
 use ir::plan::{Action, Plan};
 
 use executor::counting::ExpertCounter;
-use executor::engine::{Choice, Chooser, Engine, SequenceId, Timings};
+use executor::engine::{Choice, Chooser, Engine, SequenceId, Timings, check_tokens};
 use executor::generation::{FinishReason, Generation, GenerationOptions, GenerationOverrides};
 use executor::load::{Options, PlanFile, load};
 use executor::run::Row;
@@ -21,13 +23,25 @@ use executor::trace::perfetto;
 
 use super::RunArguments;
 
+/// A plan whose weights are still where they were.
+pub(super) struct Opened {
+    file: PlanFile,
+    texts: Texts,
+    start: Instant,
+}
+
+/// What turns text to tokens and tokens to an answer.
+struct Texts {
+    tokenizer: Result<Tokenizer>,
+    defaults: GenerationOptions,
+}
+
 /// A loaded plan.
 pub(super) struct Session {
     pub(super) engine: Engine,
     /// From the start of the program's work to the last weight in place.
     pub(super) load_time: Duration,
-    tokenizer: Result<Tokenizer>,
-    defaults: GenerationOptions,
+    texts: Texts,
     /// Where the choices of routers are counted, and the file for them.
     counted: Option<(Arc<ExpertCounter>, PathBuf)>,
 }
@@ -38,6 +52,8 @@ pub(super) struct Answer {
     pub(super) text: String,
     /// `None` when the user stopped it.
     pub(super) finish: Option<FinishReason>,
+    /// Whether the context has room for no other token.
+    pub(super) fills_context: bool,
     pub(super) timings: Timings,
 }
 
@@ -68,16 +84,18 @@ impl<F: FnMut(&str) -> Result<()>> Chooser for Growing<'_, F> {
     }
 }
 
-impl Session {
-    /// Loads a plan, with a progress bar where somebody sees it.
-    pub(super) fn open(
+impl Opened {
+    /// Reads a plan and what its checkpoint says of texts.
+    pub(super) fn new(
         plan: &Path,
         arguments: &RunArguments,
         overrides: &GenerationOverrides,
-        trace: bool,
     ) -> Result<Self> {
         let start = Instant::now();
-        let file = PlanFile::open(plan)?;
+        let mut file = PlanFile::open(plan)?;
+        if let Some(folder) = &arguments.model {
+            file.move_checkpoint(folder);
+        }
         if arguments.count_experts.is_some() {
             check_countable(&file.plan)?;
         }
@@ -85,17 +103,60 @@ impl Session {
         let tokenizer = Tokenizer::load(&folder);
         let defaults =
             GenerationOptions::load(&folder, tokenizer.as_ref().ok())?.overridden(overrides)?;
-        let options = Options { trace, ..arguments.options()? };
-        let engine = Engine::new(load_with_progress(file, &options)?);
-        let counted = options.expert_counter.zip(arguments.count_experts.clone());
-        Ok(Self { engine, load_time: start.elapsed(), tokenizer, defaults, counted })
+        Ok(Self { file, texts: Texts { tokenizer, defaults }, start })
+    }
+
+    /// The plan.
+    pub(super) fn plan(&self) -> &Plan {
+        &self.file.plan
     }
 
     /// The tokenizer, where one lies beside the checkpoint.
     pub(super) fn tokenizer(&self) -> Result<&Tokenizer> {
-        self.tokenizer.as_ref().map_err(|error| anyhow::anyhow!("{error:#}")).context(
-            "text takes the checkpoint's tokenizer, which cannot be used; --prompt-ids with --json needs none",
-        )
+        self.texts.tokenizer()
+    }
+
+    /// Fails where a prompt has no tokens, some of another model, or leaves no room for an answer.
+    pub(super) fn check_prompt(&self, prompt: &[u32]) -> Result<()> {
+        ensure!(!prompt.is_empty(), "the prompt is empty: there is nothing to continue");
+        check_tokens(prompt, self.plan().model.vocabulary)?;
+        check_room(self.plan(), prompt.len())
+    }
+
+    /// Loads the weights, with a progress bar where somebody sees it.
+    pub(super) fn load(self, arguments: &RunArguments, trace: bool) -> Result<Session> {
+        let options = Options { trace, ..arguments.options()? };
+        let engine = Engine::new(load_with_progress(self.file, &options)?);
+        let counted = options.expert_counter.zip(arguments.count_experts.clone());
+        let load_time = self.start.elapsed();
+        Ok(Session { engine, load_time, texts: self.texts, counted })
+    }
+}
+
+impl Texts {
+    fn tokenizer(&self) -> Result<&Tokenizer> {
+        self.tokenizer.as_ref().map_err(|error| {
+            anyhow!("{error:#}; text takes a tokenizer, --prompt-ids with --json takes none")
+        })
+    }
+}
+
+/// Fails where so many tokens leave no room for an answer.
+fn check_room(plan: &Plan, tokens: usize) -> Result<()> {
+    let context = plan.model.context as usize;
+    ensure!(
+        tokens < context,
+        "{tokens} tokens leave no room for an answer in the plan's context of {context}: compile it with \
+         --context {} or more if the model has as much",
+        tokens + 1
+    );
+    Ok(())
+}
+
+impl Session {
+    /// The tokenizer, where one lies beside the checkpoint.
+    pub(super) fn tokenizer(&self) -> Result<&Tokenizer> {
+        self.texts.tokenizer()
     }
 
     /// Answers the ids appended to a sequence. `on_text` gets the text as it becomes certain;
@@ -107,18 +168,11 @@ impl Session {
         on_text: impl FnMut(&str) -> Result<()>,
     ) -> Result<Answer> {
         let prompt = self.engine.tokens(sequence).to_vec();
+        check_room(self.engine.plan(), prompt.len())?;
         let context = self.engine.plan().model.context as usize;
-        let room = context.saturating_sub(prompt.len());
-        ensure!(
-            room > 0,
-            "{} tokens fill the plan's context of {context} and leave no room for an answer: compile it with \
-             --context {} or more if the model has as much",
-            prompt.len(),
-            prompt.len() + 1
-        );
-        let generation = Generation::new(&self.defaults, &prompt, room);
+        let generation = Generation::new(&self.texts.defaults, &prompt, context - prompt.len());
         let finish = (generation.max_tokens() == 0).then_some(FinishReason::Length);
-        let tokenizer = self.tokenizer.as_ref().ok();
+        let tokenizer = self.texts.tokenizer.as_ref().ok();
         let mut growing = Growing { generation, tokenizer, on_text, finish };
         let mut timings = Timings::default();
         if finish.is_none() {
@@ -126,7 +180,9 @@ impl Session {
         }
         let Growing { generation, finish, .. } = growing;
         let (ids, text) = (generation.ids().to_vec(), generation.text().to_owned());
-        Ok(Answer { ids, text, finish, timings })
+        // The last token is not fed any more.
+        let fills_context = prompt.len() + ids.len() >= context;
+        Ok(Answer { ids, text, finish, fills_context, timings })
     }
 
     /// Writes what was counted and recorded.

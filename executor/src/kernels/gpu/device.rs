@@ -187,6 +187,17 @@ impl Gpu {
         self.check_launches()
     }
 
+    /// Passes launches on to the device, and says of those that write to some memory whether they could be made: for what
+    /// reads it by address, which CubeCL knows nothing of.
+    ///
+    /// # Errors
+    /// When one could not be made.
+    pub fn flush_written(&self, written: &[&Span]) -> Result<()> {
+        let handles = written.iter().map(|span| &span.handle);
+        self.client.check(handles).context("a launch before could not be made")?;
+        self.check_launches()
+    }
+
     /// Waits for the launches that were made, and says of those that write to some memory whether they could be.
     ///
     /// # Errors

@@ -157,16 +157,20 @@ impl Vendor {
                 self.plans.insert(shape, Plan::new(self.library.handle, shape)?);
             }
         }
+        // What no launch could write would be multiplied as it is.
+        let read =
+            products.iter().flat_map(|product| [Some(product.x), Some(product.w), product.term]);
+        let read: Vec<&Span> = read.flatten().collect();
         match self.order {
             Order::Events => {
-                self.begin_after_all(gpu)?;
+                self.begin_after_all(gpu, &read)?;
                 let queued = products.iter().try_for_each(|product| self.queue(product));
                 let ended = self.end_before_all();
                 queued.and(ended)
             }
             Order::Flags => {
                 let turns = self.turns.as_ref().context("no copies were to be made meanwhile")?;
-                turns.begin(gpu, &self.stream)?;
+                turns.begin(gpu, &self.stream, &read)?;
                 // A turn that began ends, whatever was queued in it.
                 let queued = products.iter().try_for_each(|product| self.queue(product));
                 let ended = turns.end(gpu, &self.stream);
@@ -176,9 +180,9 @@ impl Vendor {
     }
 
     /// Lets what is queued on the stream begin after all that the context has.
-    fn begin_after_all(&self, gpu: &Gpu) -> Result<()> {
+    fn begin_after_all(&self, gpu: &Gpu, read: &[&Span]) -> Result<()> {
         // What CubeCL has not passed on is not yet in the context.
-        gpu.flush()?;
+        gpu.flush_written(read)?;
         let (context, event) = (self.stream.context().cu_ctx(), self.events[0].cu_event());
         // SAFETY: context, stream and event live as long as `self`.
         unsafe { driver::cuCtxRecordEvent(context, event) }

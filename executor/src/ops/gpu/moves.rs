@@ -106,19 +106,40 @@ impl State {
         step: StepId,
     ) -> Result<()> {
         let schedule = &scope.plan.programs[program];
-        let (id, step) = (step, &schedule.steps[step]);
+        let [term, out] = self.terms(scope, program, step)?;
+        let count = out.rows * out.columns;
+        if scope.plan.is_library_sum(schedule, &schedule.steps[step]) {
+            // The library is never asked for a sum that it would refuse: others would wait for it on their devices.
+            self.gpu.flush_written(&[&term.span])?;
+            return self.sum_by_library(scope, program, step, &term, &out);
+        }
+        let group = self.next_sum(schedule, step)?;
+        self.gpu.sum_over_peers(&group, &term.span, &out.span, count)
+    }
+
+    /// This GPU's term of a sum, and where the sum goes.
+    fn terms(&self, scope: Scope<'_>, program: usize, step: StepId) -> Result<[Operand; 2]> {
+        let schedule = &scope.plan.programs[program];
+        let step = &schedule.steps[step];
         let &[out] = step.writes.as_slice() else { bail!("a movement writes one buffer") };
         let ours = |buffer: &&BufferId| schedule.buffers[**buffer].device == self.device;
         let term = step.reads.iter().find(ours).context("a GPU sums terms of others")?;
-        let term = self.operand(schedule, program, *term, scope)?;
-        let out = self.operand(schedule, program, out, scope)?;
+        let operand = |buffer| self.operand(schedule, program, buffer, scope);
+        Ok([operand(*term)?, operand(out)?])
+    }
+
+    fn sum_by_library(
+        &mut self,
+        scope: Scope<'_>,
+        program: usize,
+        step: StepId,
+        term: &Operand,
+        out: &Operand,
+    ) -> Result<()> {
+        let schedule = &scope.plan.programs[program];
+        let ordinals = ordinals(scope.plan, &members(schedule, &schedule.steps[step].reads))?;
         let count = out.rows * out.columns;
-        if scope.plan.is_library_sum(schedule, step) {
-            let ordinals = ordinals(scope.plan, &members(schedule, &step.reads))?;
-            return self.sums.sum_by_library(&self.gpu, &ordinals, &term.span, &out.span, count);
-        }
-        let group = self.next_sum(schedule, id)?;
-        self.gpu.sum_over_peers(&group, &term.span, &out.span, count)
+        self.sums.sum_by_library(&self.gpu, &ordinals, &term.span, &out.span, count)
     }
 
     /// The members of the run's next sum over GPUs, which is that step.
@@ -145,7 +166,13 @@ impl State {
         groups.iter().try_for_each(|members| self.sums.leave(&self.gpu, members, turn))?;
         let queued = if self.run == Some(scope.run) { self.sums.by_library() } else { 0 };
         let missing: Vec<StepId> = by_library.into_iter().skip(queued).collect();
-        missing.into_iter().try_for_each(|step| self.sum_over_peers(scope, program, step))?;
+        for step in missing {
+            let [term, out] = self.terms(scope, program, step)?;
+            // A term that no launch could write would be refused; this one is written.
+            let zeros = vec![0; out.rows * out.columns * size_of::<f32>()];
+            self.gpu.write(&term.span.part(0, zeros.len()), &zeros)?;
+            self.sum_by_library(scope, program, step, &term, &out)?;
+        }
         self.gpu.flush()
     }
 }

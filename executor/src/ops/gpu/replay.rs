@@ -17,6 +17,8 @@ use crate::kernels::gpu::device::Gpu;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct GraphKey {
     program: usize,
+    /// Attention of one token each is another kernel, which writes the cache, too.
+    is_decode: bool,
     tokens: usize,
     sequences: usize,
     /// Wanted rows.
@@ -41,6 +43,7 @@ impl GraphKey {
     pub(crate) fn of(program: usize, batch: &Batch) -> Self {
         Self {
             program,
+            is_decode: batch.is_decode(),
             tokens: batch.tokens().len(),
             sequences: batch.parts().len(),
             rows: batch.rows().len(),
@@ -62,9 +65,9 @@ impl Replays {
     /// When the device refuses.
     pub(super) fn replay(&self, key: GraphKey) -> Result<()> {
         let graph = self.captured.get(&key).context("runs of this kind are not captured")?;
-        // SAFETY: the launches use weights, caches, inputs, scratch, buffers and letters, which live as long as the
-        // state that owns this; their memory is used by this lane's thread alone, which captured them, and by the host
-        // as letters say.
+        // SAFETY: the launches use weights, caches, inputs, scratch, buffers, letters and exchanges, which live as long
+        // as the state that owns this, or as those of the GPUs that sum with it. Their memory is used by this lane's
+        // thread, which captured them, by the host as letters say, and by other GPUs as the flags of exchanges say.
         unsafe { graph.replay() }.context("replaying a captured run")
     }
 

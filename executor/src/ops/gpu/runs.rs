@@ -209,7 +209,8 @@ impl State {
         self.queue(scope, program, steps, Some(slots), at)?;
         if let Some(mail) = &self.mail {
             self.gpu.flush()?;
-            // All that the launches wait for is there, so they end. One that could not be made raises no flag.
+            // All that the launches wait for of the host is there, so they end unless a GPU fails that they sum with. One
+            // that could not be made raises no flag.
             let is_over = || self.gpu.check(&[&self.buffers, &self.scratch.inner]).map(|()| true);
             mail.wait_until_taken(program, first, turn(run.number), is_over)?;
             self.receive_unless(scope, run, last, is_over)?;
@@ -339,8 +340,9 @@ impl State {
 
     /// Fails when a member of a sum over GPUs never came, once this device has done its part of a run.
     ///
-    /// All members are told of that, and what they make of it is not a number: where a GPU wrote the output, it looks
-    /// for the reason if there is such a number. What NUMA nodes make of it shows nothing, so then all GPUs look.
+    /// All members are told of that, and what they make of it is not a number: where one of them wrote the output, it looks
+    /// for the reason if there is such a number. Who sums with others knows nothing of this sum, and what NUMA nodes make
+    /// of such numbers shows nothing: then all members look.
     ///
     /// # Errors
     /// That, or when the device failed.
@@ -355,7 +357,7 @@ impl State {
                 Ok(holds_unusable(bytes))
             })?
         } else {
-            !scope.plan.machine.devices[writer].kind.is_gpu()
+            !self.sums.has_met(writer)
         };
         if is_suspect {
             self.sums.check(&self.gpu, &scope.plan.machine, turn(run.number))

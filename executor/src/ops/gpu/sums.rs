@@ -111,6 +111,11 @@ impl Sums {
         gpu.flush()
     }
 
+    /// Whether a device is a member of one of the groups that this GPU sums with.
+    pub(super) fn has_met(&self, device: DeviceId) -> bool {
+        self.groups.keys().any(|members| members.contains(&device))
+    }
+
     /// Fails when a member never came in a run.
     pub(super) fn check(&self, gpu: &Gpu, machine: &Machine, turn: u32) -> Result<()> {
         let Some(exchange) = self.exchange.as_ref().filter(|_| gpu.is_cuda()) else {

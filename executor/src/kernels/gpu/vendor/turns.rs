@@ -100,10 +100,13 @@ impl Turns {
     }
 
     /// Lets the stream go on after all that was queued on CubeCL's.
-    pub(super) fn begin(&self, gpu: &Gpu, stream: &CudaStream) -> Result<()> {
+    ///
+    /// # Errors
+    /// When something of `read` could not be written; then the stream waits for nothing.
+    pub(super) fn begin(&self, gpu: &Gpu, stream: &CudaStream, read: &[&Span]) -> Result<()> {
         self.number.set(self.number.get().wrapping_add(1));
         self.give_to(gpu, self.addresses[0]);
-        gpu.flush()?;
+        gpu.flush_written(read)?;
         self.launch(self.await_turn, stream, self.addresses[0])
     }
 
