@@ -72,8 +72,8 @@ pub fn explain(plan: &Plan) -> String {
 pub fn summary(plan: &Plan) -> String {
     let place = plan.forecast.candidates.first().map_or("", |chosen| chosen.name.as_str());
     let time = |phase: Phase| {
-        let programs = plan.programs.iter().zip(&plan.forecast.programs);
-        programs.filter(|(program, _)| program.phase == phase).map(|(_, forecast)| forecast).next()
+        let mut programs = plan.programs.iter().zip(&plan.forecast.programs);
+        programs.find(|(program, _)| program.phase == phase).map(|(_, forecast)| forecast)
     };
     let mut text = place.to_owned();
     if let Some(prefill) = time(Phase::Prefill) {

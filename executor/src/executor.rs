@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::thread::{self, JoinHandle};
 
-use anyhow::{Context as _, Result};
+use anyhow::{Context as _, Result, ensure};
 use ir::id::{DeviceId, WeightId};
 use ir::machine::DeviceKind;
 use ir::op::Op;
@@ -42,6 +42,13 @@ struct Started {
     count: u32,
     /// Those that may be under way.
     latest: Vec<Weak<Run>>,
+}
+
+impl Started {
+    /// Whether lanes never left a run that was ended early.
+    fn is_stuck(&self) -> bool {
+        self.latest.iter().filter_map(Weak::upgrade).any(|run| run.is_stuck(PATIENCE))
+    }
 }
 
 /// One lane's thread and the way to it.
@@ -83,12 +90,13 @@ impl Executor {
     /// through them in the order they were started, so a later run sees what an earlier one has cached.
     ///
     /// # Errors
-    /// When there is no such program, or the batch is more than it takes.
+    /// When there is no such program, the batch is more than it takes, or a device never ended an earlier run.
     pub fn start(&self, program: usize, batch: Batch) -> Result<RunHandle> {
         let model = &self.plan.model;
         let schedule = self.plan.programs.get(program).context("the plan lacks the program")?;
         batch.check(schedule, model.vocabulary, model.block_tokens)?;
         let mut started = self.started.lock().unwrap_or_else(PoisonError::into_inner);
+        ensure!(!started.is_stuck(), "some devices never ended an earlier run: start again");
         if let Some(recorder) = &self.recorder {
             recorder.start_run(program, &batch);
         }
@@ -169,13 +177,9 @@ impl Drop for Executor {
         for lane in &self.lanes {
             lane.inbox.close();
         }
-        let is_stuck = || {
-            let runs = started.latest.iter().filter_map(Weak::upgrade);
-            runs.into_iter().any(|run| run.is_stuck(PATIENCE))
-        };
         for lane in &mut self.lanes {
             if let Some(thread) = lane.thread.take() {
-                while !thread.is_finished() && !is_stuck() {
+                while !thread.is_finished() && !started.is_stuck() {
                     thread::sleep(NAP);
                 }
                 // What waits for a device that failed ends with the process.

@@ -1,7 +1,7 @@
 //! Answering one prompt: streamed as text, or as one JSON object.
 
 use std::io::{ErrorKind, IsTerminal as _, Read as _, Write as _};
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::{Context as _, Result, ensure};
 use serde_json::{Value, json};
@@ -20,32 +20,18 @@ pub(super) fn run(arguments: AnswerArguments) -> Result<()> {
     let records = arguments.trace.iter().chain(&arguments.perfetto);
     arguments.run.check_outputs(records, &arguments.plan)?;
     let opened = Opened::new(plan, &arguments.run, &arguments.sampling.overrides())?;
-    let abort = interrupt_flag()?;
-    if is_dialogue {
+    let prompt = if is_dialogue {
         chat::check(&opened)?;
-    } else if !arguments.json || !arguments.sampling.stop.is_empty() {
-        // There is no text to print, or to stop at, without it.
-        opened.tokenizer()?;
-    }
-    let prompt = if is_dialogue { Vec::new() } else { prompt_ids(&opened, &arguments)? };
-    if !is_dialogue {
-        opened.check_prompt(&prompt)?;
-    }
-    let mut session = opened.load(&arguments.run, traced)?;
-    if is_dialogue {
-        chat::run(&mut session, arguments.system.as_deref(), &abort)?;
+        None
     } else {
-        let sequence = session.engine.open();
-        session.engine.append(sequence, &prompt)?;
-        let streams = !arguments.json;
-        let answer =
-            session.answer(sequence, &abort, |text| if streams { print(text) } else { Ok(()) })?;
-        if arguments.json {
-            print(&format!("{}\n", to_json(&session, &prompt, &answer)))?;
-        } else {
-            print("\n")?;
-            eprintln!("{}", summary(&answer));
-        }
+        Some(checked_prompt(&opened, &arguments)?)
+    };
+    let mut session = opened.load(&arguments.run, traced)?;
+    // Until here an interruption ends the program at once.
+    let abort = interrupt_flag()?;
+    match prompt {
+        None => chat::run(&mut session, arguments.system.as_deref(), &abort)?,
+        Some(prompt) => answer(&mut session, &prompt, arguments.json, &abort)?,
     }
     session.write_records(arguments.trace.as_deref(), arguments.perfetto.as_deref())?;
     if abort.load(Ordering::Relaxed) && !is_dialogue {
@@ -53,6 +39,19 @@ pub(super) fn run(arguments: AnswerArguments) -> Result<()> {
         drop(session);
         std::process::exit(INTERRUPTED);
     }
+    Ok(())
+}
+
+fn answer(session: &mut Session, prompt: &[u32], as_json: bool, abort: &AtomicBool) -> Result<()> {
+    let sequence = session.engine.open();
+    session.engine.append(sequence, prompt)?;
+    let answer =
+        session.answer(sequence, abort, |text| if as_json { Ok(()) } else { print(text) })?;
+    if as_json {
+        return print(&format!("{}\n", to_json(session, prompt, &answer)));
+    }
+    print("\n")?;
+    eprintln!("{}", summary(&answer));
     Ok(())
 }
 
@@ -88,6 +87,17 @@ pub(super) fn summary(answer: &Answer) -> String {
         Some(FinishReason::Stop) | None => (),
     }
     text
+}
+
+/// The prompt, which the plan can answer.
+fn checked_prompt(opened: &Opened, arguments: &AnswerArguments) -> Result<Vec<u32>> {
+    if !arguments.json || !arguments.sampling.stop.is_empty() {
+        // There is no text to print, or to stop at, without it.
+        opened.tokenizer()?;
+    }
+    let prompt = prompt_ids(opened, arguments)?;
+    opened.check_prompt(&prompt)?;
+    Ok(prompt)
 }
 
 fn prompt_ids(opened: &Opened, arguments: &AnswerArguments) -> Result<Vec<u32>> {
