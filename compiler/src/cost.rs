@@ -71,13 +71,15 @@ pub(crate) fn run_nanos(
     let work = match op.products() {
         Some(Products::Linear(linear)) => {
             let rows = rows_of(&operands.reads[0], batch.extent);
-            let features = operands.reads[0].features(batch.extent);
-            let held = operands.weights.iter().filter(|held| held.shape.len() > 1);
-            let held = held.map(|held| held.format);
-            let broken = broken_loads(linear, held, (rows, features), kind.has_library());
-            if let Some(format) = broken.filter(|_| is_gpu) {
-                let name = target.name(device);
-                bail!("{name} does not multiply rows of {features} features in {format}");
+            if is_gpu {
+                let features = operands.reads[0].features(batch.extent);
+                let held = operands.weights.iter().filter(|held| held.shape.len() > 1);
+                let held = held.map(|held| held.format);
+                let broken = broken_loads(linear, held, (rows, features), kind.has_library());
+                if let Some(format) = broken {
+                    let name = target.name(device);
+                    bail!("{name} does not multiply rows of {features} features in {format}");
+                }
             }
             let beside = if is_gpu && rows > UNPACKED_ROWS {
                 streamed(pass_bytes(linear, operands, batch))

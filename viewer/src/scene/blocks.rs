@@ -256,17 +256,7 @@ fn signature(program: &Program, steps: &[usize]) -> String {
 
 /// What is alike in the reasons of alike blocks: what lacks differs from one to the next.
 fn reason(step: &Step) -> String {
-    match &step.reason {
-        Some(Reason::Memory { device, .. }) => format!("no room on {device}"),
-        Some(
-            Reason::Fastest
-            | Reason::Pinned { .. }
-            | Reason::Requested
-            | Reason::FollowsInput
-            | Reason::Mismatch,
-        )
-        | None => step.cause.clone(),
-    }
+    step.limit().map_or_else(|| step.cause.clone(), |device| format!("no room on {device}"))
 }
 
 fn groups(blocks: &[Block]) -> Vec<Group> {

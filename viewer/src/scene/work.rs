@@ -37,19 +37,12 @@ impl Work<'_> {
 
     /// Bytes of weights that a run reads; `None` for tables, of which a run reads rows.
     pub(super) fn read_bytes(self) -> Option<u64> {
-        let part = match self.op {
-            Op::Embed { .. } | Op::AddPosition { .. } => return None,
-            Op::Experts(experts) => self.chosen_part(experts),
-            Op::Norm(_)
-            | Op::Linear(_)
-            | Op::Attention(_)
-            | Op::Activate(_)
-            | Op::Gate(_)
-            | Op::Add
-            | Op::SigmoidGate
-            | Op::Route { .. }
-            | Op::SelectRows
-            | Op::SoftCap { .. } => 1.0,
+        if matches!(self.op, Op::Embed { .. } | Op::AddPosition { .. }) {
+            return None;
+        }
+        let part = match self.op.products() {
+            Some(Products::Experts(experts)) => self.chosen_part(experts),
+            Some(Products::Linear(_) | Products::Attention(_)) | None => 1.0,
         };
         let weights = self.op.weights().into_iter().filter_map(|id| self.plan.weights.get(id));
         let bytes = weights.map(|weight| self.plan.weight_bytes(weight) as f64).sum::<f64>() * part;
