@@ -5,7 +5,8 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::thread::{self, JoinHandle};
 
 use anyhow::{Context as _, Result, ensure};
-use ir::id::{DeviceId, WeightId};
+use ir::captured;
+use ir::id::WeightId;
 use ir::machine::DeviceKind;
 use ir::op::Op;
 use ir::plan::{Action, Plan, Program, Step};
@@ -14,9 +15,10 @@ use ir::trace::Trace;
 
 use crate::batch::Batch;
 use crate::bind::team_cpus;
-use crate::lane::{Inbox, queues};
+use crate::known_graphs::KnownGraphs;
+use crate::lane::Inbox;
 use crate::load::{GpuDriver, Options};
-use crate::run::{Failure, KnownGraphs, PATIENCE, Run, RunHandle};
+use crate::run::{Failure, PATIENCE, Run, RunHandle};
 use crate::slots::Uses;
 use crate::trace::Recorder;
 use crate::waiting::NAP;
@@ -60,9 +62,13 @@ pub(crate) struct LaneThread {
 impl Executor {
     pub(crate) fn new(plan: Arc<Plan>, recorder: Option<Arc<Recorder>>, options: &Options) -> Self {
         let is_crowded = is_crowded(&plan, options);
-        let captures_prompts = captures_prompts(&plan, options);
+        let captures_prompts = options.gpu_driver == GpuDriver::Cuda
+            && !options.trace
+            && captured::includes_prompts(&plan);
+        let most = usize::try_from(captured::most_kinds(&plan)).unwrap_or(usize::MAX);
+        let known = Arc::new(KnownGraphs::new(most));
         let uses = plan.programs.iter().map(|program| Arc::new(Uses::of(program))).collect();
-        let (lanes, known, started) = (Vec::new(), Arc::default(), Mutex::default());
+        let (lanes, started) = (Vec::new(), Mutex::default());
         Self { plan, lanes, recorder, known, uses, captures_prompts, is_crowded, started }
     }
 
@@ -117,24 +123,6 @@ impl Executor {
     pub fn trace(&self) -> Option<Trace> {
         self.recorder.as_ref().map(|recorder| recorder.trace().clone())
     }
-}
-
-/// Whether short prompts of a plan are captured: where one GPU works on them, by launches of its own. Several would have
-/// to wait for each other while prompts pass in parts, what brings a borrowed cache is launched anew for each run, and
-/// experts would be read for tokens of no sequence.
-fn captures_prompts(plan: &Plan, options: &Options) -> bool {
-    let gpus: BTreeSet<DeviceId> = queues(plan)
-        .into_iter()
-        .filter(|&(device, _)| plan.machine.devices[device].kind.is_gpu())
-        .map(|(device, _)| device)
-        .collect();
-    let mut steps = plan.programs.iter().flat_map(|program| program.steps.rows());
-    let has_experts = |step: &Step| matches!(step.action, Action::Run(Op::Experts(_)));
-    options.gpu_driver == GpuDriver::Cuda
-        && gpus.len() == 1
-        && !options.trace
-        && !plan.borrows()
-        && !steps.any(has_experts)
 }
 
 /// Whether it costs nothing to compute a few tokens more: processors take longer for them, and matrices in 16 and 32 bits

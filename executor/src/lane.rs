@@ -19,6 +19,7 @@ use crate::bind::{Cpu, Device, Form};
 use crate::counting::ExpertCounter;
 use crate::load::{Fault, FaultKind};
 use crate::moves;
+use crate::ops::gpu::GraphKey;
 use crate::ops::{self, Scope};
 use crate::peers::Peers;
 use crate::run::{Failure, Run, panic_message};
@@ -87,6 +88,9 @@ impl Lane {
         let (mut before, mut latest): (Option<Arc<Run>>, Option<Arc<Run>>) = (None, None);
         while let Some(run) = self.inbox.next() {
             let latest = latest.replace(Arc::clone(&run));
+            if let Some(key) = run.replaces {
+                self.attend(&run, |this| this.discard_captured(key));
+            }
             let Some(lane) = self.lanes[run.program] else { continue };
             let _presence = run.enter();
             let before = before.replace(Arc::clone(&run));
@@ -123,6 +127,12 @@ impl Lane {
             let (step, device) = (lane_of(&self.plan, run), self.device.name.clone());
             run.abort(Failure::Step { step, device, cause });
         }
+    }
+
+    /// Makes room for what a run captures, in whichever runs this lane takes part.
+    fn discard_captured(&mut self, key: GraphKey) -> Result<()> {
+        let Form::Gpu(state) = &mut self.device.form else { return Ok(()) };
+        state.discard_captured(key)
     }
 
     /// Tells the GPUs that meet this one in a run that ended early.

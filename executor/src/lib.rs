@@ -15,6 +15,7 @@ pub mod engine;
 pub mod executor;
 mod fetch;
 mod home_caches;
+mod known_graphs;
 mod lane;
 pub mod load;
 mod moves;

@@ -1,10 +1,9 @@
 //! One run of a program: its batch, its tensors, which of its steps are done, and how it ended.
 
 use std::any::Any;
-use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, anyhow, ensure};
@@ -16,6 +15,7 @@ use ir::workspace::shortlist::{LIST_WORDS, LISTED_TOKENS};
 
 use crate::batch::Batch;
 use crate::bell::Bell;
+use crate::known_graphs::{Admission, KnownGraphs};
 use crate::ops::gpu::GraphKey;
 use crate::sample::Shortlist;
 use crate::slots::{Slots, Uses, Value};
@@ -23,10 +23,6 @@ use crate::trace::Recorder;
 
 /// How long lanes have to leave a run that was ended early: many times what the longest stretch of steps takes.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
-
-/// Keys of runs of which one has ended well, and whether one has been captured.
-#[derive(Default)]
-pub(crate) struct KnownGraphs(Mutex<BTreeMap<GraphKey, bool>>);
 
 /// What all lanes share of a run.
 pub(crate) struct Run {
@@ -42,6 +38,8 @@ pub(crate) struct Run {
     pub(crate) may_be_captured: bool,
     /// Whether this one is to be captured.
     pub(crate) captures: bool,
+    /// Whose captured launches it takes the place of.
+    pub(crate) replaces: Option<GraphKey>,
     done: Vec<AtomicBool>,
     /// Lanes that have come to each of the places where they meet.
     met: [AtomicUsize; 2],
@@ -107,26 +105,6 @@ pub enum Row<'a> {
     Shortlist(Shortlist<'a>),
 }
 
-impl KnownGraphs {
-    /// Whether a run of a kind is to be captured: a decode at once, a prompt when it comes the second time, since many
-    /// lengths are met only once, and while few kinds are captured: nobody counts the memory of a graph.
-    fn captures(&self, key: GraphKey, is_decode: bool) -> bool {
-        /// Kinds of prompts and decodes, in all, beyond which prompts are launched step by step.
-        const MOST_WITH_PROMPTS: usize = 128;
-        let known = self.lock();
-        let captured = || known.values().filter(|was_captured| **was_captured).count();
-        match known.get(&key) {
-            None => is_decode,
-            Some(true) => false,
-            Some(false) => is_decode || captured() < MOST_WITH_PROMPTS,
-        }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, BTreeMap<GraphKey, bool>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
 impl Run {
     pub(crate) fn new(
         plan: &Plan,
@@ -141,7 +119,8 @@ impl Run {
         let is_decode = schedule.phase == Phase::Decode;
         let may_be_captured =
             is_decode || captures_prompts && batch.tokens().len() <= MAX_FUSED_ROWS as usize;
-        let captures = may_be_captured && known.captures(graph_key, is_decode);
+        let Admission { captures, replaces } =
+            if may_be_captured { known.admit(graph_key, is_decode) } else { Admission::default() };
         Self {
             program,
             number,
@@ -149,6 +128,7 @@ impl Run {
             graph_key,
             may_be_captured,
             captures,
+            replaces,
             met: [const { AtomicUsize::new(0) }; 2],
             slots: Slots::new(uses),
             done: schedule.steps.ids().map(|_| AtomicBool::new(false)).collect(),
@@ -290,7 +270,7 @@ impl RunHandle {
             return Err(anyhow!("{failure}"));
         }
         if run.may_be_captured {
-            *self.known.lock().entry(run.graph_key).or_default() |= run.captures;
+            self.known.note_end(run.graph_key, run.captures);
         }
         match output.context("no step wrote the logits")? {
             Value::Float(logits) => {
@@ -364,30 +344,4 @@ pub(crate) fn panic_message(payload: &(dyn Any + Send)) -> String {
         .cloned()
         .or_else(|| payload.downcast_ref::<&str>().map(ToString::to_string))
         .unwrap_or_else(|| "a panic without a message".into())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn key(program: usize, tokens: usize) -> GraphKey {
-        let mut batch = Batch::default();
-        batch.push(&vec![0; tokens], 0, tokens, &[0, 1, 2, 3, 4, 5, 6, 7], false);
-        GraphKey::of(program, &batch)
-    }
-
-    #[test]
-    fn decodes_are_captured_at_once_and_prompts_when_they_come_again_while_graphs_are_few() {
-        let known = KnownGraphs::default();
-        assert!(known.captures(key(1, 1), true));
-        assert!(!known.captures(key(0, 20), false));
-        known.lock().insert(key(0, 20), false);
-        assert!(known.captures(key(0, 20), false));
-        known.lock().insert(key(0, 20), true);
-        assert!(!known.captures(key(0, 20), false));
-        known.lock().extend((0..200).map(|program| (key(program, 3), true)));
-        known.lock().insert(key(0, 21), false);
-        assert!(!known.captures(key(0, 21), false));
-        assert!(known.captures(key(1, 1), true));
-    }
 }

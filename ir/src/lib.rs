@@ -6,6 +6,7 @@
 #![warn(missing_docs)]
 
 pub mod asked;
+pub mod captured;
 pub mod check;
 pub mod counts;
 pub mod dag;

@@ -90,6 +90,8 @@ pub enum DeviceKind {
         reserved_bytes: u64,
         /// Scratch memory that the vendor library wants for products of many rows.
         library_bytes: u64,
+        /// What the driver takes of them for each launch that it has captured.
+        launch_bytes: u64,
     },
     /// Cores of one NUMA node.
     Numa {

@@ -90,7 +90,12 @@ pub fn h200(gpu_bytes: u64) -> Machine {
         };
     let gpu = Device {
         name: "gpu0".into(),
-        kind: DeviceKind::Gpu { ordinal: 0, reserved_bytes: 640 << 20, library_bytes: 32 << 20 },
+        kind: DeviceKind::Gpu {
+            ordinal: 0,
+            reserved_bytes: 640 << 20,
+            library_bytes: 32 << 20,
+            launch_bytes: 2560,
+        },
         memory_bytes: gpu_bytes,
         cpu_caches: Vec::new(),
         // Steps of a captured graph.
@@ -137,7 +142,7 @@ pub fn two_sockets(gpu_bytes: u64) -> Machine {
 pub fn gpu(ordinal: u32, memory_bytes: u64) -> Device {
     Device {
         name: format!("gpu{ordinal}"),
-        kind: DeviceKind::Gpu { ordinal, reserved_bytes: 0, library_bytes: 0 },
+        kind: DeviceKind::Gpu { ordinal, reserved_bytes: 0, library_bytes: 0, launch_bytes: 0 },
         memory_bytes,
         cpu_caches: Vec::new(),
         rates: rates(3e12 / SLOWER, 5e3, 3e14 / SLOWER),

@@ -145,6 +145,7 @@ fn gpu_device(gpu: &Gpu) -> Device {
             ordinal: gpu.ordinal,
             reserved_bytes: nominal::GPU_RESERVED_BYTES,
             library_bytes: nominal::GPU_LIBRARY_BYTES,
+            launch_bytes: nominal::GPU_LAUNCH_BYTES,
         },
         memory_bytes: usable(gpu.memory_bytes, USABLE_GPU_MEMORY),
         cpu_caches: Vec::new(),

@@ -7,12 +7,13 @@
 //! On GPUs every buffer has a place, and so have weights and caches, each at a multiple of 256 bytes: what is counted is
 //! what is taken, in one piece, before the first run.
 //! Fetched weights lie in a window of their own, which is as large as the last byte that any of them takes.
-//! A GPU that is used also holds the workspace of its kernels and what the driver takes.
+//! A GPU that is used also holds the workspace of its kernels and what the driver takes, captured launches among it.
 //! Kernels of a NUMA node take scratch memory where its buffers lie, for one step at a time; how much depends on the
 //! processor, and counted is the most that any takes.
 
 use std::collections::BTreeSet;
 
+use crate::captured::captured_bytes;
 use crate::check::Violation;
 use crate::check::order::{LanePosition, Order};
 use crate::forecast::DeviceForecast;
@@ -82,6 +83,10 @@ pub fn memory(plan: &Plan) -> Table<DeviceId, DeviceForecast> {
         for (device, bytes) in scratches(plan, program) {
             devices[device].workspace_bytes = devices[device].workspace_bytes.max(bytes);
         }
+    }
+    for (id, device) in devices.rows_mut().iter_mut().enumerate() {
+        let of_captured = captured_bytes(plan, DeviceId::from_index(id));
+        device.reserved_bytes = device.reserved_bytes.saturating_add(of_captured);
     }
     if let Some(collectives) = &plan.machine.collectives {
         for device in users_of_library(plan) {

@@ -2,6 +2,7 @@
 
 mod buffers;
 mod caches;
+mod captured;
 mod collectives;
 mod experts;
 mod fetches;

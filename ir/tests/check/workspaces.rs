@@ -19,8 +19,12 @@ fn with_tokens(mut plan: Plan, tokens: u32) -> Plan {
 const LIBRARY_BYTES: u64 = 1000;
 
 fn on_gpu(mut plan: Plan) -> Plan {
-    plan.machine.devices[d(0)].kind =
-        DeviceKind::Gpu { ordinal: 0, reserved_bytes: 0, library_bytes: LIBRARY_BYTES };
+    plan.machine.devices[d(0)].kind = DeviceKind::Gpu {
+        ordinal: 0,
+        reserved_bytes: 0,
+        library_bytes: LIBRARY_BYTES,
+        launch_bytes: 0,
+    };
     plan
 }
 
@@ -83,8 +87,12 @@ fn floats_of_the_gpu_are_not_unpacked() {
 fn terms_of_a_sum_over_gpus_have_a_place_where_they_come_through_the_host() {
     let mut plan = tensor_parallel();
     for (ordinal, device) in (0..).zip(plan.machine.devices.ids().collect::<Vec<_>>()) {
-        plan.machine.devices[device].kind =
-            DeviceKind::Gpu { ordinal, reserved_bytes: 0, library_bytes: LIBRARY_BYTES };
+        plan.machine.devices[device].kind = DeviceKind::Gpu {
+            ordinal,
+            reserved_bytes: 0,
+            library_bytes: LIBRARY_BYTES,
+            launch_bytes: 0,
+        };
     }
     // Nothing but sums is left to do.
     let mut sums = Vec::new();

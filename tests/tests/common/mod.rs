@@ -115,7 +115,12 @@ pub(crate) fn gpu_machine() -> Machine {
         machine.host.gpus.push("a device in software".to_owned());
         let gpu = machine.devices.push(Device {
             name: "gpu0".to_owned(),
-            kind: DeviceKind::Gpu { ordinal: 0, reserved_bytes: 0, library_bytes: 0 },
+            kind: DeviceKind::Gpu {
+                ordinal: 0,
+                reserved_bytes: 0,
+                library_bytes: 0,
+                launch_bytes: 0,
+            },
             ..machine.devices[numa[0]].clone()
         });
         for numa in numa {

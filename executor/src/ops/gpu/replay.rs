@@ -99,6 +99,17 @@ impl Replays {
         Ok(told.ok())
     }
 
+    /// Drops what was captured of runs of a kind, if anything, and waits until its memory is free for others.
+    ///
+    /// # Errors
+    /// When the device failed.
+    pub(super) fn discard(&mut self, gpu: &Gpu, key: GraphKey) -> Result<()> {
+        let Some(graph) = self.captured.remove(&key) else { return Ok(()) };
+        let _alone = CAPTURING.lock().unwrap_or_else(PoisonError::into_inner);
+        drop(graph);
+        gpu.sync()
+    }
+
     /// Keeps what was captured of a run of a kind.
     pub(super) fn keep(&mut self, key: GraphKey, graph: Graph) {
         self.captured.insert(key, graph);

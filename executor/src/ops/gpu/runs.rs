@@ -70,6 +70,14 @@ impl State {
         self.replays.holds(key)
     }
 
+    /// Drops what was captured of runs of a kind.
+    ///
+    /// # Errors
+    /// When the device failed.
+    pub(crate) fn discard_captured(&mut self, key: GraphKey) -> Result<()> {
+        self.replays.discard(&self.gpu, key)
+    }
+
     /// Ends what [`State::prepare_capture()`] began for a run that did not end well.
     pub(crate) fn abandon_capture(&self) {
         self.replays.abandon(&self.gpu);

@@ -1,0 +1,131 @@
+//! Launches that GPUs capture and replay: for how many kinds of runs they are held, and the memory that they take.
+//!
+//! A captured launch takes memory of the device, from the driver, until its graph is dropped; the driver keeps it for the
+//! next one. So the executor holds a number of graphs that is known, and what they take is counted.
+
+use std::collections::BTreeSet;
+
+use crate::id::{BufferId, DeviceId, StepId};
+use crate::machine::DeviceKind;
+use crate::op::{Linear, NormKind, Op};
+use crate::packing::gpu_has_panels;
+use crate::plan::{Action, Buffer, Phase, Plan, Program, Queue, Step, Weight};
+use crate::tensor::DType;
+use crate::workspace::UNPACKED_ROWS;
+
+/// Kinds of runs held beside those of `SEQUENCE_KINDS`: lengths of short prompts, near and far contexts.
+const OTHER_KINDS: u64 = 16;
+/// Decodes of as many sequences come with near and with far contexts, and with whole logits or the most likely ones.
+/// Seldom more than two of these are in use.
+const SEQUENCE_KINDS: u64 = 2;
+
+/// The most kinds of runs whose launches are held at one time: beyond these, the least recently used are dropped.
+pub fn most_kinds(plan: &Plan) -> u64 {
+    let sequences = plan.programs.iter().map(|program| u64::from(program.max_sequences)).max();
+    OTHER_KINDS.saturating_add(sequences.unwrap_or(0).saturating_mul(SEQUENCE_KINDS))
+}
+
+/// Whether short prompts of a plan are captured: where one GPU works on them, by launches of its own. Several would have
+/// to wait for each other while prompts pass in parts, what brings a borrowed cache is launched anew for each run, and
+/// experts would be read for tokens of no sequence.
+pub fn includes_prompts(plan: &Plan) -> bool {
+    let lanes = plan.programs.iter().flat_map(|program| &program.lanes);
+    let devices: BTreeSet<DeviceId> = lanes.map(|lane| lane.device).collect();
+    let kind = |device| plan.machine.devices.get(device).map(|device| &device.kind);
+    let gpus = devices.into_iter().filter_map(kind).filter(|kind| kind.is_gpu()).count();
+    let mut steps = plan.programs.iter().flat_map(|program| program.steps.rows());
+    let has_experts = |step: &Step| matches!(step.action, Action::Run(Op::Experts(_)));
+    gpus == 1 && !plan.borrows() && !steps.any(has_experts)
+}
+
+/// Bytes that captured launches take on a device, at most; 0 where none is captured.
+pub fn captured_bytes(plan: &Plan, device: DeviceId) -> u64 {
+    let kind = plan.machine.devices.get(device).map(|device| &device.kind);
+    let Some(DeviceKind::Gpu { launch_bytes, .. }) = kind else { return 0 };
+    let has_prompts = includes_prompts(plan);
+    let captured = |program: &&Program| program.phase == Phase::Decode || has_prompts;
+    let programs = plan.programs.iter().filter(captured);
+    let launches = programs.map(|program| launches(plan, program, device)).max().unwrap_or(0);
+    launches.saturating_mul(most_kinds(plan)).saturating_mul(*launch_bytes)
+}
+
+/// The most launches of a captured run on a GPU.
+fn launches(plan: &Plan, program: &Program, device: DeviceId) -> u64 {
+    /// The batch's numbers, the start of sums, and up to four for the most likely tokens.
+    const OF_RUN: u64 = 6;
+    let Some(lane) = program.lane(device, Queue::Compute) else { return 0 };
+    let others = program
+        .lanes
+        .iter()
+        .filter(|other| (other.device, other.queue) != (device, Queue::Compute));
+    let steps_of_others = others.flat_map(|other| &other.steps);
+    let told: BTreeSet<StepId> = steps_of_others
+        .filter_map(|&step| program.steps.get(step))
+        .flat_map(|step| step.waits.iter().copied())
+        .collect();
+    let of_step = |id: &StepId| {
+        let step = program.steps.get(*id)?;
+        let crossing = u64::from(!step.waits.is_empty()) + u64::from(told.contains(id));
+        Some(crossing + Launches { plan, program, step }.count())
+    };
+    let of_steps: u64 = lane.steps.iter().filter_map(of_step).sum();
+    if of_steps == 0 { 0 } else { OF_RUN + of_steps }
+}
+
+/// What a step of a GPU launches beside what crosses devices.
+struct Launches<'a> {
+    plan: &'a Plan,
+    program: &'a Program,
+    step: &'a Step,
+}
+
+impl Launches<'_> {
+    /// The most of them.
+    fn count(&self) -> u64 {
+        match &self.step.action {
+            Action::Run(op) => match op {
+                Op::Linear(linear) => self.of_linear(linear),
+                // What comes to the cache, the parts of a long context, and their merging.
+                Op::Attention(_) => 3,
+                // Slots sorted and tiles listed, inputs narrowed, two products, the slots summed.
+                Op::Experts(_) => 6,
+                Op::Embed { .. }
+                | Op::AddPosition { .. }
+                | Op::Norm(_)
+                | Op::Activate(_)
+                | Op::Gate(_)
+                | Op::Add
+                | Op::SigmoidGate
+                | Op::Route { .. }
+                | Op::SelectRows
+                | Op::SoftCap { .. } => 1,
+            },
+            // Each value is taken, and added or put in its place.
+            Action::Move { .. } => 2 * self.step.reads.len() as u64,
+            Action::Fetch { .. } => 0,
+        }
+    }
+
+    /// Neighbours that lie alike are multiplied in one launch.
+    fn of_linear(&self, linear: &Linear) -> u64 {
+        let lies = |weight: &Weight| {
+            (weight.format, weight.device, gpu_has_panels(weight.format, &weight.shape))
+        };
+        let mut kinds: Vec<_> =
+            linear.weights.iter().map(|&id| self.plan.weights.get(id).map(lies)).collect();
+        kinds.dedup();
+        let is_narrow =
+            |buffer: Option<&Buffer>| buffer.is_some_and(|buffer| buffer.ty.dtype != DType::F32);
+        let buffer = |id: Option<&BufferId>| self.program.buffers.get(*id?);
+        let (input, output) = (buffer(self.step.reads.first()), buffer(self.step.writes.first()));
+        let rows = input.and_then(|input| input.ty.shape.first());
+        let rows = rows.map_or(u32::MAX, |rows| rows.size(self.program.max));
+        // A kernel of few rows divides by their root mean square itself; any other input is first brought in its form.
+        let is_normed_inside = linear
+            .norm
+            .as_ref()
+            .is_none_or(|norm| norm.kind == NormKind::Rms && norm.bias.is_none());
+        let is_taken = rows <= UNPACKED_ROWS && !is_narrow(input) && is_normed_inside;
+        kinds.len() as u64 * if is_taken { 1 } else { 2 } + u64::from(is_narrow(output))
+    }
+}

@@ -1,0 +1,126 @@
+//! Memory of captured launches.
+
+use ir::captured::{captured_bytes, includes_prompts, most_kinds};
+use ir::check::memory;
+use ir::machine::DeviceKind;
+use ir::op::{Norm, NormKind, Op};
+use ir::plan::{Action, Phase, Plan, Program, Weight};
+use ir::tensor::{DType, Format};
+
+use crate::plans::{d, gpus, one_device, pipeline, s, streamed};
+
+const LAUNCH_BYTES: u64 = 2560;
+
+fn decoding(mut plan: Plan, sequences: u32) -> Plan {
+    for program in &mut plan.programs {
+        program.phase = Phase::Decode;
+        program.max_sequences = sequences;
+    }
+    plan
+}
+
+fn on_gpu(mut plan: Plan) -> Plan {
+    plan.machine.devices[d(0)].kind = DeviceKind::Gpu {
+        ordinal: 0,
+        reserved_bytes: 0,
+        library_bytes: 0,
+        launch_bytes: LAUNCH_BYTES,
+    };
+    plan
+}
+
+#[test]
+fn every_launch_of_every_kind_is_counted_beside_what_the_driver_takes_by_itself() {
+    let plan = decoding(on_gpu(one_device()), 1);
+    // The batch's numbers and five more; six linears of eight rows; what else is one launch: embedding, norm, sum, router
+    // and wanted rows; attention; experts.
+    let launches = 6 + 6 + 5 + 3 + 6;
+    assert_eq!(captured_bytes(&plan, d(0)), launches * 18 * LAUNCH_BYTES);
+    assert_eq!(memory(&plan)[d(0)].reserved_bytes, launches * 18 * LAUNCH_BYTES);
+    let more = decoding(on_gpu(one_device()), 9);
+    assert_eq!(most_kinds(&more), 16 + 2 * 9);
+    assert_eq!(captured_bytes(&more, d(0)), launches * 34 * LAUNCH_BYTES);
+    let mut short = plan.clone();
+    short.programs.iter_mut().for_each(|program| program.lanes[0].steps.truncate(1));
+    assert_eq!(captured_bytes(&short, d(0)), 7 * 18 * LAUNCH_BYTES);
+}
+
+#[test]
+fn steps_that_wait_for_other_devices_or_tell_them_launch_that_too() {
+    let mut plan = decoding(on_gpu(pipeline()), 1);
+    let beside = captured_bytes(&plan, d(0));
+    plan.programs.iter_mut().for_each(|program| program.lanes.truncate(1));
+    // The next device waits for one step.
+    assert_eq!(beside - captured_bytes(&plan, d(0)), 18 * LAUNCH_BYTES);
+    let steps = plan.programs.iter_mut().flat_map(|program| program.steps.rows_mut());
+    steps.filter(|step| step.name == "embed").for_each(|step| step.waits.push(s(0)));
+    assert_eq!(beside, captured_bytes(&plan, d(0)));
+}
+
+/// Lets a step write bfloat16.
+fn narrow(program: &mut Program, name: &str) {
+    let step = program.steps.rows().iter().find(|step| step.name == name);
+    let buffer = step.expect("there is such a step").writes[0];
+    program.buffers[buffer].ty.dtype = DType::Bf16;
+}
+
+#[test]
+fn an_input_in_another_form_is_a_launch_of_its_own() {
+    let plan = decoding(on_gpu(one_device()), 1);
+    let before = captured_bytes(&plan, d(0));
+    let more = |change: fn(&mut Program)| {
+        let mut plan = plan.clone();
+        plan.programs.iter_mut().for_each(change);
+        (captured_bytes(&plan, d(0)) - before) / (18 * LAUNCH_BYTES)
+    };
+    // The head sees the wanted rows alone.
+    assert_eq!(more(|program| program.max.tokens = 9), 5);
+    assert_eq!(more(|program| program.max.rows = 9), 1);
+    assert_eq!(more(|program| narrow(program, "norm")), 3);
+    assert_eq!(more(|program| narrow(program, "q")), 1);
+    let with_norm = |kind: NormKind| {
+        let mut plan = plan.clone();
+        let steps = plan.programs.iter_mut().flat_map(|program| program.steps.rows_mut());
+        for step in steps.filter(|step| step.name == "q") {
+            let Action::Run(Op::Linear(linear)) = &mut step.action else { continue };
+            linear.norm =
+                Some(Norm { kind, scale: None, bias: None, epsilon: 1e-5, scale_offset: 0.0 });
+        }
+        (captured_bytes(&plan, d(0)) - before) / (18 * LAUNCH_BYTES)
+    };
+    assert_eq!((with_norm(NormKind::Rms), with_norm(NormKind::Layer)), (0, 1));
+}
+
+#[test]
+fn nodes_and_what_has_no_part_in_decoding_hold_none() {
+    assert_eq!(captured_bytes(&decoding(one_device(), 1), d(0)), 0);
+    assert_eq!(captured_bytes(&decoding(on_gpu(one_device()), 1), d(7)), 0);
+    let mut idle = decoding(on_gpu(one_device()), 1);
+    idle.programs.iter_mut().for_each(|program| program.lanes.clear());
+    assert_eq!(captured_bytes(&idle, d(0)), 0);
+    // Prompts alone: of mixtures they are not captured.
+    let mut prompts = on_gpu(one_device());
+    prompts.programs.truncate(1);
+    assert!(!includes_prompts(&prompts));
+    assert_eq!(captured_bytes(&prompts, d(0)), 0);
+    assert!(!includes_prompts(&gpus()) && !includes_prompts(&streamed()));
+}
+
+#[test]
+fn neighbouring_matrices_of_one_format_are_one_launch() {
+    let merged = |formats: [Format; 3]| {
+        let mut plan = decoding(on_gpu(one_device()), 1);
+        let before = captured_bytes(&plan, d(0));
+        let first = plan.weights.rows()[1].clone();
+        let ids = formats.map(|format| plan.weights.push(Weight { format, ..first.clone() }));
+        for step in plan.programs.iter_mut().flat_map(|program| program.steps.rows_mut()) {
+            if let (Action::Run(Op::Linear(linear)), "q") = (&mut step.action, &*step.name) {
+                linear.weights = ids.to_vec();
+            }
+        }
+        (captured_bytes(&plan, d(0)) - before) / (18 * LAUNCH_BYTES)
+    };
+    assert_eq!(merged([Format::Q4; 3]), 0);
+    assert_eq!(merged([Format::Q4, Format::Q4, Format::Q8]), 1);
+    assert_eq!(merged([Format::Q4, Format::Q8, Format::Q4]), 2);
+}
