@@ -152,6 +152,40 @@ fn captured_runs_of_prompts_are_the_same_bit_for_bit() {
 }
 
 #[test]
+fn captured_runs_of_more_kinds_than_are_held_stay_the_same() {
+    // Where a processor multiplies, too, every length is a kind of its own.
+    let plan = compile(MODEL, Shape::GpuHosted, |options| {
+        options.formats = vec!["q8".parse().unwrap()];
+        options.max_sequences = 1;
+    });
+    // In software nothing is captured.
+    let has_cuda = gpu_options().gpu_driver == GpuDriver::Cuda;
+    let held = if has_cuda { ir::captured::most_kinds(&plan) as usize } else { 1 };
+    let lengths = 1..=held + 4;
+    let mut engine = engine(&plan, &gpu_options());
+    // The second time a length is captured, with what comes after it, and takes the place of an older one.
+    let [first, captured, again] = [0, 1, 2].map(|_| {
+        let mut given = Vec::new();
+        for length in lengths.clone() {
+            let id = engine.open();
+            for tokens in [&*prompt(length), &[5]] {
+                engine.append(id, tokens).unwrap();
+                given.extend(engine.advance(&[id]).unwrap());
+            }
+            engine.close(id);
+        }
+        given
+    });
+    assert_eq!(first.len(), 2 * lengths.count());
+    let is_same = |a: &Vec<f32>, b: &Vec<f32>| {
+        a.iter().map(|x| x.to_bits()).eq(b.iter().map(|x| x.to_bits()))
+    };
+    for (at, first) in first.iter().enumerate() {
+        assert!(is_same(first, &captured[at]) && is_same(first, &again[at]), "run {at}");
+    }
+}
+
+#[test]
 fn sequences_of_a_batch_do_not_mix() {
     for shape in Shape::ALL {
         let plan = compile(MODEL, shape, |_| ());
