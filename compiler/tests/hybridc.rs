@@ -153,7 +153,10 @@ fn bad_input_is_refused_with_one_line() {
         (refusal(&folder, &["check", "missing.ron"]), "reading missing.ron"),
         (refusal(&folder, &["check", "bad.ron"]), "reading bad.ron: not a plan"),
         (refusal(&folder, &["diff", "bad.ron", "bad.ron"]), "bad.ron"),
-        (refusal(&folder, &["compile", demo, "--machine", "bad.ron"]), "bad.ron: not a machine"),
+        (
+            refusal(&folder, &["compile", demo, "--machine", "bad.ron"]),
+            "bad.ron: not a machine of this version",
+        ),
         (refusal(&folder, &["compile", demo, "--machine", "none.ron"]), "reading none.ron"),
         (refusal(&folder, &["compile", demo, "-o", "none/plan.ron"]), "writing none/plan.ron"),
         (refusal(&folder, &["compile", demo, "-o", "sub"]), "writing sub: it is a folder"),

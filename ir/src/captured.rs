@@ -65,8 +65,10 @@ fn launches(plan: &Plan, program: &Program, device: DeviceId) -> u64 {
         .collect();
     let of_step = |id: &StepId| {
         let step = program.steps.get(*id)?;
-        let crossing = u64::from(!step.waits.is_empty()) + u64::from(told.contains(id));
-        Some(crossing + Launches { plan, program, step }.count())
+        let waiting = u64::from(!step.waits.is_empty());
+        // Each value is sent by itself.
+        let telling = if told.contains(id) { step.writes.len().max(1) as u64 } else { 0 };
+        Some(waiting + telling + Launches { plan, program, step }.count())
     };
     let of_steps: u64 = lane.steps.iter().filter_map(of_step).sum();
     if of_steps == 0 { 0 } else { OF_RUN + of_steps }

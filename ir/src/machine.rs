@@ -191,7 +191,8 @@ pub struct Link {
 impl Machine {
     /// Reads a machine file.
     pub fn from_ron(text: &str) -> Result<Self> {
-        ron::from_str(text).context("not a machine")
+        ron::from_str(text)
+            .context("not a machine of this version, as `hybrid-exec calibrate` and `hybridc probe` write it")
     }
 
     /// Writes a machine file; the same machine gives the same bytes.

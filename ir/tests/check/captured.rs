@@ -7,7 +7,7 @@ use ir::op::{Norm, NormKind, Op};
 use ir::plan::{Action, Phase, Plan, Program, Weight};
 use ir::tensor::{DType, Format};
 
-use crate::plans::{d, gpus, one_device, pipeline, s, streamed};
+use crate::plans::{b, d, gpus, one_device, pipeline, s, streamed};
 
 const LAUNCH_BYTES: u64 = 2560;
 
@@ -49,6 +49,13 @@ fn every_launch_of_every_kind_is_counted_beside_what_the_driver_takes_by_itself(
 fn steps_that_wait_for_other_devices_or_tell_them_launch_that_too() {
     let mut plan = decoding(on_gpu(pipeline()), 1);
     let beside = captured_bytes(&plan, d(0));
+    // A second value is sent by itself.
+    let mut two = plan.clone();
+    for program in &mut two.programs {
+        let of_next = program.steps[program.lanes[1].steps[0]].waits[0];
+        program.steps[of_next].writes.push(b(0));
+    }
+    assert_eq!(captured_bytes(&two, d(0)) - beside, 18 * LAUNCH_BYTES);
     plan.programs.iter_mut().for_each(|program| program.lanes.truncate(1));
     // The next device waits for one step.
     assert_eq!(beside - captured_bytes(&plan, d(0)), 18 * LAUNCH_BYTES);
