@@ -5,13 +5,13 @@
 
 use std::collections::BTreeSet;
 
-use crate::id::{BufferId, DeviceId, StepId};
+use crate::id::{BufferId, DeviceId, Id as _, StepId};
 use crate::machine::DeviceKind;
-use crate::op::{Linear, NormKind, Op};
+use crate::op::{Linear, Op, Products};
 use crate::packing::gpu_has_panels;
 use crate::plan::{Action, Buffer, Phase, Plan, Program, Queue, Step, Weight};
 use crate::tensor::DType;
-use crate::workspace::UNPACKED_ROWS;
+use crate::workspace::{UNPACKED_ROWS, is_cast};
 
 /// Kinds of runs held beside those of `SEQUENCE_KINDS`: lengths of short prompts, near and far contexts.
 const OTHER_KINDS: u64 = 16;
@@ -59,15 +59,19 @@ fn launches(plan: &Plan, program: &Program, device: DeviceId) -> u64 {
         .iter()
         .filter(|other| (other.device, other.queue) != (device, Queue::Compute));
     let steps_of_others = others.flat_map(|other| &other.steps);
-    let told: BTreeSet<StepId> = steps_of_others
-        .filter_map(|&step| program.steps.get(step))
-        .flat_map(|step| step.waits.iter().copied())
-        .collect();
+    let mut is_told = vec![false; program.steps.len()];
+    for &wait in
+        steps_of_others.filter_map(|&id| program.steps.get(id)).flat_map(|step| &step.waits)
+    {
+        if let Some(is_told) = is_told.get_mut(wait.index()) {
+            *is_told = true;
+        }
+    }
     let of_step = |id: &StepId| {
         let step = program.steps.get(*id)?;
         let waiting = u64::from(!step.waits.is_empty());
         // Each value is sent by itself.
-        let telling = if told.contains(id) { step.writes.len().max(1) as u64 } else { 0 };
+        let telling = if is_told[id.index()] { step.writes.len().max(1) as u64 } else { 0 };
         Some(waiting + telling + Launches { plan, program, step }.count())
     };
     let of_steps: u64 = lane.steps.iter().filter_map(of_step).sum();
@@ -85,22 +89,13 @@ impl Launches<'_> {
     /// The most of them.
     fn count(&self) -> u64 {
         match &self.step.action {
-            Action::Run(op) => match op {
-                Op::Linear(linear) => self.of_linear(linear),
+            Action::Run(op) => match op.products() {
+                Some(Products::Linear(linear)) => self.of_linear(linear),
                 // What comes to the cache, the parts of a long context, and their merging.
-                Op::Attention(_) => 3,
+                Some(Products::Attention(_)) => 3,
                 // Slots sorted and tiles listed, inputs narrowed, two products, the slots summed.
-                Op::Experts(_) => 6,
-                Op::Embed { .. }
-                | Op::AddPosition { .. }
-                | Op::Norm(_)
-                | Op::Activate(_)
-                | Op::Gate(_)
-                | Op::Add
-                | Op::SigmoidGate
-                | Op::Route { .. }
-                | Op::SelectRows
-                | Op::SoftCap { .. } => 1,
+                Some(Products::Experts(_)) => 6,
+                None => 1,
             },
             // Each value is taken, and added or put in its place.
             Action::Move { .. } => 2 * self.step.reads.len() as u64,
@@ -122,12 +117,8 @@ impl Launches<'_> {
         let (input, output) = (buffer(self.step.reads.first()), buffer(self.step.writes.first()));
         let rows = input.and_then(|input| input.ty.shape.first());
         let rows = rows.map_or(u32::MAX, |rows| rows.size(self.program.max));
-        // A kernel of few rows divides by their root mean square itself; any other input is first brought in its form.
-        let is_normed_inside = linear
-            .norm
-            .as_ref()
-            .is_none_or(|norm| norm.kind == NormKind::Rms && norm.bias.is_none());
-        let is_taken = rows <= UNPACKED_ROWS && !is_narrow(input) && is_normed_inside;
+        // Few rows of f32 are taken as they are; any other input is first brought in its form.
+        let is_taken = rows <= UNPACKED_ROWS && !is_narrow(input) && !is_cast(linear);
         kinds.len() as u64 * if is_taken { 1 } else { 2 } + u64::from(is_narrow(output))
     }
 }

@@ -420,7 +420,7 @@ pub fn broken_loads(
 
 /// Whether the input of few rows is normalised first: kernels do so on the way where the norm is a plain root mean
 /// square.
-fn is_cast(linear: &Linear) -> bool {
+pub(crate) fn is_cast(linear: &Linear) -> bool {
     let norm = linear.norm.as_ref();
     norm.is_some_and(|norm| norm.kind != NormKind::Rms || norm.bias.is_some())
 }

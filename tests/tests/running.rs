@@ -40,6 +40,11 @@ fn distance(a: &[f32], b: &[f32]) -> f32 {
     a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max)
 }
 
+/// Whether two lists of numbers are the same bit for bit.
+fn is_same(a: &[f32], b: &[f32]) -> bool {
+    a.iter().map(|x| x.to_bits()).eq(b.iter().map(|x| x.to_bits()))
+}
+
 #[test]
 fn runs_of_one_plan_are_the_same_bit_for_bit() {
     for shape in Shape::ALL {
@@ -91,7 +96,7 @@ fn captured_runs_of_a_gpu_are_the_same_bit_for_bit() {
             // The second sequence replays what the first one captured.
             let again = engine.advance(&[id]).unwrap().remove(0);
             engine.append(id, &[token]).unwrap();
-            assert!(first.iter().zip(&again).all(|(a, b)| a.to_bits() == b.to_bits()), "{shape:?}");
+            assert!(is_same(first, &again), "{shape:?}");
         }
     }
 }
@@ -144,8 +149,7 @@ fn captured_runs_of_prompts_are_the_same_bit_for_bit() {
             let mut runs = (0..3).map(|_| logits(&mut engine, &[prompt(length)]).remove(0));
             let first = runs.next().unwrap();
             for again in runs {
-                let is_same = first.iter().zip(&again).all(|(a, b)| a.to_bits() == b.to_bits());
-                assert!(is_same, "{shape:?} in {format}, {length} tokens");
+                assert!(is_same(&first, &again), "{shape:?} in {format}, {length} tokens");
             }
         }
     }
@@ -177,9 +181,6 @@ fn captured_runs_of_more_kinds_than_are_held_stay_the_same() {
         given
     });
     assert_eq!(first.len(), 2 * lengths.count());
-    let is_same = |a: &Vec<f32>, b: &Vec<f32>| {
-        a.iter().map(|x| x.to_bits()).eq(b.iter().map(|x| x.to_bits()))
-    };
     for (at, first) in first.iter().enumerate() {
         assert!(is_same(first, &captured[at]) && is_same(first, &again[at]), "run {at}");
     }
