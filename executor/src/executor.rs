@@ -87,11 +87,6 @@ impl Executor {
         self.captures_prompts && pads_prompts(&self.plan)
     }
 
-    /// Number of lanes.
-    pub fn lanes(&self) -> usize {
-        self.lanes.len()
-    }
-
     /// Starts a run of a program and returns at once. Several runs may be under way; each lane works
     /// through them in the order they were started, so a later run sees what an earlier one has cached.
     ///
@@ -103,6 +98,11 @@ impl Executor {
         batch.check(schedule, model.vocabulary, model.block_tokens)?;
         let mut started = self.started.lock().unwrap_or_else(PoisonError::into_inner);
         ensure!(!started.is_stuck(), "some devices never ended an earlier run: start again");
+        // Flags that GPUs raise for each other hold a run's number, and later ones are larger.
+        ensure!(
+            started.count < u32::MAX - 1,
+            "there were as many runs as can be counted: start again"
+        );
         if let Some(recorder) = &self.recorder {
             recorder.start_run(program, &batch);
         }

@@ -427,18 +427,6 @@ impl Fault {
     }
 }
 
-/// The queues that work in any program, in the order of devices.
-pub(crate) fn queues(plan: &Plan) -> Vec<(DeviceId, Queue)> {
-    let mut queues: Vec<_> = plan
-        .programs
-        .iter()
-        .flat_map(|program| program.lanes.iter().map(|lane| (lane.device, lane.queue)))
-        .collect();
-    queues.sort_unstable();
-    queues.dedup();
-    queues
-}
-
 #[cfg(test)]
 mod tests {
     use ir::id::{BufferId, Id as _, Table};

@@ -21,7 +21,7 @@ use crate::fetch::{Fetcher, Homes, Window, fetched};
 use crate::home_caches::HomeCaches;
 use crate::kernels::cpu::isa::Isa;
 use crate::lane::fetching::FetchLane;
-use crate::lane::{Inbox, Lane, queues};
+use crate::lane::{Inbox, Lane};
 use crate::ops::gpu;
 use crate::peers::Peers;
 use crate::run::panic_message;
@@ -185,7 +185,7 @@ pub fn load(
     };
     // When anything fails from here on, the executor ends the lanes that did start.
     let mut executor = Executor::new(Arc::clone(&plan), recorder, options);
-    let queues = queues(&plan);
+    let queues = plan.queues();
     let on = |wanted| queues.iter().filter(move |(_, queue)| *queue == wanted);
     let fetching: Vec<DeviceId> = on(Queue::Copy).map(|&(device, _)| device).collect();
     // A NUMA node may hold weights for GPUs and compute nothing.

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, Result, anyhow, ensure};
+use anyhow::{Context as _, Result, anyhow};
 use burn::tensor::TensorData;
 use ir::id::{Id as _, StepId};
 use ir::plan::{Phase, Plan};
@@ -214,37 +214,37 @@ impl Drop for Presence<'_> {
 }
 
 impl RunHandle {
-    /// Waits for the end of the run.
+    /// Waits for the end of the run; `None`, with lanes in the run still, when `abort` is raised or a lane has failed:
+    /// [`RunHandle::cancel`] tells the failure.
     ///
     /// # Errors
     /// The first failure of any lane: the step, the device and the cause.
-    pub fn wait(self) -> Result<Logits> {
-        self.wait_for_lanes(|| false);
-        self.finish()
+    pub fn wait_unless(&self, abort: &AtomicBool) -> Result<Option<Logits>> {
+        self.wait_for_lanes(|| abort.load(Ordering::Relaxed) || self.run.is_aborted());
+        if self.run.has_ended() { self.finish().map(Some) } else { Ok(None) }
     }
 
-    /// Waits for the end of the run, or ends it when `abort` is raised: then there are no logits, and lanes
-    /// have left the run after the steps they were at.
+    /// Lets lanes leave the run after the steps they are at.
+    pub fn abort(&self) {
+        self.run.abort(Failure::Cancelled);
+    }
+
+    /// Ends the run and waits until its lanes have left it, for a minute at most.
     ///
     /// # Errors
-    /// As [`RunHandle::wait`].
-    pub fn wait_unless(self, abort: &AtomicBool) -> Result<Option<Logits>> {
-        self.wait_for_lanes(|| abort.load(Ordering::Relaxed));
-        if self.run.has_ended() {
-            return self.finish().map(Some);
-        }
-        self.cancel();
-        Ok(None)
-    }
-
-    /// Ends the run and waits until its lanes have left it.
-    pub fn cancel(self) {
-        self.run.abort(Failure::Cancelled);
+    /// The first failure of any lane before that, or when a lane has not left.
+    pub fn cancel(self) -> Result<()> {
+        self.abort();
         self.wait_for_lanes(|| false);
         if let Some(recorder) = &self.recorder {
             recorder.end_run(self.run.number);
         }
         self.run.slots.clear();
+        match self.failure() {
+            Some(Failure::Cancelled) if self.run.has_ended() => Ok(()),
+            Some(failure) => Err(self.error(&failure)),
+            None => Ok(()),
+        }
     }
 
     fn wait_for_lanes(&self, gives_up: impl Fn() -> bool) {
@@ -256,18 +256,28 @@ impl RunHandle {
         }
     }
 
+    fn failure(&self) -> Option<Failure> {
+        self.run.failure.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+
+    fn error(&self, failure: &Failure) -> anyhow::Error {
+        if self.run.has_ended() {
+            anyhow!("{failure}")
+        } else {
+            anyhow!("{failure}; some devices never ended that run: start again")
+        }
+    }
+
     fn finish(&self) -> Result<Logits> {
         let run = &self.run;
         if let Some(recorder) = &self.recorder {
             recorder.end_run(run.number);
         }
         let program = &self.plan.programs[run.program];
-        let failure = run.failure.lock().unwrap_or_else(PoisonError::into_inner).take();
         let output = run.slots.take(program.output);
         run.slots.clear();
-        if let Some(failure) = failure {
-            ensure!(run.has_ended(), "{failure}; some devices never ended that run: start again");
-            return Err(anyhow!("{failure}"));
+        if let Some(failure) = self.failure() {
+            return Err(self.error(&failure));
         }
         if run.may_be_captured {
             self.known.note_end(run.graph_key, run.captures);
@@ -344,4 +354,71 @@ pub(crate) fn panic_message(payload: &(dyn Any + Send)) -> String {
         .cloned()
         .or_else(|| payload.downcast_ref::<&str>().map(ToString::to_string))
         .unwrap_or_else(|| "a panic without a message".into())
+}
+
+#[cfg(test)]
+mod tests {
+    use ::tests::machines::{linked, numa};
+    use ::tests::toys::Toy;
+
+    use super::*;
+
+    /// A run of a toy's first program, of which no lane has begun, failed or cancelled so long ago.
+    fn ended(failure: Option<Failure>, since: Duration) -> RunHandle {
+        let machine = linked(vec![numa(0, 1 << 30)]);
+        let (model, options) = (Toy::llama().model().unwrap(), compiler::Options::default());
+        let plan = compiler::compile(&model, &machine, &options, &mut |_, _| ()).unwrap();
+        let known = Arc::new(KnownGraphs::new(1));
+        let uses = Arc::new(Uses::of(&plan.programs[0]));
+        let run = Run::new(&plan, 0, 0, Batch::default(), (&known, false), &uses);
+        if let Some(failure) = failure {
+            run.aborted.set(Instant::now().checked_sub(since).unwrap()).unwrap();
+            run.abort(failure);
+        }
+        RunHandle {
+            run: Arc::new(run),
+            plan: Arc::new(plan),
+            recorder: None,
+            known,
+            is_crowded: false,
+        }
+    }
+
+    fn broken() -> Failure {
+        Failure::Step { step: "s1".into(), device: "gpu0".into(), cause: "broken".into() }
+    }
+
+    #[test]
+    fn a_failure_is_told_where_another_lane_never_leaves() {
+        let handle = ended(Some(broken()), PATIENCE + Duration::from_secs(1));
+        assert!(handle.wait_unless(&AtomicBool::new(false)).unwrap().is_none());
+        let error = handle.cancel().unwrap_err().to_string();
+        let end = "some devices never ended that run: start again";
+        assert_eq!(error, format!("s1 on gpu0 failed: broken; {end}"));
+        let handle = ended(Some(Failure::Cancelled), PATIENCE + Duration::from_secs(1));
+        assert_eq!(
+            handle.cancel().unwrap_err().to_string(),
+            format!("the run was cancelled; {end}")
+        );
+    }
+
+    #[test]
+    fn a_failure_is_seen_before_all_lanes_have_left() {
+        let handle = ended(Some(broken()), Duration::ZERO);
+        assert!(handle.wait_unless(&AtomicBool::new(false)).unwrap().is_none());
+        drop(handle.run.enter());
+        let error = handle.wait_unless(&AtomicBool::new(false)).unwrap_err();
+        assert_eq!(error.to_string(), "s1 on gpu0 failed: broken");
+    }
+
+    #[test]
+    fn a_run_that_nobody_wants_any_more_goes_on_until_it_is_cancelled() {
+        let handle = ended(None, Duration::ZERO);
+        assert!(handle.wait_unless(&AtomicBool::new(true)).unwrap().is_none());
+        assert!(!handle.run.is_aborted());
+        handle.abort();
+        assert!(handle.run.is_aborted());
+        drop(handle.run.enter());
+        handle.cancel().unwrap();
+    }
 }

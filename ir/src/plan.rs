@@ -1,6 +1,7 @@
 //! The compiler's product and the executor's whole input: `plan.ron`.
 
 use std::cmp::Reverse;
+use std::collections::BTreeSet;
 use std::path::PathBuf;
 
 use anyhow::{Result, ensure};
@@ -431,6 +432,12 @@ impl Plan {
     fn gpu_of(&self, program: &Program, buffer: BufferId) -> Option<DeviceId> {
         let device = program.buffers.get(buffer)?.device;
         self.machine.devices.get(device).filter(|device| device.kind.is_gpu()).map(|_| device)
+    }
+
+    /// The queues that work in any program, in the order of devices. As many runs may be under way at a time, and one more.
+    pub fn queues(&self) -> BTreeSet<(DeviceId, Queue)> {
+        let lanes = self.programs.iter().flat_map(|program| &program.lanes);
+        lanes.map(|lane| (lane.device, lane.queue)).collect()
     }
 
     /// Writes a plan; the same plan gives the same bytes.

@@ -70,16 +70,21 @@ impl Engine {
             ids.iter().filter_map(|id| self.sequences.get(id)).map(|s| s.cached).collect();
         let mut under_way = VecDeque::new();
         let outcome = self.feed_in_runs(ids, wants, abort, &mut under_way, &mut on_row);
-        if !matches!(outcome, Ok(true)) {
-            // What was cached meanwhile is cached again, with the same values.
-            under_way.into_iter().for_each(|pending| pending.handle.cancel());
-            for (id, cached) in ids.iter().zip(cached) {
-                if let Some(sequence) = self.sequences.get_mut(id) {
-                    sequence.cached = cached;
-                }
+        if matches!(outcome, Ok(true)) {
+            return outcome;
+        }
+        // All at once: a lane that leaves one run must not begin the next, and one that never does is waited for once.
+        under_way.iter().for_each(|pending| pending.handle.abort());
+        let ends: Vec<Result<()>> =
+            under_way.into_iter().map(|pending| pending.handle.cancel()).collect();
+        // What was cached meanwhile is cached again, with the same values.
+        for (id, cached) in ids.iter().zip(cached) {
+            if let Some(sequence) = self.sequences.get_mut(id) {
+                sequence.cached = cached;
             }
         }
-        outcome
+        ends.into_iter()
+            .fold(outcome, |outcome, end| outcome.and_then(|is_fed| end.map(|()| is_fed)))
     }
 
     fn feed_in_runs(
@@ -91,7 +96,7 @@ impl Engine {
         on_row: &mut impl FnMut(usize, usize, Row<'_>) -> Result<()>,
     ) -> Result<bool> {
         // Every lane can be at another run, and one more waits so that none idles.
-        let most_under_way = self.executor.lanes() + 1;
+        let most_under_way = self.executor.plan().queues().len() + 1;
         let share = self.share(ids.iter().map(|&id| self.unfed(id)).sum());
         let mut next = 0;
         while next < ids.len() || !under_way.is_empty() {
@@ -100,7 +105,10 @@ impl Engine {
                 continue;
             }
             let Some(Pending { handle, wanted }) = under_way.pop_front() else { break };
-            let Some(logits) = handle.wait_unless(abort)? else { return Ok(false) };
+            let Some(logits) = handle.wait_unless(abort)? else {
+                under_way.push_front(Pending { handle, wanted });
+                return Ok(false);
+            };
             for Wanted { sequence, position, row } in wanted {
                 on_row(sequence, position, logits.row(row))?;
             }
