@@ -1,6 +1,6 @@
 //! Memory of one device: regions that their users touch first, and an arena of buffers used again and again.
 //!
-//! - A region has no pages until it is written to; the thread that writes first decides the node.
+//! - A region has no pages until it is written to; the thread that writes first decides the node, unless it is bound to one.
 //! - Regions of 2 MiB or more are aligned for huge pages and ask for them.
 //! - An arena's buffers lie in one stretch, each in the smallest gap that it fits: runs of other lengths use the pages
 //!   that the largest has touched.
@@ -15,6 +15,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use anyhow::Context as _;
 use burn_std::{AccessError, AccessPolicy, AllocationController, AllocationProperty, Bytes};
 use bytemuck::Pod;
+use hwlocality::Topology;
+use hwlocality::memory::binding::{MemoryBindingFlags, MemoryBindingPolicy};
+use hwlocality::object::TopologyObject;
+use hwlocality::object::types::ObjectType;
 
 /// Size of a huge page on x86-64 and of a block mapping on aarch64 with 4 KiB pages.
 const HUGE_PAGE_BYTES: usize = 2 << 20;
@@ -104,6 +108,22 @@ impl Region {
         }
         let start = NonNull::new(start).context("the system mapped memory at address zero")?;
         Ok(Self { start, bytes, mapping: (base, mapped) })
+    }
+
+    /// Lets the system take these pages, which nobody has touched, from a NUMA node.
+    ///
+    /// # Errors
+    /// When there is no such node, or the system does not do as it is asked to.
+    pub fn bind_to_node(&self, node: u32) -> anyhow::Result<()> {
+        let topology = Topology::new().context("reading the machine's topology")?;
+        let is_it = |found: &&TopologyObject| found.os_index() == Some(node as usize);
+        let found = topology.objects_with_type(ObjectType::NUMANode).find(is_it);
+        let set = found.and_then(TopologyObject::nodeset);
+        let set = set.with_context(|| format!("there is no NUMA node {node}"))?;
+        let (policy, flags) = (MemoryBindingPolicy::Bind, MemoryBindingFlags::empty());
+        topology
+            .bind_memory_area(self.as_slice::<u8>(), set, policy, flags)
+            .with_context(|| format!("binding {} bytes to NUMA node {node}", self.bytes))
     }
 
     /// Size in bytes, as asked for.
@@ -359,8 +379,19 @@ mod tests {
         region.as_mut_slice::<u8>().fill(1);
         let nodes = region.resident_nodes().unwrap();
         assert!(nodes.iter().all(Option::is_some));
-        let topology = hwlocality::Topology::new().unwrap();
-        let numa = hwlocality::object::types::ObjectType::NUMANode;
+        let topology = Topology::new().unwrap();
+        let numa = ObjectType::NUMANode;
+        for node in topology.objects_with_type(numa).filter_map(TopologyObject::os_index) {
+            let mut region = Region::new(1 << 20).unwrap();
+            if let Err(error) = region.bind_to_node(node as u32) {
+                return eprintln!("skipped: {error:#}");
+            }
+            region.as_mut_slice::<u8>().fill(1);
+            let nodes = region.resident_nodes().unwrap();
+            assert!(nodes.iter().all(|&found| found == Some(node as u32)));
+        }
+        let none = Region::new(1 << 20).unwrap().bind_to_node(4321).unwrap_err();
+        assert_eq!(none.to_string(), "there is no NUMA node 4321");
         if topology.objects_with_type(numa).len() < 2 {
             return eprintln!("skipped: this machine has one NUMA node");
         }

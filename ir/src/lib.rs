@@ -16,6 +16,7 @@ pub mod frame;
 pub mod graph;
 pub mod id;
 pub mod layout;
+pub mod letters;
 pub mod machine;
 pub mod model;
 pub mod op;

@@ -8,8 +8,10 @@
 //! what is taken, in one piece, before the first run.
 //! Fetched weights lie in a window of their own, which is as large as the last byte that any of them takes.
 //! A GPU that is used also holds the workspace of its kernels and what the driver takes, captured launches among it.
+//! The NUMA node that its letters lie with holds these, and what the host has taken out of them, too.
 //! Kernels of a NUMA node take scratch memory where its buffers lie, for one step at a time; how much depends on the
 //! processor, and counted is the most that any takes.
+//! What devices hand over may be there of all runs under way: as many as there are queues, and one more.
 
 use std::collections::BTreeSet;
 
@@ -19,6 +21,7 @@ use crate::check::order::{LanePosition, Order};
 use crate::forecast::DeviceForecast;
 use crate::frame::Frame;
 use crate::id::{BufferId, DeviceId, Id as _, StepId, Table};
+use crate::letters;
 use crate::machine::DeviceKind;
 use crate::op::{Experts, Linear, Products};
 use crate::packing::{
@@ -84,6 +87,10 @@ pub fn memory(plan: &Plan) -> Table<DeviceId, DeviceForecast> {
             devices[device].workspace_bytes = devices[device].workspace_bytes.max(bytes);
         }
     }
+    for (gpu, home) in homes_of_letters(plan) {
+        let held = &mut devices[home].workspace_bytes;
+        *held = held.saturating_add(letters::letter_bytes(plan, gpu));
+    }
     for (id, device) in devices.rows_mut().iter_mut().enumerate() {
         let of_captured = captured_bytes(plan, DeviceId::from_index(id));
         device.reserved_bytes = device.reserved_bytes.saturating_add(of_captured);
@@ -97,6 +104,13 @@ pub fn memory(plan: &Plan) -> Table<DeviceId, DeviceForecast> {
         }
     }
     devices
+}
+
+/// Each GPU with the NUMA node that its letters lie with.
+fn homes_of_letters(plan: &Plan) -> impl Iterator<Item = (DeviceId, DeviceId)> {
+    let devices = plan.machine.devices.iter();
+    let gpus = devices.filter(|(_, device)| device.kind.is_gpu()).map(|(id, _)| id);
+    gpus.filter_map(|gpu| Some((gpu, letters::home(plan, gpu)?)))
 }
 
 /// The GPUs that sum with the vendor's library of collectives.
@@ -269,22 +283,34 @@ fn buffer_peaks(plan: &Plan, program: &Program) -> Table<DeviceId, u64> {
             on.push(&held[id]);
         }
     }
+    for (gpu, home) in homes_of_letters(plan) {
+        on[home].extend(letters::sent(plan, program, gpu).into_iter().map(|buffer| &held[buffer]));
+    }
     let order = Order::of(program);
-    on.iter()
-        .map(|(device, held)| {
-            if plan.machine.devices[device].kind.is_gpu() {
-                return Frame::new(plan, program, device).bytes();
-            }
-            let all = held.iter().map(|held| held.bytes).fold(0, u64::saturating_add);
-            let Some(order) = &order else { return all };
-            let lanes = program.lanes.iter().enumerate();
-            // Each lane of the device gives a bound; the lowest holds.
-            lanes
-                .filter(|(_, lane)| lane.device == device && !lane.steps.is_empty())
-                .map(|(lane, Lane { steps, .. })| Clock { lane, steps, order }.peak(held))
-                .fold(all, u64::min)
-        })
-        .collect()
+    let peak = |(device, held): (DeviceId, &Vec<&Held>)| {
+        if plan.machine.devices[device].kind.is_gpu() {
+            return Frame::new(plan, program, device).bytes();
+        }
+        let all = held.iter().map(|held| held.bytes).fold(0, u64::saturating_add);
+        let other_runs = plan.queues().len() as u64;
+        let Some(order) = &order else { return all.saturating_mul(other_runs + 1) };
+        let lanes = program.lanes.iter().enumerate();
+        let clocks: Vec<Clock<'_>> = lanes
+            .filter(|(_, lane)| !lane.steps.is_empty())
+            .map(|(lane, Lane { steps, .. })| Clock { lane, steps, order })
+            .collect();
+        let is_own = |clock: &&Clock<'_>| program.lanes[clock.lane].device == device;
+        // Where no lane is its own it holds what GPUs sent.
+        let has_own = clocks.iter().any(|clock| is_own(&clock));
+        let bound = |clock: &Clock<'_>| {
+            let of_others = clock.of_another_run(held).saturating_mul(other_runs);
+            clock.peak(held).saturating_add(of_others)
+        };
+        // Each lane gives a bound; the lowest holds.
+        let bounds = clocks.iter().filter(|clock| !has_own || is_own(clock)).map(bound);
+        bounds.min().unwrap_or(all)
+    };
+    on.iter().map(peak).collect()
 }
 
 /// Time as one lane tells it: moment `2 i` is before its step `i` starts, `2 i + 1` while the step runs.
@@ -295,6 +321,16 @@ struct Clock<'a> {
 }
 
 impl Clock<'_> {
+    /// Bytes that may be held of a run that the lane has come past, or has yet to come to.
+    fn of_another_run(&self, held: &[&Held]) -> u64 {
+        let end = 2 * self.steps.len();
+        let outlives = |held: &Held| held.freer.is_none_or(|freer| self.last_moment(freer) >= end);
+        let comes_ahead = |writer: StepId| self.first_moment(writer) == 0;
+        let is_there =
+            |held: &&&Held| held.writer.is_some_and(|writer| comes_ahead(writer) || outlives(held));
+        held.iter().filter(is_there).map(|held| held.bytes).fold(0, u64::saturating_add)
+    }
+
     fn peak(&self, held: &[&Held]) -> u64 {
         let moments = 2 * self.steps.len() + 1;
         let mut starts = vec![0u128; moments];

@@ -6,6 +6,7 @@ mod captured;
 mod collectives;
 mod experts;
 mod fetches;
+mod letters;
 mod memory;
 mod moved;
 mod order;

@@ -10,6 +10,7 @@
 #![expect(unsafe_code, reason = "kernels are given addresses of host memory")]
 
 use cubecl::prelude::*;
+use ir::letters::SENDING_CUBES;
 
 use super::addressed::{fence, load_four, look, raise, store_four};
 use super::device::{Gpu, Span};
@@ -19,8 +20,8 @@ use super::words::Four;
 const UNITS: usize = 256;
 /// Bytes that a unit moves at once: values take a multiple of it on both sides.
 pub const UNIT_BYTES: usize = size_of::<[f32; 4]>();
-/// Cubes that send a value at most: 256 KB on their way, more than a link holds.
-pub const POSTING_CUBES: usize = 64;
+/// Cubes that send a value at most.
+const POSTING_CUBES: usize = SENDING_CUBES as usize;
 /// Cubes that take a value at most: twice as many, since the answers of a link take longer.
 const TAKING_CUBES: usize = 128;
 
@@ -160,7 +161,7 @@ mod tests {
     use crate::pinned::Pinned;
 
     /// Bytes of the flags, behind which values start.
-    const FLAGS_BYTES: usize = POSTING_CUBES * size_of::<u32>();
+    const FLAGS_BYTES: usize = ir::letters::SENDING_FLAGS_BYTES as usize;
 
     #[test]
     fn values_wait_for_the_host_and_come_back_whole() {

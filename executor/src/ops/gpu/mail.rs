@@ -16,22 +16,18 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, ensure};
 use cudarc::driver::CudaContext;
 use ir::id::{BufferId, DeviceId, StepId, Table};
-use ir::plan::{Action, Program, Queue};
+use ir::letters::{self, FLAG_BYTES, Places, SENDING_FLAGS_BYTES};
+use ir::machine::DeviceKind;
+use ir::plan::{Action, Plan, Program, Queue};
 
 use super::copies::copy;
 use crate::kernels::gpu::device::{ALIGNMENT, Gpu};
-use crate::kernels::gpu::mail::{POSTING_CUBES, Place, posting_cubes};
+use crate::kernels::gpu::mail::{Place, posting_cubes};
 use crate::memory::Region;
 use crate::peers::Peers;
 use crate::pinned::Pinned;
 use crate::waiting::look_for;
 
-/// Pinned memory up to which every letter of a program has a place of its own.
-const OWN_PLACES_BYTES: usize = 256 << 20;
-/// Bytes from one flag to another that the other side writes: the widest line of any cache.
-const FLAG_BYTES: usize = 128;
-/// Bytes of the flags of a value that a GPU sends.
-const FLAGS_BYTES: usize = POSTING_CUBES * size_of::<u32>();
 /// How long a letter of a GPU is looked for without a system call: longer than a step of a decode.
 const SPINNING: Duration = Duration::from_millis(20);
 /// How long a letter of a GPU is looked for before the device is asked whether it has failed, and the lane whether the
@@ -97,21 +93,24 @@ impl Mail {
     /// # Errors
     /// When that cannot be done.
     pub(super) fn new(
+        plan: &Plan,
         device: DeviceId,
         gpu: &Gpu,
         parts: &[Part<'_>],
         input_bytes: usize,
     ) -> Result<Option<Self>> {
         let Some(ordinal) = gpu.ordinal() else { return Ok(None) };
-        let mut bytes = input_bytes.next_multiple_of(ALIGNMENT);
-        let mut programs: Vec<Letters> =
-            parts.iter().map(|part| Letters::new(part, device, &mut bytes)).collect();
-        // One program runs at a time: values of all start at the same byte.
-        let start = bytes;
-        for (letters, part) in programs.iter_mut().zip(parts) {
-            bytes = bytes.max(letters.place_values(part.program, start));
-        }
+        let (programs, bytes) = lay_out(device, parts, input_bytes);
+        let counted = letters::letter_bytes(plan, device);
+        ensure!(bytes as u64 <= counted, "letters take {bytes} bytes, the plan counts {counted}");
         let region = Region::new(bytes)?;
+        let home = letters::home(plan, device).map(|home| &plan.machine.devices[home].kind);
+        if let Some(&DeviceKind::Numa { node, .. }) = home
+            && let Err(error) = region.bind_to_node(node)
+        {
+            // Anywhere else they are as right.
+            tracing::debug!("letters lie where this thread touches them first: {error:#}");
+        }
         let context = CudaContext::new(ordinal).context("opening the GPU's context")?;
         let pinned = Pinned::new(&context, &region).context("pinning memory for letters")?;
         let pinned = pinned.context("memory for letters is pinned already")?;
@@ -332,12 +331,25 @@ impl Mail {
     }
 }
 
+/// The letters of each program of a GPU, behind `input_bytes` bytes of a run's batch; and the bytes of all.
+fn lay_out(device: DeviceId, parts: &[Part<'_>], input_bytes: usize) -> (Vec<Letters>, usize) {
+    let mut bytes = input_bytes.next_multiple_of(ALIGNMENT);
+    let mut programs: Vec<Letters> =
+        parts.iter().map(|part| Letters::new(part, device, &mut bytes)).collect();
+    // One program runs at a time: values of all start at the same byte.
+    let start = bytes;
+    for (letters, part) in programs.iter_mut().zip(parts) {
+        bytes = bytes.max(letters.place_values(part.program, start));
+    }
+    (programs, bytes)
+}
+
 impl Letters {
     /// The letters of a GPU's compute lane; their flags take memory from byte `end` on.
     fn new(part: &Part<'_>, device: DeviceId, end: &mut usize) -> Self {
-        let mut take = |bytes: usize| {
+        let mut take = |bytes: u64| {
             let start = *end;
-            *end += bytes.next_multiple_of(FLAG_BYTES);
+            *end += bytes.next_multiple_of(FLAG_BYTES) as usize;
             start
         };
         let mut letters = Self::default();
@@ -359,8 +371,9 @@ impl Letters {
                 letters.incoming.insert(id, letter);
             }
             let sent = step.writes.iter().filter(|&&buffer| exported[buffer]);
-            let values: Vec<Sent> =
-                sent.map(|&buffer| Sent { buffer, flags: take(FLAGS_BYTES), place: 0 }).collect();
+            let values: Vec<Sent> = sent
+                .map(|&buffer| Sent { buffer, flags: take(SENDING_FLAGS_BYTES), place: 0 })
+                .collect();
             if awaited[id] || !values.is_empty() {
                 letters.outgoing.insert(id, Outgoing { flag: take(FLAG_BYTES), values });
             }
@@ -370,32 +383,86 @@ impl Letters {
 
     /// Gives values their places from byte `start` on; where they end.
     fn place_values(&mut self, program: &Program, start: usize) -> usize {
-        let bytes = |buffer: BufferId| {
-            (program.buffers[buffer].ty.bytes(program.max) as usize).next_multiple_of(ALIGNMENT)
-        };
-        let incoming = self.incoming.values().flat_map(|letter| &letter.values);
-        let outgoing = self.outgoing.values().flat_map(|letter| &letter.values);
-        let all: usize = incoming.map(|(buffer, _)| bytes(*buffer)).sum::<usize>()
-            + outgoing.map(|sent| bytes(sent.buffer)).sum::<usize>();
-        self.is_shared = all > OWN_PLACES_BYTES;
-        let (mut next, mut end) = (start, start);
-        let letters = self
-            .incoming
-            .values_mut()
-            .map(|letter| letter.values.iter_mut().map(|(id, place)| (*id, place)).collect());
-        let letters = letters.chain(self.outgoing.values_mut().map(|letter| {
+        let incoming = self.incoming.values_mut().map(|letter| {
+            letter.values.iter_mut().map(|(id, place)| (*id, place)).collect::<Vec<_>>()
+        });
+        let outgoing = self.outgoing.values_mut().map(|letter| {
             letter.values.iter_mut().map(|sent| (sent.buffer, &mut sent.place)).collect()
-        }));
-        for values in letters.collect::<Vec<Vec<(BufferId, &mut usize)>>>() {
-            if self.is_shared {
-                next = start;
+        });
+        let letters: Vec<Vec<(BufferId, &mut usize)>> = incoming.chain(outgoing).collect();
+        let bytes =
+            |(buffer, _): &(BufferId, &mut usize)| program.buffers[*buffer].ty.bytes(program.max);
+        let sizes: Vec<Vec<u64>> =
+            letters.iter().map(|values| values.iter().map(bytes).collect()).collect();
+        let places = Places::of(&sizes);
+        for (values, starts) in letters.into_iter().zip(&places.starts) {
+            for ((_, place), &from) in values.into_iter().zip(starts) {
+                *place = start + from as usize;
             }
-            for (buffer, place) in values {
-                *place = next;
-                next += bytes(buffer);
-            }
-            end = end.max(next);
         }
-        end
+        self.is_shared = places.is_shared;
+        start + places.bytes as usize
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use ::tests::machines::{gpu, linked, numa};
+    use ::tests::toys::Toy;
+    use compiler::options::{parse_pipeline, parse_tensor_parallel};
+    use ir::workspace::RunSizes;
+
+    use super::super::stretches::exported;
+    use super::*;
+    use crate::load::{GpuDriver, Options};
+
+    /// The bytes of a GPU's letters where no GPUs reach each other, and whether steps of a program share a place.
+    fn laid_out(plan: &Plan, device: DeviceId) -> (usize, bool) {
+        let options = Options { gpu_driver: GpuDriver::Vulkan, ..Options::default() };
+        let peers = Peers::new(plan, &options);
+        let programs = plan.programs.iter().enumerate();
+        let exported: Vec<_> = programs
+            .clone()
+            .map(|(index, program)| exported(program, device, &peers, index))
+            .collect();
+        let part =
+            |(index, program)| Part { program, index, peers: &peers, exported: &exported[index] };
+        let parts: Vec<Part<'_>> = programs.map(part).collect();
+        let (letters, bytes) = lay_out(device, &parts, RunSizes::of(plan).bytes() as usize);
+        (bytes, letters.iter().any(|letters| letters.is_shared))
+    }
+
+    #[test]
+    fn letters_take_what_the_plan_counts() {
+        let requests = [
+            (1, parse_pipeline("gpu0,numa0").unwrap()),
+            (1, parse_pipeline("numa0,gpu0").unwrap()),
+            (1, parse_tensor_parallel("gpu0,numa0").unwrap()),
+            (2, parse_tensor_parallel("gpu0,gpu1").unwrap()),
+            (2, parse_pipeline("gpu0,gpu1,numa0").unwrap()),
+        ];
+        for (gpus, request) in requests {
+            let devices = (0..gpus).map(|ordinal| gpu(ordinal, 1 << 30));
+            let machine = linked(devices.chain([numa(0, 1 << 30)]).collect());
+            let options = compiler::Options { request, ..compiler::Options::default() };
+            let model = Toy::llama().model().unwrap();
+            let mut plan = compiler::compile(&model, &machine, &options, &mut |_, _| ()).unwrap();
+            for is_large in [false, true] {
+                if is_large {
+                    plan.programs.iter_mut().for_each(|program| program.max.tokens <<= 14);
+                }
+                for device in plan.machine.devices.ids().take(gpus as usize) {
+                    let (bytes, is_shared) = laid_out(&plan, device);
+                    let counted = letters::letter_bytes(&plan, device) as usize;
+                    assert_eq!(is_shared, is_large);
+                    // Of flags more are counted than steps have, and places that fewer letters would have of their own.
+                    let steps = plan.programs.iter().map(|program| program.steps.len()).max();
+                    let flags = 4 * FLAG_BYTES * letters::most_programs(&plan);
+                    let own = if is_large { letters::OWN_PLACES_BYTES } else { 0 };
+                    let most = bytes.max(own as usize) + steps.unwrap() * flags as usize;
+                    assert!((bytes..=most).contains(&counted), "{bytes} of {counted}");
+                }
+            }
+        }
     }
 }

@@ -113,7 +113,7 @@ impl State {
             |(index, program)| Part { program, index, peers: &peers, exported: &exported[index] };
         let parts: Vec<Part<'_>> = plan.programs.iter().enumerate().map(part).collect();
         let inputs = Inputs::new(plan, &mut memory)?;
-        let mail = Mail::new(device, &gpu, &parts, inputs.bytes())?;
+        let mail = Mail::new(plan, device, &gpu, &parts, inputs.bytes())?;
         let window_bytes = counted.fetch_bytes as usize;
         let window = (window_bytes > 0).then(|| memory.take(window_bytes)).transpose();
         let window = window.context("the window of fetched weights")?;
