@@ -254,16 +254,8 @@ fn offers(
         .par_iter()
         .map(|arrangement| offer(task, units, pins, arrangement, blocks))
         .collect();
-    let mut offers = Vec::new();
-    for offer in priced {
-        let is_requested = options.request != Request::Any;
-        match offer {
-            Ok(offer) => offers.push(offer),
-            // A candidate nobody asked for may be impossible: no link, no rate for a format, too few heads.
-            Err(error) if is_requested => return Err(error),
-            Err(_) => (),
-        }
-    }
+    // Some may be impossible: no link, no rate for a format, too few heads, shares that no device computes.
+    let mut offers: Vec<Offer> = priced.into_iter().filter_map(Result::ok).collect();
     if options.request == Request::Any && !offers.iter().any(|offer| fits_gpus(task, offer)) {
         let price = |arrangement: &Arrangement| offer(task, units, pins, arrangement, blocks);
         let sets = match among {
@@ -411,7 +403,8 @@ fn first(task: &Task<'_>, ranks: usize) -> Result<Vec<DeviceId>> {
     Ok(devices)
 }
 
-/// How NUMA nodes become so many devices, with GPUs beside them; nothing where there are none.
+/// How NUMA nodes become so many devices, with GPUs beside them; nothing where there are none, or
+/// they cannot.
 fn advice_to_split(machine: &Machine, ranks: usize) -> String {
     let mut nodes = BTreeSet::new();
     let mut gpus = 0;
@@ -427,6 +420,9 @@ fn advice_to_split(machine: &Machine, ranks: usize) -> String {
         return String::new();
     }
     let parts = (ranks - gpus).div_ceil(nodes.len());
+    if parts > probe::MOST_PARTS as usize {
+        return String::new();
+    }
     format!(
         ": `hybridc probe --split {parts} -o machine.ron` divides its nodes, for --machine machine.ron"
     )

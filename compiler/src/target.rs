@@ -87,7 +87,7 @@ impl Target {
         ensure!(prefill_tokens > 0, "prefill-tokens is 0");
         ensure!(
             !options.plain_bf16 || options.formats.iter().all(|rule| rule.format != Format::Bf12),
-            "--format bf12 asks for bfloat16 in 12 bits and --plain-bf16 for 16: leave one out"
+            "--format bf12 allows bfloat16 in 12 bits and --plain-bf16 forbids it: leave one out"
         );
         check_machine(machine)?;
         let machine = reduced(machine, options)?;
@@ -259,6 +259,16 @@ fn check_machine(machine: &Machine) -> Result<()> {
             ensure!(!cpus.is_empty(), "the machine gives {name} no processor");
             if let Some(cpu) = first_repeated(cpus) {
                 bail!("the machine gives {name} processor {cpu} twice: name each once in its cpus");
+            }
+        }
+        if let DeviceKind::Gpu { ordinal, .. } = device.kind {
+            let is_it = |other: &Device| matches!(other.kind, DeviceKind::Gpu { ordinal: o, .. } if o == ordinal);
+            let other = machine.devices.rows()[..id.index()].iter().find(|other| is_it(other));
+            if let Some(other) = other {
+                bail!(
+                    "the machine gives {} and {name} the same ordinal {ordinal}: each GPU has its own",
+                    other.name
+                );
             }
         }
         ensure!(

@@ -28,7 +28,7 @@ impl<'a> Task<'a> {
     /// Reads the facts from the graph.
     pub(crate) fn new(model: &'a Model, target: &'a Target) -> Self {
         let mut sensitive: Table<WeightId, bool> =
-            model.weights.rows().iter().map(|weight| weight.shape.first() == Some(&1)).collect();
+            model.weights.rows().iter().map(|weight| matches!(*weight.shape, [1, _])).collect();
         let none = || model.weights.rows().iter().map(|_| false).collect::<Table<WeightId, bool>>();
         let (mut narrow, mut tables) = (none(), none());
         let mut partners: Table<WeightId, Option<WeightId>> =

@@ -7,12 +7,12 @@ use compiler::options::{
 use ir::counts::ExpertCounts;
 use ir::graph::Reason;
 use ir::id::{DeviceId, Id as _};
-use ir::machine::{DeviceKind, Machine};
+use ir::machine::{Device, DeviceKind, Machine};
 use ir::op::Op;
 use ir::plan::{Action, Plan};
 use ir::tensor::{DType, Format};
 use tests::machines::{self, gpu, linked, numa};
-use tests::toys::Toy;
+use tests::toys::{FeedForward, Toy};
 
 const GIB: u64 = 1 << 30;
 
@@ -203,6 +203,24 @@ fn a_processor_that_is_named_twice_is_refused() {
 }
 
 #[test]
+fn a_gpu_that_is_named_twice_is_refused() {
+    let again = Device { name: "gpu1".into(), ..gpu(0, GIB) };
+    let machine = linked(vec![gpu(0, GIB), again]);
+    let refused = refusal(&Toy::llama(), &machine, &Options::default());
+    assert!(refused.contains("gives gpu0 and gpu1 the same ordinal 0"), "{refused}");
+}
+
+#[test]
+fn a_stack_of_one_expert_is_held_as_others_are() {
+    let one = FeedForward::Mixture { experts: 1, used: 1, is_shared: true };
+    let formats = vec!["q8".parse().expect("it is a format")];
+    let options = Options { formats, ..Options::default() };
+    let plan = plan(&Toy { feed_forward: one, ..Toy::llama() }, &machines::two_numa(), &options);
+    let mut stacks = plan.weights.rows().iter().filter(|weight| weight.shape.len() == 3).peekable();
+    assert!(stacks.peek().is_some() && stacks.all(|stack| stack.format == Format::Q8));
+}
+
+#[test]
 fn a_pin_that_cannot_be_is_refused() {
     let machine = machines::two_numa();
     let options = |pin: &str| {
@@ -312,6 +330,25 @@ fn ranks_are_gpus_first_then_nodes() {
         "4 ranks need as many devices; the machine has 3: `hybridc probe --split 2 -o machine.ron` divides its nodes, \
          for --machine machine.ron"
     );
+    let too_many = parse_tensor_parallel("200").expect("it is a request");
+    let refusal = self::refusal(&toy, &machine, &options(too_many));
+    assert_eq!(refusal, "200 ranks need as many devices; the machine has 3");
+}
+
+/// Heads of 100 features in 16 bits are no whole loads of 16 bytes, two of them are.
+#[test]
+fn gpus_share_heads_in_parts_that_they_multiply() {
+    let toy = Toy { heads: 32, kv_heads: 32, head_dim: 100, stored: DType::Bf16, ..Toy::llama() };
+    let mut machine = linked((0..3).map(|ordinal| gpu(ordinal, GIB)).collect());
+    for (ordinal, device) in (0..).zip(machine.devices.rows_mut()) {
+        device.kind =
+            DeviceKind::Gpu { ordinal, reserved_bytes: 0, library_bytes: 256, launch_bytes: 0 };
+    }
+    // By these parts alone 13, 13 and 6 of 32.
+    let request = parse_tensor_parallel("gpu0:2,gpu1:2,gpu2:1").expect("it is a request");
+    let plan = plan(&toy, &machine, &Options { request, ..Options::default() });
+    let heads = plan.caches.rows().iter().map(|cache| cache.kv_heads);
+    assert!(heads.clone().sum::<u32>() == 2 * 32 && heads.clone().all(|heads| heads % 2 == 0));
 }
 
 #[test]

@@ -105,7 +105,9 @@ fn what_gpus_cannot_multiply_stays_beside_them() {
     let expected = "gpu0 does not multiply rows of 100 features in bf16";
     assert!(format!("{refusal:#}").contains(expected), "{refusal:#}");
     compiled(on_gpu, 8).expect("few rows are multiplied with matrices as they lie");
-    compiled(Request::Any, 64).expect("NUMA nodes multiply anything");
+    let any = compiled(Request::Any, 64).expect("NUMA nodes multiply anything");
+    let mut candidates = any.forecast.candidates.iter();
+    assert!(candidates.any(|candidate| candidate.name.contains("beside gpu0")), "the GPU attends");
 }
 
 #[test]

@@ -9,7 +9,7 @@ use compiler::options::{CountedExperts, Objective, parse_tensor_parallel};
 use ir::counts::{ExpertCounts, VERSION};
 use ir::graph::Reason;
 use ir::id::{DeviceId, Id as _, StepId};
-use ir::machine::{Device, Link, Machine};
+use ir::machine::{Device, DeviceKind, Link, Machine};
 use ir::model::Model;
 use ir::op::Op;
 use ir::plan::{Action, Phase, Plan, Program, Queue};
@@ -212,6 +212,9 @@ fn a_small_gpu_beside_a_large_one_is_no_loss() {
         memory_bytes: 2_200_000_000,
         ..machine.devices[first].clone()
     });
+    if let DeviceKind::Gpu { ordinal, .. } = &mut machine.devices[second].kind {
+        *ordinal = 1;
+    }
     let ends = [(first, second), (second, first), (second, host), (host, second)];
     let like = machine.links[0].clone();
     machine.links.extend(ends.map(|(from, to)| Link { from, to, ..like.clone() }));

@@ -23,7 +23,7 @@ const USABLE_GPU_MEMORY: f64 = 0.985;
 
 /// Parts of a node that are plenty for trying plans; every pair of devices has links, so their number grows with its
 /// square.
-const MOST_PARTS: u32 = 64;
+pub const MOST_PARTS: u32 = 64;
 
 /// This machine: GPUs first, then NUMA nodes with one logical processor a core.
 ///

@@ -56,10 +56,13 @@ pub(super) fn offer(
     };
     let mut plan = plan_of(&arrangement, &batches)?;
     for _ in 0..SHIFTS {
-        if missing(&plan).is_none() || !arrangement.shift_shares(&plan) {
+        let mut shifted = arrangement.clone();
+        if missing(&plan).is_none() || !shifted.shift_shares(&plan) {
             break;
         }
-        plan = plan_of(&arrangement, &batches)?;
+        // Some shares cut what a device then does not compute.
+        let Ok(with_shifted) = plan_of(&shifted, &batches) else { break };
+        (arrangement, plan) = (shifted, with_shifted);
     }
     let missing = missing(&plan);
     let forecast = &plan.forecast.programs;

@@ -49,6 +49,10 @@ fn score(session: &mut Session, ids: &[u32], piece: usize) -> Result<Perplexity>
         let sum = all.nll * all.tokens as f64 + scored.nll * scored.tokens as f64;
         all = Perplexity { tokens, nll: sum / tokens as f64, ..scored };
     }
+    ensure!(
+        all.tokens > 0,
+        "the plan's context of {piece} token predicts nothing: compile it with a longer --context"
+    );
     Ok(all)
 }
 

@@ -20,6 +20,7 @@ impl Search<'_> {
         everything: Offer,
         price: &Price<'_>,
     ) -> Option<(Vec<usize>, Offer)> {
+        // What has no price, because a device does not compute it, fits no more than what lacks memory.
         let offer = |counts: &[usize]| price(&self.arrange(counts, frame, IN_PLACE)).ok();
         let all = self.all();
         let stage_of = |lacking| self.stages.iter().position(|(gpu, _)| *gpu == lacking);
@@ -51,7 +52,7 @@ impl Search<'_> {
         }
         let mut is_tight = vec![false; counts.len()];
         let mut best = loop {
-            let offer = offer(&counts)?;
+            let Some(offer) = offer(&counts) else { return Some((all, everything)) };
             let Some((lacking, bytes)) = offer.candidate.missing else { break (counts, offer) };
             // At least so many blocks have these bytes.
             let blocks =
@@ -79,11 +80,10 @@ impl Search<'_> {
             while best.0[stage] > 0 && best.0.iter().sum::<usize>() > least {
                 let mut fewer = best.0.clone();
                 fewer[stage] -= 1;
-                let offer = offer(&fewer)?;
-                if offer.candidate.missing.is_some() {
-                    break;
+                match offer(&fewer) {
+                    Some(offer) if offer.candidate.missing.is_none() => best = (fewer, offer),
+                    Some(_) | None => break,
                 }
-                best = (fewer, offer);
             }
         }
         Some(best)
