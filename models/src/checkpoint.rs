@@ -5,6 +5,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
+use std::ops::Range;
 use std::path::{Component, Path, PathBuf};
 
 use anyhow::{Context as _, Result, anyhow, bail, ensure};
@@ -82,7 +83,8 @@ impl Checkpoint {
         self.get(name).ok_or_else(|| {
             let count = self.files.len();
             let entrance = self.entrance.display();
-            let is_shard = self.folder.join(INDEX).exists();
+            let index = self.folder.join(INDEX);
+            let is_shard = index.exists() && self.entrance != index;
             if count == 1 && is_shard {
                 anyhow!("{entrance}: tensor {name:?} is missing from this shard; take {INDEX} or the folder")
             } else if count == 1 {
@@ -96,8 +98,14 @@ impl Checkpoint {
     /// Names of tensors that no weight of a model comes from, but for those that checkpoints hold for no use: tables that
     /// follow from the configuration, and the copy of a table that serves as the head, too.
     pub fn unused<'a>(&'a self, model: &Model) -> impl Iterator<Item = &'a str> {
-        const IDLE: [&str; 5] =
-            ["rotary_emb.inv_freq", "lm_head.weight", ".attn.bias", ".masked_bias", "position_ids"];
+        const IDLE: [&str; 6] = [
+            "rotary_emb.inv_freq",
+            "lm_head.weight",
+            ".attn.bias",
+            ".attention.bias",
+            ".masked_bias",
+            "position_ids",
+        ];
         let sources = model.weights.rows().iter().flat_map(|weight| &weight.sources);
         let starts: BTreeSet<(FileId, u64)> =
             sources.map(|source| (source.file, source.offset)).collect();
@@ -113,18 +121,25 @@ impl Checkpoint {
         unused.map(|(name, _)| name.as_str())
     }
 
-    /// Whether two tensors hold the same bytes, as far as [`ir::fingerprint()`] tells.
+    /// Whether two tensors hold the same bytes, all of which are read.
     pub fn same_contents(&self, left: &StoredTensor, right: &StoredTensor) -> Result<bool> {
-        let print = |tensor: &StoredTensor| -> Result<u64> {
-            let contents = map(&self.files[tensor.file].path)?;
-            // The header was read from a file of the same size, but the file may have shrunk since.
-            let (from, to) = (tensor.entry.offset, tensor.entry.offset + tensor.entry.bytes);
-            let bytes = contents.get(from as usize..to as usize);
-            Ok(ir::fingerprint(bytes.context("the checkpoint changed while it was read")?))
+        if left.entry.dtype != right.entry.dtype || left.entry.shape != right.entry.shape {
+            return Ok(false);
+        }
+        let map = |tensor: &StoredTensor| {
+            let file = map(&self.files[tensor.file].path)?;
+            file.advise(Advice::Sequential).context("reading two tensors that may be one")?;
+            anyhow::Ok(file)
         };
-        Ok(left.entry.dtype == right.entry.dtype
-            && left.entry.shape == right.entry.shape
-            && print(left)? == print(right)?)
+        let (left_file, right_file) = (map(left)?, map(right)?);
+        // The headers were read from files of the same size, but these may have shrunk since.
+        let bytes = |file: &Mmap, tensor: &StoredTensor| -> Option<Range<usize>> {
+            let (from, to) = (tensor.entry.offset, tensor.entry.offset + tensor.entry.bytes);
+            (to <= file.len() as u64).then_some(from as usize..to as usize)
+        };
+        let ranges = bytes(&left_file, left).zip(bytes(&right_file, right));
+        let (left, right) = ranges.context("the checkpoint changed while it was read")?;
+        Ok(left_file[left] == right_file[right])
     }
 
     fn read_index(&mut self) -> Result<()> {

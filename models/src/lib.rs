@@ -1,6 +1,7 @@
 //! Checkpoints as they are published, read into the layer graphs that the compiler places.
 //!
-//! - Only headers and configuration are read: no tensor is, except for each file's fingerprint.
+//! - Only headers and configuration are read: no tensor is, except for each file's fingerprint, and for
+//!   two that are one if they are the same.
 //! - Nothing here knows a device.
 //! - Whatever the files hold, the answer is a model or an error that names file and cause.
 

@@ -3,6 +3,7 @@
 #![expect(clippy::unwrap_used, reason = "helpers of tests may panic as tests do")]
 
 use std::fs;
+use std::os::unix::fs::FileExt as _;
 use std::path::Path;
 use std::time::Duration;
 
@@ -268,6 +269,23 @@ fn a_head_stored_once_serves_both_ends() {
         20
     );
     assert_eq!(lowered(|_| ()), 20);
+}
+
+/// However large they are: of files of this size a fingerprint sees samples.
+#[test]
+fn a_head_that_differs_in_one_byte_is_no_copy() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut checkpoint = MadeUp::llama(LlamaShape { vocabulary: 9 << 20, ..LlamaShape::TINY });
+    checkpoint.config["tie_word_embeddings"] = json!(true);
+    checkpoint.tensors.sort_by_key(|(name, ..)| name == "lm_head.weight");
+    checkpoint.write(folder.path(), 1).unwrap();
+    let file = folder.path().join("model.safetensors");
+    let bytes = fs::metadata(&file).unwrap().len();
+    assert!(ir::is_sampled(bytes / 2), "{bytes}");
+    assert_eq!(models::lower(folder.path()).unwrap().weights.len(), 20);
+    let opened = fs::File::options().write(true).open(&file).unwrap();
+    opened.write_all_at(&[1], bytes - 100_000).unwrap();
+    assert_eq!(models::lower(folder.path()).unwrap().weights.len(), 21);
 }
 
 #[test]

@@ -177,7 +177,11 @@ fn prepare(
     command_line::write(&machine_path, machine.to_ron()?.as_bytes())?;
 
     let plan_folder = document.plan_path.parent().unwrap_or(Path::new("."));
-    let checkpoint = plan_folder.join(&plan.model.folder);
+    // One file may lie beside others, and only it is the plan's; of several an index tells.
+    let checkpoint = match plan.files.rows() {
+        [file] => plan_folder.join(&file.path),
+        _ => plan_folder.join(&plan.model.folder),
+    };
     let mut arguments = vec![
         "compile".to_owned(),
         path_text(&checkpoint)?,

@@ -34,7 +34,8 @@ pub fn check_outputs<'a>(
         if inputs.contains(&target) {
             bail!("writing {}: it would replace what is read; name another file", path.display());
         }
-        if target.exists() && is_of_checkpoint(&target) {
+        // Names lead elsewhere in a cache of downloads.
+        if target.exists() && (is_of_checkpoint(path) || is_of_checkpoint(&target)) {
             bail!(
                 "writing {}: a file of this name belongs to a checkpoint; name another file",
                 path.display()
@@ -74,13 +75,22 @@ fn places(path: &Path) -> Result<Option<(PathBuf, PathBuf)>> {
     if fs::metadata(path).is_ok_and(|kind| !kind.is_file() && !kind.is_dir()) {
         return Ok(None);
     }
-    let target = fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
+    let target = fs::canonicalize(path).unwrap_or_else(|_| new_place(path));
     let name = target.file_name().filter(|_| !target.is_dir());
     let name = name.with_context(|| format!("writing {}: it is a folder", path.display()))?;
     let mut name = name.to_owned();
     name.push(format!(".{}", std::process::id()));
     let temporary = target.with_file_name(name);
     Ok(Some((target, temporary)))
+}
+
+/// Where a file that is not there would be, spelt as its folder is.
+fn new_place(path: &Path) -> PathBuf {
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
+    match (fs::canonicalize(folder.unwrap_or(Path::new("."))), path.file_name()) {
+        (Ok(folder), Some(name)) => folder.join(name),
+        (Ok(_) | Err(_), _) => path.to_owned(),
+    }
 }
 
 #[cfg(test)]
@@ -154,7 +164,14 @@ mod tests {
             fs::write(&file, b"text").unwrap();
             assert!(refusal(&[&file]).contains("belongs to a checkpoint"), "{name}");
         }
+        // As caches of downloads hold them.
+        let (blob, name) = (folder.path().join("0f3a"), folder.path().join("tokenizer.json"));
+        fs::write(&blob, b"text").unwrap();
+        symlink(&blob, &name).unwrap();
+        assert!(refusal(&[&name]).contains("belongs to a checkpoint"));
         assert!(refusal(&[&other, &other]).ends_with("two results would go there"));
+        let again = folder.path().join(".").join("other");
+        assert!(refusal(&[&other, &again]).ends_with("two results would go there"));
         check_outputs([other.as_path()], [read.as_path()]).unwrap();
         assert_eq!(fs::read(&read).unwrap(), b"text");
     }

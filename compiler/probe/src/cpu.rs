@@ -1,5 +1,7 @@
 //! NUMA nodes, cores, caches and memory, as hwloc sees them.
 
+use std::path::Path;
+
 use anyhow::{Context as _, Result, ensure};
 use hwlocality::Topology;
 use hwlocality::object::TopologyObject;
@@ -119,8 +121,8 @@ fn data_cache(object: &TopologyObject) -> Option<DataCache> {
 ///
 /// Sandboxes tell of a node only the memory that has been used so far, and of the system all there is.
 fn limit_memory(nodes: &mut [Node]) {
-    let limit: Option<u64> =
-        kernel_file("/sys/fs/cgroup/memory.max").ok().and_then(|text| text.parse().ok());
+    let groups = kernel_file("/proc/self/cgroup").unwrap_or_default();
+    let limit = memory_limit(&groups, Path::new("/sys/fs/cgroup"));
     let system = kernel_file("/proc/meminfo").ok().and_then(|text| total_bytes(&text));
     let told: u64 = nodes.iter().map(|node| node.memory_bytes).sum();
     let total = told.max(system.unwrap_or(0)).min(limit.unwrap_or(u64::MAX));
@@ -130,6 +132,29 @@ fn limit_memory(nodes: &mut [Node]) {
             node.memory_bytes = (total as f64 * share) as u64;
         }
     }
+}
+
+/// The least memory that the control groups of a process, as `/proc/self/cgroup` lists them, and those around them may
+/// take. Inside a container the outermost is the container's, whatever path the list names.
+fn memory_limit(groups: &str, mounted: &Path) -> Option<u64> {
+    let limit = |folder: &Path, name: &str| {
+        // Beyond what there is, or the word `max`, where nothing is limited.
+        std::fs::read_to_string(folder.join(name)).ok()?.trim().parse::<u64>().ok()
+    };
+    let least = |line: &str| {
+        let [_, controllers, path] = line.splitn(3, ':').collect::<Vec<_>>().try_into().ok()?;
+        let (root, name) = match controllers {
+            "" => (mounted.to_owned(), "memory.max"),
+            _ if controllers.split(',').any(|controller| controller == "memory") => {
+                (mounted.join("memory"), "memory.limit_in_bytes")
+            }
+            _ => return None,
+        };
+        let inside = root.join(path.trim_start_matches('/'));
+        let around = inside.ancestors().take_while(|folder| folder.starts_with(&root));
+        around.filter_map(|folder| limit(folder, name)).min()
+    };
+    groups.lines().filter_map(least).min()
 }
 
 /// The system's memory, as `/proc/meminfo` tells it.
@@ -158,4 +183,36 @@ fn field<'a>(cpuinfo: &'a str, name: &str) -> Option<&'a str> {
         .filter_map(|line| line.split_once(':'))
         .find(|(key, _)| key.trim() == name)
         .map(|(_, value)| value.trim())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+
+    #[test]
+    fn the_least_limit_around_a_process_holds() {
+        let mounted = tempfile::tempdir().unwrap();
+        let write = |path: &str, text: &str| {
+            let file = mounted.path().join(path);
+            fs::create_dir_all(file.parent().unwrap()).unwrap();
+            fs::write(file, text).unwrap();
+        };
+        let found = |groups: &str| memory_limit(groups, mounted.path());
+        assert_eq!(found("0::/"), None);
+        write("memory.max", "max\n");
+        write("jobs/memory.max", "4096\n");
+        write("jobs/step/memory.max", "max\n");
+        write("jobs/more/memory.max", "512\n");
+        assert_eq!(found("0::/jobs/step\n"), Some(4096));
+        assert_eq!(found("0::/jobs/more"), Some(512));
+        // A path of the host, of which a container sees nothing but its own group.
+        assert_eq!(found("0::/elsewhere"), None);
+        write("memory.max", "65536");
+        assert_eq!(found("0::/elsewhere/inside"), Some(65536));
+        write("memory/memory.limit_in_bytes", "1024");
+        assert_eq!(found("5:cpu,memory:/docker/1\n1:cpuset:/\n"), Some(1024));
+        assert_eq!(found("12:hugetlb:/jobs/more"), None);
+    }
 }

@@ -1,5 +1,11 @@
-//! GPUs, as NVIDIA's management library sees them.
+//! GPUs, numbered as the driver numbers them for programs, and what its management library knows of each.
+//!
+//! - The management library lists all GPUs by their slots. Programs see those that `CUDA_VISIBLE_DEVICES` names, or all,
+//!   the fastest first; so GPUs are asked for by slot.
 
+#![expect(unsafe_code, reason = "the driver is asked through its C interface")]
+
+use cudarc::driver::{result, sys};
 use nvml_wrapper::Nvml;
 use nvml_wrapper::enum_wrappers::device::Clock;
 
@@ -22,15 +28,21 @@ pub(crate) struct Gpu {
     pub(crate) has_nvlink: bool,
 }
 
-/// All GPUs; none where there is no driver.
+/// All GPUs that programs see; none where there is no driver.
 pub(crate) fn read() -> Vec<Gpu> {
+    // SAFETY: looks for a library.
+    let is_there = unsafe { sys::is_culib_present() };
+    if !is_there || result::init().is_err() {
+        return Vec::new();
+    }
     let Ok(nvml) = Nvml::init() else { return Vec::new() };
-    let count = nvml.device_count().unwrap_or(0);
-    (0..count).filter_map(|ordinal| gpu(&nvml, ordinal)).collect()
+    let count = result::device::get_count().unwrap_or(0);
+    (0..count.cast_unsigned()).filter_map(|ordinal| gpu(&nvml, ordinal)).collect()
 }
 
 fn gpu(nvml: &Nvml, ordinal: u32) -> Option<Gpu> {
-    let device = nvml.device_by_index(ordinal).ok()?;
+    let Seen { name, slot, memory_bytes } = Seen::of(ordinal)?;
+    let device = nvml.device_by_pci_bus_id(slot).ok()?;
     let hertz = |clock| device.max_clock_info(clock).ok().map(|mega| f64::from(mega) * 1e6);
     let width_bytes = device.memory_bus_width().ok().map(|bits| f64::from(bits) / 8.0);
     // Two transfers a clock, as the driver states memory clocks.
@@ -42,8 +54,8 @@ fn gpu(nvml: &Nvml, ordinal: u32) -> Option<Gpu> {
     const MOST_NVLINKS: u32 = 18;
     Some(Gpu {
         ordinal,
-        name: device.name().ok()?,
-        memory_bytes: device.memory_info().ok()?.total,
+        name,
+        memory_bytes: whole_or_part(device.memory_info().ok()?.total, memory_bytes),
         memory_bytes_per_sec: memory,
         core_hertz: cores.zip(hertz(Clock::SM)).map(|(cores, hertz)| cores * hertz),
         pcie_bytes_per_sec: pcie_bytes_per_sec(generation, lanes),
@@ -52,8 +64,58 @@ fn gpu(nvml: &Nvml, ordinal: u32) -> Option<Gpu> {
     })
 }
 
+/// A GPU as programs see it.
+struct Seen {
+    name: String,
+    /// Domain, bus and device: `0000:3b:00.0`.
+    slot: String,
+    memory_bytes: u64,
+}
+
+impl Seen {
+    fn of(ordinal: u32) -> Option<Self> {
+        use sys::CUdevice_attribute_enum::{
+            CU_DEVICE_ATTRIBUTE_PCI_BUS_ID, CU_DEVICE_ATTRIBUTE_PCI_DEVICE_ID,
+            CU_DEVICE_ATTRIBUTE_PCI_DOMAIN_ID,
+        };
+        let device = result::device::get(ordinal.cast_signed()).ok()?;
+        // SAFETY: the driver has just named this device.
+        let number = |which| unsafe { result::device::get_attribute(device, which) }.ok();
+        let domain = number(CU_DEVICE_ATTRIBUTE_PCI_DOMAIN_ID)?;
+        let bus = number(CU_DEVICE_ATTRIBUTE_PCI_BUS_ID)?;
+        let place = number(CU_DEVICE_ATTRIBUTE_PCI_DEVICE_ID)?;
+        // SAFETY: as above.
+        let memory_bytes = unsafe { result::device::total_mem(device) }.ok()?;
+        Some(Self {
+            name: result::device::get_name(device).ok()?,
+            slot: format!("{domain:04x}:{bus:02x}:{place:02x}.0"),
+            memory_bytes: memory_bytes as u64,
+        })
+    }
+}
+
+/// The memory of a GPU of which programs see so much: it keeps a little of the whole for itself, and where it is divided
+/// (MIG) a part is much less.
+fn whole_or_part(whole_bytes: u64, seen_bytes: u64) -> u64 {
+    let is_part = seen_bytes < whole_bytes - whole_bytes / 10;
+    if is_part { seen_bytes } else { whole_bytes }
+}
+
 /// A fifth generation slot of 16 lanes carried 55 GB/s from pinned memory on an H200; each generation doubles.
 fn pcie_bytes_per_sec(generation: u32, lanes: u32) -> f64 {
     let generations_back = 5 - generation.min(6) as i32;
     55e9 / 2f64.powi(generations_back) * f64::from(lanes.min(16)) / 16.0
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_part_of_a_gpu_has_its_own_memory() {
+        // The driver keeps 0.43 % of an H200.
+        let whole = 150_754_820_096;
+        assert_eq!(whole_or_part(whole, whole / 10_000 * 9_957), whole);
+        assert_eq!(whole_or_part(whole, whole / 8), whole / 8);
+    }
 }

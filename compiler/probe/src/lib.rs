@@ -58,7 +58,9 @@ pub fn machine(split: Option<u32>) -> Result<Machine> {
 /// Fails when this machine's topology cannot be read.
 pub fn mismatch(machine: &Machine) -> Result<Vec<String>> {
     let processors = Processors::read()?;
-    let gpus = gpu::read();
+    // To ask for them takes a while.
+    let has_gpus = machine.devices.rows().iter().any(|device| device.kind.is_gpu());
+    let gpus = if has_gpus { gpu::read() } else { Vec::new() };
     Ok(differences(machine, &processors, &gpus))
 }
 

@@ -1,5 +1,6 @@
 //! Answering one prompt: streamed as text, or as one JSON object.
 
+use std::fmt;
 use std::io::{ErrorKind, IsTerminal as _, Read as _, Write as _};
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -21,7 +22,7 @@ pub(super) fn run(arguments: AnswerArguments) -> Result<()> {
     arguments.run.check_outputs(records, &arguments.plan)?;
     let opened = Opened::new(plan, &arguments.run, &arguments.sampling.overrides())?;
     let prompt = if is_dialogue {
-        chat::check(&opened)?;
+        chat::check(&opened, arguments.system.as_deref())?;
         None
     } else {
         Some(checked_prompt(&opened, &arguments)?)
@@ -29,11 +30,13 @@ pub(super) fn run(arguments: AnswerArguments) -> Result<()> {
     let mut session = opened.load(&arguments.run, traced)?;
     // Until here an interruption ends the program at once.
     let abort = interrupt_flag()?;
-    match prompt {
-        None => chat::run(&mut session, arguments.system.as_deref(), &abort)?,
-        Some(prompt) => answer(&mut session, &prompt, arguments.json, &abort)?,
-    }
-    session.write_records(arguments.trace.as_deref(), arguments.perfetto.as_deref())?;
+    let answered = match prompt {
+        None => chat::run(&mut session, arguments.system.as_deref(), &abort),
+        Some(prompt) => answer(&mut session, &prompt, arguments.json, &abort),
+    };
+    // What has run until then is recorded, whatever ended it.
+    let recorded = session.write_records(arguments.trace.as_deref(), arguments.perfetto.as_deref());
+    answered.and(recorded)?;
     if abort.load(Ordering::Relaxed) && !is_dialogue {
         // The lanes end with the session; after that the status tells of the interruption.
         drop(session);
@@ -55,11 +58,26 @@ fn answer(session: &mut Session, prompt: &[u32], as_json: bool, abort: &AtomicBo
     Ok(())
 }
 
-/// Writes to standard output at once. A reader that has gone ends the program quietly, as with other filters.
+/// Whoever read standard output has gone, which ends the program quietly, as with other filters.
+#[derive(Debug)]
+pub(super) struct ReaderGone;
+
+impl fmt::Display for ReaderGone {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("nobody reads standard output any more")
+    }
+}
+
+impl std::error::Error for ReaderGone {}
+
+/// Writes to standard output at once.
+///
+/// # Errors
+/// When it cannot be written; [`ReaderGone`] when nobody reads it.
 pub(super) fn print(text: &str) -> Result<()> {
     let mut out = std::io::stdout().lock();
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
-        Err(error) if error.kind() == ErrorKind::BrokenPipe => std::process::exit(0),
+        Err(error) if error.kind() == ErrorKind::BrokenPipe => Err(ReaderGone.into()),
         result => result.context("writing to standard output"),
     }
 }

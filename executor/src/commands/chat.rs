@@ -6,29 +6,35 @@ use anyhow::{Context as _, Result, ensure};
 use rustyline::DefaultEditor;
 use rustyline::error::ReadlineError;
 
+use executor::engine::SequenceId;
 use executor::text::{ChatRequest, message};
+use serde_json::Value;
 
-use super::answer::{print, summary};
-use super::session::{Opened, Session};
+use super::answer::{ReaderGone, print, summary};
+use super::session::{Answer, Opened, Session};
 
 const HELP: &str = "/reset forgets the conversation, /exit or Ctrl-D ends, Ctrl-C stops an answer";
 
 /// Fails where there is nothing to chat with.
-pub(super) fn check(opened: &Opened) -> Result<()> {
+pub(super) fn check(opened: &Opened, system: Option<&str>) -> Result<()> {
     let tokenizer = opened.tokenizer()?;
     ensure!(
         tokenizer.has_chat_template(),
         "the tokenizer has no chat template: continue a text with --prompt instead"
     );
-    let messages = vec![message("user", "")];
+    let messages = beginning(system).chain([message("user", "")]).collect();
     let request = ChatRequest { messages, add_generation_prompt: true, ..Default::default() };
     tokenizer.render_chat(&request).map(drop)
+}
+
+fn beginning(system: Option<&str>) -> impl Iterator<Item = Value> {
+    system.map(|system| message("system", system)).into_iter()
 }
 
 pub(super) fn run(session: &mut Session, system: Option<&str>, abort: &AtomicBool) -> Result<()> {
     let mut editor = DefaultEditor::new().context("opening the terminal")?;
     eprintln!("{HELP}");
-    let beginning: Vec<_> = system.iter().map(|system| message("system", system)).collect();
+    let beginning: Vec<_> = beginning(system).collect();
     let mut messages = beginning.clone();
     let mut sequence = session.engine.open();
     loop {
@@ -54,23 +60,8 @@ pub(super) fn run(session: &mut Session, system: Option<&str>, abort: &AtomicBoo
         }
         // A history the editor cannot keep is no reason to end a conversation.
         let _ = editor.add_history_entry(&line);
-        let request = ChatRequest {
-            messages: messages.clone(),
-            add_generation_prompt: true,
-            ..Default::default()
-        };
-        let ids = session.tokenizer()?.encode_chat(&request)?;
-        // What is cached of an equal beginning need not be fed again; at least one token must be.
-        let same =
-            session.engine.tokens(sequence).iter().zip(&ids).take_while(|(a, b)| a == b).count();
-        session.engine.truncate(sequence, same.min(ids.len().saturating_sub(1)));
-        let kept = session.engine.tokens(sequence).len();
         abort.store(false, Ordering::Relaxed);
-        let answered = session
-            .engine
-            .append(sequence, &ids[kept..])
-            .and_then(|()| session.answer(sequence, abort, print));
-        match answered {
+        match reply(session, sequence, &messages, abort) {
             Ok(answer) => {
                 print("\n")?;
                 eprintln!("{}", summary(&answer));
@@ -79,6 +70,7 @@ pub(super) fn run(session: &mut Session, system: Option<&str>, abort: &AtomicBoo
                     eprintln!("{HELP}");
                 }
             }
+            Err(error) if error.is::<ReaderGone>() => return Err(error),
             // A conversation that has outgrown the context can be begun anew; the program goes on.
             Err(error) => {
                 eprintln!("{error:#}\n{HELP}");
@@ -89,4 +81,25 @@ pub(super) fn run(session: &mut Session, system: Option<&str>, abort: &AtomicBoo
         }
         abort.store(false, Ordering::Relaxed);
     }
+}
+
+/// Continues a conversation, whose beginning the sequence holds.
+fn reply(
+    session: &mut Session,
+    sequence: SequenceId,
+    messages: &[Value],
+    abort: &AtomicBool,
+) -> Result<Answer> {
+    let request = ChatRequest {
+        messages: messages.to_vec(),
+        add_generation_prompt: true,
+        ..Default::default()
+    };
+    let ids = session.tokenizer()?.encode_chat(&request)?;
+    // What is cached of an equal beginning need not be fed again; at least one token must be.
+    let same = session.engine.tokens(sequence).iter().zip(&ids).take_while(|(a, b)| a == b).count();
+    session.engine.truncate(sequence, same.min(ids.len().saturating_sub(1)));
+    let kept = session.engine.tokens(sequence).len();
+    session.engine.append(sequence, &ids[kept..])?;
+    session.answer(sequence, abort, print)
 }

@@ -218,12 +218,16 @@ struct CalibrateArguments {
 impl Cli {
     /// Does what was asked for.
     pub(crate) fn run(self) -> Result<()> {
-        match self.command {
+        let outcome = match self.command {
             None => answer::run(self.answer),
             Some(Command::Perplexity(arguments)) => perplexity::run(arguments),
             Some(Command::Bench(arguments)) => bench::run(arguments),
             Some(Command::Features(arguments)) => features::run(arguments),
             Some(Command::Calibrate(arguments)) => calibrate::run(arguments),
+        };
+        match outcome {
+            Err(error) if error.is::<answer::ReaderGone>() => Ok(()),
+            outcome => outcome,
         }
     }
 }

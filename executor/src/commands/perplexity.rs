@@ -1,5 +1,6 @@
 //! `perplexity`: how well a plan predicts a text.
 
+use std::ops::Range;
 use std::path::Path;
 
 use anyhow::{Context as _, Result, bail, ensure};
@@ -40,11 +41,9 @@ pub(super) fn run(arguments: PerplexityArguments) -> Result<()> {
 /// Scores tokens in pieces of so many, each by itself.
 fn score(session: &mut Session, ids: &[u32], piece: usize) -> Result<Perplexity> {
     ensure!(!ids.is_empty(), "there are no tokens to score");
-    // A piece of one token predicts nothing; a text of one is refused.
-    let pieces = ids.chunks(piece).filter(|piece| piece.len() > 1 || ids.len() == 1);
     let mut all = Perplexity { tokens: 0, nll: 0.0, last_logits: Vec::new() };
-    for piece in pieces {
-        let scored = session.engine.perplexity(piece)?;
+    for piece in pieces(ids.len(), piece) {
+        let scored = session.engine.perplexity(&ids[piece])?;
         let tokens = all.tokens + scored.tokens;
         let sum = all.nll * all.tokens as f64 + scored.nll * scored.tokens as f64;
         all = Perplexity { tokens, nll: sum / tokens as f64, ..scored };
@@ -54,6 +53,21 @@ fn score(session: &mut Session, ids: &[u32], piece: usize) -> Result<Perplexity>
         "the plan's context of {piece} token predicts nothing: compile it with a longer --context"
     );
     Ok(all)
+}
+
+/// Pieces of a text of so many tokens, each of `most` at most. One of one token predicts nothing, so the last takes a
+/// token from the one before where it would be left with one, and others are left out; a text of one is refused.
+fn pieces(tokens: usize, most: usize) -> Vec<Range<usize>> {
+    let mut starts: Vec<usize> = (0..tokens).step_by(most).collect();
+    if let [_, .., last] = starts.as_mut_slice()
+        && *last + 1 == tokens
+        && most > 1
+    {
+        *last -= 1;
+    }
+    let ends = starts.iter().skip(1).copied().chain([tokens]);
+    let pieces = starts.iter().zip(ends).map(|(&start, end)| start..end);
+    pieces.filter(|piece| piece.len() > 1 || tokens == 1).collect()
 }
 
 fn read(path: &Path) -> Result<String> {
@@ -80,4 +94,19 @@ fn read_ids(path: &Path) -> Result<Vec<u32>> {
     list.iter()
         .map(|value| id(value).with_context(|| format!("{name}: {value} is no token id")))
         .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::pieces;
+
+    #[test]
+    fn pieces_predict_something_and_the_last_holds_the_last_token() {
+        assert_eq!(pieces(8, 4), [0..4, 4..8]);
+        assert_eq!(pieces(9, 4), [0..4, 4..7, 7..9]);
+        assert_eq!(pieces(3, 2), [1..3]);
+        assert_eq!(pieces(5, usize::MAX), [0..5]);
+        assert_eq!(pieces(1, 4), [0..1]);
+        assert!(pieces(3, 1).is_empty());
+    }
 }

@@ -76,6 +76,8 @@ impl Sampler {
         };
         let candidates = list.logits.iter().zip(list.ids).map(|(&logit, &id)| {
             let id = id as u32;
+            // The device has no infinities.
+            let logit = if logit <= IMPOSSIBLE { f32::NEG_INFINITY } else { logit };
             Candidate { id, weight: if is_seen(id) { self.penalised(logit) } else { logit } }
         });
         let mut candidates: Vec<Candidate> = candidates.collect();

@@ -48,7 +48,10 @@ impl TextStream {
         }
         self.window.push(id);
         match tokenizer.byte(id) {
-            None => self.advance(tokenizer),
+            None => {
+                let text = self.advance(tokenizer)?;
+                Ok(text + &self.end_in_what_waits(tokenizer)?)
+            }
             Some(byte) if self.stops.may_end_with(byte) => self.end_in_bytes(tokenizer),
             Some(_) => Ok(String::new()),
         }
@@ -85,16 +88,32 @@ impl TextStream {
         }
     }
 
+    /// Returns what waits for a next token if a stop string is in it already: before half a character, or before spaces
+    /// that may be cleaned up.
+    fn end_in_what_waits(&mut self, tokenizer: &Tokenizer) -> Result<String> {
+        let waits = self.window.len() > self.context || !self.uncleaned.is_empty();
+        if !waits || self.stops.strings.is_empty() || self.stopped().is_some() {
+            return Ok(String::new());
+        }
+        let mut ahead = self.clone();
+        let text = ahead.finish(tokenizer)?;
+        Ok(self.adopt_if_stopped(ahead, text))
+    }
+
+    fn adopt_if_stopped(&mut self, ahead: Self, text: String) -> String {
+        if ahead.stopped().is_none() {
+            return String::new();
+        }
+        *self = ahead;
+        text
+    }
+
     /// Returns the text of a run of bytes if a stop string ends in it, after which no byte can
     /// make the run malformed any more.
     fn end_in_bytes(&mut self, tokenizer: &Tokenizer) -> Result<String> {
         let mut ahead = self.clone();
         let text = ahead.advance(tokenizer)?;
-        if ahead.stopped().is_none() {
-            return Ok(String::new());
-        }
-        *self = ahead;
-        Ok(text)
+        Ok(self.adopt_if_stopped(ahead, text))
     }
 
     /// Returns the text of the window that is certain.

@@ -200,13 +200,15 @@ fn tokens_of_the_configuration_are_added() {
         "added_tokens_decoder": {
             "10": { "content": "<|b|>", "special": false },
             "9": { "content": "<|a|>", "special": true },
+            "11": { "content": "<|c|>", "special": false },
         },
+        "additional_special_tokens": ["<|c|>"],
     });
     fs::write(folder.path().join("tokenizer_config.json"), config.to_string()).unwrap();
     let tokenizer = Tokenizer::load(folder.path()).unwrap();
     assert_eq!(tokenizer.special_token("eos_token"), Some("<|endoftext|>"));
-    let ids = tokenizer.encode("<|a|><|b|><|pad|>", true).unwrap();
-    assert_eq!(ids, [768, 769, 770]);
+    let ids = tokenizer.encode("<|a|><|b|><|c|><|pad|>", true).unwrap();
+    assert_eq!(ids, [768, 769, 770, 771]);
     assert_eq!(tokenizer.decode(&ids, true).unwrap(), "<|b|>");
 }
 
@@ -341,6 +343,12 @@ fn spaces_are_cleaned_up_where_the_configuration_asks() {
     assert_eq!(plain.decode(&ids, true).unwrap(), "it ' s do n't go , he said .");
     let cleaned = load(true);
     assert_eq!(cleaned.decode(&ids, true).unwrap(), "it's don't go, he said.");
+    // A stop string is found although what it ends in may be cleaned up.
+    let found = |stop: &str| stopped_after(&cleaned, stop, &ids);
+    assert_eq!(found(","), ("it's don't go".to_owned(), Some(7)));
+    assert_eq!(found("."), ("it's don't go, he said".to_owned(), Some(10)));
+    assert_eq!(found("said"), ("it's don't go, he ".to_owned(), Some(9)));
+    assert_eq!(found(" ."), ("it's don't go, he said.".to_owned(), None));
 }
 
 proptest! {

@@ -237,12 +237,18 @@ fn add_configured_tokens(
     config: &Map<String, Value>,
     special_tokens: &Map<String, Value>,
 ) {
+    let listed = ["additional_special_tokens", "extra_special_tokens"]
+        .into_iter()
+        .filter_map(|name| config.get(name)?.as_array())
+        .flatten();
+    let named: Vec<&str> = special_tokens.values().chain(listed).filter_map(token_text).collect();
     let mut added: Vec<(u32, AddedToken)> = Vec::new();
     if let Some(Value::Object(entries)) = config.get("added_tokens_decoder") {
         for (id, entry) in entries {
             if let (Ok(id), Some(text)) = (id.parse(), token_text(entry)) {
                 let flag = |name: &str| entry.get(name).and_then(Value::as_bool).unwrap_or(false);
-                let token = AddedToken::from(text, flag("special"))
+                // A token that is named as special is, whatever its entry says.
+                let token = AddedToken::from(text, flag("special") || named.contains(&text))
                     .single_word(flag("single_word"))
                     .lstrip(flag("lstrip"))
                     .rstrip(flag("rstrip"))
@@ -255,11 +261,7 @@ fn add_configured_tokens(
     added.sort_by_key(|(id, _)| *id);
     let mut tokens: Vec<AddedToken> = added.into_iter().map(|(_, token)| token).collect();
 
-    let listed = ["additional_special_tokens", "extra_special_tokens"]
-        .into_iter()
-        .filter_map(|name| config.get(name)?.as_array())
-        .flatten();
-    for text in special_tokens.values().chain(listed).filter_map(token_text) {
+    for text in named {
         let known = tokens.iter().any(|token| token.content == text)
             || tokenizer.get_added_vocabulary().get_vocab().contains_key(text);
         if !known {
