@@ -25,8 +25,9 @@ fi
 # Each in a process of its own, some at a time: most of what they take is the compiling of kernels, on one core each.
 # Processes that fill one cache of compiled kernels at the same time can lose a launch, so each has its own.
 for test in "${tests[@]}"; do
-  "$test" --list --format terse "${names[@]}" | sed -n 's/: test$//p' | sed "s|^|$test |"
-done | xargs -P "$(($(nproc) / 2 + 1))" -L 1 sh -c '
+  "$test" --list --format terse "${names[@]}" | sed -n 's/: test$//p' |
+    while read -r name; do printf '%s\0%s\0' "$test" "$name"; done
+done | xargs -0 -P "$(($(nproc) / 2 + 1))" -n 2 sh -c '
   export XDG_CACHE_HOME=$(mktemp -d); trap "rm -rf $XDG_CACHE_HOME" EXIT
   output=$("$0" --exact "$1" 2>&1) && echo "$1: ok" || { echo "$1: failed"; echo "$output"; exit 1; }'
 folder=$(mktemp -d)

@@ -1,6 +1,6 @@
 """llama_cpp_bench.py FILE.gguf THREADS PREFILL DECODE DEPTH: one round of llama.cpp, as one JSON line.
 
-Prefills PREFILL tokens and decodes DECODE more after DEPTH tokens of context. Tokenising and sampling are
+Prefills PREFILL tokens and decodes DECODE more after DEPTH tokens of context, PREFILL at least. Tokenising and sampling are
 outside the times, as in llama-bench. Needs llama-cpp-python from pip, which compiles llama.cpp for this processor.
 """
 

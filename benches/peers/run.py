@@ -60,13 +60,13 @@ def main():
         for form in arguments.formats.split(","):
             plan = compile_plan(arguments, folder, form, 1)
             model = folder / f"{form}.gguf"
-            rows = {"prefill 512": ([], []), "decode 64": ([], []), "decode 32 after 4096": ([], [])}
+            rows = {"prefill 512": ([], []), "decode 64 after 512": ([], []), "decode 32 after 4096": ([], [])}
             for _ in range(arguments.rounds):
                 for side, run in ((0, ours), (1, theirs)):
                     target = model if side else plan
-                    prefill, decode = run(arguments, target, 512, 64, 0)
+                    prefill, decode = run(arguments, target, 512, 64, 512)
                     rows["prefill 512"][side].append(prefill)
-                    rows["decode 64"][side].append(decode)
+                    rows["decode 64 after 512"][side].append(decode)
                     rows["decode 32 after 4096"][side].append(run(arguments, target, 0, 32, 4096)[1])
             for test, (mine, peer) in rows.items():
                 a, b = median(mine), median(peer)

@@ -121,7 +121,7 @@ impl Executor {
 
     /// What was recorded until now; `None` where nothing is.
     pub fn trace(&self) -> Option<Trace> {
-        self.recorder.as_ref().map(|recorder| recorder.trace().clone())
+        self.recorder.as_ref().map(|recorder| recorder.trace())
     }
 }
 

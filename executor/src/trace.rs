@@ -1,6 +1,6 @@
 //! Recording what happened when: spans of steps, for `trace.ron` and for ui.perfetto.dev.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
@@ -15,14 +15,21 @@ use crate::batch::Batch;
 /// Collects spans while an executor runs.
 pub(crate) struct Recorder {
     start: Instant,
-    trace: Mutex<Trace>,
+    recorded: Mutex<Recorded>,
+}
+
+struct Recorded {
+    trace: Trace,
+    /// Runs that wait for those before them, as far as is known: none of their steps has been added.
+    waiting: BTreeSet<u32>,
 }
 
 impl Recorder {
     /// A recorder for the plan whose file has this fingerprint.
     pub(crate) fn new(plan: u64) -> Self {
         let trace = Trace { version: VERSION, plan, ..Trace::default() };
-        Self { start: Instant::now(), trace: Mutex::new(trace) }
+        let recorded = Recorded { trace, waiting: BTreeSet::new() };
+        Self { start: Instant::now(), recorded: Mutex::new(recorded) }
     }
 
     /// Nanoseconds since the trace began.
@@ -33,7 +40,10 @@ impl Recorder {
     /// Notes a run; runs are numbered in the order of these calls.
     pub(crate) fn start_run(&self, program: usize, batch: &Batch) {
         let start = self.now();
-        self.trace().runs.push(TracedRun {
+        let mut recorded = self.recorded();
+        let number = recorded.trace.runs.len() as u32;
+        recorded.waiting.insert(number);
+        recorded.trace.runs.push(TracedRun {
             program: program as u32,
             tokens: batch.fed() as u32,
             sequences: batch.parts().len() as u32,
@@ -46,19 +56,30 @@ impl Recorder {
     /// Notes that a run's logits are there.
     pub(crate) fn end_run(&self, number: u32) {
         let end = self.now();
-        if let Some(run) = self.trace().runs.get_mut(number as usize) {
+        if let Some(run) = self.recorded().trace.runs.get_mut(number as usize) {
             run.end = end;
         }
     }
 
     /// Adds what one lane did in one run, and empties it.
     pub(crate) fn add(&self, spans: &mut Vec<Span>) {
-        self.trace().spans.append(spans);
+        let mut recorded = self.recorded();
+        let Recorded { trace, waiting } = &mut *recorded;
+        for span in &*spans {
+            let Some(run) = trace.runs.get_mut(span.run as usize) else { continue };
+            let is_first = waiting.remove(&span.run);
+            run.start = if is_first { span.start } else { run.start.min(span.start) };
+        }
+        trace.spans.append(spans);
     }
 
     /// What was recorded until now.
-    pub(crate) fn trace(&self) -> MutexGuard<'_, Trace> {
-        self.trace.lock().unwrap_or_else(PoisonError::into_inner)
+    pub(crate) fn trace(&self) -> Trace {
+        self.recorded().trace.clone()
+    }
+
+    fn recorded(&self) -> MutexGuard<'_, Recorded> {
+        self.recorded.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -107,4 +128,34 @@ pub fn perfetto(plan: &Plan, trace: &Trace) -> Result<String> {
 
 fn name_event(track: usize, name: &str) -> Value {
     json!({"ph": "M", "pid": 0, "tid": track, "name": "thread_name", "args": {"name": name}})
+}
+
+#[cfg(test)]
+mod tests {
+    use ir::id::StepId;
+
+    use super::*;
+
+    #[test]
+    fn a_run_starts_with_its_first_step() {
+        let recorder = Recorder::new(7);
+        for _ in 0..3 {
+            recorder.start_run(0, &Batch::default());
+        }
+        let span = |run, start| Span {
+            run,
+            step: StepId::from_index(0),
+            lane: 0,
+            ready: start,
+            start,
+            end: start + 1,
+        };
+        let far = recorder.now() + (1 << 40);
+        recorder.add(&mut vec![span(1, far + 9), span(1, far + 12)]);
+        recorder.add(&mut vec![span(1, far + 5), span(0, far)]);
+        let starts = recorder.trace().runs.iter().map(|run| run.start).collect::<Vec<_>>();
+        assert_eq!(starts[..2], [far, far + 5]);
+        // Of the last nothing is known but when it was asked for.
+        assert!(starts[2] < far);
+    }
 }

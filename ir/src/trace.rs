@@ -35,7 +35,7 @@ pub struct TracedRun {
     pub sequences: u32,
     /// Tokens already cached, over all sequences.
     pub past: u32,
-    /// When it was started.
+    /// When its first step began; of a run without a step, when it was asked for.
     pub start: u64,
     /// When its logits were there.
     pub end: u64,

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use crate::quantity;
-use crate::scene::{Block, Program, Scene, size_text};
+use crate::scene::{Block, Program, Scene, Size, size_text};
 
 /// One line of a comparison.
 #[derive(Clone, Debug, PartialEq)]
@@ -63,20 +63,24 @@ fn compare_times(
     comparison: &mut Comparison,
 ) {
     let (a, b) = (&before.summaries[p], &after.summaries[q]);
-    let name = &before.programs[p].name;
-    let (first, second) = (a.predicted_nanos, b.predicted_nanos);
-    comparison.programs.push(times(format!("{name} predicted"), first, second));
+    let (program, other) = (&before.programs[p], &after.programs[q]);
+    let name = &program.name;
+    let sized = |what: &str, nanos: (u64, u64), (size, other_size): (Size, Size)| {
+        let mut difference = times(format!("{name} {what}"), nanos.0, nanos.1);
+        if size != other_size {
+            difference.before += &format!(" {}", size_text(program, size));
+            difference.after += &format!(" {}", size_text(other, other_size));
+            // Of runs of other sizes, neither is faster.
+            difference.change = difference.change.filter(|_| size.is_like(other_size));
+        }
+        difference
+    };
+    let sizes = (program.predicted_size(), other.predicted_size());
+    comparison.programs.push(sized("predicted", (a.predicted_nanos, b.predicted_nanos), sizes));
     let (Some(first), Some(second)) = (a.measured_nanos, b.measured_nanos) else { return };
-    let mut difference = times(format!("{name} measured"), first, second);
-    if let Some((size, other)) = a.size.zip(b.size)
-        && size != other
-    {
-        difference.before += &format!(" {}", size_text(&before.programs[p], size));
-        difference.after += &format!(" {}", size_text(&after.programs[q], other));
-        // Of runs of other sizes, neither is faster.
-        difference.change = difference.change.filter(|_| size.is_like(other));
-    }
-    comparison.programs.push(difference);
+    // What was measured has a size.
+    let sizes = a.size.zip(b.size).unwrap_or(sizes);
+    comparison.programs.push(sized("measured", (first, second), sizes));
 }
 
 fn compare_devices(before: &Scene, after: &Scene, comparison: &mut Comparison) {
@@ -215,8 +219,14 @@ fn differs(
     let measured = measured.filter(|_| is_measured_alike(first_program, second_program));
     place_text(before, p, a) != place_text(after, q, b)
         || a.weight_bytes != b.weight_bytes
-        || noisy(a.predicted_nanos, b.predicted_nanos)
+        || is_predicted_alike(first_program, second_program)
+            && noisy(a.predicted_nanos, b.predicted_nanos)
         || measured.is_some_and(|(a, b)| noisy(a, b))
+}
+
+/// Whether predicted times are of runs of one size.
+fn is_predicted_alike(first: &Program, second: &Program) -> bool {
+    first.predicted_size().is_like(second.predicted_size())
 }
 
 /// Whether times of blocks are of runs of as many tokens.

@@ -15,12 +15,24 @@ const ACTIVATIONS: Color32 = Color32::from_rgb(225, 195, 90);
 const SCRATCH: Color32 = Color32::from_rgb(130, 130, 130);
 const STAGING: Color32 = Color32::from_rgb(225, 105, 170);
 
+/// `run 3`, or `run 3, each as large as for 512 tokens`: a run of fewer takes less.
+fn run_text(scene: &Scene, number: usize) -> String {
+    let run = scene.runs.get(number);
+    let program = run.and_then(|run| scene.programs.get(run.program));
+    match run.zip(program) {
+        Some((run, program)) if run.tokens < program.max_tokens => {
+            format!("run {number}, each as large as for {} tokens", program.max_tokens)
+        }
+        _ => format!("run {number}"),
+    }
+}
+
 /// Draws the panel.
 pub fn show(ui: &mut Ui, scene: &Scene, view: &mut View) {
     let measured = view.run.and_then(|run| scene.run_memory(run));
     let planned = view.program(scene).map(|program| program.memory.clone());
     let what = match view.run {
-        Some(run) if measured.is_some() => format!("run {run}"),
+        Some(run) if measured.is_some() => run_text(scene, run),
         _ => "the predicted run".to_owned(),
     };
     let curves = measured.or(planned).unwrap_or_default();

@@ -20,17 +20,20 @@ pub fn trace_events(scene: &Scene) -> Value {
         events
             .extend(lane.measured.rows().iter().filter_map(|bar| event(scene, 1, number, bar, 0)));
     }
-    let predicted: Vec<(usize, u64, Option<usize>)> = if scene.runs.is_empty() {
-        vec![(scene.main_program(), 0, None)]
+    // A prediction ends where the next run begins: it may be of more tokens than were run.
+    let nexts = scene.runs.iter().skip(1).map(|run| run.start).chain([u64::MAX]);
+    let predicted: Vec<(usize, u64, u64, Option<usize>)> = if scene.runs.is_empty() {
+        vec![(scene.main_program(), 0, u64::MAX, None)]
     } else {
-        let runs = scene.runs.iter().enumerate();
-        runs.map(|(number, run)| (run.program, run.start, Some(number))).collect()
+        let runs = scene.runs.iter().zip(nexts).enumerate();
+        runs.map(|(number, (run, next))| (run.program, run.start, next, Some(number))).collect()
     };
-    for (program, start, run) in predicted {
+    for (program, start, next, run) in predicted {
         let Some(program) = scene.programs.get(program) else { continue };
+        let most = next.saturating_sub(start);
         for (number, bars) in program.bars.iter().enumerate() {
-            for bar in bars.rows() {
-                let bar = Bar { run: run.unwrap_or(0) as u32, ..*bar };
+            for bar in bars.rows().iter().filter(|bar| bar.start < most) {
+                let bar = Bar { run: run.unwrap_or(0) as u32, end: bar.end.min(most), ..*bar };
                 events.extend(event(scene, 2, number, &bar, start));
             }
         }

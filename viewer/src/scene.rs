@@ -143,12 +143,14 @@ pub struct Run {
     pub sequences: u32,
     /// Tokens cached before.
     pub past: u32,
-    /// When it was started.
+    /// When its first step began.
     pub start: u64,
     /// When its logits were there.
     pub end: u64,
     /// When each step of the program ran.
     pub times: Vec<Option<Times>>,
+    /// Whether all of them did. What ended early measures nothing.
+    pub is_whole: bool,
 }
 
 /// A placement that was priced.
@@ -204,9 +206,18 @@ impl Scene {
             .map(|(index, _)| index)
     }
 
+    /// Whether a program has runs that came to their end.
+    pub fn is_measured(&self, program: usize) -> bool {
+        self.whole_runs_of(program).next().is_some()
+    }
+
+    fn whole_runs_of(&self, program: usize) -> impl Iterator<Item = usize> + '_ {
+        self.runs_of(program).filter(|&run| self.runs[run].is_whole)
+    }
+
     /// The run of a program that took the median time, among those at full size if there are any.
     pub fn typical_run(&self, program: usize) -> Option<usize> {
-        let all: Vec<usize> = self.runs_of(program).collect();
+        let all: Vec<usize> = self.whole_runs_of(program).collect();
         let most = all.iter().map(|&run| self.runs[run].tokens).max()?;
         let mut largest: Vec<usize> =
             all.into_iter().filter(|&run| self.runs[run].tokens == most).collect();
@@ -299,6 +310,7 @@ impl Scene {
                 start: run.start,
                 end: run.end.max(run.start),
                 times: vec![None; steps],
+                is_whole: false,
             });
             self.trace_end = self.trace_end.max(run.end);
         }
@@ -319,6 +331,18 @@ impl Scene {
             self.findings.push(format!(
                 "the trace names {strays} steps or programs that the plan lacks or that ran twice in a run"
             ));
+        }
+        for run in &mut self.runs {
+            run.is_whole = run.times.iter().all(Option::is_some);
+        }
+        let ended_early = self.runs.iter().filter(|run| !run.is_whole).count();
+        if ended_early > 0 {
+            let runs = if ended_early == 1 {
+                "run ended early and counts"
+            } else {
+                "runs ended early and count"
+            };
+            self.findings.push(format!("{ended_early} {runs} for no time"));
         }
         bars::measured(self);
         steps::measure(self);

@@ -201,7 +201,7 @@ fn draw_lanes(ui: &Ui, scene: &Scene, view: &mut View, frame: &Frame) {
             continue;
         }
         draw_lane_name(ui, scene, view, number, row, &timing);
-        let measured = !scene.runs.is_empty();
+        let measured = scene.is_measured(view.program);
         let share = if measured { 0.40 } else { 0.90 };
         let above = Rect::from_min_max(
             row.min + vec2(0.0, 2.0),
@@ -238,7 +238,9 @@ fn draw_lanes(ui: &Ui, scene: &Scene, view: &mut View, frame: &Frame) {
         }
         let full = |bar: &Bar| look(bar, view.run == Some(bar.run as usize));
         let strip = Strip { rect: below, bars: &lane.measured, offset: 0 };
-        draw_bars(ui, scene, frame, clip, strip, full);
+        if measured {
+            draw_bars(ui, scene, frame, clip, strip, full);
+        }
         ui.painter().hline(
             ui.max_rect().left()..=row.right(),
             row.bottom(),

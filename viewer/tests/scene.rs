@@ -34,6 +34,30 @@ fn tensor_parallel_layers_count_their_collectives_once() {
 }
 
 #[test]
+fn a_run_that_ended_early_measures_nothing() {
+    let plan = made_up::plan(Wish::new(4, 0, 1, Style::Pipeline));
+    let mut trace = made_up::trace(&plan, 7, 2000);
+    let last = trace.runs.len() as u32 - 1;
+    let (program, before) = {
+        let scene = Scene::new(&plan, Some(&trace), Vec::new());
+        let program = scene.runs[last as usize].program;
+        (program, scene.summaries[program].runs)
+    };
+    assert!(before > 1);
+    // It is cut off after its first step, and long.
+    let mut is_first = true;
+    trace.spans.retain(|span| span.run != last || std::mem::take(&mut is_first));
+    trace.runs[last as usize].end += 1 << 40;
+    let scene = Scene::new(&plan, Some(&trace), Vec::new());
+    assert_eq!(scene.summaries[program].runs, before - 1);
+    assert!(scene.typical_run(program).is_some_and(|run| run as u32 != last));
+    assert!(scene.findings.contains(&"1 run ended early and counts for no time".to_owned()));
+    trace.spans.clear();
+    let scene = Scene::new(&plan, Some(&trace), Vec::new());
+    assert!(!scene.is_measured(program) && scene.typical_run(program).is_none());
+}
+
+#[test]
 fn copies_beside_compute_are_rows_of_their_own() {
     let (_, scene) = scene(Wish::new(4, 1, 1, Style::Streaming), 60);
     insta::assert_snapshot!("streaming", scene.to_string());

@@ -30,9 +30,14 @@ pub fn diff(before: &Plan, after: &Plan) -> String {
     let chosen = |plan: &Plan| plan.forecast.candidates.first().map(|best| best.name.clone());
     fact("placement", chosen(before).unwrap_or_default(), chosen(after).unwrap_or_default());
     for name in program_names(before, after) {
-        let time = |plan: &Plan| {
-            let forecast = plan.forecast.programs.iter().find(|known| known.program == name);
-            forecast.map_or("-".into(), |forecast| nanos(forecast.nanos))
+        let forecast = |plan: &Plan| {
+            plan.forecast.programs.iter().find(|known| known.program == name).cloned()
+        };
+        let is_of = |plan: &Plan| forecast(plan).map(|forecast| forecast.tokens);
+        let time = |plan: &Plan| match forecast(plan) {
+            None => "-".into(),
+            Some(forecast) if is_of(before) == is_of(after) => nanos(forecast.nanos),
+            Some(forecast) => format!("{} at {} tokens", nanos(forecast.nanos), forecast.tokens),
         };
         fact(&name, time(before), time(after));
     }

@@ -394,7 +394,8 @@ pub(super) fn measure(scene: &mut Scene) {
     for number in 0..scene.programs.len() {
         let is_attention_as_planned = scene.is_attention_as_planned(number);
         let program = &mut scene.programs[number];
-        let runs: Vec<&Run> = scene.runs.iter().filter(|run| run.program == number).collect();
+        let runs: Vec<&Run> =
+            scene.runs.iter().filter(|run| run.program == number && run.is_whole).collect();
         // Runs of fewer tokens say nothing of those of more.
         let most = runs.iter().map(|run| run.tokens).max();
         let runs: Vec<&Run> = runs.into_iter().filter(|run| Some(run.tokens) == most).collect();

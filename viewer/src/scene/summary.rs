@@ -137,7 +137,7 @@ impl Scene {
         let timing = timing.as_ref().unwrap_or(&row.predicted);
         let typical = typical.map(|run| &self.runs[run]);
         let size = typical.map(Size::of);
-        let alike = self.runs_of(program).map(|run| self.runs[run].tokens);
+        let alike = self.whole_runs_of(program).map(|run| self.runs[run].tokens);
         Summary {
             predicted_nanos: row.forecast.as_ref().map_or(row.predicted.end, |row| row.nanos),
             measured_nanos: typical.map(|run| run.end - run.start),
