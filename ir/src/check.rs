@@ -46,11 +46,12 @@ pub fn check(plan: &Plan) -> Vec<Violation> {
     for program in &plan.programs {
         found.extend(check_program(plan, program));
     }
+    collectives::check_groups(plan, &mut found);
     memory::check(plan, &mut found);
     found
 }
 
-/// Every way in which one program of `plan` is unsound, all but its peak bytes.
+/// Every way in which one program of `plan` is unsound by itself, all but its peak bytes.
 pub fn check_program(plan: &Plan, program: &Program) -> Vec<Violation> {
     let scope = Scope { plan, program };
     let mut found = Vec::new();

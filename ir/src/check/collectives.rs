@@ -7,7 +7,7 @@ use crate::check::order::{LanePosition, MAX_LANES};
 use crate::check::{Scope, Violation};
 use crate::id::{BufferId, CollectiveId, DeviceId, StepId, Table};
 use crate::layout::Move;
-use crate::plan::{Action, Phase};
+use crate::plan::{Action, Phase, Plan, Program, Step};
 
 /// The steps of one collective that are in lanes.
 type Members = Vec<(StepId, LanePosition)>;
@@ -26,10 +26,9 @@ pub(super) fn check(
         }
     }
     let sums = sums(scope);
-    let mut groups = BTreeMap::new();
     for (&collective, members) in &collectives {
         let problem = members_problem(scope, members, &sums).map(str::to_owned);
-        let problem = problem.or_else(|| gpus_problem(scope, members, positions, &mut groups));
+        let problem = problem.or_else(|| gpus_problem(scope, members, positions));
         if let Some(problem) = problem {
             let program = scope.program.name.clone();
             found.push(Violation::Collective { program, collective, problem });
@@ -127,23 +126,50 @@ fn members_problem(
     None
 }
 
-/// What GPUs ask for that sum without the host: they count such sums and wait for each other alone, so those that ever
-/// sum together always do, and none of them waits for anything else. `groups` are those of each device so far.
+/// GPUs that sum without the host count such sums and leave each other terms by the places that they have among the
+/// members, in all programs, of which several may be under way: those that ever sum together always do.
+pub(super) fn check_groups(plan: &Plan, found: &mut Vec<Violation>) {
+    let mut groups = BTreeMap::new();
+    for program in &plan.programs {
+        for step in program.steps.rows() {
+            let Action::Move { collective: Some(collective), .. } = step.action else { continue };
+            if !plan.is_peer_sum(program, step) {
+                continue;
+            }
+            let group = group(program, step);
+            let mut is_other = |device: &DeviceId| {
+                groups.entry(*device).or_insert_with(|| group.clone()) != &group
+            };
+            // Every device is looked at, so that what is found does not depend on their order.
+            if group.iter().filter(|device| is_other(device)).count() > 0 {
+                let problem = "GPUs that sum among themselves do so with the same others".into();
+                let program = program.name.clone();
+                found.push(Violation::Collective { program, collective, problem });
+                return;
+            }
+        }
+    }
+}
+
+/// The devices whose terms are summed, in that order.
+fn group(program: &Program, step: &Step) -> Vec<DeviceId> {
+    let buffers = step.reads.iter().filter_map(|&buffer| program.buffers.get(buffer));
+    buffers.map(|buffer| buffer.device).collect()
+}
+
+/// What GPUs ask for that sum without the host: they wait for each other alone.
 fn gpus_problem(
     scope: Scope<'_>,
     members: &Members,
     positions: &Table<StepId, Option<LanePosition>>,
-    groups: &mut BTreeMap<DeviceId, Vec<DeviceId>>,
 ) -> Option<String> {
     let Scope { plan, program } = scope;
     for &(id, _) in members {
         let step = &program.steps[id];
-        let is_counted = plan.is_peer_sum(program, step);
-        if !is_counted && !plan.is_library_sum(program, step) {
+        if !plan.is_peer_sum(program, step) && !plan.is_library_sum(program, step) {
             continue;
         }
-        let buffers = step.reads.iter().filter_map(|&buffer| program.buffers.get(buffer));
-        let group: Vec<DeviceId> = buffers.map(|buffer| buffer.device).collect();
+        let group = group(program, step);
         // What they do up to the sum is over when the sum is.
         let is_implied = |wait: StepId| {
             let Some(Some(wait)) = positions.get(wait) else { return true };
@@ -154,11 +180,6 @@ fn gpus_problem(
         if let Some(&wait) = step.waits.iter().find(|wait| !is_implied(**wait)) {
             let (id, wait) = (scope.name(id), scope.name(wait));
             return Some(format!("{id} waits for {wait}, which no member of the sum does"));
-        }
-        for &device in group.iter().filter(|_| is_counted) {
-            if groups.entry(device).or_insert_with(|| group.clone()) != &group {
-                return Some("GPUs that sum among themselves do so with the same others".into());
-            }
         }
     }
     None

@@ -269,7 +269,8 @@ impl Run<'_> {
             let dims = self.plan.ropes[rope].dims;
             ensure!(dims <= head_dim, "{rope} turns {dims} of {head_dim} features");
         }
-        ensure!(attention.scale.is_finite(), "the scale is {}", attention.scale);
+        let scale = attention.scale;
+        ensure!(scale.is_finite() && scale > 0.0, "the scale is {scale}");
         ensure!(attention.window != Some(0), "the window is empty");
         if let Some(cap) = attention.soft_cap {
             ensure!(cap.is_finite() && cap > 0.0, "the cap is {cap}");
@@ -291,6 +292,14 @@ impl Run<'_> {
             taken == features && up == gate && down == [experts, features, inner],
             "experts of shapes {gate:?}, {up:?} and {down:?} for {features} features"
         );
+        if self.kind.is_some_and(DeviceKind::is_gpu) {
+            let slots = u64::from(rows.size(self.program.max)) * u64::from(used);
+            let most = u64::from(features.max(inner));
+            ensure!(
+                slots.saturating_mul(most) < 1 << 32,
+                "{slots} rows of {most} features are beyond a GPU's 32-bit indices"
+            );
+        }
         self.multiplied_together(op.gate, op.up)?;
         match op.part {
             None => ensure!(used <= experts, "{used} of {experts} experts are used"),

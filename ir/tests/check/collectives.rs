@@ -8,7 +8,7 @@ use ir::op::Op;
 use ir::plan::{Action, Algorithm, Lane, Phase, Program, Queue, Step, Weight};
 
 use crate::plans::{d, gpus, s, tensor_parallel, w};
-use crate::{finds_in_prefill, finds_in_step};
+use crate::{finds, finds_in_prefill, finds_in_step};
 
 fn set(step: &mut Step, to: CollectiveId) {
     if let Action::Move { collective, .. } = &mut step.action {
@@ -176,6 +176,18 @@ fn gpus_sum_with_the_same_others_in_one_order() {
         gpus(),
         reversed,
         &["collective g2 of prefill: GPUs that sum among themselves do so with the same others"],
+    );
+    // Runs of several programs may be under way.
+    finds(
+        gpus(),
+        |plan| {
+            for step in plan.programs[1].steps.rows_mut() {
+                if matches!(step.action, Action::Move { movement: Move::AllReduce, .. }) {
+                    step.reads.reverse();
+                }
+            }
+        },
+        &["collective g1 of decode: GPUs that sum among themselves do so with the same others"],
     );
     // On NUMA nodes sums need no count.
     let mut plan = gpus();

@@ -194,6 +194,10 @@ fn attention_fits_its_inputs_and_its_cache() {
         &["s5 (attention) of prefill: the scale is inf"],
     );
     attention(
+        |attention| attention.scale = -0.5,
+        &["s5 (attention) of prefill: the scale is -0.5"],
+    );
+    attention(
         |attention| attention.window = Some(0),
         &["s5 (attention) of prefill: the window is empty"],
     );
