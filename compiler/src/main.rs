@@ -77,8 +77,8 @@ struct Compile {
     /// Sequences at once.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = at_least_one())]
     max_sequences: u32,
-    /// The most tokens of one prefill run; default: 512; 2048 on machines with GPUs where that is
-    /// predicted to be better.
+    /// The most tokens of one prefill run; default: 512; 2048 on machines with GPUs where that is predicted to
+    /// be better.
     #[arg(long, value_name = "N", value_parser = at_least_one())]
     prefill_tokens: Option<u32>,
     /// The most bytes for all KV caches: 4GiB; default: what context and sequences need.
@@ -88,7 +88,8 @@ struct Compile {
     /// instead of i8.
     #[arg(long, value_name = "TYPE")]
     kv_type: Option<String>,
-    /// Compute format: f32, f16, bf16 (bf12 asks for the same), q8, q4; DEVICES=FORMAT for some devices, as 'numa*=q8'. May be repeated.
+    /// Compute format: f32, f16, bf16 (bf12 asks for the same), q8, q4; DEVICES=FORMAT for some devices, as 'numa*=q8'.
+    /// May be repeated.
     #[arg(long, value_name = "FORMAT")]
     format: Vec<String>,
     /// Hold bf16 in 16 bits everywhere; default: in 12 bits where that is faster.

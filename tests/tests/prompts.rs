@@ -5,13 +5,14 @@
 use std::collections::BTreeSet;
 
 use compiler::{Options, compile};
+use ir::letters::most_programs;
 use ir::machine::{DeviceKind, Machine};
 use ir::model::Model;
 use ir::op::{Linear, Op, Then};
 use ir::plan::{Action, Phase, Plan, Program};
 use ir::tensor::{DType, Format};
 use ir::workspace::MAX_FUSED_ROWS;
-use tests::machines::{h200, two_numa};
+use tests::machines::{self, h200, two_numa};
 use tests::made_up::{LlamaShape, MadeUp};
 use tests::toys::Toy;
 
@@ -134,4 +135,18 @@ fn a_gpu_holds_what_is_between_linears_in_16_bits_where_its_products_are() {
     let [on_gpu, on_node, decoded] = gated(&h200(10 * GIB), "bf16");
     assert_eq!([on_gpu, decoded], [bf16, f32.clone()]);
     assert!(on_node == none || on_node == f32, "{on_node:?}");
+}
+
+/// The letters of a plan count as if it had as many programs, since placement looks at fewer.
+#[test]
+fn a_plan_has_no_more_programs_than_its_letters_are_counted_for() {
+    let model = Toy::llama().model().expect("the toy is a model");
+    let machine = machines::fast_link(256 << 10);
+    for max_sequences in [1, 2, 3, 4, 5, 8, 16, 17, 63, 64, 65] {
+        let options = Options { max_sequences, context: Some(64), ..Options::default() };
+        let mut plan = compile(&model, &machine, &options, &mut |_, _| ()).expect("it fits");
+        let programs = plan.programs.len() as u64;
+        plan.programs.clear();
+        assert!(most_programs(&plan) >= programs, "{programs} for {max_sequences} sequences");
+    }
 }

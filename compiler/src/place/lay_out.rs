@@ -176,7 +176,7 @@ fn cut_heads(node: &Node<Op>, attention: &Attention, group: &Group, cuts: &mut C
     let head_dim = attention.head_dim;
     // Where it can be, in parts whose columns of the next matrix are whole loads of 16 bytes, in 16 bits: GPUs want them.
     let parts = |heads: u32, features: u32| {
-        let whole = [1, 2, 4, 8].into_iter().find(|heads| (heads * features).is_multiple_of(8));
+        let whole = [1, 2, 4, 8].into_iter().find(|grain| (grain * features).is_multiple_of(8));
         whole.into_iter().chain([1]).find_map(|grain| group.parts(heads, grain))
     };
     let heads = if let Some(parts) = parts(attention.kv_heads, attention.group * head_dim) {

@@ -139,11 +139,7 @@ fn prompt_ids(opened: &Opened, arguments: &AnswerArguments) -> Result<Vec<u32>> 
     }
     let system = arguments.system.iter().map(|system| message("system", system));
     let messages = system.chain([message("user", &text)]).collect();
-    tokenizer.encode_chat(&ChatRequest {
-        messages,
-        add_generation_prompt: true,
-        ..Default::default()
-    })
+    tokenizer.encode_chat(&ChatRequest::to_answer(messages))
 }
 
 fn to_json(session: &Session, prompt: &[u32], answer: &Answer) -> Value {

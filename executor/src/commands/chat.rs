@@ -23,8 +23,7 @@ pub(super) fn check(opened: &Opened, system: Option<&str>) -> Result<()> {
         "the tokenizer has no chat template: continue a text with --prompt instead"
     );
     let messages = beginning(system).chain([message("user", "")]).collect();
-    let request = ChatRequest { messages, add_generation_prompt: true, ..Default::default() };
-    tokenizer.render_chat(&request).map(drop)
+    tokenizer.render_chat(&ChatRequest::to_answer(messages)).map(drop)
 }
 
 fn beginning(system: Option<&str>) -> impl Iterator<Item = Value> {
@@ -90,12 +89,7 @@ fn reply(
     messages: &[Value],
     abort: &AtomicBool,
 ) -> Result<Answer> {
-    let request = ChatRequest {
-        messages: messages.to_vec(),
-        add_generation_prompt: true,
-        ..Default::default()
-    };
-    let ids = session.tokenizer()?.encode_chat(&request)?;
+    let ids = session.tokenizer()?.encode_chat(&ChatRequest::to_answer(messages.to_vec()))?;
     // What is cached of an equal beginning need not be fed again; at least one token must be.
     let same = session.engine.tokens(sequence).iter().zip(&ids).take_while(|(a, b)| a == b).count();
     session.engine.truncate(sequence, same.min(ids.len().saturating_sub(1)));

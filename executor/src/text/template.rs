@@ -30,6 +30,14 @@ pub struct ChatRequest {
     pub variables: Map<String, Json>,
 }
 
+impl ChatRequest {
+    /// A conversation that the assistant is to continue.
+    #[must_use]
+    pub fn to_answer(messages: Vec<Json>) -> Self {
+        Self { messages, add_generation_prompt: true, ..Self::default() }
+    }
+}
+
 /// A message of a conversation; `role` is mostly `system`, `user` or `assistant`.
 #[must_use]
 pub fn message(role: &str, content: &str) -> Json {
