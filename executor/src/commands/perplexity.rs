@@ -102,11 +102,14 @@ mod tests {
 
     #[test]
     fn pieces_predict_something_and_the_last_holds_the_last_token() {
-        assert_eq!(pieces(8, 4), [0..4, 4..8]);
-        assert_eq!(pieces(9, 4), [0..4, 4..7, 7..9]);
-        assert_eq!(pieces(3, 2), [1..3]);
-        assert_eq!(pieces(5, usize::MAX), [0..5]);
-        assert_eq!(pieces(1, 4), [0..1]);
-        assert!(pieces(3, 1).is_empty());
+        let ends = |tokens, most| -> Vec<(usize, usize)> {
+            pieces(tokens, most).into_iter().map(|piece| (piece.start, piece.end)).collect()
+        };
+        assert_eq!(ends(8, 4), [(0, 4), (4, 8)]);
+        assert_eq!(ends(9, 4), [(0, 4), (4, 7), (7, 9)]);
+        assert_eq!(ends(3, 2), [(1, 3)]);
+        assert_eq!(ends(5, usize::MAX), [(0, 5)]);
+        assert_eq!(ends(1, 4), [(0, 1)]);
+        assert!(ends(3, 1).is_empty());
     }
 }
