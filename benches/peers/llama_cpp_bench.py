@@ -1,7 +1,8 @@
 """llama_cpp_bench.py FILE.gguf THREADS PREFILL DECODE DEPTH: one round of llama.cpp, as one JSON line.
 
-Prefills PREFILL tokens and decodes DECODE more after DEPTH tokens of context, PREFILL at least. Tokenising and sampling are
-outside the times, as in llama-bench. Needs llama-cpp-python from pip, which compiles llama.cpp for this processor.
+Prefills PREFILL tokens and decodes DECODE more after DEPTH tokens of context, PREFILL at least. Tokenising
+and sampling are outside the times, as in llama-bench. Needs llama-cpp-python from pip, which compiles llama.cpp
+for this processor.
 """
 
 import ctypes

@@ -3,8 +3,6 @@
 //! A captured launch takes memory of the device, from the driver, until its graph is dropped; the driver keeps it for the
 //! next one. So the executor holds a number of graphs that is known, and what they take is counted.
 
-use std::collections::BTreeSet;
-
 use crate::id::{BufferId, DeviceId, Id as _, StepId};
 use crate::machine::DeviceKind;
 use crate::op::{Linear, Op, Products};
@@ -29,13 +27,9 @@ pub fn most_kinds(plan: &Plan) -> u64 {
 /// to wait for each other while prompts pass in parts, what brings a borrowed cache is launched anew for each run, and
 /// experts would be read for tokens of no sequence.
 pub fn includes_prompts(plan: &Plan) -> bool {
-    let lanes = plan.programs.iter().flat_map(|program| &program.lanes);
-    let devices: BTreeSet<DeviceId> = lanes.map(|lane| lane.device).collect();
-    let kind = |device| plan.machine.devices.get(device).map(|device| &device.kind);
-    let gpus = devices.into_iter().filter_map(kind).filter(|kind| kind.is_gpu()).count();
     let mut steps = plan.programs.iter().flat_map(|program| program.steps.rows());
     let has_experts = |step: &Step| matches!(step.action, Action::Run(Op::Experts(_)));
-    gpus == 1 && !plan.borrows() && !steps.any(has_experts)
+    plan.working_gpus().len() == 1 && !plan.borrows() && !steps.any(has_experts)
 }
 
 /// Bytes that captured launches take on a device, at most; 0 where none is captured.

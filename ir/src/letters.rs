@@ -88,7 +88,7 @@ pub fn letter_bytes(plan: &Plan, gpu: DeviceId) -> u64 {
     if lanes.is_empty() {
         return 0;
     }
-    let is_alone = computing_gpus(plan).len() == 1;
+    let is_alone = plan.working_gpus().len() == 1;
     let (mut flags, mut values) = (0, 0);
     for (program, lane) in lanes {
         let sent = sent(plan, program, gpu);
@@ -147,14 +147,6 @@ fn letters(
         [reads.map(bytes).collect(), writes.map(bytes).collect()]
     };
     lane.steps.iter().flat_map(of_step).collect()
-}
-
-fn computing_gpus(plan: &Plan) -> BTreeSet<DeviceId> {
-    let lanes = plan.programs.iter().flat_map(|program| &program.lanes);
-    let devices = lanes.map(|lane| lane.device);
-    let is_gpu =
-        |id: &DeviceId| plan.machine.devices.get(*id).is_some_and(|device| device.kind.is_gpu());
-    devices.filter(is_gpu).collect()
 }
 
 #[cfg(test)]

@@ -434,6 +434,15 @@ impl Plan {
         self.machine.devices.get(device).filter(|device| device.kind.is_gpu()).map(|_| device)
     }
 
+    /// The GPUs that compute or fetch in any program.
+    pub(crate) fn working_gpus(&self) -> BTreeSet<DeviceId> {
+        let lanes = self.programs.iter().flat_map(|program| &program.lanes);
+        let is_gpu = |id: &DeviceId| {
+            self.machine.devices.get(*id).is_some_and(|device| device.kind.is_gpu())
+        };
+        lanes.map(|lane| lane.device).filter(is_gpu).collect()
+    }
+
     /// The queues that work in any program, in the order of devices. As many runs may be under way at a time, and one more.
     pub fn queues(&self) -> BTreeSet<(DeviceId, Queue)> {
         let lanes = self.programs.iter().flat_map(|program| &program.lanes);

@@ -206,11 +206,6 @@ impl Scene {
             .map(|(index, _)| index)
     }
 
-    /// Whether a program has runs that came to their end.
-    pub fn is_measured(&self, program: usize) -> bool {
-        self.whole_runs_of(program).next().is_some()
-    }
-
     fn whole_runs_of(&self, program: usize) -> impl Iterator<Item = usize> + '_ {
         self.runs_of(program).filter(|&run| self.runs[run].is_whole)
     }
@@ -223,6 +218,11 @@ impl Scene {
             all.into_iter().filter(|&run| self.runs[run].tokens == most).collect();
         largest.sort_by_key(|&run| self.runs[run].end.saturating_sub(self.runs[run].start));
         largest.get(largest.len() / 2).copied()
+    }
+
+    /// The run of a program that is looked at first: the typical one, or where all ended early the first.
+    pub fn first_shown_run(&self, program: usize) -> Option<usize> {
+        self.typical_run(program).or_else(|| self.runs_of(program).next())
     }
 
     /// Critical path, idle times and shares of a measured run.

@@ -201,7 +201,7 @@ fn draw_lanes(ui: &Ui, scene: &Scene, view: &mut View, frame: &Frame) {
             continue;
         }
         draw_lane_name(ui, scene, view, number, row, &timing);
-        let measured = scene.is_measured(view.program);
+        let measured = view.run.is_some();
         let share = if measured { 0.40 } else { 0.90 };
         let above = Rect::from_min_max(
             row.min + vec2(0.0, 2.0),

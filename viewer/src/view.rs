@@ -166,7 +166,7 @@ impl View {
         View {
             panel: Panel::Placement,
             program,
-            run: scene.typical_run(program),
+            run: scene.first_shown_run(program),
             selection: Selection::Nothing,
             coloring: Coloring::Device,
             time: None,
@@ -203,7 +203,7 @@ impl View {
             .run
             .is_none_or(|run| scene.runs.get(run).is_none_or(|run| run.program != self.program))
         {
-            self.run = scene.typical_run(self.program);
+            self.run = scene.first_shown_run(self.program);
         }
         // A trace that was recorded again has its runs at other times.
         if shown(scene, self) != known {
@@ -223,7 +223,7 @@ impl View {
     /// Turns to another program and a typical run of it.
     pub fn show_program(&mut self, scene: &Scene, program: usize) {
         self.program = program;
-        self.run = scene.typical_run(program);
+        self.run = scene.first_shown_run(program);
         self.selection = Selection::Nothing;
         self.unfolded.clear();
         self.opened.clear();

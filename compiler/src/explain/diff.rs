@@ -30,16 +30,15 @@ pub fn diff(before: &Plan, after: &Plan) -> String {
     let chosen = |plan: &Plan| plan.forecast.candidates.first().map(|best| best.name.clone());
     fact("placement", chosen(before).unwrap_or_default(), chosen(after).unwrap_or_default());
     for name in program_names(before, after) {
-        let forecast = |plan: &Plan| {
-            plan.forecast.programs.iter().find(|known| known.program == name).cloned()
-        };
-        let is_of = |plan: &Plan| forecast(plan).map(|forecast| forecast.tokens);
-        let time = |plan: &Plan| match forecast(plan) {
+        let forecasts = [before, after]
+            .map(|plan| plan.forecast.programs.iter().find(|known| known.program == name));
+        let [tokens, others] = forecasts.map(|forecast| forecast.map(|forecast| forecast.tokens));
+        let [first, second] = forecasts.map(|forecast| match forecast {
             None => "-".into(),
-            Some(forecast) if is_of(before) == is_of(after) => nanos(forecast.nanos),
+            Some(forecast) if tokens == others => nanos(forecast.nanos),
             Some(forecast) => format!("{} at {} tokens", nanos(forecast.nanos), forecast.tokens),
-        };
-        fact(&name, time(before), time(after));
+        });
+        fact(&name, first, second);
     }
     for name in device_names(before, after) {
         let used = |plan: &Plan| {

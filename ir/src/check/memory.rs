@@ -287,12 +287,12 @@ fn buffer_peaks(plan: &Plan, program: &Program) -> Table<DeviceId, u64> {
         on[home].extend(letters::sent(plan, program, gpu).into_iter().map(|buffer| &held[buffer]));
     }
     let order = Order::of(program);
+    let other_runs = plan.queues().len() as u64;
     let peak = |(device, held): (DeviceId, &Vec<&Held>)| {
         if plan.machine.devices[device].kind.is_gpu() {
             return Frame::new(plan, program, device).bytes();
         }
         let all = held.iter().map(|held| held.bytes).fold(0, u64::saturating_add);
-        let other_runs = plan.queues().len() as u64;
         let Some(order) = &order else { return all.saturating_mul(other_runs + 1) };
         let lanes = program.lanes.iter().enumerate();
         let clocks: Vec<Clock<'_>> = lanes
@@ -302,13 +302,9 @@ fn buffer_peaks(plan: &Plan, program: &Program) -> Table<DeviceId, u64> {
         let is_own = |clock: &&Clock<'_>| program.lanes[clock.lane].device == device;
         // Where no lane is its own it holds what GPUs sent.
         let has_own = clocks.iter().any(|clock| is_own(&clock));
-        let bound = |clock: &Clock<'_>| {
-            let of_others = clock.of_another_run(held).saturating_mul(other_runs);
-            clock.peak(held).saturating_add(of_others)
-        };
         // Each lane gives a bound; the lowest holds.
-        let bounds = clocks.iter().filter(|clock| !has_own || is_own(clock)).map(bound);
-        bounds.min().unwrap_or(all)
+        let clocks = clocks.iter().filter(|clock| !has_own || is_own(clock));
+        clocks.map(|clock| clock.peak(held, other_runs)).min().unwrap_or(all)
     };
     on.iter().map(peak).collect()
 }
@@ -321,26 +317,22 @@ struct Clock<'a> {
 }
 
 impl Clock<'_> {
-    /// Bytes that may be held of a run that the lane has come past, or has yet to come to.
-    fn of_another_run(&self, held: &[&Held]) -> u64 {
-        let end = 2 * self.steps.len();
-        let outlives = |held: &Held| held.freer.is_none_or(|freer| self.last_moment(freer) >= end);
-        let comes_ahead = |writer: StepId| self.first_moment(writer) == 0;
-        let is_there =
-            |held: &&&Held| held.writer.is_some_and(|writer| comes_ahead(writer) || outlives(held));
-        held.iter().filter(is_there).map(|held| held.bytes).fold(0, u64::saturating_add)
-    }
-
-    fn peak(&self, held: &[&Held]) -> u64 {
+    /// The most bytes at one time, beside those that each of so many other runs may hold: of runs that the lane has come
+    /// past, or has yet to come to.
+    fn peak(&self, held: &[&Held], other_runs: u64) -> u64 {
         let moments = 2 * self.steps.len() + 1;
         let mut starts = vec![0u128; moments];
         let mut ends = vec![0u128; moments];
+        let mut of_another_run = 0u128;
         for held in held {
             let Some(writer) = held.writer else { continue };
             let first = self.first_moment(writer);
             let last = held.freer.map_or(moments - 1, |freer| self.last_moment(freer));
             starts[first] += u128::from(held.bytes);
             ends[last.max(first)] += u128::from(held.bytes);
+            if first == 0 || last == moments - 1 {
+                of_another_run += u128::from(held.bytes);
+            }
         }
         let (mut now, mut peak) = (0, 0);
         for (start, end) in starts.into_iter().zip(ends) {
@@ -348,7 +340,7 @@ impl Clock<'_> {
             peak = now.max(peak);
             now -= end;
         }
-        u64::try_from(peak).unwrap_or(u64::MAX)
+        u64::try_from(peak + of_another_run * u128::from(other_runs)).unwrap_or(u64::MAX)
     }
 
     /// The first moment at which `step` can have started.

@@ -20,7 +20,7 @@ pub(super) struct Predicted<'a> {
     pub(super) run: Option<usize>,
 }
 
-/// Predictions in one lane, each at the start of its run; at 0 where the program was not measured.
+/// Predictions in one lane, each at the start of its run; at 0 where the program never ran.
 ///
 /// That of the run shown is whole; others end where the next run begins.
 pub(super) fn predicted_bars<'a>(
@@ -30,7 +30,7 @@ pub(super) fn predicted_bars<'a>(
     lane: usize,
 ) -> Vec<Predicted<'a>> {
     let bars = |program: usize| scene.programs.get(program).and_then(|p| p.bars.get(lane));
-    if !scene.is_measured(view.program) {
+    if view.run.is_none() {
         let only = |bars| Predicted { bars, start: 0, until: u64::MAX, run: None };
         return bars(view.program).map(only).into_iter().collect();
     }

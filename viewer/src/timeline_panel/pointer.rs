@@ -88,7 +88,7 @@ fn bar_at(scene: &Scene, view: &View, frame: &Frame, at: Pos2, lane: usize) -> O
         let bar = *bars.rows().get(first)?;
         (bar.start as f64 + offset as f64 <= time + slack).then_some(bar)
     };
-    if !scene.is_measured(view.program) || at.y < row.top() + row.height() * 0.42 {
+    if view.run.is_none() || at.y < row.top() + row.height() * 0.42 {
         predicted_bars(scene, view, frame, lane).into_iter().find_map(|predicted| {
             let bar = found(predicted.bars, predicted.start)?;
             let run = predicted.run.map_or(u32::MAX, |run| run as u32);
