@@ -23,6 +23,8 @@ pub struct Checkpoint {
     entrance: PathBuf,
     files: Table<FileId, CheckpointFile>,
     tensors: BTreeMap<String, StoredTensor>,
+    /// Tensors that the index has in a file which lacks them, and that file.
+    lost: BTreeMap<String, String>,
 }
 
 /// One tensor of a checkpoint.
@@ -39,7 +41,7 @@ impl Checkpoint {
     ///
     /// # Errors
     ///
-    /// When a file is missing or unreadable, when a header is malformed, or when index and shards disagree.
+    /// When a file is missing or unreadable, or when the index or a header is malformed.
     pub fn open(path: &Path) -> Result<Self> {
         // Symbolic links stay as they are: a hub cache links readable names to files named by their hash.
         let path =
@@ -48,8 +50,13 @@ impl Checkpoint {
             std::fs::metadata(&path).with_context(|| format!("reading {}", path.display()))?;
         let entrance = if kind.is_dir() { entrance(&path)? } else { path };
         let folder = entrance.parent().unwrap_or(Path::new("/")).to_path_buf();
-        let mut checkpoint =
-            Self { folder, entrance, files: Table::default(), tensors: BTreeMap::new() };
+        let mut checkpoint = Self {
+            folder,
+            entrance,
+            files: Table::default(),
+            tensors: BTreeMap::new(),
+            lost: BTreeMap::new(),
+        };
         if checkpoint.entrance.extension().is_some_and(|extension| extension == "json") {
             checkpoint.read_index()?;
         } else {
@@ -80,19 +87,7 @@ impl Checkpoint {
 
     /// The tensor of that name; an error that says where it was sought when there is none.
     pub fn tensor(&self, name: &str) -> Result<&StoredTensor> {
-        self.get(name).ok_or_else(|| {
-            let count = self.files.len();
-            let entrance = self.entrance.display();
-            let index = self.folder.join(INDEX);
-            let is_shard = index.exists() && self.entrance != index;
-            if count == 1 && is_shard {
-                anyhow!("{entrance}: tensor {name:?} is missing from this shard; take {INDEX} or the folder")
-            } else if count == 1 {
-                anyhow!("{entrance}: tensor {name:?} is missing")
-            } else {
-                anyhow!("{entrance}: tensor {name:?} is missing from its {count} files")
-            }
-        })
+        self.get(name).ok_or_else(|| self.missing(name))
     }
 
     /// Names of tensors that no weight of a model comes from, but for those that checkpoints hold for no use: tables that
@@ -142,6 +137,45 @@ impl Checkpoint {
         Ok(left_file[left] == right_file[right])
     }
 
+    fn missing(&self, name: &str) -> anyhow::Error {
+        let count = self.files.len();
+        let entrance = self.entrance.display();
+        let index = self.folder.join(INDEX);
+        let is_shard = index.exists() && self.entrance != index;
+        if let Some(shard) = self.lost.get(name) {
+            anyhow!("{entrance}: tensor {name:?} is said to be in {shard}, which lacks it")
+        } else if let Some((packed, method)) = self.packed(name) {
+            anyhow!(
+                "{entrance}: tensor {name:?} is missing, but {packed:?} is there: the weights are quantised by \
+                 {method}, and only F32, F16 and BF16 are supported; take the unquantised checkpoint with --format q8 or q4"
+            )
+        } else if count == 1 && is_shard {
+            anyhow!(
+                "{entrance}: tensor {name:?} is missing from this shard; take {INDEX} or the folder"
+            )
+        } else if count == 1 {
+            anyhow!("{entrance}: tensor {name:?} is missing")
+        } else {
+            anyhow!("{entrance}: tensor {name:?} is missing from its {count} files")
+        }
+    }
+
+    /// The tensor that holds a weight in quantised checkpoints of the two kinds that may not say so in `config.json`,
+    /// and which kind it is.
+    fn packed(&self, name: &str) -> Option<(String, &'static str)> {
+        let layer = name.strip_suffix(".weight")?;
+        let columns = |name: &str| self.get(name)?.entry.shape.last().copied();
+        let packed = format!("{layer}.qweight");
+        let outputs = columns(&packed)?;
+        // Scales are one for each output. GPTQ packs several inputs into an element, AWQ several outputs.
+        let method = match columns(&format!("{layer}.scales")) {
+            Some(scales) if scales == outputs => "GPTQ",
+            Some(_) => "AWQ",
+            None => "GPTQ or AWQ",
+        };
+        Some((packed, method))
+    }
+
     fn read_index(&mut self) -> Result<()> {
         let index = self.entrance.display().to_string();
         let text = std::fs::read(&self.entrance).with_context(|| format!("reading {index}"))?;
@@ -165,10 +199,16 @@ impl Checkpoint {
         }
         for (name, shard) in map {
             let (file, entries) = &shards[&shard];
-            let entry = entries.get(&name).with_context(|| {
-                format!("{index}: tensor {name:?} is said to be in {shard}, which lacks it")
-            })?;
-            self.tensors.insert(name, StoredTensor { file: *file, entry: entry.clone() });
+            match entries.get(&name) {
+                Some(entry) => {
+                    let tensor = StoredTensor { file: *file, entry: entry.clone() };
+                    self.tensors.insert(name, tensor);
+                }
+                // It matters only if it is needed, which the copy of a tied table is not.
+                None => {
+                    self.lost.insert(name, shard);
+                }
+            }
         }
         Ok(())
     }

@@ -64,6 +64,13 @@ impl Config {
         Self { file: self.file.clone(), section, fields: Map::new() }
     }
 
+    /// These fields, and those of `below` that are not among them.
+    pub(crate) fn over(self, below: Self) -> Self {
+        let mut fields = below.fields;
+        fields.extend(self.fields);
+        Self { fields, ..self }
+    }
+
     /// Whether the field is there and not null.
     pub(crate) fn has(&self, name: &str) -> bool {
         self.field(name).is_some()

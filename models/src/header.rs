@@ -50,11 +50,12 @@ pub fn read(contents: &[u8]) -> Result<BTreeMap<String, Entry>> {
     let length = u64::from_le_bytes(*length);
     ensure!(
         length <= MAX_HEADER_BYTES,
-        "the header claims {length} bytes, more than the {MAX_HEADER_BYTES} allowed"
+        "this is no safetensors file: its first eight bytes would make a header of {length} bytes, and \
+         {MAX_HEADER_BYTES} are allowed"
     );
     ensure!(
         length <= rest.len() as u64,
-        "the header claims {length} bytes, but only {} follow: the file is truncated or not safetensors",
+        "the header claims {length} bytes, but only {} follow: the file is truncated or no safetensors file",
         rest.len()
     );
     let (header, data) = rest.split_at(length as usize);

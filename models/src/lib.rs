@@ -35,8 +35,8 @@ pub fn lower(path: &Path) -> Result<Model> {
     lower_and_list_unused(path).map(|(model, _)| model)
 }
 
-/// What [`lower`] gives, and the names of tensors that no node of the graph uses: where there are any, the configuration
-/// may be of another model.
+/// What [`lower`] gives, and the names of tensors that no node of the graph uses, but for those of a vision tower: where
+/// there are any, the configuration may be of another model.
 ///
 /// # Errors
 ///
@@ -45,6 +45,10 @@ pub fn lower_and_list_unused(path: &Path) -> Result<(Model, Vec<String>)> {
     let checkpoint = Checkpoint::open(path)?;
     let config = Config::read(checkpoint.folder())?;
     let model = families::lower(&checkpoint, &config)?;
-    let unused = checkpoint.unused(&model).map(str::to_owned).collect();
+    let unused = checkpoint
+        .unused(&model)
+        .filter(|name| !families::is_beside(&model.architecture, name))
+        .map(str::to_owned)
+        .collect();
     Ok((model, unused))
 }

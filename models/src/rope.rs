@@ -18,6 +18,47 @@ pub(crate) struct RopeDefaults {
     /// Share of each head that is rotated where the configuration gives none; `None` in the families that
     /// always rotate all of it.
     pub(crate) partial: Option<f64>,
+    /// The field with the base where the dictionary gives none.
+    pub(crate) theta_field: &'static str,
+    /// The field with the share where the dictionary gives none.
+    pub(crate) partial_field: &'static str,
+    /// How positions beyond the first context may be scaled.
+    pub(crate) scalings: Scalings,
+}
+
+impl RopeDefaults {
+    /// What most families have: heads that are rotated in whole, fields with common names, all scalings.
+    pub(crate) const COMMON: Self = Self {
+        theta: 10_000.0,
+        partial: None,
+        theta_field: "rope_theta",
+        partial_field: "partial_rotary_factor",
+        scalings: Scalings::All,
+    };
+}
+
+/// The scalings that a family knows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Scalings {
+    /// All of them.
+    All,
+    /// LongRoPE alone, which old configurations call `su` or `yarn`.
+    LongRope {
+        /// Tokens of the pre-training context where the configuration gives none beside the dictionary. What the
+        /// dictionary says of it counts for nothing, as in transformers.
+        original_tokens: u32,
+    },
+}
+
+/// One scaling.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Scaling {
+    Default,
+    Linear,
+    Dynamic,
+    Llama3,
+    Yarn,
+    LongRope,
 }
 
 /// A rotary embedding, and what it was made for.
@@ -54,23 +95,17 @@ pub(crate) fn rope(
     let parameters = parameters(config, kind)?;
     let theta = match parameters.optional_positive("rope_theta")? {
         Some(theta) => theta,
-        None => match config.optional_positive("rope_theta")? {
-            Some(theta) => theta,
-            None => config.positive("rotary_emb_base", defaults.theta)?,
-        },
+        None => config.positive(defaults.theta_field, defaults.theta)?,
     };
     let partial = match defaults.partial {
         None => 1.0,
         Some(default) => match parameters.optional_positive("partial_rotary_factor")? {
             Some(partial) => partial,
-            None => match config.optional_positive("partial_rotary_factor")? {
-                Some(partial) => partial,
-                None => config.positive("rotary_pct", default)?,
-            },
+            None => config.positive(defaults.partial_field, default)?,
         },
     };
     let head = RotatedHead { features: head_dim, partial };
-    with_base(config, &parameters, head, context, theta)
+    with_base(config, &parameters, head, context, theta, defaults.scalings)
 }
 
 /// The dictionary with the scaling: `rope_scaling` of transformers 4, `rope_parameters` of 5.
@@ -91,6 +126,7 @@ pub(crate) fn with_base(
     RotatedHead { features: head_dim, partial }: RotatedHead,
     context: u32,
     theta: f64,
+    scalings: Scalings,
 ) -> Result<Rotary> {
     ensure!(
         head_dim <= MAX_HEAD_FEATURES,
@@ -106,23 +142,28 @@ pub(crate) fn with_base(
     );
     // An odd number is rounded up to pairs, as transformers does, but stays what exponents are divided by.
     let dims = rotated.next_multiple_of(2);
-    let kind = match parameters.text("rope_type")? {
-        Some(kind) => kind,
-        None => parameters.text("type")?.unwrap_or("default"),
-    };
     let powers = powers(theta, rotated);
     let mut stretched = context;
     let mut stretch = |tokens: u32, factor: f64| {
         stretched = context.max((f64::from(tokens) * factor) as u32);
     };
-    let (frequencies, magnitude) = match kind {
-        "default" => (Frequencies::Fixed(inverse(&powers)), 1.0),
-        "linear" => {
-            let factor = needed(parameters, "factor")? as f32;
+    let (frequencies, magnitude) = match scaling(parameters, scalings)? {
+        Scaling::Default => (Frequencies::Fixed(inverse(&powers)), 1.0),
+        Scaling::Linear => {
+            let factor = needed(parameters, "factor")?;
+            match config.optional_size("max_sequence_length")? {
+                // One beyond the context is the scaled context, one below it the context before scaling.
+                Some(longest) if longest > context => stretch(longest, 1.0),
+                longest => {
+                    let unscaled = longest.unwrap_or(context);
+                    stretch(original_tokens(config, parameters, unscaled)?, factor);
+                }
+            }
+            let factor = factor as f32;
             let scaled = inverse(&powers).into_iter().map(|frequency| frequency / factor).collect();
             (Frequencies::Fixed(scaled), 1.0)
         }
-        "dynamic" => {
+        Scaling::Dynamic => {
             ensure!(
                 rotated > 2 && rotated == dims,
                 config.error(format_args!("dynamic scaling cannot rotate {rotated} elements"))
@@ -132,8 +173,8 @@ pub(crate) fn with_base(
             stretch(context, factor);
             (Frequencies::Dynamic { base: theta, factor, original_tokens }, 1.0)
         }
-        "llama3" => (Frequencies::Fixed(llama3(config, parameters, context, &powers)?), 1.0),
-        "yarn" => {
+        Scaling::Llama3 => (Frequencies::Fixed(llama3(config, parameters, context, &powers)?), 1.0),
+        Scaling::Yarn => {
             ensure!(
                 rotated == dims,
                 config.error(format_args!("yarn scaling cannot rotate {rotated} elements"))
@@ -144,11 +185,14 @@ pub(crate) fn with_base(
             }
             yarn(config, parameters, context, theta, &powers)?
         }
-        "longrope" => longrope(config, parameters, context, &powers)?,
-        _ => {
-            let name = if parameters.has("rope_type") { "rope_type" } else { "type" };
-            let known = "one of default, linear, dynamic, llama3, yarn and longrope";
-            return Err(parameters.unexpected(name, known));
+        Scaling::LongRope => {
+            let original = match scalings {
+                Scalings::All => original_tokens(config, parameters, context)?,
+                Scalings::LongRope { original_tokens } => {
+                    config.size(ORIGINAL_TOKENS, original_tokens)?
+                }
+            };
+            longrope(parameters, context, original, &powers)?
         }
     };
     let finite = match &frequencies {
@@ -166,6 +210,31 @@ pub(crate) fn with_base(
     Ok(Rotary { rope, context: stretched })
 }
 
+/// The scaling that the dictionary names.
+fn scaling(parameters: &Config, scalings: Scalings) -> Result<Scaling> {
+    let name = if parameters.has("rope_type") { "rope_type" } else { "type" };
+    let text = parameters.text(name)?.unwrap_or("default");
+    Ok(match scalings {
+        Scalings::All => match text {
+            "default" => Scaling::Default,
+            "linear" => Scaling::Linear,
+            "dynamic" => Scaling::Dynamic,
+            "llama3" => Scaling::Llama3,
+            "yarn" => Scaling::Yarn,
+            "longrope" => Scaling::LongRope,
+            _ => {
+                let known = "one of default, linear, dynamic, llama3, yarn and longrope";
+                return Err(parameters.unexpected(name, known));
+            }
+        },
+        Scalings::LongRope { .. } => match text {
+            "default" => Scaling::Default,
+            "longrope" | "su" | "yarn" => Scaling::LongRope,
+            _ => return Err(parameters.unexpected(name, "one of default, longrope, su and yarn")),
+        },
+    })
+}
+
 /// `theta^(2 i / rotated)` for each pair, in 32 bits.
 fn powers(theta: f64, rotated: u32) -> Vec<f32> {
     let theta = theta as f32;
@@ -180,12 +249,14 @@ fn needed(parameters: &Config, name: &str) -> Result<f64> {
     parameters.optional_positive(name)?.ok_or_else(|| parameters.missing(name))
 }
 
-/// Tokens of the pre-training context: beside the dictionary (Phi3), in it, or never stretched.
+/// The field with the tokens of the pre-training context.
+const ORIGINAL_TOKENS: &str = "original_max_position_embeddings";
+
+/// Tokens of the pre-training context: beside the dictionary, in it, or never stretched.
 fn original_tokens(config: &Config, parameters: &Config, context: u32) -> Result<u32> {
-    let name = "original_max_position_embeddings";
-    match config.optional_size(name)? {
+    match config.optional_size(ORIGINAL_TOKENS)? {
         Some(tokens) => Ok(tokens),
-        None => parameters.size(name, context),
+        None => parameters.size(ORIGINAL_TOKENS, context),
     }
 }
 
@@ -260,12 +331,11 @@ fn yarn(
 }
 
 fn longrope(
-    config: &Config,
     parameters: &Config,
     context: u32,
+    original_tokens: u32,
     powers: &[f32],
 ) -> Result<(Frequencies, f64)> {
-    let original_tokens = original_tokens(config, parameters, context)?;
     let original = f64::from(original_tokens);
     let factor = match parameters.optional_positive("factor")? {
         Some(factor) => factor,

@@ -110,7 +110,7 @@ fn a_truncated_file_is_refused() {
     assert_eq!(
         damage(1, shorten(100)),
         "model.safetensors: the header claims 2034 bytes, but only 92 follow: \
-         the file is truncated or not safetensors"
+         the file is truncated or no safetensors file"
     );
     assert_eq!(
         damage(1, shorten(5000)),
@@ -129,7 +129,8 @@ fn an_absurd_header_is_refused() {
     };
     assert_eq!(
         damage(1, write(u64::MAX, b"{}")),
-        "model.safetensors: the header claims 18446744073709551615 bytes, more than the 100000000 allowed"
+        "model.safetensors: this is no safetensors file: its first eight bytes would make a header of \
+         18446744073709551615 bytes, and 100000000 are allowed"
     );
     assert_eq!(
         damage(1, write(4, b"{}!!")),
@@ -152,9 +153,9 @@ fn an_index_must_agree_with_its_shards() {
         }
     };
     assert_eq!(
-        damage(2, rewrite("lm_head.weight", "lm_head.bias")),
-        "model.safetensors.index.json: tensor \"lm_head.bias\" is said to be in \
-         model-00001-of-00002.safetensors, which lacks it"
+        damage(2, rewrite("\"lm_head.weight\":\"model-00001", "\"lm_head.weight\":\"model-00002")),
+        "model.safetensors.index.json: tensor \"lm_head.weight\" is said to be in \
+         model-00002-of-00002.safetensors, which lacks it"
     );
     assert_eq!(
         damage(2, rewrite("model-00001-of-00002.safetensors", "../secret")),
@@ -235,7 +236,7 @@ fn a_malformed_configuration_is_refused() {
         with("tie_word_embeddings", json!("no")),
         "config.json: tie_word_embeddings is \"no\", not true or false"
     );
-    assert_eq!(with("architectures", json!(null)), "config.json: architectures is missing");
+    assert_eq!(with("architectures", json!(null)), "config.json: model_type is missing");
     assert_eq!(
         with("architectures", json!(["BloomForCausalLM"])),
         "config.json: architectures is [\"BloomForCausalLM\"], not one of those supported: GPT2LMHeadModel, \

@@ -7,7 +7,7 @@ use ir::id::RopeId;
 use super::gemma2;
 use crate::decoder::{self, Decoder, Defaults, Layer, Mlp};
 use crate::lowering::Lowering;
-use crate::rope::{self, RotatedHead};
+use crate::rope::{self, Rotary, RotatedHead, Scalings};
 
 const DEFAULTS: Defaults = Defaults { vocabulary: 262_208, context: 131_072, ..gemma2::DEFAULTS };
 
@@ -47,14 +47,20 @@ fn rope(lowering: &mut Lowering<'_>, decoder: &Decoder, global: bool) -> Result<
         Some(parameters) => parameters.section(kind)?,
         None => None,
     };
-    // The scaling of transformers 4 is for the layers without a window.
+    let nested = nested.unwrap_or_else(|| config.empty_section(kind));
+    // The scaling of transformers 4 is for the layers without a window, and comes before that of transformers 5.
     let scaling = if global { config.section("rope_scaling")? } else { None };
-    let parameters = scaling.or(nested).unwrap_or_else(|| config.empty_section(kind));
+    let parameters = match scaling {
+        Some(scaling) => scaling.over(nested),
+        None => nested,
+    };
     let theta = match parameters.optional_positive("rope_theta")? {
         Some(theta) => theta,
         None => config.positive(field, default)?,
     };
     let head = RotatedHead { features: decoder.heads.features, partial: 1.0 };
-    let rope = rope::with_base(config, &parameters, head, decoder.context, theta)?;
-    Ok(lowering.add_rope(rope))
+    let context = decoder.context;
+    let rope = rope::with_base(config, &parameters, head, context, theta, Scalings::All)?;
+    // Gemma3's configurations give the context after scaling.
+    Ok(lowering.add_rope(Rotary { context, ..rope }))
 }

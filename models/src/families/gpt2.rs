@@ -19,11 +19,17 @@ struct Gpt2 {
 
 pub(super) fn lower(lowering: &mut Lowering<'_>) -> Result<()> {
     let config = lowering.config;
-    let hidden = config.size("n_embd", 768)?;
-    let heads = config.size("n_head", 12)?;
+    // As in transformers, the common name wins where GPT-2's own is there, too.
+    let named = |own, common| if config.has(common) { common } else { own };
+    let hidden_name = named("n_embd", "hidden_size");
+    let heads_name = named("n_head", "num_attention_heads");
+    let hidden = config.size(hidden_name, 768)?;
+    let heads = config.size(heads_name, 12)?;
     ensure!(
         hidden.is_multiple_of(heads),
-        config.error(format_args!("n_embd is {hidden}, not a multiple of n_head, {heads}"))
+        config.error(format_args!(
+            "{hidden_name} is {hidden}, not a multiple of {heads_name}, {heads}"
+        ))
     );
     ensure!(
         !config.flag("add_cross_attention", false)?,
@@ -40,8 +46,8 @@ pub(super) fn lower(lowering: &mut Lowering<'_>) -> Result<()> {
         scaled: config.flag("scale_attn_weights", true)?,
         scaled_by_layer: config.flag("scale_attn_by_inverse_layer_idx", false)?,
     };
-    let layers = config.layers("n_layer", 12)?;
-    let context = config.size("n_positions", 1024)?;
+    let layers = config.layers(named("n_layer", "num_hidden_layers"), 12)?;
+    let context = config.size(named("n_positions", "max_position_embeddings"), 1024)?;
     let tied = config.flag("tie_word_embeddings", true)?;
     let prefix = lowering.prefix(&["transformer.", ""], "h.0.ln_1.weight");
     lowering.model.context = context;

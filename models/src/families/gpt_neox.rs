@@ -11,6 +11,13 @@ use crate::decoder::inverse_root;
 use crate::lowering::Lowering;
 use crate::rope::{self, RopeDefaults};
 
+const ROPE: RopeDefaults = RopeDefaults {
+    partial: Some(0.25),
+    theta_field: "rotary_emb_base",
+    partial_field: "rotary_pct",
+    ..RopeDefaults::COMMON
+};
+
 struct GptNeox {
     heads: Heads,
     intermediate: u32,
@@ -33,8 +40,7 @@ pub(super) fn lower(lowering: &mut Lowering<'_>) -> Result<()> {
     );
     let heads = Heads { query: heads, key: heads, features: hidden / heads };
     let context = config.size("max_position_embeddings", 2048)?;
-    let defaults = RopeDefaults { theta: 10_000.0, partial: Some(0.25) };
-    let rope = rope::rope(config, "full_attention", heads.features, context, defaults)?;
+    let rope = rope::rope(config, "full_attention", heads.features, context, ROPE)?;
     let neox = GptNeox {
         heads,
         intermediate: config.size("intermediate_size", 24_576)?,

@@ -20,7 +20,7 @@ pub(super) const DEFAULTS: Defaults = Defaults {
     epsilon: 1e-6,
     tied: false,
     activation: ("hidden_act", Activation::Silu),
-    rope: RopeDefaults { theta: 10_000.0, partial: None },
+    rope: RopeDefaults::COMMON,
 };
 
 pub(super) fn lower(lowering: &mut Lowering<'_>) -> Result<()> {

@@ -13,7 +13,7 @@ const DEFAULTS: Defaults = Defaults {
     kv_heads: Some(8),
     context: 131_072,
     epsilon: 1e-5,
-    rope: RopeDefaults { theta: 1_000_000.0, partial: None },
+    rope: RopeDefaults { theta: 1_000_000.0, ..RopeDefaults::COMMON },
     ..llama::DEFAULTS
 };
 

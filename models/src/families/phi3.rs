@@ -5,7 +5,7 @@ use anyhow::Result;
 use super::llama;
 use crate::decoder::{self, Decoder, Defaults};
 use crate::lowering::Lowering;
-use crate::rope::RopeDefaults;
+use crate::rope::{RopeDefaults, Scalings};
 
 const DEFAULTS: Defaults = Defaults {
     vocabulary: 32_064,
@@ -13,7 +13,11 @@ const DEFAULTS: Defaults = Defaults {
     intermediate: 8192,
     context: 4096,
     epsilon: 1e-5,
-    rope: RopeDefaults { theta: 10_000.0, partial: Some(1.0) },
+    rope: RopeDefaults {
+        partial: Some(1.0),
+        scalings: Scalings::LongRope { original_tokens: 4096 },
+        ..RopeDefaults::COMMON
+    },
     ..llama::DEFAULTS
 };
 

@@ -8,8 +8,11 @@ fn lowered(text: &str, head_dim: u32, partial: Option<f64>) -> Result<Rope> {
 }
 
 fn rotary(text: &str, head_dim: u32, partial: Option<f64>) -> Result<Rotary> {
+    made(text, head_dim, RopeDefaults { partial, ..RopeDefaults::COMMON })
+}
+
+fn made(text: &str, head_dim: u32, defaults: RopeDefaults) -> Result<Rotary> {
     let config = Config::parse("config.json".into(), text.as_bytes())?;
-    let defaults = RopeDefaults { theta: 10_000.0, partial };
     rope(&config, "full_attention", head_dim, 512, defaults)
 }
 
@@ -134,7 +137,7 @@ fn llama3_keeps_high_frequencies() {
 #[test]
 fn an_odd_part_of_a_head_is_rounded_up_to_pairs() {
     check(
-        r#"{"rotary_pct": 0.25, "rope_scaling": {"type": "linear", "factor": 2.0}}"#,
+        r#"{"partial_rotary_factor": 0.25, "rope_scaling": {"type": "linear", "factor": 2.0}}"#,
         20,
         Some(1.0),
         &[0.5, 0.012_559_432, 0.000_315_478_65],
@@ -161,12 +164,47 @@ fn longrope_switches_beyond_the_first_context() {
     assert!((second(65) - 0.05).abs() < 1e-8);
 }
 
+/// A family of LongRoPE alone, as Phi3 is, with a first context of 64 tokens where the configuration gives none.
+const LONGROPE_ALONE: RopeDefaults =
+    RopeDefaults { scalings: Scalings::LongRope { original_tokens: 64 }, ..RopeDefaults::COMMON };
+
+#[test]
+fn a_family_of_longrope_alone_knows_it_by_old_names() {
+    let expected = rotary(LONGROPE, 8, None).unwrap();
+    for name in ["longrope", "su", "yarn"] {
+        let text = LONGROPE.replace("longrope", name);
+        assert_eq!(made(&text, 8, LONGROPE_ALONE).unwrap(), expected, "{name}");
+        let text = text.replace("\"type\"", "\"rope_type\"");
+        assert_eq!(made(&text, 8, LONGROPE_ALONE).unwrap(), expected, "{name}");
+    }
+    assert!(made("{}", 8, LONGROPE_ALONE).is_ok());
+    for name in ["linear", "dynamic", "llama3", "spiral"] {
+        let text = LONGROPE.replace("longrope", name);
+        assert_eq!(
+            made(&text, 8, LONGROPE_ALONE).unwrap_err().to_string(),
+            format!(
+                "config.json: rope_scaling.type is \"{name}\", not one of default, longrope, su and yarn"
+            )
+        );
+    }
+}
+
+#[test]
+fn a_family_of_longrope_alone_has_its_first_context_beside_the_dictionary() {
+    let expected = rotary(LONGROPE, 8, None).unwrap();
+    let original = r#""original_max_position_embeddings": "#;
+    let without = LONGROPE.replacen(&format!("{original}64, "), "", 1);
+    assert_eq!(made(&without, 8, LONGROPE_ALONE).unwrap(), expected);
+    // What the dictionary says counts for other families only.
+    let inside = without.replace("\"type\"", &format!("{original}32, \"type\""));
+    assert_eq!(made(&inside, 8, LONGROPE_ALONE).unwrap(), expected);
+    assert_ne!(rotary(&inside, 8, None).unwrap(), expected);
+}
+
 #[test]
 fn scaling_stretches_the_context() {
-    let context = |scaling: &str| {
-        let text = format!(r#"{{"rope_scaling": {{{scaling}}}}}"#);
-        rotary(&text, 16, None).unwrap().context
-    };
+    let context_of = |text: &str| rotary(text, 16, None).unwrap().context;
+    let context = |scaling: &str| context_of(&format!(r#"{{"rope_scaling": {{{scaling}}}}}"#));
     let original = r#""original_max_position_embeddings""#;
     assert_eq!(context(&format!(r#""type": "yarn", "factor": 4.0, {original}: 512"#)), 2048);
     assert_eq!(context(r#""type": "yarn", "factor": 4.0"#), 2048);
@@ -174,7 +212,13 @@ fn scaling_stretches_the_context() {
     assert_eq!(context(&format!(r#""type": "yarn", "factor": 8.0, {original}: 64"#)), 512);
     assert_eq!(context(r#""type": "dynamic", "factor": 2.0"#), 1024);
     assert_eq!(context(r#""type": "dynamic", "factor": 0.5"#), 512);
-    assert_eq!(context(r#""type": "linear", "factor": 2.0"#), 512);
+    assert_eq!(context(r#""type": "linear", "factor": 2.0"#), 1024);
+    assert_eq!(context(&format!(r#""type": "linear", "factor": 2.0, {original}: 256"#)), 512);
+    let longest = |tokens: u32| {
+        let scaling = r#""rope_scaling": {"type": "linear", "factor": 2.0}"#;
+        context_of(&format!(r#"{{"max_sequence_length": {tokens}, {scaling}}}"#))
+    };
+    assert_eq!([256, 512, 1024, 2048].map(longest), [512, 1024, 1024, 2048]);
 }
 
 #[test]
