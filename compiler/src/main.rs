@@ -54,8 +54,8 @@ enum Command {
         /// Write to this file instead of standard output.
         #[arg(short, long)]
         output: Option<PathBuf>,
-        /// Divide each NUMA node's cores and memory into this many devices, to try plans of several; where there are fewer
-        /// cores, devices share them.
+        /// Divide each NUMA node's cores and memory into this many devices, to try plans of several; where there are
+        /// fewer cores, devices share them.
         #[arg(long, value_name = "N")]
         split: Option<u32>,
     },

@@ -115,6 +115,7 @@ impl Options {
             pins: self.pins.iter().map(pin).collect(),
             formats: self.formats.iter().map(|rule| rule.text.clone()).collect(),
             plain_bf16: self.plain_bf16,
+            prefill_tokens: self.prefill_tokens,
             kv_type: self.kv_type,
             kv_cache_bytes: self.kv_cache_bytes,
             expert_counts: self.expert_counts.as_ref().map(|counted| counted.file.clone()),
@@ -173,7 +174,8 @@ pub fn parse_tensor_parallel(text: &str) -> Result<Request> {
         };
         let share: f64 =
             share.trim().parse().with_context(|| format!("{share:?} is not a share"))?;
-        ensure!(share.is_finite() && share > 0.0, "a share of {share} is not positive");
+        ensure!(share.is_finite() && share > 0.0, "the share of {} is {share}, which is not positive: leave the device out or give it more",
+            name.trim());
         Ok((name.trim().to_owned(), Some(share)))
     });
     let members: Vec<(String, Option<f64>)> = members.collect::<Result<_>>()?;

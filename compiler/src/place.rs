@@ -2,7 +2,7 @@
 //!
 //! - Candidates hold the plans that people make by hand: all on one device, layers split in order, all layers
 //!   shared. So the result is never predicted slower than the best of those.
-//! - Matrices and caches stay on NUMA nodes beside a GPU only where the model fits no GPUs.
+//! - Matrices and caches stay on NUMA nodes beside a GPU only where the model is not best on GPUs that are about as fast.
 //! - A price is that of the finished schedule, so byte limits are exact.
 
 mod candidates;
@@ -53,7 +53,7 @@ pub(crate) struct Placement {
     pub(crate) layouts: Layouts,
     /// Blocks of every cache.
     pub(crate) blocks: u32,
-    /// Everything that was priced, best first.
+    /// The chosen placement, then others that were compared with it, best first; not all that were priced.
     pub(crate) candidates: Vec<Candidate>,
     /// The lowest is best.
     pub(crate) score: u64,
@@ -175,7 +175,8 @@ pub(crate) enum Among<'a> {
 pub(crate) fn place(task: &Task<'_>, options: &Options, among: Among<'_>) -> Result<Placement> {
     let units = Units::new(task.model);
     let pins = pins(task, options)?;
-    let blocks = wanted_blocks(task, options)?;
+    check_cache_sizes(task)?;
+    let blocks = task.target.blocks;
     let prices = Prices::new(task, &units, &pins, blocks);
     let offers = offers(task, options, &prices, among)?;
     let Some(best) = offers.iter().find(|offer| offer.candidate.missing.is_none()) else {
@@ -202,7 +203,7 @@ pub(crate) fn place(task: &Task<'_>, options: &Options, among: Among<'_>) -> Res
     let counted = offers.iter().filter(|_| options.expert_counts.is_some());
     let hosted = counted.filter(|offer| offer.candidate.missing.is_none());
     let hosted = hosted.map(|offer| &offer.arrangement).find(|offer| offer.hosted.is_some());
-    let rooms = hosted.map(|hosted| hosted::rooms(task, &units, &pins, hosted, &price));
+    let rooms = hosted.map(|hosted| hosted::rooms(&prices, hosted, &price));
     let rooms = rooms.unwrap_or_default();
     let &Offer { score, score_of_most, prompt_nanos, score_of_prompt, .. } = best;
     let devices = best.devices.clone();
@@ -256,7 +257,7 @@ fn offers(
         .collect();
     // Some may be impossible: no link, no rate for a format, too few heads, shares that no device computes.
     let mut offers: Vec<Offer> = priced.into_iter().filter_map(Result::ok).collect();
-    if options.request == Request::Any && !offers.iter().any(|offer| fits_gpus(task, offer)) {
+    if options.request == Request::Any && !offers.iter().any(|offer| fits_fast_gpus(task, offer)) {
         let price = |arrangement: &Arrangement| offer(task, units, pins, arrangement, blocks);
         let sets = match among {
             Among::All => hosted::gpu_sets(task),
@@ -265,7 +266,7 @@ fn offers(
         let is_rough = matches!(among, Among::RoughlyBeside(_));
         let fitting = offers.iter().filter(|offer| offer.candidate.missing.is_none());
         let best = fitting.map(|offer| offer.score).min().unwrap_or(u64::MAX);
-        offers.extend(hosted::offers(task, units, pins, &sets, is_rough, best, &price));
+        offers.extend(hosted::offers(prices, &sets, is_rough, best, &price));
     }
     if offers.is_empty()
         && let Some(first) = arrangements.first()
@@ -284,10 +285,18 @@ fn offers(
     Ok(offers)
 }
 
-/// Whether the whole model is on GPUs and they have the memory.
-fn fits_gpus(task: &Task<'_>, offer: &Offer) -> bool {
-    let mut devices = offer.arrangement.stages.iter().flat_map(|(group, _)| &group.devices);
-    offer.candidate.missing.is_none() && devices.all(|&device| !is_numa(task, device))
+/// Whether the whole model is on GPUs, they have the memory, and none is much slower than the fastest: a small one beside a
+/// large one may take longer than a host whose matrices the large one fetches.
+fn fits_fast_gpus(task: &Task<'_>, offer: &Offer) -> bool {
+    /// The part of the fastest GPU's rate below which one is slow.
+    const SLOW: f64 = 0.5;
+    let devices = &task.target.machine.devices;
+    let rate = |device: DeviceId| devices[device].rates.read_bytes_per_sec;
+    let gpus = devices.ids().filter(|&device| !is_numa(task, device));
+    let fastest = gpus.map(rate).fold(0.0, f64::max);
+    let mut members = offer.arrangement.stages.iter().flat_map(|(group, _)| &group.devices);
+    offer.candidate.missing.is_none()
+        && members.all(|&device| !is_numa(task, device) && rate(device) >= SLOW * fastest)
 }
 
 /// The device that each node is pinned to, with the pattern that did it; the last pin that matches holds.
@@ -318,12 +327,12 @@ fn names_of_one_block<'a>(task: &Task<'a>) -> Vec<&'a str> {
     nodes.filter(|name| Task::block(name).is_none_or(|block| block == 0)).collect()
 }
 
-/// Cache blocks that the options ask for, which GPUs can count the elements of.
-fn wanted_blocks(task: &Task<'_>, options: &Options) -> Result<u32> {
-    let blocks = blocks_within_budget(task, options)?;
+/// Fails where GPUs cannot count the elements of a cache.
+fn check_cache_sizes(task: &Task<'_>) -> Result<()> {
     // Kernels of GPUs count elements in 32 bits.
     let elements = |cache: &ModelCache| {
-        u64::from(blocks) * u64::from(BLOCK_TOKENS * cache.kv_heads) * u64::from(cache.head_dim)
+        let heads = u64::from(BLOCK_TOKENS * cache.kv_heads);
+        u64::from(task.target.blocks) * heads * u64::from(cache.head_dim)
     };
     let largest = task.model.caches.rows().iter().map(elements).max().unwrap_or(0);
     let has_gpu = task.target.machine.devices.rows().iter().any(|device| device.kind.is_gpu());
@@ -333,44 +342,7 @@ fn wanted_blocks(task: &Task<'_>, options: &Options) -> Result<u32> {
          a --kv-cache, or leave GPUs out with --without",
         u32::MAX
     );
-    Ok(blocks)
-}
-
-/// Cache blocks of all sequences, or those that the budget of a KV cache leaves.
-fn blocks_within_budget(task: &Task<'_>, options: &Options) -> Result<u32> {
-    let target = task.target;
-    let per_sequence = target.blocks_per_sequence();
-    let all = per_sequence.saturating_mul(target.max_sequences);
-    let Some(budget) = options.kv_cache_bytes else { return Ok(all) };
-    let block_bytes = cache_block_bytes(task);
-    let needed = block_bytes * u64::from(per_sequence);
-    ensure!(
-        budget >= needed,
-        "a KV cache of {budget} bytes is {} bytes short of one context of {} tokens, which takes {needed}: raise \
-         --kv-cache or lower --context",
-        needed - budget,
-        target.context
-    );
-    let blocks = budget.checked_div(block_bytes).unwrap_or(u64::from(all));
-    let blocks = u32::try_from(blocks).unwrap_or(u32::MAX).min(all);
-    ensure!(
-        blocks >= target.max_sequences,
-        "a KV cache of {budget} bytes has {blocks} blocks of {BLOCK_TOKENS} tokens, and each of {} sequences takes \
-         one at least: raise --kv-cache or lower --max-sequences to {blocks}",
-        target.max_sequences
-    );
-    Ok(blocks)
-}
-
-/// Bytes of one block of all caches. Devices may hold keys in different types; this is of the widest.
-fn cache_block_bytes(task: &Task<'_>) -> u64 {
-    let widest = |head_dim: u32| {
-        let types = task.target.kv_types.rows().iter();
-        types.map(|dtype| dtype.head_bytes(head_dim)).max().expect("there are devices")
-    };
-    let caches = task.model.caches.rows().iter();
-    let row = |cache: &ModelCache| 2 * widest(cache.head_dim) * u64::from(cache.kv_heads);
-    caches.map(|cache| row(cache) * u64::from(BLOCK_TOKENS)).sum()
+    Ok(())
 }
 
 /// The devices of a request, each named once.

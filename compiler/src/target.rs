@@ -34,6 +34,8 @@ pub(crate) struct Target {
     pub(crate) has_bf12: Table<DeviceId, bool>,
     /// Element type of the caches on each device.
     pub(crate) kv_types: Table<DeviceId, DType>,
+    /// Blocks of every cache, over all sequences.
+    pub(crate) blocks: u32,
     /// What is minimised.
     pub(crate) objective: Objective,
 }
@@ -113,8 +115,8 @@ impl Target {
                     .next()
             })
             .collect();
-        let tokens = options.max_sequences;
-        let gains = |device: &Device| !options.plain_bf16 && gains_by_bf12(device, tokens);
+        let gains =
+            |device: &Device| !options.plain_bf16 && gains_by_bf12(device, options.max_sequences);
         let has_bf12 = machine.devices.rows().iter().map(gains).collect();
         let kv_types: Table<DeviceId, DType> = formats
             .rows()
@@ -139,7 +141,7 @@ impl Target {
                 );
             }
         }
-        Ok(Self {
+        let mut target = Self {
             machine,
             context,
             max_sequences: options.max_sequences,
@@ -147,8 +149,47 @@ impl Target {
             formats,
             has_bf12,
             kv_types,
+            blocks: 0,
             objective: options.objective,
-        })
+        };
+        target.blocks = target.blocks_within_budget(model, options.kv_cache_bytes)?;
+        Ok(target)
+    }
+
+    /// Blocks of every cache for all sequences, or those that the budget of a KV cache leaves.
+    fn blocks_within_budget(&self, model: &Model, budget: Option<u64>) -> Result<u32> {
+        let per_sequence = self.blocks_per_sequence();
+        let all = per_sequence.saturating_mul(self.max_sequences);
+        let Some(budget) = budget else { return Ok(all) };
+        let block_bytes = self.cache_block_bytes(model);
+        let needed = block_bytes * u64::from(per_sequence);
+        ensure!(
+            budget >= needed,
+            "a KV cache of {budget} bytes is {} bytes short of one context of {} tokens, which takes {needed}: raise \
+             --kv-cache or lower --context",
+            needed - budget,
+            self.context
+        );
+        let blocks = budget.checked_div(block_bytes).unwrap_or(u64::from(all));
+        let blocks = u32::try_from(blocks).unwrap_or(u32::MAX).min(all);
+        ensure!(
+            blocks >= self.max_sequences,
+            "a KV cache of {budget} bytes has {blocks} blocks of {BLOCK_TOKENS} tokens, and each of {} sequences takes \
+             one at least: raise --kv-cache or lower --max-sequences to {blocks}",
+            self.max_sequences
+        );
+        Ok(blocks)
+    }
+
+    /// Bytes of one block of all caches. Devices may hold keys in different types; this is of the widest.
+    pub(crate) fn cache_block_bytes(&self, model: &Model) -> u64 {
+        let widest = |head_dim: u32| {
+            let types = self.kv_types.rows().iter();
+            types.map(|dtype| dtype.head_bytes(head_dim)).max().expect("there are devices")
+        };
+        let caches = model.caches.rows().iter();
+        let row = |cache: &ModelCache| 2 * widest(cache.head_dim) * u64::from(cache.kv_heads);
+        caches.map(|cache| row(cache) * u64::from(BLOCK_TOKENS)).sum()
     }
 
     /// The same with bfloat16 in 16 bits on GPUs; `None` where no GPU holds it in 12.
@@ -195,8 +236,11 @@ impl Target {
         }
     }
 
-    /// The batch of a decode program, with half of the context cached.
+    /// The batch of a decode program, with half of the context cached, or as much as all sequences can have.
     pub(crate) fn decode(&self, sequences: u32) -> Batch {
+        // The token that is fed is cached, too.
+        let most = u64::from(self.blocks) * u64::from(BLOCK_TOKENS) / u64::from(sequences.max(1));
+        let most = u32::try_from(most.saturating_sub(1)).unwrap_or(u32::MAX);
         Batch {
             program: format!("decode{sequences}"),
             phase: Phase::Decode,
@@ -204,7 +248,7 @@ impl Target {
             extent: Extent { tokens: sequences, rows: sequences },
             max_sequences: sequences,
             sequences,
-            past: self.context / 2,
+            past: most.min(self.context / 2),
         }
     }
 
@@ -248,10 +292,13 @@ fn names(machine: &Machine) -> String {
 /// The least rate a second of anything: what is smaller was meant in larger units, and times by it are beyond 64 bits.
 const LEAST_RATE: f64 = 1e3;
 
+/// The most nanoseconds of anything, a quarter of an hour: sums of many are within 64 bits.
+const MOST_NANOS: f64 = 1e12;
+
 /// A machine file is written by hand at times.
 fn check_machine(machine: &Machine) -> Result<()> {
     let is_rate = |rate: f64| rate.is_finite() && rate >= LEAST_RATE;
-    let not_negative = |nanos: f64| nanos.is_finite() && nanos >= 0.0;
+    let is_time = |nanos: f64| (0.0..=MOST_NANOS).contains(&nanos);
     for (id, device) in machine.devices.iter() {
         let (name, rates) = (&device.name, &device.rates);
         ensure!(machine.device(name) == Some(id), "the machine has two devices named {name}");
@@ -278,8 +325,8 @@ fn check_machine(machine: &Machine) -> Result<()> {
             "the machine gives {name} a rate below {LEAST_RATE}: rates are bytes or operations a second"
         );
         ensure!(
-            not_negative(rates.step_nanos) && not_negative(rates.attention_nanos),
-            "the machine gives {name} a step or an attention of negative nanoseconds"
+            is_time(rates.step_nanos) && is_time(rates.attention_nanos),
+            "the machine gives {name} a step or an attention of negative nanoseconds, or of more than {MOST_NANOS:.0}"
         );
         ensure!(
             rates.beside_fetch > 0.0 && rates.beside_fetch <= 1.0,
@@ -291,7 +338,7 @@ fn check_machine(machine: &Machine) -> Result<()> {
             ensure!(
                 !points.is_empty()
                     && points.iter().all(|p| {
-                        p.tokens > 0 && is_rate(p.weights_per_sec) && not_negative(p.nanos)
+                        p.tokens > 0 && is_rate(p.weights_per_sec) && is_time(p.nanos)
                     })
                     && points.is_sorted_by(|a, b| a.tokens < b.tokens),
                 "the machine's {} rates of {name} are no curve of rising tokens and weights a second, {LEAST_RATE} at \
@@ -306,14 +353,16 @@ fn check_machine(machine: &Machine) -> Result<()> {
             "the machine has a link between devices it lacks"
         );
         ensure!(
-            is_rate(link.bytes_per_sec) && not_negative(link.latency_nanos),
-            "the machine has a link with a rate below {LEAST_RATE} bytes a second, or a negative latency"
+            is_rate(link.bytes_per_sec) && is_time(link.latency_nanos),
+            "the machine has a link with a rate below {LEAST_RATE} bytes a second, or a latency that is negative or \
+             above {MOST_NANOS:.0} ns"
         );
     }
     if let Some(collectives) = &machine.collectives {
         ensure!(
-            is_rate(collectives.bytes_per_sec) && not_negative(collectives.latency_nanos),
-            "the machine's collectives have a rate below {LEAST_RATE} bytes a second, or a negative latency"
+            is_rate(collectives.bytes_per_sec) && is_time(collectives.latency_nanos),
+            "the machine's collectives have a rate below {LEAST_RATE} bytes a second, or a latency that is negative or \
+             above {MOST_NANOS:.0} ns"
         );
     }
     Ok(())
@@ -348,7 +397,11 @@ fn reduced(machine: &Machine, options: &Options) -> Result<Machine> {
         }
         renamed.push(Some(reduced.devices.push(device)));
     }
-    ensure!(!reduced.devices.is_empty(), "no device is left to run on");
+    ensure!(!machine.devices.is_empty(), "the machine has no devices");
+    ensure!(
+        !reduced.devices.is_empty(),
+        "no device is left to run on: --without names all of them, leave one in"
+    );
     for link in &machine.links {
         if let (Some(from), Some(to)) = (renamed[link.from], renamed[link.to]) {
             reduced.links.push(Link { from, to, ..link.clone() });
@@ -357,13 +410,19 @@ fn reduced(machine: &Machine, options: &Options) -> Result<Machine> {
     Ok(reduced)
 }
 
-/// Whether a device may be better off with 12 bits. For a NUMA node this is a question of speed, with so many tokens:
-/// decoding may take longer than the bytes that it saves. A GPU may also need the memory, so placements are compared.
-fn gains_by_bf12(device: &Device, tokens: u32) -> bool {
-    let rate = |format| Some(device.rates.linear(format)?.weights_per_sec(tokens));
-    match device.kind {
-        DeviceKind::Numa { .. } => rate(Format::Bf12) > rate(Format::Bf16),
-        DeviceKind::Gpu { .. } => rate(Format::Bf12).is_some(),
+/// Whether a device may be better off with 12 bits. For a NUMA node this is a question of speed: decoding may take longer
+/// than the bytes that it saves. The decode of one sequence and of the most weigh alike, as in
+/// [`decide`](crate::decide::decide). A GPU may also need the memory, so placements are compared.
+fn gains_by_bf12(device: &Device, max_sequences: u32) -> bool {
+    let time = |format| {
+        let rates = device.rates.linear(format)?;
+        let time = |tokens| rates.weights_per_sec(tokens).recip();
+        Some(time(1) + time(max_sequences))
+    };
+    match (device.kind.is_gpu(), time(Format::Bf12), time(Format::Bf16)) {
+        (true, narrow, _) => narrow.is_some(),
+        (false, Some(narrow), wide) => wide.is_none_or(|wide| narrow < wide),
+        (false, None, _) => false,
     }
 }
 

@@ -4,6 +4,11 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
+use ir::counts::{self, ExpertCounts};
+use ir::id::{DeviceId, Id as _};
+use ir::machine::{Device, DeviceKind, LinearRate, Link, Machine, RatePoint, RateSource, Rates};
+use ir::plan::Plan;
+use ir::tensor::Format;
 use tempfile::TempDir;
 
 fn demo() -> PathBuf {
@@ -37,9 +42,43 @@ fn refusal(folder: &TempDir, arguments: &[&str]) -> String {
     line.trim_end().trim_start_matches("error: ").into()
 }
 
+/// Two NUMA nodes of eight cores each.
+fn two_nodes() -> Machine {
+    let linear = |format| {
+        let point = RatePoint { tokens: 1, weights_per_sec: 1e10, nanos: 0.0 };
+        LinearRate { format, points: vec![point] }
+    };
+    let node = |node: u32| Device {
+        name: format!("numa{node}"),
+        kind: DeviceKind::Numa { node, cpus: (8 * node..8 * (node + 1)).collect() },
+        memory_bytes: 16 << 30,
+        cpu_caches: Vec::new(),
+        rates: Rates {
+            source: RateSource::Nominal,
+            read_bytes_per_sec: 1e11,
+            step_nanos: 2e3,
+            linear: Format::ALL.map(linear).to_vec(),
+            experts: Vec::new(),
+            attention_nanos: 0.0,
+            attention_flops_per_sec: 1e12,
+            cache_bytes_per_sec: 1e11,
+            beside_fetch: 0.9,
+        },
+    };
+    let [first, second] = [0, 1].map(DeviceId::from_index);
+    let link = |from, to| Link { from, to, bytes_per_sec: 2e10, latency_nanos: 1e3 };
+    Machine {
+        devices: [0, 1].map(node).into_iter().collect(),
+        links: vec![link(first, second), link(second, first)],
+        ..Machine::default()
+    }
+}
+
+/// A folder with a machine that is the same on all hosts.
 fn folder() -> TempDir {
     let folder = tempfile::tempdir().expect("a folder for plans");
-    success(&folder, &["probe", "--split", "2", "-o", "machine.ron"]);
+    let machine = two_nodes().to_ron().expect("a machine can be written");
+    fs::write(folder.path().join("machine.ron"), machine).expect("the folder is ours");
     folder
 }
 
@@ -65,6 +104,24 @@ fn the_same_inputs_give_the_same_plan() {
 }
 
 #[test]
+fn the_nodes_of_this_machine_are_probed_and_divided() {
+    let folder = folder();
+    let nodes = |text: &str| {
+        let machine = Machine::from_ron(text).expect("a probe is a machine");
+        machine.devices.rows().iter().filter(|device| !device.kind.is_gpu()).count()
+    };
+    let whole = nodes(&success(&folder, &["probe"]));
+    success(&folder, &["probe", "--split", "2", "-o", "halves.ron"]);
+    let halves = fs::read_to_string(folder.path().join("halves.ron")).expect("it was written");
+    assert_eq!(nodes(&halves), 2 * whole);
+    let demo = demo();
+    let demo = demo.to_str().expect("a plain path");
+    let stages = ["--machine", "halves.ron", "--pipeline", "numa0,numa1"];
+    success(&folder, &[&["compile", demo][..], &stages[..]].concat());
+    assert_eq!(success(&folder, &["check", "plan.ron"]), "plan.ron is sound\n");
+}
+
+#[test]
 fn an_explanation_names_layers_devices_and_guesses() {
     let folder = folder();
     let text = compile(&folder, "plan.ron", &["--explain", "--pipeline", "numa0,numa1"]);
@@ -82,16 +139,17 @@ fn what_was_decided_is_said_in_a_line_and_what_is_not_used_in_another() {
     for file in ["model.safetensors", "config.json"] {
         fs::copy(demo.join(file), folder.path().join(file)).expect("the folder is ours");
     }
-    let output = hybridc(&folder, &["compile", ".", "-o", "plan.ron"]);
+    let arguments = ["compile", ".", "--machine", "machine.ron", "--without", "numa1"];
+    let output = hybridc(&folder, &arguments);
     let said = text(&output.stderr);
-    assert!(said.starts_with("all on ") && said.contains("nominal"), "{said}");
+    assert!(said.starts_with("all on numa0; ") && said.contains("nominal"), "{said}");
     assert_eq!(said.lines().count(), 1);
     let config = folder.path().join("config.json");
     let whole = fs::read_to_string(&config).expect("it was copied");
     let part = whole.replace("\"num_hidden_layers\": 6", "\"num_hidden_layers\": 4");
     assert_ne!(whole, part);
     fs::write(config, part).expect("the folder is ours");
-    let output = hybridc(&folder, &["compile", ".", "-o", "plan.ron"]);
+    let output = hybridc(&folder, &arguments);
     let said = text(&output.stderr);
     assert!(said.contains("18 of the checkpoint's tensors are not used, such as model.layers.4."));
     let replaced = refusal(&folder, &["compile", ".", "-o", "config.json"]);
@@ -135,6 +193,30 @@ fn an_unsound_plan_fails_its_check_with_every_violation() {
     assert!(found.contains("cache block is empty"), "{found}");
     assert!(found.lines().last().expect("it says so").starts_with("error: plan.ron has "));
     assert!(refusal(&folder, &["explain", "plan.ron"]).contains("not sound"));
+}
+
+#[test]
+fn counts_of_experts_are_those_of_the_model() {
+    let folder = folder();
+    let router = |block: u32| format!("model.layers.{block}.mlp.gate.route");
+    let counted = ExpertCounts {
+        version: counts::VERSION,
+        model: "qwen3-moe".into(),
+        routers: [0, 2, 3].into_iter().map(|block| (router(block), vec![1; 8])).collect(),
+    };
+    let path = folder.path().join("counts.ron");
+    let text = counted.to_ron().expect("counts can be written");
+    fs::write(&path, text).expect("the folder is ours");
+    let arguments = |checkpoint| {
+        ["compile", checkpoint, "--machine", "machine.ron", "--expert-counts", "counts.ron"]
+    };
+    let mixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/golden/qwen3-moe");
+    success(&folder, &arguments(mixture.to_str().expect("a plain path")));
+    let plan = fs::read_to_string(folder.path().join("plan.ron")).expect("the plan was written");
+    let plan = Plan::from_ron(&plan).expect("it is a plan");
+    assert_eq!(plan.asked.expert_counts, path.canonicalize().ok());
+    let refused = refusal(&folder, &arguments(demo().to_str().expect("a plain path")));
+    assert!(refused.contains("counts.ron: the model has no experts"), "{refused}");
 }
 
 #[test]
@@ -186,6 +268,8 @@ fn bad_input_is_refused_with_one_line() {
         (compile(&["--max-sequences", "0"]), "0 is not in 1.."),
         (compile(&["--gpu-memory", "abc"]), "\"abc\" is not a size: write 4GiB, 512MiB or bytes"),
         (compile(&["--gpu-memory", "24"]), "\"24\" is 24 bytes, too few"),
+        (compile(&["--gpu-memory", "24GiB"]), "--gpu-memory limits GPUs, and the machine has none"),
+        (compile(&["--kv-type", "i4"]), "unknown cache type \"i4\""),
         (compile(&["--format", "numa0=q8,numa1=q4"]), "repeat --format"),
         (compile(&["--format", "bf12", "--plain-bf16"]), "leave one out"),
         (compile(&["--tensor-parallel", "numa0:1000000000,numa1:1"]), "leave numa1 out"),

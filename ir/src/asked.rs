@@ -24,6 +24,9 @@ pub struct Asked {
     /// Whether bfloat16 is held in 16 bits everywhere.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub plain_bf16: bool,
+    /// Tokens of a prefill run; `None` leaves them to the compiler.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub prefill_tokens: Option<u32>,
     /// Element type of the KV caches; `None` follows the weights.
     #[serde(deserialize_with = "crate::ron_text::written")]
     pub kv_type: Option<DType>,
@@ -55,9 +58,9 @@ pub enum Request {
     Pipeline(Vec<String>),
     /// All layers shared by the devices of these names, in these proportions, or by their speed.
     TensorParallel(Vec<(String, Option<f64>)>),
-    /// Stages on so many devices: GPUs first, then NUMA nodes, each in the machine's order.
+    /// Stages on this number of devices: GPUs first, then NUMA nodes, each in the machine's order.
     PipelineRanks(usize),
-    /// All layers shared by so many devices, chosen in the same way.
+    /// All layers shared by this number of devices, chosen in the same way.
     TensorParallelRanks(usize),
 }
 

@@ -13,7 +13,7 @@ const HEAD_BYTES: usize = 256 << 10;
 const SAMPLES: usize = 256;
 const PAGE_BYTES: usize = 4096;
 
-/// Whether a file of that size is sampled: whoever maps it should then turn read-ahead off.
+/// Whether a file of that size is sampled: a caller that maps it should then turn read-ahead off.
 pub fn is_sampled(bytes: u64) -> bool {
     bytes > WHOLE_BYTES as u64
 }

@@ -12,7 +12,7 @@ pub struct Forecast {
     pub devices: Table<DeviceId, DeviceForecast>,
     /// Time of each program.
     pub programs: Vec<ProgramForecast>,
-    /// Every placement that was priced, best first.
+    /// The chosen placement, then others that were compared with it, best first; not all that were priced.
     pub candidates: Vec<Candidate>,
 }
 

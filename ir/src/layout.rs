@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::id::DeviceId;
 
-/// Who holds a value, and what each of them holds.
+/// Which devices hold a value, and what each of them holds.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Layout {

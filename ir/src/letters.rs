@@ -1,10 +1,10 @@
-//! Letters: memory of the host, pinned, in which GPUs and the host leave each other values of a run, with flags that say
-//! when they are there. The compiler counts it, the executor allocates it once.
+//! Letters: memory of the host, pinned, in which GPUs and the host leave each other values of a run, with flags that
+//! say when they are there. The compiler counts it, the executor allocates it once.
 //!
 //! - It lies with the NUMA node that exchanges values with the GPU fastest, and counts there.
 //! - What the host takes out of a letter is a value of its own for as long as the plan keeps the buffer.
-//! - Who reads values in the memory of another GPU needs no letter. Whether GPUs reach each other is known only where they
-//!   are, so where several compute, letters are counted for all that they exchange.
+//! - A GPU that reads values in the memory of another needs no letter. Whether GPUs reach each other is known only
+//!   where they are, so where several compute, letters are counted for all that they exchange.
 
 use std::collections::BTreeSet;
 
@@ -14,10 +14,12 @@ use crate::workspace::{RunSizes, aligned};
 
 /// Bytes of values up to which every letter of a program has a place of its own.
 pub const OWN_PLACES_BYTES: u64 = 256 << 20;
+/// Memory of a NUMA node that has room for the letters of several GPUs and what is taken out of them.
+const LEAST_HOME_BYTES: u64 = 8 * OWN_PLACES_BYTES;
 /// Bytes from one flag to another that the other side writes: the widest line of any cache.
 pub const FLAG_BYTES: u64 = 128;
-/// Cubes of a GPU that send a value at most, each of which raises a flag of 4 bytes: what they have on its way, 256 KB, is
-/// more than a link holds.
+/// Cubes of a GPU that send a value at most, each of which raises a flag of 4 bytes: what they have on its way, 256 KB,
+/// is more than a link holds.
 pub const SENDING_CUBES: u64 = 64;
 /// Bytes of the flags of a value that a GPU sends.
 pub const SENDING_FLAGS_BYTES: u64 = SENDING_CUBES * 4;
@@ -37,7 +39,7 @@ pub struct Places {
 }
 
 impl Places {
-    /// Of letters whose values have so many bytes each.
+    /// The places of `letters`, for each the bytes of its values.
     pub fn of(letters: &[Vec<u64>]) -> Self {
         let sum = |values: &Vec<u64>| {
             values.iter().map(|&bytes| aligned(bytes)).fold(0, u64::saturating_add)
@@ -65,12 +67,14 @@ impl Places {
 }
 
 /// The NUMA node with which a GPU's letters lie: of those it exchanges values with, the one that it does fastest with.
+/// One without memory for much is passed over where another has it.
 pub fn home(plan: &Plan, gpu: DeviceId) -> Option<DeviceId> {
     let devices = &plan.machine.devices;
     let nodes = devices.iter().filter(|(_, device)| !device.kind.is_gpu());
     let rate = |node: DeviceId| {
         let there = plan.machine.link(gpu, node)?.bytes_per_sec;
-        Some(there.min(plan.machine.link(node, gpu)?.bytes_per_sec))
+        let has_room = devices[node].memory_bytes >= LEAST_HOME_BYTES;
+        Some((has_room, there.min(plan.machine.link(node, gpu)?.bytes_per_sec)))
     };
     let rated = nodes.filter_map(|(node, _)| Some((node, rate(node)?)));
     // The first of several that are alike.

@@ -1,6 +1,8 @@
 //! The data that the programs of this workspace exchange: graphs, machines, plans and traces.
 //!
-//! - It does no I/O, and knows no hardware and no tensor library.
+//! - It does no I/O, and uses no device and no tensor library.
+//! - Of hardware it has the sizes that compiler and executor must agree on: how weights are packed for processors and
+//!   GPUs (`packing`), what scratch memory, letters and captured launches take (`workspace`, `letters`, `captured`).
 //! - What a value of these types means never depends on who made it.
 
 #![warn(missing_docs)]

@@ -29,7 +29,7 @@ pub struct Collectives {
     /// What each GPU sends, and receives, per second: of a sum over n GPUs that is 2·(n − 1)/n of a term's bytes (the
     /// "bus bandwidth" of NCCL's own tests).
     pub bytes_per_sec: f64,
-    /// Time of a sum of nothing.
+    /// Time of a sum of 4,096 numbers, few enough that their bytes hardly matter.
     pub latency_nanos: f64,
     /// What the library takes of each GPU's memory.
     pub reserved_bytes: u64,
@@ -88,7 +88,7 @@ pub enum DeviceKind {
         ordinal: u32,
         /// What the driver's context and the libraries' code take of the memory that plans may fill.
         reserved_bytes: u64,
-        /// Scratch memory that the vendor library wants for products of many rows.
+        /// Scratch memory that the vendor library wants for products of many rows; 0 where it is not used.
         library_bytes: u64,
         /// What the driver takes of them for each launch that it has captured.
         launch_bytes: u64,
@@ -191,8 +191,11 @@ pub struct Link {
 impl Machine {
     /// Reads a machine file.
     pub fn from_ron(text: &str) -> Result<Self> {
-        ron::from_str(text)
-            .context("not a machine of this version, as `hybrid-exec calibrate` and `hybridc probe` write it")
+        let read = ron::from_str(text);
+        if read.is_err() {
+            ron_text::refuse_other_kinds(text, "a machine")?;
+        }
+        read.context("not a machine of this version, as `hybrid-exec calibrate` and `hybridc probe` write it")
     }
 
     /// Writes a machine file; the same machine gives the same bytes.
@@ -222,15 +225,15 @@ impl LinearRate {
         (low.weights_per_sec.ln() * (1.0 - along) + high.weights_per_sec.ln() * along).exp()
     }
 
-    /// Time beside the weights at `tokens` rows: between points on a straight line over the logarithm of rows; before the
-    /// first and beyond the last what it is there.
+    /// Time beside the weights at `tokens` rows: between points on a straight line over the logarithm of rows; before
+    /// the first and beyond the last what it is there.
     pub fn nanos(&self, tokens: u32) -> f64 {
         let (low, high, along) = self.between(tokens);
         low.nanos * (1.0 - along) + high.nanos * along
     }
 
-    /// The points on either side of so many rows, the same one beyond an end, and how far they lie from the first to the
-    /// second, in logarithms.
+    /// The points on either side of `tokens` rows, twice the same one beyond an end; and how far `tokens` lies from the
+    /// first to the second, in logarithms.
     fn between(&self, tokens: u32) -> (RatePoint, RatePoint, f64) {
         let after = self.points.iter().position(|point| point.tokens > tokens);
         let after = after.unwrap_or(self.points.len());

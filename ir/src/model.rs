@@ -16,11 +16,11 @@ use crate::weight::{Slice, Source};
 pub struct Model {
     /// Name for people: the checkpoint's folder.
     pub name: String,
-    /// The `architectures` value of its configuration.
+    /// The class of the language model that its configuration names.
     pub architecture: String,
     /// The folder with configuration and tokenizer.
     pub folder: PathBuf,
-    /// Rows of the logits.
+    /// Features of the logits.
     pub vocabulary: u32,
     /// The most tokens of one sequence the model was made for.
     pub context: u32,

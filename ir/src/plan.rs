@@ -4,7 +4,7 @@ use std::cmp::Reverse;
 use std::collections::BTreeSet;
 use std::path::PathBuf;
 
-use anyhow::{Result, ensure};
+use anyhow::Result;
 use serde::{Deserialize, Serialize};
 
 use crate::asked::Asked;
@@ -20,7 +20,6 @@ use crate::op::{Op, Rope};
 use crate::packing::{has_panels, held_bytes, packed_type};
 use crate::ron_text::{self, Version};
 use crate::tensor::{DType, Extent, Format, TensorType};
-use crate::trace::Trace;
 use crate::weight::Source;
 use crate::workspace::{EXCHANGE_MEMBERS, MOST_FLAGGED_TERM_BYTES, product_format};
 
@@ -30,7 +29,7 @@ pub const VERSION: u32 = 6;
 /// Fetched weights begin at multiples of this: what vendor libraries ask of a matrix.
 pub const FETCH_ALIGNMENT: u64 = 256;
 
-/// Blocks of caches have multiples of so many tokens: what kernels attend to at once.
+/// What the tokens of a cache's block are a multiple of: kernels attend to these at once.
 pub const CACHE_TILE_TOKENS: u32 = 16;
 
 /// A model placed on a machine, with a proven schedule for each phase.
@@ -68,7 +67,7 @@ pub struct Plan {
 pub struct ModelInfo {
     /// Name for people.
     pub name: String,
-    /// The `architectures` value of its configuration.
+    /// The class of the language model that its configuration names.
     pub architecture: String,
     /// Folder with tokenizer and configuration; absolute, or relative to the folder of the plan.
     pub folder: PathBuf,
@@ -252,8 +251,8 @@ pub enum Algorithm {
     /// Every member reads what it needs of the others, or is sent it by them.
     #[default]
     Direct,
-    /// The vendor's library of collectives makes a sum over GPUs, of which each passes on a part: in prefill alone, since
-    /// no graph captures it.
+    /// The vendor's library of collectives makes a sum over GPUs, of which each passes on a part: in prefill alone,
+    /// since no graph captures it.
     Library,
 }
 
@@ -267,7 +266,7 @@ impl Algorithm {
 impl Plan {
     /// Reads a plan. Fails on text that is not a plan of this version; soundness is for [`crate::check`].
     pub fn from_ron(text: &str) -> Result<Self> {
-        let read = ron_text::read(
+        ron_text::read(
             text,
             &Version {
                 number: VERSION,
@@ -276,14 +275,11 @@ impl Plan {
                 remedy: "compile it again",
             },
             |plan: &Self| plan.version,
-        );
-        let is_trace = read.is_err() && Trace::from_ron(text).is_ok();
-        ensure!(!is_trace, "this is a trace, where a plan is read");
-        read
+        )
     }
 
-    /// The smallest program of a phase that takes most of so many tokens of so many sequences in a run, and of their
-    /// logits where `wants_all`.
+    /// The smallest program of a phase among those that take the most in one run, of `tokens` tokens of `sequences`
+    /// sequences, and of their logits where `wants_all`.
     pub fn program_for(
         &self,
         phase: Phase,
@@ -411,8 +407,8 @@ impl Plan {
     }
 
     /// The buffers of other GPUs that a GPU's step moves as they are, each with its GPU, where it reads no others:
-    /// where GPUs reach each other's memory, such a buffer is read where it lies, which therefore is its place until the
-    /// run is over.
+    /// where GPUs reach each other's memory, such a buffer is read where it lies, which therefore is its place until
+    /// the run is over.
     pub fn peer_moved(&self, program: &Program, step: &Step) -> Vec<(BufferId, DeviceId)> {
         let Action::Move {
             movement: Move::Transfer { .. } | Move::Broadcast { .. } | Move::AllGather { .. },
@@ -443,7 +439,8 @@ impl Plan {
         lanes.map(|lane| lane.device).filter(is_gpu).collect()
     }
 
-    /// The queues that work in any program, in the order of devices. As many runs may be under way at a time, and one more.
+    /// The queues that work in any program, in the order of devices. As many runs may be under way at a time, and one
+    /// more.
     pub fn queues(&self) -> BTreeSet<(DeviceId, Queue)> {
         let lanes = self.programs.iter().flat_map(|program| &program.lanes);
         lanes.map(|lane| (lane.device, lane.queue)).collect()

@@ -1,7 +1,8 @@
-//! How files are written and read: the same value gives the same bytes, and a field that is misspelt or missing is found.
+//! How files are written and read: the same value gives the same bytes, a misspelt or missing field is found, and so is
+//! a file of another kind.
 
-use anyhow::{Context as _, Result, ensure};
-use serde::de::DeserializeOwned;
+use anyhow::{Context as _, Result, bail, ensure};
+use serde::de::{DeserializeOwned, IgnoredAny};
 use serde::{Deserialize, Deserializer, Serialize};
 
 /// How deep values of a file are nested at most.
@@ -19,10 +20,30 @@ pub(crate) struct Version {
     pub(crate) remedy: &'static str,
 }
 
-/// The only field that every version of every kind of file has.
+/// The only field that every version of a file with versions has.
 #[derive(Deserialize)]
 struct Head {
     version: u32,
+}
+
+/// What tells kinds of files apart: of each kind a field that no other has.
+#[derive(Default, Deserialize)]
+#[serde(default)]
+struct Marks {
+    programs: Mark,
+    spans: Mark,
+    routers: Mark,
+    links: Mark,
+}
+
+/// Whether a field is there, whatever it holds.
+#[derive(Default)]
+struct Mark(bool);
+
+impl<'de> Deserialize<'de> for Mark {
+    fn deserialize<D: Deserializer<'de>>(field: D) -> Result<Self, D::Error> {
+        IgnoredAny::deserialize(field).map(|_| Self(true))
+    }
 }
 
 /// A value as the text of a file, where values nested deeper than `lines` stand on the lines of those around them.
@@ -44,6 +65,9 @@ pub(crate) fn read<T: DeserializeOwned>(
     let options = ron::Options::default().with_recursion_limit(MOST_NESTED);
     let Version { number, subject, otherwise, remedy } = version;
     let read: Result<T, _> = options.from_str(text);
+    if read.is_err() {
+        refuse_other_kinds(text, otherwise.trim_start_matches("not "))?;
+    }
     let found = match &read {
         Ok(value) => version_of(value),
         // A file of another version need not have the fields of this one.
@@ -54,6 +78,26 @@ pub(crate) fn read<T: DeserializeOwned>(
         "{subject} version {found}, this build reads version {number}: {remedy}"
     );
     read.context(*otherwise)
+}
+
+/// Fails where a text that is not read as `wanted`, such as `a plan`, is a file of another kind, of whatever version.
+pub(crate) fn refuse_other_kinds(text: &str, wanted: &str) -> Result<()> {
+    let options = ron::Options::default().with_recursion_limit(MOST_NESTED);
+    let Marks { programs, spans, routers, links } = options.from_str(text).unwrap_or_default();
+    let kinds = [
+        (programs, "a plan"),
+        (spans, "a trace"),
+        (routers, "counts of experts"),
+        (links, "a machine"),
+    ];
+    let found = kinds.into_iter().find(|(mark, _)| mark.0).map(|(_, kind)| kind);
+    if let Some(found) = found.filter(|&found| found != wanted) {
+        let is_one = |kind: &str| kind.starts_with("a ");
+        let this = if is_one(found) { "this is" } else { "these are" };
+        let is = if is_one(wanted) { "is" } else { "are" };
+        bail!("{this} {found}, where {wanted} {is} read");
+    }
+    Ok(())
 }
 
 /// Reads what may be nothing, but is written even so: else a field that was lost would mean nothing.

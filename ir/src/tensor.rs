@@ -113,7 +113,8 @@ impl Format {
 }
 
 impl From<DType> for Format {
-    /// The format that keeps every bit of what a checkpoint stores.
+    /// The format that keeps every bit of floats that a checkpoint stores; integers become f32, which keeps those below
+    /// 2²⁴ as they are.
     fn from(dtype: DType) -> Self {
         match dtype {
             DType::F32 | DType::I32 | DType::U8 | DType::I8 => Format::F32,

@@ -21,17 +21,20 @@ pub const UNPACKED_ROWS: u32 = 8;
 /// The most rows for which a GPU with matrix instructions dequantises `q8`, `q4` and `bf12` inside the kernel; for more
 /// they are unpacked for the vendor's library.
 pub const MAX_FUSED_ROWS: u32 = 64;
-/// A packed matrix is unpacked for the vendor's library in pieces of about so many bytes: large enough that a product
+/// Bytes, about, of a piece of a packed matrix that is unpacked for the vendor's library: large enough that a product
 /// of one piece fills any GPU, small beside the memory of the smallest.
 const UNPACKED_BYTES: u64 = 128 << 20;
+/// Memory that the vendor's library may use while it multiplies, with the flags by which products take turns: NVIDIA
+/// advises 32 MiB for Hopper.
+pub const LIBRARY_BYTES: u64 = 32 << 20;
 /// The most parts that decode attention splits a context into: beyond it merging costs more than splitting saves.
 pub const ATTENTION_SPLITS: u32 = 64;
 /// Parts of contexts, over all tokens and key heads of a run, that keep the largest GPU busy: three cubes on each of
 /// up to 170 multiprocessors.
 const ATTENTION_CUBES: u32 = 512;
-/// Every part, and every piece of one, starts at a multiple of so many bytes.
+/// What the start of every part, and of every piece of one, is a multiple of, in bytes.
 pub const WORKSPACE_ALIGNMENT: u64 = 256;
-/// Pieces have multiples of so many rows, each of which makes two bytes of a token's output.
+/// What the rows of a piece are a multiple of; each row makes two bytes of a token's output.
 const PIECE_ROWS: u32 = WORKSPACE_ALIGNMENT as u32 / 2;
 
 /// Members of a sum over GPUs at most.
@@ -57,8 +60,8 @@ pub struct Workspace {
     /// A matrix or some of its rows, one after another: a packed one before the vendor's library multiplies with it.
     pub matrix_bytes: u64,
     /// Products that a gate is multiplied with; outputs of 16 bits that are made in f32 first; queries after their
-    /// rotation; what lies between the matrices of a mixture's chosen experts; what a movement brings; lists of the most
-    /// likely tokens.
+    /// rotation; what lies between the matrices of a mixture's chosen experts; what a movement brings; lists of the
+    /// most likely tokens.
     pub inner_bytes: u64,
     /// What decode attention finds in each part of the contexts.
     pub partial_bytes: u64,
@@ -130,8 +133,8 @@ pub fn workspaces(plan: &Plan) -> Table<DeviceId, Workspace> {
     plan.machine.devices.iter().map(space).collect()
 }
 
-/// The workspace of a GPU where the vendor's library takes so many bytes; 0 where it is not there, and products are
-/// made in f32.
+/// The workspace of a GPU whose vendor's library takes `library_bytes`; these are 0 where the library is not there, and
+/// products are made in f32.
 pub fn workspace(plan: &Plan, device: DeviceId, library_bytes: u64) -> Workspace {
     of_device(plan, device, library_bytes, exchange_piece_bytes(plan))
 }
@@ -179,7 +182,7 @@ fn of_device(plan: &Plan, device: DeviceId, library_bytes: u64, piece_bytes: u64
     space
 }
 
-/// Parts that decode attention splits each context into, in a run of so many tokens.
+/// Parts that decode attention splits each context into, in a run of `tokens` tokens.
 pub fn attention_splits(kv_heads: u32, tokens: u32) -> u32 {
     (ATTENTION_CUBES / kv_heads.saturating_mul(tokens).max(1)).clamp(1, ATTENTION_SPLITS)
 }
@@ -236,23 +239,23 @@ pub fn exchange_flagged_bytes(piece_bytes: u64) -> u64 {
     (2 * piece_bytes).min(MOST_FLAGGED_BYTES)
 }
 
-/// Bytes of the exchange of one of so many members, for the terms of the others.
+/// Bytes of the exchange of one of `members` GPUs, for the terms of the others.
 pub fn exchange_bytes(members: usize, piece_bytes: u64) -> u64 {
     let inboxes = u64::from(EXCHANGE_INBOXES) * (members.max(2) - 1) as u64;
     EXCHANGE_HEADER_BYTES + inboxes * (exchange_flagged_bytes(piece_bytes) + piece_bytes)
 }
 
-/// How many rows so many rows of activations are as right operands of a GPU's matrix instructions: few kinds, since
+/// What `rows` rows of activations are padded to as right operands of a GPU's matrix instructions: few kinds, since
 /// kernels are compiled for each. `None` where a linear takes them row after row.
 pub fn operand_rows(rows: u32) -> Option<u32> {
-    /// Up to so many, other instructions are as good.
+    /// The most rows for which other instructions are as good.
     const FEW_ROWS: u32 = 16;
     (rows > FEW_ROWS && rows <= MAX_FUSED_ROWS).then(|| rows.next_multiple_of(MAX_FUSED_ROWS / 2))
 }
 
-/// Rows of a packed matrix `[outputs, inputs]` that are unpacked at a time for the vendor's library, to elements of
-/// two bytes: so many panels at once that pieces, and what they make in two bytes each, start where parts of the workspace
-/// may, in pieces as even as those allow.
+/// Rows of a packed matrix `[outputs, inputs]` that are unpacked at a time for the vendor's library, to elements of two
+/// bytes: whole panels, in pieces as even as can be that start, and whose outputs in two bytes start, at multiples of
+/// [`WORKSPACE_ALIGNMENT`].
 pub fn piece_rows(outputs: u32, inputs: u32) -> u32 {
     let row_bytes = product(&[inputs.max(1)], 2);
     let most = u32::try_from(UNPACKED_BYTES / row_bytes).unwrap_or(u32::MAX).max(1);
@@ -361,7 +364,7 @@ impl Need<'_> {
         }
         raise(&mut space.inner_bytes, product(&[self.program.max.tokens, heads, head_dim], 4));
         let most = self.program.max_sequences;
-        // Beyond so many tokens a context is not split, and the terms only grow.
+        // Of more tokens than `ATTENTION_CUBES` no context is split, and the terms only grow.
         let candidates = (1..=most.min(ATTENTION_CUBES)).chain([most]);
         for tokens in candidates {
             let terms = attention_terms(attention, tokens, attention_splits(kv_heads, tokens));
@@ -392,8 +395,8 @@ impl Need<'_> {
     }
 }
 
-/// What a GPU multiplies a matrix of that format in with many rows, input and matrix alike: matrix instructions, those of
-/// the vendor's library among them, take both in one format; without them products are made in f32.
+/// What a GPU multiplies a matrix of that format in with many rows, input and matrix alike: matrix instructions, those
+/// of the vendor's library among them, take both in one format; without them products are made in f32.
 pub fn product_format(held: Format, has_library: bool) -> Format {
     match (held, has_library) {
         (_, false) => Format::F32,
@@ -403,8 +406,8 @@ pub fn product_format(held: Format, has_library: bool) -> Format {
     }
 }
 
-/// The format that keeps a GPU from computing a linear of so many rows of that many features with matrices that are held
-/// so: it would have to lay out rows that are no whole loads. `None` where it can compute it.
+/// The format that keeps a GPU from computing a linear of `rows` rows of `features` elements with matrices in the
+/// formats `held`: it would have to lay out rows that are no whole loads. `None` where it can compute it.
 pub fn broken_loads(
     linear: &Linear,
     held: impl IntoIterator<Item = Format>,

@@ -196,10 +196,10 @@ fn prepare(
         "--objective".to_owned(),
         objective.to_string(),
     ];
-    if let Some(prefill) = plan.programs.first() {
-        arguments.extend(["--prefill-tokens".to_owned(), prefill.max.tokens.to_string()]);
-    }
     let asked = &plan.asked;
+    if let Some(tokens) = asked.prefill_tokens {
+        arguments.extend(["--prefill-tokens".to_owned(), tokens.to_string()]);
+    }
     let names = |named: &[(String, Option<f64>)]| {
         let share = |share: &f64| format!(":{share}");
         let name = |(name, part): &(String, Option<f64>)| {

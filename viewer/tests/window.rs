@@ -3,7 +3,8 @@
 mod harness;
 mod made_up;
 
-use std::fs;
+use std::cmp::Ordering::{Equal, Greater, Less};
+use std::fs::{self, File};
 use std::time::Duration;
 
 use egui::{Event, Key, Modifiers, MouseWheelUnit, Pos2, Vec2, vec2};
@@ -96,6 +97,69 @@ fn keys_wheel_and_drag_zoom_and_pan_and_f_fits() {
     assert!((fitted.0 - whole.0).abs() < 2.0 && (fitted.1 - whole.1).abs() < 2.0);
     window.press(Modifiers::NONE, Key::F);
     assert!(width(window.viewer()) > 2.0 * (whole.1 - whole.0), "again: the whole trace");
+}
+
+#[test]
+fn letters_zoom_and_pan_both_ways() {
+    let mut window = Window::open();
+    for (key, left, right) in [
+        (Key::S, Less, Greater),
+        (Key::A, Less, Less),
+        (Key::D, Greater, Greater),
+        (Key::W, Greater, Less),
+    ] {
+        let before = window.viewer().view.time.unwrap();
+        window.press(Modifiers::NONE, key);
+        let after = window.viewer().view.time.unwrap();
+        let moved = (after.0.total_cmp(&before.0), after.1.total_cmp(&before.1));
+        assert_eq!(moved, (left, right), "{key:?}");
+        let stretch = (after.1 - after.0) - (before.1 - before.0);
+        assert!(left != right || stretch.abs() < 1.0, "{key:?}");
+    }
+}
+
+#[test]
+fn digits_turn_to_panels() {
+    let mut window = Window::open();
+    for (key, panel) in [
+        (Key::Num2, Panel::Timeline),
+        (Key::Num3, Panel::Memory),
+        (Key::Num4, Panel::Steps),
+        (Key::Num5, Panel::Compare),
+        (Key::Num1, Panel::Placement),
+    ] {
+        window.press(Modifiers::NONE, key);
+        assert_eq!(window.viewer().view.panel, panel);
+    }
+}
+
+#[test]
+fn brackets_turn_to_the_runs_beside() {
+    let mut window = Window::open();
+    let viewer = window.viewer();
+    let scene = &viewer.document.as_ref().unwrap().scene;
+    let runs: Vec<usize> = scene.runs_of(viewer.view.program).collect();
+    window.harness.state_mut().view.run = Some(runs[0]);
+    for (key, run) in [
+        (Key::CloseBracket, runs[1]),
+        (Key::OpenBracket, runs[0]),
+        // There is none before.
+        (Key::OpenBracket, runs[0]),
+    ] {
+        window.press(Modifiers::NONE, key);
+        assert_eq!(window.viewer().view.run, Some(run));
+    }
+}
+
+#[test]
+fn text_becomes_larger_smaller_and_normal() {
+    let mut window = Window::open();
+    for (key, size) in
+        [(Key::Plus, Greater), (Key::Num0, Equal), (Key::Minus, Less), (Key::Num0, Equal)]
+    {
+        window.press(Modifiers::COMMAND, key);
+        assert_eq!(window.harness.ctx.zoom_factor().total_cmp(&1.0), size, "{key:?}");
+    }
 }
 
 #[test]
@@ -214,6 +278,7 @@ fn a_question_repeats_what_the_plan_was_asked_for() {
     let members = vec![("numa0".to_owned(), Some(3.0)), ("numa1".to_owned(), Some(1.5))];
     plan.asked = Asked {
         plain_bf16: false,
+        prefill_tokens: Some(96),
         objective: Objective::Throughput,
         request: Request::TensorParallel(members),
         pins: vec!["embed.*=numa1".to_owned()],
@@ -238,6 +303,7 @@ fn a_question_repeats_what_the_plan_was_asked_for() {
         "--format numa*=q8",
         "--kv-type f16",
         "--kv-cache 1073741824",
+        "--prefill-tokens 96",
     ] {
         assert!(arguments.contains(part), "no {part:?} in {arguments}");
     }
@@ -324,6 +390,23 @@ fn a_file_that_changes_is_read_again() {
     );
     // The harness's clock goes forward with each step.
     window.harness.run_steps(12);
+    assert!(window.harness.query_by_label("layers 0–7, alike").is_some());
+}
+
+#[test]
+fn files_are_read_again_on_request() {
+    let mut window = Window::open();
+    let paths = ["plan.ron", "plan-trace.ron"].map(|name| window.folder.path().join(name));
+    let times = paths.each_ref().map(|path| fs::metadata(path).unwrap().modified().unwrap());
+    let larger = Wish { gpu_layers: 8, ..Wish::new(12, 1, 2, Style::Pipeline) };
+    write(window.folder.path(), "plan", larger);
+    // By their times they have not changed.
+    for (path, time) in paths.iter().zip(times) {
+        File::options().write(true).open(path).unwrap().set_modified(time).unwrap();
+    }
+    window.harness.run_steps(12);
+    assert!(window.harness.query_by_label("layers 0–7, alike").is_none());
+    window.press(Modifiers::COMMAND, Key::R);
     assert!(window.harness.query_by_label("layers 0–7, alike").is_some());
 }
 

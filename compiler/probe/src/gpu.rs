@@ -28,6 +28,12 @@ pub(crate) struct Gpu {
     pub(crate) has_nvlink: bool,
 }
 
+/// Whether cuBLASLt is installed, which runs the products of prompts.
+pub(crate) fn has_library() -> bool {
+    // SAFETY: looks for a library.
+    unsafe { cudarc::cublaslt::sys::is_culib_present() }
+}
+
 /// All GPUs that programs see; none where there is no driver.
 pub(crate) fn read() -> Vec<Gpu> {
     // SAFETY: looks for a library.

@@ -146,7 +146,7 @@ fn gpu_device(gpu: &Gpu) -> Device {
         kind: DeviceKind::Gpu {
             ordinal: gpu.ordinal,
             reserved_bytes: nominal::GPU_RESERVED_BYTES,
-            library_bytes: nominal::GPU_LIBRARY_BYTES,
+            library_bytes: if gpu::has_library() { nominal::GPU_LIBRARY_BYTES } else { 0 },
             launch_bytes: nominal::GPU_LAUNCH_BYTES,
         },
         memory_bytes: usable(gpu.memory_bytes, USABLE_GPU_MEMORY),

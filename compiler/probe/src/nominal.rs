@@ -2,7 +2,7 @@
 
 use ir::machine::{LinearRate, RatePoint, RateSource, Rates};
 use ir::tensor::Format;
-use ir::workspace::MAX_FUSED_ROWS;
+use ir::workspace::{LIBRARY_BYTES, MAX_FUSED_ROWS};
 
 use crate::gpu::Gpu;
 
@@ -19,8 +19,8 @@ const ATTENTION_NANOS: f64 = 3_900.0;
 /// A context takes 527 MiB on an H200 (driver 580, CUDA 13.0) and the vendor library's code 66 MiB; the rest is for
 /// kernels of ours.
 pub(crate) const GPU_RESERVED_BYTES: u64 = 640 << 20;
-/// What the executor gives cuBLASLt: NVIDIA advises 32 MiB for Hopper.
-pub(crate) const GPU_LIBRARY_BYTES: u64 = 32 << 20;
+/// What the executor gives cuBLASLt.
+pub(crate) const GPU_LIBRARY_BYTES: u64 = LIBRARY_BYTES;
 /// As 32 graphs of 512, of 1024 and of 2048 launches take on an H100 (driver 580, CUDA 13.0).
 pub(crate) const GPU_LAUNCH_BYTES: u64 = 2560;
 /// Sixteen Emerald Rapids cores read 97 GB/s beside a copy to an H200, and about 110 GB/s alone; the copy runs at 48

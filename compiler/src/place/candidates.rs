@@ -46,12 +46,12 @@ pub(crate) struct Arrangement {
 
 /// What groups of devices are priced with.
 pub(crate) struct Prices<'a> {
-    task: &'a Task<'a>,
+    pub(super) task: &'a Task<'a>,
     pub(super) units: &'a Units,
     pub(super) pins: &'a Pins,
     pub(super) blocks: u32,
     /// Bytes that pinned nodes take are not there for stages.
-    free: Table<DeviceId, u64>,
+    pub(super) free: Table<DeviceId, u64>,
     /// Groups that were priced before.
     known: Mutex<Vec<Priced>>,
 }
@@ -93,14 +93,27 @@ impl<'a> Prices<'a> {
             alone.par_iter().filter_map(|group| self.price(group).ok()).collect();
         let groups = self.groups(&singles);
         arrangements.extend(groups.iter().map(|priced| self.whole(priced.group.clone())));
-        let goal = match self.task.target.objective {
-            Objective::Latency => Goal::Sum,
-            Objective::Throughput => Goal::Busiest,
+        let sequences = self.sequences(&singles, &groups);
+        // Runs of prompts overlap, which counts for throughput; steps of decode never do.
+        let goals: &[Goal] = match self.task.target.objective {
+            Objective::Latency => &[Goal::Sum],
+            Objective::Throughput => &[Goal::Sum, Goal::Busiest],
         };
+        for &goal in goals {
+            let pipelines = self.pipelines(&sequences, goal);
+            let fresh = pipelines.into_iter().filter(|pipeline| !arrangements.contains(pipeline));
+            let fresh: Vec<Arrangement> = fresh.collect();
+            arrangements.extend(fresh);
+        }
+        Ok(arrangements)
+    }
+
+    /// The best pipelines along sequences, by a goal.
+    fn pipelines(&self, sequences: &[Vec<&Priced>], goal: Goal) -> Vec<Arrangement> {
         let mut pipelines: Vec<(u64, Arrangement)> = Vec::new();
-        for sequence in self.sequences(&singles, &groups) {
-            if let Some(pipeline) = self.pipeline(&sequence, goal, false)
-                && !arrangements.contains(&pipeline.1)
+        for sequence in sequences {
+            if let Some(pipeline) = self.pipeline(sequence, goal, false)
+                && pipeline.1.stages.len() > 1
                 && !pipelines.contains(&pipeline)
             {
                 pipelines.push(pipeline);
@@ -115,8 +128,7 @@ impl<'a> Prices<'a> {
             alike < MOST_ALIKE
         });
         pipelines.truncate(MOST_PIPELINES);
-        arrangements.extend(pipelines.into_iter().map(|(_, pipeline)| pipeline));
-        Ok(arrangements)
+        pipelines.into_iter().map(|(_, pipeline)| pipeline).collect()
     }
 
     /// Stages on these devices, all of them, as even in time as memory allows.
@@ -186,15 +198,28 @@ impl<'a> Prices<'a> {
         1.0 / (all.max(1) as f64)
     }
 
-    /// Groups that share layers: all GPUs, all NUMA nodes, everything, GPUs of one kind, those of all kinds but one, and
-    /// pairs on small machines.
+    /// Groups that share layers: all GPUs, all NUMA nodes, everything, the fastest half of each, quarter and so on, GPUs of
+    /// one kind, those of all kinds but one, and pairs on small machines.
     fn groups(&self, singles: &[Priced]) -> Vec<Priced> {
         let machine = &self.task.target.machine;
         let device = |priced: &Priced| priced.group.devices[0];
         let is_gpu = |priced: &&Priced| machine.devices[device(priced)].kind.is_gpu();
         let gpus: Vec<&Priced> = singles.iter().filter(is_gpu).collect();
         let nodes: Vec<&Priced> = singles.iter().filter(|priced| !is_gpu(priced)).collect();
-        let mut sets = vec![gpus.clone(), nodes, singles.iter().collect()];
+        let mut sets = vec![gpus.clone(), nodes.clone(), singles.iter().collect()];
+        // Fewer may be better: where heads are few, sums cost more with each member, or one has no memory for its share.
+        for all in [&gpus, &nodes] {
+            let has_room = |priced: &&&Priced| self.free[device(priced)] > priced.buffers[0];
+            let mut fastest: Vec<&Priced> = all.iter().filter(has_room).copied().collect();
+            fastest.sort_by(|a, b| self.speed(b).total_cmp(&self.speed(a)));
+            while fastest.len() > 1 {
+                let is_in = |priced: &&&Priced| {
+                    fastest.iter().any(|member| device(member) == device(priced))
+                };
+                sets.push(all.iter().filter(is_in).copied().collect());
+                fastest.truncate(fastest.len() / 2);
+            }
+        }
         // Each kind by its first GPU. One of little memory or speed holds back all that it shares layers with.
         let mut kinds: Vec<DeviceId> = Vec::new();
         for gpu in &gpus {

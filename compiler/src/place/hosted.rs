@@ -11,16 +11,17 @@
 mod search;
 mod share;
 
+use std::collections::BTreeSet;
+
 use ir::dag::Node;
 use ir::id::{DeviceId, NodeId, Table};
 use ir::op::Op;
 use ir::plan::Phase;
+use ir::tensor::Format;
 use rayon::prelude::*;
 
 use self::search::{Kept, Search};
-use crate::place::candidates::Arrangement;
-use crate::place::prices::Pins;
-use crate::place::units::Units;
+use crate::place::candidates::{Arrangement, Prices};
 use crate::place::{Offer, Room, are_alike, is_numa};
 use crate::task::Task;
 
@@ -62,9 +63,7 @@ pub(crate) type Price<'a> = dyn Fn(&Arrangement) -> anyhow::Result<Offer> + Sync
 /// Every arrangement of this kind that is worth pricing beside one of score `best`, priced. Those that are impossible are
 /// left out.
 pub(crate) fn offers(
-    task: &Task<'_>,
-    units: &Units,
-    pins: &Pins,
+    prices: &Prices<'_>,
     gpu_sets: &[Vec<DeviceId>],
     is_rough: bool,
     best: u64,
@@ -73,7 +72,7 @@ pub(crate) fn offers(
     let of_set = |gpus: &Vec<DeviceId>, is_rough: bool| {
         let mut offers: Vec<Offer> = Vec::new();
         for kept in [Kept::Experts, Kept::Mlps, Kept::Matrices] {
-            if let Some(search) = Search::new(task, units, pins, gpus, kept) {
+            if let Some(search) = Search::new(prices, gpus, kept) {
                 offers.extend(search.offers(is_rough, best, price));
             }
             if offers.iter().any(|offer| offer.candidate.missing.is_none()) {
@@ -101,9 +100,7 @@ pub(crate) fn offers(
 
 /// What GPUs have left when all experts of a mixture are beside them; empty where an arrangement keeps none there.
 pub(crate) fn rooms(
-    task: &Task<'_>,
-    units: &Units,
-    pins: &Pins,
+    prices: &Prices<'_>,
     arrangement: &Arrangement,
     price: &Price<'_>,
 ) -> Vec<Room> {
@@ -112,23 +109,31 @@ pub(crate) fn rooms(
         hosted.nodes[id].is_some() && matches!(node.work, Op::Experts(_))
     };
     // The window may be too small for what stays in other arrangements alone.
-    if !task.model.layers.nodes().any(is_experts) {
+    if !prices.task.model.layers.nodes().any(is_experts) {
         return Vec::new();
     }
     let gpus: Vec<DeviceId> =
         arrangement.stages.iter().map(|(group, _)| group.devices[0]).collect();
-    let search = Search::new(task, units, pins, &gpus, Kept::Experts);
+    let search = Search::new(prices, &gpus, Kept::Experts);
     search.map_or_else(Vec::new, |search| search.rooms(hosted, price))
 }
 
-/// The GPUs that arrangements of this kind are for: all of them, all of each kind, and one of each kind.
+/// The GPUs that arrangements of this kind are for: all of them, those with at least as much memory as each, all of each
+/// kind, and one of each kind.
 pub(crate) fn gpu_sets(task: &Task<'_>) -> Vec<Vec<DeviceId>> {
     let all: Vec<DeviceId> = gpus(task).collect();
     let kinds = kinds_of_gpus(task);
     let ones = kinds.iter().map(|kind| vec![kind[0]]);
+    let memory = |gpu: DeviceId| task.target.machine.devices[gpu].memory_bytes;
+    // A small one may hold too little to be worth a stage, or nothing.
+    let as_large = |kind: &Vec<DeviceId>| -> Vec<DeviceId> {
+        all.iter().copied().filter(|&gpu| memory(gpu) >= memory(kind[0])).collect()
+    };
+    let large = kinds.iter().map(as_large);
     let mut sets: Vec<Vec<DeviceId>> = Vec::new();
-    for set in [all].into_iter().chain(kinds.iter().cloned()).filter(|set| set.len() > 1) {
-        // Where all are of one kind, that is the same.
+    let several = [all.clone()].into_iter().chain(large).chain(kinds.iter().cloned());
+    for set in several.filter(|set| set.len() > 1) {
+        // Where all are of one kind, these are the same.
         if !sets.contains(&set) {
             sets.push(set);
         }
@@ -156,12 +161,19 @@ fn kinds_of_gpus(task: &Task<'_>) -> Vec<Vec<DeviceId>> {
     kinds
 }
 
-/// NUMA nodes that are linked with all of these GPUs both ways.
+/// NUMA nodes that are linked with all of these GPUs both ways and compute the formats that they hold matrices in.
 pub(crate) fn hosts(task: &Task<'_>, gpus: &[DeviceId]) -> Vec<DeviceId> {
     let machine = &task.target.machine;
     let is_linked = |id: DeviceId| {
         let mut gpus = gpus.iter();
         gpus.all(|&gpu| machine.link(id, gpu).is_some() && machine.link(gpu, id).is_some())
     };
-    machine.devices.ids().filter(|&id| is_numa(task, id) && is_linked(id)).collect()
+    let computes = |id: DeviceId| {
+        let weights = task.model.weights.iter().filter(|(_, weight)| weight.shape.len() > 1);
+        let formats: BTreeSet<Format> =
+            weights.map(|(weight, _)| task.format(weight, id)).collect();
+        formats.into_iter().all(|format| machine.devices[id].rates.linear(format).is_some())
+    };
+    let is_host = |&id: &DeviceId| is_numa(task, id) && is_linked(id) && computes(id);
+    machine.devices.ids().filter(is_host).collect()
 }

@@ -187,7 +187,11 @@ fn cut_heads(node: &Node<Op>, attention: &Attention, group: &Group, cuts: &mut C
     } else {
         parts(attention.heads, head_dim).with_context(|| {
             let devices = group.devices.len();
-            format!("{} attention heads are too few for {devices} devices", attention.heads)
+            let heads = match attention.heads {
+                1 => "1 attention head is".to_owned(),
+                heads => format!("{heads} attention heads are"),
+            };
+            format!("{heads} too few for {devices} devices to share")
         })?
     };
     let features = scaled(heads, head_dim);

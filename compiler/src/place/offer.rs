@@ -24,7 +24,7 @@ pub(super) struct Offer {
     pub(super) score: u64,
     /// The same with the decode of the most sequences.
     pub(super) score_of_most: u64,
-    /// Time of a prompt of [`PROMPT_TOKENS`].
+    /// Time of a prompt of [`PROMPT_TOKENS`], or of the context if that is shorter.
     pub(super) prompt_nanos: u64,
     /// The score with that prompt.
     pub(super) score_of_prompt: u64,
@@ -66,27 +66,27 @@ pub(super) fn offer(
     }
     let missing = missing(&plan);
     let forecast = &plan.forecast.programs;
-    let nanos = |program: &ProgramForecast| match task.target.objective {
-        Objective::Latency => program.nanos,
-        Objective::Throughput => program.busiest_lane_nanos,
-    };
     let prefill = &forecast[0];
+    // A run of a prompt starts when the one before leaves the busiest lane, unless runs work one after another.
+    let apart = match plan.runs_one_by_one(&plan.programs[0]) {
+        true => prefill.nanos,
+        false => prefill.busiest_lane_nanos,
+    };
+    let prefill_nanos = match task.target.objective {
+        Objective::Latency => prefill.nanos,
+        Objective::Throughput => apart,
+    };
+    // A step of decode needs the tokens of the one before, so nothing overlaps whatever the objective is.
     let score = |prefill: u64, decode: &ProgramForecast| {
-        Times { prefill, decode: nanos(decode) }.score(task.target)
+        Times { prefill, decode: decode.nanos }.score(task.target)
     };
-    let prompt_nanos = {
-        let more_runs = u64::from((PROMPT_TOKENS - 1) / task.target.prefill_tokens);
-        // Else a run starts when the one before leaves the busiest lane.
-        let apart = match plan.runs_one_by_one(&plan.programs[0]) {
-            true => nanos(prefill),
-            false => prefill.busiest_lane_nanos,
-        };
-        nanos(prefill) + more_runs * apart
-    };
+    let prompt = PROMPT_TOKENS.min(task.target.context);
+    let more_runs = u64::from((prompt - 1) / task.target.prefill_tokens);
+    let prompt_nanos = prefill_nanos + more_runs * apart;
     let judged = judged_decode(task.target, forecast);
-    let score_of_most = score(nanos(prefill), &forecast[forecast.len() - 1]);
+    let score_of_most = score(prefill_nanos, &forecast[forecast.len() - 1]);
     let score_of_prompt = score(prompt_nanos, judged);
-    let (decode_nanos, score) = (judged.nanos, score(nanos(prefill), judged));
+    let (decode_nanos, score) = (judged.nanos, score(prefill_nanos, judged));
     let fits = missing.is_none();
     let candidate = Candidate {
         name: arrangement.name(task, units, pins),

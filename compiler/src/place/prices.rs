@@ -35,7 +35,8 @@ impl Times {
     /// What is minimised.
     ///
     /// Latency: the time of a full prompt and an answer of 128 tokens, `prefill + 128 · decode`.
-    /// Throughput: the busiest lane's work for one such request, `prefill + 128 · decode / sequences`.
+    /// Throughput: what one such request adds to the time of all, `prefill + 128 · decode / sequences`, where prefill is
+    /// the busiest lane's work, since runs of prompts overlap.
     pub(crate) fn score(self, target: &Target) -> u64 {
         let sequences = match target.objective {
             Objective::Latency => 1,

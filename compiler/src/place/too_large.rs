@@ -4,7 +4,7 @@ use anyhow::Result;
 
 use crate::explain::bytes;
 use crate::options::{Options, Request};
-use crate::place::{Offer, cache_block_bytes};
+use crate::place::Offer;
 use crate::target::Target;
 use crate::task::Task;
 
@@ -36,7 +36,7 @@ pub(super) fn too_large(
     // One context, and something of each sequence.
     let fewest = target.blocks_per_sequence().max(sequences);
     if fewest < blocks && fits(offers_of(task, fewest)?) {
-        let least = cache_block_bytes(task) * u64::from(fewest);
+        let least = target.cache_block_bytes(task.model) * u64::from(fewest);
         let least = format!("{least} bytes ({})", bytes(least));
         return Ok(match options.kv_cache_bytes {
             None => format!(

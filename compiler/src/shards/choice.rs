@@ -16,8 +16,9 @@ use crate::place::{Among, Placement, hosts, place};
 use crate::target::Target;
 use crate::task::Task;
 
-/// How much more of each layer that is cut stays beside the GPUs than if all were cut: so that nearly all are, and a
-/// half; and in how many pieces. With more of them GPUs wait less while NUMA nodes compute, and more activations cross.
+/// `(spread, pieces)`: a layer that is cut leaves `spread` times the share to the hosts that it would if all layers
+/// were cut, in `pieces` pieces. With 1.05 nearly all layers are cut, with 2.0 about half of them. The more are cut,
+/// the less GPUs wait while NUMA nodes compute, and the more activations cross.
 const SPREADS: [(f64, usize); 2] = [(1.05, 1), (2.0, 2)];
 /// Pieces of a layer that stays, in all: a GPU then needs smaller windows, and may fetch some of them while others are
 /// computed. Beside an H200, twice as many take more launches and are no faster.
@@ -142,8 +143,8 @@ fn sharded(
     Ok(placed.ok().map(|placed| (cut, placed)))
 }
 
-/// The blocks whose attention a GPU computes, in prefill at least: those of its stage, whatever stays beside it, but for
-/// caches that it cannot borrow.
+/// The blocks whose attention a GPU computes, in prefill at least: those of its stage, whatever stays beside it, but
+/// for caches that it cannot borrow.
 fn attended_blocks(task: &Task<'_>, placement: &Placement, gpu: DeviceId) -> BTreeSet<u32> {
     let phases = [Phase::Prefill, Phase::Decode].map(|phase| placement.layouts.nodes.of(phase));
     let is_there = |id: NodeId| {

@@ -4,8 +4,8 @@
 //! measured by the progress of one lane of the device, and a buffer counts from the first moment at which its
 //! writer can have started to the last at which the step that frees it can be unfinished. Where a device's own
 //! lane writes and frees all its buffers the bound is exact.
-//! On GPUs every buffer has a place, and so have weights and caches, each at a multiple of 256 bytes: what is counted is
-//! what is taken, in one piece, before the first run.
+//! On GPUs every buffer has a place, and so have weights and caches, each at a multiple of 256 bytes: what is counted
+//! is what is taken, in one piece, before the first run.
 //! Fetched weights lie in a window of their own, which is as large as the last byte that any of them takes.
 //! A GPU that is used also holds the workspace of its kernels and what the driver takes, captured launches among it.
 //! The NUMA node that its letters lie with holds these, and what the host has taken out of them, too.
@@ -317,8 +317,8 @@ struct Clock<'a> {
 }
 
 impl Clock<'_> {
-    /// The most bytes at one time, beside those that each of so many other runs may hold: of runs that the lane has come
-    /// past, or has yet to come to.
+    /// Peak bytes of one run, plus, for each of `other_runs`, the buffers that may live before this lane's first step
+    /// or after its last.
     fn peak(&self, held: &[&Held], other_runs: u64) -> u64 {
         let moments = 2 * self.steps.len() + 1;
         let mut starts = vec![0u128; moments];

@@ -55,7 +55,8 @@ pub(super) fn check(
     }
 }
 
-/// One step appends to each cache, that of the layer whose name the cache has: what a program has cached, the others read.
+/// One step appends to each cache, that of the layer whose name the cache has: what a program has cached, the others
+/// read.
 fn check_caches(scope: Scope<'_>, found: &mut Vec<Violation>) {
     let Scope { plan, program } = scope;
     let mut caches = BTreeSet::new();
@@ -137,7 +138,7 @@ impl Place<'_> {
     }
 
     /// Whether the step may attend to a cache of another device: a GPU's to a NUMA node's, of floats and in prefill,
-    /// where so many tokens look back that it is worth the crossing.
+    /// where enough tokens look back for the crossing to be worth it.
     fn may_borrow(&self, cache: &Cache) -> bool {
         let is_gpu = |device: DeviceId| {
             let device = self.scope.plan.machine.devices.get(device);
@@ -152,7 +153,7 @@ impl Place<'_> {
         let Step { reads, writes, .. } = self.step;
         // The device that each read and the writes must be on; any where `None`.
         let (source, target) = match *movement {
-            // The receiver drives a transfer: whoever else does touches what is on another device.
+            // The receiver drives a transfer: one that another device drives touches what is not on that device.
             Move::Transfer { from, to } if to == self.device => (Some(from), to),
             Move::Transfer { .. } => (Some(self.device), self.device),
             Move::Broadcast { from } => (Some(from), self.device),

@@ -280,7 +280,8 @@ pub enum Violation {
     Memory {
         /// Name of the device.
         device: String,
-        /// Weights, caches and the most buffers at one time.
+        /// All that counts there: weights, caches, the most buffers at one time, the window of fetched weights, scratch
+        /// memory, letters, and what drivers and captured launches take.
         needed_bytes: u64,
         /// What the device has.
         capacity_bytes: u64,

@@ -64,7 +64,7 @@ impl Experts {
         }
     }
 
-    /// Tiles of so many slots, however the slots are divided among the experts.
+    /// The most tiles of `tile` slots that there are, however the slots are divided among the experts.
     pub fn most_tiles(self, tile: u32) -> u64 {
         let slots = product(&[self.tokens, self.used], 1);
         (slots / u64::from(tile)).saturating_add(u64::from(self.experts).min(slots))

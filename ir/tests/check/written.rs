@@ -136,3 +136,22 @@ fn files_of_other_versions_are_named_as_such() {
     let error = Plan::from_ron(&trace).unwrap_err();
     assert_eq!(error.to_string(), "this is a trace, where a plan is read");
 }
+
+#[test]
+fn files_of_other_kinds_are_told_by_what_they_are() {
+    let [plan, ..] = plans();
+    let machine = plan.machine.to_ron().unwrap();
+    let counts = ExpertCounts::default().to_ron().unwrap();
+    let plan = plan.to_ron().unwrap();
+    for (error, expected) in [
+        (Trace::from_ron(&plan).unwrap_err(), "this is a plan, where a trace is read"),
+        (Machine::from_ron(&plan).unwrap_err(), "this is a plan, where a machine is read"),
+        (
+            ExpertCounts::from_ron(&machine).unwrap_err(),
+            "this is a machine, where counts of experts are read",
+        ),
+        (Plan::from_ron(&counts).unwrap_err(), "these are counts of experts, where a plan is read"),
+    ] {
+        assert_eq!(error.to_string(), expected);
+    }
+}

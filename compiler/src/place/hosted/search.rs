@@ -19,8 +19,8 @@ use super::share::share;
 use super::{Hosted, Price, hosts};
 use crate::cost::fetch_nanos;
 use crate::part::WeightKey;
-use crate::place::prices::{Pins, Times, decode_nanos};
-use crate::place::units::Units;
+use crate::place::candidates::Prices;
+use crate::place::prices::{Times, decode_nanos};
 use crate::place::{Offer, Room};
 use crate::shards::shard;
 use crate::task::Task;
@@ -45,6 +45,8 @@ struct Block {
     nodes: Vec<Member>,
     /// Bytes of its matrices at home, at most.
     bytes: u64,
+    /// Bytes of them on the stage's GPU.
+    gpu_bytes: u64,
     /// Its nodes with caches.
     attentions: Vec<NodeId>,
 }
@@ -92,6 +94,8 @@ pub(super) struct Search<'a> {
     /// GPUs, each with a range of units.
     stages: Vec<(DeviceId, Range<usize>)>,
     hosts: Vec<DeviceId>,
+    /// Bytes of each host that are not pinned.
+    free: Vec<u64>,
     kept: Kept,
     blocks: Vec<Block>,
     /// Nodes that only look rows up, and their tables, which are as well on a NUMA node as on the GPU.
@@ -104,14 +108,10 @@ pub(super) struct Search<'a> {
 
 impl<'a> Search<'a> {
     /// `None` where nothing can stay, or no NUMA node computes its format.
-    pub(super) fn new(
-        task: &'a Task<'a>,
-        units: &'a Units,
-        pins: &Pins,
-        gpus: &[DeviceId],
-        kept: Kept,
-    ) -> Option<Self> {
+    pub(super) fn new(prices: &Prices<'a>, gpus: &[DeviceId], kept: Kept) -> Option<Self> {
+        let &Prices { task, units, pins, .. } = prices;
         let hosts = hosts(task, gpus);
+        let free = hosts.iter().map(|&host| prices.free[host]).collect();
         let stages = share(task, units, gpus)?;
         let stage_of = |unit: usize| stages.iter().position(|(_, units)| units.contains(&unit));
         let graph = &task.model.layers;
@@ -172,19 +172,21 @@ impl<'a> Search<'a> {
                 stage,
                 nodes: Vec::new(),
                 bytes: 0,
+                gpu_bytes: 0,
                 attentions: Vec::new(),
             });
             if node.work.takes_fetched() {
                 for weight in node.work.weights() {
                     // Homes may hold it in different formats; the largest is what there must be room for.
-                    let packed = |&home: &DeviceId| {
-                        let format = task.format(weight, home);
-                        let key = WeightKey { weight, device: home, format, slice: None };
+                    let packed = |&device: &DeviceId| {
+                        let format = task.format(weight, device);
+                        let key = WeightKey { weight, device, format, slice: None };
                         key.packed_bytes(task)
                     };
                     if task.model.weights[weight].shape.len() > 1 {
                         let bytes = hosts.iter().map(packed).max().unwrap_or(0);
                         block.bytes += bytes;
+                        block.gpu_bytes += packed(&gpu);
                         member.bytes += bytes;
                         member.window_bytes += aligned(bytes);
                         member.fetch_nanos +=
@@ -211,7 +213,7 @@ impl<'a> Search<'a> {
             graph.nodes().filter(attends).count()
         };
         let layers = stages.iter().map(attentions).collect();
-        some.then_some(Self { task, stages, hosts, kept, blocks, lookups, rungs, layers })
+        some.then_some(Self { task, stages, hosts, free, kept, blocks, lookups, rungs, layers })
     }
 
     /// The offers that are worth comparing with one of score `best`, or a rough one of them.

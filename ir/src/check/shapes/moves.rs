@@ -7,7 +7,7 @@ use crate::layout::Move;
 use crate::plan::Algorithm;
 use crate::tensor::{DType, Dim, TensorType};
 
-/// GPUs add so many numbers of a sum at a time.
+/// Numbers of a sum that GPUs add at a time.
 const SUMMED_TOGETHER: u32 = 4;
 
 pub(super) fn check(

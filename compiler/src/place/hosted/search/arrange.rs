@@ -25,9 +25,7 @@ impl Search<'_> {
     ) -> Arrangement {
         let mut nodes: Table<NodeId, Option<Hosting>> =
             self.task.model.layers.nodes().map(|_| None).collect();
-        let devices = &self.task.target.machine.devices;
-        let mut free: Vec<u64> =
-            self.hosts.iter().map(|&host| devices[host].memory_bytes).collect();
+        let mut free = self.free.clone();
         // The first of those with the most room.
         let roomiest = |free: &[u64]| {
             let most = free.iter().max();

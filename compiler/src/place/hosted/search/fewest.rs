@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use ir::id::DeviceId;
 
-use super::{Frame, IN_PLACE, Search};
+use super::{Block, Frame, IN_PLACE, Search};
 use crate::place::Offer;
 use crate::place::hosted::Price;
 
@@ -39,10 +39,11 @@ impl Search<'_> {
                 return Some((all, everything));
             }
         }
-        // Blocks are much alike, so the first guess is off by little.
-        let largest = self.blocks.iter().map(|block| block.bytes).max().unwrap_or(1);
+        // Blocks are much alike, so the first guess is off by little. A GPU may hold them in another format than hosts.
+        let largest = |bytes: fn(&Block) -> u64| self.blocks.iter().map(bytes).max().unwrap_or(1);
+        let (at_home, on_gpu) = (largest(|block| block.bytes), largest(|block| block.gpu_bytes));
         let guess = |(&all, (gpu, _)): (&usize, &(DeviceId, Range<usize>))| {
-            all - usize::try_from(slack(*gpu) / largest).unwrap_or(all).min(all)
+            all - usize::try_from(slack(*gpu) / on_gpu).unwrap_or(all).min(all)
         };
         let mut counts: Vec<usize> = all.iter().zip(&self.stages).map(guess).collect();
         // Without caches there is a block at least that stays, and it may be any stage's.
@@ -55,16 +56,18 @@ impl Search<'_> {
             let Some(offer) = offer(&counts) else { return Some((all, everything)) };
             let Some((lacking, bytes)) = offer.candidate.missing else { break (counts, offer) };
             // At least so many blocks have these bytes.
-            let blocks =
-                |bytes: u64| usize::try_from(bytes.div_ceil(largest)).unwrap_or(usize::MAX);
+            let blocks = |bytes: u64, of_block: u64| {
+                usize::try_from(bytes.div_ceil(of_block)).unwrap_or(usize::MAX)
+            };
             match stage_of(lacking) {
                 Some(stage) if counts[stage] < all[stage] => {
-                    counts[stage] = counts[stage].saturating_add(blocks(bytes)).min(all[stage]);
+                    counts[stage] =
+                        counts[stage].saturating_add(blocks(bytes, on_gpu)).min(all[stage]);
                     is_tight[stage] = true;
                 }
                 // The guess leaves too much to the hosts.
                 None if self.hosts.contains(&lacking) && !is_tight.contains(&true) => {
-                    let fewer = blocks(beyond(&offer));
+                    let fewer = blocks(beyond(&offer), at_home);
                     if fewer >= counts.iter().sum::<usize>() {
                         return Some((all, everything));
                     }

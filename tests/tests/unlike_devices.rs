@@ -1,0 +1,223 @@
+//! What is decided where devices are unlike: in formats, memory, kernels, speed or number.
+
+use compiler::Options;
+use compiler::options::Objective;
+use ir::id::{DeviceId, Id as _};
+use ir::machine::{Device, DeviceKind, Link, Machine};
+use ir::model::Model;
+use ir::plan::Plan;
+use ir::tensor::Format;
+use tests::machines::{h200, two_sockets};
+use tests::made_up::{LlamaShape, MadeUp};
+
+const GIB: u64 = 1 << 30;
+
+fn llama_8b() -> Model {
+    MadeUp::llama(LlamaShape::LLAMA_8B).model()
+}
+
+fn compile(model: &Model, machine: &Machine, options: &Options) -> Plan {
+    compiler::compile(model, machine, options, &mut |_, _| ()).expect("it fits")
+}
+
+fn options() -> Options {
+    Options { context: Some(4096), ..Options::default() }
+}
+
+fn chosen(plan: &Plan) -> &str {
+    &plan.forecast.candidates[0].name
+}
+
+fn device(machine: &Machine, name: &str) -> DeviceId {
+    machine.device(name).expect("the machine has it")
+}
+
+/// Adds devices that are linked as one of the machine's is, and with it as two nodes of one host are.
+fn add_like(machine: &mut Machine, name: &str, changes: impl Fn(usize, &mut Device), count: usize) {
+    let first = device(machine, name);
+    let links = machine.links.clone();
+    for number in 1..=count {
+        let mut another = machine.devices[first].clone();
+        changes(number, &mut another);
+        let another = machine.devices.push(another);
+        let mut between: Vec<(DeviceId, DeviceId)> = vec![(first, another)];
+        between.extend(
+            (1..number).map(|before| (DeviceId::from_index(another.index() - before), another)),
+        );
+        for (from, to) in between {
+            let link = |from, to| Link { from, to, bytes_per_sec: 60e9, latency_nanos: 500.0 };
+            machine.links.extend([link(from, to), link(to, from)]);
+        }
+        machine.links.extend(
+            links.iter().filter(|link| link.from == first || link.to == first).map(|link| {
+                let moved = |end| if end == first { another } else { end };
+                Link { from: moved(link.from), to: moved(link.to), ..link.clone() }
+            }),
+        );
+    }
+}
+
+/// So many NUMA nodes like an H200's host, and no GPU.
+fn nodes(count: u32) -> Machine {
+    let mut machine = h200(GIB);
+    add_like(
+        &mut machine,
+        "numa0",
+        |number, node| {
+            let number = u32::try_from(number).expect("nodes are few");
+            node.name = format!("numa{number}");
+            let cpus = (16 * number..16 * (number + 1)).collect();
+            node.kind = DeviceKind::Numa { node: number, cpus };
+        },
+        count as usize - 1,
+    );
+    let gpu = device(&machine, "gpu0");
+    machine.devices[gpu].memory_bytes = 0;
+    machine
+}
+
+#[test]
+fn a_gpu_is_full_where_hosts_hold_blocks_in_fewer_bytes() {
+    let gpu = DeviceId::from_index(0);
+    for rule in ["numa*=q4", "numa*=q8", "numa*=f32"] {
+        let formats = vec![rule.parse().expect("it is a rule")];
+        let options = Options { formats, plain_bf16: true, ..options() };
+        let plan = compile(&llama_8b(), &h200(10 * GIB), &options);
+        let block = 436 << 20;
+        let free = plan.forecast.devices[gpu].free_bytes();
+        assert!(free < 2 * block, "{rule}: {free} bytes are free, {}", chosen(&plan));
+    }
+}
+
+#[test]
+fn a_node_without_memory_keeps_no_gpu_from_computing() {
+    let mut machine = two_sockets(40 * GIB);
+    let tiny = device(&machine, "numa0");
+    for bytes in [0, 64 << 20] {
+        machine.devices[tiny].memory_bytes = bytes;
+        assert_eq!(chosen(&compile(&llama_8b(), &machine, &options())), "all on gpu0");
+    }
+}
+
+#[test]
+fn throughput_counts_that_stages_wait_for_each_other_in_decode() {
+    let options = Options { objective: Objective::Throughput, max_sequences: 4, ..options() };
+    let plan = compile(&llama_8b(), &nodes(2), &options);
+    assert_eq!(chosen(&plan), "tensor parallel numa0+numa1");
+}
+
+#[test]
+fn a_decode_of_many_sequences_has_as_much_cached_as_there_is_room_for() {
+    let cached = |kv_cache_bytes| {
+        let options = Options { max_sequences: 64, kv_cache_bytes, ..options() };
+        let plan = compile(&llama_8b(), &h200(130 * GIB), &options);
+        let decodes = plan.forecast.programs.into_iter().skip(1);
+        decodes.map(|decode| decode.tokens).collect::<Vec<u32>>()
+    };
+    // 128 KiB a token; of one to 64 sequences, and half of the context at most.
+    assert_eq!(cached(Some(2 * GIB)), [2048, 2048, 1023, 255]);
+    assert_eq!(cached(None), [2048; 4]);
+}
+
+#[test]
+fn one_small_node_of_eight_leaves_the_others_to_share() {
+    let mut machine = nodes(8);
+    let tiny = device(&machine, "numa3");
+    machine.devices[tiny].memory_bytes = 100 << 20;
+    let plan = compile(&llama_8b(), &machine, &options());
+    assert!(chosen(&plan).starts_with("tensor parallel"), "{}", chosen(&plan));
+    assert!(!chosen(&plan).contains("numa3"), "{}", chosen(&plan));
+}
+
+#[test]
+fn as_many_nodes_share_as_there_are_heads_for() {
+    let shape = LlamaShape { heads: 4, kv_heads: 4, ..LlamaShape::LLAMA_8B };
+    let plan = compile(&MadeUp::llama(shape).model(), &nodes(8), &options());
+    assert_eq!(chosen(&plan), "tensor parallel numa0+numa1+numa2+numa3");
+}
+
+#[test]
+fn a_slow_gpu_does_not_keep_the_host_out() {
+    let mut machine = h200(10 * GIB);
+    let slow = |number: usize, gpu: &mut Device| {
+        gpu.name = format!("gpu{number}");
+        gpu.kind = match gpu.kind {
+            DeviceKind::Gpu { reserved_bytes, library_bytes, launch_bytes, .. } => {
+                DeviceKind::Gpu { ordinal: 1, reserved_bytes, library_bytes, launch_bytes }
+            }
+            DeviceKind::Numa { .. } => unreachable!("it is like a GPU"),
+        };
+        gpu.memory_bytes = 12 * GIB;
+        gpu.rates.read_bytes_per_sec /= 100.0;
+        let points = gpu.rates.linear.iter_mut().flat_map(|rate| &mut rate.points);
+        points.for_each(|point| point.weights_per_sec /= 400.0);
+    };
+    add_like(&mut machine, "gpu0", slow, 1);
+    let plan = compile(&llama_8b(), &machine, &options());
+    assert!(chosen(&plan).contains("beside gpu0"), "{}", chosen(&plan));
+}
+
+#[test]
+fn a_tiny_gpu_is_left_out_beside_a_host() {
+    let mut machine = h200(24 * GIB);
+    add_like(
+        &mut machine,
+        "gpu0",
+        |number, gpu| {
+            gpu.name = format!("gpu{number}");
+            if let DeviceKind::Gpu { ordinal, .. } = &mut gpu.kind {
+                *ordinal = u32::try_from(number).expect("GPUs are few");
+            }
+            gpu.memory_bytes = [GIB * 49 / 2, 400 << 20][number - 1];
+        },
+        2,
+    );
+    let formats = vec!["q8".parse().expect("it is a rule")];
+    let model = MadeUp::llama(LlamaShape::LLAMA_70B).model();
+    let plan = compile(&model, &machine, &Options { formats, ..options() });
+    assert!(chosen(&plan).contains("gpu0 → gpu1"), "{}", chosen(&plan));
+    assert!(!chosen(&plan).contains("gpu2"), "{}", chosen(&plan));
+}
+
+#[test]
+fn a_node_that_lacks_a_format_leaves_hosting_to_the_other() {
+    let formats = vec!["q4".parse().expect("it is a rule")];
+    let options = Options { formats, ..options() };
+    for (lacks, has) in [("numa0", "numa1"), ("numa1", "numa0")] {
+        let mut machine = two_sockets(4 * GIB);
+        let lacking = device(&machine, lacks);
+        machine.devices[lacking].rates.linear.retain(|rate| rate.format != Format::Q4);
+        let plan = compile(&llama_8b(), &machine, &options);
+        let expected = format!("on {has} beside gpu0");
+        assert!(chosen(&plan).contains(&expected), "{}", chosen(&plan));
+    }
+}
+
+#[test]
+fn a_time_of_hours_is_refused() {
+    let mut machine = h200(10 * GIB);
+    machine.links[0].latency_nanos = 1e20;
+    let refusal = compiler::compile(&llama_8b(), &machine, &options(), &mut |_, _| ());
+    let refusal = refusal.expect_err("no link is so slow").to_string();
+    assert!(refusal.contains("a latency that is negative or above 1000000000000 ns"), "{refusal}");
+}
+
+#[test]
+fn a_short_context_is_fed_at_once_where_that_is_sooner() {
+    let plan = compile(&llama_8b(), &h200(10 * GIB), &Options { context: Some(1000), ..options() });
+    assert_eq!(plan.programs[0].max.tokens, 1000);
+}
+
+#[test]
+fn many_sequences_leave_12_bits_to_the_decode_of_one() {
+    let mut machine = nodes(1);
+    let node = device(&machine, "numa0");
+    for rate in &mut machine.devices[node].rates.linear {
+        // Both multiply as fast.
+        let at = rate.points.iter_mut().find(|point| point.tokens == 64).expect("it is a point");
+        at.weights_per_sec = 2e10;
+    }
+    let plan = compile(&llama_8b(), &machine, &Options { max_sequences: 64, ..options() });
+    let is_narrow = plan.weights.rows().iter().any(|weight| weight.format == Format::Bf12);
+    assert!(is_narrow);
+}
