@@ -20,8 +20,9 @@ Xvfb -displayfd 3 -screen 0 1280x800x24 3>"$folder/display" 2>"$folder/xvfb.log"
 xvfb=$!
 window=""
 trap 'kill $xvfb $window 2>/dev/null || true; rm -rf "$folder"' EXIT
-for _ in $(seq 50); do
+for _ in $(seq 200); do
     [ "$(wc -l <"$folder/display")" -gt 0 ] && break
+    kill -0 $xvfb 2>/dev/null || break
     sleep 0.1
 done
 [ -s "$folder/display" ] || skip "Xvfb does not start: $(tail -1 "$folder/xvfb.log")"
@@ -53,7 +54,11 @@ if [ -z "$found" ]; then
     exit 1
 fi
 
-xdotool windowfocus --sync "$found" key ctrl+q
+if ! timeout 20 xdotool windowfocus --sync "$found" key ctrl+q; then
+    echo "the window did not take the focus within 20 s"
+    cat "$folder/viewer.log"
+    exit 1
+fi
 for _ in $(seq 50); do
     if ! kill -0 $window 2>/dev/null; then
         status=0

@@ -6,7 +6,9 @@ mod common;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-use common::{Shape, compile, engine, fetches, golden, gpu_machine, gpu_options};
+use common::{
+    Shape, compile, distance, engine, fetches, golden, gpu_machine, gpu_options, largest,
+};
 use compiler::options::{CountedExperts, Request};
 use executor::counting::ExpertCounter;
 use executor::engine::Engine;
@@ -30,8 +32,9 @@ const CLOSE: f32 = 2e-4;
 const NLL: f64 = 1e-4;
 /// What keys and values in eight bits cost: 0.014 where a router then chooses other experts, elsewhere below 0.009.
 const CACHE_NLL: f64 = 0.02;
-/// Two runs may choose differently where the best two logits are this close.
-const MARGIN: f64 = 0.02;
+/// Two runs in f32 may choose differently where the best two logits are this close: several times what sums in another
+/// order cost both.
+const MARGIN: f64 = 2e-3;
 
 fn expected(name: &str) -> Value {
     let text = std::fs::read_to_string(golden(name).join("golden.json")).unwrap();
@@ -54,7 +57,7 @@ fn argmax(logits: &[f32]) -> u32 {
 /// The largest distance of any logit from its golden value; fails on other tokens and another likelihood.
 fn check(name: &str, engine: &mut Engine) -> f32 {
     let expected = expected(name);
-    let mut worst = 0.0_f32;
+    let mut deviations = Vec::new();
     for prompt in expected["prompts"].as_array().unwrap() {
         let at = format!("{name} {}", prompt["name"]);
         let id = engine.open();
@@ -64,7 +67,7 @@ fn check(name: &str, engine: &mut Engine) -> f32 {
         engine
             .generate(&[id], &AtomicBool::new(false), |_, logits| {
                 if tokens.is_empty() {
-                    worst = worst.max(deviation(prompt, logits));
+                    deviations.push(deviation(prompt, logits));
                 }
                 tokens.push(argmax(logits));
                 Ok((tokens.len() < golden_tokens.len()).then(|| tokens[tokens.len() - 1]))
@@ -73,21 +76,23 @@ fn check(name: &str, engine: &mut Engine) -> f32 {
         engine.close(id);
         let margins = floats(&prompt["margins"]);
         let certain = margins.iter().position(|&margin| margin < MARGIN).unwrap_or(margins.len());
+        assert!(certain > 0, "{at}: no token is certain");
         assert_eq!(tokens[..certain], golden_tokens[..certain], "{at}");
     }
     let nll = engine.perplexity(&ids(&expected["nll"]["ids"])).unwrap().nll;
     let golden = expected["nll"]["mean"].as_f64().unwrap();
     assert!((nll - golden).abs() < NLL, "{name}: nll {nll}, golden {golden}");
-    worst
+    largest(deviations)
 }
 
 /// The largest distance of a logit after `prompt` from its golden value.
 fn deviation(prompt: &Value, logits: &[f32]) -> f32 {
-    let top = ids(&prompt["top_ids"]).into_iter().zip(floats(&prompt["top_logits"]));
-    let first = (0..).zip(floats(&prompt["logits_first8"]));
-    top.chain(first)
-        .map(|(token, golden)| (logits[token as usize] - golden as f32).abs())
-        .fold(0.0, f32::max)
+    let (mut tokens, mut golden) = (ids(&prompt["top_ids"]), floats(&prompt["top_logits"]));
+    tokens.extend(0..8);
+    golden.extend(floats(&prompt["logits_first8"]));
+    let given: Vec<f32> = tokens.iter().map(|&token| logits[token as usize]).collect();
+    let golden: Vec<f32> = golden.into_iter().map(|golden| golden as f32).collect();
+    distance(&golden, &given)
 }
 
 fn check_all(shape: Shape, options: &Options) {
@@ -221,10 +226,8 @@ fn a_gpu_computes_blocks_as_processors_do() {
                 let options = Options { isa: Some(isa), ..Options::default() };
                 let on_cpu = logits(name, format, Shape::One, &options);
                 let most = if isa == Isa::Amx { TOLERANCE_OF_TILES } else { TOLERANCE };
-                for (a, b) in on_cpu.iter().zip(&on_gpu) {
-                    let off = (a - b).abs();
-                    assert!(off < most, "{name} in {format}, {isa}: a logit is off by {off}");
-                }
+                let off = distance(&on_cpu, &on_gpu);
+                assert!(off < most, "{name} in {format}, {isa}: a logit is off by {off}");
             }
         }
     }
@@ -280,7 +283,7 @@ fn values_of_16_bits_between_linears_cost_no_more_than_rounding_them() {
             };
             let (wide, narrow) = (with(DType::F32), with(dtype));
             assert_ne!(wide, narrow);
-            let off = wide.iter().zip(&narrow).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+            let off = distance(&wide, &narrow);
             assert!(off < most, "{name} in {format}: a logit is off by {off}");
         }
     }
@@ -318,8 +321,10 @@ fn sums_by_groups_give_the_golden_tokens() {
             };
             sums.map(|step| step.reads.iter().map(holder).collect()).collect()
         };
-        assert!(sums("gpu0").iter().all(|sum| *sum == ["gpu0", "numa0"]), "{name}");
-        for (index, sum) in sums("numa1").iter().enumerate() {
+        let (of_gpu, of_node) = (sums("gpu0"), sums("numa1"));
+        assert!(!of_gpu.is_empty() && of_node.len() > 1, "{name}");
+        assert!(of_gpu.iter().all(|sum| *sum == ["gpu0", "numa0"]), "{name}");
+        for (index, sum) in of_node.iter().enumerate() {
             let expected = if index % 2 == 0 { ["numa0", "numa1"] } else { ["gpu0", "numa1"] };
             assert_eq!(*sum, expected, "{name}");
         }

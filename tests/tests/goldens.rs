@@ -2,38 +2,38 @@
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests may panic as tests do")]
 
-use std::fs;
-use std::path::{Path, PathBuf};
+#[expect(dead_code, reason = "each test file uses a part")]
+mod common;
 
+use std::fs;
+use std::path::PathBuf;
+
+use common::{distance, golden};
 use serde_json::Value;
 use tests::interpreter::Interpreter;
 
 /// Largest difference of a logit from the golden one, which is rounded to six decimals.
-const LOGIT_TOLERANCE: f64 = 1e-3;
+const LOGIT_TOLERANCE: f32 = 1e-3;
 
 /// Largest difference of a token's negative log-likelihood.
-const NLL_TOLERANCE: f64 = 1e-3;
+const NLL_TOLERANCE: f32 = 1e-3;
 
 /// Every folder with a golden.json, in order.
 fn goldens() -> Vec<PathBuf> {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("golden");
     let mut folders: Vec<PathBuf> =
-        fs::read_dir(root).unwrap().map(|entry| entry.unwrap().path()).collect();
+        fs::read_dir(golden("")).unwrap().map(|entry| entry.unwrap().path()).collect();
     folders.retain(|folder| folder.join("golden.json").exists());
     folders.sort();
+    assert!(!folders.is_empty(), "golden checkpoints are in the tree");
     folders
 }
 
-fn numbers(value: &Value) -> Vec<f64> {
-    value.as_array().unwrap().iter().map(|item| item.as_f64().unwrap()).collect()
+fn numbers(value: &Value) -> Vec<f32> {
+    value.as_array().unwrap().iter().map(|item| item.as_f64().unwrap() as f32).collect()
 }
 
 fn ids(value: &Value) -> Vec<u32> {
-    numbers(value).into_iter().map(|id| id as u32).collect()
-}
-
-fn largest_difference(expected: &[f64], found: impl Iterator<Item = f32>) -> f64 {
-    expected.iter().zip(found).map(|(a, b)| (a - f64::from(b)).abs()).fold(0.0, f64::max)
+    value.as_array().unwrap().iter().map(|id| id.as_u64().unwrap() as u32).collect()
 }
 
 fn log_likelihood(logits: &[f32], id: u32) -> f64 {
@@ -54,10 +54,11 @@ fn interpreted_logits_are_those_of_transformers() {
             let logits = model.logits(&tokens, &[tokens.len() - 1]).unwrap();
             let logits = logits.row(0);
             let top = ids(&prompt["top_ids"]).into_iter().map(|id| logits[id as usize]);
-            let first = logits.iter().copied();
-            let worst = largest_difference(&numbers(&prompt["top_logits"]), top)
-                .max(largest_difference(&numbers(&prompt["logits_first8"]), first));
-            assert!(worst < LOGIT_TOLERANCE, "{name}, prompt {}: {worst}", prompt["name"]);
+            let top: Vec<f32> = top.collect();
+            for (kind, found) in [("top_logits", &top[..]), ("logits_first8", &logits[..8])] {
+                let off = distance(&numbers(&prompt[kind]), found);
+                assert!(off < LOGIT_TOLERANCE, "{name}, prompt {}, {kind}: {off}", prompt["name"]);
+            }
         }
         let nll = &golden["nll"];
         let tokens = ids(&nll["ids"]);
@@ -65,7 +66,7 @@ fn interpreted_logits_are_those_of_transformers() {
         let logits = model.logits(&tokens, &rows).unwrap();
         let likelihoods =
             logits.rows().zip(&tokens[1..]).map(|(row, &id)| -log_likelihood(row, id) as f32);
-        let worst = largest_difference(&numbers(&nll["per_token"]), likelihoods);
-        assert!(worst < NLL_TOLERANCE, "{name}, negative log-likelihood: {worst}");
+        let off = distance(&numbers(&nll["per_token"]), &likelihoods.collect::<Vec<f32>>());
+        assert!(off < NLL_TOLERANCE, "{name}, negative log-likelihood: {off}");
     }
 }

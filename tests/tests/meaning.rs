@@ -2,6 +2,7 @@
 
 mod wishes;
 
+use std::collections::BTreeSet;
 use std::io::Write as _;
 
 use compiler::{Options, compile};
@@ -11,10 +12,11 @@ use ir::model::{Model, ModelWeight};
 use ir::plan::{Action, Plan, Program};
 use ir::tensor::DType;
 use proptest::prelude::*;
+use proptest::sample::Index;
 use tempfile::NamedTempFile;
 use tests::interpreter::{Batch, Interpreter, Matrix};
-use tests::machines;
 use tests::toys::Toy;
+use tests::{first_decode, machines};
 use wishes::{compiled, machine, toy, wishes};
 
 const IDS: [u32; 5] = [3, 1, 41, 59, 26];
@@ -33,20 +35,17 @@ proptest! {
         machine in machine(),
         wishes in wishes(),
         seed in any::<u32>(),
+        program in any::<Index>(),
     ) {
         let mut wishes = wishes;
         // The batch must fit.
         (wishes.sizes.0, wishes.sizes.2) = (64, 64);
         let (model, _file) = stored(&Toy { stored: DType::F32, ..toy }, seed);
-        let Some(plan) = compiled(&model, &machine, &wishes) else { return Ok(()) };
-        let reference = Interpreter::load(model).expect("the weights are there");
-        let expected = reference.logits(&IDS, &ROWS).expect("the model can be computed");
-        let made = run(&plan, &plan.programs[0]);
-        prop_assert_eq!(made.features, expected.features);
-        let scale = expected.data.iter().fold(1.0f32, |scale, x| scale.max(x.abs()));
-        for (made, expected) in made.data.iter().zip(&expected.data) {
-            prop_assert!((made - expected).abs() <= 1e-3 * scale, "{made} instead of {expected}");
-        }
+        // Another case takes the place of one whose wishes cannot be had.
+        let plan = compiled(&model, &machine, &wishes);
+        let plan = plan.ok_or_else(|| TestCaseError::reject("the wishes cannot be had"))?;
+        let programs = [0, first_decode(&plan), program.index(plan.programs.len())];
+        check(model, &plan, &BTreeSet::from(programs));
     }
 }
 
@@ -57,12 +56,23 @@ fn a_plan_that_fetches_means_what_its_model_means() {
     let machine = machines::fast_link(600 << 10);
     let plan = compile(&model, &machine, &options, &mut |_, _| ()).expect("it fits");
     assert!(plan.forecast.devices.rows().iter().any(|device| device.fetch_bytes > 0));
+    check(model, &plan, &(0..plan.programs.len()).collect());
+}
+
+/// Some programs of a plan give the logits of its model; of a decode program the tokens are one sequence, too.
+fn check(model: Model, plan: &Plan, programs: &BTreeSet<usize>) {
     let reference = Interpreter::load(model).expect("the weights are there");
     let expected = reference.logits(&IDS, &ROWS).expect("the model can be computed");
-    let made = run(&plan, &plan.programs[0]);
     let scale = expected.data.iter().fold(1.0f32, |scale, x| scale.max(x.abs()));
-    for (made, expected) in made.data.iter().zip(&expected.data) {
-        assert!((made - expected).abs() <= 1e-3 * scale, "{made} instead of {expected}");
+    for &program in programs {
+        let program = &plan.programs[program];
+        let made = run(plan, program);
+        let (size, name) = ((expected.features, expected.data.len()), &program.name);
+        assert_eq!((made.features, made.data.len()), size, "{name}");
+        for (made, expected) in made.data.iter().zip(&expected.data) {
+            let is_like = (made - expected).abs() <= 1e-3 * scale;
+            assert!(is_like, "{name}: {made} instead of {expected}");
+        }
     }
 }
 

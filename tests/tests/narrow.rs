@@ -3,7 +3,7 @@
 #[expect(dead_code, reason = "each test file uses a part")]
 mod common;
 
-use common::{Shape, compile, engine, gpu_options};
+use common::{Shape, compile, distance, engine, gpu_options};
 use executor::load;
 use ir::plan::Plan;
 use ir::tensor::Format;
@@ -45,9 +45,8 @@ fn a_trained_model_says_the_same_in_12_bits() {
             places.max_by(|a, b| a.1.total_cmp(b.1)).map(|(place, _)| place)
         };
         assert_eq!(largest(&narrow), largest(&wide), "{shape:?}");
-        let distances = narrow.iter().zip(&wide).map(|(a, b)| (a - b).abs());
-        let distance = distances.fold(0.0, f32::max);
+        let off = distance(&narrow, &wide);
         let span = wide.iter().fold(0.0_f32, |most, x| most.max(x.abs()));
-        assert!(distance < 0.01 * span, "{shape:?}: {distance} of {span}");
+        assert!(off < 0.01 * span, "{shape:?}: {off} of {span}");
     }
 }

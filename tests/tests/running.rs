@@ -4,16 +4,18 @@ mod common;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::thread;
 use std::time::{Duration, Instant};
 
-use common::{Shape, compile, engine, fetches, gpu_options, written};
+use common::{Shape, compile, distance, engine, fetches, gpu_options, written};
 use executor::batch::Batch;
 use executor::engine::Engine;
 use executor::load::{self, Fault, FaultKind, GpuDriver, Options, PlanFile};
 use ir::plan::Plan;
+use tests::shortest;
 
 const MODEL: &str = "llama3";
+/// How long a run takes that waits for nobody; lanes that do not leave one are waited for a minute.
+const LIMIT: Duration = Duration::from_secs(1);
 
 fn prompt(length: usize) -> Vec<u32> {
     (0..length).map(|i| (i * 37 % 700) as u32 + 3).collect()
@@ -32,12 +34,6 @@ fn logits(engine: &mut Engine, prompts: &[Vec<u32>]) -> Vec<Vec<f32>> {
     let logits = engine.advance(&ids).unwrap();
     ids.into_iter().for_each(|id| engine.close(id));
     logits
-}
-
-/// The largest difference of two lists of numbers.
-fn distance(a: &[f32], b: &[f32]) -> f32 {
-    assert_eq!(a.len(), b.len());
-    a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max)
 }
 
 /// Whether two lists of numbers are the same bit for bit.
@@ -244,13 +240,15 @@ fn every_failing_step_ends_its_run_and_is_named() {
         let steps = plan.programs[0].steps.rows();
         for (i, step) in steps.iter().enumerate().step_by(5) {
             let kind = if i % 2 == 0 { FaultKind::Error } else { FaultKind::Panic };
-            let fault = Some(Fault { step: step.name.clone(), kind });
+            let fault = Some(Fault { step: step.name.clone(), kind, is_over: Arc::default() });
             let mut engine = engine(&plan, &Options { fault, ..Options::default() });
             let id = engine.open();
             engine.append(id, &prompt(9)).unwrap();
-            let start = Instant::now();
-            let error = format!("{:#}", engine.advance(&[id]).unwrap_err());
-            assert!(start.elapsed() < Duration::from_secs(1), "{shape:?} {}", step.name);
+            let mut error = String::new();
+            let time = shortest(LIMIT, || {
+                error = format!("{:#}", engine.advance(&[id]).unwrap_err());
+            });
+            assert!(time < LIMIT, "{shape:?} {}", step.name);
             assert!(error.contains(&step.name) && error.contains("numa"), "{error}");
             assert!(error.contains("was injected"), "{error}");
         }
@@ -258,16 +256,26 @@ fn every_failing_step_ends_its_run_and_is_named() {
 }
 
 #[test]
-fn an_engine_goes_on_after_a_failure() {
-    let plan = compile(MODEL, Shape::Pipeline, |_| ());
-    let step = plan.programs[0].steps.rows()[3].name.clone();
-    let fault = Some(Fault { step, kind: FaultKind::Panic });
-    let mut engine = engine(&plan, &Options { fault, ..Options::default() });
-    for _ in 0..3 {
-        let id = engine.open();
-        engine.append(id, &prompt(9)).unwrap();
-        assert!(engine.advance(&[id]).is_err());
-        engine.close(id);
+fn an_engine_goes_on_after_failures() {
+    for shape in Shape::ALL {
+        let plan = compile(MODEL, shape, |_| ());
+        let expected = logits(&mut engine(&plan, &Options::default()), &[prompt(9)]).remove(0);
+        for kind in [FaultKind::Error, FaultKind::Panic] {
+            let step = plan.programs[0].steps.rows()[3].name.clone();
+            let is_over = Arc::new(AtomicBool::new(false));
+            let fault = Some(Fault { step, kind, is_over: Arc::clone(&is_over) });
+            let mut engine = engine(&plan, &Options { fault, ..Options::default() });
+            let id = engine.open();
+            engine.append(id, &prompt(9)).unwrap();
+            for _ in 0..3 {
+                assert!(engine.advance(&[id]).is_err(), "{shape:?}");
+            }
+            is_over.store(true, Ordering::Relaxed);
+            // The sequence that failed, and another.
+            assert!(is_same(&expected, &engine.advance(&[id]).unwrap()[0]), "{shape:?}");
+            engine.close(id);
+            assert!(is_same(&expected, &logits(&mut engine, &[prompt(9)])[0]), "{shape:?}");
+        }
     }
 }
 
@@ -363,19 +371,25 @@ fn an_aborted_feed_is_fed_again_whole() {
         let expected = logits(&mut engine, &[prompt(61)]);
         let id = engine.open();
         engine.append(id, &prompt(61)).unwrap();
-        for micros in [0, 50, 200, 500, 1000, 2000] {
-            let abort = Arc::new(AtomicBool::new(false));
-            let raised = Arc::clone(&abort);
-            let raiser = thread::spawn(move || {
-                thread::sleep(Duration::from_micros(micros));
-                raised.store(true, Ordering::Relaxed);
+        let mut cut = 0;
+        for tokens in [0, 1, 2, 1, 3, 1, 6] {
+            // Has the first run to itself, so that its token comes while the other sequence is fed.
+            let first = engine.open();
+            engine.append(first, &prompt(4)).unwrap();
+            let abort = AtomicBool::new(tokens == 0);
+            let mut chosen = 0;
+            let timings = engine.generate(&[first, id], &abort, |_, _| {
+                chosen += 1;
+                abort.store(chosen >= tokens, Ordering::Relaxed);
+                Ok(Some(5))
             });
-            let timings = engine.generate(&[id], &abort, |_, _| Ok(Some(5))).unwrap();
-            assert!(timings.is_aborted);
-            raiser.join().unwrap();
+            assert!(timings.unwrap().is_aborted);
+            cut += usize::from(chosen == 1);
+            engine.close(first);
             engine.truncate(id, 20);
             engine.append(id, &prompt(61)[20..]).unwrap();
         }
+        assert!(cut > 0, "{shape:?}: no prompt was fed in part");
         let again = engine.advance(&[id]).unwrap();
         assert!(distance(&expected[0], &again[0]) < 1e-4, "{shape:?}");
     }
@@ -384,19 +398,26 @@ fn an_aborted_feed_is_fed_again_whole() {
 #[test]
 fn a_closed_executor_leaves_nobody_waiting() {
     let plan = compile(MODEL, Shape::Pipeline, |_| ());
-    let (_folder, file) = written(&plan);
-    let executor = load::load(file, &Options::default(), |_, _| ()).unwrap();
-    let runs: Vec<_> = (0..200)
-        .map(|_| {
-            let mut batch = Batch::default();
-            batch.push(&prompt(200), 0, 200, &(0..20).collect::<Vec<_>>(), false);
-            executor.start(0, batch).unwrap()
-        })
-        .collect();
-    let start = Instant::now();
-    drop(executor);
-    let never = AtomicBool::new(false);
-    let cancelled = runs.into_iter().filter_map(|run| run.wait_unless(&never).err()).count();
-    assert!(start.elapsed() < Duration::from_secs(1));
-    assert!(cancelled > 0, "some of 200 runs had not ended");
+    let mut tries = Vec::new();
+    // Where other tests run beside it, all runs may have ended before the executor is closed, and closing it take long.
+    for _ in 0..10 {
+        let (_folder, file) = written(&plan);
+        let executor = load::load(file, &Options::default(), |_, _| ()).unwrap();
+        let runs: Vec<_> = (0..200)
+            .map(|_| {
+                let mut batch = Batch::default();
+                batch.push(&prompt(200), 0, 200, &(0..20).collect::<Vec<_>>(), false);
+                executor.start(0, batch).unwrap()
+            })
+            .collect();
+        let start = Instant::now();
+        drop(executor);
+        let never = AtomicBool::new(false);
+        let cancelled = runs.into_iter().filter_map(|run| run.wait_unless(&never).err()).count();
+        tries.push((cancelled, start.elapsed()));
+        if cancelled > 0 && start.elapsed() < LIMIT {
+            return;
+        }
+    }
+    panic!("no try cancelled some of its 200 runs in {LIMIT:?}: {tries:?}");
 }

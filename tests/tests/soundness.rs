@@ -25,6 +25,12 @@ fn compiled(toy: &Toy, machine: &Machine, wishes: &Wishes) -> Option<Plan> {
     wishes::compiled(&toy.model().expect("the toy is a model"), machine, wishes)
 }
 
+/// The plan; a case whose wishes cannot be had is rejected, and another takes its place.
+fn had(toy: &Toy, machine: &Machine, wishes: &Wishes) -> Result<Plan, TestCaseError> {
+    let plan = compiled(toy, machine, wishes);
+    plan.ok_or_else(|| TestCaseError::reject("the wishes cannot be had"))
+}
+
 #[test]
 fn most_wishes_can_be_had() {
     let mut runner = proptest::test_runner::TestRunner::deterministic();
@@ -182,31 +188,35 @@ proptest! {
 
     #[test]
     fn what_is_compiled_is_sound(toy in toy(), machine in machine(), wishes in wishes()) {
-        if let Some(plan) = compiled(&toy, &machine, &wishes) {
-            let found: Vec<String> = check(&plan).iter().map(ToString::to_string).collect();
-            prop_assert_eq!(found, Vec::<String>::new());
-            prop_assert_eq!(memory(&plan), plan.forecast.devices.clone());
-            for (before, device) in machine.devices.rows().iter().zip(plan.forecast.devices.rows()) {
-                let held = device.needed_bytes();
-                prop_assert!(held <= before.memory_bytes, "{} holds {}", before.name, held);
-            }
+        let plan = had(&toy, &machine, &wishes)?;
+        let found: Vec<String> = check(&plan).iter().map(ToString::to_string).collect();
+        prop_assert_eq!(found, Vec::<String>::new());
+        prop_assert_eq!(memory(&plan), plan.forecast.devices.clone());
+        prop_assert_eq!(machine.devices.len(), plan.forecast.devices.len());
+        for (before, device) in machine.devices.rows().iter().zip(plan.forecast.devices.rows()) {
+            let held = device.needed_bytes();
+            prop_assert!(held <= before.memory_bytes, "{} holds {}", before.name, held);
         }
     }
 
     #[test]
     fn the_same_inputs_give_the_same_bytes(toy in toy(), machine in machine(), wishes in wishes()) {
-        if let Some(plan) = compiled(&toy, &machine, &wishes) {
-            let text = plan.to_ron().expect("a plan can be written");
-            let again = compiled(&toy, &machine, &wishes).expect("it was compiled before");
-            prop_assert_eq!(&text, &again.to_ron().expect("a plan can be written"));
-            prop_assert_eq!(Plan::from_ron(&text).expect("a plan can be read"), plan);
-        }
+        let plan = had(&toy, &machine, &wishes)?;
+        let text = plan.to_ron().expect("a plan can be written");
+        let again = compiled(&toy, &machine, &wishes).expect("it was compiled before");
+        prop_assert_eq!(&text, &again.to_ron().expect("a plan can be written"));
+        prop_assert_eq!(Plan::from_ron(&text).expect("a plan can be read"), plan);
     }
 
     #[test]
-    fn every_wait_is_needed(toy in toy(), machine in machine(), wishes in wishes()) {
-        let Some(plan) = compiled(&toy, &machine, &wishes) else { return Ok(()) };
-        check_waits(&plan, 0);
+    fn every_wait_is_needed(
+        toy in toy(),
+        machine in machine(),
+        wishes in wishes(),
+        program in any::<Index>(),
+    ) {
+        let plan = had(&toy, &machine, &wishes)?;
+        check_waits(&plan, program.index(plan.programs.len()));
     }
 
     #[test]
@@ -214,13 +224,15 @@ proptest! {
         toy in toy(),
         machine in machine(),
         wishes in wishes(),
+        program in any::<Index>(),
         harms in prop::collection::vec((0..HARMS, any::<Index>()), 8),
     ) {
-        let Some(plan) = compiled(&toy, &machine, &wishes) else { return Ok(()) };
+        let plan = had(&toy, &machine, &wishes)?;
+        let program = program.index(plan.programs.len());
         for (kind, at) in harms {
             let mut harmed = plan.clone();
-            let step = StepId::from_index(at.index(plan.programs[0].steps.len()));
-            if let Some(harm) = harm(&mut harmed, 0, kind, step) {
+            let step = StepId::from_index(at.index(plan.programs[program].steps.len()));
+            if let Some(harm) = harm(&mut harmed, program, kind, step) {
                 prop_assert!(!check(&harmed).is_empty(), "{harm} goes unnoticed");
             }
         }

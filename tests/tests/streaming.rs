@@ -178,18 +178,29 @@ fn two_sockets_compute_half_of_every_expert() {
     assert!(held[0] > 0 && held[0].abs_diff(held[1]) < held[0] / 10, "{held:?}");
     // No node has a whole mixture.
     let on_nodes = two.weights.rows().iter().filter(|weight| weight.device.index() > 0);
-    let mut stacks = on_nodes.filter(|weight| weight.shape.len() == 3);
-    assert!(stacks.all(|stack| stack.name.contains(" (shard")));
+    let stacks: Vec<_> = on_nodes.filter(|weight| weight.shape.len() == 3).collect();
+    assert!(!stacks.is_empty() && stacks.iter().all(|stack| stack.name.contains(" (shard")));
 }
 
 #[test]
 fn a_pin_is_for_all_of_a_layer() {
     let model = MadeUp::llama(LlamaShape::LLAMA_8B).model();
-    let pins = vec!["(q_proj|down_proj)$=gpu0".parse().expect("it is a pin")];
-    let plan = compile(&model, &two_sockets(10 * GIB), &Options { pins, ..options() });
-    let gpu = DeviceId::from_index(0);
-    let mut pinned = plan.weights.rows().iter().filter(|weight| weight.name.contains("down_proj"));
-    assert!(pinned.all(|weight| weight.device == gpu));
+    // One layer makes queries, keys and values.
+    let cases = [
+        ("down_proj=gpu0", &["down_proj"][..]),
+        ("(q|down)_proj=gpu0", &["q_proj", "k_proj", "v_proj", "down_proj"][..]),
+    ];
+    for (pin, pinned) in cases {
+        let pins = vec![pin.parse().expect("it is a pin")];
+        let plan = compile(&model, &two_sockets(10 * GIB), &Options { pins, ..options() });
+        let devices = |name: &str| -> Vec<usize> {
+            let weights = plan.weights.rows().iter().filter(|weight| weight.name.contains(name));
+            weights.map(|weight| weight.device.index()).collect()
+        };
+        // In each of 32 blocks.
+        assert!(pinned.iter().all(|name| devices(name) == [0; 32]), "{pin}");
+        assert!(devices("gate_proj").iter().any(|&device| device > 0), "{pin}: all is on gpu0");
+    }
 }
 
 #[test]

@@ -138,7 +138,7 @@ fn an_export_that_cannot_be_written_is_told() {
     }
 }
 
-/// Long enough for the next look at the files.
+/// Long enough for the next look at the files, and for what is written next to have another time.
 fn wait_for_a_look(window: &mut Window) {
     std::thread::sleep(Duration::from_millis(20));
     // The harness's clock goes forward with each step.
@@ -172,6 +172,7 @@ fn a_trace_that_is_recorded_again_is_in_sight() {
 fn a_file_that_stays_unreadable_is_told_once() {
     let mut window = Window::open();
     let plan = window.folder.path().join("plan.ron");
+    wait_for_a_look(&mut window);
     fs::write(&plan, "nothing of the kind").unwrap();
     wait_for_a_look(&mut window);
     assert!(window.shows("not a plan"));
@@ -192,6 +193,7 @@ fn a_plan_that_is_compared_with_is_read_again_when_it_changes() {
     let (other, _) = write(window.folder.path(), "other", wish(8));
     choose(&mut window, Purpose::Compare, &other);
     assert!(window.shows("layers 4–7"));
+    wait_for_a_look(&mut window);
     write(window.folder.path(), "other", wish(6));
     wait_for_a_look(&mut window);
     assert!(window.shows("layers 4–5") && !window.shows("layers 4–7"));

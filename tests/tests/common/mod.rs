@@ -1,4 +1,4 @@
-//! What tests of whole runs share: golden checkpoints, machines of this host, plans on disk.
+//! What tests of whole runs share: golden checkpoints, machines of this host, plans on disk, distances of logits.
 
 use std::path::{Path, PathBuf};
 
@@ -226,4 +226,16 @@ pub(crate) fn written(plan: &Plan) -> (tempfile::TempDir, PlanFile) {
 pub(crate) fn engine(plan: &Plan, options: &load::Options) -> Engine {
     let (_folder, file) = written(plan);
     Engine::new(load::load(file, options, |_, _| ()).unwrap())
+}
+
+/// The largest distance of two lists of numbers; not a number where one of them is none.
+pub(crate) fn distance(a: &[f32], b: &[f32]) -> f32 {
+    assert_eq!(a.len(), b.len());
+    largest(a.iter().zip(b).map(|(a, b)| (a - b).abs()))
+}
+
+/// The largest of some distances; not a number where one of them is none, which `max` would drop.
+pub(crate) fn largest(distances: impl IntoIterator<Item = f32>) -> f32 {
+    let worse = |worst: f32, d: f32| if worst.is_nan() || d <= worst { worst } else { d };
+    distances.into_iter().fold(0.0, worse)
 }

@@ -1,0 +1,125 @@
+//! Options that leave the shape of a placement open: limits, formats, pins and caches, each by what a plan makes of it.
+
+use compiler::Options;
+use compiler::options::parse_pipeline;
+use ir::id::{DeviceId, Id as _};
+use ir::machine::Machine;
+use ir::plan::Plan;
+use ir::tensor::{DType, Format};
+use tests::machines::{self, gpu, linked, numa};
+use tests::toys::Toy;
+
+const GIB: u64 = 1 << 30;
+
+fn plan(toy: &Toy, machine: &Machine, options: &Options) -> Plan {
+    let model = toy.model().expect("the toy is a model");
+    let plan = compiler::compile(&model, machine, options, &mut |_, _| ());
+    plan.expect("the toy compiles")
+}
+
+/// Names of the devices that hold the caches, in the order of the layers.
+fn holders(plan: &Plan) -> Vec<&str> {
+    let caches = plan.caches.rows().iter();
+    caches.map(|cache| plan.machine.devices[cache.device].name.as_str()).collect()
+}
+
+#[test]
+fn a_gpu_of_which_less_may_be_used_is_like_a_smaller_one() {
+    let small = machines::one_gpu_two_numa();
+    let small_bytes = small.devices.rows()[0].memory_bytes;
+    let mut large = small.clone();
+    large.devices.rows_mut()[0].memory_bytes = GIB;
+    let with = |machine: &Machine, gpu_memory_bytes| {
+        let options = Options { gpu_memory_bytes, ..Options::default() };
+        plan(&Toy::llama(), machine, &options)
+    };
+    let limited = with(&large, Some(small_bytes));
+    assert!(limited == with(&small, None));
+    assert!(limited.weights != with(&large, None).weights, "the limit changes nothing");
+    // More than a GPU has is no more than that.
+    assert!(limited == with(&small, Some(GIB)));
+}
+
+#[test]
+fn a_later_rule_for_a_format_comes_before_an_earlier_one() {
+    let formats_of = |rules: [&str; 2]| {
+        let formats = rules.iter().map(|rule| rule.parse().expect("it is a rule")).collect();
+        let request = parse_pipeline("numa0,numa1").expect("it is a request");
+        let options = Options { formats, request, ..Options::default() };
+        let plan = plan(&Toy::llama(), &machines::two_numa(), &options);
+        [0, 1].map(|device| {
+            let device = DeviceId::from_index(device);
+            let held = plan.weights.rows().iter().filter(|weight| weight.device == device);
+            let matrices = held.filter(|weight| weight.shape.len() > 1);
+            let mut formats: Vec<Format> = matrices.map(|matrix| matrix.format).collect();
+            formats.dedup();
+            formats
+        })
+    };
+    assert_eq!(formats_of(["numa*=q8", "numa1=f16"]), [[Format::Q8], [Format::F16]]);
+    assert_eq!(formats_of(["numa1=f16", "numa*=q8"]), [[Format::Q8], [Format::Q8]]);
+}
+
+#[test]
+fn the_last_pin_that_matches_holds() {
+    let plan_of = |pins: [&str; 2]| {
+        let pins = pins.iter().map(|pin| pin.parse().expect("it is a pin")).collect();
+        let options = Options { pins, ..Options::default() };
+        plan(&Toy::llama(), &machines::two_numa(), &options)
+    };
+    assert_eq!(holders(&plan_of(["layers=numa0", "layers.1=numa1"])), ["numa0", "numa1"]);
+    assert_eq!(holders(&plan_of(["layers.1=numa1", "layers=numa0"])), ["numa0", "numa0"]);
+}
+
+#[test]
+fn caches_are_as_exact_as_weights() {
+    let machine = linked(vec![numa(0, GIB)]);
+    for (stored, format, expected) in [
+        (DType::F32, None, DType::F32),
+        (DType::F16, None, DType::F16),
+        (DType::Bf16, None, DType::Bf16),
+        (DType::Bf16, Some("f32"), DType::F32),
+        (DType::Bf16, Some("f16"), DType::F16),
+        (DType::F32, Some("bf16"), DType::Bf16),
+        (DType::F32, Some("bf12"), DType::Bf16),
+        (DType::F32, Some("q8"), DType::F16),
+        (DType::F16, Some("q4"), DType::F16),
+        (DType::Bf16, Some("q8"), DType::Bf16),
+        (DType::Bf16, Some("q4"), DType::Bf16),
+    ] {
+        let formats = format.iter().map(|rule| rule.parse().expect("it is a rule")).collect();
+        let options = Options { formats, ..Options::default() };
+        let plan = plan(&Toy { stored, ..Toy::llama() }, &machine, &options);
+        let types: Vec<DType> = plan.caches.rows().iter().map(|cache| cache.dtype).collect();
+        assert_eq!(types, [expected; 2], "{format:?} of {stored}");
+    }
+}
+
+#[test]
+fn gpus_keep_their_caches_as_exact_as_weights_where_bytes_are_asked_for() {
+    let machine = linked(vec![gpu(0, GIB), numa(0, GIB)]);
+    let options = Options {
+        request: parse_pipeline("gpu0").expect("it is a request"),
+        pins: vec!["layers.1=numa0".parse().expect("it is a pin")],
+        kv_type: Some(DType::I8),
+        ..Options::default()
+    };
+    let plan = plan(&Toy::llama(), &machine, &options);
+    let types: Vec<DType> = plan.caches.rows().iter().map(|cache| cache.dtype).collect();
+    assert_eq!(holders(&plan), ["gpu0", "numa0"]);
+    assert_eq!(types, [DType::F32, DType::I8]);
+}
+
+#[test]
+fn a_context_is_the_models_up_to_8192_tokens_where_none_is_asked_for() {
+    let context_of = |most: u32, context| {
+        let mut model = Toy::llama().model().expect("the toy is a model");
+        model.context = most;
+        let options = Options { context, ..Options::default() };
+        let plan = compiler::compile(&model, &machines::two_numa(), &options, &mut |_, _| ());
+        plan.expect("the toy compiles").model.context
+    };
+    assert_eq!(context_of(256, None), 256);
+    assert_eq!(context_of(20_000, None), 8192);
+    assert_eq!(context_of(20_000, Some(10_000)), 10_000);
+}
