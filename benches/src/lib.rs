@@ -1,1 +1,1 @@
-//! Measurements: `benches/kernels.rs` for kernels against the machine's limits, `peers/` for other programs.
+//! Measurements: `benches/kernels/` for kernels against the machine's limits, `peers/` for other programs.

@@ -181,21 +181,21 @@ fn compile(arguments: &Compile) -> Result<()> {
     command_line::check_outputs([arguments.output.as_path()], inputs.map(PathBuf::as_path))?;
     let mut observe = |stage: &str, graph: &dyn std::fmt::Display| {
         if arguments.print_after.iter().any(|wanted| wanted == "all" || wanted == stage) {
-            eprintln!("; after {stage}\n{graph}");
+            command_line::tell(format_args!("; after {stage}\n{graph}"));
         }
     };
     let plan = compiler::compile(&model, &machine, &options, &mut observe)?;
     command_line::write(&arguments.output, plan.to_ron()?.as_bytes())?;
     if let Some(first) = unused.first() {
-        eprintln!(
+        command_line::tell(format_args!(
             "warning: {} of the checkpoint's tensors are not used, such as {first}: config.json may be of another model",
             unused.len()
-        );
+        ));
     }
     if arguments.explain {
         print(&explain(&plan))?;
     } else {
-        eprintln!("{}", summary(&plan));
+        command_line::tell(summary(&plan));
     }
     Ok(())
 }
@@ -251,7 +251,7 @@ impl Compile {
 fn check(path: &Path) -> Result<ExitCode> {
     let found = ir::check::check(&read(path, Plan::from_ron)?);
     for violation in &found {
-        eprintln!("{violation}");
+        command_line::tell(violation);
     }
     if found.is_empty() {
         print(&format!("{} is sound\n", path.display()))?;

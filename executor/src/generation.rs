@@ -57,6 +57,14 @@ impl GenerationOptions {
         let config = read_object(&config_path)?;
         let mut options = Self::from_config(&generation)
             .with_context(|| format!("cannot use {}", path.display()))?;
+        let ignored = ignored(&generation);
+        if !ignored.is_empty() {
+            tracing::warn!(
+                "{} asks for what is not done here: {}",
+                path.display(),
+                ignored.join(", ")
+            );
+        }
         if options.end_ids.is_empty() {
             options.end_ids = end_ids(&config)
                 .with_context(|| format!("cannot use {}", config_path.display()))?;
@@ -214,6 +222,15 @@ impl Generation {
         }
     }
 
+    /// Takes the answer for the continuation of the prompt's text, so that it begins with the space between the two.
+    ///
+    /// # Errors
+    ///
+    /// When the tokens are no text.
+    pub fn continue_text(&mut self, prompt: &[u32], tokenizer: &Tokenizer) -> Result<()> {
+        self.stream.follow(tokenizer, prompt)
+    }
+
     /// Chooses the next token from the logits of all ids. Without a tokenizer there is no text,
     /// and stop strings are not looked for.
     ///
@@ -273,6 +290,17 @@ impl Generation {
         Ok(Step { id, text, finish })
     }
 
+    /// Ends an answer that gets no further token, and returns the text that waited for one.
+    ///
+    /// # Errors
+    ///
+    /// When the tokens are no text.
+    pub fn end(&mut self, tokenizer: &Tokenizer) -> Result<String> {
+        let text = self.stream.finish(tokenizer)?;
+        self.text.push_str(&text);
+        Ok(text)
+    }
+
     /// The most tokens this answer may have; with 0 there is nothing to step.
     #[must_use]
     pub fn max_tokens(&self) -> usize {
@@ -290,6 +318,30 @@ impl Generation {
     pub fn text(&self) -> &str {
         &self.text
     }
+}
+
+/// Fields of `generation_config.json` that would change answers and have no effect here, where they ask for something.
+fn ignored(config: &Map<String, Value>) -> Vec<&'static str> {
+    // Each with the value that changes nothing.
+    let numbers = [
+        ("no_repeat_ngram_size", 0.0),
+        ("min_new_tokens", 0.0),
+        ("min_length", 0.0),
+        ("typical_p", 1.0),
+        ("num_beams", 1.0),
+        ("penalty_alpha", 0.0),
+        ("guidance_scale", 1.0),
+    ];
+    let lists = ["suppress_tokens", "begin_suppress_tokens", "bad_words_ids"];
+    let is_neutral = |value: &Value, neutral: f64| value.as_f64() == Some(neutral);
+    let is_empty = |value: &Value| value.as_array().is_some_and(Vec::is_empty);
+    let asks = |(name, neutral): &(&str, f64)| {
+        given(config, name).is_some_and(|value| !is_neutral(value, *neutral))
+    };
+    let numbers = numbers.into_iter().filter(asks).map(|(name, _)| name);
+    let lists = lists.into_iter();
+    let lists = lists.filter(|name| given(config, name).is_some_and(|value| !is_empty(value)));
+    numbers.chain(lists).collect()
 }
 
 /// A field that is there and not null.

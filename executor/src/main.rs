@@ -15,6 +15,7 @@ fn main() -> ExitCode {
     // Files of what was logged hold no colours.
     let is_terminal = std::io::stderr().is_terminal();
     let log = tracing_subscriber::fmt().with_env_filter(filter).with_ansi(is_terminal);
-    log.with_writer(std::io::stderr).init();
+    // Where nobody reads what is logged, nobody reads that either.
+    log.log_internal_errors(false).with_writer(std::io::stderr).init();
     command_line::run(|cli: commands::Cli| cli.run().map(|()| ExitCode::SUCCESS))
 }

@@ -36,6 +36,8 @@ fn files_that_are_missing_or_cannot_be_written_are_named() {
     check(&["none.ron", "--prompt", "a", "--trace", "none/trace.ron"], "writing none/trace.ron");
     check(&["perplexity", "none.ron", "--ids-file", "none.json"], "none.json");
     check(&["calibrate", "-o", "none/machine.ron"], "writing none/machine.ron");
+    let model = ["none.ron", "--prompt", "a", "--model", "none"];
+    check(&model, "--model none: there is no such folder");
 }
 
 #[test]

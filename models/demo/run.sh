@@ -3,10 +3,10 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 source .ci/packages
+source .ci/programs
 
 # The whole workspace's programs: these share features, and so builds, with tests/run.sh.
 cargo build --release --locked --workspace --bins
-programs="${CARGO_TARGET_DIR:-target}/release"
-plan="${CARGO_TARGET_DIR:-target}/demo.plan.ron"
+plan="$target/demo.plan.ron"
 "$programs/hybridc" compile models/demo/model.safetensors -o "$plan"
 exec "$programs/hybrid-exec" "$plan" --chat --prompt "${1:-Explain lifetimes.}"

@@ -7,6 +7,8 @@ use anyhow::Result;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Arg, Command, Parser};
 
+use crate::tell;
+
 /// Status of a program that does not take its arguments, as shells and most programs have it.
 const MISUSED: u8 = 2;
 
@@ -21,12 +23,12 @@ pub fn run<P: Parser>(work: impl FnOnce(P) -> Result<ExitCode>) -> ExitCode {
             if matches!(error.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion) {
                 error.exit()
             }
-            eprintln!("error: {}", complaint(&error, &P::command()));
+            tell(format_args!("error: {}", complaint(&error, &P::command())));
             return ExitCode::from(MISUSED);
         }
     };
     work(arguments).unwrap_or_else(|error| {
-        eprintln!("error: {error:#}");
+        tell(format_args!("error: {error:#}"));
         ExitCode::FAILURE
     })
 }

@@ -1,8 +1,10 @@
-//! What the command lines of all programs share: how they begin and end, how arguments are refused and how files are
-//! written.
+//! What the command lines of all programs share: how they begin and end, how arguments are refused, how users are told
+//! something and how files are written.
 
 mod arguments;
 mod output;
+mod tell;
 
 pub use arguments::run;
 pub use output::{check_outputs, write};
+pub use tell::tell;

@@ -3,9 +3,11 @@
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use anyhow::{Result, ensure};
+use anyhow::{Context as _, Result, ensure};
+use command_line::tell;
 use ir::id::DeviceId;
 use ir::machine::{Device, RateSource};
 use ir::plan::{Phase, Plan, Queue};
@@ -13,12 +15,11 @@ use ir::tensor::Format;
 use serde_json::{Value, json};
 
 use executor::calibrate::reads_now;
-use executor::engine::Engine;
-use executor::generation::GenerationOverrides;
+use executor::engine::{Engine, check_cache};
 
 use super::BenchArguments;
-use super::answer::print;
-use super::session::Opened;
+use super::answer::{print, with_records};
+use super::session::{Opened, exit_if_interrupted, interrupt_flag};
 
 /// What is measured in each round.
 struct Test {
@@ -52,20 +53,52 @@ pub(super) fn run(arguments: BenchArguments) -> Result<()> {
     let records = arguments.trace.iter().chain(&arguments.perfetto);
     arguments.run.check_outputs(records, [&arguments.plan])?;
     let traced = arguments.trace.is_some() || arguments.perfetto.is_some();
-    let opened = Opened::new(&arguments.plan, &arguments.run, &GenerationOverrides::default())?;
+    let opened = Opened::new(&arguments.plan, &arguments.run)?;
     let (asked, most) = (arguments.sequences, most_sequences(opened.plan()));
     ensure!(
         asked <= most,
         "--sequences {asked}: {} is for {most} at a time; compile it with --max-sequences {asked}",
         arguments.plan.display()
     );
-    check_context(&arguments, opened.plan())?;
+    check_length(&arguments, opened.plan())?;
     let mut session = opened.load(&arguments.run, traced)?;
-    let engine = &mut session.engine;
+    // Until here an interruption ends the program at once.
+    let abort = interrupt_flag()?;
     let mut tests = Vec::new();
+    let measured = measure_all(&mut session.engine, &arguments, &abort, &mut tests);
+    // What has run until then is recorded, whatever ended it.
+    let recorded = session.write_records(arguments.trace.as_deref(), arguments.perfetto.as_deref());
+    let plan = session.engine.plan().clone();
+    // Its memory and threads are out of the way.
+    drop(session);
+    // Tests that were finished are printed, whatever ended the others.
+    let printed = if tests.is_empty() {
+        Ok(())
+    } else {
+        let is_whole = measured.is_ok() && !abort.load(Ordering::Relaxed);
+        let reads = if is_whole { memory_now(&plan) } else { Vec::new() };
+        print(&if arguments.output == "json" {
+            format!("{}\n", to_json(&arguments, &plan, &tests, &reads))
+        } else {
+            to_markdown(&plan, &tests, &reads)
+        })
+    };
+    with_records(measured.and(printed), recorded)?;
+    exit_if_interrupted(&abort);
+    Ok(())
+}
+
+/// Measures what is asked for until raising `abort` stops it. Tests that are finished are in `tests`, whatever ends the
+/// others.
+fn measure_all(
+    engine: &mut Engine,
+    arguments: &BenchArguments,
+    abort: &AtomicBool,
+    tests: &mut Vec<Test>,
+) -> Result<()> {
     if arguments.prompt_tokens > 0 {
         let tokens = arguments.prompt_tokens;
-        let prefill = |engine: &mut Engine| engine.time_prefill(tokens);
+        let prefill = |engine: &mut Engine| engine.time_prefill(tokens, abort);
         let forecast = forecast_prefill(engine.plan(), tokens);
         let test = Test {
             name: format!("pp{tokens}"),
@@ -77,12 +110,12 @@ pub(super) fn run(arguments: BenchArguments) -> Result<()> {
             forecast,
         };
         // The second round captures launches of short prompts.
-        tests.push(measure(engine, test, (2, arguments.repetitions), prefill)?);
+        tests.extend(measure(engine, test, (2, arguments.repetitions), prefill)?);
     }
     if arguments.generated_tokens > 0 {
         let (tokens, sequences, depth) =
             (arguments.generated_tokens, arguments.sequences, arguments.depth);
-        let decode = |engine: &mut Engine| engine.time_decode(sequences, depth, tokens);
+        let decode = |engine: &mut Engine| engine.time_decode(sequences, depth, tokens, abort);
         let mut name = format!("tg{tokens}");
         if depth > 0 {
             name += &format!(" @ d{depth}");
@@ -101,18 +134,9 @@ pub(super) fn run(arguments: BenchArguments) -> Result<()> {
             samples: Vec::new(),
             forecast,
         };
-        tests.push(measure(engine, test, (1, arguments.repetitions), decode)?);
+        tests.extend(measure(engine, test, (1, arguments.repetitions), decode)?);
     }
-    session.write_records(arguments.trace.as_deref(), arguments.perfetto.as_deref())?;
-    let plan = session.engine.plan().clone();
-    // Its memory and threads are out of the way.
-    drop(session);
-    let reads = memory_now(&plan)?;
-    print(&if arguments.output == "json" {
-        format!("{}\n", to_json(&arguments, &plan, &tests, &reads))
-    } else {
-        to_markdown(&plan, &tests, &reads)
-    })
+    Ok(())
 }
 
 /// How fast a device reads its memory.
@@ -122,23 +146,29 @@ struct MemoryReads<'a> {
     calibrated_bytes_per_sec: f64,
 }
 
-/// How fast memory is now, where forecasts rest on how fast it was: on machines that others use too it changes.
-fn memory_now(plan: &Plan) -> Result<Vec<MemoryReads<'_>>> {
+/// How fast memory is now, where forecasts rest on how fast it was: on machines that others use too it changes. Where
+/// that cannot be told, a warning says so: what was measured before is not worth less.
+fn memory_now(plan: &Plan) -> Vec<MemoryReads<'_>> {
     let mut reads = Vec::new();
     for (id, device) in plan.machine.devices.iter() {
         let is_used = plan.weights.rows().iter().any(|weight| weight.device == id);
         if !is_used || device.rates.source != RateSource::Calibrated {
             continue;
         }
-        if let Some(now_bytes_per_sec) = reads_now(&plan.machine, id)? {
-            reads.push(MemoryReads {
+        match reads_now(&plan.machine, id) {
+            Ok(Some(now_bytes_per_sec)) => reads.push(MemoryReads {
                 device: &device.name,
                 now_bytes_per_sec,
                 calibrated_bytes_per_sec: device.rates.read_bytes_per_sec,
-            });
+            }),
+            Ok(None) => (),
+            Err(error) => tell(format_args!(
+                "warning: how fast {} reads its memory now is not known: {error:#}",
+                device.name
+            )),
         }
     }
-    Ok(reads)
+    reads
 }
 
 /// The formats that a plan computes in, most bytes first: `bf12`, `q8 + bf16`.
@@ -163,8 +193,8 @@ fn devices(plan: &Plan) -> Vec<&str> {
     used.map(|(_, device)| device.name.as_str()).collect()
 }
 
-/// Fails before anything is measured where a test is longer than the plan's context.
-fn check_context(arguments: &BenchArguments, plan: &Plan) -> Result<()> {
+/// Fails before anything is measured where a test is longer than the plan's context, or its sequences than the cache.
+fn check_length(arguments: &BenchArguments, plan: &Plan) -> Result<()> {
     // Decoding begins behind one token at least.
     let decoded = match arguments.generated_tokens {
         0 => 0,
@@ -178,22 +208,27 @@ fn check_context(arguments: &BenchArguments, plan: &Plan) -> Result<()> {
         arguments.plan.display(),
         plan.model.context
     );
+    for (sequences, tokens) in [(1, arguments.prompt_tokens), (arguments.sequences, decoded)] {
+        check_cache(&plan.model, sequences, tokens)
+            .with_context(|| format!("a test holds {sequences} x {tokens} tokens at once"))?;
+    }
     Ok(())
 }
 
+/// Measures one test; `None` where it was stopped.
 fn measure(
     engine: &mut Engine,
     mut test: Test,
     (warm_ups, repetitions): (usize, usize),
-    mut round: impl FnMut(&mut Engine) -> Result<Duration>,
-) -> Result<Test> {
-    for _ in 0..warm_ups {
-        round(engine)?;
+    mut round: impl FnMut(&mut Engine) -> Result<Option<Duration>>,
+) -> Result<Option<Test>> {
+    for number in 0..warm_ups + repetitions {
+        let Some(time) = round(engine)? else { return Ok(None) };
+        if number >= warm_ups {
+            test.samples.push(test.tokens as f64 / time.as_secs_f64());
+        }
     }
-    for _ in 0..repetitions {
-        test.samples.push(test.tokens as f64 / round(engine)?.as_secs_f64());
-    }
-    Ok(test)
+    Ok(Some(test))
 }
 
 /// Predicted prompt tokens per second, with nothing cached: of the prompt, or of a full run where it takes several.
@@ -297,5 +332,39 @@ impl Test {
         let mean = self.samples.iter().sum::<f64>() / count;
         let squares: f64 = self.samples.iter().map(|sample| (sample - mean).powi(2)).sum();
         (mean, (squares / (count - 1.0).max(1.0)).sqrt())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use ::tests::machines::{linked, numa};
+    use ::tests::toys::Toy;
+    use clap::Parser as _;
+
+    use super::super::{Cli, Command};
+    use super::*;
+
+    #[test]
+    fn what_the_cache_does_not_hold_is_refused_before_it_is_loaded() {
+        let machine = linked(vec![numa(0, 1 << 30)]);
+        let (model, options) = (Toy::llama().model().unwrap(), compiler::Options::default());
+        let mut plan = compiler::compile(&model, &machine, &options, &mut |_, _| ()).unwrap();
+        plan.model.context = 64;
+        (plan.model.block_tokens, plan.model.blocks) = (16, 5);
+        let refusal = |options: &str| {
+            let words = ["hybrid-exec", "bench", "plan.ron"].into_iter().chain(options.split(' '));
+            let Some(Command::Bench(arguments)) = Cli::try_parse_from(words).unwrap().command
+            else {
+                panic!("{options} are options of another command")
+            };
+            check_length(&arguments, &plan).err().map(|error| format!("{error:#}"))
+        };
+        assert_eq!(refusal("-p 64 -n 16 -d 16 --sequences 2"), None);
+        let full = refusal("-p 64 -n 16 -d 16 --sequences 3").unwrap();
+        assert!(full.starts_with("a test holds 3 x 32 tokens at once: the cache is"), "{full}");
+        // Decoding begins behind one token.
+        assert_eq!(refusal("-p 0 -n 15 --sequences 5"), None);
+        assert!(refusal("-p 0 -n 16 --sequences 5").is_some());
+        assert!(refusal("-p 65 -n 0").unwrap().contains("a context of 65 tokens"));
     }
 }

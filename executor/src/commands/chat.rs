@@ -1,8 +1,10 @@
 //! An interactive conversation on a terminal.
 
+use std::io::ErrorKind;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::{Context as _, Result, ensure};
+use command_line::tell;
 use rustyline::DefaultEditor;
 use rustyline::error::ReadlineError;
 
@@ -11,13 +13,13 @@ use executor::text::{ChatRequest, message};
 use serde_json::Value;
 
 use super::answer::{ReaderGone, print, summary};
-use super::session::{Answer, Opened, Session};
+use super::session::{Answer, Asked, Opened, PROMPT_IDS, Session};
 
 const HELP: &str = "/reset forgets the conversation, /exit or Ctrl-D ends, Ctrl-C stops an answer";
 
 /// Fails where there is nothing to chat with.
 pub(super) fn check(opened: &Opened, system: Option<&str>) -> Result<()> {
-    let tokenizer = opened.tokenizer()?;
+    let tokenizer = opened.tokenizer(PROMPT_IDS)?;
     ensure!(
         tokenizer.has_chat_template(),
         "the tokenizer has no chat template: continue a text with --prompt instead"
@@ -30,9 +32,14 @@ fn beginning(system: Option<&str>) -> impl Iterator<Item = Value> {
     system.map(|system| message("system", system)).into_iter()
 }
 
-pub(super) fn run(session: &mut Session, system: Option<&str>, abort: &AtomicBool) -> Result<()> {
+pub(super) fn run(
+    session: &mut Session,
+    asked: &Asked,
+    system: Option<&str>,
+    abort: &AtomicBool,
+) -> Result<()> {
     let mut editor = DefaultEditor::new().context("opening the terminal")?;
-    eprintln!("{HELP}");
+    tell(HELP);
     let beginning: Vec<_> = beginning(system).collect();
     let mut messages = beginning.clone();
     let mut sequence = session.engine.open();
@@ -41,13 +48,17 @@ pub(super) fn run(session: &mut Session, system: Option<&str>, abort: &AtomicBoo
             Ok(line) => line,
             Err(ReadlineError::Interrupted) => continue,
             Err(ReadlineError::Eof) => return Ok(()),
+            Err(ReadlineError::Io(error)) if error.kind() == ErrorKind::InvalidData => {
+                tell("what was typed is not UTF-8: type it again");
+                continue;
+            }
             Err(error) => return Err(error).context("reading from the terminal"),
         };
         match line.trim() {
             "" => continue,
             "/exit" | "/quit" => return Ok(()),
             "/help" => {
-                eprintln!("{HELP}");
+                tell(HELP);
                 continue;
             }
             "/reset" => {
@@ -60,19 +71,19 @@ pub(super) fn run(session: &mut Session, system: Option<&str>, abort: &AtomicBoo
         // A history the editor cannot keep is no reason to end a conversation.
         let _ = editor.add_history_entry(&line);
         abort.store(false, Ordering::Relaxed);
-        match reply(session, sequence, &messages, abort) {
+        match reply(session, asked, sequence, &messages, abort) {
             Ok(answer) => {
                 print("\n")?;
-                eprintln!("{}", summary(&answer));
+                tell(summary(&answer));
                 messages.push(message("assistant", &answer.text));
                 if answer.fills_context {
-                    eprintln!("{HELP}");
+                    tell(HELP);
                 }
             }
             Err(error) if error.is::<ReaderGone>() => return Err(error),
             // A conversation that has outgrown the context can be begun anew; the program goes on.
             Err(error) => {
-                eprintln!("{error:#}\n{HELP}");
+                tell(format_args!("{error:#}\n{HELP}"));
                 messages.pop();
                 session.engine.close(sequence);
                 sequence = session.engine.open();
@@ -85,15 +96,17 @@ pub(super) fn run(session: &mut Session, system: Option<&str>, abort: &AtomicBoo
 /// Continues a conversation, whose beginning the sequence holds.
 fn reply(
     session: &mut Session,
+    asked: &Asked,
     sequence: SequenceId,
     messages: &[Value],
     abort: &AtomicBool,
 ) -> Result<Answer> {
-    let ids = session.tokenizer()?.encode_chat(&ChatRequest::to_answer(messages.to_vec()))?;
+    let tokenizer = session.tokenizer(PROMPT_IDS)?;
+    let ids = tokenizer.encode_chat(&ChatRequest::to_answer(messages.to_vec()))?;
     // What is cached of an equal beginning need not be fed again; at least one token must be.
     let same = session.engine.tokens(sequence).iter().zip(&ids).take_while(|(a, b)| a == b).count();
     session.engine.truncate(sequence, same.min(ids.len().saturating_sub(1)));
     let kept = session.engine.tokens(sequence).len();
     session.engine.append(sequence, &ids[kept..])?;
-    session.answer(sequence, abort, print)
+    session.answer(sequence, asked, abort, print)
 }

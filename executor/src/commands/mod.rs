@@ -3,7 +3,6 @@
 mod answer;
 mod bench;
 mod calibrate;
-
 mod chat;
 mod features;
 mod npy;
@@ -17,6 +16,7 @@ use anyhow::{Result, ensure};
 use clap::{Args, Parser, Subcommand};
 
 use executor::generation::GenerationOverrides;
+use executor::load::{CpuBackend, GpuDriver, Kernels};
 
 /// Runs a compiled plan: streams an answer, chats, measures.
 #[derive(Parser)]
@@ -90,14 +90,14 @@ struct RunArguments {
     #[arg(long, value_name = "FOLDER")]
     model: Option<PathBuf>,
     /// Burn backend of CPU devices; ndarray computes with plain Burn operations
-    #[arg(long, value_name = "NAME", default_value = "flex", value_parser = ["flex", "ndarray"])]
-    cpu_backend: String,
+    #[arg(long, value_name = "NAME", value_enum, default_value_t)]
+    cpu_backend: CpuBackend,
     /// The project's own kernels, or plain Burn operations for comparison
-    #[arg(long, value_name = "KIND", default_value = "own", value_parser = ["own", "plain"])]
-    kernels: String,
+    #[arg(long, value_name = "KIND", value_enum, default_value_t)]
+    kernels: Kernels,
     /// What drives GPUs; vulkan is for tests without a GPU
-    #[arg(long, value_name = "NAME", default_value = "cuda", value_parser = ["cuda", "vulkan"])]
-    gpu_driver: String,
+    #[arg(long, value_name = "NAME", value_enum, default_value_t)]
+    gpu_driver: GpuDriver,
     /// Use no newer processor features than these; `hybrid-exec features` lists them
     #[arg(long, value_name = "LEVEL")]
     isa: Option<String>,
@@ -249,8 +249,8 @@ impl SamplingArguments {
 }
 
 impl RunArguments {
-    /// Fails now rather than after a long run when an output, one of these or of the run's own, cannot be written or would
-    /// replace one of the inputs.
+    /// Fails now rather than after a long run when an output, one of these or of the run's own, cannot be written or
+    /// would replace one of the inputs.
     fn check_outputs<'a>(
         &'a self,
         outputs: impl IntoIterator<Item = &'a PathBuf>,
@@ -263,9 +263,9 @@ impl RunArguments {
     fn options(&self) -> Result<executor::load::Options> {
         ensure!(self.threads != Some(0), "--threads 0 leaves nobody to compute");
         Ok(executor::load::Options {
-            kernels: self.kernels.parse()?,
-            gpu_driver: self.gpu_driver.parse()?,
-            backend: self.cpu_backend.parse()?,
+            kernels: self.kernels,
+            gpu_driver: self.gpu_driver,
+            backend: self.cpu_backend,
             isa: self.isa.as_deref().map(features::available).transpose()?,
             threads: self.threads,
             expert_counter: self.count_experts.as_ref().map(|_| Arc::default()),

@@ -1,4 +1,4 @@
-//! A plan that is loaded and ready to answer, with its checkpoint's tokenizer and defaults.
+//! A plan that is loaded and ready to answer, with its checkpoint's tokenizer.
 //!
 //! Weights take minutes to load. What is asked for is checked before that, with what an [`Opened`] plan knows.
 
@@ -23,17 +23,14 @@ use executor::trace::perfetto;
 
 use super::RunArguments;
 
+/// What takes no tokenizer where a prompt does.
+pub(super) const PROMPT_IDS: &str = "--prompt-ids with --json";
+
 /// A plan whose weights are still where they were.
 pub(super) struct Opened {
     file: PlanFile,
-    texts: Texts,
-    start: Instant,
-}
-
-/// What turns text to tokens and tokens to an answer.
-struct Texts {
     tokenizer: Result<Tokenizer>,
-    defaults: GenerationOptions,
+    start: Instant,
 }
 
 /// A loaded plan.
@@ -41,9 +38,16 @@ pub(super) struct Session {
     pub(super) engine: Engine,
     /// From the start of the program's work to the last weight in place.
     pub(super) load_time: Duration,
-    texts: Texts,
+    tokenizer: Result<Tokenizer>,
     /// Where the choices of routers are counted, and the file for them.
     counted: Option<(Arc<ExpertCounter>, PathBuf)>,
+}
+
+/// How answers are made.
+pub(super) struct Asked {
+    pub(super) generation: GenerationOptions,
+    /// Whether answers go on with the text of the prompt; in a chat they are texts of their own.
+    pub(super) continues_text: bool,
 }
 
 /// A finished answer.
@@ -85,13 +89,14 @@ impl<F: FnMut(&str) -> Result<()>> Chooser for Growing<'_, F> {
 }
 
 impl Opened {
-    /// Reads a plan and what its checkpoint says of texts.
-    pub(super) fn new(
-        plan: &Path,
-        arguments: &RunArguments,
-        overrides: &GenerationOverrides,
-    ) -> Result<Self> {
+    /// Reads a plan and the tokenizer of its checkpoint.
+    pub(super) fn new(plan: &Path, arguments: &RunArguments) -> Result<Self> {
         let start = Instant::now();
+        if let Some(folder) = &arguments.model {
+            let name = folder.display();
+            ensure!(!folder.is_file(), "--model {name}: this is a file; name its folder");
+            ensure!(folder.is_dir(), "--model {name}: there is no such folder");
+        }
         let mut file = PlanFile::open(plan)?;
         if let Some(folder) = &arguments.model {
             file.move_checkpoint(folder);
@@ -99,11 +104,8 @@ impl Opened {
         if arguments.count_experts.is_some() {
             check_countable(&file.plan)?;
         }
-        let folder = file.checkpoint_folder();
-        let tokenizer = Tokenizer::load(&folder);
-        let defaults =
-            GenerationOptions::load(&folder, tokenizer.as_ref().ok())?.overridden(overrides)?;
-        Ok(Self { file, texts: Texts { tokenizer, defaults }, start })
+        let tokenizer = Tokenizer::load(&file.checkpoint_folder());
+        Ok(Self { file, tokenizer, start })
     }
 
     /// The plan.
@@ -111,9 +113,15 @@ impl Opened {
         &self.file.plan
     }
 
-    /// The tokenizer, where one lies beside the checkpoint.
-    pub(super) fn tokenizer(&self) -> Result<&Tokenizer> {
-        self.texts.tokenizer()
+    /// The tokenizer, where one lies beside the checkpoint; else the error names the option that takes none.
+    pub(super) fn tokenizer(&self, other_option: &str) -> Result<&Tokenizer> {
+        found(&self.tokenizer, other_option)
+    }
+
+    /// How the checkpoint would have answers generated, with what the user asks for instead.
+    pub(super) fn generation(&self, overrides: &GenerationOverrides) -> Result<GenerationOptions> {
+        let folder = self.file.checkpoint_folder();
+        GenerationOptions::load(&folder, self.tokenizer.as_ref().ok())?.overridden(overrides)
     }
 
     /// Fails where a prompt has no tokens, some of another model, or leaves no room for an answer.
@@ -129,16 +137,14 @@ impl Opened {
         let engine = Engine::new(load_with_progress(self.file, &options)?);
         let counted = options.expert_counter.zip(arguments.count_experts.clone());
         let load_time = self.start.elapsed();
-        Ok(Session { engine, load_time, texts: self.texts, counted })
+        Ok(Session { engine, load_time, tokenizer: self.tokenizer, counted })
     }
 }
 
-impl Texts {
-    fn tokenizer(&self) -> Result<&Tokenizer> {
-        self.tokenizer.as_ref().map_err(|error| {
-            anyhow!("{error:#}; text takes a tokenizer, --prompt-ids with --json takes none")
-        })
-    }
+fn found<'a>(tokenizer: &'a Result<Tokenizer>, other_option: &str) -> Result<&'a Tokenizer> {
+    tokenizer
+        .as_ref()
+        .map_err(|error| anyhow!("{error:#}; text takes a tokenizer, {other_option} takes none"))
 }
 
 /// Fails where so many tokens leave no room for an answer.
@@ -154,9 +160,9 @@ fn check_room(plan: &Plan, tokens: usize) -> Result<()> {
 }
 
 impl Session {
-    /// The tokenizer, where one lies beside the checkpoint.
-    pub(super) fn tokenizer(&self) -> Result<&Tokenizer> {
-        self.texts.tokenizer()
+    /// The tokenizer, where one lies beside the checkpoint; else the error names the option that takes none.
+    pub(super) fn tokenizer(&self, other_option: &str) -> Result<&Tokenizer> {
+        found(&self.tokenizer, other_option)
     }
 
     /// Answers the ids appended to a sequence. `on_text` gets the text as it becomes certain;
@@ -164,45 +170,59 @@ impl Session {
     pub(super) fn answer(
         &mut self,
         sequence: SequenceId,
+        asked: &Asked,
         abort: &AtomicBool,
         on_text: impl FnMut(&str) -> Result<()>,
     ) -> Result<Answer> {
         let prompt = self.engine.tokens(sequence).to_vec();
         check_room(self.engine.plan(), prompt.len())?;
         let context = self.engine.plan().model.context as usize;
-        let generation = Generation::new(&self.texts.defaults, &prompt, context - prompt.len());
-        let finish = (generation.max_tokens() == 0).then_some(FinishReason::Length);
-        let tokenizer = self.texts.tokenizer.as_ref().ok();
-        let mut growing = Growing { generation, tokenizer, on_text, finish };
-        let mut timings = Timings::default();
-        if finish.is_none() {
-            timings = self.engine.generate_with(&[sequence], abort, &mut growing)?;
+        let tokenizer = self.tokenizer.as_ref().ok();
+        let mut generation = Generation::new(&asked.generation, &prompt, context - prompt.len());
+        if let Some(tokenizer) = tokenizer.filter(|_| asked.continues_text) {
+            generation.continue_text(&prompt, tokenizer)?;
         }
-        let Growing { generation, finish, .. } = growing;
+        let finish = (generation.max_tokens() == 0).then_some(FinishReason::Length);
+        let mut growing = Growing { generation, tokenizer, on_text, finish };
+        let timings = if finish.is_none() {
+            self.engine.generate_with(&[sequence], abort, &mut growing)?
+        } else {
+            // Nothing is fed for no tokens; the prompt is as long as it is.
+            Timings { prompt_tokens: prompt.len(), ..Timings::default() }
+        };
+        let Growing { mut generation, mut on_text, finish, .. } = growing;
+        if let (None, Some(tokenizer)) = (finish, tokenizer) {
+            // What waited for a next token is of tokens that are in the answer.
+            on_text(&generation.end(tokenizer)?)?;
+        }
         let (ids, text) = (generation.ids().to_vec(), generation.text().to_owned());
         // The last token is not fed any more.
         let fills_context = prompt.len() + ids.len() >= context;
         Ok(Answer { ids, text, finish, fills_context, timings })
     }
 
-    /// Writes what was counted and recorded.
+    /// Writes what was counted and recorded: all that can be written, and tells the first failure.
     pub(super) fn write_records(
         &self,
         trace: Option<&Path>,
         perfetto_file: Option<&Path>,
     ) -> Result<()> {
-        if let Some((counter, path)) = &self.counted {
-            let counts = counter.counts(self.engine.plan());
-            command_line::write(path, counts.to_ron()?.as_bytes())?;
-        }
-        let Some(recorded) = self.engine.executor().trace() else { return Ok(()) };
-        if let Some(path) = trace {
-            command_line::write(path, recorded.to_ron()?.as_bytes())?;
-        }
-        if let Some(path) = perfetto_file {
-            command_line::write(path, perfetto(self.engine.plan(), &recorded)?.as_bytes())?;
-        }
-        Ok(())
+        let plan = self.engine.plan();
+        let counted = self.counted.as_ref().map_or(Ok(()), |(counter, path)| {
+            write_record(Some(path), || counter.counts(plan).to_ron())
+        });
+        let Some(recorded) = self.engine.executor().trace() else { return counted };
+        let traced = write_record(trace, || recorded.to_ron());
+        let drawn = write_record(perfetto_file, || perfetto(plan, &recorded));
+        counted.and(traced).and(drawn)
+    }
+}
+
+/// Writes a record where a file is named for it.
+fn write_record(path: Option<&Path>, text: impl FnOnce() -> Result<String>) -> Result<()> {
+    match path {
+        Some(path) => command_line::write(path, text()?.as_bytes()),
+        None => Ok(()),
     }
 }
 
@@ -220,8 +240,16 @@ pub(super) fn interrupt_flag() -> Result<Arc<AtomicBool>> {
     Ok(flag)
 }
 
+/// Ends the program with the status of an interrupted one where Ctrl-C has been pressed. The session is dropped before,
+/// so that its lanes have ended.
+pub(super) fn exit_if_interrupted(flag: &AtomicBool) {
+    if flag.load(Ordering::Relaxed) {
+        std::process::exit(INTERRUPTED);
+    }
+}
+
 /// 128 and the number of SIGINT.
-pub(super) const INTERRUPTED: i32 = 130;
+const INTERRUPTED: i32 = 130;
 
 /// Whether a plan chooses experts, by the numbers that the checkpoint gives them.
 fn check_countable(plan: &Plan) -> Result<()> {

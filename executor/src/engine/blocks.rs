@@ -4,7 +4,7 @@ use anyhow::{Result, ensure};
 
 /// Free blocks; the lowest ids are given out first, so equal requests get equal blocks.
 pub(crate) struct Blocks {
-    /// In falling order of freeing; the next one to give out is last.
+    /// By falling id; the next one to give out is last.
     free: Vec<u32>,
     total: u32,
     block_tokens: usize,
@@ -33,6 +33,12 @@ impl Blocks {
         Ok(())
     }
 
+    /// Takes back those blocks of a sequence that lie beyond its first `tokens` tokens.
+    pub(crate) fn release_beyond(&mut self, table: &mut Vec<u32>, tokens: usize) {
+        let kept = tokens.div_ceil(self.block_tokens).min(table.len());
+        self.release(table.split_off(kept));
+    }
+
     /// Takes the blocks of a sequence back.
     pub(crate) fn release(&mut self, table: Vec<u32>) {
         self.free.extend(table);
@@ -57,5 +63,22 @@ mod tests {
         assert_eq!(b, [0, 1, 2]);
         blocks.reserve(&mut b, 48).unwrap();
         assert_eq!(b.len(), 3);
+    }
+
+    #[test]
+    fn a_sequence_keeps_the_blocks_of_its_first_tokens_alone() {
+        let mut blocks = Blocks::new(4, 16);
+        let (mut a, mut b) = (Vec::new(), Vec::new());
+        blocks.reserve(&mut a, 64).unwrap();
+        blocks.release_beyond(&mut a, 80);
+        assert_eq!(a, [0, 1, 2, 3]);
+        blocks.release_beyond(&mut a, 17);
+        assert_eq!(a, [0, 1]);
+        blocks.reserve(&mut b, 20).unwrap();
+        assert_eq!(b, [2, 3]);
+        blocks.release_beyond(&mut a, 0);
+        assert!(a.is_empty());
+        blocks.reserve(&mut b, 64).unwrap();
+        assert_eq!(b, [2, 3, 0, 1]);
     }
 }

@@ -16,7 +16,7 @@ use crate::run::{Row, RunHandle};
 /// in which it reads them, and a stage that starts anew should cost little beside that.
 const LEAST_SHARE: usize = 64;
 
-/// Prompts up to so many tokens have runs of fewer lengths where these are captured.
+/// The longest prompts, in tokens, that are padded to fewer lengths where their runs are captured.
 const SHORT_PROMPT: usize = MAX_FUSED_ROWS as usize;
 
 /// A started run and the rows of its logits that the caller gets.
@@ -200,21 +200,26 @@ impl Engine {
         program.with_context(|| format!("the plan has no {phase:?} program"))
     }
 
-    /// Makes sure that everything can be cached before anything is started.
+    /// Makes sure that everything can be cached before anything is started. Where it cannot, sequences hold no blocks
+    /// for what they would be fed.
     fn reserve(&mut self, ids: &[SequenceId]) -> Result<()> {
-        for (index, id) in ids.iter().enumerate() {
+        let reserved = ids.iter().enumerate().try_for_each(|(index, id)| -> Result<()> {
             ensure!(!ids[..index].contains(id), "a sequence is fed twice at once");
             let Some(sequence) = self.sequences.get_mut(id) else {
                 bail!("the sequence is closed")
             };
             ensure!(sequence.cached < sequence.tokens.len(), "a sequence is fed no tokens");
-            self.blocks.reserve(&mut sequence.blocks, sequence.tokens.len())?;
+            self.blocks.reserve(&mut sequence.blocks, sequence.tokens.len())
+        });
+        if reserved.is_err() {
+            ids.iter().for_each(|&id| self.release_empty(id));
         }
-        Ok(())
+        reserved
     }
 }
 
-/// Tokens of a run for a prompt of so many where short ones are captured and replayed: few lengths, and little more work.
+/// Tokens of a run for a prompt of `tokens` tokens where short ones are captured and replayed: few lengths, and little
+/// more work.
 fn padded(tokens: usize) -> usize {
     match tokens {
         0..=32 => tokens.next_multiple_of(8),

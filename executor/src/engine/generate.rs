@@ -67,8 +67,9 @@ impl Engine {
     ///
     /// `choose` gets the index of the sequence and the logits after its last token, and returns the next
     /// token, or `None` where the sequence ends. It is called in the order of `ids`. Sequences stay open,
-    /// with everything that was fed. Raising `abort` ends generation within the step of a run; tokens that were
-    /// not fed whole then wait to be fed again.
+    /// with everything that was fed. Those that have ended keep their cache blocks until they are closed, so that
+    /// the cache must hold all of `ids` with their answers. Raising `abort` ends generation within the step of a
+    /// run; tokens that were not fed whole then wait to be fed again.
     ///
     /// # Errors
     /// As [`Engine::advance`] and [`Engine::append`], or when `choose` fails.
@@ -141,8 +142,8 @@ impl Engine {
         Ok(timings)
     }
 
-    /// Feeds the last token of the sequences once more whose most likely tokens were too few to choose from, and lets all
-    /// logits decide. Says whether it came to the end.
+    /// Feeds the last token of the sequences once more whose most likely tokens were too few to choose from, and lets
+    /// all logits decide. Says whether it came to the end.
     fn choose_again(
         &mut self,
         ids: &[SequenceId],

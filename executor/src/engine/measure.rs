@@ -3,7 +3,7 @@
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
-use anyhow::{Result, ensure};
+use anyhow::{Context as _, Result, ensure};
 
 use super::feed::Wants;
 use super::{Engine, SequenceId};
@@ -32,12 +32,24 @@ impl Engine {
     /// # Errors
     /// When it is shorter than two tokens, or as [`Engine::append`] and [`Engine::advance`].
     pub fn perplexity(&mut self, tokens: &[u32]) -> Result<Perplexity> {
+        let scored = self.perplexity_unless(tokens, &AtomicBool::new(false))?;
+        scored.context("a text was left before its end")
+    }
+
+    /// The same; `None` where raising `abort` stopped it.
+    ///
+    /// # Errors
+    /// As [`Engine::perplexity`].
+    pub fn perplexity_unless(
+        &mut self,
+        tokens: &[u32],
+        abort: &AtomicBool,
+    ) -> Result<Option<Perplexity>> {
         ensure!(tokens.len() > 1, "a perplexity needs at least two tokens, not {}", tokens.len());
         let id = self.open();
         let scored = self.append(id, tokens).and_then(|()| {
-            let never = AtomicBool::new(false);
             let (mut sum, mut last_logits) = (0.0, Vec::new());
-            self.feed(&[id], Wants::All, &never, |_, position, row| {
+            let is_fed = self.feed(&[id], Wants::All, abort, |_, position, row| {
                 let logits = row.logits()?;
                 match tokens.get(position + 1) {
                     Some(&next) => {
@@ -54,25 +66,27 @@ impl Engine {
                 Ok(())
             })?;
             let predicted = tokens.len() - 1;
-            Ok(Perplexity { tokens: predicted, nll: sum / predicted as f64, last_logits })
+            let nll = sum / predicted as f64;
+            Ok(is_fed.then_some(Perplexity { tokens: predicted, nll, last_logits }))
         });
         self.close(id);
         scored
     }
 
-    /// Time of feeding `tokens` made-up tokens to an empty sequence.
+    /// Time of feeding `tokens` made-up tokens to an empty sequence; `None` where raising `abort` stopped it.
     ///
     /// # Errors
     /// As [`Engine::append`] and [`Engine::advance`].
-    pub fn time_prefill(&mut self, tokens: usize) -> Result<Duration> {
+    pub fn time_prefill(&mut self, tokens: usize, abort: &AtomicBool) -> Result<Option<Duration>> {
         let id = self.open();
-        let timed = self.feed_made_up(id, tokens);
+        let timed = self.feed_made_up(id, tokens, abort);
         self.close(id);
         timed
     }
 
     /// Time of feeding `tokens` made-up tokens one by one to each of `sequences` sequences that already hold
-    /// `depth` tokens, at least one, up to the logits of each or, where a device can tell them, its most likely tokens.
+    /// `depth` tokens, at least one, up to the logits of each or, where a device can tell them, its most likely tokens;
+    /// `None` where raising `abort` stopped it.
     ///
     /// # Errors
     /// As [`Engine::append`] and [`Engine::advance`].
@@ -81,32 +95,49 @@ impl Engine {
         sequences: usize,
         depth: usize,
         tokens: usize,
-    ) -> Result<Duration> {
+        abort: &AtomicBool,
+    ) -> Result<Option<Duration>> {
         let ids: Vec<SequenceId> = (0..sequences).map(|_| self.open()).collect();
-        let timed = ids
-            .iter()
-            .try_for_each(|&id| self.feed_made_up(id, depth.max(1)).map(drop))
-            .and_then(|()| {
-                let never = AtomicBool::new(false);
-                let greedy = vec![1.0; sequences];
-                let start = Instant::now();
-                for number in 0..tokens {
-                    let token = self.made_up(number);
-                    ids.iter().try_for_each(|&id| self.append(id, &[token]))?;
-                    self.feed(&ids, Wants::Listed(&greedy), &never, |_, _, _| Ok(()))?;
-                }
-                Ok(start.elapsed())
-            });
+        let timed = self.decode_made_up(&ids, depth.max(1), tokens, abort);
         ids.into_iter().for_each(|id| self.close(id));
         timed
     }
 
-    fn feed_made_up(&mut self, id: SequenceId, tokens: usize) -> Result<Duration> {
+    fn decode_made_up(
+        &mut self,
+        ids: &[SequenceId],
+        depth: usize,
+        tokens: usize,
+        abort: &AtomicBool,
+    ) -> Result<Option<Duration>> {
+        for &id in ids {
+            if self.feed_made_up(id, depth, abort)?.is_none() {
+                return Ok(None);
+            }
+        }
+        let greedy = vec![1.0; ids.len()];
+        let start = Instant::now();
+        for number in 0..tokens {
+            let token = self.made_up(number);
+            ids.iter().try_for_each(|&id| self.append(id, &[token]))?;
+            if !self.feed(ids, Wants::Listed(&greedy), abort, |_, _, _| Ok(()))? {
+                return Ok(None);
+            }
+        }
+        Ok(Some(start.elapsed()))
+    }
+
+    fn feed_made_up(
+        &mut self,
+        id: SequenceId,
+        tokens: usize,
+        abort: &AtomicBool,
+    ) -> Result<Option<Duration>> {
         let tokens: Vec<u32> = (0..tokens).map(|number| self.made_up(number)).collect();
         self.append(id, &tokens)?;
         let start = Instant::now();
-        self.feed(&[id], Wants::Listed(&[1.0]), &AtomicBool::new(false), |_, _, _| Ok(()))?;
-        Ok(start.elapsed())
+        let is_fed = self.feed(&[id], Wants::Listed(&[1.0]), abort, |_, _, _| Ok(()))?;
+        Ok(is_fed.then(|| start.elapsed()))
     }
 
     /// Some token of the vocabulary: a prime step visits all of it.

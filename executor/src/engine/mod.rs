@@ -1,6 +1,7 @@
 //! The engine: sequences of tokens, turned into batches and runs.
 //!
-//! - A sequence owns its cache blocks until it is closed.
+//! - A sequence owns the cache blocks of its tokens until they are truncated or it is closed. One that has ended while
+//!   others go on is closed by nobody but the caller.
 //! - What a run caches is counted when the run is started: lanes work through runs in order.
 
 mod blocks;
@@ -12,8 +13,8 @@ use std::collections::BTreeMap;
 use std::sync::atomic::AtomicBool;
 
 use anyhow::{Context as _, Result, ensure};
-use ir::op::Rope;
-use ir::plan::Plan;
+use ir::op::{Frequencies, Rope};
+use ir::plan::{ModelInfo, Plan};
 
 use self::blocks::Blocks;
 use self::feed::Wants;
@@ -42,19 +43,39 @@ pub struct SequenceId(u64);
 struct Sequence {
     tokens: Vec<u32>,
     cached: usize,
-    /// Tokens of the sequence when the latest of its keys were rotated.
-    rope_length: usize,
+    /// Tokens of the sequence when the first and when the latest of its keys were rotated.
+    rope_lengths: [usize; 2],
     blocks: Vec<u32>,
 }
 
 impl Sequence {
     /// Takes what is cached for missing where its keys were rotated otherwise than those to come.
     fn forget_other_keys(&mut self, ropes: &[Rope]) {
-        let [before, now] = [self.rope_length, self.tokens.len()].map(|length| length as u32);
-        if !ropes.iter().all(|rope| rope.frequencies.keep_keys(before, now)) {
+        if !ropes.iter().all(|rope| self.keeps_keys(&rope.frequencies)) {
             self.cached = 0;
         }
-        self.rope_length = self.tokens.len();
+        let now = self.tokens.len();
+        let first = if self.cached == 0 { now } else { self.rope_lengths[0] };
+        self.rope_lengths = [first, now];
+    }
+
+    /// Whether the keys that are cached serve what is fed next.
+    fn keeps_keys(&self, frequencies: &Frequencies) -> bool {
+        let [first, latest] = self.rope_lengths.map(|length| length as u32);
+        let now = self.tokens.len() as u32;
+        match frequencies {
+            // A token that was chosen goes on behind the keys of shorter lengths, as in transformers. A new prompt
+            // gives what all of the text gives at once.
+            Frequencies::Dynamic { original_tokens, .. } => {
+                let is_next = now == latest || now == latest + 1;
+                let is_decode = self.cached + 1 == self.tokens.len() && is_next;
+                let scaled = |length: u32| length.max(*original_tokens);
+                is_decode || (scaled(first) == scaled(now) && scaled(latest) == scaled(now))
+            }
+            Frequencies::Fixed(_) | Frequencies::Switched { .. } => {
+                frequencies.keep_keys(latest, now)
+            }
+        }
     }
 }
 
@@ -110,11 +131,19 @@ impl Engine {
         self.sequences.get(&id).map_or(&[], |sequence| &sequence.tokens)
     }
 
-    /// Forgets all tokens beyond the first `length`; they need not be fed again.
+    /// Forgets all tokens beyond the first `length` and frees their cache blocks; the first need not be fed again.
     pub fn truncate(&mut self, id: SequenceId, length: usize) {
         if let Some(sequence) = self.sequences.get_mut(&id) {
             sequence.tokens.truncate(length);
             sequence.cached = sequence.cached.min(length);
+        }
+        self.release_empty(id);
+    }
+
+    /// Frees the cache blocks of a sequence in which nothing is cached.
+    fn release_empty(&mut self, id: SequenceId) {
+        if let Some(sequence) = self.sequences.get_mut(&id) {
+            self.blocks.release_beyond(&mut sequence.blocks, sequence.cached);
         }
     }
 
@@ -142,6 +171,15 @@ impl Engine {
     }
 }
 
+/// Whether the cache holds so many sequences of so many tokens each at once.
+///
+/// # Errors
+/// Where it is too small.
+pub fn check_cache(model: &ModelInfo, sequences: usize, tokens: usize) -> Result<()> {
+    let mut blocks = Blocks::new(model.blocks, model.block_tokens);
+    (0..sequences).try_for_each(|_| blocks.reserve(&mut Vec::new(), tokens))
+}
+
 /// Whether all tokens are in the vocabulary.
 pub fn check_tokens(tokens: &[u32], vocabulary: u32) -> Result<()> {
     match tokens.iter().find(|&&token| token >= vocabulary) {
@@ -150,5 +188,75 @@ pub fn check_tokens(tokens: &[u32], vocabulary: u32) -> Result<()> {
              the tokenizer that made them, belong to another model"
         )),
         None => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::PathBuf;
+
+    use ir::op::Pairing;
+
+    use super::*;
+
+    /// How many tokens are still cached when a sequence that has got some more is fed.
+    fn kept(sequence: &mut Sequence, more: usize) -> usize {
+        let frequencies = Frequencies::Dynamic { base: 1e4, factor: 2.0, original_tokens: 8 };
+        let rope = Rope { pairing: Pairing::Halves, dims: 4, magnitude: 1.0, frequencies };
+        sequence.tokens.resize(sequence.tokens.len() + more, 0);
+        sequence.forget_other_keys(&[rope]);
+        let kept = sequence.cached;
+        sequence.cached = sequence.tokens.len();
+        kept
+    }
+
+    fn truncate(sequence: &mut Sequence, length: usize) {
+        sequence.tokens.truncate(length);
+        sequence.cached = length;
+    }
+
+    #[test]
+    fn a_prompt_beyond_the_unscaled_length_is_computed_with_all_that_is_before_it() {
+        let mut sequence = Sequence::default();
+        // Nothing is scaled up to 8 tokens.
+        assert_eq!([5, 1, 2].map(|more| kept(&mut sequence, more)), [0, 5, 6]);
+        // Decoding goes on behind what is cached.
+        assert_eq!([1, 1].map(|more| kept(&mut sequence, more)), [8, 9]);
+        assert_eq!([3, 1, 1].map(|more| kept(&mut sequence, more)), [0, 13, 14]);
+        // Keys of several lengths serve no prompt, even one of the latest length.
+        truncate(&mut sequence, 12);
+        assert_eq!(kept(&mut sequence, 3), 0);
+        // A token that takes the place of several is a prompt.
+        truncate(&mut sequence, 10);
+        assert_eq!(kept(&mut sequence, 1), 0);
+        // Nor do keys that were scaled serve a short text.
+        truncate(&mut sequence, 4);
+        assert_eq!([2, 2].map(|more| kept(&mut sequence, more)), [0, 6]);
+    }
+
+    #[test]
+    fn a_token_that_is_fed_again_is_no_prompt() {
+        let mut sequence = Sequence::default();
+        assert_eq!([20, 1].map(|more| kept(&mut sequence, more)), [0, 20]);
+        sequence.cached = 20;
+        assert_eq!(kept(&mut sequence, 0), 20);
+    }
+
+    #[test]
+    fn a_cache_holds_whole_blocks_of_each_sequence() {
+        let model = ModelInfo {
+            name: String::new(),
+            architecture: String::new(),
+            folder: PathBuf::new(),
+            vocabulary: 8,
+            context: 64,
+            max_sequences: 3,
+            block_tokens: 16,
+            blocks: 5,
+        };
+        check_cache(&model, 2, 32).unwrap();
+        check_cache(&model, 3, 16).unwrap();
+        let full = check_cache(&model, 3, 17).unwrap_err().to_string();
+        assert!(full.contains("the cache is full"), "{full}");
     }
 }

@@ -241,3 +241,30 @@ fn what_waited_for_a_character_is_shown_at_the_end() {
     let step = generation.step(&logits(half), Some(&tokenizer)).unwrap();
     assert_eq!((step.text.as_str(), step.finish), ("\u{FFFD}", Some(FinishReason::Length)));
 }
+
+#[test]
+fn fields_that_are_ignored_are_told_where_they_ask_for_something() {
+    let told = |config: Value| ignored(config.as_object().unwrap());
+    let neutral = json!({
+        "no_repeat_ngram_size": 0, "min_new_tokens": null, "min_length": 0, "typical_p": 1.0,
+        "num_beams": 1, "guidance_scale": 1, "suppress_tokens": [], "top_k": 20,
+        "encoder_no_repeat_ngram_size": 3,
+    });
+    assert_eq!(told(neutral), [""; 0]);
+    let asked = json!({
+        "bad_words_ids": [[5]], "num_beams": 4, "penalty_alpha": 0.6, "suppress_tokens": [1],
+    });
+    let names = ["num_beams", "penalty_alpha", "suppress_tokens", "bad_words_ids"];
+    assert_eq!(told(asked), names);
+}
+
+#[test]
+fn an_answer_that_is_stopped_keeps_the_text_that_waited() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/tokenizers");
+    let tokenizer = Tokenizer::load(&root.join("llama2")).unwrap();
+    let mut generation = Generation::new(&GenerationOptions::default(), &[], 10);
+    let newline = tokenizer.token_id("<0x0A>").unwrap();
+    assert_eq!(generation.accept(newline, Some(&tokenizer)).unwrap().text, "");
+    assert_eq!(generation.end(&tokenizer).unwrap(), "\n");
+    assert_eq!((generation.text(), generation.ids()), ("\n", [newline].as_slice()));
+}

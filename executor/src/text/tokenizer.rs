@@ -32,6 +32,7 @@ pub struct Tokenizer {
     /// A template that cannot be used matters only to those who need it.
     template: Result<Option<ChatTemplate>>,
     cleans_up_spaces: bool,
+    strips_first_space: bool,
     /// Ids put before and after every text, where the tokenizer files ask for them outside of
     /// `tokenizer.json`.
     surround: (Vec<u32>, Vec<u32>),
@@ -84,7 +85,8 @@ impl Tokenizer {
             .into_iter()
             .filter_map(|(id, token)| token.special.then_some(id))
             .collect();
-        let bytes = if falls_back_to_bytes(tokenizer.get_decoder()) {
+        let decoder = decoder_json(tokenizer.get_decoder());
+        let bytes = if decoder.contains("\"ByteFallback\"") {
             (0..=u8::MAX)
                 .filter_map(|byte| Some((tokenizer.token_to_id(&format!("<0x{byte:02X}>"))?, byte)))
                 .collect()
@@ -99,6 +101,9 @@ impl Tokenizer {
             template: ChatTemplate::load(folder, &config),
             special_tokens,
             cleans_up_spaces: cleanup.unwrap_or(false) && !is_bpe,
+            strips_first_space: ["\"Strip\"", "\"Metaspace\""]
+                .into_iter()
+                .any(|kind| decoder.contains(kind)),
             surround,
             tokenizer,
         })
@@ -182,6 +187,11 @@ impl Tokenizer {
 
     pub(super) fn cleans_up_spaces(&self) -> bool {
         self.cleans_up_spaces
+    }
+
+    /// Whether decoding leaves out the space in front of a text's first token.
+    pub(super) fn strips_first_space(&self) -> bool {
+        self.strips_first_space
     }
 }
 
@@ -271,10 +281,8 @@ fn add_configured_tokens(
     tokenizer.add_tokens(&tokens);
 }
 
-/// Whether the decoder joins tokens such as `<0xE6>` into characters.
-fn falls_back_to_bytes(decoder: Option<&DecoderWrapper>) -> bool {
-    // The members of a sequence of decoders are private, its JSON form is not.
-    decoder
-        .and_then(|decoder| serde_json::to_string(decoder).ok())
-        .is_some_and(|json| json.contains("\"ByteFallback\""))
+/// The JSON form of a decoder: the members of a sequence of decoders are private, this is not. One of the kind
+/// `"ByteFallback"` joins tokens such as `<0xE6>` into characters.
+fn decoder_json(decoder: Option<&DecoderWrapper>) -> String {
+    decoder.and_then(|decoder| serde_json::to_string(decoder).ok()).unwrap_or_default()
 }

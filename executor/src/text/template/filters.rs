@@ -71,7 +71,7 @@ fn trimmed(value: &Value) -> Value {
     value.as_str().map_or_else(|| value.clone(), |text| Value::from(text.trim()))
 }
 
-/// The text with all occurrences of another replaced, or the first so many.
+/// The text with the first `count` occurrences of `old` replaced by `new`, or all of them.
 fn replace(
     value: &Value,
     old: &Value,

@@ -62,7 +62,7 @@ fn split_arguments(arguments: &[Value]) -> Result<(Option<String>, Option<i64>),
     Ok((separator, limit))
 }
 
-/// Splits so many times from the right; negative or without a limit everywhere.
+/// Splits from the right, at most as often as the limit says; everywhere where it is negative or missing.
 fn rsplit(text: &str, arguments: &[Value]) -> Result<Value, Error> {
     let (separator, limit) = split_arguments(arguments)?;
     let limit = limit.and_then(|limit| usize::try_from(limit).ok()).unwrap_or(text.len());
