@@ -4,13 +4,14 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
+use crate::locked;
 use crate::waiting::{SPIN, give_way, spin_for};
 
 /// How long a waiter gives way before it sleeps: longer than one device waits for another within a few layers, since
 /// waking a thread takes tens of microseconds, and more on virtual machines.
 const AWAKE: Duration = Duration::from_millis(20);
-/// How often a sleeper looks without a ring: for what is raised by those who know no bell, as signal
-/// handlers are. A twentieth of a second is no delay to a person.
+/// How often a sleeper looks without a ring: for flags that are raised without one, as by signal handlers. A twentieth
+/// of a second is no delay to a person.
 const LOOK: Duration = Duration::from_millis(50);
 
 /// A place to wait at. What is waited for lives elsewhere, in atomics.
@@ -22,7 +23,7 @@ pub(crate) struct Bell {
 }
 
 impl Bell {
-    /// Returns once `is_ready` holds. Whoever makes it hold stores with `SeqCst` and then rings.
+    /// Returns once `is_ready` holds. The thread that makes it hold stores with `SeqCst` and then rings.
     pub(crate) fn wait_until(&self, is_ready: impl Fn() -> bool) {
         if is_ready() {
             return;
@@ -34,12 +35,12 @@ impl Bell {
         self.sleep_until(is_ready);
     }
 
-    /// The same without spinning first, for who would take a processor from those that are waited for.
+    /// The same without spinning first, for a waiter that would take a processor from those that it waits for.
     pub(crate) fn sleep_until(&self, is_ready: impl Fn() -> bool) {
         if is_ready() {
             return;
         }
-        let mut guard = self.lock.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut guard = locked(&self.lock);
         // Sequentially consistent with the store that makes `is_ready` hold: either this thread sees
         // that store, or the ringer sees this sleeper and must take the lock before it notifies.
         self.sleepers.fetch_add(1, Ordering::SeqCst);
@@ -53,7 +54,7 @@ impl Bell {
     /// Makes all waiters look again.
     pub(crate) fn ring(&self) {
         if self.sleepers.load(Ordering::SeqCst) > 0 {
-            drop(self.lock.lock().unwrap_or_else(PoisonError::into_inner));
+            drop(locked(&self.lock));
             self.rings.notify_all();
         }
     }

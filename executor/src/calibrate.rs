@@ -18,6 +18,7 @@ use ir::machine::{Device, DeviceKind, Machine};
 use crate::bind::spared_beside_gpus;
 use crate::kernels::cpu::isa::Isa;
 use crate::kernels::gpu::device::Gpu;
+use crate::locked;
 use crate::team::Team;
 use processors::device_rates;
 
@@ -128,8 +129,8 @@ pub fn reads_now(machine: &Machine, id: DeviceId) -> Result<Option<f64>> {
     on_team(&cpus, |team| read_rate(team, cached)).map(Some)
 }
 
-/// The processors of a NUMA node that compute. Beside GPUs those are fewer than all, and slower: that is what most plans
-/// of such a machine use.
+/// The processors of a NUMA node that compute. Beside GPUs those are fewer than all, and slower: that is what most
+/// plans of such a machine use.
 fn computing(machine: &Machine, id: DeviceId) -> Option<Vec<u32>> {
     let has_gpus = machine.devices.rows().iter().any(|device| device.kind.is_gpu());
     match &machine.devices[id].kind {
@@ -193,8 +194,7 @@ impl<'a> Pieces<'a> {
 
     fn fill(&self, team: &Team, fill: impl Fn(std::ops::Range<usize>, &mut [u64]) + Sync) {
         team.run(|member| {
-            let mut piece =
-                self.0[member].lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+            let mut piece = locked(&self.0[member]);
             let (range, piece) = &mut *piece;
             fill(range.clone(), piece);
         });
@@ -212,7 +212,8 @@ fn typical(mut round: impl FnMut() -> Result<()>) -> Result<f64> {
     timed(LEAST_ROUNDS, MOST_TIME, round)
 }
 
-/// Median time of rounds, in nanoseconds: up to [`MOST_ROUNDS`], as many as that time holds and at least so many.
+/// Median time of rounds, in nanoseconds: of up to [`MOST_ROUNDS`], as many as begin in `most_time`, and of at least
+/// `least`.
 fn timed(least: usize, most_time: Duration, mut round: impl FnMut() -> Result<()>) -> Result<f64> {
     let mut times = Vec::with_capacity(MOST_ROUNDS);
     let begun = Instant::now();

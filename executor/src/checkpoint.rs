@@ -106,8 +106,8 @@ impl Checkpoint {
         }
     }
 
-    /// Gives back the pages of the rows up to `rows`, if these complete another few megabytes. Who still reads there gets
-    /// its pages back, and leaves them to the next time: so rows are given back twice.
+    /// Gives back the pages of the rows up to `rows`, if these complete another few megabytes. A thread that still
+    /// reads there faults its pages in again, and they stay until the next time. Hence each range is given back twice.
     fn forget_up_to(&self, source: &Source, view: &View<'_>, rows: &Range<usize>) {
         let row_bytes = view.columns * source.dtype.bytes() as usize;
         let step = FORGOTTEN_BYTES.div_ceil(row_bytes.max(1));
@@ -131,7 +131,7 @@ impl Checkpoint {
         }
     }
 
-    /// Whether all of a matrix of so many rows and columns is there.
+    /// Checks that all of a matrix of `rows` rows and `columns` columns is there.
     ///
     /// # Errors
     /// When it has another shape, or lies beyond the end of a file.

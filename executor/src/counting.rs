@@ -1,10 +1,12 @@
 //! Counting what the routers of a mixture choose.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 
 use ir::counts::{ExpertCounts, VERSION};
 use ir::id::StepId;
 use ir::plan::{Plan, Program};
+
+use crate::locked;
 
 /// Counts that all lanes add to.
 #[derive(Debug, Default)]
@@ -13,7 +15,7 @@ pub struct ExpertCounter(Mutex<ExpertCounts>);
 impl ExpertCounter {
     /// What was counted until now with a plan.
     pub fn counts(&self, plan: &Plan) -> ExpertCounts {
-        let counts = self.0.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let counts = locked(&self.0).clone();
         ExpertCounts { version: VERSION, model: plan.model.name.clone(), ..counts }
     }
 
@@ -31,7 +33,7 @@ impl ExpertCounter {
         let experts = logits.and_then(|&logits| program.buffers[logits].ty.shape.last());
         let Some(&ir::tensor::Dim::Fixed(experts)) = experts else { return };
         let chosen = chosen.iter().filter_map(|&expert| usize::try_from(expert).ok());
-        let mut counts = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut counts = locked(&self.0);
         counts.add(name, experts as usize, chosen);
     }
 }

@@ -18,6 +18,7 @@ use crate::bind::team_cpus;
 use crate::known_graphs::KnownGraphs;
 use crate::lane::Inbox;
 use crate::load::{GpuDriver, Options};
+use crate::locked;
 use crate::run::{Failure, PATIENCE, Run, RunHandle};
 use crate::slots::Uses;
 use crate::trace::Recorder;
@@ -96,7 +97,7 @@ impl Executor {
         let model = &self.plan.model;
         let schedule = self.plan.programs.get(program).context("the plan lacks the program")?;
         batch.check(schedule, model.vocabulary, model.block_tokens)?;
-        let mut started = self.started.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut started = locked(&self.started);
         ensure!(!started.is_stuck(), "some devices never ended an earlier run: start again");
         // Flags that GPUs raise for each other hold a run's number, and later ones are larger.
         ensure!(

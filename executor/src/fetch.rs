@@ -1,7 +1,7 @@
 //! Weights on their way from the NUMA nodes that hold them to the window of a GPU.
 //!
-//! - What a run may fetch is pinned once, when the plan is loaded, where it lies: a pinned page is read over the link at
-//!   its full rate, beside all computing.
+//! - What a run may fetch is pinned once, when the plan is loaded, where it lies: a pinned page is read over the link
+//!   at its full rate, beside all computing.
 //! - Copies are queued on a stream of their own and in pieces, few at a time, so that activations on their way to the
 //!   same GPU stand behind some pieces, not behind a layer.
 
@@ -135,11 +135,11 @@ impl Link {
         Ok(Self { stream, pinned: Vec::new(), queued: VecDeque::new() })
     }
 
-    /// Keeps a region's pages where they are for as long as the link lives; the region must outlive it.
+    /// Keeps a region's pages where they are for as long as the link lives.
     ///
     /// # Errors
     /// When the system lets nobody pin as much.
-    pub(crate) fn pin(&mut self, region: &Region) -> Result<()> {
+    pub(crate) fn pin(&mut self, region: &Arc<Region>) -> Result<()> {
         self.pinned.extend(Pinned::new(self.stream.context(), region)?);
         Ok(())
     }

@@ -2,12 +2,13 @@
 //!
 //! - One step uses a cache at a time. Within a run the plan says so: a program has one step for each cache. Where GPUs
 //!   borrow caches, lanes begin a run when the one before has ended.
-//! - What GPUs borrow is pinned, so that they reach it by address. Where that cannot be, elements are copied by the host.
+//! - What GPUs borrow is pinned, so that they reach it by address. Where that cannot be, elements are copied by the
+//!   host.
 
 #![expect(unsafe_code, reason = "lanes of different devices use a cache in turn")]
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
 use anyhow::{Context as _, Result};
 use cudarc::driver::CudaContext;
@@ -15,16 +16,16 @@ use ir::id::{CacheId, DeviceId};
 use ir::plan::Plan;
 
 use crate::kernels::cpu::cache::{Cache, CacheShape, Side};
+use crate::locked;
 use crate::memory::Region;
 use crate::pinned::Pinned;
 
 /// One layer's keys and values on a NUMA node.
 pub(crate) struct HomeCache {
-    // Unpinned before they are unmapped.
     pinned: OnceLock<[Pinned; 2]>,
     shape: CacheShape,
-    keys: Region,
-    values: Region,
+    keys: Arc<Region>,
+    values: Arc<Region>,
 }
 
 /// The caches of all NUMA nodes of a plan, as their lanes make them.
@@ -67,7 +68,7 @@ impl HomeCaches {
     }
 
     fn lock(&self) -> MutexGuard<'_, BTreeMap<CacheId, Arc<HomeCache>>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        locked(&self.0)
     }
 }
 
@@ -78,6 +79,7 @@ impl HomeCache {
     /// When they do not fit the shape.
     pub(crate) fn new(shape: CacheShape, mut keys: Region, mut values: Region) -> Result<Self> {
         Cache::new(shape, keys.as_mut_slice(), values.as_mut_slice())?;
+        let (keys, values) = (Arc::new(keys), Arc::new(values));
         Ok(Self { pinned: OnceLock::new(), shape, keys, values })
     }
 
@@ -87,8 +89,11 @@ impl HomeCache {
     }
 
     /// The cache for the time of one step of its node.
-    pub(crate) fn view(&self) -> Result<Cache<'_>> {
-        // SAFETY: no other step uses the cache meanwhile, as the module says.
+    ///
+    /// # Safety
+    /// Nobody else uses the cache as long as the result lives: this step is the only one that does, as the module says.
+    pub(crate) unsafe fn view(&self) -> Result<Cache<'_>> {
+        // SAFETY: the caller has the cache alone.
         let [keys, values] = unsafe { [all(&self.keys), all(&self.values)] };
         Cache::new(self.shape, keys, values)
     }
@@ -99,9 +104,13 @@ impl HomeCache {
     }
 
     /// Hands all bytes of the keys or the values to `with`, for the time of one step of a GPU.
-    pub(crate) fn with_bytes<T>(&self, side: Side, with: impl FnOnce(&mut [u8]) -> T) -> T {
-        // SAFETY: as in `view`.
-        with(unsafe { all(side.of([&self.keys, &self.values])) })
+    ///
+    /// # Safety
+    /// As [`HomeCache::view`], until `with` returns.
+    pub(crate) unsafe fn with_bytes<T>(&self, side: Side, with: impl FnOnce(&mut [u8]) -> T) -> T {
+        let region: &Arc<Region> = side.of([&self.keys, &self.values]);
+        // SAFETY: the caller has the cache alone.
+        with(unsafe { all(region) })
     }
 
     fn pin(&self, context: &Arc<CudaContext>) -> Result<()> {

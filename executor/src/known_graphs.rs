@@ -1,8 +1,9 @@
 //! For which kinds of runs launches are captured, and which of these make room for others.
 
 use std::collections::BTreeSet;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 
+use crate::locked;
 use crate::ops::gpu::GraphKey;
 
 /// Kinds of runs that are captured, as few as their memory is counted for.
@@ -70,7 +71,7 @@ impl KnownGraphs {
     }
 
     fn lock(&self) -> MutexGuard<'_, Known> {
-        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+        locked(&self.known)
     }
 }
 

@@ -6,7 +6,7 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use anyhow::Result;
 use ir::id::{DeviceId, StepId};
@@ -18,6 +18,7 @@ use crate::bell::Bell;
 use crate::bind::{Cpu, Device, Form};
 use crate::counting::ExpertCounter;
 use crate::load::{Fault, FaultKind};
+use crate::locked;
 use crate::moves;
 use crate::ops::gpu::GraphKey;
 use crate::ops::{self, Scope};
@@ -56,7 +57,7 @@ pub(crate) struct Lane {
 
 impl Inbox {
     pub(crate) fn push(&self, run: Arc<Run>) {
-        self.runs.lock().unwrap_or_else(PoisonError::into_inner).push_back(run);
+        locked(&self.runs).push_back(run);
         self.waiting.fetch_add(1, Ordering::SeqCst);
         self.bell.ring();
     }
@@ -75,7 +76,7 @@ impl Inbox {
     /// The next run; `None` once closed and empty.
     fn next(&self) -> Option<Arc<Run>> {
         self.bell.wait_until(|| self.waiting.load(Ordering::SeqCst) > 0 || self.is_closed());
-        let run = self.runs.lock().unwrap_or_else(PoisonError::into_inner).pop_front()?;
+        let run = locked(&self.runs).pop_front()?;
         self.waiting.fetch_sub(1, Ordering::SeqCst);
         Some(run)
     }
@@ -151,8 +152,9 @@ impl Lane {
             return;
         };
         let can_capture = self.recorder.is_none() && run.may_be_captured && state.can_capture();
-        // Whether it is to be captured is the same for all lanes that meet. Of prompts, which pass one GPU, several that are
-        // may be under way.
+        // All GPU lanes of a run decide alike here, so that all of them come to its meetings. A prompt that may be
+        // captured has one GPU; a second run of its kind may start before the first is captured, and must not be
+        // captured again.
         let is_new = program.phase == Phase::Decode || !state.is_captured(run.graph_key);
         if can_capture && run.captures && is_new {
             self.work_and_capture(run, program, lane, spans);
@@ -417,7 +419,7 @@ fn count_chosen(counter: &ExpertCounter, run: &Run, program: &Program, id: StepI
 
 impl Fault {
     fn strike(&self, step: &str) -> Result<()> {
-        if step != self.step {
+        if step != self.step || self.is_over.load(Ordering::Relaxed) {
             return Ok(());
         }
         match self.kind {

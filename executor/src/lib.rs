@@ -32,3 +32,11 @@ pub mod team;
 mod waiting;
 
 pub mod calibrate;
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// Locks a mutex, also after a thread has panicked with it: that panic has ended its run, and need not end what
+/// follows.
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

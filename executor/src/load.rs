@@ -4,11 +4,13 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
-use std::str::FromStr;
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, mpsc};
 use std::thread;
 
 use anyhow::{Context as _, Result, anyhow, bail, ensure};
+use clap::ValueEnum;
+use clap::builder::PossibleValue;
 use ir::id::DeviceId;
 use ir::machine::{Device, DeviceKind, Machine};
 use ir::plan::{Plan, Queue};
@@ -38,7 +40,8 @@ pub struct Options {
     pub gpu_driver: GpuDriver,
     /// Which instructions kernels may use; the best there are where `None`.
     pub isa: Option<Isa>,
-    /// The most threads of each CPU device; all its processors where `None`.
+    /// The most threads of each CPU device; where `None` one on each of its processors, but for those that it leaves to
+    /// the threads that drive GPUs.
     pub threads: Option<usize>,
     /// Whether spans are recorded.
     pub trace: bool,
@@ -85,6 +88,8 @@ pub struct Fault {
     pub step: String,
     /// How they fail.
     pub kind: FaultKind,
+    /// Raised when they are to fail no more.
+    pub is_over: Arc<AtomicBool>,
 }
 
 /// Ways to fail.
@@ -397,35 +402,42 @@ impl Starter {
     }
 }
 
-impl FromStr for Kernels {
-    type Err = anyhow::Error;
-    fn from_str(text: &str) -> Result<Self> {
-        match text {
-            "own" => Ok(Self::Own),
-            "plain" => Ok(Self::Plain),
-            _ => bail!("unknown kernels {text:?}: own and plain exist"),
-        }
+// Not derived: each name would have its doc comment as help, which makes `--help` list every argument at length.
+impl ValueEnum for Kernels {
+    fn value_variants<'a>() -> &'a [Self] {
+        &[Self::Own, Self::Plain]
+    }
+
+    fn to_possible_value(&self) -> Option<PossibleValue> {
+        Some(PossibleValue::new(match self {
+            Self::Own => "own",
+            Self::Plain => "plain",
+        }))
     }
 }
 
-impl FromStr for GpuDriver {
-    type Err = anyhow::Error;
-    fn from_str(text: &str) -> Result<Self> {
-        match text {
-            "cuda" => Ok(Self::Cuda),
-            "vulkan" => Ok(Self::Vulkan),
-            _ => bail!("unknown GPU driver {text:?}: cuda and vulkan exist"),
-        }
+impl ValueEnum for GpuDriver {
+    fn value_variants<'a>() -> &'a [Self] {
+        &[Self::Cuda, Self::Vulkan]
+    }
+
+    fn to_possible_value(&self) -> Option<PossibleValue> {
+        Some(PossibleValue::new(match self {
+            Self::Cuda => "cuda",
+            Self::Vulkan => "vulkan",
+        }))
     }
 }
 
-impl FromStr for CpuBackend {
-    type Err = anyhow::Error;
-    fn from_str(text: &str) -> Result<Self> {
-        match text {
-            "flex" => Ok(Self::Flex),
-            "ndarray" => Ok(Self::NdArray),
-            _ => bail!("unknown CPU backend {text:?}: flex and ndarray exist"),
-        }
+impl ValueEnum for CpuBackend {
+    fn value_variants<'a>() -> &'a [Self] {
+        &[Self::Flex, Self::NdArray]
+    }
+
+    fn to_possible_value(&self) -> Option<PossibleValue> {
+        Some(PossibleValue::new(match self {
+            Self::Flex => "flex",
+            Self::NdArray => "ndarray",
+        }))
     }
 }

@@ -1,6 +1,7 @@
 //! Memory of one device: regions that their users touch first, and an arena of buffers used again and again.
 //!
-//! - A region has no pages until it is written to; the thread that writes first decides the node, unless it is bound to one.
+//! - A region has no pages until it is written to; the thread that writes first decides the node, unless it is bound to
+//!   one.
 //! - Regions of 2 MiB or more are aligned for huge pages and ask for them.
 //! - An arena's buffers lie in one stretch, each in the smallest gap that it fits: runs of other lengths use the pages
 //!   that the largest has touched.
@@ -10,7 +11,7 @@
 use std::collections::BTreeMap;
 use std::mem::MaybeUninit;
 use std::ptr::{self, NonNull};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use anyhow::Context as _;
 use burn_std::{AccessError, AccessPolicy, AllocationController, AllocationProperty, Bytes};
@@ -19,6 +20,8 @@ use hwlocality::Topology;
 use hwlocality::memory::binding::{MemoryBindingFlags, MemoryBindingPolicy};
 use hwlocality::object::TopologyObject;
 use hwlocality::object::types::ObjectType;
+
+use crate::locked;
 
 /// Size of a huge page on x86-64 and of a block mapping on aarch64 with 4 KiB pages.
 const HUGE_PAGE_BYTES: usize = 2 << 20;
@@ -62,8 +65,8 @@ struct Stretch {
 
 // SAFETY: a region owns its mapping as a `Vec` owns its allocation.
 unsafe impl Send for Region {}
-// SAFETY: shared access only reads, but for buffers of an arena, each of which alone has its bytes of a stretch; caches
-// that GPUs borrow, which lanes use in turn as steps wait for each other; and letters, of which a flag says whose they are.
+// SAFETY: a shared region is read, or hands out the pointer of `as_ptr`; code that writes through the pointer says why
+// nobody else uses the same bytes meanwhile.
 unsafe impl Sync for Region {}
 
 impl Region {
@@ -226,7 +229,7 @@ impl Arena {
     }
 
     fn stretches(&self) -> MutexGuard<'_, Vec<Stretch>> {
-        self.stretches.lock().unwrap_or_else(PoisonError::into_inner)
+        locked(&self.stretches)
     }
 }
 

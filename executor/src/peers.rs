@@ -1,15 +1,15 @@
-//! What GPUs that reach each other's memory do among themselves, so which steps are waited for on the host, and where
-//! each GPU finds the memory of the others.
+//! Which steps GPUs that reach each other's memory do without the host, which steps are therefore still waited for on
+//! the host, and at which addresses each GPU finds the memory of the others.
 //!
 //! - Sums are made in exchanges or by the vendor's library, without the host.
 //! - A value that moves from one GPU to another, or that several gather, is read where it lies, once the host has seen
-//!   that it is there. It keeps its place to the end of the run, and the next run of the GPU that it lies with waits until
-//!   it has been read.
+//!   that it is there. It keeps its place to the end of the run, and the next run of the GPU that it lies with waits
+//!   until it has been read.
 
-#![expect(unsafe_code, reason = "the driver is asked for access to the memory of other GPUs")]
+#![expect(unsafe_code, reason = "launches reach the memory of other GPUs by address")]
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::Mutex;
 
 use anyhow::{Context as _, Result};
 use cudarc::driver::{CudaContext, result, sys};
@@ -19,8 +19,11 @@ use ir::machine::DeviceKind;
 use ir::plan::{Lane, Plan, Program};
 
 use crate::kernels::gpu::device::{Gpu, Span};
+use crate::kernels::gpu::mail::Place;
+use crate::kernels::gpu::peers::Exchanges;
 use crate::lane::fetching::last_read;
 use crate::load::{GpuDriver, Options};
+use crate::locked;
 
 /// What the lanes of a plan's GPUs share.
 pub(crate) struct Peers {
@@ -205,8 +208,12 @@ impl Peers {
     ///
     /// # Errors
     /// When a member has no exchange, or the driver grants no access.
-    pub(crate) fn exchanges(&self, device: DeviceId, members: &[DeviceId]) -> Result<Vec<u64>> {
-        members.iter().map(|&member| self.reached(&self.exchanges, device, member)).collect()
+    pub(crate) fn exchanges(&self, device: DeviceId, members: &[DeviceId]) -> Result<Exchanges> {
+        let addresses = members.iter().map(|&id| self.reached(&self.exchanges, device, id));
+        let addresses = addresses.collect::<Result<Vec<u64>>>()?;
+        // SAFETY: the members have registered exchanges, of the size that the plan counts for its sums, which their
+        // lanes keep; and `device` may reach them now.
+        Ok(unsafe { Exchanges::new(&addresses) })
     }
 
     /// Where a value lies that a movement of `device` reads in the memory of another GPU, once it may be read; `None`
@@ -220,11 +227,14 @@ impl Peers {
         program: usize,
         step: StepId,
         buffer: BufferId,
-    ) -> Result<Option<u64>> {
+    ) -> Result<Option<Place>> {
         let mut of_step = self.lying[program].get(&step).into_iter().flatten();
         let found = of_step.find(|lying| lying.buffer == buffer);
         let Some(&Lying { with, start, .. }) = found else { return Ok(None) };
-        Ok(Some(self.reached(&self.buffers, device, with)? + start))
+        let address = self.reached(&self.buffers, device, with)? + start;
+        // SAFETY: the other GPU's lane keeps its buffers, which `device` may reach now; and the value keeps its place
+        // until it has been read.
+        Ok(Some(unsafe { Place::new(0, address) }))
     }
 
     /// Where another GPU's memory lies, once `device` may reach it. The driver is asked once: while launches are
@@ -246,10 +256,6 @@ impl Peers {
         }
         Ok(other.address)
     }
-}
-
-fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// For each step of a program whether it can make the sum that follows it in the same launch.
@@ -275,8 +281,8 @@ fn joined_with_sums(
 }
 
 /// For each step of a program what it waits for on the host: its waits, but for members of `sums`, which wait for each
-/// other on the devices and, as the checker sees to, for nothing else. What a plan leaves out because a sum implies it is
-/// not implied on the host: whoever reads a value of another device there waits for the step that writes it.
+/// other on the devices and, as the checker sees to, for nothing else. What a plan leaves out because a sum implies it
+/// is not implied on the host: a step that reads a value of another device there waits for the step that writes it.
 fn waits_on_the_host(
     program: &Program,
     sums: &Table<StepId, bool>,

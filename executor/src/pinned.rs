@@ -9,10 +9,10 @@ use cudarc::driver::{CudaContext, sys};
 
 use crate::memory::Region;
 
-/// Pages that are pinned for as long as it lives. The region must outlive it.
+/// A region whose pages are pinned for as long as it lives.
 pub(crate) struct Pinned {
     context: Arc<CudaContext>,
-    start: usize,
+    region: Arc<Region>,
     /// Where the GPUs see the first byte.
     address: u64,
 }
@@ -22,19 +22,19 @@ impl Pinned {
     ///
     /// # Errors
     /// When the system lets nobody pin as much.
-    pub(crate) fn new(context: &Arc<CudaContext>, region: &Region) -> Result<Option<Self>> {
+    pub(crate) fn new(context: &Arc<CudaContext>, region: &Arc<Region>) -> Result<Option<Self>> {
         ensure!(region.bytes() > 0, "there is nothing to pin");
         context.bind_to_thread().context("binding the GPU's context")?;
         let flags = sys::CU_MEMHOSTREGISTER_PORTABLE | sys::CU_MEMHOSTREGISTER_DEVICEMAP;
-        // SAFETY: the region is mapped, and unmapped only after `self` is gone.
+        // SAFETY: the region is mapped, and `self` holds it until its pages are pinned no more.
         let done =
             unsafe { sys::cuMemHostRegister_v2(region.as_ptr().cast(), region.bytes(), flags) };
         if done == sys::CUresult::CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED {
             return Ok(None);
         }
         done.result().with_context(|| format!("pinning {} bytes", region.bytes()))?;
-        let start = region.as_ptr().expose_provenance();
-        let mut pinned = Self { context: Arc::clone(context), start, address: 0 };
+        let (context, held) = (Arc::clone(context), Arc::clone(region));
+        let mut pinned = Self { context, region: held, address: 0 };
         // SAFETY: the region has just been pinned, and the address is written to a number of this function.
         unsafe {
             sys::cuMemHostGetDevicePointer_v2(&raw mut pinned.address, region.as_ptr().cast(), 0)
@@ -52,7 +52,7 @@ impl Pinned {
 
 impl Drop for Pinned {
     fn drop(&mut self) {
-        let start = std::ptr::with_exposed_provenance_mut(self.start);
+        let start = self.region.as_ptr().cast();
         // The thread may be one that has nothing else to do with GPUs.
         let bound = self.context.bind_to_thread();
         // SAFETY: it was pinned by `new`.

@@ -3,7 +3,7 @@
 use std::any::Any;
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, anyhow};
@@ -16,6 +16,7 @@ use ir::workspace::shortlist::{LIST_WORDS, LISTED_TOKENS};
 use crate::batch::Batch;
 use crate::bell::Bell;
 use crate::known_graphs::{Admission, KnownGraphs};
+use crate::locked;
 use crate::ops::gpu::GraphKey;
 use crate::sample::Shortlist;
 use crate::slots::{Slots, Uses, Value};
@@ -172,7 +173,7 @@ impl Run {
 
     /// Ends the run early; the first failure is the one told.
     pub(crate) fn abort(&self, failure: Failure) {
-        self.failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(failure);
+        locked(&self.failure).get_or_insert(failure);
         self.aborted.get_or_init(Instant::now);
         self.is_aborted.store(true, Ordering::SeqCst);
         self.steps_bell.ring();
@@ -257,7 +258,7 @@ impl RunHandle {
     }
 
     fn failure(&self) -> Option<Failure> {
-        self.run.failure.lock().unwrap_or_else(PoisonError::into_inner).take()
+        locked(&self.run.failure).take()
     }
 
     fn error(&self, failure: &Failure) -> anyhow::Error {

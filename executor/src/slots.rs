@@ -7,12 +7,14 @@
 
 use std::mem;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use anyhow::{Context as _, Result};
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use ir::id::{BufferId, StepId, Table};
 use ir::plan::Program;
+
+use crate::locked;
 
 /// A tensor of a run.
 #[derive(Clone, Debug)]
@@ -104,7 +106,7 @@ impl Slots {
     }
 
     fn slot(&self, buffer: BufferId) -> MutexGuard<'_, Option<Value>> {
-        self.slots[buffer].value.lock().unwrap_or_else(PoisonError::into_inner)
+        locked(&self.slots[buffer].value)
     }
 }
 

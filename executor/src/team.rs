@@ -2,8 +2,8 @@
 //!
 //! - A dispatch costs one store for the caller and one cache line a member while the workers spin.
 //! - Work that members take piece by piece waits for nobody who has not begun: a worker *enters* a run, and the caller,
-//!   once nothing is left to take, keeps the others out and waits for those inside. Who has lost its CPU in the middle
-//!   of a piece holds the run up until the scheduler gives it back.
+//!   once nothing is left to take, keeps the others out and waits for those inside. A member that loses its CPU in
+//!   the middle of a piece holds the run up until the scheduler gives it back.
 //! - Idle workers spin for [`SPIN`], give way again and again for [`IDLE`], and then park; a worker that notices
 //!   that its CPU is wanted by somebody else parks at once until that has stopped.
 //! - A worker that lost its CPU in a run stays away until nobody else wants that CPU; a caller that did changes CPUs
@@ -24,7 +24,7 @@ use std::cell::UnsafeCell;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
+use std::sync::{Arc, Mutex, MutexGuard, mpsc};
 use std::thread::{self, JoinHandle, Thread};
 use std::time::{Duration, Instant};
 
@@ -40,6 +40,7 @@ pub use self::parts::Parts;
 pub use self::phase::{Phase, Turn};
 use self::seat::{Rest, Seat};
 pub use self::shares::{Claim, Shares};
+use crate::locked;
 use crate::memory::Arena;
 use crate::waiting::{NAP, SPIN, give_way, spin_for};
 
@@ -268,7 +269,7 @@ impl Team {
     /// Changes CPUs with a worker when somebody else takes this thread's, which every run needs; the worker will stay
     /// away.
     fn leave_a_shared_cpu(&self) {
-        let mut places = self.places.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut places = locked(&self.places);
         let Places { topology, cpus, delays } = &mut *places;
         if !delays.as_mut().is_some_and(Delays::are_long) {
             return;
@@ -373,14 +374,14 @@ impl Shared {
 
     fn perform(&self, member: usize, work: &(dyn Fn(usize) + Sync)) {
         if let Err(payload) = catch_unwind(AssertUnwindSafe(|| work(member))) {
-            // The first payload is the cause; what those raise who wait for this member is not.
+            // The first payload is the cause; members that wait for this one panic because of it.
             self.panic().get_or_insert(payload);
             self.panicked.store(true, Ordering::Release);
         }
     }
 
     fn panic(&self) -> MutexGuard<'_, Option<Box<dyn Any + Send>>> {
-        self.panic.lock().unwrap_or_else(PoisonError::into_inner)
+        locked(&self.panic)
     }
 }
 

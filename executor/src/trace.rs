@@ -1,7 +1,7 @@
 //! Recording what happened when: spans of steps, for `trace.ron` and for ui.perfetto.dev.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 use std::time::Instant;
 
 use anyhow::Result;
@@ -11,6 +11,7 @@ use ir::trace::{Span, Trace, TracedRun, VERSION};
 use serde_json::{Value, json};
 
 use crate::batch::Batch;
+use crate::locked;
 
 /// Collects spans while an executor runs.
 pub(crate) struct Recorder {
@@ -79,7 +80,7 @@ impl Recorder {
     }
 
     fn recorded(&self) -> MutexGuard<'_, Recorded> {
-        self.recorded.lock().unwrap_or_else(PoisonError::into_inner)
+        locked(&self.recorded)
     }
 }
 

@@ -269,8 +269,8 @@ impl Frequencies {
     }
 
     /// Whether keys that were rotated when the sequence was `before` tokens long serve when it is `now`: beside keys of
-    /// the other set LongRoPE means nothing, and models that use it compute all of them anew. Those with NTK scaling
-    /// keep what they have cached.
+    /// the other set LongRoPE means nothing, and models that use it compute all of them anew. Those with NTK scaling keep
+    /// while they decode what they have cached.
     pub fn keep_keys(&self, before: u32, now: u32) -> bool {
         match self {
             Frequencies::Fixed(_) | Frequencies::Dynamic { .. } => true,

@@ -70,11 +70,11 @@ impl Sizes {
 const SUSTAINED: Duration = Duration::from_millis(60);
 
 /// Made-up numbers before they come again: a prime, so that rows of activations and of floats are all unlike; packed
-/// matrices have as many whole panels of unlike rows. What matrix instructions draw depends on how many bits change from
-/// one operand to the next.
+/// matrices have as many whole panels of unlike rows. What matrix instructions draw depends on how many bits change
+/// from one operand to the next.
 const UNLIKE: usize = 1_000_003;
 
-/// Small matrices have so many times fewer rows than those of a layer's size.
+/// How many times fewer rows small matrices have than those of a layer's size.
 const SMALLER: usize = 16;
 /// Matrices of one size at most.
 const MOST_MATRICES: usize = 64;
@@ -231,7 +231,7 @@ impl Meter<'_> {
         Ok(LinearRate { format, points: tokens.iter().zip(&whole).map(between).collect() })
     }
 
-    /// Nanoseconds of a linear of so many tokens, with one matrix after the other.
+    /// Nanoseconds of a linear of `tokens` tokens, with one matrix after the other.
     fn whole(&mut self, matrices: &[Matrix], tokens: u32) -> Result<f64> {
         let tokens = tokens as usize;
         let is_narrow = tokens <= MAX_FUSED_TOKENS && self.gpu.takes_narrow(&matrices[0]);
@@ -309,7 +309,7 @@ impl Meter<'_> {
         Matrix::new(format, layout, rows, columns, span)
     }
 
-    /// Whole panels of made-up weights, of at most so many rows.
+    /// Whole panels of made-up weights, of at most `rows` rows before the last panel is filled up.
     fn packed(&self, format: Format, rows: usize, columns: usize) -> Vec<u8> {
         let rows = rows.min(UNLIKE / columns).next_multiple_of(PANEL);
         let values: Vec<f32> = (0..rows * columns).map(made_up).collect();

@@ -2,6 +2,7 @@
 
 #![expect(unsafe_code, reason = "pinned memory is copied by the driver")]
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::thread;
 use std::time::Instant;
@@ -38,6 +39,7 @@ pub(super) fn bus(gpu: &Gpu, ordinal: usize, team: &Team, cached: usize) -> Resu
     const FEW_BYTES: usize = 16 << 10;
     let mut source = Region::new(BYTES)?;
     touch(team, source.as_mut_slice());
+    let source = Arc::new(source);
     let target = gpu.allocate(BYTES)?;
     let mut link = Link::new(ordinal)?;
     link.pin(&source)?;
@@ -106,7 +108,7 @@ fn round_trip_nanos(from: &[u32], to: &[u32]) -> Result<f64> {
     const TURNS: u32 = 2000;
     ensure!(!from.is_empty() && !to.is_empty(), "a device has no cores");
     let flag = AtomicU32::new(0);
-    // Raised by who ends, so that nobody waits for a device whose team did not start.
+    // Raised by the side that ends, so that nobody waits for a device whose team did not start.
     let is_over = AtomicBool::new(false);
     let wait = |value: u32| {
         let mut looks = 0u32;

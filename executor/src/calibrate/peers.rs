@@ -1,5 +1,7 @@
 //! How fast GPUs reach each other: timed by the sums that plans make, in exchanges and by the vendor's library.
 
+#![expect(unsafe_code, reason = "launches reach the memory of other GPUs by address")]
+
 use anyhow::{Context as _, Result, ensure};
 use cubecl::client::Graph;
 use cudarc::driver::CudaContext;
@@ -10,7 +12,7 @@ use super::gpu::replay;
 use super::links::Speed;
 use super::typical;
 use crate::kernels::gpu::device::{Gpu, Span};
-use crate::kernels::gpu::peers::Group;
+use crate::kernels::gpu::peers::{Exchanges, Group};
 use crate::peers::{grant, reaches};
 
 /// Numbers of one token's activations in an 8 B model, and of 2048 tokens'.
@@ -113,12 +115,15 @@ impl<'a> Member<'a> {
         Ok(Self { gpu, exchange, addresses: [0; 2], turn, term, out })
     }
 
-    /// Queues the next run of so many sums.
+    /// Queues the next run: `sums` sums of `count` numbers.
     fn queue(&self, rank: usize, count: usize, sums: u32) -> Result<()> {
         self.gpu.start_sums(&self.exchange)?;
+        // SAFETY: both GPUs may reach both exchanges, which are made for two members and such pieces, and live until
+        // all sums have ended.
+        let exchanges = unsafe { Exchanges::new(&self.addresses) };
         for number in 0..sums {
             let group = Group {
-                addresses: self.addresses.into(),
+                exchanges: exchanges.clone(),
                 rank: rank as u32,
                 piece_bytes: PIECE_BYTES,
                 turn: self.turn.clone(),
@@ -130,7 +135,7 @@ impl<'a> Member<'a> {
     }
 }
 
-/// Nanoseconds of one sum of so many, captured and replayed as plans make them. `turn` counts runs.
+/// Nanoseconds of one of `sums` sums of `count` numbers, captured and replayed as plans make them. `turn` counts runs.
 fn sum_nanos(members: &[Member<'_>; 2], count: usize, sums: u32, turn: &mut u32) -> Result<f64> {
     let mut start = || {
         *turn += 1;

@@ -19,7 +19,7 @@ use crate::team::Team;
 const COLUMNS: usize = 2048;
 /// The least rows of the matrix that memory bounds.
 const MANY_ROWS: usize = 65_536;
-/// What is read until memory is measured again is so many times as large as the caches.
+/// How many times as large as the caches is what is read until memory is measured again.
 const CACHES: usize = 3;
 /// Caches up to this size are exceeded by every matrix; larger ones by what is read between two visits to one.
 const SMALL_CACHES: usize = 64 << 20;
@@ -104,13 +104,13 @@ impl Memory {
         CACHES * self.cached.min(SMALL_CACHES)
     }
 
-    /// Whether no cache holds what has so many bytes, so that it can be read again at once.
+    /// Whether no cache holds `bytes` bytes that have been read, so that they can be read again at once.
     fn is_above_caches(&self, bytes: usize) -> bool {
         bytes >= CACHES * self.cached
     }
 
-    /// Median times, in nanoseconds, of parts of some work, before each of which memory is read, so that no cache holds what
-    /// the part reads.
+    /// Median times, in nanoseconds, of parts of some work, before each of which memory is read, so that no cache holds
+    /// what the part reads.
     fn cold<const PARTS: usize>(
         &self,
         team: &Team,
@@ -159,9 +159,9 @@ fn many_rows(format: Format, memory: &Memory) -> usize {
     MANY_ROWS.max((memory.least_bytes() / row_bytes).next_multiple_of(PANEL))
 }
 
-/// Bytes per second of reading memory, and rates of linears in all formats. Each is measured a little at a time, in turn
-/// with the others and with reads of all that memory beside it: a machine that others use is not as fast at all times, and
-/// what is compared must have met the same.
+/// Bytes per second of reading memory, and rates of linears in all formats. Each is measured a little at a time, in
+/// turn with the others and with reads of all that memory beside it: a machine that others use is not as fast at all
+/// times, and what is compared must have met the same.
 fn streaming_rates(team: &Team, isa: Isa, memory: &Memory) -> Result<(f64, Vec<LinearRate>)> {
     let mut kernels = Vec::new();
     for format in Format::ALL {
@@ -242,12 +242,12 @@ impl Measured {
     }
 }
 
-/// Nanoseconds of a kernel while reading what it reads takes `usual` of them. Where memory bounds it and was not as fast
-/// in all visits, each is judged by what reading took beside it.
+/// Nanoseconds of a kernel while reading what it reads takes `usual` of them. Where memory bounds it and was not as
+/// fast in all visits, each is judged by what reading took beside it.
 fn usual_nanos(visits: &[f64], reads: &[f64], usual: f64) -> f64 {
     /// A kernel that reads as fast as this part of plain reads waits for memory.
     const WAITING: f64 = 0.7;
-    /// The slowest visit took so many times as long as the fastest: memory's speed changed.
+    /// Where the slowest visit took more than this times as long as the fastest, memory's speed has changed.
     const UNSTEADY: f64 = 1.25;
     let ratio = median(visits.iter().zip(reads).map(|(nanos, read)| nanos / read).collect());
     let fastest = visits.iter().copied().fold(f64::INFINITY, f64::min);

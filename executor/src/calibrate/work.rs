@@ -59,7 +59,7 @@ pub struct Layer {
 }
 
 impl Layer {
-    /// A layer for a context of so many tokens, whose pages the team touches.
+    /// A layer for a context of `tokens` tokens, whose pages the team touches.
     ///
     /// # Errors
     /// When there is no memory.

@@ -1,6 +1,7 @@
 //! CPU kernels: free functions on slices, done by a team at one level of the instruction set.
 
 pub mod describe;
+mod disjoint;
 pub mod isa;
 
 pub mod pack;

@@ -1,4 +1,4 @@
-//! GPU kernels in CubeCL's language: free functions that queue launches on pieces of device memory.
+//! GPU kernels in CubeCL's language, a file for each; methods of [`device::Gpu`] queue them on pieces of device memory.
 //!
 //! - Activations are f32, row after row. Weights and caches are in their formats; sums are f32.
 //! - A launch neither allocates nor waits, so that a run of launches can be captured and replayed.

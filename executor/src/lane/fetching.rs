@@ -2,7 +2,7 @@
 //!
 //! - The last pieces of a weight are on their way while the first of the next are queued, so that the link never waits
 //!   for this thread.
-//! - Nothing is on its way while the lane waits for steps of others: whoever waits for a weight gets it.
+//! - Nothing is on its way while the lane waits for steps of others: a step that waits for a weight gets it.
 //! - A run's first weight is fetched when the run before has read the last of its own: all share one window.
 
 use std::collections::VecDeque;

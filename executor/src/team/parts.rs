@@ -23,7 +23,7 @@ impl<'a> Parts<'a> {
         self.left[part].fetch_sub(1, Ordering::AcqRel) == 2
     }
 
-    /// Lets those pass who wait for a part, by whoever has done what follows its last task.
+    /// Lets members that wait for a part go on; called by the one that has done what follows the part's last task.
     pub fn open(&self, part: usize) {
         self.left[part].store(0, Ordering::Release);
     }

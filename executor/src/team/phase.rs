@@ -33,7 +33,7 @@ impl<'a> Phase<'a> {
         }
     }
 
-    /// Begins a member's part, who ends it with [`Turn::finish`].
+    /// Begins the part of a member, which ends it with [`Turn::finish`].
     pub fn begin(&self) -> Turn<'_> {
         Turn { phase: self, claimed: 0 }
     }
@@ -53,7 +53,8 @@ impl Turn<'_> {
     /// When another member has panicked, so that its chunk may never be done.
     pub fn finish(self) {
         let Self { phase, claimed } = self;
-        // Whoever counts to zero has acquired what all others released by counting, and releases it to the waiters.
+        // The member that counts to zero has acquired what all others released by counting, and releases it to the
+        // waiters.
         if claimed > 0 && phase.left.0.fetch_sub(claimed, Ordering::AcqRel) == claimed {
             phase.is_over.0.store(true, Ordering::Release);
             return;

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::Padded;
 
-/// Tasks, of which each member has a contiguous share; whoever has done its own takes from the others'.
+/// Tasks, of which each member has a contiguous share; a member that has done its own takes from the others'.
 pub struct Shares(Vec<Share>);
 
 struct Share {

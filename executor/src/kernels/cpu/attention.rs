@@ -19,6 +19,7 @@ mod span;
 mod tests;
 mod tiles;
 
+use std::mem::MaybeUninit;
 use std::ops::Range;
 use std::ptr;
 
@@ -27,12 +28,12 @@ use self::plan::{Job, Piece};
 use self::span::{Rows, SPAN_TILES, SPAN_TOKENS, Scores, Span};
 use self::tiles::Room;
 use super::cache::{Cache, Element, Side, TILE_TOKENS};
+use super::disjoint::DisjointMut;
 use super::isa::Isa;
 use super::lanes::{Kernel, LANES, Lanes, vectorize};
 use super::math::exp2;
 use super::norm::{Norm, norm_row};
 use super::rope::{RopeView, rotate};
-use super::rows::Whole;
 use crate::team::{Chunks, Phase, Team};
 
 /// One sequence of a batch.
@@ -83,7 +84,8 @@ pub struct Attention<'a> {
 /// `[tokens, heads · head_dim]`. Rows of no sequence are left as they are.
 ///
 /// # Panics
-/// When shapes disagree, a sequence has too few blocks or one that does not exist, or the processor lacks the level.
+/// When shapes disagree, a sequence has too few blocks or one that does not exist, two sequences share tokens, a block
+/// is written twice, or the processor lacks the level.
 pub fn attention(team: &Team, isa: Isa, attention: &Attention, cache: &mut Cache, out: &mut [f32]) {
     let isa = isa.checked();
     attention_by(team, isa, isa == Isa::Amx, attention, cache, out);
@@ -104,7 +106,7 @@ fn attention_by(
     let tiles: Vec<(usize, Range<usize>)> = new_tiles(attention.sequences).collect();
     // Rooms for tiles are large, and few rows make no use of them.
     let has_tiles = has_tiles && plan.jobs.iter().any(|job| job.rows() >= tiles::LEAST_ROWS);
-    // Whoever attends to a part writes all of it before anybody reads it.
+    // The member that attends to a part writes all of it before anybody reads it.
     let mut parts: Vec<f32> = Vec::with_capacity(plan.part_rows * part_stride(shape.head_dim));
     let work = Work {
         isa,
@@ -116,8 +118,8 @@ fn attention_by(
         appending: team.phase(tiles.len() * shape.kv_heads, 1),
         attending: team.phase(plan.pieces.len(), 1),
         joining: Chunks::new(plan.jobs.len(), 1),
-        parts: Whole(parts.as_mut_ptr()),
-        out: Whole(out.as_mut_ptr()),
+        parts: DisjointMut::new(parts.spare_capacity_mut()),
+        out: DisjointMut::new(out),
     };
     team.work_off(|_| match shape.element {
         Element::F32 => vectorize(isa, Member::<F32>::of(&work)),
@@ -156,6 +158,24 @@ impl Attention<'_> {
             let exist = |&block: &u32| (block as usize) < shape.blocks;
             assert!(sequence.blocks[..blocks].iter().all(exist), "blocks exist");
         }
+        assert!(self.is_disjoint(shape.block_tokens), "no tokens or written blocks are shared");
+    }
+
+    /// Whether each token is of one sequence at most, and each block is written in one place. Blocks are known to be
+    /// enough.
+    fn is_disjoint(&self, block_tokens: usize) -> bool {
+        let range =
+            |sequence: &Sequence| (sequence.first_token, sequence.first_token + sequence.tokens);
+        let mut tokens: Vec<(usize, usize)> = self.sequences.iter().map(range).collect();
+        tokens.sort_unstable();
+        let written = self.sequences.iter().flat_map(|sequence| {
+            let end = sequence.past + sequence.tokens;
+            &sequence.blocks[sequence.past / block_tokens..end.div_ceil(block_tokens)]
+        });
+        let mut written: Vec<u32> = written.copied().collect();
+        written.sort_unstable();
+        tokens.windows(2).all(|two| two[0].1 <= two[1].0)
+            && written.windows(2).all(|two| two[0] != two[1])
     }
 
     /// Local query heads that read `kv_head`.
@@ -192,8 +212,8 @@ struct Work<'a> {
     appending: Phase<'a>,
     attending: Phase<'a>,
     joining: Chunks,
-    parts: Whole<f32>,
-    out: Whole<f32>,
+    parts: DisjointMut<'a, MaybeUninit<f32>>,
+    out: DisjointMut<'a, f32>,
 }
 
 /// One member's part in it.
@@ -262,7 +282,7 @@ impl Work<'_> {
                     Side::Values => head.copy_from_slice(&v[start..start + head_dim]),
                 }
             }
-            // SAFETY: tiles and heads are claimed once, and sequences share no blocks that are written.
+            // SAFETY: tiles and heads are claimed once, and `check` has found that no block is written twice.
             unsafe { self.cache.append(side, sequence.blocks, kv_head, tokens.start, heads) };
         }
     }
@@ -306,13 +326,14 @@ impl Work<'_> {
                 }
                 Some(first_row) => {
                     let stride = part_stride(head_dim);
+                    let start = (first_row + row) * stride;
                     // SAFETY: the plan gives every piece rows of its own.
-                    unsafe {
-                        let part = self.parts.0.add((first_row + row) * stride);
-                        ptr::copy_nonoverlapping(sums.as_ptr(), part, rows.width);
-                        part.add(rows.width).write(rows.largest[row]);
-                        part.add(rows.width + 1).write(total);
+                    let part = unsafe { self.parts.part(start..start + stride) };
+                    for (to, &sum) in part.iter_mut().zip(sums) {
+                        to.write(sum);
                     }
+                    part[rows.width].write(rows.largest[row]);
+                    part[rows.width + 1].write(total);
                 }
             }
         }
@@ -391,8 +412,11 @@ impl Work<'_> {
         for row in 0..job.rows() {
             let part = |piece: usize| {
                 let start = (first_row + piece * job.rows() + row) * stride;
-                // SAFETY: the plan has counted these rows, and all are written.
-                unsafe { std::slice::from_raw_parts(self.parts.0.add(start), stride) }
+                // SAFETY: all rows are written, and nobody writes them any more.
+                unsafe {
+                    let part = self.parts.read(start..start + stride);
+                    &*(ptr::from_ref(part) as *const [f32])
+                }
             };
             let largest = (0..job.pieces).map(|piece| part(piece)[stride - 2]);
             let largest = largest.fold(f32::NEG_INFINITY, f32::max);
@@ -424,8 +448,8 @@ impl Work<'_> {
         let (query, local_head) = job.row(row);
         let token = self.attention.sequences[job.sequence].first_token + query;
         let start = (token * self.attention.heads + local_head) * head_dim;
-        // SAFETY: `check` has found the tokens to be in the batch; jobs' rows are disjoint.
-        unsafe { std::slice::from_raw_parts_mut(self.out.0.add(start), head_dim) }
+        // SAFETY: jobs' rows are disjoint, since `check` has found that sequences share no tokens.
+        unsafe { self.out.part(start..start + head_dim) }
     }
 }
 

@@ -1,11 +1,11 @@
 //! Panels of bfloat16 in 12 bits.
 //!
-//! Weights use few of the 256 exponents: those of a row lie within some binades of its largest. So an element is a small
-//! float of its own: sign, four bits of exponent above the row's base, and the seven bits of mantissa that bf16 has. It
-//! is the bf16 itself down to 2^-14 of the row's largest; below that precision fades out as that of subnormal numbers
-//! does, so that no element is further away than 2^-22 of the largest. That is 0.75 of the bytes, which few rows of
-//! activations wait for. (DFloat11, arXiv:2504.11651, found as much room in exponents; its codes of unlike lengths cost
-//! more to decode than memory allows here.)
+//! Weights use few of the 256 exponents: those of a row lie within some binades of its largest. So an element is a
+//! small float of its own: sign, four bits of exponent above the row's base, and the seven bits of mantissa that bf16
+//! has. It is the bf16 itself down to 2^-14 of the row's largest; below that precision fades out as that of subnormal
+//! numbers does, so that no element is further away than 2^-22 of the largest. That is 0.75 of the bytes, which few
+//! rows of activations wait for. (DFloat11, arXiv:2504.11651, found as much room in exponents; its codes of unlike
+//! lengths cost more to decode than memory allows here.)
 //!
 //! A panel starts with a word for each row: its base exponent where bf16 has exponents, in both halves. Then, for each
 //! eight columns, three words of each row of a vector, `[word][vector][16]`:
@@ -52,7 +52,7 @@ pub(in crate::kernels) struct Panel<'a> {
 }
 
 impl<'a> Panel<'a> {
-    /// The panel that starts at `bytes`, of so many vectors.
+    /// The panel of `vectors` vectors that starts with `bytes`.
     pub(in crate::kernels) fn new(bytes: &'a [u8], vectors: usize) -> Self {
         Self { bytes, vectors }
     }
@@ -60,7 +60,8 @@ impl<'a> Panel<'a> {
     /// The panel at an address.
     ///
     /// # Safety
-    /// A packed panel of so many vectors and columns, padded or not, lies there for as long as it is used.
+    /// At `panel` lies a packed panel of `vectors` vectors and `columns` columns, padded or not, for as long as it is
+    /// used.
     pub(super) unsafe fn at(panel: *const u8, vectors: usize, columns: usize) -> Self {
         let steps = columns.next_multiple_of(TILE_DEPTH) / STEP_COLUMNS;
         let bytes = (1 + steps * STEP_WORDS) * vectors * VECTOR_BYTES;
@@ -105,8 +106,8 @@ pub(super) fn place(vectors: usize, columns: Range<usize>) -> Range<usize> {
     at(columns.start)..at(columns.end)
 }
 
-/// Packs a panel of rows of equal length, which are rounded to bf16. `packed` is zeros at first, which is the padding of
-/// rows and columns.
+/// Packs a panel of rows of equal length, which are rounded to bf16. `packed` is zeros at first, which is the padding
+/// of rows and columns.
 pub(super) fn pack<'a>(
     row: impl Fn(usize) -> Option<&'a [f32]>,
     vectors: usize,
@@ -199,7 +200,8 @@ fn fourth(words: [u32; STEP_WORDS]) -> u32 {
     FOURTH.map(part).into_iter().fold(0, |all, part| all | part)
 }
 
-/// A bf16 as half of a pair: sign, exponent above the base, mantissa. Smaller ones are rounded to nearest, ties to even.
+/// A bf16 as half of a pair: sign, exponent above the base, mantissa. Smaller ones are rounded to nearest, ties to
+/// even.
 fn narrow(bits: u16, base: u16) -> u16 {
     let (sign, exponent, mantissa) = (bits & 0x8000, bits >> 7 & 0xff, bits & 0x7f);
     let small = if exponent > base {

@@ -12,22 +12,23 @@
 //! | `Blocks` | 32 | words of four signed bytes, `[group][row]`; then `[row]` f32 scales; then for each row minus the sum of its bytes times the code of zero |
 //!
 //! Every row takes the same bytes, so strip `s` starts at its first row times [`Encoding::row_bytes`]. Strips of tiles
-//! lie in *blocks*: of [`BLOCK_COLUMNS`] columns those of all its strips, one behind the other, then of the next columns.
-//! Products of blocks go through them in that order, and strides of powers of two would leave them few places in a cache.
-//! Bytes of so many columns of a row have one scale, an f32: behind a block's bytes lie the scales of its rows, then those
-//! of the next columns.
+//! lie in *blocks*: of [`BLOCK_COLUMNS`] columns those of all its strips, one behind the other, then of the next
+//! columns. Products of blocks go through them in that order, and strides of powers of two would leave them few places
+//! in a cache. For each row, the bytes of a block's columns have one scale, an f32: behind the bytes of a block lie the
+//! scales of its rows, then the bytes of the next columns.
 
 #![expect(unsafe_code, reason = "members write disjoint parts of one buffer")]
 
 mod step;
 
+use super::disjoint::DisjointMut;
 use super::isa::Isa;
 use super::lanes::{Kernel, Lanes, vectorize};
 use super::norm::{Moments, Norm, moments, norm_with};
-use super::pack::{BLOCK_PAIR, Shared};
+use super::pack::BLOCK_PAIR;
 use super::product::BLOCK_COLUMNS;
 use super::quantize::BLOCK;
-use super::tile::MOST_ROWS;
+use super::tile::{LINE, MOST_ROWS};
 use crate::team::{Phase, Team};
 use step::{put, put_bytes};
 
@@ -69,8 +70,6 @@ pub(super) struct Rows<'a> {
 const CHUNK: usize = BLOCK_PAIR;
 /// Columns of one claim when there are few strips: some µs of work, and whole blocks' columns.
 const SEGMENT: usize = 4 * BLOCK_COLUMNS;
-/// A block's rows start in cache lines of their own, as the rows of tiles should.
-const LINE: usize = 64;
 
 impl Encoding {
     /// Columns with their padding: at least that of the formats that the encoding is for.
@@ -105,6 +104,7 @@ impl Encoding {
             | Encoding::Tiles
             | Encoding::Blocks { .. } => 0,
         };
+        // A block's rows start in lines of their own, as the rows of tiles should.
         self.bytes(self.padded(columns)) + scales.next_multiple_of(LINE)
     }
 
@@ -154,7 +154,7 @@ impl Rows<'_> {
         strip: Strip,
         start: usize,
         count: usize,
-        encoded: Shared<u8>,
+        encoded: DisjointMut<'_, u8>,
     ) {
         vectorize(self.isa, Encode { rows: self, strip, start, count, encoded });
     }
@@ -170,7 +170,7 @@ pub(super) struct Encoder<'a> {
 }
 
 impl<'a> Encoder<'a> {
-    /// For one run of the team, of rows of so many columns.
+    /// For one run of the team, of rows of `columns` columns.
     pub(super) fn new(team: &'a Team, columns: usize, strips: &'a [Strip]) -> Self {
         let are_enough = team.members() == 1 || strips.len() >= 4 * team.members();
         let (pieces, segment) = if are_enough {
@@ -184,9 +184,9 @@ impl<'a> Encoder<'a> {
     /// One member's share of the work; returns when all of it is done.
     ///
     /// # Safety
-    /// `encoded` is where row 0 is encoded, the rows of all strips have room behind it and lie apart, all members encode
-    /// the same, and no one else reads or writes there meanwhile.
-    pub(super) unsafe fn encode(&self, rows: &Rows<'_>, encoded: Shared<u8>) {
+    /// `encoded` is where row 0 is encoded, the rows of all strips have room behind it and lie apart, all members
+    /// encode the same, and no one else reads or writes there meanwhile.
+    pub(super) unsafe fn encode(&self, rows: &Rows<'_>, encoded: DisjointMut<'_, u8>) {
         let mut turn = self.phase.begin();
         while let Some(range) = turn.claim() {
             for task in range {
@@ -205,7 +205,7 @@ struct Encode<'a> {
     strip: Strip,
     start: usize,
     count: usize,
-    encoded: Shared<u8>,
+    encoded: DisjointMut<'a, u8>,
 }
 
 impl Kernel for Encode<'_> {
@@ -304,7 +304,7 @@ mod tests {
             sources: None,
         };
         let mut encoded = vec![0_u32; 2 * rows.encoding.row_bytes(40) / 4];
-        let to = Shared(encoded.as_mut_ptr().cast::<u8>());
+        let to = DisjointMut::new(bytemuck::cast_slice_mut(&mut encoded));
         // SAFETY: the buffer has room for two rows and is used here only.
         unsafe { rows.encode(Strip { first: 0, rows: 2, block: (0, 2) }, 0, SEGMENT, to) };
         for row in 0..2 {

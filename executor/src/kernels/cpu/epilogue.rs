@@ -2,21 +2,20 @@
 
 #![expect(unsafe_code, reason = "members write disjoint columns of one output")]
 
-use std::slice;
-
 use ir::op::Then;
 
 use super::activation::activated;
+use super::disjoint::DisjointMut;
 use super::isa::Isa;
 use super::lanes::{Kernel, LANES, Lanes, vectorize};
-use super::pack::{PANEL, Shared};
+use super::pack::PANEL;
 use super::tile::Tile;
 
 /// Where a tile goes and what is added on the way.
 #[derive(Clone, Copy)]
 pub(super) struct Target<'a> {
     /// `[rows, columns]`, row after row.
-    pub(super) out: Shared<f32>,
+    pub(super) out: DisjointMut<'a, f32>,
     pub(super) columns: usize,
     /// One term for each column; of a gate, for the gate and for what it multiplies.
     pub(super) biases: [Option<&'a [f32]>; 2],
@@ -63,8 +62,11 @@ impl Kernel for Write<'_> {
         let width = PANEL.min(target.columns - first_column);
         for (row, (values, others)) in tile.iter().zip(other).enumerate().take(rows) {
             let start = (first_row + row) * target.columns + first_column;
-            for at in (0..width).step_by(LANES) {
-                let end = width.min(at + LANES);
+            // SAFETY: these elements of the output are this call's alone.
+            let out = unsafe { target.out.part(start..start + width) };
+            for (vector, out) in out.chunks_mut(LANES).enumerate() {
+                let at = vector * LANES;
+                let end = at + out.len();
                 let with_bias = |value: L, bias: Option<&[f32]>| match bias {
                     Some(bias) => value.add(L::read(&bias[first_column + at..first_column + end])),
                     None => value,
@@ -81,10 +83,6 @@ impl Kernel for Write<'_> {
                 if let Some(residual) = target.residual {
                     value = value.add(L::read(&residual[start + at..start + end]));
                 }
-                // SAFETY: the output has `columns` elements in each row, and these are this call's alone.
-                let out = unsafe {
-                    slice::from_raw_parts_mut(target.out.pointer().add(start + at), end - at)
-                };
                 value.write(out);
             }
         }

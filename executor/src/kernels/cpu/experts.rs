@@ -3,7 +3,7 @@
 //! - Tokens are grouped by expert: a *slot* is one token at one of its experts, and slots of one expert are
 //!   neighbours. Only experts with slots are read.
 //! - One dispatch does it all, and memory is read all the time: a group's down projection waits for its own gate and up
-//!   alone, and of few tokens, whoever finishes a panel's last group sums it.
+//!   alone, and of few tokens, the member that finishes a panel's last group sums it.
 
 #![expect(
     unsafe_code,
@@ -15,15 +15,17 @@ use std::ops::Range;
 use anyhow::{Context as _, bail, ensure};
 use ir::op::{Activation, Then};
 
+use super::disjoint::DisjointMut;
 use super::encode::{Encoder, Rows, Strip};
 use super::epilogue::Target;
 use super::isa::Isa;
-use super::pack::{PANEL, PackedMatrix, Shared};
+use super::pack::{PANEL, PackedMatrix};
 use super::product::{Product, Rooms};
 use super::tile::Kernel;
 use crate::team::{Chunks, Claim, Team};
 
-/// With fewer groups than so many times the members of a team, all encode what lies between the projections together.
+/// With fewer groups than this for each member of a team, all members together encode what lies between the
+/// projections.
 const GROUPS_EACH: usize = 4;
 
 /// One expert: `down(activation(gate(x)) * up(x))`.
@@ -113,21 +115,18 @@ pub fn experts(team: &Team, isa: Isa, inputs: &Experts<'_>, out: &mut [f32]) -> 
     };
 
     let take = |bytes: usize| team.arena().take(bytes).context("computing with experts");
-    let buffers = [
+    let [mut encoded, mut inner, mut encoded_inner, mut outer] = [
         take(count * up_kernel.encoding.row_bytes(features))?,
         take(count * intermediate * size_of::<f32>())?,
         take(count * down_kernel.encoding.row_bytes(intermediate))?,
         take(count * features * size_of::<f32>())?,
     ];
-    let [encoded, inner, encoded_inner, outer] =
-        buffers.each_ref().map(|buffer| Shared(buffer.as_ptr()));
-    let target = |out: Shared<u8>, columns: usize, then: Then| Target {
-        out: Shared(out.pointer().cast()),
-        columns,
-        biases: [None; 2],
-        then,
-        residual: None,
-    };
+    let [encoded, encoded_inner] = [&mut encoded, &mut encoded_inner]
+        .map(|buffer| DisjointMut::new(buffer.as_mut_slice::<u8>()));
+    let [inner, outer] =
+        [&mut inner, &mut outer].map(|buffer| DisjointMut::new(buffer.as_mut_slice::<f32>()));
+    let target =
+        |out, columns, then| Target { out, columns, biases: [None; 2], then, residual: None };
     let inner_target = target(inner, intermediate, Then::Gate(inputs.activation));
     let outer_target = target(outer, features, Then::Nothing);
     let encoder = Encoder::new(team, features, &up_strips.all);
@@ -146,21 +145,21 @@ pub fn experts(team: &Team, isa: Isa, inputs: &Experts<'_>, out: &mut [f32]) -> 
     let are_few = inputs.tokens < team.members();
     // One member encodes a group, while others go on with more. Where groups are few, all end at once.
     let encodes_together = !are_few && slots.groups.len() < GROUPS_EACH * team.members();
-    // The rows of some slots between the projections. Who asks says that they are written, and only read from then on.
+    // The rows of some slots between the projections, which are written when this is called, and only read from then
+    // on.
     let inner_rows = |slots: Range<usize>| {
-        let start = inner.pointer().cast::<f32>().wrapping_add(slots.start * intermediate);
         Rows {
             isa,
             encoding: down_kernel.encoding,
-            // SAFETY: the buffer has so many floats for each slot, and nobody writes them as this is called.
-            x: unsafe { std::slice::from_raw_parts(start, slots.len() * intermediate) },
+            // SAFETY: nobody writes these rows any more when this is called.
+            x: unsafe { inner.read(slots.start * intermediate..slots.end * intermediate) },
             columns: intermediate,
             norm: None,
             sources: None,
         }
     };
     let sums = Chunks::new(inputs.tokens, inputs.tokens.div_ceil(4 * team.members()));
-    let sum_to = Shared(out.as_mut_ptr());
+    let out = DisjointMut::new(out);
     team.work_off(|member| {
         if let Some(first) = up_tasks.first(member) {
             up_kernel.prefetch(first_up(first));
@@ -189,9 +188,13 @@ pub fn experts(team: &Team, isa: Isa, inputs: &Experts<'_>, out: &mut [f32]) -> 
                     let Group { first, count, .. } = slots.groups[group];
                     let rows = inner_rows(first..first + count);
                     let row_bytes = rows.encoding.row_bytes(intermediate);
-                    let to = Shared(encoded_inner.pointer().wrapping_add(first * row_bytes));
+                    // SAFETY: this member alone encodes the group's slots, and nobody reads them yet.
+                    let to = unsafe {
+                        encoded_inner.part(first * row_bytes..(first + count) * row_bytes)
+                    };
+                    let to = DisjointMut::new(to);
                     for strip in down_kernel.strips(0, count) {
-                        // SAFETY: the buffer has room for all slots; this member alone encodes the group's.
+                        // SAFETY: there is room for the group's slots, which are this member's.
                         unsafe { rows.encode(strip, 0, usize::MAX / 2, to) };
                     }
                 }
@@ -218,7 +221,7 @@ pub fn experts(team: &Team, isa: Isa, inputs: &Experts<'_>, out: &mut [f32]) -> 
             if outers.finish_task(part) {
                 if are_few {
                     // SAFETY: all groups have written these columns, and nobody else adds them up.
-                    unsafe { add_up(inputs, &slots, outer, 0..inputs.tokens, columns, sum_to) };
+                    unsafe { add_up(inputs, &slots, outer, 0..inputs.tokens, columns, out) };
                 }
                 outers.open(part);
             }
@@ -229,7 +232,7 @@ pub fn experts(team: &Team, isa: Isa, inputs: &Experts<'_>, out: &mut [f32]) -> 
         (0..downs.count).for_each(|part| outers.wait(part));
         while let Some(range) = sums.claim() {
             // SAFETY: all parts are written, and each token is claimed once.
-            unsafe { add_up(inputs, &slots, outer, range, 0..features, sum_to) };
+            unsafe { add_up(inputs, &slots, outer, range, 0..features, out) };
         }
     });
     Ok(())
@@ -272,7 +275,7 @@ fn group(inputs: &Experts<'_>) -> Slots {
 }
 
 impl Parts {
-    /// Parts of at most `most` panels of a matrix of so many rows.
+    /// Parts of at most `most` panels each of a matrix of `rows` rows.
     fn new(most: usize, rows: usize) -> Self {
         let panels = rows.div_ceil(PANEL);
         Self { panels, count: panels.div_ceil(most) }
@@ -307,29 +310,23 @@ impl Strips {
 unsafe fn add_up(
     inputs: &Experts<'_>,
     slots: &Slots,
-    outer: Shared<u8>,
+    outer: DisjointMut<'_, f32>,
     tokens: Range<usize>,
     columns: Range<usize>,
-    out: Shared<f32>,
+    out: DisjointMut<'_, f32>,
 ) {
     let features = inputs.x.len() / inputs.tokens;
     let used = inputs.ids.len() / inputs.tokens;
     for token in tokens {
+        let place = |row: usize| row * features + columns.start..row * features + columns.end;
         // SAFETY: the caller's.
-        let out = unsafe {
-            let start = out.pointer().add(token * features + columns.start);
-            std::slice::from_raw_parts_mut(start, columns.len())
-        };
+        let out = unsafe { out.part(place(token)) };
         out.fill(0.0);
         for choice in token * used..(token + 1) * used {
             let Some(slot) = slots.of_choice[choice] else { continue };
             let weight = inputs.weights[choice];
             // SAFETY: the caller's.
-            let row = unsafe {
-                let start = outer.pointer().cast::<f32>();
-                let start = start.add(slot as usize * features + columns.start);
-                std::slice::from_raw_parts(start, columns.len())
-            };
+            let row = unsafe { outer.read(place(slot as usize)) };
             out.iter_mut().zip(row).for_each(|(sum, value)| *sum += weight * value);
         }
     }

@@ -24,22 +24,36 @@ pub(crate) const LANES: usize = 16;
 
 /// Sixteen floats, and sixteen 32-bit words of packed smaller elements.
 ///
-/// # Safety
 /// Functions that take pointers read or write exactly what they say there, at any alignment.
 pub(crate) trait Lanes: Copy {
     /// Sixteen 32-bit words.
     type Words: Copy;
     /// Vectors that fit in the registers beside what a multiplication needs.
     const REGISTERS: usize;
+    /// Whether there are values of this type only where the processor has AVX-512 F, BW, DQ and VL.
+    #[cfg(target_arch = "x86_64")]
+    const HAS_AVX512: bool = false;
 
     fn splat(value: f32) -> Self;
     /// Reads 16 floats.
+    ///
+    /// # Safety
+    /// `from` points to 16 floats.
     unsafe fn load(from: *const f32) -> Self;
     /// Reads 16 IEEE halves.
+    ///
+    /// # Safety
+    /// `from` points to 16 halves.
     unsafe fn load_f16(from: *const u16) -> Self;
     /// Writes 16 floats.
+    ///
+    /// # Safety
+    /// `to` has room for 16 floats.
     unsafe fn store(self, to: *mut f32);
     /// Writes 16 bfloat16, rounded to nearest even.
+    ///
+    /// # Safety
+    /// `to` has room for 16 bfloat16.
     unsafe fn store_bf16(self, to: *mut u16);
 
     fn add(self, other: Self) -> Self;
@@ -69,6 +83,9 @@ pub(crate) trait Lanes: Copy {
 
     fn splat_word(value: u32) -> Self::Words;
     /// Reads 16 words.
+    ///
+    /// # Safety
+    /// `from` points to 16 words.
     unsafe fn load_words(from: *const u32) -> Self::Words;
     /// Adds to each lane the products of its two bfloat16 with those of `other`.
     fn dot_bf16(self, words: Self::Words, other: Self::Words) -> Self;
@@ -77,6 +94,9 @@ pub(crate) trait Lanes: Copy {
     /// Each lane, an `i32`, as a float.
     fn from_integers(words: Self::Words) -> Self;
     /// Writes each lane, a whole number `n` between -2¹⁴ and 2¹⁵ when rounded, as bytes `n >> 7` and `n & 127`.
+    ///
+    /// # Safety
+    /// `high` and `low` each have room for 16 bytes.
     unsafe fn split_bytes(self, high: *mut u8, low: *mut u8);
     /// Asks for the cache line of `from`.
     fn prefetch(from: *const u8);
@@ -151,14 +171,14 @@ pub(crate) fn to_bf16(value: f32) -> u16 {
 mod tests {
     use half::bf16;
 
+    use super::super::testing::Random;
     use super::*;
 
     #[test]
     fn rounding_is_to_nearest_even() {
-        let mut bits = 1_u32;
+        let mut random = Random(1);
         for _ in 0..100_000 {
-            bits = bits.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-            let value = f32::from_bits(bits);
+            let value = f32::from_bits(random.next() as u32);
             assert_eq!(to_bf16(value), bf16::from_f32(value).to_bits(), "{value}");
         }
         assert_eq!(to_bf16(f32::INFINITY), bf16::INFINITY.to_bits());

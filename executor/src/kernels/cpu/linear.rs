@@ -8,10 +8,11 @@
 use anyhow::{Context as _, ensure};
 use ir::op::Then;
 
+use super::disjoint::DisjointMut;
 use super::encode::{Encoder, Rows, Strip};
 use super::epilogue::Target;
 use super::isa::Isa;
-use super::pack::{PackedMatrix, Shared};
+use super::pack::PackedMatrix;
 use super::product::{Deal, Product, Rooms};
 use super::tile::Kernel;
 use crate::team::Team;
@@ -79,18 +80,18 @@ fn linear_by(
         sources: None,
     };
     let strips: Vec<Strip> = kernel.strips(0, linear.tokens).collect();
-    let encoded = team
+    let mut encoded = team
         .arena()
         .take(linear.tokens * kernel.encoding.row_bytes(columns))
         .context("encoding the input of a linear")?;
-    let encoded_at = Shared(encoded.as_ptr());
+    let encoded = DisjointMut::new(encoded.as_mut_slice::<u8>());
     let rooms = Rooms::new(team, &[kernel], strips.len(), columns)?;
 
     let targets: Vec<Target<'_>> = outs
         .iter_mut()
         .enumerate()
         .map(|(i, out)| Target {
-            out: Shared(out.as_mut_ptr()),
+            out: DisjointMut::new(out),
             columns: linear.weights[i].rows(),
             biases: [bias(linear, i), bias(linear, i + 1)],
             then: linear.then,
@@ -113,7 +114,7 @@ fn linear_by(
             kernel.prefetch(first_panel(first));
         }
         // SAFETY: the buffer has room for all rows, and is read after this.
-        unsafe { encoder.encode(&rows, encoded_at) };
+        unsafe { encoder.encode(&rows, encoded) };
         let mut workplace = rooms.of(member);
         while let Some(claim) = multiplying.claim(member) {
             let (matrix, panels, strips_of) = deal.task(claim.task);
@@ -121,7 +122,7 @@ fn linear_by(
                 kernel,
                 weights: &linear.weights[matrix..],
                 panels,
-                encoded: encoded_at,
+                encoded,
                 target: &targets[matrix],
                 next: claim.next.map(first_panel),
             };

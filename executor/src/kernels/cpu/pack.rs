@@ -21,6 +21,7 @@
 
 use std::array;
 use std::ops::Range;
+use std::slice;
 use std::sync::Arc;
 
 use anyhow::Context as _;
@@ -29,6 +30,7 @@ use ir::packing;
 use ir::tensor::Format;
 
 use super::bf12;
+use super::disjoint::DisjointMut;
 use super::isa::Isa;
 use super::lanes::vectorize;
 use super::quantize::{BLOCK, Blocks, Quantize4, Quantize8};
@@ -120,29 +122,26 @@ impl PackedMatrix {
         let (format, rows, columns) = (self.format, self.rows, self.columns);
         let context = || format!("packing a matrix of {rows} by {columns} in {format}");
         let wide_bytes = team.members() * PANEL * columns * size_of::<f32>();
-        let wide = Region::new(wide_bytes).with_context(context)?;
-        let parts = Shared(wide.as_ptr().cast::<f32>());
-        let start = Shared(self.region.as_ptr().wrapping_add(self.start));
+        let mut wide = Region::new(wide_bytes).with_context(context)?;
+        let parts = DisjointMut::new(wide.as_mut_slice::<f32>());
+        let start = self.region.as_ptr().wrapping_add(self.start);
+        // SAFETY: these bytes of the region are this matrix's, which is borrowed exclusively.
+        let packed = unsafe { slice::from_raw_parts_mut(start, self.bytes()) };
+        let packed = DisjointMut::new(packed);
         let chunks = Chunks::new(self.panels(), 1);
         team.work_off(|member| {
-            // SAFETY: the region holds one such part for each member.
-            let wide = unsafe {
-                let part = parts.pointer().add(member * PANEL * columns);
-                std::slice::from_raw_parts_mut(part, PANEL * columns)
-            };
+            // SAFETY: each member has a part of its own.
+            let wide =
+                unsafe { parts.part(member * PANEL * columns..(member + 1) * PANEL * columns) };
             while let Some(range) = chunks.claim() {
                 for panel in range {
                     let rows = panel * PANEL..((panel + 1) * PANEL).min(rows);
                     let wide = &mut wide[..rows.len() * columns];
                     fill(rows, wide);
-                    let bytes = panel_bytes(format, columns, self.vectors(panel));
-                    // SAFETY: panels lie apart in the region and each is claimed once.
-                    let packed = unsafe {
-                        std::slice::from_raw_parts_mut(
-                            start.pointer().add(self.panel_offset(panel)),
-                            bytes,
-                        )
-                    };
+                    let start = self.panel_offset(panel);
+                    let end = start + panel_bytes(format, columns, self.vectors(panel));
+                    // SAFETY: panels lie apart and each is claimed once.
+                    let packed = unsafe { packed.part(start..end) };
                     pack_panel(format, columns, self.vectors(panel), wide, packed);
                 }
             }
@@ -191,7 +190,7 @@ impl PackedMatrix {
     }
 
     /// The memory it lies in, which may hold the other matrices of a stack, too.
-    pub fn region(&self) -> &Region {
+    pub fn region(&self) -> &Arc<Region> {
         &self.region
     }
 
@@ -209,7 +208,8 @@ impl PackedMatrix {
         self.region.as_ptr().wrapping_add(self.start + self.panel_offset(panel)).cast_const()
     }
 
-    fn panel_offset(&self, panel: usize) -> usize {
+    /// Where a panel starts in the matrix's memory.
+    pub(super) fn panel_offset(&self, panel: usize) -> usize {
         panel * panel_bytes(self.format, self.columns, 2)
     }
 }
@@ -340,18 +340,3 @@ fn pack_codes(blocks: &[Blocks; 2], bits: usize, mut put: impl FnMut(usize, [[u8
         }
     }
 }
-
-/// A pointer that members share; each writes where no other does.
-#[derive(Clone, Copy)]
-pub(super) struct Shared<T>(pub(super) *mut T);
-
-impl<T> Shared<T> {
-    pub(super) fn pointer(self) -> *mut T {
-        self.0
-    }
-}
-
-// SAFETY: it is only a number until it is dereferenced, which needs `unsafe` and a reason of its own.
-unsafe impl<T> Sync for Shared<T> {}
-// SAFETY: as above.
-unsafe impl<T> Send for Shared<T> {}

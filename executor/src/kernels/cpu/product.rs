@@ -1,14 +1,14 @@
 //! Products of some strips with some panels, in the order in which a kernel's operands stay close to it.
 //!
-//! Few rows take a panel at a time, along all its columns: it is read from memory once, and its strips follow each other.
-//! So do vectors with any number of rows.
+//! Few rows take a panel at a time, along all its columns: it is read from memory once, and its strips follow each
+//! other. So do vectors with any number of rows.
 //!
 //! Tiles multiply faster than the outer caches feed them, so their products with many rows are *blocks* of up to
 //! [`BLOCK_PANELS`] panels and [`BLOCK_STRIPS`] strips, taken [`BLOCK_COLUMNS`] columns at a time. In these columns a
-//! panel has 16 KiB in bf16 and stays in the first cache while strips pass by; all strips have 256 KiB and, with 512 KiB
-//! of sums, stay in the second while panels pass by. So for each step of four tiles (64 cycles of products) 3 KiB come
-//! from the second cache and next to nothing from further away. Of bytes all but the sums are half of that, for the same
-//! products.
+//! panel has 16 KiB in bf16 and stays in the first cache while strips pass by; all strips have 256 KiB and, with 512
+//! KiB of sums, stay in the second while panels pass by. So for each step of four tiles (64 cycles of products) 3 KiB
+//! come from the second cache and next to nothing from further away. With tiles of bytes, everything but the sums takes
+//! half as many bytes for the same number of products.
 
 #![expect(unsafe_code, reason = "members write disjoint parts of the outputs")]
 
@@ -20,10 +20,11 @@ use anyhow::Context as _;
 use ir::op::Then;
 use ir::packing;
 
+use super::disjoint::DisjointMut;
 use super::encode::{Encoding, Strip};
 use super::epilogue::Target;
 use super::isa::Isa;
-use super::pack::{PANEL, PackedMatrix, Shared, padded};
+use super::pack::{PANEL, PackedMatrix, padded};
 use super::tile::{
     GROUP_BYTES, GroupScales, Kernel, MOST_ROWS, Operands, ROOM_BYTES, Registers, Source, Tile,
 };
@@ -46,7 +47,7 @@ pub(super) struct Product<'a> {
     pub(super) kernel: Kernel,
     pub(super) weights: &'a [&'a PackedMatrix],
     pub(super) panels: Range<usize>,
-    pub(super) encoded: Shared<u8>,
+    pub(super) encoded: DisjointMut<'a, u8>,
     pub(super) target: &'a Target<'a>,
     /// The panel that its member multiplies after these.
     pub(super) next: Option<*const u8>,
@@ -135,8 +136,8 @@ pub(super) struct Rooms {
 }
 
 impl Rooms {
-    /// Room for the products of some kernels with matrices of up to `columns` columns, one product after another, and with
-    /// groups of up to `strips` strips.
+    /// Room for the products of some kernels with matrices of up to `columns` columns, one product after another, and
+    /// with groups of up to `strips` strips.
     ///
     /// # Errors
     /// When there is no memory.
@@ -177,9 +178,6 @@ impl Rooms {
     }
 }
 
-// SAFETY: members use parts of the buffer that lie apart, as `of` asks for.
-unsafe impl Sync for Rooms {}
-
 /// What one member works with.
 pub(super) struct Workplace<'a> {
     tiles: [Tile; 2],
@@ -195,8 +193,8 @@ impl Product<'_> {
     /// Multiplies and writes the result.
     ///
     /// # Safety
-    /// The strips are encoded, no one else touches these rows and columns of the target, and the
-    /// workplace is of [`Rooms`] for this kernel and so many strips.
+    /// The strips are encoded, no one else touches these rows and columns of the target, and the workplace is of
+    /// [`Rooms`] that were made for this kernel, this matrix's columns and as many strips.
     pub(super) unsafe fn finish(&self, strips: &[Strip], workplace: &mut Workplace<'_>) {
         if self.kernel.in_blocks {
             for strips in strips.chunks(BLOCK_STRIPS) {
@@ -331,7 +329,7 @@ impl Product<'_> {
         for turn in 0..turns {
             let (matrix, panel, part) = at(turn);
             let vectors = matrix.vectors(panel);
-            // SAFETY: the room is for so many columns, and they lie in the panel.
+            // SAFETY: the columns of `part` lie in the panel, and the room is for as many.
             let packed = unsafe {
                 let from = matrix.panel(panel);
                 kernel.unpacked(from, vectors, columns, part.clone(), workplace.unpacked)

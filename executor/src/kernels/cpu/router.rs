@@ -2,12 +2,10 @@
 
 #![expect(unsafe_code, reason = "members write the choices of disjoint tokens")]
 
-use std::slice;
-
-use super::pack::Shared;
+use super::disjoint::DisjointMut;
 use crate::team::Team;
 
-/// Up to so many logits one member is done with before others would have begun: some 5 ns each.
+/// Logits that one member is done with before others would have begun, at some 5 ns each.
 const LONE_LOGITS: usize = 1024;
 
 /// Chooses `used` experts for each row of `logits`, `[tokens, experts]`, best first and of equals the lower.
@@ -31,16 +29,11 @@ pub fn route(
     if logits.len() <= LONE_LOGITS {
         return route_rows(logits, (experts, used), renormalise, ids, weights);
     }
-    let (ids, weights) = (Shared(ids.as_mut_ptr()), Shared(weights.as_mut_ptr()));
+    let (ids, weights) = (DisjointMut::new(ids), DisjointMut::new(weights));
     team.for_each_chunk(tokens, LONE_LOGITS.div_ceil(experts), |range| {
-        let of_range = range.start * used..range.end * used;
+        let places = range.start * used..range.end * used;
         // SAFETY: every token is dealt out once, and its places are its own.
-        let (ids, weights) = unsafe {
-            (
-                slice::from_raw_parts_mut(ids.pointer().add(of_range.start), of_range.len()),
-                slice::from_raw_parts_mut(weights.pointer().add(of_range.start), of_range.len()),
-            )
-        };
+        let (ids, weights) = unsafe { (ids.part(places.clone()), weights.part(places)) };
         let logits = &logits[range.start * experts..range.end * experts];
         route_rows(logits, (experts, used), renormalise, ids, weights);
     });

@@ -2,6 +2,7 @@
 
 #![expect(unsafe_code, reason = "members write disjoint parts of one slice")]
 
+use super::disjoint::DisjointMut;
 use crate::team::Team;
 
 /// Below this many floats one member is done before others would have begun (4 µs of reading and writing).
@@ -19,24 +20,15 @@ pub(crate) fn for_each_row(
     if out.len() <= LONE_FLOATS || team.members() == 1 {
         return work(0, out);
     }
-    let whole = Whole(out.as_mut_ptr());
     let rows = out.len() / row;
     let grain = (LONE_FLOATS / 4 / row).max(1);
+    let out = DisjointMut::new(out);
     team.for_each_chunk(rows, grain, |range| {
-        let whole = &whole;
-        // SAFETY: chunks are disjoint and lie in `out`, which is borrowed until all are done.
-        let piece = unsafe {
-            std::slice::from_raw_parts_mut(whole.0.add(range.start * row), range.len() * row)
-        };
+        // SAFETY: every row is dealt out once.
+        let piece = unsafe { out.part(range.start * row..range.end * row) };
         work(range.start * row, piece);
     });
 }
-
-/// A slice that members write disjoint parts of.
-pub(crate) struct Whole<T>(pub(crate) *mut T);
-
-// SAFETY: who dereferences the pointer says why no two members touch the same part.
-unsafe impl<T: Send> Sync for Whole<T> {}
 
 /// Copies rows `rows` of `x`, each of `features`, to `out`.
 pub fn select_rows(features: usize, x: &[f32], rows: &[u32], out: &mut [f32]) {

@@ -7,7 +7,8 @@ use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use ir::tensor::Format;
 
-use super::pack::{Fill, PANEL, Shared};
+use super::disjoint::DisjointMut;
+use super::pack::{Fill, PANEL};
 use crate::memory::Region;
 use crate::team::{Chunks, Team};
 
@@ -42,19 +43,16 @@ impl RowTable {
             }
         };
         let row_bytes = columns * element_bytes;
-        let region = Region::new(rows * row_bytes)
+        let mut region = Region::new(rows * row_bytes)
             .with_context(|| format!("a table of {rows} by {columns} in {format}"))?;
-        let start = Shared(region.as_ptr());
+        let table = DisjointMut::new(region.as_mut_slice::<u8>());
         let chunks = Chunks::new(rows, GRAIN);
         team.work_off(|_| {
             let mut wide = vec![0.0; GRAIN * columns];
             while let Some(range) = chunks.claim() {
                 let wide = &mut wide[..range.len() * columns];
-                // SAFETY: rows lie apart in the region and each is claimed once.
-                let bytes = unsafe {
-                    let first = start.pointer().add(range.start * row_bytes);
-                    std::slice::from_raw_parts_mut(first, range.len() * row_bytes)
-                };
+                // SAFETY: every row is claimed once.
+                let bytes = unsafe { table.part(range.start * row_bytes..range.end * row_bytes) };
                 fill(range, wide);
                 match format {
                     Format::F16 => {

@@ -8,7 +8,7 @@
 
 #![expect(unsafe_code, reason = "kernels read packed weights and activations by address")]
 
-/// A kernel for so many rows and vectors, and with what else it is compiled for, if anything.
+/// The instance of a kernel for a number of rows and of vectors, and for another constant if it has one.
 #[cfg(target_arch = "x86_64")]
 macro_rules! instance {
     ($kernel:ident, $rows:literal, $vectors:literal, [$($constant:expr)?]) => {
@@ -43,7 +43,7 @@ use super::encode::{Encoding, Strip};
 use super::isa::Isa;
 use super::pack::{PANEL, VECTOR};
 use super::product::BLOCK_STRIPS;
-use super::quantize::{OFFSET_4, OFFSET_8};
+use super::quantize::{BLOCK, OFFSET_4, OFFSET_8};
 
 pub(super) use bytes::{GROUP_BYTES, GroupScales, ROOM_BYTES};
 pub(super) use registers::{LISTED_STEPS, Listed, Registers};
@@ -53,7 +53,25 @@ pub(super) use registers::{LISTED_STEPS, Listed, Registers};
 const SUM_STEPS: usize = 256;
 
 /// Bytes of a line of memory.
-const LINE: usize = 64;
+pub(super) const LINE: usize = 64;
+/// Words of four columns in a block.
+const GROUPS: usize = BLOCK / 4;
+
+/// Most rows of blocks that AVX-512 VNNI takes in strips of eight. Prompts of 512 tokens are 1.12 to 1.15 times as fast
+/// in strips of six on two cores of Zen 5.
+const MOST_ROWS_BY_EIGHT: usize = 24;
+/// Most rows of blocks that vectors multiply where there are tiles. On two Granite Rapids cores 8 sequences are 1.8
+/// times as fast by vectors, and prompts of 512 tokens 1.25 to 1.29 times as fast by tiles.
+const MOST_BLOCK_ROWS_BY_VECTORS: usize = 24;
+/// Most rows that vectors multiply with bf16 where there are tiles. On two Granite Rapids cores vectors read 31.4 GB/s
+/// of a matrix for one row and 21.8 for 8, tiles 28.9 for 8.
+const MOST_BF16_ROWS_BY_VECTORS: usize = 2;
+/// The same with 12 bits, which are unpacked for tiles: vectors read 29.0 GB/s for one row and 14.9 for 8, tiles 21.2
+/// for 8.
+const MOST_BF12_ROWS_BY_VECTORS: usize = 4;
+/// Most rows for which kernels without dot products of bf16 decode 12 bits on the way. With that, and with panels asked
+/// for ahead, one sequence decodes 53.7 instead of 27.4 tok/s.
+const MOST_DECODED_ROWS: usize = 8;
 
 /// Most rows of any kernel's strip.
 pub(super) const MOST_ROWS: usize = packing::STRIP_ROWS as usize;
@@ -71,7 +89,8 @@ pub(super) struct Kernel {
     pub(super) rows: usize,
     /// Whether columns are unpacked first, see [`Kernel::unpacked`].
     pub(super) unpacks: bool,
-    /// Whether products are made a block of panels and strips at a time; else a panel is multiplied along all its columns.
+    /// Whether products are made a block of panels and strips at a time; else a panel is multiplied along all its
+    /// columns.
     pub(super) in_blocks: bool,
 }
 
@@ -125,21 +144,28 @@ impl Kernel {
             Isa::Avx2 | Isa::Avx2Vnni => (4, 8),
             // Of six rows of blocks two vectors fit together, and each element of activations is loaded once for both;
             // eight are fewer strips of few rows.
-            Isa::Avx512Vnni | Isa::Avx512Bf16Vnni if tokens > 24 => (12, 6),
+            Isa::Avx512Vnni | Isa::Avx512Bf16Vnni if tokens > MOST_ROWS_BY_EIGHT => (12, 6),
             Isa::Avx512 | Isa::Avx512Vnni | Isa::Avx512Bf16Vnni | Isa::Amx => (12, 8),
         };
         let (encoding, rows) = match format {
             Format::F32 | Format::F16 => (Encoding::Float, float_rows),
-            // With very few rows vectors are as fast as memory, which waits for tiles and for what is unpacked for them.
-            Format::Bf16 if isa == Isa::Amx && tokens > 2 => (Encoding::Tiles, MOST_ROWS),
-            Format::Bf12 if isa == Isa::Amx && tokens > 4 => (Encoding::Tiles, MOST_ROWS),
+            // With very few rows vectors are as fast as memory, which waits for tiles and for what is unpacked for
+            // them.
+            Format::Bf16 if isa == Isa::Amx && tokens > MOST_BF16_ROWS_BY_VECTORS => {
+                (Encoding::Tiles, MOST_ROWS)
+            }
+            Format::Bf12 if isa == Isa::Amx && tokens > MOST_BF12_ROWS_BY_VECTORS => {
+                (Encoding::Tiles, MOST_ROWS)
+            }
             Format::Bf16 | Format::Bf12 if isa >= Isa::Avx512Bf16Vnni => {
                 (Encoding::Pairs, float_rows)
             }
             // Without dot products of bf16 the AVX2 kernel decodes 12 bits.
-            Format::Bf12 if isa >= Isa::Avx512 && tokens <= 8 => (Encoding::Rounded, 4),
+            Format::Bf12 if isa >= Isa::Avx512 && tokens <= MOST_DECODED_ROWS => {
+                (Encoding::Rounded, 4)
+            }
             Format::Bf16 | Format::Bf12 => (Encoding::Rounded, float_rows),
-            Format::Q8 | Format::Q4 if isa == Isa::Amx && tokens > 24 => {
+            Format::Q8 | Format::Q4 if isa == Isa::Amx && tokens > MOST_BLOCK_ROWS_BY_VECTORS => {
                 (Encoding::ByteTiles, MOST_ROWS)
             }
             Format::Q8 => (Encoding::Blocks { offset: OFFSET_8 }, block_rows),
@@ -157,7 +183,7 @@ impl Kernel {
             // One strip decodes on the way, or two; more would each do it again.
             Format::Bf12 => match encoding {
                 Encoding::Pairs => tokens > 2 * rows,
-                Encoding::Rounded => tokens > 8 || isa == Isa::Portable,
+                Encoding::Rounded => tokens > MOST_DECODED_ROWS || isa == Isa::Portable,
                 Encoding::Tiles => in_blocks,
                 Encoding::ByteTiles | Encoding::Float | Encoding::Blocks { .. } => true,
             },

@@ -16,8 +16,7 @@ impl PackedMatrix {
         assert!(row < self.rows() && out.len() == self.columns(), "row {row} of {}", self.rows());
         let (panel, lane) = (row / PANEL, row % PANEL);
         let lanes = self.vectors(panel) * VECTOR;
-        let start = self.panel(panel).addr() - self.contents().as_ptr().addr();
-        let bytes = &self.contents()[start..];
+        let bytes = &self.contents()[self.panel_offset(panel)..];
         match self.format() {
             Format::F32 => read_floats(bytes, lanes, lane, out, f32::from_ne_bytes),
             Format::F16 => {
@@ -77,22 +76,19 @@ fn read_blocks(bytes: &[u8], lanes: usize, lane: usize, out: &mut [f32], bits: u
 
 #[cfg(test)]
 mod tests {
-    use std::thread;
-
     use super::super::pack::pack;
+    use super::super::testing::with_team;
     use super::*;
-    use crate::team::Team;
 
     #[test]
     fn a_part_has_the_rows_of_the_whole() {
-        let check = || {
+        with_team(1, |team| {
             let (rows, columns) = (3 * PANEL + 5, 40);
-            let team = Team::new(&[0]).unwrap();
             let fill = |range: std::ops::Range<usize>, values: &mut [f32]| {
                 (range.start * columns..).zip(values).for_each(|(i, value)| *value = i as f32);
             };
             for format in [Format::F32, Format::Q4] {
-                let whole = pack(&team, format, rows, columns, &fill).unwrap();
+                let whole = pack(team, format, rows, columns, &fill).unwrap();
                 let part = whole.part(1, 2);
                 assert_eq!(part.rows(), 2 * PANEL);
                 let (mut of_part, mut of_whole) = (vec![0.0; columns], vec![0.0; columns]);
@@ -102,14 +98,12 @@ mod tests {
                     assert_eq!(of_part, of_whole, "{format} {row}");
                 }
             }
-        };
-        thread::spawn(check).join().unwrap();
+        });
     }
 
     #[test]
     fn every_row_comes_back_as_its_format_holds_it() {
-        let check = || {
-            let team = Team::new(&[0]).unwrap();
+        with_team(1, |team| {
             // Relative to the largest element of a row.
             let tolerances = [
                 (Format::F32, 0.0),
@@ -130,7 +124,7 @@ mod tests {
                             (0..).zip(values).for_each(|(column, v)| *v = value(row, column));
                         }
                     };
-                    let matrix = pack(&team, format, rows, columns, &fill).unwrap();
+                    let matrix = pack(team, format, rows, columns, &fill).unwrap();
                     let mut out = vec![0.0; columns];
                     for row in 0..rows {
                         matrix.read_row(row, &mut out);
@@ -141,7 +135,6 @@ mod tests {
                     }
                 }
             }
-        };
-        thread::spawn(check).join().unwrap();
+        });
     }
 }

@@ -21,7 +21,7 @@ pub(super) fn load_four(address: u64) -> Four {
     value
 }
 
-/// Writes two words at once: who sees one of them sees the other. `address` is a multiple of 8.
+/// Writes two words at once: a reader that sees one of them sees the other. `address` is a multiple of 8.
 #[cube]
 pub(super) fn store_long(address: u64, value: u64) {
     let (address, value) = (held::<u64>(address), held::<u64>(value));
@@ -53,7 +53,7 @@ pub(super) fn load_word(address: u64) -> u32 {
     value
 }
 
-/// Writes a flag: whoever sees it sees what this unit wrote before.
+/// Writes a flag: a reader that sees it sees what this unit wrote before.
 #[cube]
 pub(super) fn raise(address: u64, value: u32) {
     let (address, value) = (held::<u64>(address), held::<u32>(value));

@@ -73,7 +73,7 @@ pub enum Reach {
 pub const SHORT_CONTEXT: usize = 256;
 
 impl Reach {
-    /// That of a run whose longest context, new tokens included, has so many tokens.
+    /// That of a run whose longest context, new tokens included, has `longest` tokens.
     pub fn of(longest: usize) -> Self {
         if longest <= SHORT_CONTEXT { Self::Short } else { Self::Long }
     }

@@ -163,7 +163,7 @@ fn cast_rows<X: Float, F: Float, N: Size>(
     }
 }
 
-/// Where a token's pair of that number lies among right operands of so many tokens, in pairs.
+/// Where pair number `pair` of `token` lies among right operands of `tokens` tokens, in pairs.
 #[cube]
 fn operand_pair(token: usize, pair: usize, #[comptime] tokens: usize) -> usize {
     // Pairs of eight columns, and of a block.

@@ -13,6 +13,9 @@ use ir::tensor::DType;
 use super::device::{Gpu, element};
 use super::registers::held;
 
+/// Lanes of a plane.
+pub(super) const PLANE: u32 = 32;
+
 /// 16 bytes: 8 elements.
 pub(super) type Packed = Vector<u32, Const<4>>;
 /// The sums of a lane.

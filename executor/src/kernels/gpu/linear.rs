@@ -393,7 +393,7 @@ impl<'a> Linear<'a> {
         Ok(())
     }
 
-    /// The sums of cubes with matrix instructions, for so many tokens each.
+    /// The sums of cubes with matrix instructions, for `tokens` tokens each.
     fn shape_of_lanes(&self, tokens: usize, bands: usize, splits: usize) -> Shape {
         Shape {
             tokens,

@@ -29,12 +29,25 @@ const TAKING_CUBES: usize = 128;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Place {
     /// The first of the flags: one, or one for each cube that sends.
-    pub flags: u64,
+    flags: u64,
     /// The value, at a multiple of [`UNIT_BYTES`].
-    pub value: u64,
+    value: u64,
 }
 
-/// Cubes, and so flags, that a value of so many bytes is sent with.
+impl Place {
+    /// A place with flags at one address and a value at the other; 0 stands for what launches with this place do not
+    /// use.
+    ///
+    /// # Safety
+    /// As long as launches with this place may run, the GPU reaches all flags, and as many bytes of the value as they
+    /// are told to move, up to the next multiple of [`UNIT_BYTES`]; and flags, turns or the order of launches keep both
+    /// sides from using these bytes at the same time.
+    pub unsafe fn new(flags: u64, value: u64) -> Self {
+        Self { flags, value }
+    }
+}
+
+/// Cubes, and so flags, that a value of `bytes` bytes is sent with.
 pub fn posting_cubes(bytes: usize) -> usize {
     bytes.div_ceil(UNITS * UNIT_BYTES).clamp(1, POSTING_CUBES)
 }
@@ -44,8 +57,8 @@ impl Gpu {
     pub fn post(&self, span: &Span, bytes: usize, to: Place, turn: &Span) {
         let vectors = bytes.div_ceil(UNIT_BYTES);
         let cubes = posting_cubes(bytes);
-        // SAFETY: indices lie within the arguments; the host's memory is as long as the value, and has a flag for
-        // every cube.
+        // SAFETY: indices lie within the arguments; the place has memory for the value, and a flag for every cube, as
+        // [`Place::new`] asks for.
         unsafe {
             post::launch_unchecked(
                 &self.client,
@@ -73,8 +86,8 @@ impl Gpu {
     }
 
     /// Queues taking what is already there.
-    pub fn take_at_once(&self, address: u64, span: &Span, bytes: usize) {
-        self.launch_take(Place { flags: 0, value: address }, span, bytes, None);
+    pub fn take_at_once(&self, from: Place, span: &Span, bytes: usize) {
+        self.launch_take(from, span, bytes, None);
     }
 
     /// Queues a wait for the flag at `from`.
@@ -149,6 +162,7 @@ fn take(
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
     use std::sync::atomic::{AtomicU32, Ordering};
     use std::thread;
     use std::time::Duration;
@@ -173,20 +187,22 @@ mod tests {
         // One number, less than a cube, several cubes with a rest, more than all cubes take at once.
         for count in [1_usize, 1000, 4100, 300_000] {
             let bytes = count * size_of::<f32>();
-            let mut region = Region::new(2 * FLAGS_BYTES + 2 * (bytes + UNIT_BYTES)).unwrap();
-            let context = CudaContext::new(ordinal).unwrap();
-            let pinned = Pinned::new(&context, &region).unwrap().unwrap();
             let there = 2 * FLAGS_BYTES;
             let back = (there + bytes).next_multiple_of(UNIT_BYTES);
-            let place = |flags: usize, value: usize| Place {
-                flags: pinned.address() + flags as u64,
-                value: pinned.address() + value as u64,
-            };
+            let mut region = Region::new(2 * FLAGS_BYTES + 2 * (bytes + UNIT_BYTES)).unwrap();
             let sent: Vec<f32> = (0..count).map(|i| i as f32 + 0.5).collect();
-            let turn = gpu.upload(&[7_u32]);
-            let span = gpu.poisoned(bytes.next_multiple_of(UNIT_BYTES));
             let start = there / size_of::<f32>();
             region.as_mut_slice::<f32>()[start..start + count].copy_from_slice(&sent);
+            let region = Arc::new(region);
+            let context = CudaContext::new(ordinal).unwrap();
+            let pinned = Pinned::new(&context, &region).unwrap().unwrap();
+            let place = |flags: usize, value: usize| {
+                let address = |start: usize| pinned.address() + start as u64;
+                // SAFETY: both lie in the region, whose pages stay pinned until the launches have ended.
+                unsafe { Place::new(address(flags), address(value)) }
+            };
+            let turn = gpu.upload(&[7_u32]);
+            let span = gpu.poisoned(bytes.next_multiple_of(UNIT_BYTES));
             // SAFETY: flags lie at the start of the region, which outlives them, and are only used as atomics.
             let flag = |at: usize| unsafe {
                 AtomicU32::from_ptr(region.as_ptr().add(at * size_of::<u32>()).cast())

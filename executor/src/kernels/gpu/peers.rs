@@ -6,14 +6,14 @@
 //! - A large term goes in pieces. A cube sends the next piece before it waits for one, so that links are busy while
 //!   terms are added.
 //! - Of a small term every number is written together with a flag, as NCCL's protocol LL does: it takes twice the bytes
-//!   and one crossing instead of three. What makes such a term can send it by itself, number by number, and write the sum
-//!   in its place (see [`small::Meeting`]): no launch stands between a product and its sum.
+//!   and one crossing instead of three. What makes such a term can send it by itself, number by number, and write the
+//!   sum in its place (see [`small::Meeting`]): no launch stands between a product and its sum.
 //! - What is written is told by numbers that grow from one sum to the next, and by a run's number, so that captured
-//!   launches serve every run and a run that ended early leaves nothing behind. Those of pieces do not come round; those
-//!   of small terms do, so whoever has read one erases it.
+//!   launches serve every run and a run that ended early leaves nothing behind. Those of pieces do not come round;
+//!   those of small terms do, so the GPU that has read one erases it.
 //! - A piece uses one of eight inboxes in turn, four for each of two runs. A member that sends piece k + 2 has seen the
-//!   flag of piece k, which its peer raised when it had read piece k - 2: what is overwritten has been read. A peer that
-//!   is ahead by a run writes where nobody reads.
+//!   flag of piece k, which its peer raised when it had read piece k - 2: what is overwritten has been read. A peer
+//!   that is ahead by a run writes where nobody reads.
 //! - A peer that never comes makes the sum not a number after [`PATIENCE`] looks, or soon if it told that it has left
 //!   the run. That is noted in the exchanges of all members, and their further sums of the run are not numbers either.
 
@@ -60,11 +60,15 @@ const LEFT: u64 = LOST + 8;
 
 const _: () = assert!(LEFT + 4 <= EXCHANGE_HEADER_BYTES, "what members tell lies before inboxes");
 
+/// Where the exchanges of a sum's members lie, at most [`EXCHANGE_MEMBERS`].
+#[derive(Clone, Debug)]
+pub struct Exchanges(Arc<[u64]>);
+
 /// Members of a sum.
 #[derive(Clone, Debug)]
 pub struct Group {
-    /// Where their exchanges lie, at most [`EXCHANGE_MEMBERS`].
-    pub addresses: Arc<[u64]>,
+    /// Their exchanges.
+    pub exchanges: Exchanges,
     /// Which this GPU is.
     pub rank: u32,
     /// Bytes that an inbox takes at a time, a multiple of 256: the same on all members.
@@ -73,6 +77,18 @@ pub struct Group {
     pub turn: Span,
     /// Which sum of the run it is.
     pub number: u32,
+}
+
+impl Exchanges {
+    /// The exchanges at these addresses, in the order of the members.
+    ///
+    /// # Safety
+    /// As long as launches with them may run, the GPU reaches an exchange at each address that is large enough for as
+    /// many members. A [`Group`] with them has the rank of the GPU that its launches run on, and pieces of the size
+    /// that the exchanges have been made for.
+    pub unsafe fn new(addresses: &[u64]) -> Self {
+        Self(addresses.into())
+    }
 }
 
 impl Gpu {
@@ -103,16 +119,16 @@ impl Gpu {
         Ok(())
     }
 
-    /// Queues telling all members, whose exchanges lie at `addresses`, that this GPU does no more of run `turn` than it
-    /// has queued: who waits for more need not wait long.
-    pub fn leave_sums(&self, addresses: &[u64], turn: u32) {
-        // SAFETY: addresses are those of exchanges, and what is written lies in their heads.
+    /// Queues telling all members that this GPU does no more of run `turn` than it has queued: those that wait for more
+    /// need not wait long.
+    pub fn leave_sums(&self, exchanges: &Exchanges, turn: u32) {
+        // SAFETY: the GPU reaches the exchanges, and what is written lies in their heads.
         unsafe {
             flags::leave::launch_unchecked(
                 &self.client,
                 CubeCount::Static(1, 1, 1),
                 CubeDim::new_1d(1),
-                addresses.iter().copied().collect(),
+                exchanges.0.iter().copied().collect(),
                 turn,
             );
         }
@@ -145,8 +161,7 @@ impl Gpu {
         ensure!(count.is_multiple_of(4), "GPUs sum numbers in fours, not {count}");
         group.check()?;
         if group.has_flags_for(count) {
-            // SAFETY: every index lies within its argument; addresses are those of exchanges, which are as large as
-            // plans count them for the members.
+            // SAFETY: every index lies within its argument, and the exchanges are large enough for the members.
             unsafe {
                 small::sum_with_flags::launch_unchecked(
                     &self.client,
@@ -171,14 +186,14 @@ impl Gpu {
                 CubeDim::new_1d(UNITS),
                 term.argument(vectors as usize, 16),
                 out.argument(vectors as usize, 16),
-                group.addresses.iter().copied().collect(),
+                group.exchanges.0.iter().copied().collect(),
                 group.turn.argument(1, 4),
                 share,
                 piece_vectors,
                 vectors,
                 group.flagged_bytes() as u32,
                 group.rank,
-                group.addresses.len() as u32,
+                group.exchanges.0.len() as u32,
             );
         }
         Ok(())

@@ -107,7 +107,7 @@ impl Portion {
         }
     }
 
-    /// Loads the portion of that number; `walk.slot` counts in four rows, `t` is the lane's.
+    /// Loads portion `number`; `walk.slot` counts in four rows, `t` is the lane's.
     pub(super) fn load(
         &mut self,
         weights: &[Words],

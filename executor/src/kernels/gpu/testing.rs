@@ -8,8 +8,16 @@ use super::warpgroup::RightOperands;
 
 /// The first CUDA device; where there is none, the first Vulkan device, which may be one in software.
 /// `None`, with the reason printed, where there is neither: then a test checks nothing.
+///
+/// # Panics
+/// Where `HYBRID_TEST_GPU` is `cuda`, as `tests/gpu.sh` sets it, and there is no CUDA device.
 pub(crate) fn gpu() -> Option<Gpu> {
-    match Gpu::cuda(0).or_else(|_| Gpu::vulkan()) {
+    let found = match std::env::var("HYBRID_TEST_GPU").as_deref() {
+        Ok("cuda") => Ok(Gpu::cuda(0).expect("HYBRID_TEST_GPU asks for a CUDA device")),
+        Ok(other) => panic!("HYBRID_TEST_GPU is {other:?}, not cuda"),
+        Err(_) => Gpu::cuda(0).or_else(|_| Gpu::vulkan()),
+    };
+    match found {
         Ok(gpu) => Some(gpu),
         Err(error) => {
             eprintln!("skipped: no GPU, and no Vulkan device in software: {error:#}");

@@ -146,7 +146,7 @@ fn unpack_piece<F: Float, N: Size>(
     }
 }
 
-/// Decodes a task, or so many neighbouring columns of one of its blocks, element by element to `values[row][column]`.
+/// Decodes a task, or some neighbouring columns of one of its blocks, element by element to `values[row][column]`.
 #[cube]
 pub(super) fn decode_part(
     weights: &[Words],
@@ -168,7 +168,7 @@ pub(super) fn decode_part(
     }
 }
 
-/// Decodes so many neighbouring columns of a block.
+/// Decodes some neighbouring columns of a block.
 #[cube]
 fn decode_block(
     weights: &[Words],

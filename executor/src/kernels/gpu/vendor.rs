@@ -21,12 +21,13 @@ use anyhow::{Context as _, Result, bail, ensure};
 use cudarc::cublaslt::{result, sys};
 use cudarc::driver::{CudaContext, CudaEvent, CudaStream, sys as driver};
 use ir::tensor::DType;
+use ir::workspace;
 
 use self::turns::{TURNS_BYTES, Turns};
 use super::device::{Gpu, Span};
 
-/// Device memory that the library may use while it multiplies, with the flags of turns; NVIDIA advises 32 MiB for Hopper.
-pub const WORKSPACE_BYTES: usize = 32 << 20;
+/// Device memory that the library may use while it multiplies, with the flags of turns.
+pub const WORKSPACE_BYTES: usize = workspace::LIBRARY_BYTES as usize;
 /// What the library has of it.
 const LIBRARY_BYTES: usize = WORKSPACE_BYTES - TURNS_BYTES;
 

@@ -6,8 +6,8 @@
 //! - The right operand lies in shared memory: 16 bytes are eight rows of a column, 128 bytes eight columns, all columns
 //!   of eight rows follow one another, and so do the rows.
 //! - Cubes of a *cluster* run at the same time and read each other's shared memory.
-//! - What lies in order is copied to shared memory by the device itself (PTX's `cp.async.bulk`). A *barrier*, 8 bytes of
-//!   shared memory, turns over when as many units have arrived as it counts and all announced bytes are there; units
+//! - What lies in order is copied to shared memory by the device itself (PTX's `cp.async.bulk`). A *barrier*, 8 bytes
+//!   of shared memory, turns over when as many units have arrived as it counts and all announced bytes are there; units
 //!   wait for the end of the turn whose number is even or odd.
 //! - Sums of eight columns are a lane's as of one instruction of a plane. They are registers that only assembly knows,
 //!   by number: instructions add to them where they are, which CubeCL's assembly, whose operands are either read or
@@ -46,30 +46,30 @@ impl Gpu {
     }
 }
 
-/// Sums of a lane for so many columns of one left operand.
+/// Sums of a lane for `columns` columns of one left operand.
 pub(super) fn lane_sums(columns: usize) -> usize {
     ROWS * columns / 32
 }
 
-/// What assembly calls the sum of that number.
+/// What assembly calls sum `number`.
 fn sum(number: usize) -> String {
     format!("sums{number}")
 }
 
-/// The sums of the left operand of that number as a vector of assembly.
+/// The sums of left operand `operand` as a vector of assembly.
 fn sums(operand: usize, columns: usize) -> String {
     let count = lane_sums(columns);
     let names: Vec<String> = (operand * count..(operand + 1) * count).map(sum).collect();
     format!("{{{}}}", names.join(", "))
 }
 
-/// Makes so many sums known: once in a kernel, outside of loops and of what is called more than once.
+/// Declares `count` sums: once in a kernel, outside of loops and of what is called more than once.
 #[cube]
 pub(super) fn declare_sums(#[comptime] count: usize) {
     gpu_asm!(".reg .f32 sums<{count}>;", count = const count);
 }
 
-/// Sets so many sums to zero.
+/// Sets the first `count` sums to zero.
 #[cube]
 pub(super) fn clear_sums(#[comptime] count: usize) {
     #[unroll]
@@ -88,8 +88,8 @@ pub(super) fn read_sum(#[comptime] number: usize) -> f32 {
     value
 }
 
-/// Begins to add the products of 32 columns of two left operands: `lefts` are those of the first 16 columns, then of the
-/// others. [`wait_for_products()`] waits for them.
+/// Begins to add the products of 32 columns of two left operands: `lefts` are those of the first 16 columns, then of
+/// the others. [`wait_for_products()`] waits for them.
 #[cube]
 pub(super) fn multiply_group(lefts: &Array<Packed>, right: u32, #[comptime] columns: usize) {
     let (first, second) = comptime!((sums(0, columns), sums(1, columns)));
@@ -124,7 +124,7 @@ pub(super) fn wait_for_products() {
     gpu_asm!("wgmma.wait_group.sync.aligned 0;");
 }
 
-/// Makes a barrier that counts so many arrivals. [`show_barriers()`] comes before anybody else uses it.
+/// Makes a barrier that counts `arrivals` arrivals. [`show_barriers()`] comes before anybody else uses it.
 #[cube]
 pub(super) fn make_barrier(barrier: u32, arrivals: u32) {
     let (barrier, arrivals) = (held::<u32>(barrier), held::<u32>(arrivals));
@@ -168,11 +168,11 @@ pub(super) fn wait_for_turn(barrier: u32, is_odd: u32) {
     );
 }
 
-/// Begins to copy from global memory, from the first of `from` on, so many bytes, a multiple of 16, that are announced
-/// at the barrier.
+/// Begins to copy `bytes` bytes, a multiple of 16 that has been announced at the barrier, from global memory, from the
+/// first of `from` on.
 #[cube]
 pub(super) fn copy_in_bulk(from: &[Packed], to: u32, bytes: u32, barrier: u32) {
-    // SAFETY: who announces bytes says how many there are.
+    // SAFETY: the bytes that are announced at the barrier are there.
     let pointer = unsafe { from.as_ptr_unchecked() };
     let (to, bytes, barrier) = (held::<u32>(to), held::<u32>(bytes), held::<u32>(barrier));
     gpu_asm!(
@@ -182,7 +182,7 @@ pub(super) fn copy_in_bulk(from: &[Packed], to: u32, bytes: u32, barrier: u32) {
     );
 }
 
-/// The lower half of what describes a right operand of so many columns, which begins at that address of shared memory.
+/// The lower half of what describes a right operand of `columns` columns that begins at `address` in shared memory.
 #[cube]
 pub(super) fn right_operand(address: u32, #[comptime] columns: usize) -> u32 {
     (address & 0x3ffffu32) >> 4u32 | comptime!((columns as u32) << 16)

@@ -1,9 +1,11 @@
 //! What a step of a GPU borrows: keys and values between a cache at home on a NUMA node and the GPU's window.
 //!
-//! - The window holds one cache at a time, with its blocks where they are at home: what is cached is brought before a step
-//!   attends, and what the step adds is given back.
-//! - Pinned memory is read and written by address. Elsewhere the host copies element by element: on devices in software,
-//!   and where the system pins no more.
+//! - The window holds one cache at a time, with its blocks where they are at home: what is cached is brought before a
+//!   step attends, and what the step adds is given back.
+//! - Pinned memory is read and written by address. Elsewhere the host copies element by element: on devices in
+//!   software, and where the system pins no more.
+
+#![expect(unsafe_code, reason = "lanes of different devices use a cache in turn")]
 
 use std::ops::Range;
 
@@ -35,16 +37,20 @@ impl Borrowed<'_> {
             return Ok(());
         }
         let cached = |part: &Part| first_brought(part.past, seen)..part.past;
-        self.cross(cached, Gpu::bring, |side, span| {
+        // SAFETY: what lies at home is pinned and of this shape, and plans let one step use a cache at a time.
+        let bring = |gpu: &Gpu, crossing: &Crossing<'_>| unsafe { gpu.bring(crossing) };
+        self.cross(cached, bring, |side, span| {
             let shape = self.home.shape();
             let mut elements = vec![0; shape.blocks * shape.block_bytes()];
-            self.home.with_bytes(side, |home| {
+            let copy = |home: &mut [u8]| {
                 for part in self.batch.parts() {
                     for (at_home, here) in elements_of(shape, side, &part.blocks, cached(part)) {
                         elements[here].copy_from_slice(&home[at_home]);
                     }
                 }
-            });
+            };
+            // SAFETY: plans let one step use a cache at a time, which is this one.
+            unsafe { self.home.with_bytes(side, copy) };
             self.gpu.write(span, &elements)
         })
     }
@@ -55,10 +61,12 @@ impl Borrowed<'_> {
     /// When the device failed.
     pub(super) fn give_back(&self) -> Result<()> {
         let added = |part: &Part| part.past..part.past + part.tokens;
-        self.cross(added, Gpu::give_back, |side, span| {
+        // SAFETY: as in `bring`.
+        let give_back = |gpu: &Gpu, crossing: &Crossing<'_>| unsafe { gpu.give_back(crossing) };
+        self.cross(added, give_back, |side, span| {
             let shape = self.home.shape();
             let elements = self.gpu.read(span)?;
-            self.home.with_bytes(side, |home| {
+            let copy = |home: &mut [u8]| {
                 for part in self.batch.parts() {
                     let added = added(part);
                     // Behind the last token lie zeros.
@@ -70,7 +78,9 @@ impl Borrowed<'_> {
                         home[at_home].copy_from_slice(&elements[here]);
                     }
                 }
-            });
+            };
+            // SAFETY: plans let one step use a cache at a time, which is this one.
+            unsafe { self.home.with_bytes(side, copy) };
             Ok(())
         })
     }
@@ -107,8 +117,8 @@ impl Borrowed<'_> {
     }
 }
 
-/// The first token that is brought of `past` cached ones where each token sees so many, itself included: what a tile of
-/// keys of the kernels may begin with.
+/// The first token that is brought of `past` cached ones where each token sees `seen`, itself included: one that a tile
+/// of keys of the kernels may begin with.
 fn first_brought(past: usize, seen: Option<u32>) -> usize {
     /// A multiple of the keys of a tile.
     const MOST_KEYS: usize = 256;
@@ -145,11 +155,11 @@ mod tests {
     use crate::memory::Region;
 
     /// A cache at home whose tokens of a sequence have been appended.
-    #[expect(unsafe_code, reason = "members of a team append to different tiles at the same time")]
     fn appended(shape: CacheShape, blocks: &[u32], rows: &[Vec<f32>]) -> HomeCache {
         let region = || Region::new(shape.region_bytes()).unwrap();
         let home = HomeCache::new(shape, region(), region()).unwrap();
-        let cache = home.view().unwrap();
+        // SAFETY: nobody else uses the cache.
+        let cache = unsafe { home.view() }.unwrap();
         for (token, row) in rows.iter().enumerate() {
             for (head, row) in row.chunks(shape.head_dim).enumerate() {
                 for side in [Side::Keys, Side::Values] {
@@ -182,9 +192,11 @@ mod tests {
             let home = appended(shape, &blocks, &rows);
             for side in [Side::Keys, Side::Values] {
                 let pairs: Vec<_> = elements_of(&shape, side, &blocks, 0..tokens).collect();
-                let found: Vec<f32> = home.with_bytes(side, |all| {
+                let read = |all: &mut [u8]| -> Vec<f32> {
                     pairs.iter().map(|(at, _)| float(element, &all[at.clone()])).collect()
-                });
+                };
+                // SAFETY: nobody else uses the cache.
+                let found = unsafe { home.with_bytes(side, read) };
                 assert_eq!(found, rows.concat(), "{element:?}, {side:?}");
                 // Row after row: the first block of the sequence is the third of the window.
                 let start = |block: usize, head: usize, token: usize| {

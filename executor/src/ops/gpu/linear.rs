@@ -77,7 +77,7 @@ impl State {
         Ok(Operand { span, dtype: DType::F32, rows, columns })
     }
 
-    /// Whether so many rows of that type are multiplied with the matrices as they lie, without the vendor's library.
+    /// Whether `rows` rows of type `dtype` are multiplied with the matrices as these lie, without the vendor's library.
     pub(super) fn multiplies_as_it_lies<'a>(
         &self,
         rows: usize,

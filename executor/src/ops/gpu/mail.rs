@@ -36,9 +36,8 @@ const LOOKING: Duration = Duration::from_millis(400);
 
 /// The letters of one GPU.
 pub(super) struct Mail {
-    // Unpinned before it is unmapped.
     pinned: Pinned,
-    region: Region,
+    region: Arc<Region>,
     context: Arc<CudaContext>,
     programs: Vec<Letters>,
     /// Where the numbers of a run's batch start, and how many bytes they take.
@@ -103,7 +102,7 @@ impl Mail {
         let (programs, bytes) = lay_out(device, parts, input_bytes);
         let counted = letters::letter_bytes(plan, device);
         ensure!(bytes as u64 <= counted, "letters take {bytes} bytes, the plan counts {counted}");
-        let region = Region::new(bytes)?;
+        let region = Arc::new(Region::new(bytes)?);
         let home = letters::home(plan, device).map(|home| &plan.machine.devices[home].kind);
         if let Some(&DeviceKind::Numa { node, .. }) = home
             && let Err(error) = region.bind_to_node(node)
@@ -134,14 +133,14 @@ impl Mail {
     }
 
     /// Where the GPU finds the numbers of a run's batch.
-    pub(super) fn inputs(&self) -> u64 {
-        self.address(self.inputs.0)
+    pub(super) fn inputs(&self) -> Place {
+        self.at(None, Some(self.inputs.0))
     }
 
     /// Where a step finds the flag of its incoming letter, if it has one.
     pub(super) fn incoming(&self, program: usize, step: StepId) -> Option<Place> {
         let letter = self.programs[program].incoming.get(&step)?;
-        Some(Place { flags: self.address(letter.flag), value: 0 })
+        Some(self.at(Some(letter.flag), None))
     }
 
     /// Where a step finds the value of another device's buffer.
@@ -150,7 +149,7 @@ impl Mail {
     /// When none comes.
     pub(super) fn value(&self, program: usize, step: StepId, buffer: BufferId) -> Result<Place> {
         let (letter, place) = self.place(program, step, buffer)?;
-        Ok(Place { flags: self.address(letter.flag), value: self.address(place) })
+        Ok(self.at(Some(letter.flag), Some(place)))
     }
 
     /// The letter that brings a value, and where the value starts.
@@ -167,7 +166,7 @@ impl Mail {
     pub(super) fn taken(&self, program: usize, step: StepId) -> Option<Place> {
         let letters = &self.programs[program];
         let letter = letters.incoming.get(&step).filter(|letter| !letter.values.is_empty())?;
-        letters.is_shared.then(|| Place { flags: self.address(letter.taken), value: 0 })
+        letters.is_shared.then(|| self.at(Some(letter.taken), None))
     }
 
     /// Where a step sends its values; and where it tells that it is done, if it sends none and others wait for it.
@@ -179,12 +178,9 @@ impl Mail {
         let Some(letter) = self.programs[program].outgoing.get(&step) else {
             return (Vec::new(), None);
         };
-        let place = |sent: &Sent| Place {
-            flags: self.address(sent.flags),
-            value: self.address(sent.place),
-        };
+        let place = |sent: &Sent| self.at(Some(sent.flags), Some(sent.place));
         let values = letter.values.iter().map(|sent| (sent.buffer, place(sent))).collect();
-        let flag = Place { flags: self.address(letter.flag), value: 0 };
+        let flag = self.at(Some(letter.flag), None);
         (values, letter.values.is_empty().then_some(flag))
     }
 
@@ -326,8 +322,12 @@ impl Mail {
         unsafe { AtomicU32::from_ptr(self.region.as_ptr().add(start).cast()) }
     }
 
-    fn address(&self, start: usize) -> u64 {
-        self.pinned.address() + start as u64
+    /// Where the GPU finds flags and a value that start there in the region.
+    fn at(&self, flags: Option<usize>, value: Option<usize>) -> Place {
+        let address = |start: usize| self.pinned.address() + start as u64;
+        // SAFETY: both have room in the region, whose pages stay pinned until the lane's launches have ended; flags,
+        // and for a batch's numbers the end of the run before, say which side may use them.
+        unsafe { Place::new(flags.map_or(0, address), value.map_or(0, address)) }
     }
 }
 

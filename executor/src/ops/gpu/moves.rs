@@ -40,9 +40,9 @@ impl State {
             }
             let (ty, extent) = (&schedule.buffers[buffer].ty, scope.batch.extent());
             let bytes = ty.bytes(extent) as usize;
-            if let Some(value) = self.sums.peers.lies_at(self.device, program, id, buffer)? {
+            if let Some(place) = self.sums.peers.lies_at(self.device, program, id, buffer)? {
                 self.queue_wait(program, id);
-                self.gpu.take_at_once(value, into, bytes);
+                self.gpu.take_at_once(place, into, bytes);
             } else if let Some(mail) = &self.mail {
                 let place = mail.value(program, id, buffer)?;
                 self.gpu.take(place, into, bytes, &self.inputs.turn());

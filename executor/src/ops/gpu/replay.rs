@@ -3,7 +3,7 @@
 #![expect(unsafe_code, reason = "replayed launches find their memory by address")]
 
 use std::collections::BTreeMap;
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 
 use anyhow::{Context as _, Result};
 use cubecl::client::Graph;
@@ -12,6 +12,7 @@ use super::inputs::reach;
 use crate::batch::Batch;
 use crate::kernels::gpu::attention::Reach;
 use crate::kernels::gpu::device::Gpu;
+use crate::locked;
 
 /// Under what the captured graph of a run is found: what decides which launches it makes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -80,7 +81,7 @@ impl Replays {
 
     /// Ends what [`Replays::prepare()`] began for a run that is not captured.
     pub(super) fn abandon(&self, gpu: &Gpu) {
-        let _alone = CAPTURING.lock().unwrap_or_else(PoisonError::into_inner);
+        let _alone = locked(&CAPTURING);
         // CubeCL ends nothing but a capture: this one holds nothing.
         drop(gpu.capture(|| Ok(())));
     }
@@ -91,7 +92,7 @@ impl Replays {
     /// # Errors
     /// Those of `queue`.
     pub(super) fn capture(gpu: &Gpu, queue: impl FnOnce() -> Result<()>) -> Result<Option<Graph>> {
-        let _alone = CAPTURING.lock().unwrap_or_else(PoisonError::into_inner);
+        let _alone = locked(&CAPTURING);
         let captured = gpu.capture(queue)?;
         let told = captured.inspect_err(|error| {
             tracing::debug!("a run's launches could not be captured: {error:?}");
@@ -105,7 +106,7 @@ impl Replays {
     /// When the device failed.
     pub(super) fn discard(&mut self, gpu: &Gpu, key: GraphKey) -> Result<()> {
         let Some(graph) = self.captured.remove(&key) else { return Ok(()) };
-        let _alone = CAPTURING.lock().unwrap_or_else(PoisonError::into_inner);
+        let _alone = locked(&CAPTURING);
         drop(graph);
         gpu.sync()
     }

@@ -1,7 +1,7 @@
 //! How a GPU works through its lane: stretch by stretch, or with all launches queued ahead.
 //!
-//! - Stretch by stretch, the lane's thread waits on the host for what a step waits for, queues launches, and waits until
-//!   the device is done with what others wait for.
+//! - Stretch by stretch, the lane's thread waits on the host for what a step waits for, queues launches, and waits
+//!   until the device is done with what others wait for.
 //! - Small runs are queued ahead as a whole, from what was captured in an earlier run of their kind. Then the device
 //!   waits by itself for what comes from the host, and the lane's thread only carries letters, in the order of steps.
 
@@ -53,7 +53,7 @@ impl State {
         can_be_ahead
     }
 
-    /// Whether a step may call the vendor's library in a run of that size.
+    /// Whether a step may call the vendor's library in a run of size `extent`.
     fn calls_library(&self, program: &Program, step: StepId, extent: Extent) -> bool {
         let step = &program.steps[step];
         let Action::Run(op) = &step.action else { return false };
@@ -217,8 +217,8 @@ impl State {
         self.queue(scope, program, steps, Some(slots), at)?;
         if let Some(mail) = &self.mail {
             self.gpu.flush()?;
-            // All that the launches wait for of the host is there, so they end unless a GPU fails that they sum with. One
-            // that could not be made raises no flag.
+            // All that the launches wait for of the host is there, so they end unless a GPU fails that they sum with.
+            // One that could not be made raises no flag.
             let is_over = || self.gpu.check(&[&self.buffers, &self.scratch.inner]).map(|()| true);
             mail.wait_until_taken(program, first, turn(run.number), is_over)?;
             self.receive_unless(scope, run, last, is_over)?;
@@ -348,9 +348,10 @@ impl State {
 
     /// Fails when a member of a sum over GPUs never came, once this device has done its part of a run.
     ///
-    /// All members are told of that, and what they make of it is not a number: where one of them wrote the output, it looks
-    /// for the reason if there is such a number. Who sums with others knows nothing of this sum, and what NUMA nodes make
-    /// of such numbers shows nothing: then all members look.
+    /// After a member is lost, the sums of the others are not numbers. The GPU that writes the output therefore looks
+    /// for a lost member only if the output holds such a number, and GPUs that sum with that GPU leave it to it. Other
+    /// GPUs cannot tell from the output whether their sums were numbers, least of all where a NUMA node writes it: they
+    /// always look.
     ///
     /// # Errors
     /// That, or when the device failed.

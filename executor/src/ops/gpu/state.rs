@@ -6,6 +6,7 @@ use std::sync::Arc;
 use anyhow::{Context as _, Result, ensure};
 use ir::frame::Frame;
 use ir::id::{BufferId, DeviceId, Table, WeightId};
+use ir::machine::{Device, DeviceKind};
 use ir::op::Op;
 use ir::plan::{Plan, Program, Queue, Step, Weight};
 use ir::tensor::{DType, Extent, TensorType};
@@ -79,7 +80,7 @@ pub(super) struct Operand {
     pub(super) columns: usize,
 }
 
-/// Rows and columns of a buffer in a run of that size.
+/// Rows and columns of a buffer of type `ty` in a run of size `extent`.
 pub(super) fn dims(ty: &TensorType, extent: Extent) -> (usize, usize) {
     let rows = ty.shape.first().map_or(1, |dim| dim.size(extent));
     (rows as usize, ty.features(extent) as usize)
@@ -89,7 +90,7 @@ impl State {
     /// Takes the memory of everything but weights, which are added one by one.
     ///
     /// # Errors
-    /// When there is not as much memory, or the vendor's library does not start.
+    /// When there is not as much memory, or a library that the plan counts does not start.
     pub(crate) fn new(
         plan: &Plan,
         device: DeviceId,
@@ -101,9 +102,9 @@ impl State {
         let frames: Vec<Frame> =
             plan.programs.iter().map(|program| Frame::new(plan, program, device)).collect();
         let bytes = frames.iter().map(Frame::bytes).max().unwrap_or(0) as usize;
-        let library = Library::load(&gpu, ordinal)?;
-        let library_bytes = if library.is_some() { WORKSPACE_BYTES } else { 0 };
-        let space = workspace(plan, device, library_bytes as u64);
+        let library = counted_library(plan, device, &gpu, ordinal)?;
+        let library_bytes = library.as_ref().map_or(0, |(_, bytes)| *bytes);
+        let space = workspace(plan, device, library_bytes);
         let counted = ir::check::memory(plan)[device];
         let mut memory = Memory::new(&counted, &space, &gpu)?;
         let programs = plan.programs.iter().enumerate();
@@ -133,13 +134,11 @@ impl State {
             );
             peers.register_library(device, gpu.clone(), scratch.inner.clone());
         }
-        // A plan without products of many rows counts no memory for the library.
-        let library = library.filter(|_| space.library_bytes > 0);
         let fetches = |program: &Program| program.lane(device, Queue::Copy).is_some();
         let counts_library = plan.machine.devices[device].kind.has_library();
         let has_library = Some(library.is_some()).filter(|&has| has == counts_library);
-        let vendor = library.map(|library| {
-            let workspace = memory.take(space.library_bytes as usize)?;
+        let vendor = library.map(|(library, bytes)| {
+            let workspace = memory.take(bytes as usize)?;
             Vendor::new(&gpu, library, workspace, plan.programs.iter().any(fetches))
         });
         Ok(Self {
@@ -274,4 +273,35 @@ impl State {
         }
         Ok(())
     }
+}
+
+/// The vendor's library and the bytes that the plan counts for it. `None` where the plan counts none, and where the
+/// library is missing, of which the user is told: products of many rows are then made in f32, by kernels of our own.
+fn counted_library(
+    plan: &Plan,
+    device: DeviceId,
+    gpu: &Gpu,
+    ordinal: usize,
+) -> Result<Option<(Library, u64)>> {
+    let Device { name, kind, .. } = &plan.machine.devices[device];
+    let DeviceKind::Gpu { library_bytes, .. } = *kind else { return Ok(None) };
+    // A plan without products of many rows counts no memory for the library, whatever it would take.
+    let bytes = workspace(plan, device, library_bytes).library_bytes;
+    if bytes == 0 || !gpu.is_cuda() {
+        return Ok(None);
+    }
+    let Some(library) = Library::load(gpu, ordinal)? else {
+        // Probing counts the library without looking for it, so this may be the plan of a machine that never had it.
+        tracing::warn!(
+            "{name}: cuBLASLt, which the plan counts on, is not found here, so many tokens are multiplied in f32, \
+             slower and in more memory: install it, or write library_bytes: 0 in the machine file and compile again"
+        );
+        return Ok(None);
+    };
+    ensure!(
+        bytes >= WORKSPACE_BYTES as u64,
+        "the plan counts {bytes} bytes for cuBLASLt, which takes {WORKSPACE_BYTES}: write library_bytes: \
+         {WORKSPACE_BYTES}, or 0 to do without it, in the machine file and compile again"
+    );
+    Ok(Some((library, bytes)))
 }

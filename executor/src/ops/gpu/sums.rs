@@ -11,7 +11,7 @@ use ir::workspace::{Workspace, exchange_piece_bytes};
 
 use super::memory::Memory;
 use crate::kernels::gpu::device::{Gpu, Span};
-use crate::kernels::gpu::peers::Group;
+use crate::kernels::gpu::peers::{Exchanges, Group};
 use crate::peers::Peers;
 
 /// One GPU's place to meet others.
@@ -23,7 +23,7 @@ pub(super) struct Sums {
     /// Bytes that members pass each other at a time.
     piece_bytes: usize,
     /// Where the exchanges of the groups lie that this GPU has met.
-    groups: BTreeMap<Vec<DeviceId>, Arc<[u64]>>,
+    groups: BTreeMap<Vec<DeviceId>, Exchanges>,
     /// Sums that the run has made in exchanges so far.
     made: u32,
     /// Sums that the vendor's library makes in the run so far.
@@ -74,7 +74,7 @@ impl Sums {
         let (number, piece_bytes) = (self.made, self.piece_bytes);
         self.made += 1;
         Ok(Group {
-            addresses: self.group(gpu, members)?,
+            exchanges: self.group(gpu, members)?,
             rank: rank.context("a GPU sums terms of others")? as u32,
             piece_bytes,
             turn,
@@ -134,15 +134,15 @@ impl Sums {
     }
 
     /// Where the exchanges of a group lie.
-    fn group(&mut self, gpu: &Gpu, members: &[DeviceId]) -> Result<Arc<[u64]>> {
-        if let Some(addresses) = self.groups.get(members) {
-            return Ok(Arc::clone(addresses));
+    fn group(&mut self, gpu: &Gpu, members: &[DeviceId]) -> Result<Exchanges> {
+        if let Some(exchanges) = self.groups.get(members) {
+            return Ok(exchanges.clone());
         }
         ensure!(self.exchange.is_some(), "the plan counts no exchange");
-        let addresses: Arc<[u64]> = self.peers.exchanges(self.device, members)?.into();
+        let exchanges = self.peers.exchanges(self.device, members)?;
         // Leaving no run compiles the launch, which could not be done while a sum waits.
-        gpu.leave_sums(&addresses, 0);
-        self.groups.insert(members.to_vec(), Arc::clone(&addresses));
-        Ok(addresses)
+        gpu.leave_sums(&exchanges, 0);
+        self.groups.insert(members.to_vec(), exchanges.clone());
+        Ok(exchanges)
     }
 }

@@ -60,7 +60,7 @@ impl Upload {
         self.units(gpu, place, rows, unit, row_bytes, &|rows, bytes| matrix.rows(rows, bytes))
     }
 
-    /// The panels of matrices of so many rows, one matrix after the other; a panel has 32 rows, the last of a matrix may
+    /// The panels of matrices of `rows` rows, one matrix after the other; a panel has 32 rows, the last of a matrix may
     /// lack some.
     pub(super) fn panels(
         &mut self,
@@ -71,7 +71,7 @@ impl Upload {
     ) -> Result<()> {
         let panel_bytes = matrices.first().map_or(ALIGNMENT, Read::panel_bytes);
         let of_each = rows.div_ceil(PANEL);
-        // So many panels end where a copy may begin.
+        // After each of this many panels another copy may begin.
         let aligned = (1..=ALIGNMENT).find(|count| (count * panel_bytes).is_multiple_of(ALIGNMENT));
         let aligned = aligned.unwrap_or(ALIGNMENT);
         let unit = aligned * (PIECE_BYTES / 4 / panel_bytes / aligned).max(1);

@@ -5,7 +5,7 @@ use ir::op::{self, Then};
 
 use super::{Input, Output, State};
 use crate::kernels::cpu::experts::{Expert, Experts, experts as compute_experts};
-use crate::kernels::cpu::linear::{Linear, Norm, linear as compute};
+use crate::kernels::cpu::linear::{Linear, linear as compute};
 use crate::kernels::cpu::pack::PackedMatrix;
 use crate::slots::Value;
 use crate::team::Team;
@@ -28,13 +28,6 @@ pub(super) fn linear(
     let biases = op.biases.iter().map(bias).collect::<Result<Vec<Option<&[f32]>>>>()?;
     ensure!(weights.len() == biases.len(), "a linear has no place for every bias");
     let norm = op.norm.as_ref().map(|norm| state.weights.norm(norm)).transpose()?;
-    let norm = norm.map(|norm| Norm {
-        kind: norm.kind,
-        scale: norm.scale,
-        bias: norm.bias,
-        epsilon: norm.epsilon,
-        scale_offset: norm.scale_offset,
-    });
     let is_gated = matches!(op.then, Then::Gate(_));
     let made = if is_gated { &weights[..1] } else { &weights[..] };
     let mut outputs = made

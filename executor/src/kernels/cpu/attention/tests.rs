@@ -349,6 +349,39 @@ fn every_run_gives_the_same_bits() {
     });
 }
 
+fn sequence(first_token: usize, tokens: usize, past: usize, blocks: &[u32]) -> Sequence<'_> {
+    Sequence { first_token, tokens, past, blocks }
+}
+
+/// Whether an attention of these sequences over blocks of 16 tokens is accepted.
+fn are_disjoint(sequences: &[Sequence<'_>]) -> bool {
+    let attention = Attention {
+        q: &[],
+        k: &[],
+        v: &[],
+        sequences,
+        heads: 1,
+        group: 1,
+        first_head: 0,
+        scale: 1.0,
+        window: None,
+        soft_cap: None,
+        q_norm: None,
+        k_norm: None,
+        rope: None,
+    };
+    attention.is_disjoint(16)
+}
+
+#[test]
+fn only_blocks_that_are_full_may_be_shared() {
+    let first = sequence(0, 2, 17, &[5, 1]);
+    assert!(are_disjoint(&[first, sequence(2, 1, 16, &[5, 2])]));
+    assert!(!are_disjoint(&[first, sequence(2, 1, 16, &[5, 1])]));
+    assert!(!are_disjoint(&[first, sequence(1, 1, 16, &[5, 2])]));
+    assert!(!are_disjoint(&[sequence(0, 20, 0, &[3, 3])]));
+}
+
 #[test]
 fn what_is_no_number_spoils_the_tokens_that_see_it() {
     const HEAD_DIM: usize = 32;

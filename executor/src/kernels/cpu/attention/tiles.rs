@@ -52,7 +52,7 @@ pub(super) struct Room {
 }
 
 impl Room {
-    /// For heads of that size at a level, if it multiplies them by tiles.
+    /// For heads of `head_dim` elements at a level, if it multiplies them by tiles.
     pub(super) fn new<P: Packing>(isa: Isa, head_dim: usize) -> Option<Self> {
         let has_steps =
             head_dim.is_multiple_of(TILE_DEPTH) && head_dim / TILE_DEPTH <= LISTED_STEPS;

@@ -13,6 +13,9 @@ const ROUNDER: f32 = 12_582_912.0;
 
 /// Writes the first `width` of a row's `values` to where they belong behind `to`, where their columns start in
 /// a strip of `rows` rows.
+///
+/// # Safety
+/// The strip has room for these columns of all its rows, and nobody else accesses this row's part of it.
 #[inline(always)]
 pub(super) unsafe fn put<L: Lanes>(
     encoding: Encoding,
@@ -22,7 +25,7 @@ pub(super) unsafe fn put<L: Lanes>(
     values: &[f32; CHUNK],
     width: usize,
 ) {
-    // SAFETY: all offsets are those of the module's table, within the strip.
+    // SAFETY: all offsets are those of the module's table, within the strip; vectors that say so are AVX-512's.
     unsafe {
         match encoding {
             Encoding::Float => {
@@ -60,9 +63,8 @@ pub(super) unsafe fn put<L: Lanes>(
             Encoding::Blocks { offset } => {
                 for (i, block) in values.as_chunks::<BLOCK>().0.iter().enumerate() {
                     let to = to.cast::<u32>().add(i * rows * (BLOCK / 4 + 2) + row);
-                    // So many registers are AVX-512's.
                     #[cfg(target_arch = "x86_64")]
-                    let words = if L::REGISTERS >= 32 {
+                    let words = if L::HAS_AVX512 {
                         quantized_wide(block, offset)
                     } else {
                         quantized(block, offset)
@@ -81,6 +83,9 @@ const BYTES_STEP: usize = 64;
 
 /// Writes the first `width` of a row's `values` as bytes between -127 and 127 to where they belong behind `to`, where
 /// their columns start in a strip of `rows` rows of tiles. Returns the bytes' scale.
+///
+/// # Safety
+/// The strip has room for these columns of all its rows, and nobody else accesses this row's part of it.
 #[inline(always)]
 pub(super) unsafe fn put_bytes(
     to: *mut u8,
@@ -173,6 +178,9 @@ fn quantized(values: &[f32; BLOCK], offset: i32) -> [u32; BLOCK / 4 + 2] {
 }
 
 /// What [`quantized`] gives, several times as fast as what the compiler makes of it.
+///
+/// # Safety
+/// The processor has AVX-512 F, BW, DQ and VL.
 #[cfg(target_arch = "x86_64")]
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
@@ -206,25 +214,54 @@ mod tests {
     use super::*;
     use crate::kernels::cpu::isa::Isa;
 
+    /// Some blocks whose scales and their inverses are normal numbers.
+    fn blocks() -> impl Iterator<Item = [f32; BLOCK]> {
+        (0..1000).filter_map(|seed| {
+            let size = (seed as f32 - 500.0).exp2();
+            let is_plain = size.is_normal() && (size / 1e3).is_normal() && (size * 1e3).is_finite();
+            is_plain.then(|| std::array::from_fn(|i| ((i * seed) as f32).sin() * size))
+        })
+    }
+
+    fn scale(words: &[u32; BLOCK / 4 + 2]) -> f32 {
+        f32::from_bits(words[BLOCK / 4])
+    }
+
+    fn spoilt() -> [f32; BLOCK] {
+        std::array::from_fn(|i| if i == 5 { f32::NAN } else { 1.0 })
+    }
+
+    #[test]
+    fn bytes_are_half_a_step_from_their_values_and_the_sum_is_theirs() {
+        for block in blocks() {
+            let words = quantized(&block, 8);
+            let bytes: Vec<i8> = words[..BLOCK / 4]
+                .iter()
+                .flat_map(|word| word.to_le_bytes().map(u8::cast_signed))
+                .collect();
+            for (value, &byte) in block.iter().zip(&bytes) {
+                let off = (f32::from(byte) * scale(&words) - value).abs();
+                assert!(off <= 0.51 * scale(&words), "{byte} for {value}");
+            }
+            let sum: i32 = bytes.iter().map(|&byte| i32::from(byte)).sum();
+            assert_eq!(words[BLOCK / 4 + 1].cast_signed(), -8 * sum);
+        }
+        assert!(scale(&quantized(&spoilt(), 8)).is_nan());
+    }
+
     #[test]
     fn both_ways_of_quantising_agree() {
         if Isa::detect() < Isa::Avx512 {
+            eprintln!("skipped: this processor has no AVX-512");
             return;
         }
-        for seed in 0..1000 {
-            let size = (seed as f32 - 500.0).exp2();
-            let block = std::array::from_fn(|i| ((i * seed) as f32).sin() * size);
+        let wide = |block: &[f32; BLOCK]| {
             // SAFETY: the level was detected.
-            let wide = unsafe { quantized_wide(&block, 8) };
-            if size.is_normal() && (size / 1e3).is_normal() && (size * 1e3).is_finite() {
-                assert_eq!(wide, quantized(&block, 8), "{seed}");
-            }
+            unsafe { quantized_wide(block, 8) }
+        };
+        for block in blocks() {
+            assert_eq!(wide(&block), quantized(&block, 8), "{block:?}");
         }
-        let mut spoilt = [1.0; BLOCK];
-        spoilt[5] = f32::NAN;
-        let scale = |words: [u32; 10]| f32::from_bits(words[8]);
-        // SAFETY: the level was detected.
-        assert!(scale(unsafe { quantized_wide(&spoilt, 8) }).is_nan());
-        assert!(scale(quantized(&spoilt, 8)).is_nan());
+        assert!(scale(&wide(&spoilt())).is_nan());
     }
 }

@@ -68,6 +68,7 @@ macro_rules! vector {
 impl<const BYTES: bool, const BF16: bool> Lanes for Avx512<BYTES, BF16> {
     type Words = __m512i;
     const REGISTERS: usize = 32;
+    const HAS_AVX512: bool = true;
 
     #[inline(always)]
     fn splat(value: f32) -> Self {

@@ -8,18 +8,13 @@ use crate::kernels::cpu::pack::pack;
 use crate::kernels::cpu::product::BLOCK_COLUMNS as GROUP;
 use crate::kernels::cpu::quantize::tests::{quantize_4, quantize_8};
 use crate::kernels::cpu::quantize::{BLOCK, OFFSET_4, OFFSET_8};
-use crate::kernels::cpu::testing::with_team;
+use crate::kernels::cpu::testing::{Random, with_team};
 use crate::kernels::cpu::tile::MOST_ROWS;
 
 /// Numbers between -1 and 1 that look random.
 pub(in super::super) fn numbers(seed: u32, count: usize) -> Vec<f32> {
-    let mut state = seed.wrapping_mul(2_654_435_761).wrapping_add(12_345);
-    (0..count)
-        .map(|_| {
-            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-            (state >> 8) as f32 / (1 << 23) as f32 - 1.0
-        })
-        .collect()
+    // From 0 it would make nothing but zeros.
+    Random(u64::from(seed) + 1).floats(count)
 }
 
 pub(in super::super) fn packed(
@@ -140,7 +135,7 @@ fn multiplies_right(team: &Team, isa: Isa, format: Format, [tokens, rows, column
     multiplies_these_right(team, isa, format, columns, &x, &w);
 }
 
-/// Rows of activations and of weights, of so many columns.
+/// Checks products of rows of activations with rows of weights, of `columns` columns each.
 fn multiplies_these_right(
     team: &Team,
     isa: Isa,

@@ -8,11 +8,11 @@ use std::sync::OnceLock;
 
 use super::LINE;
 
-/// How far ahead of their use weights are asked for, in bytes: far enough to hide the memory's latency at the rate of one
-/// core, near enough to stay in the first cache.
+/// How far ahead of their use weights are asked for, in bytes: far enough to hide the memory's latency at the rate of
+/// one core, near enough to stay in the first cache.
 ///
-/// Intel's cores read up to a quarter faster when they are asked for what lies near, within the 4 KiB page that they read
-/// or the next one, whose lines they ask for by themselves, too. The longer distance is the one chosen on AMD's.
+/// Intel's cores read up to a quarter faster when they are asked for what lies near, within the 4 KiB page that they
+/// read or the next one, whose lines they ask for by themselves, too. The longer distance is the one chosen on AMD's.
 pub(super) fn ahead_bytes() -> usize {
     const NEAR: usize = 2048;
     const FAR: usize = 8192;
@@ -37,7 +37,8 @@ pub(super) struct Ahead {
 }
 
 impl Ahead {
-    /// Of a panel that lies there and is read in steps of so many bytes.
+    /// For a panel of `bytes` bytes from `start` on, which is read in steps of `step_bytes`, and for what is read
+    /// `next`.
     #[inline(always)]
     pub(super) fn new(
         (start, bytes): (*const u8, usize),
@@ -47,8 +48,8 @@ impl Ahead {
         Self::at(ahead_bytes().next_multiple_of(step_bytes), (start, bytes), next)
     }
 
-    /// The same, as many bytes ahead as are given; of what is read next a part of a step may not be asked for if these are
-    /// not whole steps.
+    /// Like [`Ahead::new`], but `on` bytes ahead. If `on` is no multiple of a step, a part of the next panel's first
+    /// step is not asked for.
     #[inline(always)]
     pub(super) fn at(on: usize, (start, bytes): (*const u8, usize), next: *const u8) -> Self {
         let on = on.min(bytes);

@@ -25,7 +25,8 @@ const F32: u8 = 0;
 const F16: u8 = 1;
 const BF16: u8 = 2;
 
-/// Calls a kernel for so many rows: with `few` of them it takes both vectors of a panel together.
+/// Calls a kernel for the operands' number of rows: where it is among `few`, one that takes both vectors of a panel
+/// together.
 macro_rules! by_rows {
     ($kernel:ident, $operands:expr, $tile:expr, few [$($few:literal)*], [$($rows:literal)*], $constant:tt) => {
         match ($operands.rows, $operands.vectors) {

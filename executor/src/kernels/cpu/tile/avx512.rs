@@ -16,11 +16,10 @@ use ir::tensor::Format;
 
 use super::ahead::{Ahead, prefetch};
 use super::unpack::{based_pairs, small_pairs, subnormal};
-use super::{Operands, SUM_STEPS, Tile};
+use super::{GROUPS, Operands, SUM_STEPS, Tile};
 use crate::kernels::cpu::bf12;
 use crate::kernels::cpu::encode::Encoding;
 use crate::kernels::cpu::pack::{BLOCK_PAIR, VECTOR};
-use crate::kernels::cpu::quantize::BLOCK;
 
 macro_rules! by_shape {
     ($kernel:ident, $operands:expr, $tile:expr, [$($rows:literal)*], $constant:tt) => {
@@ -283,7 +282,6 @@ unsafe fn blocks<const R: usize, const V: usize, const BITS: usize>(
     operands: Operands,
     tile: &mut Tile,
 ) {
-    const GROUPS: usize = BLOCK / 4;
     let (mut w, mut x) = (operands.panel, operands.strip.cast::<i32>());
     let low_nibbles = _mm512_set1_epi8(15);
     let mut totals = [[_mm512_setzero_ps(); V]; R];

@@ -161,6 +161,14 @@ pub(super) unsafe fn multiply(
 #[cfg(test)]
 mod tests {
     use super::*;
+    #[cfg(target_arch = "x86_64")]
+    use crate::kernels::cpu::isa::Isa;
+
+    /// Shapes of panels: vectors and columns.
+    const SHAPES: [(usize, usize); 3] = [(1, 64), (2, 256), (2, 128)];
+    /// Scales that a block of the fourth row may have.
+    const SCALES: [Option<f32>; 5] =
+        [None, Some(f32::NAN), Some(0.0), Some(f32::INFINITY), Some(1e-7)];
 
     /// Some steps of a panel: codes that look random, and scales of which one may be given.
     fn panel(format: Format, vectors: usize, columns: usize, scale: Option<f32>) -> Vec<u8> {
@@ -236,43 +244,60 @@ mod tests {
         }
     }
 
-    /// Zeros are zeros, and what is not a number spoils its row.
+    #[test]
+    fn what_is_not_a_number_spoils_its_row_alone() {
+        for (format, given) in
+            [Format::Q8, Format::Q4].into_iter().flat_map(|format| SCALES.map(|s| (format, s)))
+        {
+            for (vectors, columns) in SHAPES {
+                let panel = panel(format, vectors, columns, given);
+                let (_, group_scales) = unpacked(format, &panel, vectors, columns);
+                for (row, scale) in group_scales.iter().enumerate() {
+                    let given = given.filter(|_| row == 3);
+                    assert_eq!(scale.is_nan(), given.is_some_and(f32::is_nan), "{format} {row}");
+                    let is_infinite = given.is_some_and(f32::is_infinite);
+                    assert_eq!(scale.is_infinite(), is_infinite, "{format} {row}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn zeros_are_zeros() {
+        for format in [Format::Q8, Format::Q4] {
+            for (vectors, columns) in SHAPES {
+                let panel = panel(format, vectors, columns, Some(0.0));
+                let (bytes, _) = unpacked(format, &panel, vectors, columns);
+                let groups = bytes.chunks(4 * vectors * VECTOR).take(BLOCK / 4);
+                assert!(groups.flat_map(|group| &group[3 * 4..4 * 4]).all(|&byte| byte == 0));
+            }
+        }
+    }
+
+    #[cfg(target_arch = "x86_64")]
     #[test]
     fn vectors_unpack_what_the_plain_form_does() {
+        if Isa::detect() < Isa::Avx512 {
+            eprintln!("skipped: this processor has no AVX-512");
+            return;
+        }
         for format in [Format::Q8, Format::Q4] {
-            for scale in [None, Some(f32::NAN), Some(0.0), Some(f32::INFINITY), Some(1e-7)] {
-                for (vectors, columns) in [(1, 64), (2, 256), (2, 128)] {
+            for scale in SCALES {
+                for (vectors, columns) in SHAPES {
                     let panel = panel(format, vectors, columns, scale);
                     let (plain, group_scales) = unpacked(format, &panel, vectors, columns);
-                    assert!(
-                        group_scales.iter().all(|scale| !scale.is_nan())
-                            || scale.is_some_and(f32::is_nan)
-                    );
-                    #[cfg(target_arch = "x86_64")]
-                    if crate::kernels::cpu::isa::Isa::detect()
-                        >= crate::kernels::cpu::isa::Isa::Avx512
-                    {
-                        let mut room = vec![0_u32; ROOM_BYTES / 4];
-                        let to = room.as_mut_ptr().cast();
-                        // SAFETY: as for the plain form, and the level was detected.
-                        unsafe {
-                            let from = panel.as_ptr();
-                            super::super::unpack::bytes_by_avx512(
-                                format, from, vectors, columns, to,
-                            );
-                        }
-                        let bytes =
-                            room.iter().flat_map(|word| word.to_le_bytes().map(u8::cast_signed));
-                        assert!(bytes.take(plain.len()).eq(plain), "{format} {scale:?}");
-                        let found = room[GROUP_BYTES / 4..]
-                            .iter()
-                            .map(|&word| f32::from_bits(word).to_bits());
-                        assert!(
-                            found
-                                .take(group_scales.len())
-                                .eq(group_scales.iter().map(|scale| scale.to_bits()))
-                        );
+                    let mut room = vec![0_u32; ROOM_BYTES / 4];
+                    let to = room.as_mut_ptr().cast();
+                    // SAFETY: as for the plain form, and the level was detected.
+                    unsafe {
+                        let from = panel.as_ptr();
+                        super::super::unpack::bytes_by_avx512(format, from, vectors, columns, to);
                     }
+                    let bytes =
+                        room.iter().flat_map(|word| word.to_le_bytes().map(u8::cast_signed));
+                    assert!(bytes.take(plain.len()).eq(plain), "{format} {scale:?}");
+                    let found = room[GROUP_BYTES / 4..].iter().copied().take(group_scales.len());
+                    assert!(found.eq(group_scales.iter().map(|scale| scale.to_bits())));
                 }
             }
         }

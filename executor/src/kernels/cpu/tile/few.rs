@@ -1,8 +1,8 @@
 //! Tiles of AMX for few rows, whose weights come straight from memory: one panel along all its columns.
 //!
 //! Dot products of vectors are the limit from a few rows on (of bf16 one takes two cycles, for each row), while tiles
-//! multiply sixteen rows as fast as one. What is left is to keep memory busy: a panel is read once, in its order, and is
-//! asked for ahead; where it has to be unpacked, that is done a step ahead of the tiles, so that both go on at once.
+//! multiply sixteen rows as fast as one. What is left is to keep memory busy: a panel is read once, in its order, and
+//! is asked for ahead; where it has to be unpacked, that is done a step ahead of the tiles, so that both go on at once.
 //!
 //! Sums of bf16 stay in the tile registers from step to step, between which the compiler's code runs. It has no use for
 //! them: nothing here is compiled for AMX.
@@ -48,7 +48,7 @@ unsafe fn pairs<const V: usize>(operands: Operands, tile: &mut Tile) {
     let steps = columns / TILE_DEPTH;
     let step_bytes = V * STEP_PAIRS * TILE_ROW_BYTES;
     let ahead = Ahead::at(AHEAD_BYTES, (panel, steps * step_bytes), next);
-    // SAFETY: the panel and the strip have so many steps, and the tile their rows.
+    // SAFETY: the panel and the strip have `steps` steps, and the tile has room for their rows.
     unsafe {
         clear();
         for step in 0..steps {
@@ -77,8 +77,8 @@ unsafe fn small_floats<const V: usize>(operands: Operands, tile: &mut Tile) {
     let ahead = Ahead::at(AHEAD_BYTES, (start, bytes), next);
     let mut room = MaybeUninit::<Room>::uninit();
     let room = room.as_mut_ptr();
-    // SAFETY: the panel and the strip have so many steps, the tile their rows, and the room is two steps, of which only what
-    // was unpacked is read.
+    // SAFETY: the panel and the strip have `steps` steps, the tile has room for their rows, and the room for two steps,
+    // of which only what was unpacked is read.
     unsafe {
         clear();
         for turn in 0..=steps {
@@ -170,7 +170,7 @@ unsafe fn multiply_step<const V: usize>(w: *const u8, x: *const u8, rows: usize)
     }
 }
 
-/// Writes the sums of so many rows.
+/// Writes the sums of `rows` rows to `tile`.
 #[inline(always)]
 unsafe fn store(rows: usize, tile: &mut Tile) {
     let (to, stride) = (tile.as_mut_ptr(), size_of_val(&tile[0]));

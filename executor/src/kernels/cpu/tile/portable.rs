@@ -9,7 +9,7 @@ use std::slice;
 
 use ir::tensor::Format;
 
-use super::{Listed, Operands, SUM_STEPS, Tile};
+use super::{GROUPS, Listed, Operands, SUM_STEPS, Tile};
 use crate::kernels::cpu::pack::{PANEL, TILE_DEPTH, VECTOR};
 use crate::kernels::cpu::quantize::BLOCK;
 
@@ -146,7 +146,6 @@ unsafe fn floats<const BYTES: usize, const DEPTH: usize>(
 }
 
 unsafe fn blocks(operands: Operands, tile: &mut Tile, bits: usize) {
-    const GROUPS: usize = BLOCK / 4;
     let Operands { panel, vectors, strip, rows, columns, next: _ } = operands;
     let lanes = vectors * VECTOR;
     let step_bytes = lanes * (4 + 2 * BLOCK * bits / 8);

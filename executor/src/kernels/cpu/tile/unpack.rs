@@ -171,7 +171,7 @@ pub(super) unsafe fn bf12_by_avx512(
         "pairs of a panel's columns"
     );
     let to = to.as_mut_ptr().cast();
-    // SAFETY: there are so many steps of words, and room for their pairs.
+    // SAFETY: there are words of `steps` steps, and room for their pairs.
     unsafe {
         if panel.vectors() == 1 {
             bf12_steps::<1>(&panel, words.as_ptr(), steps, None, to);
@@ -181,11 +181,12 @@ pub(super) unsafe fn bf12_by_avx512(
     }
 }
 
-/// Unpacks steps of a panel in 12 bits, whose words start at `words`, and asks for what lies `ahead` bytes on, if that is
-/// given.
+/// Unpacks steps of a panel in 12 bits, whose words start at `words`, and asks for what lies `ahead` bytes on, if that
+/// is given.
 ///
 /// # Safety
-/// There are so many steps in the panel of `V` vectors, room for their pairs, and the processor has the features.
+/// The panel has `V` vectors, `words` points to `steps` of its steps, `to` has room for their pairs, and the processor
+/// has the features.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
 pub(super) unsafe fn bf12_steps<const V: usize>(

@@ -1,8 +1,8 @@
 //! Keys and values that cross between a cache at home on a NUMA node, which lies in pinned memory in the order of that
 //! node's kernels, and a GPU's window, which lies row after row.
 //!
-//! A cube moves one tile of 16 tokens of one head, which both hold in one piece; a unit moves 16 bytes at a time over the
-//! link, in the order they lie there.
+//! A cube moves one tile of 16 tokens of one head, which both hold in one piece; a unit moves 16 bytes at a time over
+//! the link, in the order they lie there.
 
 #![expect(unsafe_code, reason = "kernels are given addresses of host memory")]
 
@@ -56,9 +56,13 @@ struct Layout {
 
 impl Gpu {
     /// Queues bringing tokens from home, with the others of the tiles that they lie in.
-    pub fn bring(&self, call: &Crossing<'_>) {
+    ///
+    /// # Safety
+    /// Until the launch has ended, the GPU reaches keys or values of this shape at the address, and nobody writes these
+    /// tiles there.
+    pub unsafe fn bring(&self, call: &Crossing<'_>) {
         let tiles = tiles(&call.tokens);
-        // SAFETY: tiles lie within the blocks of the sequence, which exist in both places.
+        // SAFETY: tiles lie within the blocks of the sequence, which exist in both places, as the caller says.
         unsafe {
             bring::launch_unchecked(
                 &self.client,
@@ -77,7 +81,11 @@ impl Gpu {
 
     /// Queues giving tokens back to their home, with those before them in the tiles that they lie in, and zeros behind
     /// them.
-    pub fn give_back(&self, call: &Crossing<'_>) {
+    ///
+    /// # Safety
+    /// Until the launch has ended, the GPU reaches keys or values of this shape at the address, and nobody else uses
+    /// these tiles there.
+    pub unsafe fn give_back(&self, call: &Crossing<'_>) {
         let tiles = tiles(&call.tokens);
         // SAFETY: as above.
         unsafe {
@@ -241,6 +249,8 @@ fn give_back<N: Int>(
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
     use cudarc::driver::CudaContext;
 
     use super::*;
@@ -260,12 +270,13 @@ mod tests {
         let (blocks, tokens) = ([9, 4, 1, 3_i32], 75);
         let (bytes, all) = (element.bytes(), 5 * 3 * 32 * head_dim);
         let mut region = Region::new(shape.region_bytes()).unwrap();
-        let context = CudaContext::new(ordinal).unwrap();
-        let pinned = Pinned::new(&context, &region).unwrap().unwrap();
         let number = |i: usize| (i as u32).wrapping_mul(2_654_435_761).to_le_bytes();
         for i in 0..all {
             region.as_mut_slice::<u8>()[i * bytes..][..bytes].copy_from_slice(&number(i)[..bytes]);
         }
+        let region = Arc::new(region);
+        let context = CudaContext::new(ordinal).unwrap();
+        let pinned = Pinned::new(&context, &region).unwrap().unwrap();
         let listed = gpu.upload(&blocks);
         let of_sequence: Vec<u32> = blocks[1..].iter().map(|&block| block as u32).collect();
         for side in [Side::Keys, Side::Values] {
@@ -292,7 +303,8 @@ mod tests {
                 tokens,
             };
             let before = region.as_slice::<u8>().to_vec();
-            gpu.bring(&crossing(0..tokens));
+            // SAFETY: the region is pinned and has this shape, and nobody uses it while launches run.
+            unsafe { gpu.bring(&crossing(0..tokens)) };
             let brought: Vec<u8> = gpu.download(&window, all * bytes);
             for (token, head, dim) in each(0..tokens) {
                 let (home, here) = places(token, head, dim);
@@ -302,7 +314,8 @@ mod tests {
             // Back go other bits, from the middle of a tile on.
             let changed: Vec<u8> = brought.iter().map(|byte| !byte).collect();
             gpu.write(&window, &changed).unwrap();
-            gpu.give_back(&crossing(53..tokens));
+            // SAFETY: as above.
+            unsafe { gpu.give_back(&crossing(53..tokens)) };
             gpu.sync().unwrap();
             let after = region.as_slice::<u8>();
             for (token, head, dim) in each(0..80) {
@@ -315,7 +328,8 @@ mod tests {
                 let found = &after[home * bytes..][..bytes];
                 assert_eq!(found, &expected[..bytes], "{side:?} {token} {head} {dim}");
             }
-            region.as_mut_slice::<u8>().copy_from_slice(&before);
+            // SAFETY: the region is as long, and nobody else uses it now.
+            unsafe { region.as_ptr().copy_from_nonoverlapping(before.as_ptr(), before.len()) };
         }
     }
 

@@ -26,6 +26,7 @@ use super::append::Append;
 use super::{Cache, Factors, Reach, SHORT_CONTEXT, Shape, Tokens};
 use crate::kernels::gpu::ahead::{Region, argument};
 use crate::kernels::gpu::device::{Gpu, Span, element};
+use crate::kernels::gpu::instructions::PLANE;
 
 /// Attention of one token of each sequence, or of few.
 pub struct Decode<'a> {
@@ -128,7 +129,7 @@ impl Gpu {
             matrix::decode::launch_unchecked(
                 &self.client,
                 CubeCount::Static(across, split.splits.max(asking), tokens.tokens as u32),
-                CubeDim::new_2d(matrix::PLANE, kept.planes),
+                CubeDim::new_2d(PLANE, kept.planes),
                 queries.argument(rows * shape.head_dim as usize, 4),
                 call.fresh.map(Append::fresh).into(),
                 cache.keys.argument(cached, 16),

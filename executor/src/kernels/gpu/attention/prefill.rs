@@ -18,6 +18,7 @@ use ir::tensor::DType;
 
 use super::{Cache, Factors, Shape, Tokens};
 use crate::kernels::gpu::device::{Gpu, Span, element};
+use crate::kernels::gpu::instructions::PLANE;
 
 /// Attention of any number of tokens of each sequence.
 pub struct Prefill<'a> {
@@ -55,7 +56,7 @@ impl Gpu {
             matrix::prefill::launch_unchecked(
                 &self.client,
                 grid(shape, tokens, matrix::ROWS),
-                CubeDim::new_2d(matrix::PLANE, step.planes()),
+                CubeDim::new_2d(PLANE, step.planes()),
                 queries.argument(elements / 2, 8),
                 cache.keys.argument(cached, 16),
                 cache.values.argument(cached, 16),

@@ -51,7 +51,7 @@ impl Layer {
         }
     }
 
-    /// In the forms that are there for so many tokens: `ids` are their experts, `used` for each.
+    /// Checks all forms that there are for this number of tokens: `ids` are their experts, `used` for each.
     fn check(&self, gpu: &Gpu, ids: &[i32], used: usize) {
         let (gate, up, down) = (&self.gate.0, &self.up.0, &self.down.0);
         let (features, intermediate) = (gate.columns(), gate.rows());
@@ -130,7 +130,7 @@ impl Layer {
     }
 }
 
-/// Experts of all kinds for so many slots: those that are held and those beside them.
+/// Experts of all kinds for `slots` slots: some that are held and some that are not.
 fn any(slots: usize) -> Vec<i32> {
     let (mut random, known) = (Random(11), EXPERTS as u64 + 2);
     (0..slots).map(|_| (random.next() % known) as i32).collect()

@@ -1,7 +1,7 @@
 //! One or two rows of floats as whole numbers of four bytes, which are right operands of matrix instructions.
 //!
-//! - A block's largest element is less than 2³⁰; all of it have the same unit, a power of two. What an element less than
-//!   2⁻⁷ of the largest one lacks of an f32's bits is less than 2⁻³⁰ of that one.
+//! - A block's largest element is less than 2³⁰; all of it have the same unit, a power of two. What an element less
+//!   than 2⁻⁷ of the largest one lacks of an f32's bits is less than 2⁻³⁰ of that one.
 //! - A number's bytes have signs and are columns of an operand, the highest first. An operand holds two tokens; where
 //!   there is one, it is there twice.
 //! - A cube converts all columns before it multiplies, for all of its planes.
@@ -37,7 +37,7 @@ fn blocks(panel: Panel) -> usize {
     padded(panel) / BLOCK
 }
 
-/// Shared memory of so many tokens.
+/// Bytes of shared memory for `tokens` tokens.
 pub(super) fn digit_bytes(tokens: usize, panel: Panel) -> usize {
     tokens * (padded(panel) * DIGITS + blocks(panel) * size_of::<f32>())
 }

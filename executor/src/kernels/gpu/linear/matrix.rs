@@ -310,7 +310,7 @@ fn put(
     }
 }
 
-/// Where a lane walks in the panel of that number. Rows beyond the last are computed as others and not written.
+/// Where a lane walks in panel `number`. Rows beyond the last are computed as others and not written.
 #[cube]
 pub(super) fn lane_walk(number: usize, rows: usize, lane: usize, #[comptime] panel: Panel) -> Walk {
     let vectors = panel_vectors(rows, number);

@@ -11,13 +11,13 @@ use super::input::Input;
 use super::matrix::LANE_SLOTS;
 use super::total::{Shape, Totals};
 use crate::kernels::gpu::bf12::ENLARGED;
-use crate::kernels::gpu::instructions::pack;
+use crate::kernels::gpu::instructions::{self, pack};
 use crate::kernels::gpu::panel::Panel;
 use crate::kernels::gpu::portion::{portion_blocks, portion_columns};
 use crate::kernels::gpu::words::{Four, half_of};
 
 /// Lanes of a plane.
-pub(super) const PLANE: usize = 32;
+pub(super) const PLANE: usize = instructions::PLANE as usize;
 /// Columns of an operand.
 pub(super) const OPERAND_TOKENS: usize = 8;
 /// Tokens of which an operand holds both parts.
@@ -71,7 +71,7 @@ pub(super) struct Conversion {
 
 #[cube]
 impl Conversion {
-    /// Room for the portions of a cube of so many planes; none where nothing is converted.
+    /// Room for the portions of a cube of `planes` planes; none where nothing is converted.
     pub(super) fn new(
         lane: usize,
         plane: usize,

@@ -40,7 +40,7 @@ const STRIDE: usize = VECTORS + 4;
 
 /// Tokens of a cube: few kinds, since each is compiled for itself.
 const CUBE_TOKENS: [usize; 3] = [16, 32, 64];
-/// Planes of a cube for so many tokens each, whose registers fit a processor.
+/// Planes of a cube for each of [`CUBE_TOKENS`], whose registers fit a processor.
 const CUBE_PLANES: [usize; 3] = [16, 16, 8];
 /// Processors that take all that the L2 cache gives: one reads 64 bytes a clock, of 5.5 TB/s on an H200.
 const CACHE_PROCESSORS: f64 = 50.0;

@@ -1,7 +1,7 @@
 //! What members tell each other in an exchange: which pieces have come, and that one does not come.
 //!
-//! - The flag of a large term's piece has 64 bits, the run's number above that of the piece: it only ever grows, so that
-//!   an old one, or none, is never taken for one that is ahead.
+//! - The flag of a large term's piece has 64 bits, the run's number above that of the piece: it only ever grows, so
+//!   that an old one, or none, is never taken for one that is ahead.
 //! - A run that lost a member, or that a member left, is told by its number: what is told of one run says nothing about
 //!   the next.
 
@@ -14,8 +14,8 @@ use crate::kernels::gpu::addressed::{fence, load_word, store_word};
 const RUN: u64 = 1 << 32;
 /// Looks between two glances at whether a member has left: half a millisecond.
 const GLANCE: u32 = 1 << 10;
-/// Looks at what members may have sent before one left. Who has left the run after this one has received all terms of
-/// this one, so all were sent by then.
+/// Looks at what members may have sent before one left. A member that has left the run after this one has received all
+/// terms of this one, so all were sent by then.
 const LAST_LOOKS: u32 = 1 << 10;
 
 /// What the flag of a run's piece is raised to.
@@ -61,7 +61,8 @@ pub(super) fn look_again(
     looks
 }
 
-/// Tells all members that one of them does no more of a run than it has queued; who left a later run stays told.
+/// Tells all members that one of them does no more of a run than it has queued; that it has left a later run stays
+/// told.
 #[cube(launch_unchecked)]
 pub(super) fn leave(addresses: &Sequence<u64>, turn: u32) {
     // What was sent before comes before.

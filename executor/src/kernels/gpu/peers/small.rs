@@ -31,12 +31,12 @@ impl Group {
     /// How kernels are told of the group.
     pub(in crate::kernels::gpu) fn meeting(&self) -> MeetingLaunch {
         MeetingLaunch::new(
-            self.addresses.iter().copied().collect(),
+            self.exchanges.0.iter().copied().collect(),
             self.turn.argument(1, size_of::<u32>()),
             self.number,
             self.flagged_bytes() as u32,
             self.rank,
-            self.addresses.len() as u32,
+            self.exchanges.0.len() as u32,
         )
     }
 }
@@ -94,7 +94,7 @@ impl Meeting {
                     let its = comptime!(member).runtime();
                     looks = look_again(looks, own, &self.addresses, turn, its, members);
                 }
-                // Whoever writes here next waits for what this GPU sends after this sum.
+                // The peer that writes here next waits for what this GPU sends after this sum.
                 if u32::cast_from(received >> 32) == flag {
                     store_long(place, 0u64);
                 }

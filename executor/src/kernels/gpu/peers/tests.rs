@@ -27,10 +27,16 @@ fn gpus() -> Option<Vec<Gpu>> {
     granted.ok()
 }
 
+/// The exchanges at those addresses.
+fn exchanges(addresses: [u64; MEMBERS]) -> Exchanges {
+    // SAFETY: every test keeps its exchanges until all launches have ended, or launches nothing.
+    unsafe { Exchanges::new(&addresses) }
+}
+
 /// Both GPUs, whose exchanges lie at those addresses, at one of the sums of a run.
 fn group(addresses: [u64; MEMBERS], rank: usize, turn: &Span, number: u32) -> Group {
-    let (addresses, turn) = (addresses.into(), turn.clone());
-    Group { addresses, rank: rank as u32, piece_bytes: PIECE_BYTES, turn, number }
+    let (exchanges, turn) = (exchanges(addresses), turn.clone());
+    Group { exchanges, rank: rank as u32, piece_bytes: PIECE_BYTES, turn, number }
 }
 
 /// Whole numbers, so that sums are exact.
@@ -52,7 +58,7 @@ fn terms_of_two_members_are_summed_run_after_run() {
         gpu.clear_exchange(&exchange).unwrap();
         addresses.lock().unwrap()[rank] = exchange.address().unwrap();
         barrier.wait();
-        let exchanges = *addresses.lock().unwrap();
+        let addresses = *addresses.lock().unwrap();
         for number in 1..=3 {
             let turn = gpu.upload(&[number]);
             let terms = counts.map(|count| gpu.upload(&term(rank, number, count)));
@@ -61,7 +67,7 @@ fn terms_of_two_members_are_summed_run_after_run() {
             barrier.wait();
             gpu.start_sums(&exchange).unwrap();
             for (i, count) in counts.into_iter().enumerate() {
-                let group = group(exchanges, rank, &turn, i as u32);
+                let group = group(addresses, rank, &turn, i as u32);
                 gpu.sum_over_peers(&group, &terms[i], &outs[i], count).unwrap();
             }
             gpu.flush().unwrap();
@@ -113,7 +119,7 @@ fn linears_sum_what_they_make() {
         gpu.start_sums(&exchange).unwrap();
         gpu.sync().unwrap();
         barrier.wait();
-        let exchanges = *addresses.lock().unwrap();
+        let addresses = *addresses.lock().unwrap();
         for (number, (layout, format, tokens, rows)) in cases.into_iter().enumerate() {
             let (columns, seed) = (columns[rank], 3 + rank as u64);
             let sample = match layout {
@@ -149,7 +155,7 @@ fn linears_sum_what_they_make() {
             let term = multiply(None);
             alone.lock().unwrap()[rank] = term;
             barrier.wait();
-            let sums = multiply(Some(&group(exchanges, rank, &turn, number as u32)));
+            let sums = multiply(Some(&group(addresses, rank, &turn, number as u32)));
             let terms = alone.lock().unwrap();
             let expected: Vec<f32> = terms[0].iter().zip(&terms[1]).map(|(a, b)| a + b).collect();
             drop(terms);
@@ -188,11 +194,12 @@ fn what_does_not_come_in_fours_is_refused() {
 fn who_waits_for_a_member_that_left_does_not_wait_long() {
     let Some(gpus) = gpus() else { return };
     let bytes = exchange_bytes(MEMBERS, PIECE_BYTES as u64) as usize;
-    let exchanges = gpus.iter().map(|gpu| gpu.allocate(bytes).unwrap()).collect::<Vec<_>>();
-    gpus.iter().zip(&exchanges).for_each(|(gpu, exchange)| gpu.clear_exchange(exchange).unwrap());
-    let addresses = exchanges.iter().map(|exchange| exchange.address().unwrap());
+    let spans = gpus.iter().map(|gpu| gpu.allocate(bytes).unwrap()).collect::<Vec<_>>();
+    gpus.iter().zip(&spans).for_each(|(gpu, exchange)| gpu.clear_exchange(exchange).unwrap());
+    let addresses = spans.iter().map(|exchange| exchange.address().unwrap());
     let addresses: [u64; MEMBERS] = addresses.collect::<Vec<_>>().try_into().unwrap();
-    gpus[1].leave_sums(&addresses, 0);
+    let exchanges = exchanges(addresses);
+    gpus[1].leave_sums(&exchanges, 0);
     gpus[1].sync().unwrap();
     // A small term and one of several pieces: all members learn that the second did not come.
     for (run, count) in [(1, 64), (2, 1_000_000)] {
@@ -200,17 +207,17 @@ fn who_waits_for_a_member_that_left_does_not_wait_long() {
         let (turn, term) = (gpu.upload(&[run]), gpu.upload(&term(0, run, count)));
         let out = gpu.upload(&vec![0.0_f32; count]);
         let group = group(addresses, 0, &turn, 0);
-        gpu.start_sums(&exchanges[0]).unwrap();
+        gpu.start_sums(&spans[0]).unwrap();
         gpu.sum_over_peers(&group, &term, &out, count).unwrap();
         gpu.flush().unwrap();
-        gpus[1].leave_sums(&addresses, run);
+        gpus[1].leave_sums(&exchanges, run);
         // A member that meets the others for the first time takes nothing back.
-        gpus[1].leave_sums(&addresses, 0);
+        gpus[1].leave_sums(&exchanges, 0);
         gpus[1].flush().unwrap();
         let start = std::time::Instant::now();
         assert!(gpu.download::<f32>(&out, count).iter().all(|sum| sum.is_nan()));
         assert!(start.elapsed().as_secs() < 5, "half of what patience takes");
-        for (gpu, exchange) in gpus.iter().zip(&exchanges) {
+        for (gpu, exchange) in gpus.iter().zip(&spans) {
             assert_eq!(gpu.lost_member(exchange, run).unwrap(), Some(1));
             assert_eq!(gpu.lost_member(exchange, run + 1).unwrap(), None);
         }

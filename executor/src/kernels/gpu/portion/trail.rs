@@ -24,7 +24,7 @@ pub(in crate::kernels::gpu) struct Trail {
 
 #[cube]
 impl Trail {
-    /// From the portion of that number on, `step` portions at a time.
+    /// From portion `number` on, `step` portions at a time.
     pub(in crate::kernels::gpu) fn new(
         walk: Walk,
         t: usize,

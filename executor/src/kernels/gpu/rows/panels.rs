@@ -118,7 +118,7 @@ fn half_at(word: u32, lane: usize) -> f32 {
     select(lane % 2 == 1, upper, lower)
 }
 
-/// A block's code of so many bits from a word's bit `lowest` on, less what stands for zero.
+/// A block's code of `bits` bits, from bit `lowest` of a word on, less what stands for zero.
 #[cube]
 fn code(word: u32, #[comptime] lowest: usize, #[comptime] bits: u32) -> f32 {
     let code = (word >> comptime!(lowest as u32)) & comptime!((1u32 << bits) - 1);

@@ -1,9 +1,10 @@
 //! How the vendor's stream and CubeCL's take turns without a third stream taking part: by flags in device memory, which
 //! launches raise and launches wait for.
 //!
-//! - CubeCL's streams are private, so what waits there is a launch of CubeCL's; on the vendor's stream it is a kernel in
-//!   PTX, which the driver compiles.
-//! - Whoever waits was queued after whoever raises, so that streams which share a hardware queue cannot block.
+//! - CubeCL's streams are private, so what waits there is a launch of CubeCL's; on the vendor's stream it is a kernel
+//!   in PTX, which the driver compiles.
+//! - A launch that waits is queued after the one that raises its flag, so that streams which share a hardware queue
+//!   cannot block.
 //! - A flag that is ahead of the turn that is waited for ends the wait, too.
 //! - What a stream writes before it raises a flag is done, as launches of one stream follow each other; flags are
 //!   raised and seen with the order of the whole system.

@@ -1,11 +1,12 @@
-//! Weights in blocks of 8 or 4 bits times activations in blocks of 8, for AVX2 with and without its dot products of bytes.
+//! Weights in blocks of 8 or 4 bits times activations in blocks of 8, for AVX2 with and without its dot products of
+//! bytes.
 //!
 //! The four registers of a panel's step are *sides*. A strip of few rows takes all of them together, as they come from
 //! memory; the more rows it has the fewer sides, down to one, so that a block's sums stay in the registers. The sums of
 //! whole rows, which change once a block, need not.
 //!
-//! Without dot products [`Products`] multiplies pairs of bytes into 16 bits. Products of 4-bit codes are so small that a
-//! block's sums fit in them; those of 8-bit codes fit one by one, if both are signed.
+//! Without dot products [`Products`] multiplies pairs of bytes into 16 bits. Products of 4-bit codes are so small that
+//! a block's sums fit in them; those of 8-bit codes fit one by one, if both are signed.
 
 use std::arch::x86_64::*;
 use std::hint::black_box;
@@ -14,12 +15,9 @@ use ir::tensor::Format;
 
 use crate::kernels::cpu::isa::Isa;
 use crate::kernels::cpu::pack::{BLOCK_PAIR, VECTOR};
-use crate::kernels::cpu::quantize::BLOCK;
 use crate::kernels::cpu::tile::ahead::{Ahead, prefetch_lines};
-use crate::kernels::cpu::tile::{Operands, Tile};
+use crate::kernels::cpu::tile::{GROUPS, Operands, Tile};
 
-/// Words of four columns in a block.
-const GROUPS: usize = BLOCK / 4;
 /// Most sides of a panel: two vectors of two registers.
 const MOST_SIDES: usize = 4;
 /// Bytes of a side, a register.
@@ -30,7 +28,7 @@ const SIDE: usize = 32;
 /// # Safety
 /// That of [`crate::kernels::cpu::tile::Kernel::multiply`].
 pub(super) unsafe fn multiply(isa: Isa, format: Format, operands: Operands, tile: &mut Tile) {
-    /// Calls a kernel for so many rows of a panel of one vector or two, with the sides that are taken together of each.
+    /// Calls a kernel for a number of rows, with how many sides of a panel of one vector, or of two, it takes together.
     macro_rules! by_shape {
         ($kernel:ident, $bits:literal, [$($rows:literal: $one:literal $two:literal,)*]) => {
             match (operands.rows, operands.vectors) {

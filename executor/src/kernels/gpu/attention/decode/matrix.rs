@@ -16,7 +16,7 @@ use crate::kernels::gpu::attention::heads::Fresh;
 use crate::kernels::gpu::attention::paging::cache_row;
 use crate::kernels::gpu::attention::scores::{UNSEEN, score, weight};
 use crate::kernels::gpu::instructions::{
-    Packed, Sums, interleave, left, multiply, pack, quad_max, quad_sum, right,
+    PLANE, Packed, Sums, interleave, left, multiply, pack, quad_max, quad_sum, right,
 };
 
 /// Planes of a cube that has a part of a context.
@@ -26,8 +26,6 @@ const PLANES: u32 = 4;
 const WHOLE_PLANES: u32 = 8;
 /// Shared memory that a cube may use on every device.
 const SHARED_BYTES: u32 = 32 << 10;
-/// Lanes of a plane.
-pub(super) const PLANE: u32 = 32;
 
 /// Whether heads are of a size that fits the operands and the registers.
 pub(super) fn serves(head_dim: u32) -> bool {
@@ -396,7 +394,12 @@ pub(super) fn is_head(
     #[comptime] shape: Shape,
     #[comptime] rows: Rows,
 ) -> bool {
+    slot < rows.heads && is_own_head(head, in_group + slot, shape)
+}
+
+/// Whether a query head, number `in_group` of those of a key head, is one of this device and of that key head.
+#[cube]
+pub(super) fn is_own_head(head: i32, in_group: u32, #[comptime] shape: Shape) -> bool {
     let heads = comptime!(shape.heads as i32);
-    let own = slot < rows.heads && in_group + slot < shape.group;
-    own && head >= 0 && head < heads
+    in_group < shape.group && head >= 0 && head < heads
 }

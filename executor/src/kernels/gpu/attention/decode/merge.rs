@@ -14,7 +14,7 @@ use crate::kernels::gpu::device::{Gpu, Span};
 /// Units of a cube, unless a head alone takes more: WebGPU's default limit.
 const UNITS: u32 = 256;
 
-/// Who reads what in a cube.
+/// Which parts and elements the lanes of a cube read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Team {
     /// Units of a plane.

@@ -3,10 +3,10 @@
 
 use cubecl::prelude::*;
 
-use super::matrix::{PLANE, Rows, is_head};
+use super::matrix::{Rows, is_head};
 use crate::kernels::gpu::attention::Shape;
 use crate::kernels::gpu::attention::heads::{Angle, Fresh};
-use crate::kernels::gpu::instructions::{Packed, pack};
+use crate::kernels::gpu::instructions::{PLANE, Packed, pack};
 
 /// Where a cube stands.
 #[derive(CubeType, Clone, Copy)]

@@ -5,6 +5,7 @@
 
 use cubecl::prelude::*;
 
+use super::matrix::is_own_head;
 use super::split::{Split, parts};
 use crate::kernels::gpu::attention::Shape;
 use crate::kernels::gpu::attention::paging::cache_row;
@@ -17,7 +18,7 @@ const AHEAD: u32 = 4;
 /// Query heads of a cube: their queries and sums are held in registers.
 const MOST_HEADS: u32 = 8;
 
-/// Who holds what in a cube.
+/// Which tokens, elements and heads the lanes of a cube hold.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Lanes {
     /// Lanes of a plane.
@@ -95,10 +96,7 @@ pub(super) fn decode<F: Float, N: Size>(
             while element < comptime!(heads * shape.head_dim) {
                 let head = element / comptime!(shape.head_dim);
                 let at = first_head + i32::cast_from(head);
-                if at >= 0
-                    && at < comptime!(shape.heads as i32)
-                    && in_group + head < comptime!(shape.group)
-                {
+                if is_own_head(at, in_group + head, shape) {
                     let row = token * comptime!(shape.heads) + u32::cast_from(at);
                     let first = row * comptime!(shape.head_dim);
                     partial[(first + element % comptime!(shape.head_dim)) as usize] = 0.0;
@@ -119,9 +117,7 @@ pub(super) fn decode<F: Float, N: Size>(
         largest[head as usize] = UNSEEN;
         total[head as usize] = 0.0;
         let at = first_head + head as i32;
-        let exists = at >= 0
-            && at < comptime!(shape.heads as i32)
-            && in_group + head < comptime!(shape.group);
+        let exists = is_own_head(at, in_group + head, shape);
         #[unroll]
         for i in 0..per_lane {
             let index = comptime!((head * per_lane + i) as usize);
@@ -230,9 +226,7 @@ pub(super) fn decode<F: Float, N: Size>(
             above = above.max(met_stats[(2 * other) as usize]);
         }
         let at = first_head + head as i32;
-        let exists = at >= 0
-            && at < comptime!(shape.heads as i32)
-            && in_group + head < comptime!(shape.group);
+        let exists = is_own_head(at, in_group + head, shape);
         if exists {
             let row = (token * comptime!(shape.heads) + u32::cast_from(at))
                 * comptime!(split.splits)

@@ -1,8 +1,8 @@
 //! Tiles with matrix instructions, after FlashAttention-2 (Dao 2023): scores, weights and sums stay in registers.
 //!
-//! - A plane has one or two stacks of 16 queries of the tile; the keys and values of a step are in shared memory for all
-//!   planes. What is read there once for both stacks leaves the memory time for another cube's reads: with two stacks
-//!   queries are read there, too, and two cubes share a processor.
+//! - A plane has one or two stacks of 16 queries of the tile; the keys and values of a step are in shared memory for
+//!   all planes. What is read there once for both stacks leaves the memory time for another cube's reads: with two
+//!   stacks queries are read there, too, and two cubes share a processor.
 //! - While one step is computed the next is copied: there are two stages, and one barrier a step.
 //! - Rows of a stage are 16 bytes longer than a head, so that eight rows at a time are read from different banks.
 
@@ -16,11 +16,9 @@ use crate::kernels::gpu::attention::Shape;
 use crate::kernels::gpu::attention::paging::{cache_row, first_seen};
 use crate::kernels::gpu::attention::scores::{UNSEEN, score, weight};
 use crate::kernels::gpu::instructions::{
-    Packed, Sums, left, multiply, pack, quad_max, quad_sum, right,
+    PLANE, Packed, Sums, left, multiply, pack, quad_max, quad_sum, right,
 };
 
-/// Lanes of a plane.
-pub(super) const PLANE: u32 = 32;
 /// Queries of a stack, those of a left operand.
 const STACK_ROWS: u32 = 16;
 /// Queries of a tile.
@@ -50,15 +48,15 @@ pub(super) struct Step {
 }
 
 impl Step {
-    /// What suits heads of that size on a device with so many bytes of shared memory: two stacks where two cubes fit,
-    /// else one. Longer heads leave registers for one.
+    /// What suits heads of `head_dim` elements on a device with `shared_bytes` of shared memory: two stacks where two
+    /// cubes fit, else one. Longer heads leave registers for one.
     pub(super) fn new(head_dim: u32, shared_bytes: usize) -> Self {
         let two = Self::of(head_dim, 2);
         let fits = head_dim <= 128 && 2 * two.bytes() <= shared_bytes;
         if fits { two } else { Self::of(head_dim, 1) }
     }
 
-    /// One of so many stacks.
+    /// A step of planes with `stacks` stacks.
     pub(super) fn of(head_dim: u32, stacks: u32) -> Self {
         let vectors = head_dim / 8;
         let stride = vectors + 1;

@@ -12,13 +12,13 @@ use ir::op::Then;
 
 use crate::kernels::cpu::pack::{BLOCK_PAIR, PANEL};
 use crate::kernels::gpu::activation::activate;
-use crate::kernels::gpu::instructions::{Packed, Sums, multiply, pack, right};
+use crate::kernels::gpu::instructions::{self, Packed, Sums, multiply, pack, right};
 use crate::kernels::gpu::panel::{Panel, Walk, panel_vectors};
 use crate::kernels::gpu::portion::{Portion, portion_blocks};
 use crate::kernels::gpu::words::Words;
 
 /// Lanes of a plane.
-pub(super) const PLANE: usize = 32;
+pub(super) const PLANE: usize = instructions::PLANE as usize;
 /// Planes of a cube: with 64 slots a lane needs about 160 registers, and three such cubes fit a multiprocessor.
 pub(super) const PLANES: usize = 4;
 /// Rows of a plane, of all stacks.
@@ -55,12 +55,12 @@ impl Tile {
     }
 }
 
-/// Whether rows of so many elements are whole vectors.
+/// Whether rows of `columns` elements are whole vectors.
 pub(super) fn serves(columns: usize) -> bool {
     columns.is_multiple_of(8)
 }
 
-/// Slots of a tile where experts have so many on average: few enough that most tiles are full, and as many as
+/// Slots of a tile where experts have `mean` on average: few enough that most tiles are full, and at most as many as
 /// registers hold sums of.
 pub(super) fn tile(mean: usize) -> usize {
     match mean {

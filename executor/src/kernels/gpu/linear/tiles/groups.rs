@@ -2,8 +2,8 @@
 //! registers, and one instruction multiplies them with all tokens, which it reads in shared memory by itself.
 //!
 //! - A cube is a group of four planes, each of which takes 32 rows of one matrix. All take the same columns, step after
-//!   step. A fifth plane lets the device copy whole steps to shared memory, as many ahead as there is room for: columns of
-//!   the activations, which lie as right operands do, and panels of the weights as they lie.
+//!   step. A fifth plane lets the device copy whole steps to shared memory, as many ahead as there is room for: columns
+//!   of the activations, which lie as right operands do, and panels of the weights as they lie.
 //! - While the group of a cube waits for products, that of the other cube of the processor decodes weights.
 //! - Where rows are too few for all processors, cubes of a cluster share out the columns. Each writes some of the
 //!   outputs, from sums in the shared memory of all, always in the same order.
@@ -95,7 +95,8 @@ fn loads_before(panel: Panel) -> usize {
 }
 
 impl Gpu {
-    /// How so many rows of activations lie for a matrix that [`Gpu::takes_narrow()`], where they do not lie row after row.
+    /// How the rows of `tokens` tokens lie for a matrix that [`Gpu::takes_narrow()`], where they do not lie row after
+    /// row.
     pub fn right_operands(&self, matrix: &Matrix, tokens: usize) -> Option<RightOperands> {
         let takes = self.has_warpgroups()
             && self.takes_narrow(matrix)
