@@ -120,7 +120,7 @@ pub fn perfetto(plan: &Plan, trace: &Trace) -> Result<String> {
             "args": {
                 "step": span.step.to_string(), "run": span.run,
                 "waited_micros": micros(span.start.saturating_sub(span.ready)),
-                "estimated_micros": micros(step.estimate_nanos),
+                "predicted_micros": micros(step.estimate_nanos),
             },
         }));
     }

@@ -180,6 +180,19 @@ fn a_tiny_gpu_is_left_out_beside_a_host() {
 }
 
 #[test]
+fn a_small_socket_holds_what_it_has_room_for() {
+    let mut machine = two_sockets(10 * GIB);
+    let small = device(&machine, "numa0");
+    machine.devices[small].memory_bytes = 20 * GIB;
+    let formats = vec!["q8".parse().expect("it is a rule")];
+    let model = MadeUp::llama(LlamaShape::LLAMA_70B).model();
+    let plan = compile(&model, &machine, &Options { formats, ..options() });
+    let held = plan.forecast.devices[small].weight_bytes;
+    // An even share would be 30 GiB.
+    assert!(held > 12 * GIB, "numa0 holds {held} bytes, {}", chosen(&plan));
+}
+
+#[test]
 fn a_node_that_lacks_a_format_leaves_hosting_to_the_other() {
     let formats = vec!["q4".parse().expect("it is a rule")];
     let options = Options { formats, ..options() };

@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 
 use anyhow::Result;
 use ir::id::{DeviceId, NodeId, WeightId};
+use ir::machine::Device;
 use ir::model::Model;
 use ir::op::Op;
 use ir::plan::Phase;
@@ -25,6 +26,10 @@ const SPREADS: [(f64, usize); 2] = [(1.05, 1), (2.0, 2)];
 const PIECES: usize = 4;
 /// The least share of a layer that is worth launches of its own.
 const LEAST_RESIDENT: f64 = 0.05;
+/// The least share of a layer that is worth a NUMA node's steps.
+const LEAST_OF_NODE: f64 = 0.02;
+/// How much of a NUMA node's memory shards may fill: buffers, letters and whole matrices take some, too.
+const FILLED: f64 = 0.9;
 
 /// The model and placement with MLPs and experts in shards, where NUMA nodes compute beside GPUs and that is predicted
 /// best; as they are otherwise.
@@ -60,22 +65,12 @@ fn cuts(
     is_free: impl Fn(&str) -> bool,
 ) -> Result<Vec<Cut>> {
     let devices = &task.target.machine.devices;
-    let rate =
-        |(number, host): (usize, &DeviceId)| (number, devices[*host].rates.read_bytes_per_sec);
-    let mut nodes: Vec<(usize, f64)> = hosts.iter().enumerate().map(rate).collect();
-    // Each holds as much of what stays as it reads. One without the memory for that leaves it to the others.
     let stays = |host: DeviceId| bytes(task, host, |name| beside.contains(name));
-    loop {
-        let before = nodes.len();
-        let all: f64 = nodes.iter().map(|(_, rate)| rate).sum();
-        nodes.retain(|&(number, rate)| {
-            let host = hosts[number];
-            stays(host) * rate / all <= devices[host].memory_bytes as f64
-        });
-        if nodes.len() == before {
-            break;
-        }
-    }
+    let node = |&host: &DeviceId| {
+        let Device { memory_bytes, rates, .. } = &devices[host];
+        (rates.read_bytes_per_sec, *memory_bytes as f64 * FILLED / stays(host))
+    };
+    let nodes = shares(&hosts.iter().map(node).collect::<Vec<_>>());
     let Some(&(first, _)) = nodes.first() else { return Ok(Vec::new()) };
     // Tables that rows are looked up in may be all that is there.
     if stays(hosts[first]) == 0.0 {
@@ -97,6 +92,33 @@ fn cuts(
     // One node's shard is in two pieces at least.
     let pieces = in_pieces(PIECES.max(2 * nodes.len()), 0.0);
     Ok(several.into_iter().chain([pieces]).chain(residents.into_iter().flatten()).collect())
+}
+
+/// The share of what stays that each node gets, with its number: as it reads, but no more than it has memory for, and the
+/// rest to the others. A node is the rate at which it reads and the share that fits its memory. One that would get next
+/// to nothing is left out; all are where they have too little memory together.
+fn shares(nodes: &[(f64, f64)]) -> Vec<(usize, f64)> {
+    let mut is_full = vec![false; nodes.len()];
+    loop {
+        let full = nodes.iter().zip(&is_full).filter(|(_, is_full)| **is_full);
+        let left = 1.0 - full.map(|((_, most), _)| most).sum::<f64>();
+        let others = nodes.iter().zip(&is_full).filter(|(_, is_full)| !**is_full);
+        let all: f64 = others.map(|((rate, _), _)| rate).sum();
+        if left <= 0.0 || all == 0.0 {
+            return Vec::new();
+        }
+        let share = |(number, &(rate, most)): (usize, &(f64, f64))| match is_full[number] {
+            true => most,
+            false => left * rate / all,
+        };
+        let found: Vec<f64> = nodes.iter().enumerate().map(share).collect();
+        let overfull = |number: &usize| found[*number] > nodes[*number].1;
+        let Some(number) = (0..nodes.len()).find(overfull) else {
+            let nodes = found.into_iter().enumerate();
+            return nodes.filter(|(_, share)| *share >= LEAST_OF_NODE).collect();
+        };
+        is_full[number] = true;
+    }
 }
 
 /// Bytes of the matrices of those nodes at a home.
@@ -157,4 +179,31 @@ fn attended_blocks(task: &Task<'_>, placement: &Placement, gpu: DeviceId) -> BTr
         .filter(|(id, _)| is_there(*id))
         .filter_map(|(_, node)| Task::block(&node.name))
         .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nodes_share_as_they_read_within_their_memory() {
+        let near = |nodes: &[(f64, f64)], expected: &[(usize, f64)]| {
+            let found = shares(nodes);
+            assert_eq!(found.len(), expected.len(), "{found:?}");
+            for (found, expected) in found.iter().zip(expected) {
+                assert_eq!(found.0, expected.0);
+                assert!((found.1 - expected.1).abs() < 1e-12, "{found:?}, not {expected:?}");
+            }
+        };
+        near(&[(3.0, 9.0), (1.0, 9.0)], &[(0, 0.75), (1, 0.25)]);
+        near(&[(1.0, 0.2), (1.0, 9.0)], &[(0, 0.2), (1, 0.8)]);
+        // What the first has no room for fills the second, and the third gets the rest.
+        near(&[(1.0, 0.1), (1.0, 0.4), (1.0, 9.0)], &[(0, 0.1), (1, 0.4), (2, 0.5)]);
+        // A node without memory is none.
+        near(&[(1.0, 0.0), (1.0, 9.0)], &[(1, 1.0)]);
+        near(&[(1.0, 0.4), (1.0, 0.4)], &[]);
+        near(&[], &[]);
+        // Where nothing stays everything fits.
+        near(&[(1.0, f64::INFINITY)], &[(0, 1.0)]);
+    }
 }
