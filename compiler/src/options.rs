@@ -174,9 +174,12 @@ pub fn parse_tensor_parallel(text: &str) -> Result<Request> {
         };
         let share: f64 =
             share.trim().parse().with_context(|| format!("{share:?} is not a share"))?;
-        ensure!(share.is_finite() && share > 0.0, "the share of {} is {share}, which is not positive: leave the device out or give it more",
-            name.trim());
-        Ok((name.trim().to_owned(), Some(share)))
+        let name = name.trim();
+        ensure!(
+            share.is_finite() && share > 0.0,
+            "the share of {name} is {share}, which is not positive: leave {name} out or give it more"
+        );
+        Ok((name.to_owned(), Some(share)))
     });
     let members: Vec<(String, Option<f64>)> = members.collect::<Result<_>>()?;
     let weighted = members.iter().filter(|(_, share)| share.is_some()).count();

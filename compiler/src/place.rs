@@ -2,7 +2,7 @@
 //!
 //! - Candidates hold the plans that people make by hand: all on one device, layers split in order, all layers
 //!   shared. So the result is never predicted slower than the best of those.
-//! - Matrices and caches stay on NUMA nodes beside a GPU only where the model is not best on GPUs that are about as fast.
+//! - Matrices and caches stay on NUMA nodes beside a GPU only where the model fits no GPUs that are about as fast.
 //! - A price is that of the finished schedule, so byte limits are exact.
 
 mod candidates;
@@ -285,8 +285,8 @@ fn offers(
     Ok(offers)
 }
 
-/// Whether the whole model is on GPUs, they have the memory, and none is much slower than the fastest: a small one beside a
-/// large one may take longer than a host whose matrices the large one fetches.
+/// Whether the whole model is on GPUs, they have the memory, and none is much slower than the fastest: a small one
+/// beside a large one may take longer than a host whose matrices the large one fetches.
 fn fits_fast_gpus(task: &Task<'_>, offer: &Offer) -> bool {
     /// The part of the fastest GPU's rate below which one is slow.
     const SLOW: f64 = 0.5;

@@ -198,8 +198,8 @@ impl<'a> Prices<'a> {
         1.0 / (all.max(1) as f64)
     }
 
-    /// Groups that share layers: all GPUs, all NUMA nodes, everything, the fastest half of each, quarter and so on, GPUs of
-    /// one kind, those of all kinds but one, and pairs on small machines.
+    /// Groups that share layers: all GPUs, all NUMA nodes, everything, the fastest half of each, quarter and so on, GPUs
+    /// of one kind, those of all kinds but one, and pairs on small machines.
     fn groups(&self, singles: &[Priced]) -> Vec<Priced> {
         let machine = &self.task.target.machine;
         let device = |priced: &Priced| priced.group.devices[0];

@@ -291,7 +291,7 @@ fn counted_library(
         return Ok(None);
     }
     let Some(library) = Library::load(gpu, ordinal)? else {
-        // Probing counts the library without looking for it, so this may be the plan of a machine that never had it.
+        // No error: the plan may be of another machine, or of one that had the library when it was probed.
         tracing::warn!(
             "{name}: cuBLASLt, which the plan counts on, is not found here, so many tokens are multiplied in f32, \
              slower and in more memory: install it, or write library_bytes: 0 in the machine file and compile again"
