@@ -19,15 +19,10 @@ use crate::sizes;
 use crate::target::{BLOCK_TOKENS, Batch};
 use crate::task::Task;
 
-/// The plan of placed graphs with programs for `batches`, and `blocks` cache blocks.
+/// The plan of placed graphs with programs for `batches`.
 ///
 /// Weights carry no sources yet, nor the plan what was asked: a plan that is only priced needs neither.
-pub(crate) fn emit(
-    task: &Task<'_>,
-    graphs: &Graphs,
-    batches: &[Batch],
-    blocks: u32,
-) -> Result<Plan> {
+pub(crate) fn emit(task: &Task<'_>, graphs: &Graphs, batches: &[Batch]) -> Result<Plan> {
     let (model, target) = (task.model, task.target);
     let bound = bind(task, graphs)?;
     let mut causes = Causes::default();
@@ -58,7 +53,7 @@ pub(crate) fn emit(
             context: target.context,
             max_sequences: target.max_sequences,
             block_tokens: BLOCK_TOKENS,
-            blocks,
+            blocks: target.blocks,
         },
         asked: Asked::default(),
         machine: target.machine.clone(),

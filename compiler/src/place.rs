@@ -51,8 +51,6 @@ pub(crate) const PROMPT_TOKENS: u32 = 2048;
 pub(crate) struct Placement {
     /// Layouts and cause of every node of the layer graph.
     pub(crate) layouts: Layouts,
-    /// Blocks of every cache.
-    pub(crate) blocks: u32,
     /// The chosen placement, then others that were compared with it, best first; not all that were priced.
     pub(crate) candidates: Vec<Candidate>,
     /// The lowest is best.
@@ -176,18 +174,15 @@ pub(crate) fn place(task: &Task<'_>, options: &Options, among: Among<'_>) -> Res
     let units = Units::new(task.model);
     let pins = pins(task, options)?;
     check_cache_sizes(task)?;
-    let blocks = task.target.blocks;
-    let prices = Prices::new(task, &units, &pins, blocks);
+    let prices = Prices::new(task, &units, &pins);
     let offers = offers(task, options, &prices, among)?;
     let Some(best) = offers.iter().find(|offer| offer.candidate.missing.is_none()) else {
         // Nobody is told why there is none beside some GPUs.
-        let offers_of = |task: &Task<'_>, blocks| match among {
-            Among::All => {
-                self::offers(task, options, &Prices::new(task, &units, &pins, blocks), among)
-            }
+        let offers_of = |task: &Task<'_>| match among {
+            Among::All => self::offers(task, options, &Prices::new(task, &units, &pins), among),
             Among::Beside(_) | Among::RoughlyBeside(_) => Ok(Vec::new()),
         };
-        bail!("{}", too_large(task, options, &offers, blocks, offers_of)?);
+        bail!("{}", too_large(task, options, &offers, offers_of)?);
     };
     let mut layouts = layouts(task, &units, &pins, &best.arrangement)?;
     let faster = offers.iter().filter(|offer| offer.score < best.score);
@@ -198,7 +193,7 @@ pub(crate) fn place(task: &Task<'_>, options: &Options, among: Among<'_>) -> Res
         faster: faster.min_by_key(|offer| offer.score),
     };
     causes::explain(task, options, &prices, &chosen, &mut layouts)?;
-    let price = |arrangement: &Arrangement| offer(task, &units, &pins, arrangement, blocks);
+    let price = |arrangement: &Arrangement| offer(task, &units, &pins, arrangement);
     // Where experts are split, what stays beside GPUs may become best.
     let counted = offers.iter().filter(|_| options.expert_counts.is_some());
     let hosted = counted.filter(|offer| offer.candidate.missing.is_none());
@@ -210,7 +205,6 @@ pub(crate) fn place(task: &Task<'_>, options: &Options, among: Among<'_>) -> Res
     let candidates = offers.into_iter().map(|offer| offer.candidate).collect();
     Ok(Placement {
         layouts,
-        blocks,
         candidates,
         score,
         score_of_most,
@@ -228,7 +222,7 @@ fn offers(
     prices: &Prices<'_>,
     among: Among<'_>,
 ) -> Result<Vec<Offer>> {
-    let &Prices { units, pins, blocks, .. } = prices;
+    let &Prices { units, pins, .. } = prices;
     let arrangements = match &options.request {
         _ if !matches!(among, Among::All) => Vec::new(),
         Request::Any => prices.simple()?,
@@ -251,14 +245,12 @@ fn offers(
         true => arrangements.get(..1).unwrap_or_default(),
         false => &arrangements,
     };
-    let priced: Vec<Result<Offer>> = arrangements
-        .par_iter()
-        .map(|arrangement| offer(task, units, pins, arrangement, blocks))
-        .collect();
+    let priced: Vec<Result<Offer>> =
+        arrangements.par_iter().map(|arrangement| offer(task, units, pins, arrangement)).collect();
     // Some may be impossible: no link, no rate for a format, too few heads, shares that no device computes.
     let mut offers: Vec<Offer> = priced.into_iter().filter_map(Result::ok).collect();
     if options.request == Request::Any && !offers.iter().any(|offer| fits_fast_gpus(task, offer)) {
-        let price = |arrangement: &Arrangement| offer(task, units, pins, arrangement, blocks);
+        let price = |arrangement: &Arrangement| offer(task, units, pins, arrangement);
         let sets = match among {
             Among::All => hosted::gpu_sets(task),
             Among::Beside(gpus) | Among::RoughlyBeside(gpus) => vec![gpus.to_vec()],
@@ -272,7 +264,7 @@ fn offers(
         && let Some(first) = arrangements.first()
     {
         // All of them are impossible; the first says why.
-        offer(task, units, pins, first, blocks)?;
+        offer(task, units, pins, first)?;
     }
     offers.sort_by_key(|offer| match offer.candidate.missing {
         None => (0, offer.score),

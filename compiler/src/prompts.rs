@@ -18,9 +18,9 @@ const TOKENS: [u32; 9] = [16, 32, 64, 96, 128, 192, 256, 384, 512];
 
 /// The plan with all programs, and the batch of each: where prompts of some tokens are predicted to be done sooner as
 /// decode is placed, one more for prompts of as many tokens as that holds for, after prefill.
-pub(crate) fn plan(task: &Task<'_>, graphs: &Graphs, blocks: u32) -> Result<(Plan, Vec<Batch>)> {
+pub(crate) fn plan(task: &Task<'_>, graphs: &Graphs) -> Result<(Plan, Vec<Batch>)> {
     let batches = task.target.batches();
-    if let Some(tokens) = most_tokens(task, graphs, blocks)? {
+    if let Some(tokens) = most_tokens(task, graphs)? {
         let mut with_short = batches.clone();
         if tokens < task.target.prefill_tokens {
             with_short.insert(1, task.target.prompt(tokens, Phase::Decode));
@@ -28,17 +28,17 @@ pub(crate) fn plan(task: &Task<'_>, graphs: &Graphs, blocks: u32) -> Result<(Pla
             // All prompts come in such short parts.
             with_short[0].placed_as = Phase::Decode;
         }
-        let plan = emit(task, graphs, &with_short, blocks)?;
+        let plan = emit(task, graphs, &with_short)?;
         // Each program fits, but one may need most buffers and another most scratch memory.
         if missing(&plan).is_none() {
             return Ok((plan, with_short));
         }
     }
-    Ok((emit(task, graphs, &batches, blocks)?, batches))
+    Ok((emit(task, graphs, &batches)?, batches))
 }
 
 /// The most tokens that a program for short prompts serves.
-fn most_tokens(task: &Task<'_>, graphs: &Graphs, blocks: u32) -> Result<Option<u32>> {
+fn most_tokens(task: &Task<'_>, graphs: &Graphs) -> Result<Option<u32>> {
     if graphs.placed.decode.is_none() {
         return Ok(None);
     }
@@ -50,7 +50,7 @@ fn most_tokens(task: &Task<'_>, graphs: &Graphs, blocks: u32) -> Result<Option<u
     // does not serve more.
     while let Some(&tokens) = offered.get(offered.len() / 2) {
         let (fewer, more) = (&offered[..offered.len() / 2], &offered[offered.len() / 2 + 1..]);
-        if serves(task, graphs, blocks, tokens)? {
+        if serves(task, graphs, tokens)? {
             (most, offered) = (Some(tokens), more);
         } else {
             offered = fewer;
@@ -60,11 +60,11 @@ fn most_tokens(task: &Task<'_>, graphs: &Graphs, blocks: u32) -> Result<Option<u
 }
 
 /// Whether prompts of `tokens` tokens are done sooner by a program placed as decode is, and it fits.
-fn serves(task: &Task<'_>, graphs: &Graphs, blocks: u32, tokens: u32) -> Result<bool> {
+fn serves(task: &Task<'_>, graphs: &Graphs, tokens: u32) -> Result<bool> {
     let [as_prefill, as_decode] =
         [Phase::Prefill, Phase::Decode].map(|phase| task.target.prompt(tokens, phase));
     // NUMA nodes that prefill fetches from need room for the activations of such a prompt.
-    let plan = emit(task, graphs, &[as_prefill, as_decode], blocks)?;
+    let plan = emit(task, graphs, &[as_prefill, as_decode])?;
     let times = &plan.forecast.programs;
     Ok(times[1].nanos < times[0].nanos && missing(&plan).is_none())
 }

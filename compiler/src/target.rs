@@ -207,14 +207,9 @@ impl Target {
     }
 
     /// Bytes of one cache on a device, keys and values of so many key heads of `head_dim` features.
-    pub(crate) fn cache_bytes(
-        &self,
-        device: DeviceId,
-        (kv_heads, head_dim): (u32, u32),
-        blocks: u32,
-    ) -> u64 {
+    pub(crate) fn cache_bytes(&self, device: DeviceId, (kv_heads, head_dim): (u32, u32)) -> u64 {
         let row = self.kv_types[device].head_bytes(head_dim) * u64::from(kv_heads);
-        2 * row * u64::from(blocks) * u64::from(BLOCK_TOKENS)
+        2 * row * u64::from(self.blocks) * u64::from(BLOCK_TOKENS)
     }
 
     /// The batch of prefill programs. More sequences than it takes tokens are fed in several runs.

@@ -28,15 +28,11 @@ const FREE: u64 = 10;
 
 /// The plan of `graphs` with all programs, and the batch of each, in which GPUs hold as many of their packed matrices
 /// unpacked as well as they have room for, where prompts are predicted to be done sooner by that.
-pub(crate) fn plan(
-    task: &Task<'_>,
-    graphs: &mut Graphs,
-    blocks: u32,
-) -> Result<(Plan, Vec<Batch>)> {
-    let without = prompts::plan(task, graphs, blocks)?;
+pub(crate) fn plan(task: &Task<'_>, graphs: &mut Graphs) -> Result<(Plan, Vec<Batch>)> {
+    let without = prompts::plan(task, graphs)?;
     graphs.unpacked = with_room(task, graphs, &without.0)?;
     if !graphs.unpacked.is_empty() {
-        let with = prompts::plan(task, graphs, blocks)?;
+        let with = prompts::plan(task, graphs)?;
         let [before, after] = [&without, &with].map(|(plan, _)| plan.forecast.programs[0].nanos);
         if missing(&with.0).is_none() && after < before - before / WORTH {
             return Ok(with);

@@ -268,14 +268,22 @@ impl Frequencies {
         }
     }
 
-    /// Whether keys that were rotated when the sequence was `before` tokens long serve when it is `now`: beside keys of
-    /// the other set LongRoPE means nothing, and models that use it compute all of them anew. Those with NTK scaling keep
-    /// while they decode what they have cached.
-    pub fn keep_keys(&self, before: u32, now: u32) -> bool {
+    /// Whether keys, of which the first and the latest were rotated when the sequence had as many tokens as `before` says,
+    /// serve when it has `now`.
+    ///
+    /// - Beside keys of the other set LongRoPE means nothing, and models that use it compute all of them anew.
+    /// - With NTK scaling a token that was chosen (`is_decode`) goes on behind the keys of shorter lengths, as in
+    ///   transformers. A new prompt gives what all of the text gives at once.
+    pub fn keep_keys(&self, before: [u32; 2], now: u32, is_decode: bool) -> bool {
+        let [first, latest] = before;
         match self {
-            Frequencies::Fixed(_) | Frequencies::Dynamic { .. } => true,
+            Frequencies::Fixed(_) => true,
+            Frequencies::Dynamic { original_tokens, .. } => {
+                let scaled = |length: u32| length.max(*original_tokens);
+                is_decode || (scaled(first) == scaled(now) && scaled(latest) == scaled(now))
+            }
             Frequencies::Switched { original_tokens, .. } => {
-                (before > *original_tokens) == (now > *original_tokens)
+                (latest > *original_tokens) == (now > *original_tokens)
             }
         }
     }

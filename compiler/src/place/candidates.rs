@@ -49,7 +49,6 @@ pub(crate) struct Prices<'a> {
     pub(super) task: &'a Task<'a>,
     pub(super) units: &'a Units,
     pub(super) pins: &'a Pins,
-    pub(super) blocks: u32,
     /// Bytes that pinned nodes take are not there for stages.
     pub(super) free: Table<DeviceId, u64>,
     /// Groups that were priced before.
@@ -57,8 +56,8 @@ pub(crate) struct Prices<'a> {
 }
 
 impl<'a> Prices<'a> {
-    /// Prices for caches of `blocks` blocks.
-    pub(crate) fn new(task: &'a Task<'a>, units: &'a Units, pins: &'a Pins, blocks: u32) -> Self {
+    /// Prices of the task.
+    pub(crate) fn new(task: &'a Task<'a>, units: &'a Units, pins: &'a Pins) -> Self {
         let mut free: Table<DeviceId, u64> =
             task.target.machine.devices.rows().iter().map(|device| device.memory_bytes).collect();
         let mut seen = Vec::new();
@@ -75,11 +74,11 @@ impl<'a> Prices<'a> {
             if let Some(cache) = node.work.cache() {
                 let cache = &task.model.caches[cache];
                 let heads = (cache.kv_heads, cache.head_dim);
-                let bytes = task.target.cache_bytes(device, heads, blocks);
+                let bytes = task.target.cache_bytes(device, heads);
                 free[device] = free[device].saturating_sub(bytes);
             }
         }
-        Self { task, units, pins, blocks, free, known: Mutex::default() }
+        Self { task, units, pins, free, known: Mutex::default() }
     }
 
     /// Everything worth pricing when nothing is asked for.
@@ -187,7 +186,7 @@ impl<'a> Prices<'a> {
         if let Some(priced) = known().iter().find(|priced| priced.group == *group) {
             return Ok(priced.clone());
         }
-        let priced = price_group(self.task, self.units, self.pins, group, self.blocks)?;
+        let priced = price_group(self.task, self.units, self.pins, group)?;
         known().push(priced.clone());
         Ok(priced)
     }

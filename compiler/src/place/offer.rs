@@ -43,7 +43,6 @@ pub(super) fn offer(
     units: &Units,
     pins: &Pins,
     arrangement: &Arrangement,
-    blocks: u32,
 ) -> Result<Offer> {
     /// Shifts of shares that are tried: each takes what the last one found missing.
     const SHIFTS: usize = 6;
@@ -52,7 +51,7 @@ pub(super) fn offer(
     let plan_of = |arrangement: &Arrangement, batches: &[Batch]| {
         let layouts = layouts(task, units, pins, arrangement)?;
         let graphs = Graphs::new(task.model, &layouts, &mut |_, _| ())?;
-        emit(task, &graphs, batches, blocks)
+        emit(task, &graphs, batches)
     };
     let mut plan = plan_of(&arrangement, &batches)?;
     for _ in 0..SHIFTS {

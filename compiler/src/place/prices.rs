@@ -86,11 +86,10 @@ pub(crate) fn price_group(
     units: &Units,
     pins: &Pins,
     group: &Group,
-    blocks: u32,
 ) -> Result<Priced> {
     let group_of = task.model.layers.nodes().map(|_| 0).collect();
     let graphs = arrange(task, std::slice::from_ref(group), &group_of)?;
-    let plan = emit(task, &graphs, &priced_batches(task.target), blocks)?;
+    let plan = emit(task, &graphs, &priced_batches(task.target))?;
     let unit_of: HashMap<&str, usize> =
         task.model.layers.nodes().map(|(id, node)| (node.name.as_str(), units.of[id])).collect();
     let times = |program: &Program| -> Vec<u64> {
@@ -112,7 +111,7 @@ pub(crate) fn price_group(
             .zip(decode)
             .map(|(prefill, decode)| Times { prefill, decode })
             .collect(),
-        bytes: unit_bytes(task, units, pins, group, &graphs, blocks)?,
+        bytes: unit_bytes(task, units, pins, group, &graphs)?,
         buffers: group
             .devices
             .iter()
@@ -131,10 +130,9 @@ pub(crate) fn decode_nanos(task: &Task<'_>, device: DeviceId) -> Option<Table<No
     let layers = &task.model.layers;
     let group_of = layers.nodes().map(|_| 0).collect();
     let graphs = arrange(task, &[Group::one(device)], &group_of).ok()?;
-    let blocks = task.target.blocks_per_sequence();
     let batches = priced_batches(task.target);
     let batch = judged_decode(task.target, &batches).clone();
-    let plan = emit(task, &graphs, &[batch], blocks).ok()?;
+    let plan = emit(task, &graphs, &[batch]).ok()?;
     // Without movement there is one step for each node, in the same order.
     let steps = plan.programs[0].steps.rows();
     assert_eq!(steps.len(), layers.len(), "insert_moves moved something on one device");
@@ -156,7 +154,6 @@ fn unit_bytes(
     pins: &Pins,
     group: &Group,
     graphs: &Graphs,
-    blocks: u32,
 ) -> Result<Vec<Vec<u64>>> {
     let mut bytes = vec![vec![0; group.devices.len()]; units.len()];
     let nodes = task.model.layers.nodes().map(|(id, _)| id);
@@ -176,7 +173,7 @@ fn unit_bytes(
             }
             if let ir::op::Op::Attention(attention) = &part.op {
                 let heads = (attention.kv_heads, attention.head_dim);
-                *here += task.target.cache_bytes(part.device, heads, blocks);
+                *here += task.target.cache_bytes(part.device, heads);
             }
         }
     }

@@ -8,14 +8,13 @@ use crate::place::Offer;
 use crate::target::Target;
 use crate::task::Task;
 
-/// Why none of the offers, which lack memory with so many cache blocks, is taken. Those with the fewest blocks say
-/// whether the cache is what does not fit, those with fewer tokens of a prefill whether what it computes with is.
+/// Why none of the offers, which lack memory, is taken. Those with the fewest cache blocks say whether the cache is what
+/// does not fit, those with fewer tokens of a prefill whether what it computes with is.
 pub(super) fn too_large(
     task: &Task<'_>,
     options: &Options,
     offers: &[Offer],
-    blocks: u32,
-    offers_of: impl Fn(&Task<'_>, u32) -> Result<Vec<Offer>>,
+    offers_of: impl Fn(&Task<'_>) -> Result<Vec<Offer>>,
 ) -> Result<String> {
     let Some(offer) = offers.first() else { return Ok("no device can run the model".into()) };
     let target = task.target;
@@ -35,7 +34,8 @@ pub(super) fn too_large(
     let sequences = target.max_sequences;
     // One context, and something of each sequence.
     let fewest = target.blocks_per_sequence().max(sequences);
-    if fewest < blocks && fits(offers_of(task, fewest)?) {
+    let with_fewest = Target { blocks: fewest, ..target.clone() };
+    if fewest < target.blocks && fits(offers_of(&Task::new(task.model, &with_fewest))?) {
         let least = target.cache_block_bytes(task.model) * u64::from(fewest);
         let least = format!("{least} bytes ({})", bytes(least));
         return Ok(match options.kv_cache_bytes {
@@ -50,7 +50,7 @@ pub(super) fn too_large(
     }
     let with_tokens = |prefill_tokens: u32| {
         let fewer = Target { prefill_tokens, ..target.clone() };
-        Ok::<bool, anyhow::Error>(fits(offers_of(&Task::new(task.model, &fewer), blocks)?))
+        Ok::<bool, anyhow::Error>(fits(offers_of(&Task::new(task.model, &fewer))?))
     };
     let mut advice: Vec<String> = Vec::new();
     if let Some(tokens) = fewer_tokens(target.prefill_tokens, with_tokens)? {

@@ -13,7 +13,7 @@ use std::collections::BTreeMap;
 use std::sync::atomic::AtomicBool;
 
 use anyhow::{Context as _, Result, ensure};
-use ir::op::{Frequencies, Rope};
+use ir::op::Rope;
 use ir::plan::{ModelInfo, Plan};
 
 use self::blocks::Blocks;
@@ -51,31 +51,16 @@ struct Sequence {
 impl Sequence {
     /// Takes what is cached for missing where its keys were rotated otherwise than those to come.
     fn forget_other_keys(&mut self, ropes: &[Rope]) {
-        if !ropes.iter().all(|rope| self.keeps_keys(&rope.frequencies)) {
+        let now = self.tokens.len();
+        let before = self.rope_lengths.map(|length| length as u32);
+        let is_next = now == self.rope_lengths[1] || now == self.rope_lengths[1] + 1;
+        let is_decode = self.cached + 1 == now && is_next;
+        let keep = |rope: &Rope| rope.frequencies.keep_keys(before, now as u32, is_decode);
+        if !ropes.iter().all(keep) {
             self.cached = 0;
         }
-        let now = self.tokens.len();
         let first = if self.cached == 0 { now } else { self.rope_lengths[0] };
         self.rope_lengths = [first, now];
-    }
-
-    /// Whether the keys that are cached serve what is fed next.
-    fn keeps_keys(&self, frequencies: &Frequencies) -> bool {
-        let [first, latest] = self.rope_lengths.map(|length| length as u32);
-        let now = self.tokens.len() as u32;
-        match frequencies {
-            // A token that was chosen goes on behind the keys of shorter lengths, as in transformers. A new prompt
-            // gives what all of the text gives at once.
-            Frequencies::Dynamic { original_tokens, .. } => {
-                let is_next = now == latest || now == latest + 1;
-                let is_decode = self.cached + 1 == self.tokens.len() && is_next;
-                let scaled = |length: u32| length.max(*original_tokens);
-                is_decode || (scaled(first) == scaled(now) && scaled(latest) == scaled(now))
-            }
-            Frequencies::Fixed(_) | Frequencies::Switched { .. } => {
-                frequencies.keep_keys(latest, now)
-            }
-        }
     }
 }
 
@@ -195,7 +180,7 @@ pub fn check_tokens(tokens: &[u32], vocabulary: u32) -> Result<()> {
 mod tests {
     use std::path::PathBuf;
 
-    use ir::op::Pairing;
+    use ir::op::{Frequencies, Pairing};
 
     use super::*;
 
