@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use crate::quantity;
-use crate::scene::{Block, Program, Scene, Size, size_text};
+use crate::scene::{Block, Device, Program, Scene, Size, size_text};
 
 /// One line of a comparison.
 #[derive(Clone, Debug, PartialEq)]
@@ -23,6 +23,8 @@ pub struct Difference {
 /// Everything that differs between two scenes.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Comparison {
+    /// `different models: demo / big`; `None` where both are plans of one model.
+    pub models: Option<String>,
     /// Times of programs.
     pub programs: Vec<Difference>,
     /// Bytes of devices, where they differ.
@@ -36,7 +38,9 @@ const NOISE: f64 = 0.05;
 
 /// Compares `program` of the first scene with the program of that name in the second.
 pub fn compare(before: &Scene, after: &Scene, program: usize) -> Comparison {
-    let mut comparison = Comparison::default();
+    let models = (before.title != after.title)
+        .then(|| format!("different models: {} / {}", before.title, after.title));
+    let mut comparison = Comparison { models, ..Comparison::default() };
     for (number, row) in before.programs.iter().enumerate() {
         match after.programs.iter().position(|other| other.name == row.name) {
             Some(other) => compare_times((before, number), (after, other), &mut comparison),
@@ -89,31 +93,32 @@ fn compare_devices(before: &Scene, after: &Scene, comparison: &mut Comparison) {
     names.sort_unstable();
     names.dedup();
     for name in names {
-        let find = |scene: &Scene| scene.devices.iter().position(|device| device.name == name);
-        match (find(before), find(after)) {
-            (Some(a), Some(b)) => {
-                let (a, b) = (&before.devices[a], &after.devices[b]);
-                if a.used_bytes() != b.used_bytes() || a.capacity_bytes != b.capacity_bytes {
-                    let text = |device: &crate::scene::Device| {
-                        format!(
-                            "{} of {}",
-                            quantity::bytes(device.used_bytes()),
-                            quantity::bytes(device.capacity_bytes)
-                        )
-                    };
-                    comparison.devices.push(Difference {
-                        subject: name.to_owned(),
-                        before: text(a),
-                        after: text(b),
-                        change: None,
-                        block: None,
-                    });
-                }
-            }
-            (Some(_), None) => comparison.devices.push(only(name, "only in the first")),
-            (None, _) => comparison.devices.push(only(name, "only in the second")),
+        let held = |device: &Device| (device.used_bytes(), device.capacity_bytes);
+        let (a, b) = (find(before, name), find(after, name));
+        if a.map(held) == b.map(held) {
+            continue;
         }
+        let text = |device: Option<&Device>| {
+            device.map_or_else(
+                || "–".to_owned(),
+                |device| {
+                    let (used, capacity) = held(device);
+                    format!("{} of {}", quantity::bytes(used), quantity::bytes(capacity))
+                },
+            )
+        };
+        comparison.devices.push(Difference {
+            subject: name.to_owned(),
+            before: text(a),
+            after: text(b),
+            change: None,
+            block: None,
+        });
     }
+}
+
+fn find<'a>(scene: &'a Scene, name: &str) -> Option<&'a Device> {
+    scene.devices.iter().find(|device| device.name == name)
 }
 
 fn compare_blocks(
@@ -129,18 +134,28 @@ fn compare_blocks(
         .map(|(number, block)| (block.name.as_str(), number))
         .collect();
     let mut changed: Vec<(usize, usize)> = Vec::new();
+    let mut only_first: Vec<usize> = Vec::new();
     for (number, block) in first.blocks.iter().enumerate() {
         match by_name.get(block.name.as_str()) {
             Some(&other) if differs((before, p, number), (after, q, other)) => {
                 changed.push((number, other));
             }
             Some(_) => (),
-            None => comparison.blocks.push(only(&block.title(), "only in the first")),
+            None => only_first.push(number),
         }
     }
+    for run in neighbours_alike((before, p), &only_first) {
+        let what = format!("only in the first, {}", place_text(before, p, &first.blocks[run[0]]));
+        let row = only(&before.blocks_text(p, &run), "only in the first");
+        comparison.blocks.push(Difference { before: what, block: Some(run[0]), ..row });
+    }
     let known: Vec<&str> = first.blocks.iter().map(|block| block.name.as_str()).collect();
-    for block in second.blocks.iter().filter(|block| !known.contains(&block.name.as_str())) {
-        comparison.blocks.push(only(&block.title(), "only in the second"));
+    let is_new = |&number: &usize| !known.contains(&second.blocks[number].name.as_str());
+    let only_second: Vec<usize> = (0..second.blocks.len()).filter(is_new).collect();
+    for run in neighbours_alike((after, q), &only_second) {
+        let what = format!("only in the second, {}", place_text(after, q, &second.blocks[run[0]]));
+        let row = only(&after.blocks_text(q, &run), "only in the second");
+        comparison.blocks.push(Difference { after: what, ..row });
     }
     // Neighbours that changed alike are one line.
     let place = |scene: &Scene, block: &Block, program: usize| place_text(scene, program, block);
@@ -181,6 +196,28 @@ fn compare_blocks(
         });
         at = end;
     }
+}
+
+/// Blocks of a program in runs of neighbours that lie alike.
+fn neighbours_alike((scene, program): (&Scene, usize), blocks: &[usize]) -> Vec<Vec<usize>> {
+    let rows = &scene.programs[program].blocks;
+    let mut runs: Vec<(String, Vec<usize>)> = Vec::new();
+    for &block in blocks {
+        let own = place_text(scene, program, &rows[block]);
+        match runs.last_mut() {
+            Some((place, run))
+                if *place == own
+                    && rows[block].number.is_some()
+                    && run
+                        .last()
+                        .is_some_and(|&last| last + 1 == block && rows[last].number.is_some()) =>
+            {
+                run.push(block);
+            }
+            _ => runs.push((own, vec![block])),
+        }
+    }
+    runs.into_iter().map(|(_, run)| run).collect()
 }
 
 /// `gpu0 in bf16`, `gpu0, weights at home on numa0, in q4`.

@@ -4,7 +4,7 @@ use egui::{Color32, FontId, Rect, RichText, Sense, Stroke, StrokeKind, Ui, pos2,
 
 use crate::compare::{Comparison, Difference};
 use crate::quantity;
-use crate::scene::{Block, Scene, size_text};
+use crate::scene::{Block, Device, Scene, size_text};
 use crate::text::legend_entry;
 use crate::theme;
 use crate::view::{Selection, View};
@@ -34,14 +34,22 @@ pub fn show(ui: &mut Ui, scene: &Scene, other: Option<Other<'_>>, view: &mut Vie
     };
     egui::ScrollArea::vertical().auto_shrink(false).show(ui, |ui| {
         let program = view.program(scene).map(|program| program.name.clone()).unwrap_or_default();
+        if let Some(models) = &other.comparison.models {
+            ui.colored_label(theme::alarm(ui), models);
+        }
+        let devices = scene.devices_with(other.scene);
         ui.horizontal_wrapped(|ui| {
             ui.strong(format!("Where the layers of {program} run"));
-            for (number, device) in scene.devices.iter().enumerate() {
-                legend_entry(ui, theme::device(scene, number), &device.name);
+            for (number, device) in devices.iter().enumerate() {
+                legend_entry(ui, theme::device_among(&devices, number), &device.name);
             }
         });
-        strip(ui, scene, scene, other.first_title, &program, view);
-        strip(ui, scene, other.scene, other.second_title, &program, view);
+        let home = scene.programs.iter().find(|other| other.name == program);
+        let home = home.map(|program| program.blocks.as_slice()).unwrap_or_default();
+        let first = Strip { scene, title: other.first_title, program: &program };
+        strip(ui, first, &devices, home, view);
+        let second = Strip { scene: other.scene, title: other.second_title, ..first };
+        strip(ui, second, &devices, home, view);
         ui.add_space(8.0);
         let titles = (other.first_title, other.second_title);
         table(ui, "Time of a run", titles, &other.comparison.programs, view);
@@ -56,14 +64,22 @@ pub fn show(ui: &mut Ui, scene: &Scene, other: Option<Other<'_>>, view: &mut Vie
     });
 }
 
-/// All blocks of a program as cells in the colors of their devices. Colors and selection are those of `first`.
-fn strip(ui: &mut Ui, first: &Scene, scene: &Scene, title: &str, program: &str, view: &mut View) {
+/// The program of a scene whose blocks are drawn beside those of another.
+#[derive(Clone, Copy)]
+struct Strip<'a> {
+    scene: &'a Scene,
+    title: &'a str,
+    program: &'a str,
+}
+
+/// All blocks of a program as cells in the colors that their devices have among those of both scenes. What is selected
+/// are blocks of the first scene, `home`.
+fn strip(ui: &mut Ui, shown: Strip<'_>, devices: &[Device], home: &[Block], view: &mut View) {
+    let Strip { scene, title, program } = shown;
     let Some(number) = scene.programs.iter().position(|other| other.name == program) else {
         ui.label(format!("{title}: no program {program}"));
         return;
     };
-    let home = first.programs.iter().find(|other| other.name == program);
-    let home = home.map(|program| program.blocks.as_slice()).unwrap_or_default();
     let program = &scene.programs[number];
     let summary = &scene.summaries[number];
     let measured = summary.measured_nanos.zip(summary.size).map(|(nanos, size)| {
@@ -91,8 +107,8 @@ fn strip(ui: &mut Ui, first: &Scene, scene: &Scene, title: &str, program: &str, 
         let parts = block.devices.len().max(1) as f32;
         for (part, &device) in block.devices.iter().enumerate() {
             let name = scene.device_name(device);
-            let known = first.devices.iter().position(|device| device.name == name);
-            let color = known.map_or(Color32::GRAY, |device| theme::device(first, device));
+            let known = devices.iter().position(|device| device.name == name);
+            let color = known.map_or(Color32::GRAY, |at| theme::device_among(devices, at));
             let top = cell.top() + cell.height() * part as f32 / parts;
             let height = cell.height() / parts;
             ui.painter().rect_filled(

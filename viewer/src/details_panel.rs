@@ -3,11 +3,14 @@
 use egui::{Rect, RichText, Sense, Ui, vec2};
 
 use crate::quantity;
-use crate::scene::{Bars, Block, LaneKind, Program, Scene, Step};
+use crate::scene::{Bars, Block, Kind, LaneKind, Program, Scene, Step, Summary, size_text};
 use crate::text::text_within;
 use crate::theme;
 use crate::timeline_panel::idle_text;
 use crate::view::{Area, Selection, View};
+
+/// More candidates than this are counted, not listed.
+const MOST_CANDIDATES: usize = 12;
 
 /// Draws the panel.
 pub fn show(ui: &mut Ui, scene: &Scene, view: &mut View) {
@@ -44,20 +47,30 @@ fn row(ui: &mut Ui, name: &str, value: impl Into<String>) {
     });
 }
 
-/// A name, a bar and a value.
-fn share_row(ui: &mut Ui, name: &str, share: f64, value: &str) {
+/// A name, a bar of a part of the whole and the part in figures. The bar is pale as far as the device is busy.
+fn share_row(ui: &mut Ui, name: &str, nanos: u64, whole: f64, busy: Option<f64>) {
     let (rect, _) = ui.allocate_exact_size(vec2(ui.available_width(), 18.0), Sense::hover());
-    let bar = Rect::from_min_max(rect.min + vec2(84.0, 3.0), rect.max - vec2(104.0, 3.0));
-    let filled = Rect::from_min_size(
-        bar.min,
-        vec2(bar.width() * share.clamp(0.0, 1.0) as f32, bar.height()),
-    );
-    ui.painter().rect_filled(bar, 2.0, ui.visuals().extreme_bg_color);
-    ui.painter().rect_filled(filled, 2.0, ui.visuals().selection.bg_fill);
+    let share = nanos as f64 / whole;
+    let mut value = format!("{} ({})", quantity::nanos(nanos as f64), quantity::share(share));
+    let mut room = 98.0;
+    if let Some(busy) = busy {
+        value += &format!(", {} busy", quantity::share(busy));
+        room += 52.0;
+    }
+    let bar = Rect::from_min_max(rect.min + vec2(84.0, 3.0), rect.max - vec2(room + 6.0, 3.0));
+    if bar.is_positive() {
+        ui.painter().rect_filled(bar, 2.0, ui.visuals().extreme_bg_color);
+        let fill = ui.visuals().selection.bg_fill;
+        let pale = busy.map(|busy| (busy, theme::mix(ui.visuals().extreme_bg_color, fill, 0.4)));
+        for (part, color) in pale.into_iter().chain([(share, fill)]) {
+            let width = bar.width() * part.clamp(0.0, 1.0) as f32;
+            let filled = Rect::from_min_size(bar.min, vec2(width, bar.height()));
+            ui.painter().rect_filled(filled, 2.0, color);
+        }
+    }
     let text = ui.visuals().text_color();
     text_within(ui, ui.painter(), rect.left_center(), 80.0, name, text);
-    let value = format!("{value} ({})", quantity::share(share));
-    text_within(ui, ui.painter(), rect.right_center() - vec2(98.0, 0.0), 98.0, &value, text);
+    text_within(ui, ui.painter(), rect.right_center() - vec2(room, 0.0), room, &value, text);
 }
 
 fn show_plan(ui: &mut Ui, scene: &Scene, view: &View) {
@@ -69,26 +82,12 @@ fn show_plan(ui: &mut Ui, scene: &Scene, view: &View) {
     }
     let Some(summary) = scene.summaries.get(view.program) else { return };
     if let Some(program) = view.program(scene) {
-        ui.strong(format!("Where the time of {} goes", program.name));
-        let whole = summary.critical_end.max(1) as f64;
-        let mut shares: Vec<(String, u64)> = scene
-            .devices
-            .iter()
-            .zip(&summary.critical_nanos)
-            .map(|(device, &nanos)| (device.name.clone(), nanos))
-            .collect();
-        shares.push(("movement".to_owned(), summary.critical_nanos.last().copied().unwrap_or(0)));
-        let worked: u64 =
-            summary.critical_nanos.iter().fold(0, |sum, &nanos| sum.saturating_add(nanos));
-        shares.push(("between steps".to_owned(), summary.critical_end.saturating_sub(worked)));
-        for (name, nanos) in shares {
-            share_row(ui, &name, nanos as f64 / whole, &quantity::nanos(nanos as f64));
-        }
+        show_shares(ui, scene, summary, program);
         ui.add_space(6.0);
     }
     if !scene.candidates.is_empty() {
         ui.strong("Placements that were priced");
-        for (number, candidate) in scene.candidates.iter().take(12).enumerate() {
+        for (number, candidate) in scene.candidates.iter().take(MOST_CANDIDATES).enumerate() {
             let nanos = |nanos: Option<u64>| {
                 nanos.map_or_else(|| "–".to_owned(), |nanos| quantity::nanos(nanos as f64))
             };
@@ -102,6 +101,9 @@ fn show_plan(ui: &mut Ui, scene: &Scene, view: &View) {
             };
             let chosen = if number == 0 { ", chosen" } else { "" };
             row(ui, &candidate.name, format!("{text}{chosen}"));
+        }
+        if let Some(more) = more_candidates(scene.candidates.len()) {
+            ui.weak(more);
         }
         ui.add_space(6.0);
     }
@@ -118,6 +120,29 @@ fn show_plan(ui: &mut Ui, scene: &Scene, view: &View) {
         ));
     }
     ui.weak("Click a card, a span or a row to see what it is and why it is there.");
+}
+
+/// Time on the critical path, and where devices work beside it how busy each is.
+fn show_shares(ui: &mut Ui, scene: &Scene, summary: &Summary, program: &Program) {
+    ui.strong(format!("Where the time of {} goes, on the critical path", program.name));
+    let whole = summary.critical_end.max(1) as f64;
+    let nanos = |of: &[u64], place: usize| of.get(place).copied().unwrap_or(0);
+    let is_any_beside = (0..scene.devices.len()).any(|device| summary.is_beside(device));
+    for (number, device) in scene.devices.iter().enumerate() {
+        let busy = nanos(&summary.busy_nanos, number) as f64 / whole;
+        let busy = is_any_beside.then_some(busy);
+        share_row(ui, &device.name, nanos(&summary.critical_nanos, number), whole, busy);
+    }
+    let moved = summary.critical_nanos.last().copied().unwrap_or(0);
+    share_row(ui, "movement", moved, whole, None);
+    let worked = summary.critical_nanos.iter().copied().fold(0, u64::saturating_add);
+    share_row(ui, "between steps", summary.critical_end.saturating_sub(worked), whole, None);
+}
+
+/// `and 6 more; hybridc explain lists them`.
+fn more_candidates(count: usize) -> Option<String> {
+    let more = count.checked_sub(MOST_CANDIDATES).filter(|&more| more > 0)?;
+    Some(format!("and {more} more; hybridc explain lists them"))
 }
 
 fn show_step(
@@ -139,7 +164,14 @@ fn show_step(
     row(ui, "because", step.cause.clone());
     row(ui, "next best", step.runner_up.clone().unwrap_or_default());
     ui.add_space(4.0);
-    row(ui, "predicted", planned_text(program, step.predicted_nanos));
+    // Of decode, only attention depends on what is cached.
+    let predicted = if program.is_decode && step.kind != Kind::Attention {
+        let tokens = program.tokens_text(program.max_tokens);
+        format!("{}{tokens}", quantity::nanos(step.predicted_nanos as f64))
+    } else {
+        planned_text(program, step.predicted_nanos)
+    };
+    row(ui, "predicted", predicted);
     if let Some(measured) = step.measured {
         row(
             ui,
@@ -155,6 +187,7 @@ fn show_step(
         row(ui, "error", step.error().map(quantity::change).unwrap_or_default());
     }
     if let Some(run) = run
+        && view.has_shares(scene)
         && let Some(times) =
             scene.runs.get(run).and_then(|run| run.times.get(step.number).copied().flatten())
     {
@@ -205,9 +238,15 @@ fn show_step(
     }
 }
 
-/// A predicted time, with the tokens that it is for where measured ones are of others.
+/// A predicted time, with what it is for: of decode the tokens cached, of prompts their tokens where measured ones are
+/// of others.
 pub(crate) fn planned_text(program: &Program, nanos: u64) -> String {
-    format!("{}{}", quantity::nanos(nanos as f64), program.tokens_text(program.max_tokens))
+    let size = if program.is_decode {
+        format!(" {}", size_text(program, program.predicted_size()))
+    } else {
+        program.tokens_text(program.max_tokens)
+    };
+    format!("{}{size}", quantity::nanos(nanos as f64))
 }
 
 /// A measured time, with its tokens likewise.
@@ -272,17 +311,15 @@ fn show_device(ui: &mut Ui, scene: &Scene, view: &mut View, program: &Program, n
     }
     row(ui, "free", quantity::bytes(device.free_bytes()));
     ui.add_space(4.0);
+    if !view.has_shares(scene) {
+        return;
+    }
     let timing = view.timing(scene);
-    let whole = timing.nanos().max(1) as f64;
-    for (queue, ((lane, _), busy)) in program.queues.iter().zip(&timing.busy).enumerate() {
+    for (queue, (lane, _)) in program.queues.iter().enumerate() {
         if !matches!(scene.lanes[*lane].kind, LaneKind::Queue(device, _) if device == number) {
             continue;
         }
-        row(
-            ui,
-            &scene.lanes[*lane].name,
-            format!("busy {}", quantity::share(*busy as f64 / whole)),
-        );
+        row(ui, &scene.lanes[*lane].name, timing.work_text(queue));
         let mut waits: Vec<_> = timing.idle.iter().filter(|idle| idle.queue == queue).collect();
         waits.sort_by_key(|idle| std::cmp::Reverse(idle.end - idle.start));
         for idle in waits.into_iter().take(5) {
@@ -336,4 +373,16 @@ pub fn sum_within(bars: &Bars, area: Area) -> (usize, f64) {
         }
     }
     (count, nanos)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn candidates_that_are_not_listed_are_counted() {
+        assert_eq!(more_candidates(MOST_CANDIDATES), None);
+        let more = more_candidates(MOST_CANDIDATES + 6);
+        assert_eq!(more.as_deref(), Some("and 6 more; hybridc explain lists them"));
+    }
 }

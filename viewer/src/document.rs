@@ -88,13 +88,14 @@ pub fn scene(plan: &Plan, trace: Option<&Trace>, fingerprint: u64) -> Scene {
     if violations.len() > MOST_FINDINGS {
         findings.push(format!("and {} more", violations.len() - MOST_FINDINGS));
     }
-    if trace.is_some_and(|trace| trace.plan != fingerprint) {
-        findings.insert(
-            0,
-            "the trace was recorded with another plan, or the plan has changed since".to_owned(),
-        );
+    match trace.filter(|trace| trace.plan != fingerprint) {
+        Some(trace) => {
+            let finding = "the trace was recorded with another plan, or the plan has changed since";
+            findings.insert(0, finding.to_owned());
+            Scene::with_trace_of_another(plan, trace, findings)
+        }
+        None => Scene::new(plan, trace, findings),
     }
-    Scene::new(plan, trace, findings)
 }
 
 /// Whether a file holds a trace rather than a plan, by its first lines.

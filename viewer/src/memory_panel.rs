@@ -4,7 +4,7 @@ use egui::{Align2, Color32, FontId, Mesh, Rect, Sense, Stroke, StrokeKind, Ui, p
 
 use crate::quantity;
 use crate::scene::{Curve, Device, Level, Scene};
-use crate::text::legend_entry;
+use crate::text::{fitting, legend_entry};
 use crate::theme;
 use crate::view::{Selection, View};
 
@@ -29,9 +29,10 @@ fn run_text(scene: &Scene, number: usize) -> String {
 
 /// Draws the panel.
 pub fn show(ui: &mut Ui, scene: &Scene, view: &mut View) {
-    let measured = view.run.and_then(|run| scene.run_memory(run));
+    let run = view.run.filter(|_| view.has_shares(scene));
+    let measured = run.and_then(|run| scene.run_memory(run));
     let planned = view.program(scene).map(|program| program.memory.clone());
-    let what = match view.run {
+    let what = match run {
         Some(run) if measured.is_some() => run_text(scene, run),
         _ => "the predicted run".to_owned(),
     };
@@ -90,13 +91,15 @@ fn draw_whole(ui: &Ui, scene: &Scene, number: usize, device: &Device, rect: Rect
     let painter = ui.painter().with_clip_rect(rect.intersect(ui.clip_rect()));
     let full = device.used_bytes() as f64 / device.capacity_bytes.max(1) as f64;
     let over = full > 1.0;
-    let title = format!(
-        "{} · {} of {} ({})",
-        device.name,
-        quantity::bytes(device.used_bytes()),
-        quantity::bytes(device.capacity_bytes),
-        quantity::share(full)
-    );
+    let (name, full) = (&device.name, quantity::share(full));
+    let used = quantity::bytes(device.used_bytes());
+    let capacity = quantity::bytes(device.capacity_bytes);
+    let titles = [
+        format!("{name} · {used} of {capacity} ({full})"),
+        format!("{name} · {used} of {capacity}"),
+        format!("{name} · {full}"),
+    ];
+    let title = fitting(ui, titles, 14.0, rect.width() - 8.0);
     let color = if over { theme::alarm(ui) } else { theme::strong(ui) };
     painter.text(
         rect.min + vec2(4.0, 4.0),
@@ -209,8 +212,8 @@ struct Stretch {
     level: Level,
 }
 
-/// Narrower stretches are hardly seen.
-const NARROW: f32 = 0.5;
+/// Narrower stretches may lie between two pixels.
+const NARROW: f32 = 1.0;
 
 /// The whole curve without gaps. Of levels that together are narrow the highest is drawn: a peak must be seen.
 fn stretches(curve: &Curve, x: impl Fn(u64) -> f32) -> Vec<Stretch> {
@@ -230,7 +233,30 @@ fn stretches(curve: &Curve, x: impl Fn(u64) -> f32) -> Vec<Stretch> {
         let left = stretches.last().map_or(left, |last| last.right);
         stretches.push(Stretch { left, right, level });
     }
+    widen_last(&mut stretches, x(curve.end));
     stretches
+}
+
+/// Gives the last stretch room to the left should it be narrow: to the right of it is the frame. Where it is lower than
+/// what is before it, that is drawn to the end instead.
+fn widen_last(stretches: &mut Vec<Stretch>, end: f32) {
+    let Some(mut last) = stretches.pop() else { return };
+    last.right = end;
+    while last.right - last.left < NARROW
+        && let Some(mut before) = stretches.pop()
+    {
+        if before.level.bytes() >= last.level.bytes() {
+            last = Stretch { right: end, ..before };
+        } else if end - before.left < 2.0 * NARROW {
+            last.left = before.left;
+        } else {
+            last.left = end - NARROW;
+            before.right = last.left;
+            stretches.push(before);
+            break;
+        }
+    }
+    stretches.push(last);
 }
 
 fn explain(ui: &Ui, curve: &Curve, rect: Rect, at: egui::Pos2, response: &egui::Response) {
@@ -266,6 +292,27 @@ mod tests {
             .iter()
             .map(|&Stretch { left, right, level }| (left, right, level.activation_bytes))
             .collect();
-        assert_eq!(parts, [(0.0, 10.0, 10), (10.0, 10.5, 90), (10.5, 16.0, 30), (16.0, 20.0, 40)]);
+        assert_eq!(parts, [(0.0, 10.0, 10), (10.0, 11.0, 90), (11.0, 16.0, 30), (16.0, 20.0, 40)]);
+    }
+
+    #[test]
+    fn a_peak_at_the_end_is_seen_inside_the_frame() {
+        let level = |time, activation_bytes| Level { time, activation_bytes, staging_bytes: 0 };
+        let drawn = |levels: Vec<Level>| {
+            let curve = Curve { levels, start: 0, end: 200 };
+            let drawn = stretches(&curve, |time| time as f32 / 10.0);
+            let part = |part: &Stretch| (part.left, part.right, part.level.activation_bytes);
+            drawn.iter().map(part).collect::<Vec<(f32, f32, u64)>>()
+        };
+        let peak = [(0.0, 19.0, 10), (19.0, 20.0, 90)];
+        assert_eq!(drawn(vec![level(0, 10), level(199, 90)]), peak);
+        // What is given back as the run ends hides nothing.
+        assert_eq!(drawn(vec![level(0, 10), level(199, 90), level(200, 0)]), peak);
+        assert_eq!(drawn(vec![level(0, 10), level(200, 90)]), peak);
+        let low = vec![level(0, 10), level(150, 90), level(200, 0)];
+        assert_eq!(drawn(low), [(0.0, 15.0, 10), (15.0, 20.0, 90)]);
+        // Of two peaks in the last points the higher one is drawn.
+        let peaks = vec![level(0, 10), level(185, 90), level(195, 80)];
+        assert_eq!(drawn(peaks), [(0.0, 18.5, 10), (18.5, 20.0, 90)]);
     }
 }

@@ -49,6 +49,8 @@ pub struct Scene {
     pub findings: Vec<String>,
     /// What is to be said of each program.
     pub summaries: Vec<Summary>,
+    /// Whether the trace is of another plan: its spans are drawn, but measure nothing of this one.
+    pub is_trace_of_another: bool,
     /// End of the last span or run of the trace.
     pub trace_end: u64,
 }
@@ -149,7 +151,7 @@ pub struct Run {
     pub end: u64,
     /// When each step of the program ran.
     pub times: Vec<Option<Times>>,
-    /// Whether all of them did. What ended early measures nothing.
+    /// Whether all of them did, and as steps of this plan. What ended early measures nothing.
     pub is_whole: bool,
 }
 
@@ -169,6 +171,16 @@ pub struct Candidate {
 impl Scene {
     /// Joins a plan, whatever its `findings`, with a trace of it.
     pub fn new(plan: &Plan, trace: Option<&Trace>, findings: Vec<String>) -> Self {
+        Scene::joined(plan, trace, Scene { findings, ..Scene::default() })
+    }
+
+    /// The same with a trace of another plan.
+    pub fn with_trace_of_another(plan: &Plan, trace: &Trace, findings: Vec<String>) -> Self {
+        let empty = Scene { findings, is_trace_of_another: true, ..Scene::default() };
+        Scene::joined(plan, Some(trace), empty)
+    }
+
+    fn joined(plan: &Plan, trace: Option<&Trace>, empty: Scene) -> Self {
         let mut scene = Scene {
             title: plan.model.name.clone(),
             subtitle: format!(
@@ -179,8 +191,7 @@ impl Scene {
                 if plan.model.max_sequences == 1 { "" } else { "s" }
             ),
             devices: devices(plan),
-            findings,
-            ..Scene::default()
+            ..empty
         };
         scene.candidates = plan.forecast.candidates.iter().map(|c| candidate(plan, c)).collect();
         scene.programs = plan.programs.iter().map(|program| program_scene(plan, program)).collect();
@@ -294,6 +305,13 @@ impl Scene {
         self.devices.get(device).map_or_else(|| format!("d{device}?"), |device| device.name.clone())
     }
 
+    /// Its devices, then those that only the other scene has.
+    pub fn devices_with(&self, other: &Scene) -> Vec<Device> {
+        let is_known = |name: &str| self.devices.iter().any(|device| device.name == name);
+        let more = other.devices.iter().filter(|device| !is_known(&device.name));
+        self.devices.iter().chain(more).cloned().collect()
+    }
+
     fn join(&mut self, trace: &Trace) {
         let mut strays = 0_usize;
         for run in &trace.runs {
@@ -332,11 +350,13 @@ impl Scene {
                 "the trace names {strays} steps or programs that the plan lacks or that ran twice in a run"
             ));
         }
+        let is_complete = |run: &Run| run.times.iter().all(Option::is_some);
         for run in &mut self.runs {
-            run.is_whole = run.times.iter().all(Option::is_some);
+            run.is_whole = !self.is_trace_of_another && is_complete(run);
         }
-        let ended_early = self.runs.iter().filter(|run| !run.is_whole).count();
-        if ended_early > 0 {
+        let ended_early = self.runs.iter().filter(|run| !is_complete(run)).count();
+        // Runs of another plan count for nothing in any case.
+        if ended_early > 0 && !self.is_trace_of_another {
             let runs = if ended_early == 1 {
                 "run ended early and counts"
             } else {

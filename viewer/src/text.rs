@@ -25,6 +25,23 @@ pub fn text_within(
     painter.galley(left_center - vec2(0.0, galley.size().y / 2.0), galley, color);
 }
 
+/// The first of some texts that is no wider than `width`, else the last.
+pub fn fitting<const N: usize>(ui: &Ui, texts: [String; N], size: f32, width: f32) -> String {
+    let mut texts = texts.into_iter().peekable();
+    while let Some(text) = texts.next() {
+        if texts.peek().is_none() || text_width(ui, &text, size) <= width {
+            return text;
+        }
+    }
+    String::new()
+}
+
+/// How wide a line of text is.
+pub fn text_width(ui: &Ui, text: &str, size: f32) -> f32 {
+    let font = FontId::proportional(size);
+    ui.painter().layout_no_wrap(text.to_owned(), font, Color32::WHITE).size().x
+}
+
 /// A patch of color and its meaning, which stay together where lines wrap.
 pub fn legend_entry(ui: &mut Ui, color: Color32, meaning: &str) {
     const PATCH: f32 = 12.0;

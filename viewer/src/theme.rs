@@ -2,7 +2,7 @@
 
 use egui::{Color32, Context, FontDefinitions, FontFamily, TextStyle, Theme, Ui, lerp};
 
-use crate::scene::{IdleCause, Kind, Scene, Step};
+use crate::scene::{Device, IdleCause, Kind, Scene, Step};
 
 /// Text that is easy to read, and a glyph for every character that this program writes.
 pub fn install(context: &Context) {
@@ -69,8 +69,13 @@ const COOL: [Color32; 5] = [
 
 /// The color of a device, the same everywhere.
 pub fn device(scene: &Scene, device: usize) -> Color32 {
-    let Some(row) = scene.devices.get(device) else { return Color32::GRAY };
-    let alike = scene.devices[..device].iter().filter(|other| other.is_gpu == row.is_gpu).count();
+    device_among(&scene.devices, device)
+}
+
+/// The color of one of some devices: its own among those of its kind.
+pub fn device_among(devices: &[Device], device: usize) -> Color32 {
+    let Some(row) = devices.get(device) else { return Color32::GRAY };
+    let alike = devices[..device].iter().filter(|other| other.is_gpu == row.is_gpu).count();
     let palette = if row.is_gpu { WARM } else { COOL };
     // Each round of the palette is paler than the one before.
     let round = (alike / palette.len()) as f32;

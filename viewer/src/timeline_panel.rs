@@ -193,6 +193,7 @@ fn draw_lanes(ui: &Ui, scene: &Scene, view: &mut View, frame: &Frame) {
     let timing = view.timing(scene);
     let selected = view.selected(scene);
     let any_selected = selected.contains(&true);
+    let has_shares = view.has_shares(scene);
     let Some(program) = view.program(scene) else { return };
     let longest = program.steps.iter().map(|step| step.predicted_nanos).max().unwrap_or(1);
     for (number, lane) in scene.lanes.iter().enumerate() {
@@ -209,7 +210,9 @@ fn draw_lanes(ui: &Ui, scene: &Scene, view: &mut View, frame: &Frame) {
         );
         let below =
             Rect::from_min_max(pos2(row.left(), above.bottom() + 1.0), row.max - vec2(0.0, 2.0));
-        draw_idle(ui, frame, number, if measured { below } else { above }, &timing, program);
+        if has_shares {
+            draw_idle(ui, frame, number, if measured { below } else { above }, &timing, program);
+        }
         let look = |bar: &Bar, is_shown: bool| {
             let steps = scene.programs.get(bar.program as usize).map(|program| &program.steps);
             let here = bar.program as usize == view.program;
@@ -222,7 +225,7 @@ fn draw_lanes(ui: &Ui, scene: &Scene, view: &mut View, frame: &Frame) {
             Look {
                 color: if faded { theme::tint(ui, color, 0.35) } else { color },
                 is_selected,
-                is_critical: here && is_shown && is_critical,
+                is_critical: here && is_shown && is_critical && has_shares,
             }
         };
         let clip = row.intersect(clip);
@@ -284,14 +287,13 @@ fn draw_lane_name(ui: &Ui, scene: &Scene, view: &View, number: usize, row: Rect,
         FontId::proportional(12.5),
         theme::strong(ui),
     );
-    let Some(program) = view.program(scene).filter(|_| is_high) else { return };
+    let is_told = is_high && view.has_shares(scene);
+    let Some(program) = view.program(scene).filter(|_| is_told) else { return };
     if let Some(queue) = program.queues.iter().position(|(lane, _)| *lane == number) {
-        let whole = timing.nanos().max(1) as f64;
-        let busy = format!("busy {}", quantity::share(timing.busy[queue] as f64 / whole));
         painter.text(
             pos2(left + 9.0, row.center().y + 7.0),
             Align2::LEFT_CENTER,
-            busy,
+            timing.work_text(queue),
             FontId::proportional(10.5),
             theme::weak(ui),
         );

@@ -255,6 +255,11 @@ impl View {
         Arc::clone(timing)
     }
 
+    /// Whether shares, waits and the critical path of `timing` mean anything: those of a run of another plan do not.
+    pub fn has_shares(&self, scene: &Scene) -> bool {
+        self.run.is_none() || !scene.is_trace_of_another
+    }
+
     /// For each step of the program whether it belongs to the selection.
     pub fn selected(&self, scene: &Scene) -> Vec<bool> {
         let Some(program) = scene.programs.get(self.program) else { return Vec::new() };

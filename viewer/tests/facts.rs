@@ -10,7 +10,9 @@ use ir::plan::{Action, Plan, Weight};
 use ir::tensor::{Dim, Format};
 use made_up::{Pace, Style, Wish, trace_at};
 use viewer::compare::compare;
+use viewer::document::Document;
 use viewer::scene::{Bottleneck, Kind, LaneKind, Scene};
+use viewer::theme;
 
 const PREFILL: usize = 0;
 const DECODE: usize = 1;
@@ -185,6 +187,89 @@ fn movement_can_be_the_bottleneck() {
     let line = &scene.headline(DECODE)[1];
     assert!(line.starts_with("Bottleneck: movement takes 60.0 ms"), "{line}");
     assert!(line.ends_with(", most of it gpu0 → numa0"), "{line}");
+}
+
+#[test]
+fn a_trace_of_another_plan_measures_nothing() {
+    let plan = pipeline();
+    let document = Document::of(plan.clone(), Some(trace_at(&plan, 7, 300, LONG)), 8);
+    let scene = &document.scene;
+    for program in [PREFILL, DECODE] {
+        let lines = scene.headline(program);
+        let said = "; the trace is of another plan: measured times are not compared";
+        assert!(lines[0].ends_with(said), "{}", lines[0]);
+        assert_eq!(lines[1..], predicted(&plan).headline(program)[1..]);
+        assert_eq!(scene.summaries[program].measured_nanos, None);
+        assert!(scene.programs[program].steps.iter().all(|step| step.measured.is_none()));
+    }
+    assert!(!scene.runs.is_empty(), "its spans are drawn");
+    assert_eq!(document.scene.findings.len(), 1, "{:?}", scene.findings);
+}
+
+#[test]
+fn a_device_is_as_busy_in_its_lanes_as_in_its_column() {
+    let tensor = made_up::plan(Wish::new(4, 4, 0, Style::Tensor));
+    for plan in [tensor, streaming(), pipeline()] {
+        let scene = predicted(&plan);
+        for (program, summary) in scene.programs.iter().zip(&scene.summaries) {
+            let mut busy = vec![0_u64; scene.devices.len()];
+            for ((lane, _), nanos) in program.queues.iter().zip(&program.predicted.busy) {
+                let LaneKind::Queue(device, _) = scene.lanes[*lane].kind else { panic!("a queue") };
+                busy[device] += nanos;
+            }
+            assert_eq!(busy, summary.busy_nanos[..scene.devices.len()]);
+        }
+    }
+    let text = predicted(&streaming()).to_string();
+    assert!(text.contains("gpu0 copy: moving "), "{text}");
+}
+
+#[test]
+fn devices_that_share_every_layer_are_the_bottleneck_together() {
+    for (gpus, names) in [(2, "gpu0 and gpu1"), (4, "gpu0 to gpu3")] {
+        let scene = predicted(&made_up::plan(Wish::new(4, gpus, 0, Style::Tensor)));
+        let line = &scene.headline(DECODE)[1];
+        let said = format!("Bottleneck: {names} share the work, busy up to ");
+        assert!(line.starts_with(&said), "{line}");
+        let summary = &scene.summaries[DECODE];
+        assert!((0..gpus as usize).all(|device| summary.is_bottleneck(device)));
+    }
+    // The stages of a pipeline work one after the other.
+    let scene = predicted(&pipeline());
+    assert!(scene.summaries[DECODE].as_busy.is_empty());
+}
+
+#[test]
+fn the_headline_says_what_bars_and_steps_are_predicted_for() {
+    let scene = measured(&pipeline(), SHORT);
+    let said = [PREFILL, DECODE].map(|program| scene.headline(program).remove(0));
+    let ending = "; cards, bars and steps are predicted ";
+    assert!(said[0].ends_with(&format!("{ending}for 32 tokens")), "{}", said[0]);
+    assert!(said[1].ends_with(&format!("{ending}with 32 tokens cached")), "{}", said[1]);
+    let line = measured(&pipeline(), LONG).headline(PREFILL).remove(0);
+    assert!(!line.contains(ending), "{line}");
+}
+
+#[test]
+fn what_only_one_plan_has_is_compared_with_its_bytes_and_folded() {
+    let before = predicted(&pipeline());
+    let after = predicted(&made_up::plan(Wish::new(6, 2, 1, Style::Pipeline)));
+    let comparison = compare(&before, &after, DECODE);
+    let models = comparison.models.as_deref();
+    assert_eq!(models, Some("different models: made-up-12 / made-up-6"));
+    let device = |name: &str| comparison.devices.iter().find(|row| row.subject == name);
+    let (gpu1, numa1) = (device("gpu1").expect("named"), device("numa1").expect("named"));
+    assert!(gpu1.before == "–" && gpu1.after.contains(" of "), "{gpu1:?}");
+    assert!(numa1.after == "–" && numa1.before.contains(" of "), "{numa1:?}");
+    let only = comparison.blocks.iter().filter(|row| row.after == "–");
+    let only: Vec<&str> = only.map(|row| row.subject.as_str()).collect();
+    assert_eq!(only, ["layers 6–7", "layers 8–11"]);
+    let devices = before.devices_with(&after);
+    let names: Vec<&str> = devices.iter().map(|device| device.name.as_str()).collect();
+    assert_eq!(names, ["gpu0", "numa0", "numa1", "gpu1"]);
+    let colors = [0, 3].map(|device| theme::device_among(&devices, device));
+    assert_ne!(colors[0], colors[1]);
+    assert_eq!(compare(&before, &before, DECODE).models, None);
 }
 
 #[test]

@@ -12,12 +12,12 @@ use crate::theme::{self, Coloring};
 use crate::view::{Selection, View, Wish};
 
 /// The stretch of a row that a card takes: from its first device's column to its last's.
-fn card_rect(block: &Block, row: &Row, columns: Columns) -> Rect {
+fn card_rect(block: &Block, row: &Row, columns: Columns<'_>) -> Rect {
     let first = block.devices.first().copied().unwrap_or(0);
     let last = block.devices.last().copied().unwrap_or(0);
     let top = columns.body.top() + row.top;
     Rect::from_x_y_ranges(
-        columns.left(first) + 6.0..=columns.left(last + 1) - 6.0,
+        columns.left(first) + 6.0..=columns.right(last) - 6.0,
         top..=top + row.height,
     )
 }
@@ -28,7 +28,7 @@ pub(super) fn draw_row(
     view: &mut View,
     program: &Program,
     row: &Row,
-    columns: Columns,
+    columns: Columns<'_>,
     largest: u64,
 ) {
     let block = &program.blocks[row.first];
@@ -38,7 +38,8 @@ pub(super) fn draw_row(
         ui.scroll_to_rect(rect.expand2(vec2(0.0, rect.height())), None);
         view.scroll_to_selection = false;
     }
-    if !ui.is_rect_visible(rect) {
+    // A plan may name devices that there are not.
+    if !rect.is_positive() || !ui.is_rect_visible(rect) {
         return;
     }
     let response = ui.interact(
@@ -54,7 +55,7 @@ pub(super) fn draw_row(
         if on_fold || response.double_clicked() {
             toggle(program, view, row);
         }
-        select_at(view, program, row, rect, &response);
+        select_at(view, program, row, rect, &response, columns);
     }
     block_menu(&response, scene, view, row);
     drag(ui, scene, view, row, &response, columns, &title);
@@ -86,7 +87,7 @@ pub(super) fn draw_row(
     ui.painter().rect_filled(rect, 5.0, theme::tint(ui, color, 0.36));
     if view.coloring == Coloring::Device && block.devices.len() > 1 {
         for &device in &block.devices {
-            let column = columns.left(device)..=columns.left(device + 1);
+            let column = columns.left(device)..=columns.right(device);
             let part = Rect::from_x_y_ranges(column, rect.y_range()).intersect(rect);
             ui.painter().rect_filled(
                 part,
@@ -155,8 +156,8 @@ fn numbers(program: &Program, row: &Row) -> String {
         let mean = row_nanos(program, row) as f64 / blocks.len() as f64;
         text = format!("{} × {} = {text}", blocks.len(), quantity::nanos(mean));
     }
-    if let Some(error) = program.blocks_error(row.first, row.last) {
-        text += &format!(", measured {}", quantity::change(error));
+    if let Some(error) = program.blocks_error_text(row.first, row.last) {
+        text += &format!(", measured {error}");
     }
     if bytes > 0 {
         text += &format!(" · {}", quantity::bytes(bytes));
@@ -201,17 +202,21 @@ fn toggle(program: &Program, view: &mut View, row: &Row) {
 }
 
 /// Selects the step under the pointer, else the blocks of the row.
-fn select_at(view: &mut View, program: &Program, row: &Row, rect: Rect, response: &egui::Response) {
+fn select_at(
+    view: &mut View,
+    program: &Program,
+    row: &Row,
+    rect: Rect,
+    response: &egui::Response,
+    columns: Columns<'_>,
+) {
     view.selection = Selection::Blocks(row.first, row.last);
     view.scroll_to_selection = true;
     let opened = !row.is_group && view.opened.contains(&row.first);
     if let (true, Some(at)) = (opened, response.interact_pointer_pos()) {
         let line = ((at.y - rect.top() - row.head) / STEP_HEIGHT).floor();
         let block = &program.blocks[row.first];
-        let part = (at.x - rect.left()) / rect.width();
-        let (first, last) = (block.devices.first(), block.devices.last());
-        if let (true, Some(first), Some(last)) = (line >= 0.0, first, last) {
-            let device = first + (part * (last - first + 1) as f32) as usize;
+        if let (true, Some(device)) = (line >= 0.0, columns.device(at.x)) {
             let mut steps =
                 block.steps.iter().filter(|&&step| program.steps[step].device == device);
             if let Some(&step) = steps.nth(line as usize) {
@@ -238,7 +243,7 @@ fn draw_steps(
     program: &Program,
     block: &Block,
     steps_top: f32,
-    columns: Columns,
+    columns: Columns<'_>,
 ) {
     let selected = view.selection;
     for &device in &block.devices {
@@ -247,8 +252,8 @@ fn draw_steps(
         for (line, &step) in mine.enumerate() {
             let row = &program.steps[step];
             let top = steps_top + line as f32 * STEP_HEIGHT;
-            let place =
-                Rect::from_min_size(pos2(left, top), vec2(columns.width - 28.0, STEP_HEIGHT - 1.0));
+            let size = vec2(columns.width(device) - 28.0, STEP_HEIGHT - 1.0);
+            let place = Rect::from_min_size(pos2(left, top), size);
             let painter = ui.painter().with_clip_rect(place.intersect(ui.clip_rect()));
             painter.rect_filled(place, 2.0, theme::tint(ui, theme::kind(row.kind), 0.35));
             if selected == Selection::Step(step, view.run)
@@ -302,11 +307,11 @@ fn drag(
     view: &mut View,
     row: &Row,
     response: &egui::Response,
-    columns: Columns,
+    columns: Columns<'_>,
     title: &str,
 ) {
     let Some(at) = response.interact_pointer_pos() else { return };
-    let target = columns.device(at.x, scene.devices.len());
+    let target = columns.device(at.x);
     if response.dragged() {
         let painter = ui
             .ctx()
@@ -317,7 +322,7 @@ fn drag(
         };
         if let Some(device) = target {
             let column = Rect::from_x_y_ranges(
-                columns.left(device)..=columns.left(device + 1),
+                columns.left(device)..=columns.right(device),
                 columns.body.y_range(),
             );
             painter.rect(

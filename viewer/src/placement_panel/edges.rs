@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use egui::{FontId, Rect, Stroke, StrokeKind, Ui, pos2, vec2};
+use egui::{FontId, Pos2, Rect, Stroke, StrokeKind, Ui, Vec2, pos2, vec2};
 
 use super::{Columns, Row};
 use crate::quantity;
@@ -10,7 +10,7 @@ use crate::scene::{Kind, Program};
 use crate::theme;
 
 /// What passes between rows: one line for each pair of rows and devices, with bytes and number.
-pub(super) fn draw_edges(ui: &Ui, program: &Program, rows: &[Row], columns: Columns) {
+pub(super) fn draw_edges(ui: &Ui, program: &Program, rows: &[Row], columns: Columns<'_>) {
     let row_of = |block: usize| rows.iter().position(|row| (row.first..=row.last).contains(&block));
     let mut sums = BTreeMap::<(usize, usize, usize, usize), (u64, usize)>::new();
     for edge in &program.edges {
@@ -23,7 +23,7 @@ pub(super) fn draw_edges(ui: &Ui, program: &Program, rows: &[Row], columns: Colu
     }
     let color = theme::kind(Kind::Transfer);
     let body = columns.body;
-    let column = |device: usize| columns.left(device) + columns.width / 2.0;
+    let column = |device: usize| columns.left(device) + columns.width(device) / 2.0;
     let mut labels: Vec<Rect> = Vec::new();
     for ((from, to, sender, receiver), (bytes, count)) in sums {
         let (start, end) = if from == to {
@@ -54,10 +54,7 @@ pub(super) fn draw_edges(ui: &Ui, program: &Program, rows: &[Row], columns: Colu
         };
         let galley =
             ui.painter().layout_no_wrap(text, FontId::proportional(11.5), theme::strong(ui));
-        let mut place = Rect::from_center_size(
-            pos2((start.x + end.x) / 2.0, middle),
-            galley.size() + vec2(8.0, 2.0),
-        );
+        let mut place = label_place(start, end, galley.size() + vec2(8.0, 2.0));
         // Edges of one gap have their labels beside each other.
         while labels.iter().any(|label| label.intersects(place)) {
             place = place.translate(vec2(place.width() + 4.0, 0.0));
@@ -71,5 +68,27 @@ pub(super) fn draw_edges(ui: &Ui, program: &Program, rows: &[Row], columns: Colu
             StrokeKind::Inside,
         );
         ui.painter().galley(place.min + vec2(4.0, 1.0), galley, theme::strong(ui));
+    }
+}
+
+/// The place of a label at half height, beside the line that goes down to the receiver: other lines lie on the way.
+fn label_place(start: Pos2, end: Pos2, size: Vec2) -> Rect {
+    /// Between line and label.
+    const APART: f32 = 6.0;
+    let left = if start.x <= end.x { end.x + APART } else { end.x - APART - size.x };
+    Rect::from_min_size(pos2(left, (start.y + end.y - size.y) / 2.0), size)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_label_is_beside_the_line_of_its_receiver() {
+        let place = |start, end| label_place(pos2(start, 10.0), pos2(end, 30.0), vec2(40.0, 16.0));
+        let rect = |left| Rect::from_min_size(pos2(left, 12.0), vec2(40.0, 16.0));
+        assert_eq!(place(100.0, 300.0), rect(306.0));
+        assert_eq!(place(500.0, 300.0), rect(254.0));
+        assert_eq!(place(300.0, 300.0), rect(306.0));
     }
 }

@@ -2,19 +2,18 @@
 
 use egui::{Align2, Color32, FontId, Rect, Sense, Stroke, StrokeKind, Ui, vec2};
 
+use super::Columns;
 use crate::quantity;
-use crate::scene::{Bottleneck, Scene, Summary};
-use crate::text::text_within;
+use crate::scene::{Device, Scene, Summary};
+use crate::text::{fitting, text_width, text_within};
 use crate::theme;
 use crate::view::{Selection, View, Wish};
 
-pub(super) fn draw_header(ui: &mut Ui, scene: &Scene, view: &mut View, rect: Rect, width: f32) {
+pub(super) fn draw_header(ui: &mut Ui, scene: &Scene, view: &mut View, columns: Columns<'_>) {
     let Some(summary) = scene.summaries.get(view.program) else { return };
     for (number, device) in scene.devices.iter().enumerate() {
-        let cell = Rect::from_min_size(
-            rect.min + vec2(width * number as f32, 0.0),
-            vec2(width, rect.height()),
-        );
+        let column = columns.left(number)..=columns.right(number);
+        let cell = Rect::from_x_y_ranges(column, columns.body.y_range());
         let cell = cell.shrink2(vec2(5.0, 2.0));
         let response = ui.interact(cell, ui.scope_id().with(("device", number)), Sense::click());
         response.widget_info(|| {
@@ -24,8 +23,7 @@ pub(super) fn draw_header(ui: &mut Ui, scene: &Scene, view: &mut View, rect: Rec
             view.selection = Selection::Device(number);
         }
         device_menu(&response, scene, view, number);
-        let bottleneck = summary.bottleneck == Some(Bottleneck::Device(number));
-        let bottleneck = bottleneck && scene.devices.len() > 1;
+        let bottleneck = summary.is_bottleneck(number) && scene.devices.len() > 1;
         let color = theme::device(scene, number);
         let selected = view.selection == Selection::Device(number);
         let edge = if bottleneck {
@@ -43,59 +41,77 @@ pub(super) fn draw_header(ui: &mut Ui, scene: &Scene, view: &mut View, rect: Rec
             StrokeKind::Inside,
         );
         let painter = ui.painter().with_clip_rect(cell.intersect(ui.clip_rect()));
+        let room = cell.width() - 16.0;
         let kind = if device.is_gpu { "GPU" } else { "CPU" };
+        // A cut word is worse than none: the frame and the color of the text tell the bottleneck, too.
+        let alarm_width = text_width(ui, ALARM, 12.0) + 8.0;
+        let alarms = bottleneck && text_width(ui, &device.name, 15.0) + alarm_width <= room;
+        let name_room = if alarms { room - alarm_width } else { room };
+        let names = [format!("{} · {kind}", device.name), device.name.clone()];
         painter.text(
             cell.min + vec2(8.0, 5.0),
             Align2::LEFT_TOP,
-            format!("{} · {kind}", device.name),
+            fitting(ui, names, 15.0, name_room),
             FontId::proportional(15.0),
             theme::strong(ui),
         );
-        if bottleneck {
+        if alarms {
             painter.text(
                 cell.right_top() + vec2(-8.0, 7.0),
                 Align2::RIGHT_TOP,
-                "BOTTLENECK",
+                ALARM,
                 FontId::proportional(12.0),
                 theme::alarm(ui),
             );
         }
-        let text = work_text(summary, number);
+        let text = fitting(ui, work_texts(summary, number), 11.0, room);
         text_within(
             ui,
             &painter,
             cell.min + vec2(8.0, 33.0),
-            cell.width() - 16.0,
+            room,
             &text,
             if bottleneck { theme::alarm(ui) } else { ui.visuals().text_color() },
         );
-        let bar = Rect::from_min_size(cell.min + vec2(8.0, 44.0), vec2(cell.width() - 16.0, 12.0));
+        let bar = Rect::from_min_size(cell.min + vec2(8.0, 44.0), vec2(room, 12.0));
         draw_memory_bar(ui, &painter, bar, device, color);
-        let text = format!(
-            "{} of {} used, {} free",
-            quantity::bytes(device.used_bytes()),
-            quantity::bytes(device.capacity_bytes),
-            quantity::bytes(device.free_bytes())
-        );
-        text_within(
-            ui,
-            &painter,
-            cell.min + vec2(8.0, 67.0),
-            cell.width() - 16.0,
-            &text,
-            theme::weak(ui),
-        );
+        let text = fitting(ui, memory_texts(device), 11.0, room);
+        let at = cell.min + vec2(8.0, 67.0);
+        text_within(ui, &painter, at, room, &text, theme::weak(ui));
     }
 }
 
-/// A device's part of the critical path, and all of its work where that is much more: it works beside others then.
-fn work_text(summary: &Summary, device: usize) -> String {
+/// What marks the device that most of a run's time goes to.
+const ALARM: &str = "BOTTLENECK";
+
+/// A device's part of the critical path; or all of its work where that is much more: it works beside others then, and
+/// which of them that path is in is chance. The shorter ones are for narrow columns.
+fn work_texts(summary: &Summary, device: usize) -> [String; 2] {
     let nanos = |of: &[u64]| of.get(device).copied().unwrap_or(0) as f64;
     let (critical, busy) = (nanos(&summary.critical_nanos), nanos(&summary.busy_nanos));
     let run = summary.critical_end.max(1) as f64;
     let share = |nanos: f64| quantity::share(nanos / run);
-    let text = format!("{} of a run ({})", quantity::nanos(critical), share(critical));
-    if busy - critical > run / 10.0 { format!("{text}, {} busy", share(busy)) } else { text }
+    let is_shared = summary.as_busy.contains(&device);
+    if is_shared || summary.is_beside(device) {
+        let text = format!("{} busy", share(busy));
+        [format!("{text}, {} critical", share(critical)), text]
+    } else {
+        let text = quantity::nanos(critical);
+        [format!("{text} of a run ({})", share(critical)), format!("{text} ({})", share(critical))]
+    }
+}
+
+/// What a device holds, in fewer and fewer words.
+fn memory_texts(device: &Device) -> [String; 4] {
+    let used = quantity::bytes(device.used_bytes());
+    let capacity = quantity::bytes(device.capacity_bytes);
+    let free = quantity::bytes(device.free_bytes());
+    [
+        format!("{used} of {capacity} used, {free} free"),
+        format!("{used} of {capacity}, {free} free"),
+        format!("{used} of {capacity}"),
+        format!("{free} free"),
+    ]
 }
 
 /// Weights, caches and buffers against capacity.
@@ -103,7 +119,7 @@ pub(crate) fn draw_memory_bar(
     ui: &Ui,
     painter: &egui::Painter,
     bar: Rect,
-    device: &crate::scene::Device,
+    device: &Device,
     color: Color32,
 ) {
     painter.rect_filled(bar, 2.0, ui.visuals().extreme_bg_color);
@@ -151,7 +167,20 @@ mod tests {
             critical_end: 1_000_000,
             ..Summary::default()
         };
-        assert_eq!(work_text(&summary, 0), "600 µs of a run (60 %)");
-        assert_eq!(work_text(&summary, 1), "0 ns of a run (0.0 %), 40 % busy");
+        assert_eq!(work_texts(&summary, 0), ["600 µs of a run (60 %)", "600 µs (60 %)"]);
+        assert_eq!(work_texts(&summary, 1), ["40 % busy, 0.0 % critical", "40 % busy"]);
+    }
+
+    #[test]
+    fn what_is_as_busy_is_told_by_its_work() {
+        let summary = Summary {
+            critical_nanos: vec![900_000, 10_000, 0],
+            busy_nanos: vec![920_000, 910_000, 0],
+            critical_end: 1_000_000,
+            as_busy: vec![0, 1],
+            ..Summary::default()
+        };
+        assert_eq!(work_texts(&summary, 0)[0], "92 % busy, 90 % critical");
+        assert_eq!(work_texts(&summary, 1)[0], "91 % busy, 1.0 % critical");
     }
 }

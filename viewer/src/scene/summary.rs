@@ -6,6 +6,9 @@ use std::collections::BTreeMap;
 use super::{Program, Run, Scene, Timing};
 use crate::quantity;
 
+/// The part of the bottleneck's time that a device beside it works at least to count as much.
+const AS_BUSY: f64 = 0.8;
+
 /// What is to be said of one program.
 #[derive(Clone, Debug, Default)]
 pub struct Summary {
@@ -23,6 +26,8 @@ pub struct Summary {
     pub critical_nanos: Vec<u64>,
     /// For each device, then for movement: time of all steps, on that path or beside it.
     pub busy_nanos: Vec<u64>,
+    /// Devices that work beside each other, the bottleneck among them, and nearly as long as it does.
+    pub as_busy: Vec<usize>,
     /// The whole of that path, waiting included.
     pub critical_end: u64,
     /// What most of it goes to.
@@ -68,6 +73,31 @@ impl Summary {
     /// How much longer runs took than a run of their size was predicted to, relative to that.
     pub fn error(&self) -> Option<f64> {
         quantity::relative_change(self.expected_nanos?, self.measured_nanos?)
+    }
+
+    /// Whether a device is the bottleneck, alone or with those that are as busy.
+    pub fn is_bottleneck(&self, device: usize) -> bool {
+        self.bottleneck == Some(Bottleneck::Device(device)) || self.as_busy.contains(&device)
+    }
+
+    /// Whether a device also works beside the critical path, for more than a tenth of the run.
+    pub fn is_beside(&self, device: usize) -> bool {
+        let nanos = |of: &[u64]| of.get(device).copied().unwrap_or(0);
+        let beside = nanos(&self.busy_nanos).saturating_sub(nanos(&self.critical_nanos));
+        beside > self.critical_end / 10
+    }
+
+    /// The bottleneck and the devices that work beside it for nearly as long, if there are any: which of them the
+    /// critical path is in is chance.
+    fn as_busy(&self) -> Vec<usize> {
+        let Some(Bottleneck::Device(most)) = self.bottleneck else { return Vec::new() };
+        let Some((_, devices)) = self.busy_nanos.split_last() else { return Vec::new() };
+        let least = devices.get(most).map_or(0.0, |&nanos| nanos as f64 * AS_BUSY);
+        let is_as_busy = |&device: &usize| {
+            device == most || devices[device] as f64 >= least && self.is_beside(device)
+        };
+        let found: Vec<usize> = (0..devices.len()).filter(is_as_busy).collect();
+        if found.len() > 1 { found } else { Vec::new() }
     }
 }
 
@@ -138,7 +168,7 @@ impl Scene {
         let typical = typical.map(|run| &self.runs[run]);
         let size = typical.map(Size::of);
         let alike = self.whole_runs_of(program).map(|run| self.runs[run].tokens);
-        Summary {
+        let mut summary = Summary {
             predicted_nanos: row.forecast.as_ref().map_or(row.predicted.end, |row| row.nanos),
             measured_nanos: typical.map(|run| run.end - run.start),
             runs: alike.filter(|&tokens| size.is_some_and(|size| size.tokens == tokens)).count(),
@@ -147,9 +177,12 @@ impl Scene {
             critical_end: timing.nanos(),
             busy_nanos: timing.all_shares(row, self.devices.len()),
             critical_nanos: timing.critical_shares(row, self.devices.len()),
+            as_busy: Vec::new(),
             bottleneck: self.bottleneck(row, timing),
             limits: self.limits(program),
-        }
+        };
+        summary.as_busy = summary.as_busy();
+        summary
     }
 
     fn bottleneck(&self, program: &Program, timing: &Timing) -> Option<Bottleneck> {
@@ -193,7 +226,11 @@ impl Scene {
     pub fn headline(&self, program: usize) -> Vec<String> {
         let Some(row) = self.programs.get(program) else { return Vec::new() };
         let Some(summary) = self.summaries.get(program) else { return Vec::new() };
-        let mut lines = vec![prediction_line(row, summary)];
+        let mut lines = vec![if self.is_trace_of_another {
+            foreign_line(row, summary)
+        } else {
+            prediction_line(row, summary)
+        }];
         lines
             .extend(summary.bottleneck.map(|bottleneck| self.bottleneck_line(summary, bottleneck)));
         for limit in &summary.limits {
@@ -203,6 +240,9 @@ impl Scene {
     }
 
     fn bottleneck_line(&self, summary: &Summary, bottleneck: Bottleneck) -> String {
+        if !summary.as_busy.is_empty() {
+            return self.as_busy_line(summary);
+        }
         let lane = |lane: usize| format!(", most of it {}", self.lanes[lane].name);
         let (name, nanos, path) = match bottleneck {
             Bottleneck::Device(device) => {
@@ -220,6 +260,32 @@ impl Scene {
             quantity::share(nanos as f64 / summary.critical_end.max(1) as f64),
             path.unwrap_or_default()
         )
+    }
+
+    /// Of devices that are as busy none is to blame more than the others.
+    fn as_busy_line(&self, summary: &Summary) -> String {
+        let busy = summary.as_busy.iter().filter_map(|&device| summary.busy_nanos.get(device));
+        let most = busy.copied().max().unwrap_or(0) as f64;
+        format!(
+            "Bottleneck: {} share the work, busy up to {} of the {} that a run lasts ({})",
+            self.devices_text(&summary.as_busy),
+            quantity::nanos(most),
+            quantity::nanos(summary.critical_end as f64),
+            quantity::share(most / summary.critical_end.max(1) as f64)
+        )
+    }
+
+    /// `gpu0 and gpu1`, `gpu0 to gpu5`, `gpu0, gpu2 and gpu3`.
+    fn devices_text(&self, devices: &[usize]) -> String {
+        let names: Vec<String> = devices.iter().map(|&device| self.device_name(device)).collect();
+        let is_row = devices.windows(2).all(|pair| pair[1] == pair[0] + 1);
+        match names.as_slice() {
+            [first, _, .., last] if is_row => format!("{first} to {last}"),
+            [others @ .., last] if !others.is_empty() => {
+                format!("{} and {last}", others.join(", "))
+            }
+            _ => names.concat(),
+        }
     }
 
     fn limit_line(&self, program: usize, limit: &Limit) -> String {
@@ -329,6 +395,16 @@ fn busiest_path(program: &Program, timing: &Timing) -> Option<usize> {
     nanos.into_iter().max_by_key(|&(lane, nanos)| (nanos, Reverse(lane))).map(|(lane, _)| lane)
 }
 
+/// What is predicted where the trace says nothing of it.
+fn foreign_line(program: &Program, summary: &Summary) -> String {
+    format!(
+        "{}: predicted {} {}; the trace is of another plan: measured times are not compared",
+        program.name,
+        quantity::nanos(summary.predicted_nanos as f64),
+        size_text(program, program.predicted_size())
+    )
+}
+
 fn prediction_line(program: &Program, summary: &Summary) -> String {
     let name = &program.name;
     let nanos = |nanos: u64| quantity::nanos(nanos as f64);
@@ -346,9 +422,16 @@ fn prediction_line(program: &Program, summary: &Summary) -> String {
     } else {
         format!("; {} tokens were cached, predicted is with none", size.cached)
     };
+    let is_other =
+        if program.is_decode { !size.is_like(largest) } else { size.tokens != largest.tokens };
+    let assumed = if is_other {
+        format!("; cards, bars and steps are predicted {}", size_text(program, largest))
+    } else {
+        String::new()
+    };
     match (summary.expected_nanos, summary.error()) {
         (Some(expected), Some(error)) => format!(
-            "{name}: predicted {} {own}, measured {measured} (median of {runs}): {}{cached}",
+            "{name}: predicted {} {own}, measured {measured} (median of {runs}): {}{cached}{assumed}",
             nanos(expected),
             quantity::change(error)
         ),

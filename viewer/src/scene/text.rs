@@ -102,8 +102,8 @@ impl Scene {
     ) -> fmt::Result {
         let whole = timing.nanos().max(1) as f64;
         writeln!(f, "  {title}: {}, {} steps critical", nanos(whole), timing.critical.len())?;
-        for (queue, ((lane, _), busy)) in program.queues.iter().zip(&timing.busy).enumerate() {
-            write!(f, "    {}: busy {}", self.lanes[*lane].name, share(*busy as f64 / whole))?;
+        for (queue, (lane, _)) in program.queues.iter().enumerate() {
+            write!(f, "    {}: {}", self.lanes[*lane].name, timing.work_text(queue))?;
             let mut causes =
                 [("transfer", 0), ("collective", 0), ("dependency", 0), ("no work", 0)];
             for Idle { start, end, cause, .. } in timing.idle.iter().filter(|i| i.queue == queue) {

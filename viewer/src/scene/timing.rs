@@ -1,6 +1,7 @@
 //! What a set of times means: the critical path, why lanes stood still, and who the time went to.
 
 use super::{Kind, Program};
+use crate::quantity;
 
 /// When one step ran.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -28,8 +29,10 @@ pub struct Timing {
     pub is_critical: Vec<bool>,
     /// Times in which a queue of the program stood still, in order of queues, then time.
     pub idle: Vec<Idle>,
-    /// Time each queue of the program worked.
+    /// Time each queue of the program computed.
     pub busy: Vec<u64>,
+    /// Time each queue of the program moved bytes, or was in a collective with others.
+    pub moving: Vec<u64>,
 }
 
 /// A time in which a queue stood still.
@@ -66,13 +69,31 @@ impl Timing {
         let critical = critical(program, &times);
         let mut is_critical = vec![false; times.len()];
         critical.iter().for_each(|&step| is_critical[step] = true);
-        let busy = program.queues.iter().map(|(_, queue)| {
-            let work = queue.iter().filter_map(|&step| times[step]);
-            work.fold(0_u64, |sum, times| sum.saturating_add(times.end.saturating_sub(times.start)))
-        });
-        let busy = busy.collect();
+        let worked = |is_move: bool| {
+            let sum = |(_, queue): &(usize, Vec<usize>)| {
+                let steps = queue.iter().copied();
+                let steps = steps.filter(|&step| program.steps[step].kind.is_move() == is_move);
+                let nanos = |times: Times| times.end.saturating_sub(times.start);
+                steps.filter_map(|step| times[step].map(nanos)).fold(0, u64::saturating_add)
+            };
+            program.queues.iter().map(sum).collect::<Vec<u64>>()
+        };
+        let (busy, moving) = (worked(false), worked(true));
         let idle = idle(program, &times, start, end);
-        Timing { times, start, end, critical, is_critical, idle, busy }
+        Timing { times, start, end, critical, is_critical, idle, busy, moving }
+    }
+
+    /// `busy 93 %, moving 6.9 %`: what of the run a queue computed and moved. Collectives are no work, as in
+    /// `all_shares`: a queue is in one while it waits for others.
+    pub fn work_text(&self, queue: usize) -> String {
+        let nanos = |of: &[u64]| of.get(queue).copied().unwrap_or(0);
+        let share = |nanos: u64| quantity::share(nanos as f64 / self.nanos().max(1) as f64);
+        match (nanos(&self.busy), nanos(&self.moving)) {
+            (busy, 0) => format!("busy {}", share(busy)),
+            // A queue of copies has nothing else to do.
+            (0, moving) => format!("moving {}", share(moving)),
+            (busy, moving) => format!("busy {}, moving {}", share(busy), share(moving)),
+        }
     }
 
     /// From the start of the run to its end.
