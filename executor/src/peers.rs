@@ -5,6 +5,8 @@
 //! - A value that moves from one GPU to another, or that several gather, is read where it lies, once the host has seen
 //!   that it is there. It keeps its place to the end of the run, and the next run of the GPU that it lies with waits
 //!   until it has been read.
+//! - The letters of a GPU's next run lie where those of this one do. So its lane leaves no run before it has heard from
+//!   the device behind the last letter that it gave it.
 
 #![expect(unsafe_code, reason = "launches reach the memory of other GPUs by address")]
 
@@ -16,7 +18,7 @@ use cudarc::driver::{CudaContext, result, sys};
 use ir::frame::Frame;
 use ir::id::{BufferId, DeviceId, StepId, Table};
 use ir::machine::DeviceKind;
-use ir::plan::{Lane, Plan, Program};
+use ir::plan::{Lane, Plan, Program, Queue};
 
 use crate::kernels::gpu::device::{Gpu, Span};
 use crate::kernels::gpu::mail::Place;
@@ -35,7 +37,7 @@ pub(crate) struct Peers {
     lying: Vec<BTreeMap<StepId, Vec<Lying>>>,
     /// For each program and step, which steps of other lanes it waits for on the host.
     waits: Vec<Table<StepId, Vec<StepId>>>,
-    /// For each program, which steps other lanes wait for on the host, in the run or before the next.
+    /// For each program, which steps lanes wait for on the host, in the run or before the next.
     awaited: Vec<Table<StepId, bool>>,
     /// GPUs that the vendor's library sums over, with a little memory to try it.
     libraries: Mutex<BTreeMap<DeviceId, (Gpu, Span)>>,
@@ -100,7 +102,16 @@ impl Peers {
             }
             joined.push(joined_with_sums(plan, program, &its_sums));
             let its_waits = waits_on_the_host(program, &its_sums, &its_lying);
-            awaited.push(awaited_on_the_host(program, &its_waits, &its_lying));
+            let mut its_awaited = awaited_on_the_host(program, &its_waits, &its_lying);
+            // Without CUDA there are no letters.
+            if options.gpu_driver == GpuDriver::Cuda {
+                let is_gpu = |device: DeviceId| plan.machine.devices[device].kind.is_gpu();
+                let host = OnHost { sums: &its_sums, lying: &its_lying, waits: &its_waits };
+                for end in unheard_ends(program, is_gpu, host, &its_awaited) {
+                    its_awaited[end] = true;
+                }
+            }
+            awaited.push(its_awaited);
             waits.push(its_waits);
             sums.push(its_sums);
             lying.push(its_lying);
@@ -159,7 +170,7 @@ impl Peers {
         &self.waits[program][step]
     }
 
-    /// For each step of a program whether other lanes wait for it on the host.
+    /// For each step of a program whether lanes wait for it on the host.
     pub(crate) fn awaited(&self, program: usize) -> &Table<StepId, bool> {
         &self.awaited[program]
     }
@@ -327,6 +338,60 @@ fn awaited_on_the_host(
     awaited
 }
 
+/// What of a program's steps passes through the host.
+#[derive(Clone, Copy)]
+struct OnHost<'a> {
+    /// Sums that do not.
+    sums: &'a Table<StepId, bool>,
+    /// What is read where it lies.
+    lying: &'a BTreeMap<StepId, Vec<Lying>>,
+    /// What steps wait for there.
+    waits: &'a Table<StepId, Vec<StepId>>,
+}
+
+impl OnHost<'_> {
+    /// The values of other devices that a step of a lane reads on the host.
+    fn reads(self, program: &Program, lane: &Lane, step: StepId) -> Vec<BufferId> {
+        if self.sums[step] || self.lying.contains_key(&step) {
+            return Vec::new();
+        }
+        let reads = program.steps[step].reads.iter().copied();
+        reads.filter(|&buffer| program.buffers[buffer].device != lane.device).collect()
+    }
+}
+
+/// The last step of each GPU's lane of which the host would not hear that the device has all of its letters: from the
+/// last step that one comes for on, none sends a value and none is waited for.
+fn unheard_ends(
+    program: &Program,
+    is_gpu: impl Fn(DeviceId) -> bool,
+    host: OnHost<'_>,
+    awaited: &Table<StepId, bool>,
+) -> Vec<StepId> {
+    // The caller reads the output.
+    let mut sent = BTreeSet::from([program.output]);
+    for lane in &program.lanes {
+        sent.extend(lane.steps.iter().flat_map(|&step| host.reads(program, lane, step)));
+    }
+    let mut ends = Vec::new();
+    let is_computing = |lane: &&Lane| lane.queue == Queue::Compute && is_gpu(lane.device);
+    for lane in program.lanes.iter().filter(is_computing) {
+        let is_heard = |step: StepId| {
+            awaited[step] || program.steps[step].writes.iter().any(|buffer| sent.contains(buffer))
+        };
+        let is_told = |step: StepId| {
+            !host.waits[step].is_empty() || !host.reads(program, lane, step).is_empty()
+        };
+        let heard = lane.steps.iter().rposition(|&step| is_heard(step));
+        let told = lane.steps.iter().rposition(|&step| is_told(step));
+        // What a run is told of its batch comes before its first step.
+        if heard.is_none() || heard < told {
+            ends.extend(lane.steps.last());
+        }
+    }
+    ends
+}
+
 /// For each GPU whose memory another reads, the last step of that other which does.
 fn last_takes(
     program: &Program,
@@ -387,3 +452,6 @@ pub(crate) fn grant(own: usize, other: usize) -> Result<()> {
     }
     granted.result().context("reaching the memory of another GPU")
 }
+
+#[cfg(test)]
+mod tests;

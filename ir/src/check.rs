@@ -8,9 +8,10 @@
 //!   there for it and caches that a GPU may borrow, and moves and fetches only along links;
 //! - no weight is fetched over another that may still be read;
 //! - every buffer is written once, then read, then freed once, in an order that lanes and waits enforce;
-//! - every program that attends appends once to the cache of each layer, and the mixtures behind a router have each of
-//!   its experts;
-//! - a collective is one alike step on each of its members, and GPUs that sum together always do;
+//! - where one program attends, each appends once to the cache of each layer, and all do it alike; the devices of a
+//!   layer have all of its heads, and the mixtures behind a router each of its experts;
+//! - a collective is one alike step on each of its members, nothing else reads the terms of sums, and GPUs that sum
+//!   together always do;
 //! - reads and writes have the types that the action expects;
 //! - no device ever holds more bytes than it has.
 //!
@@ -19,12 +20,14 @@
 
 use crate::plan::{Plan, Program};
 
+mod attention;
 mod buffers;
 mod collectives;
 mod experts;
 mod fetches;
 mod ids;
 mod limits;
+mod matrices;
 mod memory;
 mod order;
 mod places;
@@ -46,6 +49,7 @@ pub fn check(plan: &Plan) -> Vec<Violation> {
     for program in &plan.programs {
         found.extend(check_program(plan, program));
     }
+    attention::check_programs(plan, &mut found);
     collectives::check_groups(plan, &mut found);
     memory::check(plan, &mut found);
     found
@@ -60,6 +64,7 @@ pub fn check_program(plan: &Plan, program: &Program) -> Vec<Violation> {
     order::check_lanes(scope, &positions, &mut found);
     places::check(scope, &positions, &mut found);
     shapes::check(scope, &mut found);
+    attention::check(scope, &mut found);
     collectives::check(scope, &positions, &mut found);
     if let Some(order) = Order::of(program) {
         experts::check(scope, &order, &mut found);

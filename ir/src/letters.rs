@@ -6,7 +6,7 @@
 //! - A GPU that reads values in the memory of another needs no letter. Whether GPUs reach each other is known only
 //!   where they are, so where several compute, letters are counted for all that they exchange.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use crate::id::{BufferId, DeviceId, StepId};
 use crate::plan::{Action, Lane, Phase, Plan, Program, Queue, Step};
@@ -69,16 +69,32 @@ impl Places {
 /// The NUMA node with which a GPU's letters lie: of those it exchanges values with, the one that it does fastest with.
 /// One without memory for much is passed over where another has it.
 pub fn home(plan: &Plan, gpu: DeviceId) -> Option<DeviceId> {
+    homes(plan).get(&gpu).copied()
+}
+
+/// The home of each GPU's letters, where it has one. Links are looked at once: a machine may have thousands.
+pub fn homes(plan: &Plan) -> BTreeMap<DeviceId, DeviceId> {
     let devices = &plan.machine.devices;
-    let nodes = devices.iter().filter(|(_, device)| !device.kind.is_gpu());
-    let rate = |node: DeviceId| {
-        let there = plan.machine.link(gpu, node)?.bytes_per_sec;
-        let has_room = devices[node].memory_bytes >= LEAST_HOME_BYTES;
-        Some((has_room, there.min(plan.machine.link(node, gpu)?.bytes_per_sec)))
-    };
-    let rated = nodes.filter_map(|(node, _)| Some((node, rate(node)?)));
-    // The first of several that are alike.
-    rated.reduce(|best, other| if other.1 > best.1 { other } else { best }).map(|(node, _)| node)
+    let is_gpu = |device: DeviceId| devices.get(device).map(|device| device.kind.is_gpu());
+    let mut rates: BTreeMap<(DeviceId, DeviceId), f64> = BTreeMap::new();
+    for link in &plan.machine.links {
+        // The first link between two devices is the one that counts.
+        rates.entry((link.from, link.to)).or_insert(link.bytes_per_sec);
+    }
+    let mut best: BTreeMap<DeviceId, (DeviceId, (bool, f64))> = BTreeMap::new();
+    for (&(gpu, node), &there) in &rates {
+        if (is_gpu(gpu), is_gpu(node)) != (Some(true), Some(false)) {
+            continue;
+        }
+        let Some(&back) = rates.get(&(node, gpu)) else { continue };
+        let rate = (devices[node].memory_bytes >= LEAST_HOME_BYTES, there.min(back));
+        let home = best.entry(gpu).or_insert((node, rate));
+        // The first of several that are alike.
+        if rate > home.1 {
+            *home = (node, rate);
+        }
+    }
+    best.into_iter().map(|(gpu, (home, _))| (gpu, home)).collect()
 }
 
 /// The most bytes that a GPU's letters take; 0 for what is no GPU, or computes nothing.

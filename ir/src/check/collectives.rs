@@ -1,13 +1,14 @@
-//! A collective is one alike step on each member, issued by all in one order. Members of a sum may read their own copies of
-//! what several of them have summed before.
+//! A collective is one alike step on each member, issued by all in one order. Members of a sum may read their own copies
+//! of what several of them have summed before; nothing else reads the terms of a sum, which are parts of a value.
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use crate::check::matrices::matrices;
 use crate::check::order::{LanePosition, MAX_LANES};
 use crate::check::{Scope, Violation};
-use crate::id::{BufferId, CollectiveId, DeviceId, StepId, Table};
+use crate::id::{BufferId, CollectiveId, DeviceId, StepId, Table, WeightId};
 use crate::layout::Move;
-use crate::plan::{Action, Phase, Plan, Program, Step};
+use crate::plan::{Action, Phase, Plan, Program, Step, Weight};
 
 /// The steps of one collective that are in lanes.
 type Members = Vec<(StepId, LanePosition)>;
@@ -17,6 +18,7 @@ pub(super) fn check(
     positions: &Table<StepId, Option<LanePosition>>,
     found: &mut Vec<Violation>,
 ) {
+    check_terms(scope, found);
     let mut collectives: BTreeMap<CollectiveId, Members> = BTreeMap::new();
     for (id, step) in scope.program.steps.iter() {
         if let Action::Move { collective: Some(collective), .. } = step.action
@@ -25,9 +27,9 @@ pub(super) fn check(
             collectives.entry(collective).or_default().push((id, at));
         }
     }
-    let sums = sums(scope);
+    let (sums, matrices) = (sums(scope), matrices(scope.program));
     for (&collective, members) in &collectives {
-        let problem = members_problem(scope, members, &sums).map(str::to_owned);
+        let problem = members_problem(scope, members, &sums, &matrices).map(str::to_owned);
         let problem = problem.or_else(|| gpus_problem(scope, members, positions));
         if let Some(problem) = problem {
             let program = scope.program.name.clone();
@@ -37,6 +39,26 @@ pub(super) fn check(
     if scope.program.lanes.len() <= MAX_LANES {
         check_order(scope, &collectives, found);
     }
+}
+
+/// Terms of sums that something else reads.
+fn check_terms(scope: Scope<'_>, found: &mut Vec<Violation>) {
+    let steps = scope.program.steps.rows().iter();
+    let terms: BTreeSet<BufferId> =
+        steps.filter(|step| is_sum(step)).flat_map(|step| &step.reads).copied().collect();
+    for (id, step) in scope.program.steps.iter().filter(|(_, step)| !is_sum(step)) {
+        for &buffer in step.reads.iter().filter(|&buffer| terms.contains(buffer)) {
+            let problem = format!("it reads {buffer}, which is a term of a sum");
+            found.push(Violation::Shape { step: scope.name(id), problem });
+        }
+    }
+}
+
+fn is_sum(step: &Step) -> bool {
+    matches!(
+        step.action,
+        Action::Move { movement: Move::AllReduce | Move::ReduceScatter { .. }, .. }
+    )
 }
 
 /// The sum over all of its members that each buffer holds.
@@ -54,6 +76,7 @@ fn members_problem(
     scope: Scope<'_>,
     members: &Members,
     sums: &BTreeMap<BufferId, CollectiveId>,
+    matrices: &BTreeMap<BufferId, WeightId>,
 ) -> Option<&'static str> {
     let program = scope.program;
     let (first, _) = members[0];
@@ -120,10 +143,24 @@ fn members_problem(
     {
         return Some("the devices that hold its terms are not those that take part");
     }
+    if matches!(movement, Move::AllGather { .. }) && !follow_rows(plan, &step.reads, matrices) {
+        return Some("its parts are not in the order of the rows that make them");
+    }
     if matches!(movement, Move::ReduceScatter { .. }) {
         return scatter_problem(scope, members, &holders);
     }
     None
+}
+
+/// Whether parts are in the order in which one matrix has the rows that make them, where they are made of one.
+fn follow_rows(plan: &Plan, parts: &[BufferId], matrices: &BTreeMap<BufferId, WeightId>) -> bool {
+    let rows = |part: &BufferId| plan.weights.get(*matrices.get(part)?);
+    let start = |rows: &Weight| rows.sources.first().map(|source| (source.file, source.offset));
+    let made_of: Option<Vec<&Weight>> = parts.iter().map(rows).collect();
+    made_of.unwrap_or_default().windows(2).all(|pair| {
+        let [one, next] = [pair[0], pair[1]];
+        one.name != next.name || start(one).zip(start(next)).is_none_or(|(one, next)| one < next)
+    })
 }
 
 /// GPUs that sum without the host count such sums and leave each other terms by the places that they have among the

@@ -13,7 +13,7 @@
 //! processor, and counted is the most that any takes.
 //! What devices hand over may be there of all runs under way: as many as there are queues, and one more.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use crate::captured::captured_bytes;
 use crate::check::Violation;
@@ -61,8 +61,12 @@ pub fn memory(plan: &Plan) -> Table<DeviceId, DeviceForecast> {
             device.cache_bytes = device.cache_bytes.saturating_add(bytes);
         }
     }
+    // Machines may have thousands of GPUs and links: what does not work is left out, and links are looked at once.
+    let working = plan.working_gpus();
+    let mut homes = letters::homes(plan);
+    homes.retain(|gpu, _| working.contains(gpu));
     for program in &plan.programs {
-        for (device, bytes) in buffer_peaks(plan, program).iter() {
+        for (device, bytes) in buffer_peaks(plan, program, &homes).iter() {
             devices[device].buffer_bytes = devices[device].buffer_bytes.max(*bytes);
         }
         for (device, end) in fetch_ends(program) {
@@ -87,13 +91,13 @@ pub fn memory(plan: &Plan) -> Table<DeviceId, DeviceForecast> {
             devices[device].workspace_bytes = devices[device].workspace_bytes.max(bytes);
         }
     }
-    for (gpu, home) in homes_of_letters(plan) {
+    for (&gpu, &home) in &homes {
         let held = &mut devices[home].workspace_bytes;
         *held = held.saturating_add(letters::letter_bytes(plan, gpu));
     }
-    for (id, device) in devices.rows_mut().iter_mut().enumerate() {
-        let of_captured = captured_bytes(plan, DeviceId::from_index(id));
-        device.reserved_bytes = device.reserved_bytes.saturating_add(of_captured);
+    for gpu in working {
+        let reserved = &mut devices[gpu].reserved_bytes;
+        *reserved = reserved.saturating_add(captured_bytes(plan, gpu));
     }
     if let Some(collectives) = &plan.machine.collectives {
         for device in users_of_library(plan) {
@@ -104,13 +108,6 @@ pub fn memory(plan: &Plan) -> Table<DeviceId, DeviceForecast> {
         }
     }
     devices
-}
-
-/// Each GPU with the NUMA node that its letters lie with.
-fn homes_of_letters(plan: &Plan) -> impl Iterator<Item = (DeviceId, DeviceId)> {
-    let devices = plan.machine.devices.iter();
-    let gpus = devices.filter(|(_, device)| device.kind.is_gpu()).map(|(id, _)| id);
-    gpus.filter_map(|gpu| Some((gpu, letters::home(plan, gpu)?)))
 }
 
 /// The GPUs that sum with the vendor's library of collectives.
@@ -258,7 +255,12 @@ struct Held {
     freer: Option<StepId>,
 }
 
-fn buffer_peaks(plan: &Plan, program: &Program) -> Table<DeviceId, u64> {
+/// The most bytes of buffers on each device; `homes` are the NUMA nodes that the letters of working GPUs lie with.
+fn buffer_peaks(
+    plan: &Plan,
+    program: &Program,
+    homes: &BTreeMap<DeviceId, DeviceId>,
+) -> Table<DeviceId, u64> {
     let mut held: Table<BufferId, Held> = program
         .buffers
         .iter()
@@ -283,7 +285,7 @@ fn buffer_peaks(plan: &Plan, program: &Program) -> Table<DeviceId, u64> {
             on.push(&held[id]);
         }
     }
-    for (gpu, home) in homes_of_letters(plan) {
+    for (&gpu, &home) in homes {
         on[home].extend(letters::sent(plan, program, gpu).into_iter().map(|buffer| &held[buffer]));
     }
     let order = Order::of(program);

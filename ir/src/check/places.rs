@@ -56,7 +56,7 @@ pub(super) fn check(
 }
 
 /// One step appends to each cache, that of the layer whose name the cache has: what a program has cached, the others
-/// read.
+/// read. So a program may leave caches out only where no program attends.
 fn check_caches(scope: Scope<'_>, found: &mut Vec<Violation>) {
     let Scope { plan, program } = scope;
     let mut caches = BTreeSet::new();
@@ -70,7 +70,11 @@ fn check_caches(scope: Scope<'_>, found: &mut Vec<Violation>) {
             found.push(Violation::StrangeCache { step: scope.name(id), cache });
         }
     }
-    if !caches.is_empty() {
+    let attends = |program: &Program| {
+        let mut steps = program.steps.rows().iter();
+        steps.any(|step| matches!(&step.action, Action::Run(op) if op.cache().is_some()))
+    };
+    if !caches.is_empty() || plan.programs.iter().any(attends) {
         for cache in plan.caches.ids().filter(|cache| !caches.contains(cache)) {
             found.push(Violation::UnusedCache { program: program.name.clone(), cache });
         }

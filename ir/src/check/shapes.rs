@@ -1,4 +1,4 @@
-//! Reads, writes and weights of a step have the types that its action expects.
+//! Reads, writes and weights of a step have the types that its action expects, in sizes that its device counts.
 
 use anyhow::{Result, bail, ensure};
 
@@ -6,7 +6,7 @@ use crate::check::{Scope, Violation};
 use crate::id::WeightId;
 use crate::machine::DeviceKind;
 use crate::op::{Attention, Experts, Linear, Norm, Op, Then};
-use crate::plan::{Action, FETCH_ALIGNMENT, Phase, Plan, Program, Step};
+use crate::plan::{Action, Buffer, FETCH_ALIGNMENT, Phase, Plan, Program, Step};
 use crate::tensor::{DType, Dim, Format, TensorType};
 use crate::workspace::{MAX_FUSED_ROWS, broken_loads, product_format};
 
@@ -17,6 +17,9 @@ pub(super) fn check(scope: Scope<'_>, found: &mut Vec<Violation>) {
     for (id, step) in program.steps.iter() {
         if let Err(error) = step_types(scope, step) {
             found.push(Violation::Shape { step: scope.name(id), problem: error.to_string() });
+        }
+        if let Some(problem) = uncounted(scope, step) {
+            found.push(Violation::Shape { step: scope.name(id), problem });
         }
     }
     if let Some(output) = program.buffers.get(program.output) {
@@ -73,6 +76,28 @@ fn step_types(scope: Scope<'_>, step: &Step) -> Result<()> {
             Ok(())
         }
     }
+}
+
+/// What a step writes that has more elements than kernels of GPUs count, in 32 bits. They count the bytes of packed
+/// weights in loads.
+fn uncounted(scope: Scope<'_>, step: &Step) -> Option<String> {
+    let Scope { plan, program } = scope;
+    let option = match program.phase {
+        Phase::Prefill => "--prefill-tokens",
+        Phase::Decode => "--max-sequences",
+    };
+    step.writes.iter().find_map(|&id| {
+        let Buffer { device, ty } = program.buffers.get(id)?;
+        let device = plan.machine.devices.get(*device)?;
+        let elements = ty.bytes(program.max) / ty.dtype.bytes();
+        let is_counted = !device.kind.is_gpu() || ty.dtype == DType::U8 || elements < 1 << 32;
+        (!is_counted).then(|| {
+            format!(
+                "it writes {elements} elements to {id} of {}, whose kernels count them in 32 bits: lower {option}",
+                device.name
+            )
+        })
+    })
 }
 
 /// A computation whose ids all name rows.
@@ -238,15 +263,10 @@ impl Run<'_> {
 
     fn attention(&self, attention: &Attention) -> Result<()> {
         let ([q, k, v], [y]) = self.types()?;
-        let Attention { heads, kv_heads, head_dim, group, first_head, .. } = *attention;
+        let Attention { heads, kv_heads, head_dim, group, .. } = *attention;
         ensure!(
             heads > 0 && kv_heads > 0 && head_dim > 0 && group > 0,
             "{heads} heads over {kv_heads} of {head_dim} features in groups of {group}"
-        );
-        let reached = (u64::from(first_head) + u64::from(heads)).div_ceil(u64::from(group));
-        ensure!(
-            reached <= u64::from(kv_heads),
-            "{heads} heads from head {first_head} in groups of {group} reach {reached} of {kv_heads} key heads"
         );
         for (ty, heads) in [(q, heads), (k, kv_heads), (v, kv_heads), (y, heads)] {
             let Some(features) = heads.checked_mul(head_dim) else {

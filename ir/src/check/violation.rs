@@ -39,7 +39,7 @@ pub enum Violation {
         /// Name of the device.
         device: String,
     },
-    /// The limits of the model contradict each other.
+    /// Two devices of the machine are one, or the limits of the model contradict each other.
     Limits {
         /// What is wrong.
         problem: String,
@@ -262,7 +262,7 @@ pub enum Violation {
         /// The cache.
         cache: CacheId,
     },
-    /// A program attends, but not to every cache.
+    /// Programs attend, but one of them not to every cache.
     UnusedCache {
         /// The program.
         program: String,

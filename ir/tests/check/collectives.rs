@@ -1,13 +1,15 @@
 //! Members of collectives.
 
 use ir::check::{check, memory};
-use ir::id::{CollectiveId, DeviceId, Id as _};
+use ir::id::{CollectiveId, DeviceId, FileId, Id as _};
 use ir::layout::Move;
 use ir::machine::{Collectives, Device, DeviceKind};
-use ir::op::Op;
-use ir::plan::{Action, Algorithm, Lane, Phase, Program, Queue, Step, Weight};
+use ir::op::{Linear, Op, Then};
+use ir::plan::{Action, Algorithm, Lane, Phase, Plan, Program, Queue, Step, Weight};
+use ir::tensor::DType;
+use ir::weight::{Slice, Source};
 
-use crate::plans::{d, gpus, s, tensor_parallel, w};
+use crate::plans::{b, d, gpus, s, tensor_parallel, w};
 use crate::{finds, finds_in_prefill, finds_in_step};
 
 fn set(step: &mut Step, to: CollectiveId) {
@@ -73,6 +75,79 @@ fn slices_of_a_scattered_sum_follow_each_other() {
         },
         &["collective g2 of prefill: its slices do not follow each other"],
     );
+}
+
+#[test]
+fn a_term_is_no_whole() {
+    finds_in_step(
+        gpus(),
+        "select",
+        |step| step.reads[0] = b(12),
+        &["s16 (select) of prefill: it reads b12, which is a term of a sum"],
+    );
+    finds_in_step(
+        tensor_parallel(),
+        "gather",
+        |step| step.reads[0] = b(12),
+        &[
+            "s16 (gather) of prefill: 12 elements are gathered to f32[tokens, 8]",
+            "s16 (gather) of prefill: it reads b12, which is a term of a sum",
+            "collective g3 of prefill: its steps differ in what they do or read",
+        ],
+    );
+}
+
+/// The plan of two devices, of which each makes half of what is gathered with half of one matrix's rows.
+fn gathering() -> Plan {
+    let mut plan = tensor_parallel();
+    let whole = Source::contiguous(FileId::from_index(0), DType::Bf16, 1 << 10, &[8, 8]);
+    let halves = [0, 1].map(|member| {
+        let slice = Slice { axis: 0, start: 4 * member, size: 4 };
+        let source = whole.sliced(slice).expect("it has such rows");
+        plan.weights.push(Weight {
+            name: "halved".into(),
+            device: d(member as usize),
+            shape: vec![4, 8],
+            sources: vec![source],
+            ..plan.weights[w(0)].clone()
+        })
+    });
+    for program in &mut plan.programs {
+        let scatters = program.steps.rows_mut().iter_mut().filter(|step| step.name == "scatter");
+        for ((step, weight), sum) in scatters.zip(halves).zip([b(12), b(13)]) {
+            step.reads = vec![sum];
+            step.action = Action::Run(Op::Linear(Linear {
+                norm: None,
+                weights: vec![weight],
+                biases: vec![None],
+                then: Then::Nothing,
+                residual: false,
+            }));
+        }
+    }
+    plan
+}
+
+#[test]
+fn parts_are_gathered_in_the_order_of_the_rows_that_make_them() {
+    let found =
+        "collective g3 of prefill: its parts are not in the order of the rows that make them";
+    finds_in_prefill(
+        gathering(),
+        |program| {
+            for step in program.steps.rows_mut().iter_mut().filter(|step| step.name == "gather") {
+                step.reads.reverse();
+            }
+        },
+        &[found],
+    );
+    // Both make the same half.
+    let mut plan = gathering();
+    let rows = plan.weights.rows_mut();
+    let last = rows.len() - 1;
+    rows[last].sources = rows[last - 1].sources.clone();
+    let all: Vec<String> = check(&plan).iter().map(ToString::to_string).collect();
+    assert!(all.contains(&found.to_string()), "{all:?}");
 }
 
 #[test]

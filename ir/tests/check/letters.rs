@@ -1,7 +1,10 @@
 //! Memory of letters, and of what the host takes out of them.
 
-use ir::check::memory;
+use std::time::{Duration, Instant};
+
+use ir::check::{check, memory};
 use ir::letters::{FLAG_BYTES, OWN_PLACES_BYTES, SENDING_FLAGS_BYTES, home, letter_bytes};
+use ir::machine::{Device, Link};
 use ir::plan::{Phase, Plan};
 use ir::workspace::RunSizes;
 
@@ -66,6 +69,26 @@ fn the_fastest_way_leads_home() {
     assert_eq!(home(&plan, d(0)), Some(d(1)));
     assert_eq!(home(&on_gpu(one_device()), d(0)), None);
     assert_eq!(home(&gpus(), d(0)), None);
+}
+
+/// The loader checks each plan it reads: time must not grow with the devices times the links.
+#[test]
+fn thousands_of_devices_are_checked_in_seconds() {
+    let mut plan = on_gpu(pipeline());
+    plan.machine.devices[d(0)].memory_bytes = 1 << 30;
+    let (first, link) = (plan.machine.devices[d(1)].clone(), plan.machine.links[0].clone());
+    for number in 1..=2000 {
+        let node = Device { name: format!("node{number}"), ..first.clone() };
+        let node = plan.machine.devices.push(node);
+        let idle = Device { name: format!("gpu{number}"), kind: gpu(number), ..first.clone() };
+        let idle = plan.machine.devices.push(idle);
+        for (from, to) in [(idle, node), (node, idle)] {
+            plan.machine.links.push(Link { from, to, ..link.clone() });
+        }
+    }
+    let start = Instant::now();
+    assert_eq!(check(&plan), []);
+    assert!(start.elapsed() < Duration::from_secs(2), "{:?}", start.elapsed());
 }
 
 #[test]

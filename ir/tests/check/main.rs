@@ -1,11 +1,13 @@
 //! A checker no one has seen fail is not a checker: every violation is provoked by one change to a sound plan.
 
+mod attention;
 mod buffers;
 mod caches;
 mod captured;
 mod collectives;
 mod experts;
 mod fetches;
+mod indices;
 mod letters;
 mod memory;
 mod moved;

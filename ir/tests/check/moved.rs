@@ -221,6 +221,9 @@ fn terms_of_a_sum_are_alike() {
         "scatter",
         |step| step.reads[1] = b(1),
         &[
+            "s7 (q) of prefill: it reads b1, which is a term of a sum",
+            "s8 (k) of prefill: it reads b1, which is a term of a sum",
+            "s9 (v) of prefill: it reads b1, which is a term of a sum",
             "collective g2 of prefill: its steps differ in what they do or read",
             "s14 (scatter) of prefill touches b1 after its end",
         ],

@@ -2,11 +2,11 @@
 
 use ir::id::WeightId;
 use ir::machine::DeviceKind;
-use ir::op::{Activation, Attention, Linear, Norm, NormKind, Op, Then};
+use ir::op::{Activation, Linear, Norm, NormKind, Op, Then};
 use ir::plan::{Action, Plan};
 use ir::tensor::{DType, Dim, Format};
 
-use crate::plans::{b, c, d, one_device, streamed, w};
+use crate::plans::{b, d, one_device, streamed, w};
 use crate::{findings, finds, finds_in_op, finds_in_prefill, finds_in_step, named};
 
 /// Gives a step another operation, and expects that what it reads and writes does not suit it.
@@ -29,20 +29,7 @@ fn linear(change: impl FnOnce(&mut Linear), expected: &[&str]) {
     );
 }
 
-#[track_caller]
-fn attention(change: impl FnOnce(&mut Attention), expected: &[&str]) {
-    finds_in_op(
-        one_device(),
-        "attention",
-        |op| {
-            let Op::Attention(attention) = op else { panic!("{op} is no attention") };
-            change(attention);
-        },
-        expected,
-    );
-}
-
-fn norm(scale: Option<WeightId>, epsilon: f32) -> Norm {
+pub(crate) fn norm(scale: Option<WeightId>, epsilon: f32) -> Norm {
     Norm { kind: NormKind::Layer, scale, bias: scale, epsilon, scale_offset: 0.0 }
 }
 
@@ -119,13 +106,15 @@ fn a_norm_keeps_the_type() {
 
 #[test]
 fn a_linear_has_weights_for_its_input_and_outputs() {
+    let unlike =
+        "s5 (attention) of decode: its queries are made with another matrix than those of prefill";
     linear(
         |linear| linear.weights[0] = w(9),
-        &["s2 (q) of prefill: w9 has shape [4, 8, 16] where a matrix is used"],
+        &["s2 (q) of prefill: w9 has shape [4, 8, 16] where a matrix is used", unlike],
     );
     linear(
         |linear| linear.weights[0] = w(3),
-        &["s2 (q) of prefill: f32[tokens, 8] instead of [tokens, 4]"],
+        &["s2 (q) of prefill: f32[tokens, 8] instead of [tokens, 4]", unlike],
     );
     linear(|linear| linear.weights.clear(), &["s2 (q) of prefill: a linear without a weight"]);
     linear(|linear| linear.biases.clear(), &["s2 (q) of prefill: 0 biases for 1 weights"]);
@@ -164,72 +153,6 @@ fn a_residual_is_for_one_output() {
             }
         },
         &["s2 (q) of prefill: 1 writes instead of 2"],
-    );
-}
-
-#[test]
-fn attention_fits_its_inputs_and_its_cache() {
-    attention(
-        |attention| attention.heads = 1,
-        &["s5 (attention) of prefill: f32[tokens, 8] instead of [tokens, 4]"],
-    );
-    attention(
-        |attention| attention.heads = 0,
-        &["s5 (attention) of prefill: 0 heads over 1 of 4 features in groups of 2"],
-    );
-    attention(
-        |attention| attention.group = 0,
-        &["s5 (attention) of prefill: 2 heads over 1 of 4 features in groups of 0"],
-    );
-    attention(
-        |attention| attention.head_dim = u32::MAX,
-        &["s5 (attention) of prefill: 2 heads of 4294967295 features"],
-    );
-    attention(
-        |attention| attention.q_norm = Some(norm(Some(w(1)), 1e-5)),
-        &["s5 (attention) of prefill: w1 has shape [8] instead of [4]"],
-    );
-    attention(
-        |attention| attention.scale = f32::INFINITY,
-        &["s5 (attention) of prefill: the scale is inf"],
-    );
-    attention(
-        |attention| attention.scale = -0.5,
-        &["s5 (attention) of prefill: the scale is -0.5"],
-    );
-    attention(
-        |attention| attention.window = Some(0),
-        &["s5 (attention) of prefill: the window is empty"],
-    );
-    attention(
-        |attention| attention.soft_cap = Some(0.0),
-        &["s5 (attention) of prefill: the cap is 0"],
-    );
-    finds(
-        one_device(),
-        |plan| plan.caches[c(0)].head_dim = 8,
-        &[
-            "s5 (attention) of prefill: c0 holds 1 heads of 8 features, not 1 of 4",
-            "s5 (attention) of decode: c0 holds 1 heads of 8 features, not 1 of 4",
-        ],
-    );
-}
-
-#[test]
-fn every_query_head_has_a_key_head() {
-    attention(
-        |attention| attention.group = 1,
-        &["s5 (attention) of prefill: 2 heads from head 0 in groups of 1 reach 2 of 1 key heads"],
-    );
-    attention(
-        |attention| attention.first_head = 1,
-        &["s5 (attention) of prefill: 2 heads from head 1 in groups of 2 reach 2 of 1 key heads"],
-    );
-    attention(
-        |attention| attention.first_head = u32::MAX,
-        &[
-            "s5 (attention) of prefill: 2 heads from head 4294967295 in groups of 2 reach 2147483649 of 1 key heads",
-        ],
     );
 }
 

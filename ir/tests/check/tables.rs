@@ -9,7 +9,7 @@ use ir::plan::{Lane, Plan, Queue};
 use ir::tensor::{DType, Format};
 use ir::weight::Source;
 
-use crate::plans::{b, c, d, gpu, one_device, pipeline, s, w};
+use crate::plans::{b, c, d, gpu, gpus, one_device, pipeline, s, w};
 use crate::{findings, finds, finds_in_op, finds_in_prefill, finds_in_step};
 
 #[test]
@@ -38,6 +38,25 @@ fn a_numa_device_has_processors() {
             plan.machine.devices[d(1)].kind = DeviceKind::Numa { node: 0, cpus: vec![] };
         },
         &["numa1 has no processors to run on"],
+    );
+}
+
+#[test]
+fn a_numa_device_has_each_processor_once() {
+    let on = |cpus: Vec<u32>| {
+        move |plan: &mut Plan| plan.machine.devices[d(1)].kind = DeviceKind::Numa { node: 0, cpus }
+    };
+    finds(pipeline(), on(vec![3, 4, 3]), &["numa1 has processor 3 twice"]);
+    // Parts of a node that has fewer cores than there are parts share them.
+    finds(pipeline(), on(vec![0]), &[]);
+}
+
+#[test]
+fn gpus_have_ordinals_of_their_own() {
+    finds(
+        gpus(),
+        |plan| plan.machine.devices[d(1)].kind = gpu(0),
+        &["numa0 and numa1 have the same ordinal 0"],
     );
 }
 
