@@ -4,6 +4,7 @@
 //! - The same inputs give the same plan, byte for byte.
 
 mod decide;
+mod indices;
 pub mod options;
 mod target;
 mod task;

@@ -40,6 +40,8 @@ pub struct Options {
     pub gpu_memory_bytes: Option<u64>,
     /// How often a mixture's experts are chosen; `None` is alike.
     pub expert_counts: Option<CountedExperts>,
+    /// Where the machine was read from, for what is wrong with it.
+    pub machine_file: Option<PathBuf>,
     /// Where the plan will lie: paths inside this folder's project become relative to it.
     pub plan_folder: Option<PathBuf>,
 }
@@ -95,6 +97,7 @@ impl Default for Options {
             without: Vec::new(),
             gpu_memory_bytes: None,
             expert_counts: None,
+            machine_file: None,
             plan_folder: None,
         }
     }

@@ -4,12 +4,13 @@ use std::collections::BTreeSet;
 
 use anyhow::{Context as _, Result, bail, ensure};
 use ir::id::{DeviceId, Id as _, Table};
-use ir::machine::{Device, DeviceKind, Link, Machine};
+use ir::machine::{Device, DeviceKind, LinearRate, Link, Machine, Rates};
 use ir::model::{Model, ModelCache};
 use ir::packing::stored_together;
 use ir::plan::Phase;
 use ir::tensor::{DType, Extent, Format};
 
+use crate::indices::{most_rows, most_tokens};
 use crate::options::{DEFAULT_CONTEXT, Objective, Options};
 
 /// Tokens of one cache block: 32 rows of a head are contiguous, and a sequence wastes 16 tokens on average.
@@ -26,7 +27,7 @@ pub(crate) struct Target {
     pub(crate) context: u32,
     /// Sequences at once.
     pub(crate) max_sequences: u32,
-    /// The most tokens of one prefill run.
+    /// The most tokens of one prefill run: no more than a context has, nor than GPUs count the elements of.
     pub(crate) prefill_tokens: u32,
     /// Format of matrices on each device; `None` is as stored.
     pub(crate) formats: Table<DeviceId, Option<Format>>,
@@ -91,8 +92,20 @@ impl Target {
             !options.plain_bf16 || options.formats.iter().all(|rule| rule.format != Format::Bf12),
             "--format bf12 allows bfloat16 in 12 bits and --plain-bf16 forbids it: leave one out"
         );
-        check_machine(machine)?;
+        check_machine(machine).with_context(|| {
+            let file = options.machine_file.as_deref();
+            file.map_or("the machine".to_owned(), |file| file.display().to_string())
+        })?;
         let machine = reduced(machine, options)?;
+        let has_gpu = machine.devices.rows().iter().any(|device| device.kind.is_gpu());
+        let most_tokens = if has_gpu { most_tokens(model) } else { u32::MAX };
+        let most_sequences = if has_gpu { most_tokens.min(most_rows(model)) } else { u32::MAX };
+        ensure!(
+            options.max_sequences <= most_sequences,
+            "a run of {} sequences has more numbers than GPUs count: lower --max-sequences to {most_sequences}, or \
+             leave GPUs out with --without",
+            options.max_sequences
+        );
         let stored = stored_type(model);
         for rule in &options.formats {
             let mut devices = machine.devices.rows().iter();
@@ -145,7 +158,7 @@ impl Target {
             machine,
             context,
             max_sequences: options.max_sequences,
-            prefill_tokens: prefill_tokens.min(context),
+            prefill_tokens: prefill_tokens.min(context).min(most_tokens),
             formats,
             has_bf12,
             kv_types,
@@ -292,74 +305,87 @@ const MOST_NANOS: f64 = 1e12;
 
 /// A machine file is written by hand at times.
 fn check_machine(machine: &Machine) -> Result<()> {
-    let is_rate = |rate: f64| rate.is_finite() && rate >= LEAST_RATE;
-    let is_time = |nanos: f64| (0.0..=MOST_NANOS).contains(&nanos);
+    let devices = machine.devices.len();
+    ensure!(devices > 0, "there are no devices");
     for (id, device) in machine.devices.iter() {
-        let (name, rates) = (&device.name, &device.rates);
-        ensure!(machine.device(name) == Some(id), "the machine has two devices named {name}");
+        let name = &device.name;
+        ensure!(machine.device(name) == Some(id), "two devices are named {name}");
         if let DeviceKind::Numa { cpus, .. } = &device.kind {
-            ensure!(!cpus.is_empty(), "the machine gives {name} no processor");
+            ensure!(!cpus.is_empty(), "cpus of {name} is empty; one processor at least is meant");
             if let Some(cpu) = first_repeated(cpus) {
-                bail!("the machine gives {name} processor {cpu} twice: name each once in its cpus");
+                bail!("cpus of {name} has processor {cpu} twice; each is named once");
             }
         }
         if let DeviceKind::Gpu { ordinal, .. } = device.kind {
             let is_it = |other: &Device| matches!(other.kind, DeviceKind::Gpu { ordinal: o, .. } if o == ordinal);
             let other = machine.devices.rows()[..id.index()].iter().find(|other| is_it(other));
-            if let Some(other) = other {
-                bail!(
-                    "the machine gives {} and {name} the same ordinal {ordinal}: each GPU has its own",
-                    other.name
-                );
+            if let Some(Device { name: other, .. }) = other {
+                bail!("{other} and {name} have the same ordinal {ordinal}; each GPU has its own");
             }
         }
-        ensure!(
-            is_rate(rates.read_bytes_per_sec)
-                && is_rate(rates.attention_flops_per_sec)
-                && is_rate(rates.cache_bytes_per_sec),
-            "the machine gives {name} a rate below {LEAST_RATE}: rates are bytes or operations a second"
-        );
-        ensure!(
-            is_time(rates.step_nanos) && is_time(rates.attention_nanos),
-            "the machine gives {name} a step or an attention of negative nanoseconds, or of more than {MOST_NANOS:.0}"
-        );
-        ensure!(
-            rates.beside_fetch > 0.0 && rates.beside_fetch <= 1.0,
-            "the machine gives {name} {} of its rate beside a fetch: a part above 0, at most 1, is meant",
-            rates.beside_fetch
-        );
-        for rate in rates.linear.iter().chain(&rates.experts) {
-            let points = &rate.points;
-            ensure!(
-                !points.is_empty()
-                    && points.iter().all(|p| {
-                        p.tokens > 0 && is_rate(p.weights_per_sec) && is_time(p.nanos)
-                    })
-                    && points.is_sorted_by(|a, b| a.tokens < b.tokens),
-                "the machine's {} rates of {name} are no curve of rising tokens and weights a second, {LEAST_RATE} at \
-                 least",
-                rate.format
-            );
-        }
+        check_rates(name, &device.rates)?;
     }
-    for link in &machine.links {
-        ensure!(
-            link.from.index() < machine.devices.len() && link.to.index() < machine.devices.len(),
-            "the machine has a link between devices it lacks"
-        );
-        ensure!(
-            is_rate(link.bytes_per_sec) && is_time(link.latency_nanos),
-            "the machine has a link with a rate below {LEAST_RATE} bytes a second, or a latency that is negative or \
-             above {MOST_NANOS:.0} ns"
-        );
+    for (index, link) in machine.links.iter().enumerate() {
+        let (from, to) = (link.from.index(), link.to.index());
+        let link_name = format!("link {index} (from {from} to {to})");
+        let last = devices - 1;
+        ensure!(from <= last && to <= last, "{link_name}: there are devices 0 to {last}");
+        check_rate("bytes_per_sec", &link_name, link.bytes_per_sec)?;
+        check_nanos("latency_nanos", &link_name, link.latency_nanos)?;
     }
     if let Some(collectives) = &machine.collectives {
-        ensure!(
-            is_rate(collectives.bytes_per_sec) && is_time(collectives.latency_nanos),
-            "the machine's collectives have a rate below {LEAST_RATE} bytes a second, or a latency that is negative or \
-             above {MOST_NANOS:.0} ns"
-        );
+        check_rate("bytes_per_sec", "collectives", collectives.bytes_per_sec)?;
+        check_nanos("latency_nanos", "collectives", collectives.latency_nanos)?;
     }
+    Ok(())
+}
+
+/// The rates of the device of that name.
+fn check_rates(name: &str, rates: &Rates) -> Result<()> {
+    check_rate("read_bytes_per_sec", name, rates.read_bytes_per_sec)?;
+    check_rate("attention_flops_per_sec", name, rates.attention_flops_per_sec)?;
+    check_rate("cache_bytes_per_sec", name, rates.cache_bytes_per_sec)?;
+    check_nanos("step_nanos", name, rates.step_nanos)?;
+    check_nanos("attention_nanos", name, rates.attention_nanos)?;
+    ensure!(
+        rates.beside_fetch > 0.0 && rates.beside_fetch <= 1.0,
+        "beside_fetch of {name} is {}; a part above 0, at most 1, is meant",
+        rates.beside_fetch
+    );
+    let linear = rates.linear.iter().map(|rate| ("linear", rate));
+    let experts = rates.experts.iter().map(|rate| ("experts", rate));
+    for (field, LinearRate { format, points }) in linear.chain(experts) {
+        let curve = format!("{format} in {field} of {name}");
+        ensure!(
+            !points.is_empty() && points[0].tokens > 0,
+            "points of {curve}: one at least is meant, of one token or more"
+        );
+        ensure!(
+            points.is_sorted_by(|a, b| a.tokens < b.tokens),
+            "points of {curve}: each is of more tokens than the one before"
+        );
+        for point in points {
+            let point_name = format!("{format} (tokens: {}) in {field} of {name}", point.tokens);
+            check_rate("weights_per_sec", &point_name, point.weights_per_sec)?;
+            check_nanos("nanos", &point_name, point.nanos)?;
+        }
+    }
+    Ok(())
+}
+
+fn check_rate(field: &str, name: &str, rate: f64) -> Result<()> {
+    ensure!(
+        rate.is_finite() && rate >= LEAST_RATE,
+        "{field} of {name} is {rate}; at least {LEAST_RATE} is meant"
+    );
+    Ok(())
+}
+
+fn check_nanos(field: &str, name: &str, nanos: f64) -> Result<()> {
+    ensure!(
+        (0.0..=MOST_NANOS).contains(&nanos),
+        "{field} of {name} is {nanos:?}; 0 to {MOST_NANOS} is meant"
+    );
     Ok(())
 }
 
@@ -392,7 +418,6 @@ fn reduced(machine: &Machine, options: &Options) -> Result<Machine> {
         }
         renamed.push(Some(reduced.devices.push(device)));
     }
-    ensure!(!machine.devices.is_empty(), "the machine has no devices");
     ensure!(
         !reduced.devices.is_empty(),
         "no device is left to run on: --without names all of them, leave one in"

@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::thread::{self, JoinHandle};
+use std::time::Instant;
 
 use anyhow::{Context as _, Result, ensure};
 use ir::captured;
@@ -17,6 +18,7 @@ use crate::batch::Batch;
 use crate::bind::team_cpus;
 use crate::known_graphs::KnownGraphs;
 use crate::lane::Inbox;
+use crate::lane::pulse::Pulse;
 use crate::load::{GpuDriver, Options};
 use crate::locked;
 use crate::run::{Failure, PATIENCE, Run, RunHandle};
@@ -38,6 +40,7 @@ pub struct Executor {
     is_crowded: bool,
     /// Locked while a run is handed out, so that all lanes see runs in one order.
     started: Mutex<Started>,
+    pulse: Arc<Pulse>,
 }
 
 #[derive(Default)]
@@ -48,7 +51,7 @@ struct Started {
 }
 
 impl Started {
-    /// Whether lanes never left a run that was ended early.
+    /// Whether lanes that wait for devices never left a run that was ended early.
     fn is_stuck(&self) -> bool {
         self.latest.iter().filter_map(Weak::upgrade).any(|run| run.is_stuck(PATIENCE))
     }
@@ -61,7 +64,12 @@ pub(crate) struct LaneThread {
 }
 
 impl Executor {
-    pub(crate) fn new(plan: Arc<Plan>, recorder: Option<Arc<Recorder>>, options: &Options) -> Self {
+    pub(crate) fn new(
+        plan: Arc<Plan>,
+        recorder: Option<Arc<Recorder>>,
+        pulse: Arc<Pulse>,
+        options: &Options,
+    ) -> Self {
         let is_crowded = is_crowded(&plan, options);
         let captures_prompts = options.gpu_driver == GpuDriver::Cuda
             && !options.trace
@@ -70,7 +78,7 @@ impl Executor {
         let known = Arc::new(KnownGraphs::new(most));
         let uses = plan.programs.iter().map(|program| Arc::new(Uses::of(program))).collect();
         let (lanes, started) = (Vec::new(), Mutex::default());
-        Self { plan, lanes, recorder, known, uses, captures_prompts, is_crowded, started }
+        Self { plan, lanes, recorder, known, uses, captures_prompts, is_crowded, started, pulse }
     }
 
     /// Takes over a lane that has started.
@@ -108,7 +116,8 @@ impl Executor {
             recorder.start_run(program, &batch);
         }
         let (known, uses) = ((&*self.known, self.captures_prompts), &self.uses[program]);
-        let run = Arc::new(Run::new(&self.plan, program, started.count, batch, known, uses));
+        let run = Run::new(&self.plan, program, started.count, batch, known, uses, &self.pulse);
+        let run = Arc::new(run);
         started.count += 1;
         started.latest.retain(|run| run.strong_count() > 0);
         started.latest.push(Arc::downgrade(&run));
@@ -166,9 +175,12 @@ impl Drop for Executor {
         for lane in &self.lanes {
             lane.inbox.close();
         }
+        let (closed, pulse) = (Instant::now(), &self.pulse);
+        // Lanes wait for their devices once more when they have left all runs.
+        let is_stuck = || started.is_stuck() || pulse.is_silent(closed, PATIENCE);
         for lane in &mut self.lanes {
             if let Some(thread) = lane.thread.take() {
-                while !thread.is_finished() && !started.is_stuck() {
+                while !thread.is_finished() && !is_stuck() {
                     thread::sleep(NAP);
                 }
                 // What waits for a device that failed ends with the process.

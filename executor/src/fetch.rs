@@ -39,9 +39,10 @@ pub(crate) struct Window {
 
 /// Brings weights to one GPU.
 pub(crate) struct Fetcher {
-    window: Window,
-    /// `None` where the GPU is not driven through CUDA: then copies are made one by one.
+    /// `None` where the GPU is not driven through CUDA: then copies are made one by one. It stands first, as fields are
+    /// dropped in this order: it waits for its copies, which go from the homes to the window.
     link: Option<Link>,
+    window: Window,
     homes: Homes,
 }
 
@@ -108,7 +109,8 @@ impl Fetcher {
         let mut target = place.address()?;
         for piece in contents.chunks(PIECE_BYTES) {
             // SAFETY: the target lies in the window, whose bytes nobody reads until the step that this belongs to has
-            // ended; the source is held by `self`, whose link waits for its copies.
+            // ended. Window and source are held by `self`, which drops its link before both, and that waits for its
+            // copies.
             unsafe { link.copy(target, piece) }
                 .with_context(|| format!("copying {weight} to the GPU"))?;
             target += piece.len() as u64;

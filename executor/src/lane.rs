@@ -1,6 +1,8 @@
 //! One thread for each queue of each device: it works through its steps of every run, in order.
 
 pub(crate) mod fetching;
+pub(crate) mod parting;
+pub(crate) mod pulse;
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -14,6 +16,8 @@ use ir::op::Op;
 use ir::plan::{Action, Phase, Plan, Program, Queue};
 use ir::trace::Span;
 
+use self::parting::Parting;
+use self::pulse::Pulse;
 use crate::bell::Bell;
 use crate::bind::{Cpu, Device, Form};
 use crate::counting::ExpertCounter;
@@ -49,6 +53,9 @@ pub(crate) struct Lane {
     /// round.
     pub(crate) begins_alone: bool,
     pub(crate) peers: Arc<Peers>,
+    /// Where GPUs meet before they give their memory back.
+    pub(crate) parting: Arc<Parting>,
+    pub(crate) pulse: Arc<Pulse>,
     pub(crate) inbox: Arc<Inbox>,
     pub(crate) recorder: Option<Arc<Recorder>>,
     pub(crate) expert_counter: Option<Arc<ExpertCounter>>,
@@ -120,6 +127,7 @@ impl Lane {
                 self.attend(&run, |this| this.leave(&run));
             }
         }
+        self.part();
     }
 
     /// Does a part of a lane's work in a run. What fails or panics in it beside its steps ends the run, not the thread.
@@ -148,6 +156,8 @@ impl Lane {
         let program = &plan.programs[run.program];
         let steps = &program.lanes[lane].steps;
         let Form::Gpu(state) = &self.device.form else {
+            // Whoever waits for the lane to leave knows that its steps end, however long one takes.
+            let _work = run.pulse.work();
             self.work_in_stretches(run, program, lane, spans);
             return;
         };

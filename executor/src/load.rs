@@ -23,6 +23,8 @@ use crate::fetch::{Fetcher, Homes, Window, fetched};
 use crate::home_caches::HomeCaches;
 use crate::kernels::cpu::isa::Isa;
 use crate::lane::fetching::FetchLane;
+use crate::lane::parting::Parting;
+use crate::lane::pulse::Pulse;
 use crate::lane::{Inbox, Lane};
 use crate::ops::gpu;
 use crate::peers::Peers;
@@ -179,6 +181,7 @@ pub fn load(
     let recorder = options.trace.then(|| Arc::new(Recorder::new(file.fingerprint)));
     let total = plan.weights.rows().iter().map(|weight| plan.weight_bytes(weight)).sum();
     let (events, news) = mpsc::channel();
+    let pulse: Arc<Pulse> = Arc::default();
     let starter = Starter {
         plan: Arc::clone(&plan),
         checkpoint,
@@ -186,10 +189,12 @@ pub fn load(
         recorder: recorder.clone(),
         peers: Arc::new(Peers::new(&plan, options)),
         home_caches: Arc::default(),
+        parting: Arc::default(),
+        pulse: Arc::clone(&pulse),
         events,
     };
     // When anything fails from here on, the executor ends the lanes that did start.
-    let mut executor = Executor::new(Arc::clone(&plan), recorder, options);
+    let mut executor = Executor::new(Arc::clone(&plan), recorder, pulse, options);
     let queues = plan.queues();
     let on = |wanted| queues.iter().filter(move |(_, queue)| *queue == wanted);
     let fetching: Vec<DeviceId> = on(Queue::Copy).map(|&(device, _)| device).collect();
@@ -268,6 +273,8 @@ struct Starter {
     recorder: Option<Arc<Recorder>>,
     peers: Arc<Peers>,
     home_caches: Arc<HomeCaches>,
+    parting: Arc<Parting>,
+    pulse: Arc<Pulse>,
     events: mpsc::Sender<Event>,
 }
 
@@ -324,14 +331,21 @@ impl Starter {
         let tell = |event| drop(self.events.send(event));
         let (plan, checkpoint, options) = (&self.plan, &self.checkpoint, &self.options);
         let shared = (&self.peers, &self.home_caches);
+        // Where another lane fails meanwhile, this one is waited for.
+        let work = self.pulse.work();
         let bound = bind::Device::bind(plan, device, checkpoint, options, shared, |bytes| {
             tell(Event::Loaded(bytes));
             !inbox.is_closed()
         });
+        drop(work);
         let bound = match bound {
             Ok(bound) => bound,
             Err(error) => return tell(Event::Failed(error)),
         };
+        // Before runs begin, which is when all lanes are ready.
+        if let Form::Gpu(_) = &bound.form {
+            self.parting.join();
+        }
         let lanes = self.lanes(device, Queue::Compute);
         let cut = |(index, program): (usize, &ir::plan::Program)| {
             let lane = lanes[index].map(|lane| &program.lanes[lane])?;
@@ -357,6 +371,8 @@ impl Starter {
                 .collect(),
             begins_alone: self.plan.borrows(),
             peers: self.peers,
+            parting: self.parting,
+            pulse: self.pulse,
             plan: self.plan,
             device: bound,
             inbox,
@@ -373,8 +389,10 @@ impl Starter {
 
     /// Pins what is fetched and serves; tells how the pinning went.
     fn fetch(self, device: DeviceId, window: Window, homes: Homes, inbox: Arc<Inbox>) {
+        let work = self.pulse.work();
         let bound = bind::SparedCpus::find(&self.plan).and_then(|spared| spared.bind());
         let fetcher = bound.and_then(|()| Fetcher::new(window, homes));
+        drop(work);
         let fetcher = match fetcher {
             Ok(fetcher) => fetcher,
             Err(error) => return drop(self.events.send(Event::Failed(error))),

@@ -16,13 +16,15 @@ use ir::workspace::shortlist::{LIST_WORDS, LISTED_TOKENS};
 use crate::batch::Batch;
 use crate::bell::Bell;
 use crate::known_graphs::{Admission, KnownGraphs};
+use crate::lane::pulse::Pulse;
 use crate::locked;
 use crate::ops::gpu::GraphKey;
 use crate::sample::Shortlist;
 use crate::slots::{Slots, Uses, Value};
 use crate::trace::Recorder;
 
-/// How long lanes have to leave a run that was ended early: many times what the longest stretch of steps takes.
+/// How long lanes that wait for devices have to leave a run that was ended early, from any lane's last sign of life on:
+/// many times what the longest stretch of a GPU's steps takes as a rule. A processor's step may take longer.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 
 /// What all lanes share of a run.
@@ -50,6 +52,8 @@ pub(crate) struct Run {
     /// When it was ended early.
     aborted: OnceLock<Instant>,
     failure: Mutex<Option<Failure>>,
+    /// That of the lanes of all runs.
+    pub(crate) pulse: Arc<Pulse>,
     /// Where lanes wait for steps of others.
     steps_bell: Bell,
     /// Where the caller waits for the end, and lanes that begin the next run alone: kept apart, for a waker pays for every
@@ -114,6 +118,7 @@ impl Run {
         batch: Batch,
         (known, captures_prompts): (&KnownGraphs, bool),
         uses: &Arc<Uses>,
+        pulse: &Arc<Pulse>,
     ) -> Self {
         let schedule = &plan.programs[program];
         let graph_key = GraphKey::of(program, &batch);
@@ -137,6 +142,7 @@ impl Run {
             is_aborted: AtomicBool::new(false),
             aborted: OnceLock::new(),
             failure: Mutex::new(None),
+            pulse: Arc::clone(pulse),
             steps_bell: Bell::default(),
             end_bell: Bell::default(),
         }
@@ -184,11 +190,12 @@ impl Run {
     }
 
     /// Whether lanes are still at the run so long after it was ended early that they will hardly leave it: a GPU that
-    /// others wait for on their devices may have failed.
+    /// others wait for on their devices may have failed. Not so while processors work, on this run or on another, since
+    /// their steps end and lanes leave then.
     pub(crate) fn is_stuck(&self, patience: Duration) -> bool {
         self.is_aborted()
             && !self.has_ended()
-            && self.aborted.get().is_some_and(|aborted| aborted.elapsed() > patience)
+            && self.aborted.get().is_some_and(|&since| self.pulse.is_silent(since, patience))
     }
 
     /// Waits until all lanes have done with the run.
@@ -209,6 +216,7 @@ impl Run {
 
 impl Drop for Presence<'_> {
     fn drop(&mut self) {
+        self.run.pulse.beat();
         self.run.lanes_left.fetch_sub(1, Ordering::SeqCst);
         self.run.end_bell.ring();
     }
@@ -230,7 +238,8 @@ impl RunHandle {
         self.run.abort(Failure::Cancelled);
     }
 
-    /// Ends the run and waits until its lanes have left it, for a minute at most.
+    /// Ends the run and waits until its lanes have left it: as long as steps of processors take, and for devices a
+    /// minute at most.
     ///
     /// # Errors
     /// The first failure of any lane before that, or when a lane has not left.
@@ -359,6 +368,8 @@ pub(crate) fn panic_message(payload: &(dyn Any + Send)) -> String {
 
 #[cfg(test)]
 mod tests {
+    use std::thread;
+
     use ::tests::machines::{linked, numa};
     use ::tests::toys::Toy;
 
@@ -371,7 +382,7 @@ mod tests {
         let plan = compiler::compile(&model, &machine, &options, &mut |_, _| ()).unwrap();
         let known = Arc::new(KnownGraphs::new(1));
         let uses = Arc::new(Uses::of(&plan.programs[0]));
-        let run = Run::new(&plan, 0, 0, Batch::default(), (&known, false), &uses);
+        let run = Run::new(&plan, 0, 0, Batch::default(), (&known, false), &uses, &Arc::default());
         if let Some(failure) = failure {
             run.aborted.set(Instant::now().checked_sub(since).unwrap()).unwrap();
             run.abort(failure);
@@ -401,6 +412,23 @@ mod tests {
             handle.cancel().unwrap_err().to_string(),
             format!("the run was cancelled; {end}")
         );
+    }
+
+    #[test]
+    fn a_step_of_a_processor_is_waited_for_however_long_it_takes() {
+        let handle = ended(Some(Failure::Cancelled), PATIENCE + Duration::from_secs(1));
+        assert!(handle.run.is_stuck(PATIENCE));
+        let run = Arc::clone(&handle.run);
+        let work = run.pulse.work();
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                thread::sleep(Duration::from_millis(20));
+                drop(work);
+                drop(run.enter());
+            });
+            handle.cancel().unwrap();
+        });
+        assert!(run.has_ended());
     }
 
     #[test]

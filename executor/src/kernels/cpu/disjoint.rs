@@ -16,11 +16,11 @@ pub(super) struct DisjointMut<'a, T> {
     whole: PhantomData<&'a mut [T]>,
 }
 
-// SAFETY: callers of `part` and `read` say why nobody else uses the elements, so sharing only hands elements to
-// threads.
-unsafe impl<T: Send> Sync for DisjointMut<'_, T> {}
-// SAFETY: as above.
-unsafe impl<T: Send> Send for DisjointMut<'_, T> {}
+// SAFETY: what threads do with a shared one is to take elements by `part`, alone as its callers say, for which elements
+// are `Send`; and to read elements by `read`, perhaps the same ones at a time, for which they are `Sync`.
+unsafe impl<T: Send + Sync> Sync for DisjointMut<'_, T> {}
+// SAFETY: as above, since a copy of one that is sent stays behind.
+unsafe impl<T: Send + Sync> Send for DisjointMut<'_, T> {}
 
 impl<'a, T> DisjointMut<'a, T> {
     /// To write `whole` in parts.

@@ -22,6 +22,13 @@ pub(super) const ENLARGED: f32 = (1_u128 << 64) as f32;
 pub(super) const ENLARGED_PAIR: u32 = (ENLARGED.to_bits() >> 16) * 0x1_0001;
 /// What takes a base to the exponent of an f32 that makes good for its absence in weights and for [`ENLARGED`].
 const BASE_TO_FACTOR: u32 = 127 - 64;
+/// The largest base of which that is an exponent of a number.
+const MOST_BASE: u32 = 254 - BASE_TO_FACTOR;
+/// The base of rows with what is infinite or not a number, whose exponent is 255; that of others is smaller.
+const SPOILT_BASE: u32 = 255 - 15;
+
+/// What a sum is multiplied with, one after the other: of rows of very large numbers, both together are beyond f32.
+pub(super) type Factors = Vector<f32, Const<2>>;
 
 /// A pair of columns of a step, of a load's four rows: small floats. The step's words start at `words[first]`.
 #[cube]
@@ -55,15 +62,29 @@ pub(super) fn small_pair(
 }
 
 /// What the sums of a load's four rows are multiplied with; `bases` are the words in front of a panel.
+///
+/// It is no number for a row with what is infinite or not a number, since small floats do not tell those apart.
 #[cube]
-pub(super) fn row_factors(bases: Words) -> Array<f32> {
-    let mut factors = Array::<f32>::new(ROWS);
+pub(super) fn row_factors(bases: Words) -> Array<Factors> {
+    let mut factors = Array::<Factors>::new(ROWS);
     #[unroll]
     for row in 0..ROWS {
         let base = (bases.extract(row) >> 7u32) & 255u32;
-        factors[row] = f32::reinterpret((base + BASE_TO_FACTOR) << 23u32);
+        let beyond = select(base > MOST_BASE, base - MOST_BASE, 0u32);
+        let first = (base - beyond + BASE_TO_FACTOR) << 23u32;
+        let second = select(base < SPOILT_BASE, (beyond + 127u32) << 23u32, 0x7fc0_0000u32);
+        let mut both = Factors::empty();
+        both.insert(0usize, f32::reinterpret(first));
+        both.insert(1usize, f32::reinterpret(second));
+        factors[row] = both;
     }
     factors
+}
+
+/// A sum with the factors of its row.
+#[cube]
+pub(super) fn scaled(sum: f32, factors: Factors) -> f32 {
+    sum * factors.extract(0usize) * factors.extract(1usize)
 }
 
 /// Makes what a step was decoded to without its bases, `values[row][column]`, the numbers that it stands for.

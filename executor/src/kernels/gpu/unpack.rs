@@ -215,7 +215,7 @@ mod tests {
     use half::{bf16, f16};
 
     use super::*;
-    use crate::kernels::gpu::matrix::testing::{float_formats, panels};
+    use crate::kernels::gpu::matrix::testing::{float_formats, panels, panels_of, spoilt};
     use crate::kernels::gpu::testing::gpu;
 
     fn check(gpu: &Gpu, from: Format, to: Format, rows: usize, columns: usize) {
@@ -250,6 +250,24 @@ mod tests {
                 for (rows, columns) in [(64, 128), (41, 72), (7, 40)] {
                     check(&gpu, from, to, rows, columns);
                 }
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_infinite_or_no_number_stays_so() {
+        let Some(gpu) = gpu() else { return };
+        let (rows, columns) = (41, 72);
+        let wide = spoilt(rows, columns, 3);
+        for from in Format::ALL {
+            let sample = panels_of(&gpu, from, rows, columns, &wide);
+            let out = gpu.upload(&vec![0.0_f32; rows * columns]);
+            gpu.unpack(&sample.matrix, Format::F32, &out).unwrap();
+            let actual = gpu.download::<f32>(&out, rows * columns);
+            for (i, (&actual, &expected)) in actual.iter().zip(&sample.values).enumerate() {
+                let expected = expected as f32;
+                let is_kept = actual == expected || actual.is_nan() && expected.is_nan();
+                assert!(is_kept, "{actual} is not {expected}: {from}, element {i}");
             }
         }
     }

@@ -1,6 +1,7 @@
 //! Elements as kernels read them: weights from the bits of 32-bit words, activations in fours.
 
 use cubecl::prelude::*;
+use half::f16;
 use ir::tensor::Format;
 
 /// What a unit loads at once: 16 bytes.
@@ -10,17 +11,31 @@ pub(super) type Four = Vector<f32, Const<4>>;
 
 /// One of the two 16-bit elements of a word; the lower comes first.
 ///
-/// By bits, because shaders cannot view a word as halves. Of f16, what is infinite or not a number is not kept.
+/// Shaders cannot view a word as halves, and take f16 by its bits: some six instructions where CUDA has one.
 #[cube]
 pub(super) fn half_of(word: u32, #[comptime] upper: usize, #[comptime] format: Format) -> f32 {
     let shifted = if comptime!(upper == 0) { word << 16u32 } else { word };
+    // Drivers of shaders do not tell of multiprocessors.
+    let properties = comptime::device_properties();
     if comptime!(matches!(format, Format::Bf16)) {
         f32::reinterpret(shifted & 0xffff_0000u32)
+    } else if comptime!(properties.hardware.num_streaming_multiprocessors.is_some()) {
+        let pair = Vector::<f16, Const<2>>::reinterpret(word);
+        f32::cast_from(pair.extract(upper))
     } else {
-        // Sign, exponent and mantissa where f32 has them; then its bias, which is larger by 112.
-        let bits = u32::reinterpret(i32::reinterpret(shifted) >> 3i32) & 0x8fff_e000u32;
-        f32::reinterpret(bits) * TWO_TO_112
+        f16_by_bits(shifted)
     }
+}
+
+/// The f16 in the upper half of a word.
+#[cube]
+fn f16_by_bits(word: u32) -> f32 {
+    // Sign, exponent and mantissa where f32 has them; then its bias, which is larger by 112.
+    let bits = u32::reinterpret(i32::reinterpret(word) >> 3i32) & 0x8fff_e000u32;
+    let finite = u32::reinterpret(f32::reinterpret(bits) * TWO_TO_112);
+    // What is infinite or not a number has every bit of its exponent set, in f32 too.
+    let is_finite = (bits & 0x0f80_0000u32) < 0x0f80_0000u32;
+    f32::reinterpret(select(is_finite, finite, bits | 0x7f80_0000u32))
 }
 
 const TWO_TO_112: f32 = (1_u128 << 112) as f32;

@@ -129,7 +129,8 @@ impl Sums {
             lost.iter().map(|&device| machine.devices[device].name.as_str()).collect();
         let names = names.join(" or ");
         bail!(
-            "{names} did not come in time to a sum over GPUs: run it again, or compile the plan --without {names}"
+            "{names} did not come in time to a sum over GPUs: run it again, which will do if the program was suspended \
+             meanwhile, or compile the plan --without {names}"
         )
     }
 

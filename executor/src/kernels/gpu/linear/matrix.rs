@@ -14,7 +14,7 @@ use super::rights::{Conversion, Right, parts};
 use super::total::{Output, Shape, Totals, finish_outputs};
 use crate::kernels::cpu::pack::{PANEL, VECTOR};
 use crate::kernels::gpu::ahead::{Regions, ask_at_the_end};
-use crate::kernels::gpu::bf12::row_factors;
+use crate::kernels::gpu::bf12::{row_factors, scaled};
 use crate::kernels::gpu::instructions::{Sums, multiply};
 use crate::kernels::gpu::matrix::Layout;
 use crate::kernels::gpu::panel::{Panel, Walk, panel_vectors};
@@ -182,7 +182,8 @@ fn multiply_band<N: Size>(
                 let mut sum = sums[at];
                 #[unroll]
                 for i in 0..4usize {
-                    sum.insert(i, sum.extract(i) * factors[comptime!(2 * pair + i / 2)]);
+                    let row = comptime!(2 * pair + i / 2);
+                    sum.insert(i, scaled(sum.extract(i), factors[row]));
                 }
                 sums[at] = sum;
             }

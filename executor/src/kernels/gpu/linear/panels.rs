@@ -10,7 +10,7 @@ use super::product::{load_words, multiply_words, zeros};
 use super::total::{Output, Shape, Totals, finish_outputs};
 use crate::kernels::cpu::pack::VECTOR;
 use crate::kernels::gpu::ahead::{Regions, ask_at_the_end};
-use crate::kernels::gpu::bf12::row_factors;
+use crate::kernels::gpu::bf12::{row_factors, scaled};
 use crate::kernels::gpu::panel::{Panel, Walk, vector_walk};
 use crate::kernels::gpu::words::Words;
 
@@ -111,7 +111,7 @@ fn multiply_vector<N: Size>(
         let factors = row_factors(weights[walk.start + walk.slot]);
         #[unroll]
         for sum in 0..comptime!(tokens * shape.rows) {
-            sums[sum] *= factors[comptime!(sum % shape.rows)];
+            sums[sum] = scaled(sums[sum], factors[comptime!(sum % shape.rows)]);
         }
     }
     add_slots(&mut sums, tokens * shape.rows, shape.slots, share.plane);

@@ -1,3 +1,5 @@
+mod spoilt;
+
 use half::bf16;
 use ir::op::{Activation, Then};
 use ir::tensor::{DType, Format};

@@ -20,7 +20,7 @@ use super::matrix::{LANE_SLOTS, four_rows, lane_walk};
 use super::rights::{OPERAND_TOKENS, PLANE};
 use super::total::{Output, Shape, Totals, finish_outputs};
 use crate::kernels::cpu::pack::{BLOCK_PAIR, PANEL, packed_bytes};
-use crate::kernels::gpu::bf12::{ENLARGED_PAIR, row_factors};
+use crate::kernels::gpu::bf12::{ENLARGED_PAIR, row_factors, scaled};
 use crate::kernels::gpu::device::Gpu;
 use crate::kernels::gpu::instructions::{Packed, Sums, multiply, multiply_pairs, right};
 use crate::kernels::gpu::matrix::LOAD_BYTES;
@@ -334,7 +334,8 @@ fn scale_sums(
         let mut sum = sums[at];
         #[unroll]
         for i in 0..4usize {
-            sum.insert(i, sum.extract(i) * factors[comptime!(2 * (at % 2) + i / 2)]);
+            let row = comptime!(2 * (at % 2) + i / 2);
+            sum.insert(i, scaled(sum.extract(i), factors[row]));
         }
         sums[at] = sum;
     }

@@ -23,7 +23,18 @@ pub(in crate::kernels::gpu) fn panels(
     columns: usize,
     seed: u64,
 ) -> Sample {
-    let bytes = packed(format, rows, columns, seed);
+    panels_of(gpu, format, rows, columns, &Random(seed).floats(rows * columns))
+}
+
+/// A matrix of those values in panels, packed by the CPU.
+pub(in crate::kernels::gpu) fn panels_of(
+    gpu: &Gpu,
+    format: Format,
+    rows: usize,
+    columns: usize,
+    wide: &[f32],
+) -> Sample {
+    let bytes = packed_of(format, rows, columns, wide);
     let values = unpacked(&bytes, format, rows, columns);
     let data = gpu.upload(&bytes);
     let matrix = Matrix::new(format, Layout::Panels, rows, columns, data).unwrap();
@@ -38,10 +49,20 @@ pub(in crate::kernels::gpu) fn row_major(
     columns: usize,
     seed: u64,
 ) -> Sample {
-    let wide = Random(seed).floats(rows * columns);
+    row_major_of(gpu, format, rows, columns, &Random(seed).floats(rows * columns))
+}
+
+/// A row-major matrix of those values.
+pub(in crate::kernels::gpu) fn row_major_of(
+    gpu: &Gpu,
+    format: Format,
+    rows: usize,
+    columns: usize,
+    wide: &[f32],
+) -> Sample {
     let (bytes, values) = match format {
         Format::F32 => {
-            (bytemuck::cast_slice(&wide).to_vec(), wide.iter().map(|&v| f64::from(v)).collect())
+            (bytemuck::cast_slice(wide).to_vec(), wide.iter().map(|&v| f64::from(v)).collect())
         }
         Format::F16 => {
             let narrow: Vec<f16> = wide.iter().map(|&v| f16::from_f32(v)).collect();
@@ -56,6 +77,19 @@ pub(in crate::kernels::gpu) fn row_major(
     let data = gpu.upload::<u8>(&bytes);
     let matrix = Matrix::new(format, Layout::RowMajor, rows, columns, data).unwrap();
     Sample { matrix, values }
+}
+
+/// Rows of [`spoilt()`] that begin with what is no number, infinite or very large.
+pub(in crate::kernels::gpu) const SPOILT_ROWS: [u32; 5] = [0, 3, 6, 9, 12];
+
+/// Random values but for those of [`SPOILT_ROWS`].
+pub(in crate::kernels::gpu) fn spoilt(rows: usize, columns: usize, seed: u64) -> Vec<f32> {
+    let mut wide = Random(seed).floats(rows * columns);
+    let strange = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, 1e36, -1e7];
+    for (row, value) in SPOILT_ROWS.into_iter().zip(strange) {
+        wide[row as usize * columns] = value;
+    }
+    wide
 }
 
 /// The float formats whose elements the device can write.
@@ -75,7 +109,11 @@ pub(in crate::kernels::gpu) fn packed(
     columns: usize,
     seed: u64,
 ) -> Vec<u8> {
-    let wide = Random(seed).floats(rows * columns);
+    packed_of(format, rows, columns, &Random(seed).floats(rows * columns))
+}
+
+/// The bytes of a matrix of those values in panels.
+fn packed_of(format: Format, rows: usize, columns: usize, wide: &[f32]) -> Vec<u8> {
     let mut bytes = Vec::new();
     with_team(1, |team| {
         let fill = |range: std::ops::Range<usize>, values: &mut [f32]| {

@@ -148,7 +148,7 @@ fn put(
 #[cfg(test)]
 mod tests {
     use crate::kernels::gpu::device::Gpu;
-    use crate::kernels::gpu::matrix::testing::panels;
+    use crate::kernels::gpu::matrix::testing::{SPOILT_ROWS, panels, panels_of, spoilt};
     use crate::kernels::gpu::rows::Gather;
     use crate::kernels::gpu::testing::gpu;
 
@@ -184,10 +184,46 @@ mod tests {
         }
     }
 
+    /// Formats of tables.
+    fn formats() -> impl Iterator<Item = Format> {
+        Format::ALL.into_iter().filter(|&format| format != Format::Bf12)
+    }
+
+    #[test]
+    fn what_is_infinite_or_no_number_is_picked_as_such() {
+        let Some(gpu) = gpu() else { return };
+        let (table_rows, features) = (41, 72);
+        let wide = spoilt(table_rows, features, 3);
+        let count = SPOILT_ROWS.len() * features;
+        for format in formats() {
+            let table = panels_of(&gpu, format, table_rows, features, &wide);
+            let out = gpu.upload(&vec![0.0_f32; count]);
+            let call = Gather {
+                rows: &gpu.upload(&SPOILT_ROWS),
+                offset: 0,
+                scale: 1.5,
+                base: None,
+                count: SPOILT_ROWS.len(),
+                features,
+            };
+            gpu.gather(&table.matrix, &call, &out).unwrap();
+            for (i, actual) in gpu.download::<f32>(&out, count).into_iter().enumerate() {
+                let row = SPOILT_ROWS[i / features] as usize;
+                let expected = table.values[row * features + i % features] * 1.5;
+                let is_right = if expected.is_finite() {
+                    (f64::from(actual) - expected).abs() <= 1e-6 * expected.abs()
+                } else {
+                    !actual.is_finite()
+                };
+                assert!(is_right, "{actual} is not {expected}: {format}, row {row}, element {i}");
+            }
+        }
+    }
+
     #[test]
     fn rows_of_every_format_are_picked_scaled_and_added() {
         let Some(gpu) = gpu() else { return };
-        for format in Format::ALL.into_iter().filter(|&format| format != Format::Bf12) {
+        for format in formats() {
             for with_base in [false, true] {
                 // The last panel has one vector, then two.
                 check(&gpu, format, 41, 72, with_base);
