@@ -77,8 +77,9 @@ pub fn summary(plan: &Plan) -> String {
     };
     let mut text = place.to_owned();
     if let Some(prefill) = time(Phase::Prefill) {
+        let plural = if prefill.tokens == 1 { "" } else { "s" };
         text += &format!(
-            "; predicted: {} tokens of a prompt in {}",
+            "; predicted: {} token{plural} of a prompt in {}",
             prefill.tokens,
             nanos(prefill.nanos)
         );

@@ -8,11 +8,13 @@ use std::process::ExitCode;
 use anyhow::{Context as _, Result, bail, ensure};
 use clap::builder::RangedI64ValueParser;
 use clap::{Args, Parser, Subcommand};
+use compiler::Objective;
 use compiler::explain::{diff, explain, summary};
-use compiler::options::{self, CountedExperts, Options, Request};
+use compiler::options::{self, CountedExperts, FormatRule, Options, Pin, Request};
 use ir::counts::ExpertCounts;
 use ir::machine::Machine;
 use ir::plan::Plan;
+use ir::tensor::DType;
 use mimalloc::MiMalloc;
 
 /// Each of the plans that are priced is some 100 000 small pieces of memory; with the system's allocator they take half
@@ -56,7 +58,7 @@ enum Command {
         output: Option<PathBuf>,
         /// Divide each NUMA node's cores and memory into this many devices, to try plans of several; where there are
         /// fewer cores, devices share them.
-        #[arg(long, value_name = "N")]
+        #[arg(long, value_name = "N", value_parser = parts())]
         split: Option<u32>,
     },
 }
@@ -65,7 +67,7 @@ enum Command {
 struct Compile {
     /// A model.safetensors, a model.safetensors.index.json, or the folder of either.
     checkpoint: PathBuf,
-    /// Where to write the plan.
+    /// Where to write the plan; - is standard output.
     #[arg(short, long, default_value = "plan.ron")]
     output: PathBuf,
     /// Plan for this machine; default: the one this runs on.
@@ -82,56 +84,73 @@ struct Compile {
     #[arg(long, value_name = "N", value_parser = at_least_one())]
     prefill_tokens: Option<u32>,
     /// The most bytes for all KV caches: 4GiB; default: what context and sequences need.
-    #[arg(long, value_name = "SIZE")]
-    kv_cache: Option<String>,
+    #[arg(long, value_name = "SIZE", value_parser = options::parse_bytes)]
+    kv_cache: Option<u64>,
     /// Element type of the KV caches: f32, f16, bf16, i8; default: as exact as the weights. GPUs keep the default
     /// instead of i8.
-    #[arg(long, value_name = "TYPE")]
-    kv_type: Option<String>,
+    #[arg(long, value_name = "TYPE", value_parser = options::parse_kv_type)]
+    kv_type: Option<DType>,
     /// Compute format: f32, f16, bf16 (bf12 asks for the same), q8, q4; DEVICES=FORMAT for some devices, as 'numa*=q8'.
     /// May be repeated.
     #[arg(long, value_name = "FORMAT")]
-    format: Vec<String>,
+    format: Vec<FormatRule>,
     /// Hold bf16 in 16 bits everywhere; default: in 12 bits where that is faster.
     #[arg(long)]
     plain_bf16: bool,
     /// What to minimise: latency or throughput.
     #[arg(long, default_value = "latency")]
-    objective: String,
+    objective: Objective,
     /// Stages on these devices, in this order: numa0,numa1; or on so many, GPUs first: 2.
     #[arg(
         long,
         visible_alias = "pipeline-parallel",
         value_name = "DEVICES",
+        value_parser = options::parse_pipeline,
         conflicts_with = "tensor_parallel"
     )]
-    pipeline: Option<String>,
+    pipeline: Option<Request>,
     /// All layers shared by these devices: numa0,numa1 or numa0:3,numa1:1; or by so many, GPUs first: 4.
-    #[arg(long, value_name = "DEVICES")]
-    tensor_parallel: Option<String>,
+    #[arg(long, value_name = "DEVICES", value_parser = options::parse_tensor_parallel)]
+    tensor_parallel: Option<Request>,
     /// How often a mixture's experts are chosen, by `hybrid-exec --count-experts`: the most used stay on GPUs.
     #[arg(long, value_name = "FILE")]
     expert_counts: Option<PathBuf>,
     /// Run nodes whose names match a regular expression on a device: 'layers\.[0-9]\.=numa0'. May be repeated.
     #[arg(long, value_name = "PATTERN=DEVICE")]
-    pin: Vec<String>,
+    pin: Vec<Pin>,
     /// Plan as if this device were not there. May be repeated.
     #[arg(long, value_name = "DEVICE")]
     without: Vec<String>,
     /// Plan as if each GPU had no more memory than this.
-    #[arg(long, value_name = "SIZE")]
-    gpu_memory: Option<String>,
+    #[arg(long, value_name = "SIZE", value_parser = options::parse_gpu_memory)]
+    gpu_memory: Option<u64>,
     /// Print what was decided, and why.
     #[arg(long)]
     explain: bool,
     /// Print the graph after a pass, or after all, to standard error. May be repeated.
-    #[arg(long, value_name = "PASS")]
+    #[arg(long, value_name = "PASS", value_parser = parse_pass)]
     print_after: Vec<String>,
 }
 
 /// Parses what is never 0.
 fn at_least_one() -> RangedI64ValueParser<u32> {
     clap::value_parser!(u32).range(1..)
+}
+
+/// Parses the number of devices that a node is divided into.
+fn parts() -> RangedI64ValueParser<u32> {
+    clap::value_parser!(u32).range(1..=i64::from(probe::MOST_PARTS))
+}
+
+/// Parses the name of a pass, or of all.
+fn parse_pass(text: &str) -> Result<String> {
+    let stages = compiler::stages();
+    ensure!(
+        text == "all" || stages.contains(&text),
+        "unknown pass {text:?}: all and {} exist",
+        stages.join(", ")
+    );
+    Ok(text.to_owned())
 }
 
 fn main() -> ExitCode {
@@ -148,10 +167,10 @@ fn run(command: Command) -> Result<ExitCode> {
         Command::Check { plan } => return check(&plan),
         Command::Probe { output, split } => {
             let text = probe::machine(split)?.to_ron()?;
-            match output {
+            match output.as_deref().and_then(command_line::output_file) {
                 Some(path) => {
-                    command_line::check_outputs([path.as_path()], [])?;
-                    command_line::write(&path, text.as_bytes())?;
+                    command_line::check_outputs([path], [])?;
+                    command_line::write(path, text.as_bytes())?;
                 }
                 None => print(&text)?,
             }
@@ -162,14 +181,6 @@ fn run(command: Command) -> Result<ExitCode> {
 
 fn compile(arguments: &Compile) -> Result<()> {
     let options = arguments.options()?;
-    let stages = compiler::stages();
-    for stage in arguments.print_after.iter().filter(|stage| *stage != "all") {
-        ensure!(
-            stages.contains(&stage.as_str()),
-            "unknown pass {stage:?}: all and {} exist",
-            stages.join(", ")
-        );
-    }
     let machine = match &arguments.machine {
         Some(path) => read(path, Machine::from_ron)?,
         None => probe::machine(None)?,
@@ -178,26 +189,49 @@ fn compile(arguments: &Compile) -> Result<()> {
         .map_err(|error| with_expected_file(error, &arguments.checkpoint))?;
     let files = model.files.rows().iter().map(|file| &file.path);
     let inputs = files.chain(&arguments.machine).chain(&arguments.expert_counts);
-    command_line::check_outputs([arguments.output.as_path()], inputs.map(PathBuf::as_path))?;
+    let output = command_line::output_file(&arguments.output);
+    command_line::check_outputs(output, inputs.map(PathBuf::as_path))?;
     let mut observe = |stage: &str, graph: &dyn std::fmt::Display| {
         if arguments.print_after.iter().any(|wanted| wanted == "all" || wanted == stage) {
             command_line::tell(format_args!("; after {stage}\n{graph}"));
         }
     };
     let plan = compiler::compile(&model, &machine, &options, &mut observe)?;
-    command_line::write(&arguments.output, plan.to_ron()?.as_bytes())?;
+    let text = plan.to_ron()?;
+    match output {
+        Some(path) => command_line::write(path, text.as_bytes())?,
+        None => print(&text)?,
+    }
+    if !has_tokenizer(&model.folder) {
+        command_line::tell(format_args!(
+            "warning: no tokenizer.json in {}: prompts of text will not work, --prompt-ids with --json will",
+            model.folder.display()
+        ));
+    }
     if let Some(first) = unused.first() {
         command_line::tell(format_args!(
             "warning: {} of the checkpoint's tensors are not used, such as {first}: config.json may be of another model",
             unused.len()
         ));
     }
-    if arguments.explain {
-        print(&explain(&plan))?;
-    } else {
-        command_line::tell(summary(&plan));
+    let wrote =
+        output.map_or("wrote the plan".to_owned(), |path| format!("wrote {}", path.display()));
+    match (arguments.explain, output) {
+        (false, _) => command_line::tell(format_args!("{wrote}: {}", summary(&plan))),
+        // Standard output is the plan's.
+        (true, None) => command_line::tell(explain(&plan).trim_end()),
+        (true, Some(_)) => {
+            command_line::tell(wrote);
+            print(&explain(&plan))?;
+        }
     }
     Ok(())
+}
+
+/// Whether a tokenizer, or what one is made of, lies in a checkpoint's folder.
+fn has_tokenizer(folder: &Path) -> bool {
+    let has = |name: &str| folder.join(name).is_file();
+    has("tokenizer.json") || (has("vocab.json") && has("merges.txt"))
 }
 
 /// Says what is expected where another file of a checkpoint's folder is given, such as its `config.json`.
@@ -213,37 +247,25 @@ fn with_expected_file(error: anyhow::Error, checkpoint: &Path) -> anyhow::Error 
 
 impl Compile {
     fn options(&self) -> Result<Options> {
-        let request = match (&self.pipeline, &self.tensor_parallel) {
-            (Some(devices), _) => options::parse_pipeline(devices).context("in --pipeline")?,
-            (None, Some(devices)) => {
-                options::parse_tensor_parallel(devices).context("in --tensor-parallel")?
-            }
-            (None, None) => Request::Any,
-        };
-        let kv_cache = self.kv_cache.as_deref().map(options::parse_bytes).transpose();
-        let gpu_memory = self.gpu_memory.as_deref().map(options::parse_gpu_memory).transpose();
-        let formats = self.format.iter().map(|rule| rule.parse()).collect::<Result<_>>();
-        let kv_type = self.kv_type.as_deref().map(options::parse_kv_type).transpose();
+        let request = self.pipeline.as_ref().or(self.tensor_parallel.as_ref());
+        // Where standard output leads is not known.
+        let output = command_line::output_file(&self.output);
         Ok(Options {
             context: self.context,
             max_sequences: self.max_sequences,
             prefill_tokens: self.prefill_tokens,
-            kv_cache_bytes: kv_cache.context("in --kv-cache")?,
-            kv_type: kv_type.context("in --kv-type")?,
-            formats: formats.context("in --format")?,
+            kv_cache_bytes: self.kv_cache,
+            kv_type: self.kv_type,
+            formats: self.format.clone(),
             plain_bf16: self.plain_bf16,
-            objective: self.objective.parse().context("in --objective")?,
-            request,
-            pins: self
-                .pin
-                .iter()
-                .map(|pin| pin.parse())
-                .collect::<Result<_>>()
-                .context("in --pin")?,
+            objective: self.objective,
+            request: request.cloned().unwrap_or(Request::Any),
+            pins: self.pin.clone(),
             without: self.without.clone(),
-            gpu_memory_bytes: gpu_memory.context("in --gpu-memory")?,
+            gpu_memory_bytes: self.gpu_memory,
             expert_counts: self.expert_counts.as_deref().map(read_counts).transpose()?,
-            plan_folder: Some(folder_of(&self.output)?),
+            machine_file: self.machine.clone(),
+            plan_folder: output.map(folder_of).transpose()?,
         })
     }
 }

@@ -136,14 +136,22 @@ fn an_explanation_names_layers_devices_and_guesses() {
 fn what_was_decided_is_said_in_a_line_and_what_is_not_used_in_another() {
     let folder = folder();
     let demo = demo();
-    for file in ["model.safetensors", "config.json"] {
+    for file in ["model.safetensors", "config.json", "tokenizer.json"] {
         fs::copy(demo.join(file), folder.path().join(file)).expect("the folder is ours");
     }
     let arguments = ["compile", ".", "--machine", "machine.ron", "--without", "numa1"];
     let output = hybridc(&folder, &arguments);
     let said = text(&output.stderr);
-    assert!(said.starts_with("all on numa0; ") && said.contains("nominal"), "{said}");
+    let is_summary = |line: &str| line.starts_with("wrote plan.ron: all on numa0; ");
+    assert!(is_summary(said) && said.contains("nominal"), "{said}");
     assert_eq!(said.lines().count(), 1);
+    fs::remove_file(folder.path().join("tokenizer.json")).expect("it was copied");
+    let output = hybridc(&folder, &arguments);
+    let said = text(&output.stderr);
+    let (warning, rest) = said.split_once('\n').expect("a warning and a summary");
+    assert!(warning.starts_with("warning: no tokenizer.json in "), "{said}");
+    let works = ": prompts of text will not work, --prompt-ids with --json will";
+    assert!(warning.ends_with(works) && is_summary(rest), "{said}");
     let config = folder.path().join("config.json");
     let whole = fs::read_to_string(&config).expect("it was copied");
     let part = whole.replace("\"num_hidden_layers\": 6", "\"num_hidden_layers\": 4");
@@ -154,6 +162,53 @@ fn what_was_decided_is_said_in_a_line_and_what_is_not_used_in_another() {
     assert!(said.contains("18 of the checkpoint's tensors are not used, such as model.layers.4."));
     let replaced = refusal(&folder, &["compile", ".", "-o", "config.json"]);
     assert!(replaced.contains("config.json: a file of this name belongs to a checkpoint"));
+}
+
+#[test]
+fn a_dash_names_standard_output() {
+    let folder = folder();
+    Plan::from_ron(&compile(&folder, "-", &["--explain"])).expect("it is a plan");
+    Machine::from_ron(&success(&folder, &["probe", "-o", "-"])).expect("it is a machine");
+    assert_eq!(fs::read_dir(&folder).expect("it is a folder").count(), 1);
+}
+
+#[test]
+fn what_is_wrong_with_a_machine_is_told_by_file_and_field() {
+    let folder = folder();
+    let demo = demo();
+    let demo = demo.to_str().expect("a plain path");
+    let check = |spoil: fn(&mut Machine), expected: &str| {
+        let mut machine = two_nodes();
+        spoil(&mut machine);
+        let text = machine.to_ron().expect("a machine can be written");
+        fs::write(folder.path().join("mx.ron"), text).expect("the folder is ours");
+        let refused = refusal(&folder, &["compile", demo, "--machine", "mx.ron"]);
+        assert_eq!(refused, format!("mx.ron: {expected}"));
+    };
+    check(
+        |machine| machine.devices.rows_mut()[0].rates.read_bytes_per_sec = 0.0,
+        "read_bytes_per_sec of numa0 is 0; at least 1000 is meant",
+    );
+    check(
+        |machine| machine.devices.rows_mut()[1].rates.step_nanos = -5.0,
+        "step_nanos of numa1 is -5.0; 0 to 1000000000000 is meant",
+    );
+    check(
+        |machine| machine.devices.rows_mut()[1].rates.linear[0].points[0].weights_per_sec = 7.0,
+        "weights_per_sec of f32 (tokens: 1) in linear of numa1 is 7; at least 1000 is meant",
+    );
+    check(
+        |machine| machine.devices.rows_mut()[0].rates.linear[0].points.clear(),
+        "points of f32 in linear of numa0: one at least is meant, of one token or more",
+    );
+    check(
+        |machine| machine.links[0].from = DeviceId::from_index(9),
+        "link 0 (from 9 to 1): there are devices 0 to 1",
+    );
+    check(
+        |machine| machine.links[1].bytes_per_sec = 24.0,
+        "bytes_per_sec of link 1 (from 1 to 0) is 24; at least 1000 is meant",
+    );
 }
 
 #[test]
@@ -231,7 +286,8 @@ fn bad_input_is_refused_with_one_line() {
         refusal(&folder, &[&arguments[..], more].concat())
     };
     let cases = [
-        (refusal(&folder, &["compile", "missing"]), "missing"),
+        (refusal(&folder, &["compile", "meta/missing"]), "meta/missing: there is no such file"),
+        (refusal(&folder, &["compile", "meta/missing"]), "checkpoints are not downloaded"),
         (refusal(&folder, &["check", "missing.ron"]), "reading missing.ron"),
         (refusal(&folder, &["check", "bad.ron"]), "reading bad.ron: not a plan"),
         (refusal(&folder, &["diff", "bad.ron", "bad.ron"]), "bad.ron"),
@@ -243,8 +299,8 @@ fn bad_input_is_refused_with_one_line() {
         (refusal(&folder, &["compile", demo, "-o", "none/plan.ron"]), "writing none/plan.ron"),
         (refusal(&folder, &["compile", demo, "-o", "sub"]), "writing sub: it is a folder"),
         (refusal(&folder, &["probe", "-o", "none/machine.ron"]), "writing none/machine.ron"),
-        (refusal(&folder, &["probe", "--split", "0"]), "split into 0"),
-        (refusal(&folder, &["probe", "--split", "65"]), "64 devices at most"),
+        (refusal(&folder, &["probe", "--split", "0"]), "0 is not in 1..=64"),
+        (refusal(&folder, &["probe", "--split", "65"]), "65 is not in 1..=64"),
         (
             refusal(&folder, &["compile", &format!("{demo}/config.json")]),
             "expected a model.safetensors",
@@ -277,7 +333,7 @@ fn bad_input_is_refused_with_one_line() {
         (compile(&["--objective", "fun"]), "unknown objective \"fun\""),
         (compile(&["--without", "numa0", "--without", "numa1"]), "no device is left"),
         (compile(&["--contxt", "9"]), "a similar argument exists: '--context'"),
-        (compile(&["--context", "many"]), "invalid value 'many' for '--context <N>'"),
+        (compile(&["--context", "4k"]), "invalid value '4k' for '--context <N>': 4k is no whole"),
         (compile(&["--pipeline", "numa0", "--tensor-parallel", "numa1"]), "cannot be used with"),
         (refusal(&folder, &["compile"]), "not provided: <CHECKPOINT>"),
         (refusal(&folder, &["compil", demo]), "unrecognized subcommand 'compil'"),
@@ -287,4 +343,30 @@ fn bad_input_is_refused_with_one_line() {
         assert!(line.contains(part), "no {part:?} in {line}");
     }
     assert!(!folder.path().join("plan.ron").exists());
+}
+
+#[test]
+fn wrong_arguments_end_with_another_status_than_work_that_fails() {
+    let folder = folder();
+    let demo = demo();
+    let demo = demo.to_str().expect("a plain path");
+    let wrong = [
+        ["--context", "4k"],
+        ["--format", "int4"],
+        ["--gpu-memory", "24"],
+        ["--kv-cache", "lots"],
+        ["--kv-type", "i4"],
+        ["--objective", "fun"],
+        ["--pin", "layers"],
+        ["--pipeline", "0"],
+        ["--print-after", "nonsense"],
+        ["--tensor-parallel", "numa0:0"],
+    ];
+    for arguments in wrong {
+        let output = hybridc(&folder, &[&["compile", demo][..], &arguments].concat());
+        assert_eq!(output.status.code(), Some(2), "{arguments:?}");
+        let line = text(&output.stderr);
+        assert!(line.ends_with("; --help lists what there is\n"), "{line}");
+    }
+    assert_eq!(hybridc(&folder, &["compile", "missing"]).status.code(), Some(1));
 }

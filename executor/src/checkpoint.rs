@@ -2,11 +2,12 @@
 
 #![expect(unsafe_code, reason = "files are read through memory maps")]
 
-use std::fs::File;
+use std::fs::{self, File};
+use std::io::ErrorKind;
 use std::ops::Range;
 use std::path::Path;
 
-use anyhow::{Context as _, Result, bail, ensure};
+use anyhow::{Context as _, Result, anyhow, bail, ensure};
 use half::{bf16, f16};
 use ir::id::{FileId, Table};
 use ir::model::CheckpointFile;
@@ -190,9 +191,17 @@ pub(crate) fn matrices(weight: &Weight) -> Result<Vec<Stored>> {
 fn map(file: &CheckpointFile, folder: &Path) -> Result<Mmap> {
     let path = folder.join(&file.path);
     let name = path.display();
-    let opened = File::open(&path).with_context(|| {
-        format!("opening checkpoint file {name}; --model FOLDER names where it lies now")
+    let opening = || format!("opening checkpoint file {name}");
+    let found = fs::metadata(&path).map_err(|error| {
+        if error.kind() == ErrorKind::NotFound {
+            anyhow!("the checkpoint's file {name} is gone; --model FOLDER names where it lies now")
+        } else {
+            anyhow!(error).context(opening())
+        }
     })?;
+    // To open a pipe would wait for whoever writes to it.
+    ensure!(found.is_file(), "{name} is no file");
+    let opened = File::open(&path).with_context(opening)?;
     let bytes = opened.metadata().with_context(|| format!("reading the size of {name}"))?.len();
     ensure!(
         bytes == file.bytes,

@@ -1,6 +1,8 @@
 //! `hybrid-exec` as its users call it wrongly: one line that says what is wrong, and exit code 1, or 2 where it does not
 //! take its arguments.
 
+use std::fs;
+use std::path::Path;
 use std::process::{Command, Output};
 
 fn hybrid_exec(arguments: &[&str]) -> Output {
@@ -8,12 +10,18 @@ fn hybrid_exec(arguments: &[&str]) -> Output {
     command.args(arguments).output().expect("hybrid-exec starts")
 }
 
-fn check(arguments: &[&str], part: &str) {
+/// The one line of a refusal.
+fn refusal(arguments: &[&str]) -> String {
     let output = hybrid_exec(arguments);
     assert!(matches!(output.status.code(), Some(1 | 2)), "{arguments:?}");
     assert!(output.stdout.is_empty(), "{arguments:?}");
     let line = String::from_utf8(output.stderr).expect("hybrid-exec prints text");
     assert!(line.starts_with("error: ") && line.lines().count() == 1, "{line}");
+    line.trim_end().trim_start_matches("error: ").to_owned()
+}
+
+fn check(arguments: &[&str], part: &str) {
+    let line = refusal(arguments);
     assert!(line.contains(part), "no {part:?} in {line}");
 }
 
@@ -26,8 +34,10 @@ fn arguments_that_make_no_sense_are_refused_with_one_line() {
     check(&["plan.ron", "--prompt-ids", "1,-2"], "invalid value '-2' for '--prompt-ids");
     check(&["plan.ron", "--prompt", "a", "--prompt-ids", "1"], "cannot be used with");
     check(&["bench"], "<PLAN>");
-    check(&["bench", "plan.ron", "-r", "0"], "-r 0 measures nothing");
-    check(&["bench", "plan.ron", "--sequences", "0"], "--sequences 0 measures nothing");
+    check(&["bench", "plan.ron", "-r", "0"], "'--repetitions <N>': at least 1 is meant");
+    check(&["bench", "plan.ron", "--sequences", "0"], "'--sequences <N>': at least 1 is meant");
+    check(&["plan.ron", "-p", "hi"], "tip: options with this letter: --prompt, --prompt-ids");
+    check(&["run", "plan.ron"], "\"run\" is no command but taken for PLAN");
 }
 
 #[test]
@@ -41,13 +51,60 @@ fn files_that_are_missing_or_cannot_be_written_are_named() {
 }
 
 #[test]
+fn what_a_checkpoint_lacks_is_told_with_what_helps() {
+    let folder = tempfile::tempdir().expect("a folder for a checkpoint");
+    let (checkpoint, plan) = (folder.path().join("demo"), folder.path().join("plan.ron"));
+    let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/demo");
+    fs::create_dir(&checkpoint).expect("the folder is ours");
+    for file in ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"] {
+        fs::copy(demo.join(file), checkpoint.join(file)).expect("the folder is ours");
+    }
+    let model = models::lower(&checkpoint).expect("the demo is a model");
+    let machine = probe::machine(None).expect("the machine has a topology");
+    let options = compiler::Options::default();
+    let compiled = compiler::compile(&model, &machine, &options, &mut |_, _| ()).expect("it fits");
+    let text = compiled.to_ron().expect("a plan can be written");
+    fs::write(&plan, text).expect("the folder is ours");
+    let asked = [plan.to_str().expect("a plain path"), "--prompt", "a"];
+    let config = checkpoint.join("tokenizer_config.json");
+    fs::write(&config, "{").expect("the folder is ours");
+    let malformed = "EOF while parsing an object at line 1 column 1";
+    let expected = format!("malformed JSON in {}: {malformed}", config.display());
+    assert_eq!(refusal(&asked), expected);
+    fs::remove_file(&config).expect("the folder is ours");
+    fs::remove_file(checkpoint.join("tokenizer.json")).expect("it was copied");
+    let other = "text takes a tokenizer, --prompt-ids with --json takes none";
+    let expected = format!("no tokenizer.json in {}; {other}", checkpoint.display());
+    assert_eq!(refusal(&asked), expected);
+    fs::rename(&checkpoint, folder.path().join("moved")).expect("the folder is ours");
+    let expected = format!("the checkpoint's folder {} is gone", checkpoint.display());
+    let remedy = "--model FOLDER names where it lies now";
+    assert_eq!(refusal(&asked), format!("{expected}; {remedy}"));
+}
+
+#[test]
 fn the_status_tells_wrong_arguments_from_work_that_failed() {
     assert_eq!(hybrid_exec(&["--json"]).status.code(), Some(2));
+    for wrong in [
+        ["--max-tokens", "-1"],
+        ["--temperature", "-1"],
+        ["--top-p", "0"],
+        ["--min-p", "many"],
+        ["--repetition-penalty", "0"],
+        ["--threads", "0"],
+        ["--isa", "fast"],
+    ] {
+        let output = hybrid_exec(&[&["none.ron", "--prompt", "a"][..], &wrong].concat());
+        assert_eq!(output.status.code(), Some(2), "{wrong:?}");
+    }
+    let nothing = ["bench", "none.ron", "-p", "0", "-n", "0"];
+    assert_eq!(hybrid_exec(&nothing).status.code(), Some(2));
+    check(&nothing, "-p 0 -n 0 measures nothing; --help lists what there is");
     assert_eq!(hybrid_exec(&["none.ron", "--prompt", "a"]).status.code(), Some(1));
     let output = hybrid_exec(&["bnech", "plan.ron"]);
     assert_eq!(output.status.code(), Some(2));
     let line = String::from_utf8(output.stderr).expect("hybrid-exec prints text");
-    assert!(line.contains("a command comes first, one of perplexity, bench,"), "{line}");
+    assert!(line.contains("or with a command, one of perplexity, bench,"), "{line}");
 }
 
 #[test]

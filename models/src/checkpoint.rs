@@ -46,6 +46,12 @@ impl Checkpoint {
         // Symbolic links stay as they are: a hub cache links readable names to files named by their hash.
         let path =
             std::path::absolute(path).with_context(|| format!("reading {}", path.display()))?;
+        // Other programs take a name of the hub here.
+        ensure!(
+            path.try_exists().unwrap_or(true),
+            "{}: there is no such file or folder; checkpoints are not downloaded: name one on this machine",
+            path.display()
+        );
         let kind =
             std::fs::metadata(&path).with_context(|| format!("reading {}", path.display()))?;
         let entrance = if kind.is_dir() { entrance(&path)? } else { path };
@@ -246,8 +252,14 @@ fn entrance(folder: &Path) -> Result<PathBuf> {
         [only] => format!(", but {only}"),
         [first, ..] => format!(", but {first} and {} more", others.len() - 1),
     };
+    let are_gguf = others.iter().all(|name| name.ends_with(".gguf"));
+    let what = match others.len() {
+        1 if are_gguf => format!(", {}", header::GGUF),
+        2.. if are_gguf => format!(", each {}", header::GGUF),
+        _ => String::new(),
+    };
     bail!(
-        "{}: holds neither model.safetensors nor model.safetensors.index.json{found}",
+        "{}: holds neither model.safetensors nor model.safetensors.index.json{found}{what}",
         folder.display()
     )
 }

@@ -13,9 +13,13 @@ use serde::de::{Deserialize, Deserializer, Error as _, IgnoredAny, MapAccess, Vi
 /// Longest header accepted: the limit of the reference implementation.
 pub const MAX_HEADER_BYTES: u64 = 100_000_000;
 
+/// What a file of llama.cpp is, and what to do about it.
+pub(crate) const GGUF: &str =
+    "a GGUF file, which is made from a checkpoint; take the checkpoint itself";
+
 /// What files begin with that are taken for safetensors, and what they are.
 const FOREIGN: [(&[u8], &str); 4] = [
-    (b"GGUF", "a GGUF file, which is made from a checkpoint; take the checkpoint itself"),
+    (b"GGUF", GGUF),
     (b"version https://git-lfs", "a pointer of Git LFS; `git lfs pull` brings the file"),
     (b"PK\x03\x04", "a PyTorch file; save the model with safe_serialization=True"),
     (b"<!DOCTYPE", "a page of a web site, probably of a failed download"),

@@ -66,20 +66,31 @@ fn headers_of_seventy_billion_parameters_are_read_within_a_second() {
 #[test]
 fn a_folder_without_checkpoint_is_refused() {
     let folder = tempfile::tempdir().unwrap();
-    assert_eq!(
-        format!("{:#}", models::lower(folder.path()).unwrap_err()),
-        format!(
-            "{}: holds neither model.safetensors nor model.safetensors.index.json",
-            folder.path().display()
-        )
-    );
+    let check = |found: &str| {
+        assert_eq!(
+            format!("{:#}", models::lower(folder.path()).unwrap_err()),
+            format!(
+                "{}: holds neither model.safetensors nor model.safetensors.index.json{found}",
+                folder.path().display()
+            )
+        );
+    };
+    let gguf = "a GGUF file, which is made from a checkpoint; take the checkpoint itself";
+    check("");
+    fs::write(folder.path().join("a.gguf"), "GGUF").unwrap();
+    check(&format!(", but a.gguf, {gguf}"));
+    fs::write(folder.path().join("b.gguf"), "GGUF").unwrap();
+    check(&format!(", but a.gguf and 1 more, each {gguf}"));
+    fs::write(folder.path().join("c.bin"), "").unwrap();
+    check(", but a.gguf and 2 more");
 }
 
 #[test]
 fn a_missing_file_is_named() {
     assert_eq!(
         format!("{:#}", models::lower(Path::new("/nowhere/model.safetensors")).unwrap_err()),
-        "reading /nowhere/model.safetensors: No such file or directory (os error 2)"
+        "/nowhere/model.safetensors: there is no such file or folder; checkpoints are not downloaded: \
+         name one on this machine"
     );
     assert_eq!(
         damage(1, |folder| fs::remove_file(folder.join("config.json")).unwrap()),

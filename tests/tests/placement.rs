@@ -199,7 +199,7 @@ fn a_processor_that_is_named_twice_is_refused() {
     let mut device = numa(0, GIB);
     device.kind = DeviceKind::Numa { node: 0, cpus: vec![3, 4, 3] };
     let refused = refusal(&Toy::llama(), &linked(vec![device]), &Options::default());
-    assert!(refused.contains("gives numa0 processor 3 twice"), "{refused}");
+    assert!(refused.contains("cpus of numa0 has processor 3 twice"), "{refused}");
 }
 
 #[test]
@@ -207,7 +207,7 @@ fn a_gpu_that_is_named_twice_is_refused() {
     let again = Device { name: "gpu1".into(), ..gpu(0, GIB) };
     let machine = linked(vec![gpu(0, GIB), again]);
     let refused = refusal(&Toy::llama(), &machine, &Options::default());
-    assert!(refused.contains("gives gpu0 and gpu1 the same ordinal 0"), "{refused}");
+    assert!(refused.contains("gpu0 and gpu1 have the same ordinal 0"), "{refused}");
 }
 
 #[test]

@@ -1,6 +1,10 @@
 //! A program's arguments, or one line that says what is wrong with them; and the status that it ends with.
 
+use std::error::Error as _;
 use std::ffi::OsString;
+use std::fmt::Display;
+use std::num::{ParseFloatError, ParseIntError};
+use std::path::Path;
 use std::process::ExitCode;
 
 use anyhow::Result;
@@ -15,22 +19,41 @@ const MISUSED: u8 = 2;
 /// Runs a program with the arguments that it was called with.
 ///
 /// Where help or the version is asked for, it is printed and the program ends. An error is one line on standard error:
-/// status 2 where the program does not take what it was given, 1 where `work` fails.
+/// status 2 where the program does not take what it was given, 1 where `work` fails otherwise than by [`misuse`].
 pub fn run<P: Parser>(work: impl FnOnce(P) -> Result<ExitCode>) -> ExitCode {
-    let arguments = match parsed(std::env::args_os()) {
+    let given: Vec<OsString> = std::env::args_os().collect();
+    let first = given.get(1).and_then(|word| word.to_str());
+    let refuse = |error: &clap::Error| {
+        tell(format_args!("error: {}", complaint(error, &P::command(), first)));
+        ExitCode::from(MISUSED)
+    };
+    let arguments = match parsed(&given) {
         Ok(arguments) => arguments,
         Err(error) => {
             if matches!(error.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion) {
                 error.exit()
             }
-            tell(format_args!("error: {}", complaint(&error, &P::command())));
-            return ExitCode::from(MISUSED);
+            return refuse(&error);
         }
     };
     work(arguments).unwrap_or_else(|error| {
+        if let Some(misuse) = error.downcast_ref::<clap::Error>() {
+            return refuse(misuse);
+        }
         tell(format_args!("error: {error:#}"));
         ExitCode::FAILURE
     })
+}
+
+/// The error of arguments that make no sense together, though the program takes each.
+pub fn misuse(cause: impl Display) -> anyhow::Error {
+    let error: clap::Error = clap::Error::raw(ErrorKind::ValueValidation, cause);
+    error.into()
+}
+
+/// The file that an option names for what is written; `None` is standard output, whose name is `-`.
+pub fn output_file(path: &Path) -> Option<&Path> {
+    (path != Path::new("-")).then_some(path)
 }
 
 fn parsed<P: Parser>(
@@ -49,21 +72,79 @@ fn with_negative_numbers(command: Command) -> Command {
     command.mut_args(option).mut_subcommands(with_negative_numbers)
 }
 
-/// What clap says in several lines, without its usage.
-fn complaint(error: &clap::Error, command: &Command) -> String {
+/// What clap says in several lines, without its usage. `first` is what follows the program's name.
+fn complaint(error: &clap::Error, command: &Command, first: Option<&str>) -> String {
     if error.kind() == ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand {
         return "nothing is asked for; --help lists what can be".into();
     }
     // Clap takes a second word for a subcommand, and then says that a subcommand cannot be used.
-    let word = error.get(ContextKind::InvalidSubcommand);
-    if let (ErrorKind::ArgumentConflict, Some(ContextValue::String(word))) = (error.kind(), word) {
-        let known: Vec<&str> = command.get_subcommands().map(Command::get_name).collect();
-        return format!(
-            "{word:?} is not expected here: a command comes first, one of {}",
-            known.join(", ")
-        );
+    let word = text_of(error, ContextKind::InvalidSubcommand);
+    if let (ErrorKind::ArgumentConflict, Some(word)) = (error.kind(), word) {
+        return stray_word(word, command, first);
     }
-    let text = error.to_string();
+    let sentence = wrong_number(error).unwrap_or_else(|| one_line(&error.to_string()));
+    let tip = long_options(error, command, first).unwrap_or_default();
+    format!("{sentence}{tip}; --help lists what there is")
+}
+
+fn text_of(error: &clap::Error, kind: ContextKind) -> Option<&str> {
+    let Some(ContextValue::String(text)) = error.get(kind) else { return None };
+    Some(text)
+}
+
+/// What is wrong with a word behind one that is no command.
+fn stray_word(word: &str, command: &Command, first: Option<&str>) -> String {
+    let known: Vec<&str> = command.get_subcommands().map(Command::get_name).collect();
+    let names = known.join(", ");
+    let mut positionals = command.get_positionals().filter_map(Arg::get_value_names);
+    let taken_for = positionals.next().and_then(|names| names.first());
+    let first = first.filter(|first| !first.starts_with('-') && !known.contains(&word));
+    match first.zip(taken_for) {
+        Some((first, name)) => format!(
+            "{first:?} is no command but taken for {name}, behind which {word:?} is not expected: begin with {name} \
+             itself, or with a command, one of {names}"
+        ),
+        None => format!("{word:?} is not expected here: a command comes first, one of {names}"),
+    }
+}
+
+/// What is wrong with a number, where clap repeats what Rust says of digits in a string.
+fn wrong_number(error: &clap::Error) -> Option<String> {
+    let argument = text_of(error, ContextKind::InvalidArg)?;
+    let value = text_of(error, ContextKind::InvalidValue).filter(|value| !value.is_empty())?;
+    let source = error.source()?;
+    let cause = if source.is::<ParseFloatError>() {
+        "is no number"
+    } else if !source.is::<ParseIntError>() {
+        return None;
+    } else if value.trim_start_matches('-').chars().all(|c| c.is_ascii_digit()) {
+        "is out of range"
+    } else {
+        "is no whole number"
+    };
+    Some(format!("invalid value '{value}' for '{argument}': {value} {cause}"))
+}
+
+/// A tip that names the long options which a short one may be meant as, since other programs have it.
+fn long_options(error: &clap::Error, command: &Command, first: Option<&str>) -> Option<String> {
+    let given = text_of(error, ContextKind::InvalidArg)?.strip_prefix('-')?;
+    let letter = given.chars().next().filter(char::is_ascii_alphanumeric)?;
+    if error.kind() != ErrorKind::UnknownArgument {
+        return None;
+    }
+    let command = first.and_then(|name| command.find_subcommand(name)).unwrap_or(command);
+    let names: Vec<String> = command
+        .get_arguments()
+        .filter_map(Arg::get_long)
+        .filter(|name| name.starts_with(letter))
+        .map(|name| format!("--{name}"))
+        .collect();
+    let tip = || format!("; tip: options with this letter: {}", names.join(", "));
+    (!names.is_empty()).then(tip)
+}
+
+/// The lines of an error in one, without those that say how the program is used.
+fn one_line(text: &str) -> String {
     let is_usage = |line: &&str| line.starts_with("Usage:") || line.starts_with("For more");
     // An option that does not exist is hardly meant as a value.
     let is_said = |line: &&str| !line.is_empty() && !line.starts_with("tip: to pass");
@@ -77,8 +158,7 @@ fn complaint(error: &clap::Error, command: &Command) -> String {
         }
         sentence.push_str(line);
     }
-    let sentence = sentence.trim_start_matches("error: ");
-    format!("{sentence}; --help lists what there is")
+    sentence.trim_start_matches("error: ").to_owned()
 }
 
 #[cfg(test)]
@@ -96,6 +176,10 @@ mod tests {
         speed: Option<String>,
         #[arg(long)]
         count: Option<u32>,
+        #[arg(long)]
+        most: Option<usize>,
+        #[arg(long)]
+        part: Option<f32>,
     }
 
     #[derive(Debug, Parser)]
@@ -114,15 +198,37 @@ mod tests {
 
     #[test]
     fn a_misspelt_command_is_told_with_those_that_exist() {
-        let error = parsed::<WithCommands>(["program", "mesure", "plan"]).expect_err("no command");
-        let expected = "\"plan\" is not expected here: a command comes first, one of measure, look";
-        assert_eq!(complaint(&error, &WithCommands::command()), expected);
+        let refusal = |words: [&str; 2]| {
+            let all = ["program"].iter().chain(&words);
+            let error = parsed::<WithCommands>(all).expect_err("no command");
+            complaint(&error, &WithCommands::command(), words.first().copied())
+        };
+        assert_eq!(
+            refusal(["mesure", "plan"]),
+            "\"mesure\" is no command but taken for PLAN, behind which \"plan\" is not expected: \
+             begin with PLAN itself, or with a command, one of measure, look"
+        );
+        assert_eq!(
+            refusal(["plan", "look"]),
+            "\"look\" is not expected here: a command comes first, one of measure, look"
+        );
+    }
+
+    #[test]
+    fn arguments_that_fit_no_other_are_refused_as_one_that_is_not_taken() {
+        let error = misuse("-a 0 -b 0 does nothing");
+        let error = error.downcast_ref::<clap::Error>().expect("it is of the arguments");
+        assert_eq!(
+            complaint(error, &Arguments::command(), None),
+            "-a 0 -b 0 does nothing; --help lists what there is"
+        );
     }
 
     fn check(arguments: &[&str], expected: &str) {
         let all = ["program"].iter().chain(arguments);
         let error = parsed::<Arguments>(all).expect_err("they are not taken");
-        assert_eq!(complaint(&error, &Arguments::command()), expected);
+        let first = arguments.first().copied();
+        assert_eq!(complaint(&error, &Arguments::command(), first), expected);
     }
 
     #[test]
@@ -144,7 +250,22 @@ mod tests {
         );
         check(
             &["--input", "a", "--count", "many"],
-            "invalid value 'many' for '--count <COUNT>': invalid digit found in string; \
+            "invalid value 'many' for '--count <COUNT>': many is no whole number; \
+             --help lists what there is",
+        );
+        check(
+            &["--input", "a", "--most", "-1"],
+            "invalid value '-1' for '--most <MOST>': -1 is out of range; \
+             --help lists what there is",
+        );
+        check(
+            &["--input", "a", "--part", "half"],
+            "invalid value 'half' for '--part <PART>': half is no number; \
+             --help lists what there is",
+        );
+        check(
+            &["-i", "a"],
+            "unexpected argument '-i' found; tip: options with this letter: --input; \
              --help lists what there is",
         );
         check(

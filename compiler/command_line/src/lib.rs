@@ -5,6 +5,6 @@ mod arguments;
 mod output;
 mod tell;
 
-pub use arguments::run;
+pub use arguments::{misuse, output_file, run};
 pub use output::{check_outputs, write};
 pub use tell::tell;

@@ -1,17 +1,24 @@
 //! Files that a program writes for its user: whole or not at all.
 
 use std::fs::{self, File};
+use std::hash::{BuildHasher as _, RandomState};
+use std::io::{self, ErrorKind, Write as _};
+use std::iter;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result, bail};
 
+/// Names that are tried for a file that is not there yet: the first is taken once in billions of times.
+const TRIES: usize = 8;
+
 /// Writes a file. A reader never sees half of it, and what was there stays where it cannot be written.
 pub fn write(path: &Path, contents: &[u8]) -> Result<()> {
     let context = || format!("writing {}", path.display());
-    let Some((target, temporary)) = places(path)? else {
+    let Some(target) = target_of(path)? else {
         return fs::write(path, contents).with_context(context);
     };
-    let written = fs::write(&temporary, contents).and_then(|()| fs::rename(&temporary, target));
+    let (mut file, temporary) = create_beside(&target, suffixes()).with_context(context)?;
+    let written = file.write_all(contents).and_then(|()| fs::rename(&temporary, target));
     if written.is_err() {
         // What is left of it helps nobody; that it cannot be removed either is no news.
         let _ = fs::remove_file(&temporary);
@@ -30,7 +37,7 @@ pub fn check_outputs<'a>(
     let mut written: Vec<PathBuf> = Vec::new();
     for path in outputs {
         let context = || format!("writing {}", path.display());
-        let Some((target, temporary)) = places(path)? else { continue };
+        let Some(target) = target_of(path)? else { continue };
         if inputs.contains(&target) {
             bail!("writing {}: it would replace what is read; name another file", path.display());
         }
@@ -44,7 +51,8 @@ pub fn check_outputs<'a>(
         if written.contains(&target) {
             bail!("writing {}: two results would go there", path.display());
         }
-        File::create(&temporary).and_then(|_| fs::remove_file(&temporary)).with_context(context)?;
+        let (_, temporary) = create_beside(&target, suffixes()).with_context(context)?;
+        fs::remove_file(temporary).with_context(context)?;
         written.push(target);
     }
     Ok(())
@@ -69,19 +77,41 @@ fn is_of_checkpoint(path: &Path) -> bool {
     NAMES.contains(&name) || name.ends_with(".safetensors") || is_template
 }
 
-/// The file that `path` leads to, and where it is written first; `None` for devices and pipes, which no file
-/// can replace.
-fn places(path: &Path) -> Result<Option<(PathBuf, PathBuf)>> {
+/// The file that `path` leads to; `None` for devices and pipes, which no file can replace.
+fn target_of(path: &Path) -> Result<Option<PathBuf>> {
     if fs::metadata(path).is_ok_and(|kind| !kind.is_file() && !kind.is_dir()) {
         return Ok(None);
     }
     let target = fs::canonicalize(path).unwrap_or_else(|_| new_place(path));
-    let name = target.file_name().filter(|_| !target.is_dir());
-    let name = name.with_context(|| format!("writing {}: it is a folder", path.display()))?;
-    let mut name = name.to_owned();
-    name.push(format!(".{}", std::process::id()));
-    let temporary = target.with_file_name(name);
-    Ok(Some((target, temporary)))
+    if target.is_dir() || target.file_name().is_none() {
+        bail!("writing {}: it is a folder", path.display());
+    }
+    Ok(Some(target))
+}
+
+/// A file that nobody else writes to, and where it is: beside `target`, with its name and the first of these suffixes
+/// that is free.
+fn create_beside(
+    target: &Path,
+    suffixes: impl Iterator<Item = u32>,
+) -> io::Result<(File, PathBuf)> {
+    for suffix in suffixes {
+        let mut name = target.file_name().unwrap_or_default().to_owned();
+        name.push(format!(".{suffix:08x}"));
+        let temporary = target.with_file_name(name);
+        match File::create_new(&temporary) {
+            Ok(file) => return Ok((file, temporary)),
+            Err(error) if error.kind() == ErrorKind::AlreadyExists => (),
+            Err(error) => return Err(error),
+        }
+    }
+    Err(io::Error::from(ErrorKind::AlreadyExists))
+}
+
+/// Numbers that other processes do not have: those of containers that share a folder may have the same ids.
+fn suffixes() -> impl Iterator<Item = u32> {
+    // Each of these hashes with another key, the first of which the system draws.
+    iter::repeat_with(|| RandomState::new().hash_one(()) as u32).take(TRIES)
 }
 
 /// Where a file that is not there would be, spelt as its folder is.
@@ -116,6 +146,22 @@ mod tests {
         write(&link, b"after").unwrap();
         assert_eq!(fs::read(&file).unwrap(), b"after");
         assert_eq!(names(folder.path()), ["file", "link"]);
+    }
+
+    #[test]
+    fn a_file_that_somebody_else_writes_is_left_alone() {
+        let folder = tempfile::tempdir().unwrap();
+        let target = folder.path().join("file");
+        let (_, others) = create_beside(&target, [7].into_iter()).unwrap();
+        let (_, own) = create_beside(&target, [7, 8].into_iter()).unwrap();
+        assert_ne!(own, others);
+        assert_eq!(names(folder.path()), ["file.00000007", "file.00000008"]);
+        let error = create_beside(&target, [7, 8].into_iter()).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::AlreadyExists);
+        write(&target, b"text").unwrap();
+        assert_eq!(names(folder.path()), ["file", "file.00000007", "file.00000008"]);
+        let drawn: Vec<u32> = suffixes().collect();
+        assert!(drawn.iter().any(|&suffix| suffix != drawn[0]), "{drawn:x?}");
     }
 
     #[test]

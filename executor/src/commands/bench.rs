@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
-use command_line::tell;
+use command_line::{misuse, tell};
 use ir::id::DeviceId;
 use ir::machine::{Device, RateSource};
 use ir::plan::{Phase, Plan, Queue};
@@ -44,12 +44,9 @@ struct Forecast {
 }
 
 pub(super) fn run(arguments: BenchArguments) -> Result<()> {
-    ensure!(arguments.repetitions > 0, "-r 0 measures nothing");
-    ensure!(arguments.sequences > 0, "--sequences 0 measures nothing");
-    ensure!(
-        arguments.prompt_tokens > 0 || arguments.generated_tokens > 0,
-        "-p 0 -n 0 measures nothing"
-    );
+    if arguments.prompt_tokens == 0 && arguments.generated_tokens == 0 {
+        return Err(misuse("-p 0 -n 0 measures nothing"));
+    }
     let records = arguments.trace.iter().chain(&arguments.perfetto);
     arguments.run.check_outputs(records, [&arguments.plan])?;
     let traced = arguments.trace.is_some() || arguments.perfetto.is_some();
@@ -193,6 +190,16 @@ fn devices(plan: &Plan) -> Vec<&str> {
     used.map(|(_, device)| device.name.as_str()).collect()
 }
 
+/// Names of the devices that a plan computes on and whose rates nobody measured.
+fn guessed(plan: &Plan) -> Vec<&str> {
+    let mut names = devices(plan);
+    names.retain(|name| {
+        let device = plan.machine.device(name).map(|id| &plan.machine.devices[id]);
+        device.is_some_and(|device| device.rates.source == RateSource::Nominal)
+    });
+    names
+}
+
 /// Fails before anything is measured where a test is longer than the plan's context, or its sequences than the cache.
 fn check_length(arguments: &BenchArguments, plan: &Plan) -> Result<()> {
     // Decoding begins behind one token at least.
@@ -277,6 +284,13 @@ fn to_markdown(plan: &Plan, tests: &[Test], reads: &[MemoryReads<'_>]) -> String
             test.name
         );
     }
+    let guessed = guessed(plan);
+    if !guessed.is_empty() && tests.iter().any(|test| test.forecast.is_some()) {
+        text += &format!(
+            "\nrates of {} are nominal, so forecasts are guesses: `hybrid-exec calibrate` measures them\n",
+            guessed.join(", ")
+        );
+    }
     for MemoryReads { device, now_bytes_per_sec: now, calibrated_bytes_per_sec: then } in reads {
         text += &format!(
             "\n{device}: memory reads {:.1} GB/s now, {:.1} GB/s when it was calibrated\n",
@@ -319,6 +333,7 @@ fn to_json(
             "stddev": deviation,
             "samples": test.samples,
             "forecast_tokens_per_sec": test.forecast.as_ref().map(|forecast| forecast.tokens_per_sec),
+            "forecast_is_guess": test.forecast.is_some() && !guessed(plan).is_empty(),
             "forecast_of": test.forecast.as_ref().and_then(|forecast| forecast.of.as_ref()),
         })
     });
@@ -344,11 +359,37 @@ mod tests {
     use super::super::{Cli, Command};
     use super::*;
 
-    #[test]
-    fn what_the_cache_does_not_hold_is_refused_before_it_is_loaded() {
+    /// A plan of a toy for one node.
+    fn plan() -> Plan {
         let machine = linked(vec![numa(0, 1 << 30)]);
         let (model, options) = (Toy::llama().model().unwrap(), compiler::Options::default());
-        let mut plan = compiler::compile(&model, &machine, &options, &mut |_, _| ()).unwrap();
+        compiler::compile(&model, &machine, &options, &mut |_, _| ()).unwrap()
+    }
+
+    #[test]
+    fn forecasts_by_rates_that_nobody_measured_are_marked() {
+        let mut plan = plan();
+        let tests = [Test {
+            name: "pp8".to_owned(),
+            kind: "prefill",
+            sequences: 1,
+            depth: 0,
+            tokens: 8,
+            samples: vec![1.0],
+            forecast: Some(Forecast { tokens_per_sec: 1.0, of: None }),
+        }];
+        let mut is_marked = |source| {
+            plan.machine.devices.rows_mut()[0].rates.source = source;
+            let line = "\nrates of numa0 are nominal, so forecasts are guesses: ";
+            to_markdown(&plan, &tests, &[]).contains(line)
+        };
+        assert!(is_marked(RateSource::Nominal));
+        assert!(!is_marked(RateSource::Calibrated));
+    }
+
+    #[test]
+    fn what_the_cache_does_not_hold_is_refused_before_it_is_loaded() {
+        let mut plan = plan();
         plan.model.context = 64;
         (plan.model.block_tokens, plan.model.blocks) = (16, 5);
         let refusal = |options: &str| {

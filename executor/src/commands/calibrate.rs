@@ -8,10 +8,12 @@ use executor::calibrate::calibrate;
 use executor::kernels::cpu::isa::Isa;
 
 use super::CalibrateArguments;
+use super::answer::print;
 
 pub(super) fn run(arguments: CalibrateArguments) -> Result<()> {
     // The file of the machine may be the one to fill in.
-    command_line::check_outputs([arguments.output.as_path()], [])?;
+    let output = command_line::output_file(&arguments.output);
+    command_line::check_outputs(output, [])?;
     let mut machine = match &arguments.machine {
         Some(path) => {
             let reading = || format!("reading {}", path.display());
@@ -29,5 +31,9 @@ pub(super) fn run(arguments: CalibrateArguments) -> Result<()> {
         spinner.set_message(format!("measuring {what}"))
     })?;
     spinner.finish_and_clear();
-    command_line::write(&arguments.output, machine.to_ron()?.as_bytes())
+    let text = machine.to_ron()?;
+    match output {
+        Some(path) => command_line::write(path, text.as_bytes()),
+        None => print(&text),
+    }
 }

@@ -12,11 +12,13 @@ mod session;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use anyhow::{Result, ensure};
+use anyhow::{Result, anyhow, ensure};
 use clap::{Args, Parser, Subcommand};
 
 use executor::generation::GenerationOverrides;
+use executor::kernels::cpu::isa::Isa;
 use executor::load::{CpuBackend, GpuDriver, Kernels};
+use executor::sample::SamplingOptions;
 
 /// Runs a compiled plan: streams an answer, chats, measures.
 #[derive(Parser)]
@@ -99,10 +101,10 @@ struct RunArguments {
     #[arg(long, value_name = "NAME", value_enum, default_value_t)]
     gpu_driver: GpuDriver,
     /// Use no newer processor features than these; `hybrid-exec features` lists them
-    #[arg(long, value_name = "LEVEL")]
-    isa: Option<String>,
+    #[arg(long, value_name = "LEVEL", value_parser = features::available)]
+    isa: Option<Isa>,
     /// The most threads of each CPU device
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = at_least_one)]
     threads: Option<usize>,
     /// Write how often each expert of a mixture was chosen, for hybridc compile --expert-counts
     #[arg(long, value_name = "FILE")]
@@ -111,23 +113,27 @@ struct RunArguments {
 
 #[derive(Args)]
 struct SamplingArguments {
-    /// The most tokens to generate
+    /// The most tokens to generate; default: generation_config.json's, else what the context leaves
     #[arg(long, value_name = "N")]
     max_tokens: Option<usize>,
-    /// 0 is greedy; default: the checkpoint's choice
-    #[arg(long, value_name = "T")]
+    /// Divide logits by this before a token is drawn; 0 is greedy; default: generation_config.json's where that asks
+    /// for sampling, else 0
+    #[arg(long, value_name = "T", value_parser = temperature)]
     temperature: Option<f32>,
-    /// Choose among the K likeliest tokens; 0 is all; default: the checkpoint's, else 50
+    /// Choose among the K likeliest tokens; 0 is all; default: generation_config.json's, else 50
     #[arg(long, value_name = "K")]
     top_k: Option<usize>,
-    /// Choose among the likeliest tokens that together have this probability
-    #[arg(long, value_name = "P")]
+    /// Choose among the likeliest tokens that together have this probability; 1 is all; default:
+    /// generation_config.json's, else 1
+    #[arg(long, value_name = "P", value_parser = top_p)]
     top_p: Option<f32>,
-    /// Choose among tokens at least this likely, relative to the likeliest
-    #[arg(long, value_name = "P")]
+    /// Choose among tokens at least this likely, relative to the likeliest; 0 is all; default:
+    /// generation_config.json's, else 0
+    #[arg(long, value_name = "P", value_parser = min_p)]
     min_p: Option<f32>,
-    /// Divide positive logits of tokens seen before by this, multiply negative ones by it; 1 is none
-    #[arg(long, value_name = "R")]
+    /// Divide positive logits of tokens seen before by this, multiply negative ones by it; 1 is none; default:
+    /// generation_config.json's, else 1
+    #[arg(long, value_name = "R", value_parser = repetition_penalty)]
     repetition_penalty: Option<f32>,
     /// Seed of the sampling; default: 0, the same text every time
     #[arg(long, value_name = "N")]
@@ -182,10 +188,10 @@ struct BenchArguments {
     #[arg(short = 'd', long, value_name = "N", default_value_t = 0)]
     depth: usize,
     /// Sequences decoded together
-    #[arg(long, value_name = "N", default_value_t = 1)]
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = at_least_one)]
     sequences: usize,
     /// Rounds of each test, after some that warm up
-    #[arg(short = 'r', long, value_name = "N", default_value_t = 5)]
+    #[arg(short = 'r', long, value_name = "N", default_value_t = 5, value_parser = at_least_one)]
     repetitions: usize,
     /// Form of the output
     #[arg(short = 'o', long, value_name = "FORM", default_value = "md", value_parser = ["md", "json"])]
@@ -201,18 +207,51 @@ struct BenchArguments {
 #[derive(Args)]
 struct FeaturesArguments {
     /// As if the processor had no newer features than these
-    #[arg(long, value_name = "LEVEL")]
-    isa: Option<String>,
+    #[arg(long, value_name = "LEVEL", value_parser = features::available)]
+    isa: Option<Isa>,
 }
 
 #[derive(Args)]
 struct CalibrateArguments {
-    /// Where to write the machine
+    /// Where to write the machine; - is standard output
     #[arg(short, long, value_name = "FILE")]
     output: PathBuf,
     /// Devices to measure; default: this machine's as hybridc probe finds them
     #[arg(long, value_name = "FILE")]
     machine: Option<PathBuf>,
+}
+
+/// Parses a number that is never 0.
+fn at_least_one(text: &str) -> Result<usize> {
+    let number: usize = text.parse().map_err(|_| anyhow!("{text} is no whole number"))?;
+    ensure!(number > 0, "at least 1 is meant");
+    Ok(number)
+}
+
+fn temperature(text: &str) -> Result<f32> {
+    sampling(text, |options, value| options.temperature = value)
+}
+
+fn top_p(text: &str) -> Result<f32> {
+    sampling(text, |options, value| options.top_p = value)
+}
+
+fn min_p(text: &str) -> Result<f32> {
+    sampling(text, |options, value| options.min_p = value)
+}
+
+fn repetition_penalty(text: &str) -> Result<f32> {
+    sampling(text, |options, value| options.repetition_penalty = value)
+}
+
+/// Parses a value of sampling, within the range of its own.
+fn sampling(text: &str, set: fn(&mut SamplingOptions, f32)) -> Result<f32> {
+    let value: f32 = text.parse().map_err(|_| anyhow!("{text} is no number"))?;
+    // At a temperature of 0 the others have none.
+    let mut options = SamplingOptions { temperature: 1.0, ..SamplingOptions::default() };
+    set(&mut options, value);
+    options.check()?;
+    Ok(value)
 }
 
 impl Cli {
@@ -260,16 +299,15 @@ impl RunArguments {
         command_line::check_outputs(outputs, inputs.into_iter().map(PathBuf::as_path))
     }
 
-    fn options(&self) -> Result<executor::load::Options> {
-        ensure!(self.threads != Some(0), "--threads 0 leaves nobody to compute");
-        Ok(executor::load::Options {
+    fn options(&self) -> executor::load::Options {
+        executor::load::Options {
             kernels: self.kernels,
             gpu_driver: self.gpu_driver,
             backend: self.cpu_backend,
-            isa: self.isa.as_deref().map(features::available).transpose()?,
+            isa: self.isa,
             threads: self.threads,
             expert_counter: self.count_experts.as_ref().map(|_| Arc::default()),
             ..Default::default()
-        })
+        }
     }
 }

@@ -18,7 +18,7 @@ use executor::engine::{Choice, Chooser, Engine, SequenceId, Timings, check_token
 use executor::generation::{FinishReason, Generation, GenerationOptions, GenerationOverrides};
 use executor::load::{Options, PlanFile, load};
 use executor::run::Row;
-use executor::text::Tokenizer;
+use executor::text::{NoTokenizer, Tokenizer};
 use executor::trace::perfetto;
 
 use super::RunArguments;
@@ -104,7 +104,13 @@ impl Opened {
         if arguments.count_experts.is_some() {
             check_countable(&file.plan)?;
         }
-        let tokenizer = Tokenizer::load(&file.checkpoint_folder());
+        let folder = checkpoint_folder(&file);
+        ensure!(
+            folder.is_dir(),
+            "the checkpoint's folder {} is gone; --model FOLDER names where it lies now",
+            folder.display()
+        );
+        let tokenizer = Tokenizer::load(&folder);
         Ok(Self { file, tokenizer, start })
     }
 
@@ -120,7 +126,7 @@ impl Opened {
 
     /// How the checkpoint would have answers generated, with what the user asks for instead.
     pub(super) fn generation(&self, overrides: &GenerationOverrides) -> Result<GenerationOptions> {
-        let folder = self.file.checkpoint_folder();
+        let folder = checkpoint_folder(&self.file);
         GenerationOptions::load(&folder, self.tokenizer.as_ref().ok())?.overridden(overrides)
     }
 
@@ -133,7 +139,7 @@ impl Opened {
 
     /// Loads the weights, with a progress bar where somebody sees it.
     pub(super) fn load(self, arguments: &RunArguments, trace: bool) -> Result<Session> {
-        let options = Options { trace, ..arguments.options()? };
+        let options = Options { trace, ..arguments.options() };
         let engine = Engine::new(load_with_progress(self.file, &options)?);
         let counted = options.expert_counter.zip(arguments.count_experts.clone());
         let load_time = self.start.elapsed();
@@ -141,10 +147,20 @@ impl Opened {
     }
 }
 
+/// The folder of a plan's checkpoint, by a name also where it is the current one.
+fn checkpoint_folder(file: &PlanFile) -> PathBuf {
+    let folder = file.checkpoint_folder();
+    if folder.as_os_str().is_empty() { PathBuf::from(".") } else { folder }
+}
+
 fn found<'a>(tokenizer: &'a Result<Tokenizer>, other_option: &str) -> Result<&'a Tokenizer> {
-    tokenizer
-        .as_ref()
-        .map_err(|error| anyhow!("{error:#}; text takes a tokenizer, {other_option} takes none"))
+    tokenizer.as_ref().map_err(|error| {
+        if error.is::<NoTokenizer>() {
+            return anyhow!("{error:#}; text takes a tokenizer, {other_option} takes none");
+        }
+        // One that is malformed can be mended.
+        anyhow!("{error:#}")
+    })
 }
 
 /// Fails where so many tokens leave no room for an answer.

@@ -6,6 +6,7 @@ pub mod stream;
 pub mod template;
 pub mod tokenizer;
 
+pub use parts::NoTokenizer;
 pub use stream::TextStream;
 pub use template::{ChatRequest, message};
 pub use tokenizer::Tokenizer;

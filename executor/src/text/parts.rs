@@ -3,9 +3,10 @@
 //!
 //! These files do not say how a text is cut before its pieces are merged: the tokenizer's class does.
 
+use std::fmt;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Result, anyhow, bail};
+use anyhow::{Result, anyhow};
 use serde_json::{Map, Value};
 use tokenizers::models::bpe::BPE;
 use tokenizers::normalizers::NFC;
@@ -16,6 +17,18 @@ use tokenizers::tokenizer::normalizer::SplitDelimiterBehavior;
 use tokenizers::{PreTokenizerWrapper, Tokenizer};
 
 use crate::text::tokenizer::read_object;
+
+/// No tokenizer lies in a checkpoint's folder, nor what one could be put together from.
+#[derive(Debug)]
+pub struct NoTokenizer(String);
+
+impl fmt::Display for NoTokenizer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for NoTokenizer {}
 
 /// Where Qwen2 cuts a text, as transformers has it.
 const QWEN2_PATTERN: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
@@ -30,7 +43,7 @@ enum Class {
 pub(super) fn load(folder: &Path, config: &Map<String, Value>) -> Result<Tokenizer> {
     let parts: [PathBuf; 2] = ["vocab.json", "merges.txt"].map(|name| folder.join(name));
     if !parts.iter().all(|path| path.is_file()) {
-        bail!("no tokenizer.json in {}", folder.display());
+        return Err(NoTokenizer(format!("no tokenizer.json in {}", folder.display())).into());
     }
     let class = class(folder, config)?;
     let [vocabulary, merges] = parts.map(|path| path.display().to_string());
@@ -61,11 +74,14 @@ fn class(folder: &Path, config: &Map<String, Value>) -> Result<Class> {
     match named.as_deref() {
         Some("GPT2Tokenizer" | "GPT2TokenizerFast") => Ok(Class::Gpt2),
         Some("Qwen2Tokenizer" | "Qwen2TokenizerFast") => Ok(Class::Qwen2),
-        Some(other) => bail!(
-            "no tokenizer.json in {}, and none is made here from the vocab.json and merges.txt of a {other}: \
-             transformers' AutoTokenizer.from_pretrained and save_pretrained write one",
-            folder.display()
-        ),
+        Some(other) => {
+            let what = format!(
+                "no tokenizer.json in {}, and none is made here from the vocab.json and merges.txt of a {other}: \
+                 transformers' AutoTokenizer.from_pretrained and save_pretrained write one",
+                folder.display()
+            );
+            Err(NoTokenizer(what).into())
+        }
         None => {
             let architecture = text(&model, "model_type").unwrap_or_default();
             let is_qwen = architecture.starts_with("qwen2") || architecture.starts_with("qwen3");

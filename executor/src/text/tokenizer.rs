@@ -43,8 +43,9 @@ impl Tokenizer {
     ///
     /// # Errors
     ///
-    /// When `tokenizer.json` is not there and cannot be made up for, or when a file is malformed;
-    /// the error names it. What is wrong with the chat template, [`Self::render_chat`] says.
+    /// [`NoTokenizer`](super::NoTokenizer) when `tokenizer.json` is not there and cannot be made up
+    /// for; else when a file is malformed, which the error names. What is wrong with the chat
+    /// template, [`Self::render_chat`] says.
     pub fn load(folder: &Path) -> Result<Self> {
         let config = read_object(&folder.join("tokenizer_config.json"))?;
         let map = read_object(&folder.join("special_tokens_map.json"))?;
@@ -135,7 +136,7 @@ impl Tokenizer {
             .as_ref()
             .map_err(|error| anyhow!("{error:#}"))?
             .as_ref()
-            .context("the tokenizer has no chat template, so a conversation cannot be a prompt")?
+            .context("the tokenizer has no chat template: leave out --chat and --system")?
             .render(request, &self.special_tokens)
     }
 
