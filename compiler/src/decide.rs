@@ -2,8 +2,11 @@
 //! bits, with the most used experts on GPUs and with matrices divided.
 
 use anyhow::{Context as _, Result};
-use ir::machine::{DeviceKind, Machine};
+use ir::machine::Machine;
 use ir::model::Model;
+use ir::op::{Experts, Op};
+use ir::workspace::MAX_FUSED_ROWS;
+use rayon::prelude::*;
 
 use crate::options::Options;
 use crate::place::{Among, PROMPT_TOKENS, Placement, Room, place};
@@ -24,6 +27,8 @@ pub(crate) struct Decided {
 /// Tokens of prefill runs that are tried where none are asked for: products of fewer keep no device busy, and more take
 /// more memory for activations.
 const PREFILL_TOKENS: [u32; 2] = [512, PROMPT_TOKENS];
+/// Between these, where hosts compute or hold a part: activations then take the room of weights or caches.
+const TOKENS_BESIDE_HOSTS: u32 = 1024;
 
 /// More tokens are better where a prompt of [`PROMPT_TOKENS`] is done sooner by one part in so many.
 const WORTH: u64 = 20;
@@ -46,35 +51,52 @@ pub(crate) fn decide(model: &Model, machine: &Machine, options: &Options) -> Res
     if !has_gpu || target.context <= few {
         return decide_for(model, target, options);
     }
-    let many = in_runs_of(many);
-    if let Ok(decided) = &many
-        && activations_are_small(decided)
-    {
-        return many;
-    }
-    let few = decide_for(model, target, options)?;
-    let is_better = |many: &Decided| {
-        let (few, many) = (&few.placement, &many.placement);
-        many.prompt_nanos <= few.prompt_nanos - few.prompt_nanos / WORTH
-            && many.score_of_prompt <= few.score_of_prompt + few.score_of_prompt / COST
-    };
+    let (few, many) = rayon::join(|| decide_for(model, target, options), || in_runs_of(many));
+    let is_beside_hosts = [&few, &many].into_iter().flatten().any(uses_hosts);
+    let between = if is_beside_hosts { between(model) } else { Vec::new() };
+    let between = between.into_par_iter().map(in_runs_of).collect::<Vec<_>>();
     // More may need memory that is not there.
-    Ok(many.ok().filter(is_better).unwrap_or(few))
+    let mut all = Vec::new();
+    let first = few.map(|few| all.push(few));
+    all.extend(between.into_iter().chain([many]).filter_map(Result::ok));
+    all.sort_by_key(|decided| decided.target.prefill_tokens);
+    best_of(all).map_or_else(|| Err(first.expect_err("nothing fits")), Ok)
 }
 
-/// Whether what activations take on GPUs is little beside what stays with hosts and is fetched for each run: then more
-/// tokens in a run are better without a look at fewer.
-fn activations_are_small(decided: &Decided) -> bool {
+/// The best of what is decided for more and more tokens a run; `None` of none.
+fn best_of(all: Vec<Decided>) -> Option<Decided> {
+    let least = all.iter().map(|decided| decided.placement.score_of_prompt).min()?;
+    let near = all.into_iter();
+    let mut near = near.filter(|each| each.placement.score_of_prompt <= least + least / COST);
+    let first = near.next()?;
+    Some(near.fold(first, |best, more| {
+        let (sooner, cheaper) = (best.placement.prompt_nanos, best.placement.score_of_prompt);
+        let is_better = more.placement.prompt_nanos <= sooner - sooner / WORTH
+            || more.placement.score_of_prompt <= cheaper - cheaper / WORTH;
+        if is_better { more } else { best }
+    }))
+}
+
+/// Whether a host has weights.
+fn uses_hosts(decided: &Decided) -> bool {
     let devices = &decided.target.machine.devices;
-    let (mut activations, mut staying) = (0, 0);
-    for (id, held) in decided.placement.devices.iter() {
-        match devices[id].kind {
-            DeviceKind::Gpu { .. } => activations += held.buffer_bytes + held.workspace_bytes,
-            DeviceKind::Numa { .. } => staying += held.weight_bytes,
-        }
-    }
-    let fetches = decided.placement.devices.rows().iter().any(|held| held.fetch_bytes > 0);
-    fetches && activations < staying / (2 * COST)
+    let mut held = decided.placement.devices.iter();
+    held.any(|(id, held)| !devices[id].kind.is_gpu() && held.weight_bytes > 0)
+}
+
+/// Tokens of runs between the fewest and the most; and of a mixture fewer, as many as let each expert's matrices be
+/// multiplied as they lie.
+fn between(model: &Model) -> Vec<u32> {
+    let nodes = || model.layers.nodes().map(|(_, node)| &node.work);
+    let used =
+        nodes().filter_map(|op| if let Op::Route { used, .. } = op { Some(*used) } else { None });
+    let count = |experts: &Experts| model.weights[experts.gate].shape[0];
+    let experts =
+        nodes().filter_map(|op| if let Op::Experts(op) = op { Some(count(op)) } else { None });
+    let fused = used.min().zip(experts.max());
+    let fused = fused.map(|(used, experts)| MAX_FUSED_ROWS * (experts / used.max(1)));
+    let fused = fused.filter(|&tokens| tokens < PREFILL_TOKENS[0]);
+    [TOKENS_BESIDE_HOSTS].into_iter().chain(fused).collect()
 }
 
 fn decide_for(model: &Model, target: Target, options: &Options) -> Result<Decided> {

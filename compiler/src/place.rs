@@ -12,6 +12,7 @@ mod hosted;
 mod lay_out;
 mod offer;
 mod prices;
+mod sharing;
 mod stages;
 mod too_large;
 pub(crate) mod units;
@@ -41,7 +42,7 @@ use crate::place::units::Units;
 use crate::target::BLOCK_TOKENS;
 use crate::task::Task;
 
-pub(crate) use self::hosted::hosts;
+pub(crate) use self::hosted::{hosts, hosts_alike};
 
 /// Tokens of the prompt by which placements for prefill runs of several sizes are compared.
 pub(crate) const PROMPT_TOKENS: u32 = 2048;

@@ -8,6 +8,7 @@
 //! - One more may be *resident*: its weights are the GPU's own, which so is not idle while NUMA nodes compute theirs.
 
 mod choice;
+mod shortage;
 
 use std::collections::BTreeMap;
 

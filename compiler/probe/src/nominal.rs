@@ -173,12 +173,14 @@ fn linear(format: Format, bytes_per_sec: f64, ops_per_sec: f64) -> LinearRate {
 fn packed(format: Format, bytes_per_sec: f64, ops_per_sec: f64) -> LinearRate {
     /// From hundreds of tokens on; between two points the time grows evenly.
     const MANY_TOKENS: [u32; 3] = [MAX_FUSED_ROWS + 1, 512, 2048];
+    let packed_bytes = format.bytes(1, 1024) as f64 / 1024.0;
     let mut rate = linear(format, bytes_per_sec, ops_per_sec);
     rate.points.retain(|point| point.tokens <= MAX_FUSED_ROWS);
-    let as_it_lies = rate.points.last().map_or(0.0, |point| point.weights_per_sec);
+    let most_rows = 2.0 * f64::from(MAX_FUSED_ROWS);
+    let as_it_lies = (bytes_per_sec / packed_bytes).min(ops_per_sec / most_rows);
     rate.points.push(RatePoint { tokens: MAX_FUSED_ROWS, weights_per_sec: as_it_lies, nanos: 0.0 });
     rate.points.dedup_by_key(|point| point.tokens);
-    let unpacked_bytes = (format.bytes(1, 1024) + Format::Bf16.bytes(1, 1024)) as f64 / 1024.0;
+    let unpacked_bytes = packed_bytes + Format::Bf16.bytes(1, 1024) as f64 / 1024.0;
     rate.points.extend(MANY_TOKENS.map(|tokens| {
         let seconds = unpacked_bytes / bytes_per_sec + 2.0 * f64::from(tokens) / ops_per_sec;
         RatePoint { tokens, weights_per_sec: 1.0 / seconds, nanos: 0.0 }
@@ -204,6 +206,14 @@ mod tests {
         let packed = packed(Format::Q4, 3.7e12, 800e12);
         let seconds = |rate: &LinearRate, tokens| 1.0 / rate.weights_per_sec(tokens);
         assert_eq!(seconds(&packed, 1), seconds(&rows, 1));
+        // No GPU multiplies faster than its arithmetic, however few bytes it reads.
+        for slow in [50e12, 800e12] {
+            let packed = super::packed(Format::Q4, 0.8e12, slow);
+            for tokens in [19, 48, 64] {
+                let ops = 2.0 * f64::from(tokens) * packed.weights_per_sec(tokens);
+                assert!(ops <= slow * 1.001, "{ops} of {slow}");
+            }
+        }
         // 0.56 bytes are read and 2 written.
         for tokens in [512, 2048] {
             let unpacking = seconds(&packed, tokens) - 2.0 * f64::from(tokens) / 800e12;

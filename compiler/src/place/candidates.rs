@@ -24,10 +24,6 @@ const MOST_ORDERS: usize = 120;
 const MOST_PIPELINES: usize = 24;
 /// Pipelines of one score that are priced.
 const MOST_ALIKE: usize = 2;
-/// Pairs of devices are shared only on machines this small; beyond, groups of one kind come first.
-const MOST_DEVICES_FOR_PAIRS: usize = 4;
-/// GPUs of one kind, and those of all kinds but one, share layers by themselves where there are so few kinds.
-const MOST_KINDS: usize = 3;
 
 /// Powers of devices' speeds that shares of a layer are tried in: what a share does not shorten, as launches and
 /// crossings, is best made up for by a smaller share of the slow device.
@@ -92,6 +88,7 @@ impl<'a> Prices<'a> {
             alone.par_iter().filter_map(|group| self.price(group).ok()).collect();
         let groups = self.groups(&singles);
         arrangements.extend(groups.iter().map(|priced| self.whole(priced.group.clone())));
+        arrangements.extend(self.uneven(&groups)?);
         let sequences = self.sequences(&singles, &groups);
         // Runs of prompts overlap, which counts for throughput; steps of decode never do.
         let goals: &[Goal] = match self.task.target.objective {
@@ -175,7 +172,7 @@ impl<'a> Prices<'a> {
         Ok(exponents.iter().map(|exponent| group(shares(exponent))).collect())
     }
 
-    fn whole(&self, group: Group) -> Arrangement {
+    pub(super) fn whole(&self, group: Group) -> Arrangement {
         let stages = vec![(group, 0..self.units.len())];
         Arrangement { stages, has_fixed_shares: false, hosted: None }
     }
@@ -192,65 +189,9 @@ impl<'a> Prices<'a> {
     }
 
     /// Work per time, in any scale.
-    fn speed(&self, priced: &Priced) -> f64 {
+    pub(super) fn speed(&self, priced: &Priced) -> f64 {
         let all = priced.times.iter().map(|times| times.score(self.task.target)).sum::<u64>();
         1.0 / (all.max(1) as f64)
-    }
-
-    /// Groups that share layers: all GPUs, all NUMA nodes, everything, the fastest half of each, quarter and so on, GPUs
-    /// of one kind, those of all kinds but one, and pairs on small machines.
-    fn groups(&self, singles: &[Priced]) -> Vec<Priced> {
-        let machine = &self.task.target.machine;
-        let device = |priced: &Priced| priced.group.devices[0];
-        let is_gpu = |priced: &&Priced| machine.devices[device(priced)].kind.is_gpu();
-        let gpus: Vec<&Priced> = singles.iter().filter(is_gpu).collect();
-        let nodes: Vec<&Priced> = singles.iter().filter(|priced| !is_gpu(priced)).collect();
-        let mut sets = vec![gpus.clone(), nodes.clone(), singles.iter().collect()];
-        // Fewer may be better: where heads are few, sums cost more with each member, or one has no memory for its share.
-        for all in [&gpus, &nodes] {
-            let has_room = |priced: &&&Priced| self.free[device(priced)] > priced.buffers[0];
-            let mut fastest: Vec<&Priced> = all.iter().filter(has_room).copied().collect();
-            fastest.sort_by(|a, b| self.speed(b).total_cmp(&self.speed(a)));
-            while fastest.len() > 1 {
-                let is_in = |priced: &&&Priced| {
-                    fastest.iter().any(|member| device(member) == device(priced))
-                };
-                sets.push(all.iter().filter(is_in).copied().collect());
-                fastest.truncate(fastest.len() / 2);
-            }
-        }
-        // Each kind by its first GPU. One of little memory or speed holds back all that it shares layers with.
-        let mut kinds: Vec<DeviceId> = Vec::new();
-        for gpu in &gpus {
-            if !kinds.iter().any(|&kind| are_alike(machine, kind, device(gpu))) {
-                kinds.push(device(gpu));
-            }
-        }
-        for &kind in kinds.iter().filter(|_| kinds.len() <= MOST_KINDS) {
-            let of_kind = |gpu: &&&Priced| are_alike(machine, kind, device(gpu));
-            let (these, others): (Vec<&Priced>, Vec<&Priced>) = gpus.iter().partition(of_kind);
-            sets.extend([these, others]);
-        }
-        if singles.len() <= MOST_DEVICES_FOR_PAIRS {
-            for (index, first) in singles.iter().enumerate() {
-                sets.extend(singles[index + 1..].iter().map(|second| vec![first, second]));
-            }
-        }
-        let mut groups: Vec<Priced> = Vec::new();
-        for set in sets.into_iter().filter(|set| set.len() > 1) {
-            let group = Group {
-                devices: set.iter().map(|priced| priced.group.devices[0]).collect(),
-                shares: set.iter().map(|priced| self.speed(priced)).collect(),
-            };
-            if groups.iter().any(|known| known.group.devices == group.devices) {
-                continue;
-            }
-            // A group that cannot share this model is no candidate.
-            if let Ok(priced) = self.price(&group) {
-                groups.push(priced);
-            }
-        }
-        groups
     }
 
     /// Sequences of groups that pipelines are cut along.

@@ -22,6 +22,7 @@ use rayon::prelude::*;
 
 use self::search::{Kept, Search};
 use crate::place::candidates::{Arrangement, Prices};
+use crate::place::prices::Times;
 use crate::place::{Offer, Room, are_alike, is_numa};
 use crate::task::Task;
 
@@ -161,7 +162,8 @@ fn kinds_of_gpus(task: &Task<'_>) -> Vec<Vec<DeviceId>> {
     kinds
 }
 
-/// NUMA nodes that are linked with all of these GPUs both ways and compute the formats that they hold matrices in.
+/// NUMA nodes that are linked with all of these GPUs both ways and compute the formats that they hold matrices in, the
+/// best first.
 pub(crate) fn hosts(task: &Task<'_>, gpus: &[DeviceId]) -> Vec<DeviceId> {
     let machine = &task.target.machine;
     let is_linked = |id: DeviceId| {
@@ -175,5 +177,30 @@ pub(crate) fn hosts(task: &Task<'_>, gpus: &[DeviceId]) -> Vec<DeviceId> {
         formats.into_iter().all(|format| machine.devices[id].rates.linear(format).is_some())
     };
     let is_host = |&id: &DeviceId| is_numa(task, id) && is_linked(id) && computes(id);
-    machine.devices.ids().filter(is_host).collect()
+    let mut hosts: Vec<DeviceId> = machine.devices.ids().filter(is_host).collect();
+    let cost = |host: DeviceId| gpus.iter().map(|&gpu| host_cost(task, host, gpu)).sum::<u64>();
+    hosts.sort_by_key(|&host| cost(host));
+    hosts
+}
+
+/// Hosts whose costs differ by no more than one part in so many are about as good.
+const ALIKE: u64 = 10;
+
+/// What a gigabyte of matrices costs that stays on a node beside a GPU: prefill fetches it, decode reads it there.
+pub(super) fn host_cost(task: &Task<'_>, host: DeviceId, gpu: DeviceId) -> u64 {
+    let machine = &task.target.machine;
+    let nanos = |bytes_per_sec: f64| (1e18 / bytes_per_sec.max(1.0)) as u64;
+    let link = machine.link(host, gpu).map_or(1.0, |link| link.bytes_per_sec);
+    let times = Times {
+        prefill: nanos(link),
+        decode: nanos(machine.devices[host].rates.read_bytes_per_sec),
+    };
+    times.score(task.target)
+}
+
+/// Whether it costs about as much that matrices stay on one node as on the other beside these GPUs.
+pub(crate) fn hosts_alike(task: &Task<'_>, gpus: &[DeviceId], a: DeviceId, b: DeviceId) -> bool {
+    let cost = |host: DeviceId| gpus.iter().map(|&gpu| host_cost(task, host, gpu)).sum::<u64>();
+    let (a, b) = (cost(a), cost(b));
+    a.abs_diff(b) <= a.min(b) / ALIKE
 }

@@ -10,17 +10,26 @@ use ir::op::Op;
 use ir::plan::Phase;
 use rayon::prelude::*;
 
+use super::shortage::Lacking;
 use super::{Cut, cut, shard};
 use crate::options::{Options, Request};
 use crate::part::WeightKey;
-use crate::place::{Among, Placement, hosts, place};
+use crate::place::{Among, Placement, hosts, hosts_alike, place};
 use crate::target::Target;
 use crate::task::Task;
 
 /// `(spread, pieces)`: a layer that is cut leaves `spread` times the share to the hosts that it would if all layers
-/// were cut, in `pieces` pieces. With 1.05 nearly all layers are cut, with 2.0 about half of them. The more are cut,
-/// the less GPUs wait while NUMA nodes compute, and the more activations cross.
-const SPREADS: [(f64, usize); 2] = [(1.05, 1), (2.0, 2)];
+/// were cut, in `pieces` pieces. A little above 1 nearly all layers are cut: how much above leaves room for windows and
+/// for what is in no layer. With 2 about half of them are. The more are cut, the less GPUs wait while NUMA nodes compute,
+/// and the more activations cross.
+const SPREADS: [(f64, usize); 3] = [(1.04, 1), (1.15, 1), (2.0, 2)];
+/// The same where hosts keep all caches: only if that leaves them much less to compute.
+const SPREAD_BESIDE_CACHES: f64 = 1.05;
+/// The part of what the best way leaves free on GPUs that they may have in addition: what they need beside weights
+/// changes a little with it.
+const REFILLED: f64 = 0.95;
+/// The least share of all layers that is worth another try.
+const LEAST_REFILLED: f64 = 0.003;
 /// Pieces of a layer that stays, in all: a GPU then needs smaller windows, and may fetch some of them while others are
 /// computed. Beside an H200, twice as many take more launches and are no faster.
 const PIECES: usize = 4;
@@ -47,51 +56,126 @@ pub(crate) fn with_shards(
     }
     // A pin is for the whole layer.
     let is_free = |layer: &str| !options.is_pinned(layer);
-    let cuts = cuts(&task, &hosts(&task, &gpus), &beside, is_free)?;
-    let sharded = |cut: &Cut| sharded(&model, target, options, &gpus, cut, is_free);
-    let found = cuts.par_iter().map(sharded).collect::<Result<Vec<_>>>()?;
-    let found = found.into_iter().flatten().filter(|(_, placed)| placed.score < placement.score);
-    Ok(match found.min_by_key(|(_, placed)| placed.score) {
-        Some((sharded, placed)) => (sharded, placed.chosen_over(placement)),
-        None => (model, placement),
+    let elsewhere = |name: &str| !is_free(name) && beside.contains(name);
+    let lacking = Lacking::of(&task, &placement, &gpus, elsewhere);
+    let Some((ways, whole)) = ways(&task, &gpus, &beside, lacking, is_free)? else {
+        return Ok((model, placement));
+    };
+    let sharded = |way: &Way| sharded(&model, target, options, &gpus, &way.cut(), is_free);
+    let found = ways.par_iter().map(sharded).collect::<Result<Vec<_>>>()?;
+    let found = ways.iter().zip(found).filter_map(|(way, found)| Some((way, found?)));
+    let Some((way, mut best)) = found.min_by_key(|(_, (_, placed))| placed.score) else {
+        return Ok((model, placement));
+    };
+    if let Some(fuller) = way.with_more_resident(&best.1, &gpus, whole)
+        && let Some(found) = sharded(&fuller)?
+        && found.1.score < best.1.score
+    {
+        best = found;
+    }
+    let (sharded, placed) = best;
+    Ok(match placed.score < placement.score {
+        true => (sharded, placed.chosen_over(placement)),
+        false => (model, placement),
     })
 }
 
-/// The ways to cut that are worth comparing, among these NUMA nodes.
-fn cuts(
+/// A way to cut layers.
+#[derive(Clone, Debug)]
+struct Way {
+    /// NUMA nodes, by their numbers among the hosts, and each one's share of what stays.
+    nodes: Vec<(usize, f64)>,
+    /// Shards that each node has of a layer.
+    pieces: usize,
+    /// The share of a layer that is a GPU's own.
+    resident: f64,
+}
+
+impl Way {
+    fn cut(&self) -> Cut {
+        Cut::new(&self.nodes, self.pieces, self.resident)
+    }
+
+    /// The same with what these GPUs have left in a placement, where all layers take `whole` bytes there and that is
+    /// worth a try.
+    fn with_more_resident(
+        &self,
+        placed: &Placement,
+        gpus: &[DeviceId],
+        whole: f64,
+    ) -> Option<Self> {
+        let free = gpus.iter().map(|&gpu| placed.devices[gpu].free_bytes()).min()?;
+        let more = REFILLED * (free * gpus.len() as u64) as f64 / whole;
+        let resident = self.resident + more;
+        let is_worth_it = self.resident > 0.0 && more >= LEAST_REFILLED && resident < 1.0 - more;
+        is_worth_it.then(|| Self { resident, ..self.clone() })
+    }
+}
+
+/// The ways to cut that are worth comparing beside these GPUs, where they lack so many bytes; and the bytes of all layers
+/// that can be cut on a GPU. `None` where nothing can be cut or stays.
+fn ways(
     task: &Task<'_>,
-    hosts: &[DeviceId],
+    gpus: &[DeviceId],
     beside: &BTreeSet<String>,
+    lacking: Lacking,
     is_free: impl Fn(&str) -> bool,
-) -> Result<Vec<Cut>> {
+) -> Result<Option<(Vec<Way>, f64)>> {
     let devices = &task.target.machine.devices;
-    let stays = |host: DeviceId| bytes(task, host, |name| beside.contains(name));
+    let hosts = hosts(task, gpus);
+    let (Some(&gpu), Some(&host)) = (gpus.first(), hosts.first()) else { return Ok(None) };
+    // In how many shards does not matter here.
+    let Some(model) = cut(task.model, &Cut::new(&[(0, 1.0)], 1, 0.0), is_free)? else {
+        return Ok(None);
+    };
+    let of_layers =
+        |device| bytes(&Task::new(&model, task.target), device, |name| shard(name).is_some());
+    let whole = of_layers(gpu);
+    let share = lacking.bytes / whole;
+    let beside_caches = (lacking.bytes - lacking.cache_bytes) / whole;
+    let stays = |host: DeviceId| {
+        let blocks = bytes(task, host, |name| beside.contains(name));
+        blocks.max(share.min(1.0) * of_layers(host))
+    };
+    // Tables that rows are looked up in may be all that is there.
+    if stays(host) == 0.0 {
+        return Ok(None);
+    }
     let node = |&host: &DeviceId| {
         let Device { memory_bytes, rates, .. } = &devices[host];
         (rates.read_bytes_per_sec, *memory_bytes as f64 * FILLED / stays(host))
     };
-    let nodes = shares(&hosts.iter().map(node).collect::<Vec<_>>());
-    let Some(&(first, _)) = nodes.first() else { return Ok(Vec::new()) };
-    // Tables that rows are looked up in may be all that is there.
-    if stays(hosts[first]) == 0.0 {
-        return Ok(Vec::new());
+    let nodes = |hosts: &[DeviceId]| shares(&hosts.iter().map(node).collect::<Vec<_>>());
+    let mut ways = ways_among(&nodes(&hosts), share, beside_caches);
+    // What crosses to another may take longer than its part of the work.
+    let is_near = |other: &&DeviceId| hosts_alike(task, gpus, host, **other);
+    let near: Vec<DeviceId> = hosts.iter().take_while(is_near).copied().collect();
+    if near.len() < hosts.len() {
+        ways.extend(ways_among(&nodes(&near), share, beside_caches));
     }
-    let by_nodes = Cut::new(&nodes, 1, 0.0);
-    let Some(model) = cut(task.model, &by_nodes, is_free)? else { return Ok(Vec::new()) };
-    let can_stay =
-        bytes(&Task::new(&model, task.target), hosts[first], |name| shard(name).is_some());
+    Ok(Some((ways, whole)))
+}
+
+/// The ways with these shares of NUMA nodes. If all layers are cut, that share of them stays, or the other one if all
+/// caches stay as well.
+fn ways_among(nodes: &[(usize, f64)], share: f64, beside_caches: f64) -> Vec<Way> {
+    if nodes.is_empty() {
+        return Vec::new();
+    }
     let in_pieces = |pieces: usize, resident: f64| {
         let of_node = (pieces / nodes.len()).max(1);
-        Cut::new(&nodes, of_node, resident)
+        Way { nodes: nodes.to_vec(), pieces: of_node, resident }
     };
-    let residents = SPREADS.map(|(spread, pieces)| {
-        let resident = 1.0 - spread * stays(hosts[first]) / can_stay;
-        (resident >= LEAST_RESIDENT).then(|| in_pieces(pieces, resident))
+    let staying = SPREADS.map(|(spread, pieces)| (spread * share, pieces));
+    let with_caches = (SPREAD_BESIDE_CACHES * beside_caches, 1);
+    let residents = staying.into_iter().chain([with_caches]).filter_map(|(staying, pieces)| {
+        let is_some = staying > 0.0 && staying <= 1.0 - LEAST_RESIDENT;
+        is_some.then(|| in_pieces(pieces, 1.0 - staying))
     });
-    let several = (nodes.len() > 1).then_some(by_nodes);
+    let several = (nodes.len() > 1).then(|| in_pieces(nodes.len(), 0.0));
     // One node's shard is in two pieces at least.
     let pieces = in_pieces(PIECES.max(2 * nodes.len()), 0.0);
-    Ok(several.into_iter().chain([pieces]).chain(residents.into_iter().flatten()).collect())
+    several.into_iter().chain([pieces]).chain(residents).collect()
 }
 
 /// The share of what stays that each node gets, with its number: as it reads, but no more than it has memory for, and the

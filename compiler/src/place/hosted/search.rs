@@ -16,7 +16,7 @@ use rayon::prelude::*;
 
 use self::caches::is_chosen;
 use super::share::share;
-use super::{Hosted, Price, hosts};
+use super::{Hosted, Price, host_cost, hosts};
 use crate::cost::fetch_nanos;
 use crate::part::WeightKey;
 use crate::place::candidates::Prices;
@@ -96,6 +96,8 @@ pub(super) struct Search<'a> {
     hosts: Vec<DeviceId>,
     /// Bytes of each host that are not pinned.
     free: Vec<u64>,
+    /// For each stage what matrices cost beside its GPU on each host.
+    costs: Vec<Vec<u64>>,
     kept: Kept,
     blocks: Vec<Block>,
     /// Nodes that only look rows up, and their tables, which are as well on a NUMA node as on the GPU.
@@ -132,7 +134,10 @@ impl<'a> Search<'a> {
             if let Op::Embed { table, .. } | Op::AddPosition { table, .. } = &node.work {
                 let mut users =
                     graph.nodes().filter(|(_, node)| node.work.weights().contains(table));
-                if users.all(|(user, _)| user == id) {
+                // Another stage's GPU has one of its own.
+                let stage = |node: NodeId| stage_of(units.of[node]);
+                let is_elsewhere = |user| pins[user].is_none() && stage(user) != stage(id);
+                if users.all(|(user, _)| user == id || is_elsewhere(user)) {
                     lookups.push((id, *table));
                 }
                 continue;
@@ -213,7 +218,20 @@ impl<'a> Search<'a> {
             graph.nodes().filter(attends).count()
         };
         let layers = stages.iter().map(attentions).collect();
-        some.then_some(Self { task, stages, hosts, free, kept, blocks, lookups, rungs, layers })
+        let cost = |gpu: DeviceId| hosts.iter().map(move |&host| host_cost(task, host, gpu));
+        let costs = stages.iter().map(|(gpu, _)| cost(*gpu).collect()).collect();
+        some.then_some(Self {
+            task,
+            stages,
+            hosts,
+            free,
+            costs,
+            kept,
+            blocks,
+            lookups,
+            rungs,
+            layers,
+        })
     }
 
     /// The offers that are worth comparing with one of score `best`, or a rough one of them.

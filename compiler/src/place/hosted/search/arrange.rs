@@ -12,7 +12,7 @@ use crate::explain::bytes;
 use crate::part::WeightKey;
 use crate::place::candidates::Arrangement;
 use crate::place::group::Group;
-use crate::place::hosted::{Hosted, Hosting};
+use crate::place::hosted::{ALIKE, Hosted, Hosting};
 use crate::task::Task;
 
 impl Search<'_> {
@@ -26,17 +26,14 @@ impl Search<'_> {
         let mut nodes: Table<NodeId, Option<Hosting>> =
             self.task.model.layers.nodes().map(|_| None).collect();
         let mut free = self.free.clone();
-        // The first of those with the most room.
-        let roomiest = |free: &[u64]| {
-            let most = free.iter().max();
-            free.iter().position(|free| Some(free) == most).unwrap_or(0)
-        };
         for &(lookup, table) in &self.lookups {
-            let host = roomiest(&free);
+            let bytes = |home| {
+                let format = self.task.format(table, home);
+                WeightKey { weight: table, device: home, format, slice: None }.bytes(self.task)
+            };
+            let host = self.host_for(&free, 0, bytes(self.hosts[0]));
             let home = self.hosts[host];
-            let format = self.task.format(table, home);
-            let key = WeightKey { weight: table, device: home, format, slice: None };
-            free[host] = free[host].saturating_sub(key.bytes(self.task));
+            free[host] = free[host].saturating_sub(bytes(home));
             nodes[lookup] =
                 Some(Hosting { home, is_fetched_in_prefill: false, is_fetched_in_decode: false });
         }
@@ -53,7 +50,7 @@ impl Search<'_> {
             is_fetched
         };
         for block in self.staying(counts) {
-            let host_of_block = roomiest(&free);
+            let host_of_block = self.host_for(&free, block.stage, block.bytes);
             let window = frame.windows[block.stage];
             let fits = |member: &Member| member.window_bytes <= window;
             let mut matrices = block.nodes.iter().filter(|member| member.window_bytes > 0);
@@ -87,7 +84,7 @@ impl Search<'_> {
             // Shards are on several.
             let home = match homes.as_slice() {
                 [only] => *only,
-                _ => self.hosts[roomiest(&free)],
+                _ => self.hosts[self.host_for(&free, block.stage, frame.cache_bytes[block.stage])],
             };
             if let Some(host) = self.hosts.iter().position(|&host| host == home) {
                 free[host] = free[host].saturating_sub(frame.cache_bytes[block.stage]);
@@ -108,6 +105,23 @@ impl Search<'_> {
         let hosted = Hosted { nodes, window_bytes, name };
         let stages = self.stages.iter().map(|(gpu, units)| (Group::one(*gpu), units.clone()));
         Arrangement { stages: stages.collect(), has_fixed_shares: false, hosted: Some(hosted) }
+    }
+
+    /// The host for that many bytes beside a stage's GPU: of those with room the one that is best for it, or of several
+    /// that are about as good the one with the most room. The first of those with the most where none has enough.
+    fn host_for(&self, free: &[u64], stage: usize, bytes: u64) -> usize {
+        /// One part in so many of a host's memory is for buffers, letters and caches.
+        const SPARED: u64 = 10;
+        let costs = &self.costs[stage];
+        let spared =
+            |host: usize| self.task.target.machine.devices[self.hosts[host]].memory_bytes / SPARED;
+        let has_room = |&host: &usize| free[host] >= bytes.saturating_add(spared(host));
+        let least = (0..free.len()).filter(has_room).map(|host| costs[host]).min();
+        let is_good = |&host: &usize| {
+            least.is_none_or(|least| has_room(&host) && costs[host] - least <= least / ALIKE)
+        };
+        let good = (0..free.len()).filter(is_good);
+        good.rev().max_by_key(|&host| free[host]).unwrap_or(0)
     }
 
     /// Whether the most used experts are nodes of their own.

@@ -1,0 +1,89 @@
+//! Groups of devices that share layers.
+
+use anyhow::Result;
+use ir::id::DeviceId;
+
+use super::are_alike;
+use super::candidates::{Arrangement, Prices};
+use super::group::Group;
+use super::prices::Priced;
+
+/// Pairs are shared only among so few GPUs, nodes, or devices; beyond, groups of one kind come first.
+const MOST_DEVICES_FOR_PAIRS: usize = 4;
+/// GPUs of one kind, and those of all kinds but one, share layers by themselves where there are so few kinds.
+const MOST_KINDS: usize = 3;
+/// Groups of unlike members whose shares are tried otherwise than by speed, too.
+const MOST_UNEVEN: usize = 3;
+
+impl Prices<'_> {
+    /// Groups that share layers: all GPUs, all NUMA nodes, everything, the fastest half of each, quarter and so on, GPUs
+    /// of one kind, those of all kinds but one, and pairs on small machines.
+    pub(super) fn groups(&self, singles: &[Priced]) -> Vec<Priced> {
+        let machine = &self.task.target.machine;
+        let device = |priced: &Priced| priced.group.devices[0];
+        let is_gpu = |priced: &&Priced| machine.devices[device(priced)].kind.is_gpu();
+        let gpus: Vec<&Priced> = singles.iter().filter(is_gpu).collect();
+        let nodes: Vec<&Priced> = singles.iter().filter(|priced| !is_gpu(priced)).collect();
+        let mut sets = vec![gpus.clone(), nodes.clone(), singles.iter().collect()];
+        // Fewer may be better: where heads are few, sums cost more with each member, or one has no memory for its share.
+        for all in [&gpus, &nodes] {
+            let has_room = |priced: &&&Priced| self.free[device(priced)] > priced.buffers[0];
+            let mut fastest: Vec<&Priced> = all.iter().filter(has_room).copied().collect();
+            fastest.sort_by(|a, b| self.speed(b).total_cmp(&self.speed(a)));
+            while fastest.len() > 1 {
+                let is_in = |priced: &&&Priced| {
+                    fastest.iter().any(|member| device(member) == device(priced))
+                };
+                sets.push(all.iter().filter(is_in).copied().collect());
+                fastest.truncate(fastest.len() / 2);
+            }
+        }
+        // Each kind by its first GPU. One of little memory or speed holds back all that it shares layers with.
+        let mut kinds: Vec<DeviceId> = Vec::new();
+        for gpu in &gpus {
+            if !kinds.iter().any(|&kind| are_alike(machine, kind, device(gpu))) {
+                kinds.push(device(gpu));
+            }
+        }
+        for &kind in kinds.iter().filter(|_| kinds.len() <= MOST_KINDS) {
+            let of_kind = |gpu: &&&Priced| are_alike(machine, kind, device(gpu));
+            let (these, others): (Vec<&Priced>, Vec<&Priced>) = gpus.iter().partition(of_kind);
+            sets.extend([these, others]);
+        }
+        // A host or two beside some GPUs do not make these too many, nor GPUs the nodes.
+        for few in [&gpus, &nodes, &singles.iter().collect()] {
+            let few = few.iter().filter(|_| few.len() <= MOST_DEVICES_FOR_PAIRS);
+            let few: Vec<&Priced> = few.copied().collect();
+            for (index, first) in few.iter().enumerate() {
+                sets.extend(few[index + 1..].iter().map(|second| vec![*first, *second]));
+            }
+        }
+        let mut groups: Vec<Priced> = Vec::new();
+        for set in sets.into_iter().filter(|set| set.len() > 1) {
+            let group = Group {
+                devices: set.iter().map(|priced| priced.group.devices[0]).collect(),
+                shares: set.iter().map(|priced| self.speed(priced)).collect(),
+            };
+            if groups.iter().any(|known| known.group.devices == group.devices) {
+                continue;
+            }
+            // A group that cannot share this model is no candidate.
+            if let Ok(priced) = self.price(&group) {
+                groups.push(priced);
+            }
+        }
+        groups
+    }
+
+    /// The fastest of groups with other shares than by their members' speed alone.
+    pub(super) fn uneven(&self, groups: &[Priced]) -> Result<Vec<Arrangement>> {
+        let mut fastest: Vec<&Priced> = groups.iter().collect();
+        fastest.sort_by(|a, b| self.speed(b).total_cmp(&self.speed(a)));
+        let shared = fastest.into_iter().take(MOST_UNEVEN).map(|priced| {
+            let arrangements = self.requested_groups(&priced.group.devices, None)?;
+            // The first is by speed.
+            Ok(arrangements.into_iter().skip(1))
+        });
+        Ok(shared.collect::<Result<Vec<_>>>()?.into_iter().flatten().collect())
+    }
+}
