@@ -25,9 +25,9 @@ use crate::task::Task;
 const SPREADS: [(f64, usize); 3] = [(1.04, 1), (1.15, 1), (2.0, 2)];
 /// The same where hosts keep all caches: only if that leaves them much less to compute.
 const SPREAD_BESIDE_CACHES: f64 = 1.05;
-/// The part of what the best way leaves free on GPUs that they may have in addition: what they need beside weights
-/// changes a little with it.
-const REFILLED: f64 = 0.95;
+/// Parts of what the best way leaves free on GPUs that they may have in addition, the first that fits: what they need
+/// beside weights changes a little with it.
+const REFILLED: [f64; 2] = [0.95, 0.6];
 /// The least share of all layers that is worth another try.
 const LEAST_REFILLED: f64 = 0.003;
 /// Pieces of a layer that stays, in all: a GPU then needs smaller windows, and may fetch some of them while others are
@@ -67,11 +67,14 @@ pub(crate) fn with_shards(
     let Some((way, mut best)) = found.min_by_key(|(_, (_, placed))| placed.score) else {
         return Ok((model, placement));
     };
-    if let Some(fuller) = way.with_more_resident(&best.1, &gpus, whole)
-        && let Some(found) = sharded(&fuller)?
-        && found.1.score < best.1.score
-    {
-        best = found;
+    for part in REFILLED {
+        let Some(fuller) = way.with_more_resident(&best.1, &gpus, part / whole) else { break };
+        if let Some(found) = sharded(&fuller)?
+            && found.1.score < best.1.score
+        {
+            best = found;
+            break;
+        }
     }
     let (sharded, placed) = best;
     Ok(match placed.score < placement.score {
@@ -96,16 +99,16 @@ impl Way {
         Cut::new(&self.nodes, self.pieces, self.resident)
     }
 
-    /// The same with what these GPUs have left in a placement, where all layers take `whole` bytes there and that is
-    /// worth a try.
+    /// The same with what these GPUs have left in a placement, of which each byte holds that share of all layers, where
+    /// that is worth a try.
     fn with_more_resident(
         &self,
         placed: &Placement,
         gpus: &[DeviceId],
-        whole: f64,
+        of_byte: f64,
     ) -> Option<Self> {
         let free = gpus.iter().map(|&gpu| placed.devices[gpu].free_bytes()).min()?;
-        let more = REFILLED * (free * gpus.len() as u64) as f64 / whole;
+        let more = (free * gpus.len() as u64) as f64 * of_byte;
         let resident = self.resident + more;
         let is_worth_it = self.resident > 0.0 && more >= LEAST_REFILLED && resident < 1.0 - more;
         is_worth_it.then(|| Self { resident, ..self.clone() })
