@@ -45,8 +45,8 @@ pub fn captured_bytes(plan: &Plan, device: DeviceId) -> u64 {
 
 /// The most launches of a captured run on a GPU.
 fn launches(plan: &Plan, program: &Program, device: DeviceId) -> u64 {
-    /// The batch's numbers, the start of sums, and up to four for the most likely tokens.
-    const OF_RUN: u64 = 6;
+    /// The batch's numbers, the start of sums, up to four for the most likely tokens, and the end.
+    const OF_RUN: u64 = 7;
     let Some(lane) = program.lane(device, Queue::Compute) else { return 0 };
     let others = program
         .lanes

@@ -69,10 +69,16 @@ impl Kernel for Quantize4<'_> {
                 scale = L::select_less(zero, square, product.div(square), zero).round_to_f16();
             }
         }
-        blocks(self.0, best.add(spoilt(self.0)), RANGE_4, OFFSET_4)
+        // Where no scale is a number of 16 bits, none was tried that fits.
+        let is_held =
+            |scale| L::select_less(extreme.abs(), L::splat(BEYOND_4), scale, L::splat(f32::NAN));
+        blocks(self.0, is_held(best).add(spoilt(self.0)), RANGE_4, OFFSET_4)
     }
 }
 
+/// From this magnitude on no scale is tried that half precision holds: the first number that it does not, times the most
+/// of [`STEPS_4`].
+const BEYOND_4: f32 = 65_520.0 * 9.2;
 /// The least and the largest 4-bit code, less the offset.
 const RANGE_4: [f32; 2] = [-8.0, 7.0];
 
@@ -271,6 +277,20 @@ pub(super) mod tests {
         for isa in Isa::available() {
             assert_eq!(in_8_bits(isa, &rows), rows.map(|row| quantize_8(&row)), "with {isa}");
             assert_eq!(in_4_bits(isa, &rows), rows.map(|row| quantize_4(&row)), "with {isa}");
+        }
+    }
+
+    #[test]
+    fn a_block_too_large_for_half_precision_is_not_taken_for_zeros() {
+        let sizes = [1e5, 4.9e5, 7e5, 1e7, 1e30];
+        let mut rows = waves(0);
+        rows.iter_mut().zip(sizes).for_each(|(row, size)| row[17] = -size);
+        for isa in Isa::available() {
+            for (block, size) in in_4_bits(isa, &rows).iter().zip(sizes) {
+                let held = block.scale.to_f32() * (i32::from(block.codes[17]) - OFFSET_4) as f32;
+                let is_near = (held / -size - 1.0).abs() < 0.1;
+                assert!(is_near || !held.is_finite(), "{held} for {size} with {isa}");
+            }
         }
     }
 
