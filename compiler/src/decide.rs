@@ -24,19 +24,15 @@ pub(crate) struct Decided {
     pub(crate) placement: Placement,
 }
 
-/// Tokens of prefill runs that are tried where none are asked for: products of fewer keep no device busy, and more take
-/// more memory for activations.
+/// Tokens of prefill runs that are tried where none are asked for: the fewest that keep processors busy, and a whole
+/// prompt, whose activations take more memory.
 const PREFILL_TOKENS: [u32; 2] = [512, PROMPT_TOKENS];
 /// Between these, where hosts compute or hold a part: activations then take the room of weights or caches.
 const TOKENS_BESIDE_HOSTS: u32 = 1024;
+/// The first token soon is worth more than the others: what the prompt takes counts so many times more.
+const FIRST_TOKEN: u64 = 2;
 
-/// More tokens are better where a prompt of [`PROMPT_TOKENS`] is done sooner by one part in so many.
-const WORTH: u64 = 20;
-/// The first token soon is worth one part in so many of the score: what the activations take of a small GPU's memory,
-/// every token of the answer pays for.
-const COST: u64 = 10;
-
-/// Decides for runs of as many tokens as is asked; else for the fewest, or with GPUs for more where that is better.
+/// Decides for runs of as many tokens as is asked; else, with GPUs, for as many as is best.
 pub(crate) fn decide(model: &Model, machine: &Machine, options: &Options) -> Result<Decided> {
     let in_runs_of = |tokens: u32| {
         let target = Target::new(model, machine, options, tokens)?;
@@ -48,55 +44,60 @@ pub(crate) fn decide(model: &Model, machine: &Machine, options: &Options) -> Res
     }
     let target = Target::new(model, machine, options, few)?;
     let has_gpu = target.machine.devices.rows().iter().any(|device| device.kind.is_gpu());
-    if !has_gpu || target.context <= few {
+    let context = target.context;
+    if !has_gpu || context <= few {
         return decide_for(model, target, options);
     }
     let (few, many) = rayon::join(|| decide_for(model, target, options), || in_runs_of(many));
-    let is_beside_hosts = [&few, &many].into_iter().flatten().any(uses_hosts);
-    let between = if is_beside_hosts { between(model) } else { Vec::new() };
-    let between = between.into_par_iter().map(in_runs_of).collect::<Vec<_>>();
-    // More may need memory that is not there.
-    let mut all = Vec::new();
-    let first = few.map(|few| all.push(few));
-    all.extend(between.into_iter().chain([many]).filter_map(Result::ok));
-    all.sort_by_key(|decided| decided.target.prefill_tokens);
-    best_of(all).map_or_else(|| Err(first.expect_err("nothing fits")), Ok)
+    // Where the fewest do not fit, fewer may.
+    let are_tried = few.is_err() || [&few, &many].into_iter().flatten().any(uses_hosts);
+    let mut others = if are_tried { other_tokens(model) } else { Vec::new() };
+    // Longer runs than the context are runs of the context, which is tried.
+    others.retain(|&tokens| tokens < context);
+    let others: Vec<Result<Decided>> = others.into_par_iter().map(in_runs_of).collect();
+    let (mut fitting, mut refusals) = (Vec::new(), Vec::new());
+    for tried in [few].into_iter().chain(others).chain([many]) {
+        match tried {
+            Ok(decided) => fitting.push(decided),
+            Err(error) => refusals.push(error),
+        }
+    }
+    fitting.sort_by_key(|decided| decided.target.prefill_tokens);
+    best_of(fitting).ok_or_else(|| refusals.swap_remove(0))
 }
 
-/// The best of what is decided for more and more tokens a run; `None` of none.
+/// The best of what is decided; of equals the first.
 fn best_of(all: Vec<Decided>) -> Option<Decided> {
-    let least = all.iter().map(|decided| decided.placement.score_of_prompt).min()?;
-    let near = all.into_iter();
-    let mut near = near.filter(|each| each.placement.score_of_prompt <= least + least / COST);
-    let first = near.next()?;
-    Some(near.fold(first, |best, more| {
-        let (sooner, cheaper) = (best.placement.prompt_nanos, best.placement.score_of_prompt);
-        let is_better = more.placement.prompt_nanos <= sooner - sooner / WORTH
-            || more.placement.score_of_prompt <= cheaper - cheaper / WORTH;
-        if is_better { more } else { best }
-    }))
+    all.into_iter().min_by_key(|decided| {
+        let Placement { prompt_nanos, score_of_prompt, .. } = &decided.placement;
+        score_of_prompt.saturating_add(FIRST_TOKEN.saturating_mul(*prompt_nanos))
+    })
 }
 
-/// Whether a host has weights.
+/// Whether a host has weights or caches.
 fn uses_hosts(decided: &Decided) -> bool {
     let devices = &decided.target.machine.devices;
     let mut held = decided.placement.devices.iter();
-    held.any(|(id, held)| !devices[id].kind.is_gpu() && held.weight_bytes > 0)
+    held.any(|(id, held)| !devices[id].kind.is_gpu() && held.weight_bytes + held.cache_bytes > 0)
 }
 
-/// Tokens of runs between the fewest and the most; and of a mixture fewer, as many as let each expert's matrices be
-/// multiplied as they lie.
-fn between(model: &Model) -> Vec<u32> {
+/// Tokens of runs beside hosts; of a mixture fewer, too, as many as let each expert's matrices be multiplied as they lie.
+fn other_tokens(model: &Model) -> Vec<u32> {
     let nodes = || model.layers.nodes().map(|(_, node)| &node.work);
     let used =
         nodes().filter_map(|op| if let Op::Route { used, .. } = op { Some(*used) } else { None });
     let count = |experts: &Experts| model.weights[experts.gate].shape[0];
     let experts =
         nodes().filter_map(|op| if let Op::Experts(op) = op { Some(count(op)) } else { None });
-    let fused = used.min().zip(experts.max());
-    let fused = fused.map(|(used, experts)| MAX_FUSED_ROWS * (experts / used.max(1)));
-    let fused = fused.filter(|&tokens| tokens < PREFILL_TOKENS[0]);
+    let fused = used.max().zip(experts.min()).and_then(|(used, all)| fused_tokens(used, all));
     [TOKENS_BESIDE_HOSTS].into_iter().chain(fused).collect()
+}
+
+/// The most tokens that leave each of `all` experts, of which each token has `used`, rows that are multiplied with matrices
+/// as they lie, if their choices are even; `None` where others are tried that are as few.
+fn fused_tokens(used: u32, all: u32) -> Option<u32> {
+    let tokens = u64::from(MAX_FUSED_ROWS) * u64::from(all) / u64::from(used.max(1));
+    u32::try_from(tokens).ok().filter(|tokens| (1..PREFILL_TOKENS[0]).contains(tokens))
 }
 
 fn decide_for(model: &Model, target: Target, options: &Options) -> Result<Decided> {
@@ -161,4 +162,17 @@ fn with_counts(
         }
     }
     Ok(None)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn mixtures_are_tried_with_as_many_tokens_as_leave_experts_few_rows() {
+        assert_eq!(fused_tokens(2, 8), Some(256));
+        assert_eq!(fused_tokens(6, 16), Some(170));
+        assert_eq!(fused_tokens(8, 128), None);
+        assert_eq!(fused_tokens(1, 8), None);
+    }
 }

@@ -79,8 +79,8 @@ struct Compile {
     /// Sequences at once.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = at_least_one())]
     max_sequences: u32,
-    /// The most tokens of one prefill run; default: 512; 2048 on machines with GPUs where that is predicted to
-    /// be better.
+    /// The most tokens of one prefill run; default: 512; with GPUs more, such as 1024 or 2048, where that is
+    /// predicted to be better.
     #[arg(long, value_name = "N", value_parser = at_least_one())]
     prefill_tokens: Option<u32>,
     /// The most bytes for all KV caches: 4GiB; default: what context and sequences need.

@@ -17,7 +17,8 @@ pub struct Options {
     pub context: Option<u32>,
     /// Sequences at once.
     pub max_sequences: u32,
-    /// The most tokens of one prefill run; `None` is 512, or 2048 where GPUs take part and that is predicted to be better.
+    /// The most tokens of one prefill run; `None` is 512, with GPUs more, such as 1024 or 2048, where that is
+    /// predicted to be better.
     pub prefill_tokens: Option<u32>,
     /// The most bytes of all KV caches together, those that several devices hold counted once; `None` is what context and
     /// sequences need.

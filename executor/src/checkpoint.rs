@@ -193,7 +193,7 @@ fn map(file: &CheckpointFile, folder: &Path) -> Result<Mmap> {
     let name = path.display();
     let opening = || format!("opening checkpoint file {name}");
     let found = fs::metadata(&path).map_err(|error| {
-        if error.kind() == ErrorKind::NotFound {
+        if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) {
             anyhow!("the checkpoint's file {name} is gone; --model FOLDER names where it lies now")
         } else {
             anyhow!(error).context(opening())

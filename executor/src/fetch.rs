@@ -87,6 +87,14 @@ impl Fetcher {
         Ok(Self { window, homes, link: Some(link) })
     }
 
+    /// Waits until nothing is on its way.
+    pub(crate) fn finish(&mut self) {
+        if let Some(link) = &mut self.link {
+            // A context that has failed copies nothing any more.
+            let _ = link.wait();
+        }
+    }
+
     /// Copies a weight to byte `offset` of the window, all but the last pieces, which are queued; `between` is called
     /// after each piece.
     ///

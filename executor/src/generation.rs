@@ -117,8 +117,7 @@ impl GenerationOptions {
     /// Naming the first value that is out of its range.
     pub fn overridden(mut self, overrides: &GenerationOverrides) -> Result<Self> {
         // First what the user says alone, so that the checkpoint is not blamed for it.
-        let any = SamplingOptions { temperature: 1.0, ..SamplingOptions::default() };
-        overrides.sampling(&any).check()?;
+        overrides.check()?;
         self.sampling = overrides.sampling(&self.sampling);
         self.sampling
             .check()
@@ -138,6 +137,17 @@ impl GenerationOptions {
 }
 
 impl GenerationOverrides {
+    /// Whether every value that has an effect is in its range, whatever a checkpoint says: at a temperature of 0
+    /// top-p and min-p have none, without a temperature they may have one.
+    ///
+    /// # Errors
+    ///
+    /// Naming the first value that is not.
+    pub fn check(&self) -> Result<()> {
+        let any = SamplingOptions { temperature: 1.0, ..SamplingOptions::default() };
+        self.sampling(&any).check()
+    }
+
     /// How tokens are chosen where so much is asked for instead of these options.
     fn sampling(&self, options: &SamplingOptions) -> SamplingOptions {
         SamplingOptions {

@@ -17,7 +17,7 @@ use ir::plan::{Action, Phase, Plan, Program, Queue};
 use ir::trace::Span;
 
 use self::parting::Parting;
-use self::pulse::Pulse;
+use self::pulse::{Pulse, Work};
 use crate::bell::Bell;
 use crate::bind::{Cpu, Device, Form};
 use crate::counting::ExpertCounter;
@@ -156,8 +156,6 @@ impl Lane {
         let program = &plan.programs[run.program];
         let steps = &program.lanes[lane].steps;
         let Form::Gpu(state) = &self.device.form else {
-            // Whoever waits for the lane to leave knows that its steps end, however long one takes.
-            let _work = run.pulse.work();
             self.work_in_stretches(run, program, lane, spans);
             return;
         };
@@ -274,12 +272,23 @@ impl Lane {
         let recorder = self.recorder.clone();
         let now = || recorder.as_ref().map_or(0, |recorder| recorder.now());
         let steps = &program.lanes[lane].steps;
+        let is_cpu = matches!(self.device.form, Form::Cpu(_));
+        // Whoever waits for the lane to leave knows that steps of processors end, however long one takes; what they wait
+        // for may not.
+        let mut at_work: Option<Work<'_>> = None;
         for stretch in self.stretches[run.program].clone().unwrap_or_default() {
             let stretch = &steps[stretch];
             let Some(&first) = stretch.first() else { continue };
             let ready = now();
-            if !run.wait_for(self.peers.waits(run.program, first)) {
+            let waits = self.peers.waits(run.program, first);
+            if !run.has_done(waits) {
+                at_work = None;
+            }
+            if !run.wait_for(waits) {
                 return false;
+            }
+            if is_cpu && at_work.is_none() {
+                at_work = Some(run.pulse.work());
             }
             let mut at = first;
             let start = now();

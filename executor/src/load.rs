@@ -148,9 +148,10 @@ impl PlanFile {
         self.folder = folder.to_owned();
     }
 
-    /// The folder of the checkpoint, with its tokenizer and configuration.
+    /// The folder of the checkpoint, with its tokenizer and configuration: by a name also where it is the current one.
     pub fn checkpoint_folder(&self) -> PathBuf {
-        self.folder.join(&self.plan.model.folder)
+        let folder = self.folder.join(&self.plan.model.folder);
+        if folder.as_os_str().is_empty() { PathBuf::from(".") } else { folder }
     }
 }
 
@@ -403,6 +404,7 @@ impl Starter {
             device,
             fetcher,
             inbox,
+            pulse: self.pulse,
             recorder: self.recorder,
             fault: self.options.fault,
         };

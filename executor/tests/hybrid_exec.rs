@@ -36,6 +36,14 @@ fn arguments_that_make_no_sense_are_refused_with_one_line() {
     check(&["bench"], "<PLAN>");
     check(&["bench", "plan.ron", "-r", "0"], "'--repetitions <N>': at least 1 is meant");
     check(&["bench", "plan.ron", "--sequences", "0"], "'--sequences <N>': at least 1 is meant");
+    check(&["bench", "plan.ron", "-r", "-1"], "'--repetitions <N>': -1 is out of range");
+    check(
+        &["plan.ron", "--threads", "99999999999999999999"],
+        "99999999999999999999 is out of range",
+    );
+    check(&["plan.ron", "--threads", "all"], "'--threads <N>': all is no whole number");
+    check(&["plan.ron", "--min-p", "many"], "'--min-p <P>': many is no number");
+    check(&["plan.ron", "--top-p", "0"], "top-p is 0, but must be above 0 and at most 1; --help");
     check(&["plan.ron", "-p", "hi"], "tip: options with this letter: --prompt, --prompt-ids");
     check(&["run", "plan.ron"], "\"run\" is no command but taken for PLAN");
 }
@@ -79,7 +87,10 @@ fn what_a_checkpoint_lacks_is_told_with_what_helps() {
     fs::rename(&checkpoint, folder.path().join("moved")).expect("the folder is ours");
     let expected = format!("the checkpoint's folder {} is gone", checkpoint.display());
     let remedy = "--model FOLDER names where it lies now";
-    assert_eq!(refusal(&asked), format!("{expected}; {remedy}"));
+    let gone = format!("{expected}; {remedy}");
+    assert_eq!(refusal(&asked), gone);
+    fs::write(&checkpoint, "no folder").expect("the folder is ours");
+    assert_eq!(refusal(&asked), gone);
 }
 
 #[test]
@@ -97,6 +108,8 @@ fn the_status_tells_wrong_arguments_from_work_that_failed() {
         let output = hybrid_exec(&[&["none.ron", "--prompt", "a"][..], &wrong].concat());
         assert_eq!(output.status.code(), Some(2), "{wrong:?}");
     }
+    let greedy = ["none.ron", "--prompt", "a", "--temperature", "0", "--top-p", "0"];
+    assert_eq!(hybrid_exec(&greedy).status.code(), Some(1));
     let nothing = ["bench", "none.ron", "-p", "0", "-n", "0"];
     assert_eq!(hybrid_exec(&nothing).status.code(), Some(2));
     check(&nothing, "-p 0 -n 0 measures nothing; --help lists what there is");

@@ -8,7 +8,7 @@ use tests::made_up::{LlamaShape, MadeUp};
 
 const GIB: f64 = (1_u64 << 30) as f64;
 
-/// A small GPU of a tenth of an H200's rates, with a link and a host of a quarter.
+/// A small GPU of a tenth of an H200's rates, with a quarter of its link and a host of half the rates.
 fn small(gpu_gib: f64) -> Machine {
     let mut machine = h200((gpu_gib * GIB) as u64);
     slow_down(&mut machine, |is_gpu| if is_gpu { 0.1 } else { 0.5 });

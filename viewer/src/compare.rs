@@ -144,36 +144,29 @@ fn compare_blocks(
             None => only_first.push(number),
         }
     }
-    for run in neighbours_alike((before, p), &only_first) {
+    let follows_first = |&a: &usize, &b: &usize| follows_alike((before, p), a, b);
+    for run in only_first.chunk_by(follows_first) {
         let what = format!("only in the first, {}", place_text(before, p, &first.blocks[run[0]]));
-        let row = only(&before.blocks_text(p, &run), "only in the first");
+        let row = only(&before.blocks_text(p, run), "only in the first");
         comparison.blocks.push(Difference { before: what, block: Some(run[0]), ..row });
     }
     let known: Vec<&str> = first.blocks.iter().map(|block| block.name.as_str()).collect();
     let is_new = |&number: &usize| !known.contains(&second.blocks[number].name.as_str());
     let only_second: Vec<usize> = (0..second.blocks.len()).filter(is_new).collect();
-    for run in neighbours_alike((after, q), &only_second) {
+    let follows_second = |&a: &usize, &b: &usize| follows_alike((after, q), a, b);
+    for run in only_second.chunk_by(follows_second) {
         let what = format!("only in the second, {}", place_text(after, q, &second.blocks[run[0]]));
-        let row = only(&after.blocks_text(q, &run), "only in the second");
+        let row = only(&after.blocks_text(q, run), "only in the second");
         comparison.blocks.push(Difference { after: what, ..row });
     }
     // Neighbours that changed alike are one line.
-    let place = |scene: &Scene, block: &Block, program: usize| place_text(scene, program, block);
-    let mut at = 0;
-    while at < changed.len() {
-        let (a, b) = changed[at];
-        let key = (place(before, &first.blocks[a], p), place(after, &second.blocks[b], q));
-        let mut end = at + 1;
-        while end < changed.len()
-            && changed[end].0 == changed[end - 1].0 + 1
-            && (
-                place(before, &first.blocks[changed[end].0], p),
-                place(after, &second.blocks[changed[end].1], q),
-            ) == key
-        {
-            end += 1;
-        }
-        let rows = &changed[at..end];
+    let follows = |&(a, b): &(usize, usize), &(next_a, next_b): &(usize, usize)| {
+        follows_first(&a, &next_a) && follows_second(&b, &next_b)
+    };
+    for rows in changed.chunk_by(follows) {
+        let (a, b) = rows[0];
+        let key =
+            (place_text(before, p, &first.blocks[a]), place_text(after, q, &second.blocks[b]));
         let subjects: Vec<usize> = rows.iter().map(|&(a, _)| a).collect();
         let sum = |blocks: &mut dyn Iterator<Item = u64>| blocks.fold(0, u64::saturating_add);
         let measured = is_measured_alike(first, second)
@@ -194,30 +187,17 @@ fn compare_blocks(
             change: quantity::relative_change(before_nanos, after_nanos),
             block: Some(a),
         });
-        at = end;
     }
 }
 
-/// Blocks of a program in runs of neighbours that lie alike.
-fn neighbours_alike((scene, program): (&Scene, usize), blocks: &[usize]) -> Vec<Vec<usize>> {
+/// Whether a block is the layer after another and lies alike.
+fn follows_alike((scene, program): (&Scene, usize), first: usize, second: usize) -> bool {
     let rows = &scene.programs[program].blocks;
-    let mut runs: Vec<(String, Vec<usize>)> = Vec::new();
-    for &block in blocks {
-        let own = place_text(scene, program, &rows[block]);
-        match runs.last_mut() {
-            Some((place, run))
-                if *place == own
-                    && rows[block].number.is_some()
-                    && run
-                        .last()
-                        .is_some_and(|&last| last + 1 == block && rows[last].number.is_some()) =>
-            {
-                run.push(block);
-            }
-            _ => runs.push((own, vec![block])),
-        }
-    }
-    runs.into_iter().map(|(_, run)| run).collect()
+    let place = |block: usize| place_text(scene, program, &rows[block]);
+    first + 1 == second
+        && rows[first].number.is_some()
+        && rows[second].number.is_some()
+        && place(first) == place(second)
 }
 
 /// `gpu0 in bf16`, `gpu0, weights at home on numa0, in q4`.

@@ -4,7 +4,7 @@ use egui::{Rect, RichText, Sense, Ui, vec2};
 
 use crate::quantity;
 use crate::scene::{Bars, Block, Kind, LaneKind, Program, Scene, Step, Summary, size_text};
-use crate::text::text_within;
+use crate::text::{fitting, text_within};
 use crate::theme;
 use crate::timeline_panel::idle_text;
 use crate::view::{Area, Selection, View};
@@ -48,16 +48,21 @@ fn row(ui: &mut Ui, name: &str, value: impl Into<String>) {
 }
 
 /// A name, a bar of a part of the whole and the part in figures. The bar is pale as far as the device is busy.
-fn share_row(ui: &mut Ui, name: &str, nanos: u64, whole: f64, busy: Option<f64>) {
+/// The figures get `room`, or less of it where the bar would vanish.
+fn share_row(ui: &mut Ui, name: &str, nanos: u64, whole: f64, busy: Option<f64>, room: f32) {
+    /// What the name takes.
+    const NAME: f32 = 84.0;
+    /// The least width of a bar, and what is between it and the figures.
+    const LEAST: f32 = 24.0;
+    const GAP: f32 = 6.0;
     let (rect, _) = ui.allocate_exact_size(vec2(ui.available_width(), 18.0), Sense::hover());
     let share = nanos as f64 / whole;
-    let mut value = format!("{} ({})", quantity::nanos(nanos as f64), quantity::share(share));
-    let mut room = 98.0;
-    if let Some(busy) = busy {
-        value += &format!(", {} busy", quantity::share(busy));
-        room += 52.0;
-    }
-    let bar = Rect::from_min_max(rect.min + vec2(84.0, 3.0), rect.max - vec2(room + 6.0, 3.0));
+    let room = room.min((rect.width() - NAME - LEAST - GAP).max(0.0));
+    let time = quantity::nanos(nanos as f64);
+    let also = busy.map(|busy| format!(", {} busy", quantity::share(busy))).unwrap_or_default();
+    let values = [format!("{time} ({}){also}", quantity::share(share)), format!("{time}{also}")];
+    let value = fitting(ui, values, 11.0, room);
+    let bar = Rect::from_min_max(rect.min + vec2(NAME, 3.0), rect.max - vec2(room + GAP, 3.0));
     if bar.is_positive() {
         ui.painter().rect_filled(bar, 2.0, ui.visuals().extreme_bg_color);
         let fill = ui.visuals().selection.bg_fill;
@@ -69,7 +74,7 @@ fn share_row(ui: &mut Ui, name: &str, nanos: u64, whole: f64, busy: Option<f64>)
         }
     }
     let text = ui.visuals().text_color();
-    text_within(ui, ui.painter(), rect.left_center(), 80.0, name, text);
+    text_within(ui, ui.painter(), rect.left_center(), NAME - 4.0, name, text);
     text_within(ui, ui.painter(), rect.right_center() - vec2(room, 0.0), room, &value, text);
 }
 
@@ -128,15 +133,18 @@ fn show_shares(ui: &mut Ui, scene: &Scene, summary: &Summary, program: &Program)
     let whole = summary.critical_end.max(1) as f64;
     let nanos = |of: &[u64], place: usize| of.get(place).copied().unwrap_or(0);
     let is_any_beside = (0..scene.devices.len()).any(|device| summary.is_beside(device));
+    // As much for all rows, so that their bars have one scale.
+    let room = if is_any_beside { 150.0 } else { 98.0 };
     for (number, device) in scene.devices.iter().enumerate() {
         let busy = nanos(&summary.busy_nanos, number) as f64 / whole;
         let busy = is_any_beside.then_some(busy);
-        share_row(ui, &device.name, nanos(&summary.critical_nanos, number), whole, busy);
+        share_row(ui, &device.name, nanos(&summary.critical_nanos, number), whole, busy, room);
     }
     let moved = summary.critical_nanos.last().copied().unwrap_or(0);
-    share_row(ui, "movement", moved, whole, None);
+    share_row(ui, "movement", moved, whole, None, room);
     let worked = summary.critical_nanos.iter().copied().fold(0, u64::saturating_add);
-    share_row(ui, "between steps", summary.critical_end.saturating_sub(worked), whole, None);
+    let between = summary.critical_end.saturating_sub(worked);
+    share_row(ui, "between steps", between, whole, None, room);
 }
 
 /// `and 6 more; hybridc explain lists them`.
@@ -164,14 +172,8 @@ fn show_step(
     row(ui, "because", step.cause.clone());
     row(ui, "next best", step.runner_up.clone().unwrap_or_default());
     ui.add_space(4.0);
-    // Of decode, only attention depends on what is cached.
-    let predicted = if program.is_decode && step.kind != Kind::Attention {
-        let tokens = program.tokens_text(program.max_tokens);
-        format!("{}{tokens}", quantity::nanos(step.predicted_nanos as f64))
-    } else {
-        planned_text(program, step.predicted_nanos)
-    };
-    row(ui, "predicted", predicted);
+    let has_attention = step.kind == Kind::Attention;
+    row(ui, "predicted", planned_text(program, step.predicted_nanos, has_attention));
     if let Some(measured) = step.measured {
         row(
             ui,
@@ -238,10 +240,10 @@ fn show_step(
     }
 }
 
-/// A predicted time, with what it is for: of decode the tokens cached, of prompts their tokens where measured ones are
-/// of others.
-pub(crate) fn planned_text(program: &Program, nanos: u64) -> String {
-    let size = if program.is_decode {
+/// A predicted time, with what it is for: of decode the tokens cached, on which only attention depends, else the tokens
+/// where measured ones are of others.
+pub(crate) fn planned_text(program: &Program, nanos: u64, has_attention: bool) -> String {
+    let size = if program.is_decode && has_attention {
         format!(" {}", size_text(program, program.predicted_size()))
     } else {
         program.tokens_text(program.max_tokens)
@@ -273,7 +275,10 @@ fn show_blocks(
     row(ui, "because", block.cause.clone());
     row(ui, "next best", block.runner_up.clone().unwrap_or_default());
     ui.add_space(4.0);
-    row(ui, "predicted", planned_text(program, program.blocks_predicted(first, last)));
+    let mut steps = blocks.iter().flat_map(|block| &block.steps);
+    let has_attention = steps.any(|&step| program.steps[step].kind == Kind::Attention);
+    let predicted = program.blocks_predicted(first, last);
+    row(ui, "predicted", planned_text(program, predicted, has_attention));
     if let Some(measured) = program.blocks_measured(first, last) {
         row(ui, "measured", measured_text(program, measured));
         row(ui, "error", program.blocks_error_text(first, last).unwrap_or_default());

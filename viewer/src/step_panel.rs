@@ -6,7 +6,7 @@ use egui::{Align2, FontId, Rect, Sense, Ui, pos2, vec2};
 
 use crate::details_panel::{measured_text, planned_text};
 use crate::quantity;
-use crate::scene::{Program, Scene, Step};
+use crate::scene::{Kind, Program, Scene, Step};
 use crate::text::text_within;
 use crate::theme;
 use crate::view::{Column, Selection, View};
@@ -88,7 +88,9 @@ fn sum_text(program: &Program, rows: &[usize]) -> String {
         .map(|measured| measured.median_nanos)
         .reduce(u64::saturating_add);
     let measured = measured.map(|nanos| format!(", measured {}", measured_text(program, nanos)));
-    format!("predicted {}{}", planned_text(program, predicted), measured.unwrap_or_default())
+    let has_attention = rows.iter().any(|&step| program.steps[step].kind == Kind::Attention);
+    let predicted = planned_text(program, predicted, has_attention);
+    format!("predicted {predicted}{}", measured.unwrap_or_default())
 }
 
 /// The columns that a row has room for, with their cells.

@@ -235,8 +235,12 @@ fn devices_that_share_every_layer_are_the_bottleneck_together() {
         assert!((0..gpus as usize).all(|device| summary.is_bottleneck(device)));
     }
     // The stages of a pipeline work one after the other.
-    let scene = predicted(&pipeline());
+    let mut scene = predicted(&pipeline());
     assert!(scene.summaries[DECODE].as_busy.is_empty());
+    // Only devices of one kind make a row.
+    scene.summaries[DECODE].as_busy = vec![0, 1, 2];
+    let line = &scene.headline(DECODE)[1];
+    assert!(line.starts_with("Bottleneck: gpu0, numa0 and numa1 share the work"), "{line}");
 }
 
 #[test]

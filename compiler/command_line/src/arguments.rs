@@ -100,6 +100,11 @@ fn stray_word(word: &str, command: &Command, first: Option<&str>) -> String {
     let taken_for = positionals.next().and_then(|names| names.first());
     let first = first.filter(|first| !first.starts_with('-') && !known.contains(&word));
     match first.zip(taken_for) {
+        Some((first, _)) if Path::new(first).exists() => {
+            format!(
+                "{word:?} is not expected behind {first:?}: text of several words goes in quotes"
+            )
+        }
         Some((first, name)) => format!(
             "{first:?} is no command but taken for {name}, behind which {word:?} is not expected: begin with {name} \
              itself, or with a command, one of {names}"
@@ -211,6 +216,13 @@ mod tests {
         assert_eq!(
             refusal(["plan", "look"]),
             "\"look\" is not expected here: a command comes first, one of measure, look"
+        );
+        let there = env!("CARGO_MANIFEST_DIR");
+        assert_eq!(
+            refusal([there, "world"]),
+            format!(
+                "\"world\" is not expected behind {there:?}: text of several words goes in quotes"
+            )
         );
     }
 

@@ -90,13 +90,7 @@ impl<'a> Prices<'a> {
         arrangements.extend(groups.iter().map(|priced| self.whole(priced.group.clone())));
         arrangements.extend(self.uneven(&groups)?);
         let sequences = self.sequences(&singles, &groups);
-        // Runs of prompts overlap, which counts for throughput; steps of decode never do.
-        let goals: &[Goal] = match self.task.target.objective {
-            Objective::Latency => &[Goal::Sum],
-            Objective::Throughput => &[Goal::Sum, Goal::Busiest],
-        };
-        for &goal in goals {
-            let pipelines = self.pipelines(&sequences, goal);
+        for pipelines in self.pipelines_of(&sequences) {
             let fresh = pipelines.into_iter().filter(|pipeline| !arrangements.contains(pipeline));
             let fresh: Vec<Arrangement> = fresh.collect();
             arrangements.extend(fresh);
@@ -104,8 +98,24 @@ impl<'a> Prices<'a> {
         Ok(arrangements)
     }
 
-    /// The best pipelines along sequences, by a goal.
-    fn pipelines(&self, sequences: &[Vec<&Priced>], goal: Goal) -> Vec<Arrangement> {
+    /// The best pipelines along sequences, by each goal. Runs of prompts overlap, which counts for throughput; steps of
+    /// decode never do.
+    fn pipelines_of(&self, sequences: &[Vec<&Priced>]) -> Vec<Vec<Arrangement>> {
+        /// Limits of a stage's prefill, in percent of the most that the busiest stage takes of both at best.
+        const LIMITS: [u64; 3] = [60, 80, 100];
+        let by = |goal| self.pipelines(sequences, goal);
+        let with_sum = by(Goal::Sum).1;
+        if self.task.target.objective == Objective::Latency {
+            return vec![with_sum];
+        }
+        let (least, with_busiest) = by(Goal::Busiest);
+        let limits = LIMITS.iter().filter_map(|percent| Some(least? / 100 * percent));
+        let by_decode = limits.map(|most_prefill| by(Goal::Decode { most_prefill }).1);
+        [with_sum, with_busiest].into_iter().chain(by_decode).collect()
+    }
+
+    /// The best pipelines along sequences, by a goal, and what the best of them is worth by it.
+    fn pipelines(&self, sequences: &[Vec<&Priced>], goal: Goal) -> (Option<u64>, Vec<Arrangement>) {
         let mut pipelines: Vec<(u64, Arrangement)> = Vec::new();
         for sequence in sequences {
             if let Some(pipeline) = self.pipeline(sequence, goal, false)
@@ -124,7 +134,8 @@ impl<'a> Prices<'a> {
             alike < MOST_ALIKE
         });
         pipelines.truncate(MOST_PIPELINES);
-        pipelines.into_iter().map(|(_, pipeline)| pipeline).collect()
+        let least = pipelines.first().map(|(score, _)| *score);
+        (least, pipelines.into_iter().map(|(_, pipeline)| pipeline).collect())
     }
 
     /// Stages on these devices, all of them, as even in time as memory allows.

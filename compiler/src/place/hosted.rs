@@ -178,8 +178,7 @@ pub(crate) fn hosts(task: &Task<'_>, gpus: &[DeviceId]) -> Vec<DeviceId> {
     };
     let is_host = |&id: &DeviceId| is_numa(task, id) && is_linked(id) && computes(id);
     let mut hosts: Vec<DeviceId> = machine.devices.ids().filter(is_host).collect();
-    let cost = |host: DeviceId| gpus.iter().map(|&gpu| host_cost(task, host, gpu)).sum::<u64>();
-    hosts.sort_by_key(|&host| cost(host));
+    hosts.sort_by_key(|&host| cost_beside(task, host, gpus));
     hosts
 }
 
@@ -198,9 +197,13 @@ pub(super) fn host_cost(task: &Task<'_>, host: DeviceId, gpu: DeviceId) -> u64 {
     times.score(task.target)
 }
 
+/// The same beside each of these GPUs.
+fn cost_beside(task: &Task<'_>, host: DeviceId, gpus: &[DeviceId]) -> u64 {
+    gpus.iter().map(|&gpu| host_cost(task, host, gpu)).fold(0, u64::saturating_add)
+}
+
 /// Whether it costs about as much that matrices stay on one node as on the other beside these GPUs.
 pub(crate) fn hosts_alike(task: &Task<'_>, gpus: &[DeviceId], a: DeviceId, b: DeviceId) -> bool {
-    let cost = |host: DeviceId| gpus.iter().map(|&gpu| host_cost(task, host, gpu)).sum::<u64>();
-    let (a, b) = (cost(a), cost(b));
+    let [a, b] = [a, b].map(|host| cost_beside(task, host, gpus));
     a.abs_diff(b) <= a.min(b) / ALIKE
 }

@@ -17,7 +17,7 @@ const MOST_UNEVEN: usize = 3;
 
 impl Prices<'_> {
     /// Groups that share layers: all GPUs, all NUMA nodes, everything, the fastest half of each, quarter and so on, GPUs
-    /// of one kind, those of all kinds but one, and pairs on small machines.
+    /// of one kind, those of all kinds but one, and pairs where GPUs, nodes or all devices are few.
     pub(super) fn groups(&self, singles: &[Priced]) -> Vec<Priced> {
         let machine = &self.task.target.machine;
         let device = |priced: &Priced| priced.group.devices[0];
@@ -52,8 +52,9 @@ impl Prices<'_> {
         }
         // A host or two beside some GPUs do not make these too many, nor GPUs the nodes.
         for few in [&gpus, &nodes, &singles.iter().collect()] {
-            let few = few.iter().filter(|_| few.len() <= MOST_DEVICES_FOR_PAIRS);
-            let few: Vec<&Priced> = few.copied().collect();
+            if few.len() > MOST_DEVICES_FOR_PAIRS {
+                continue;
+            }
             for (index, first) in few.iter().enumerate() {
                 sets.extend(few[index + 1..].iter().map(|second| vec![*first, *second]));
             }
@@ -79,7 +80,13 @@ impl Prices<'_> {
     pub(super) fn uneven(&self, groups: &[Priced]) -> Result<Vec<Arrangement>> {
         let mut fastest: Vec<&Priced> = groups.iter().collect();
         fastest.sort_by(|a, b| self.speed(b).total_cmp(&self.speed(a)));
-        let shared = fastest.into_iter().take(MOST_UNEVEN).map(|priced| {
+        let machine = &self.task.target.machine;
+        let is_unlike = |priced: &&Priced| {
+            let (first, others) = priced.group.devices.split_first().expect("a group has members");
+            others.iter().any(|&other| !are_alike(machine, *first, other))
+        };
+        let unlike = fastest.into_iter().filter(is_unlike);
+        let shared = unlike.take(MOST_UNEVEN).map(|priced| {
             let arrangements = self.requested_groups(&priced.group.devices, None)?;
             // The first is by speed.
             Ok(arrangements.into_iter().skip(1))

@@ -14,6 +14,11 @@ pub(crate) enum Goal {
     Sum,
     /// The slowest stage: runs overlap.
     Busiest,
+    /// The sum of decode, which never overlaps, over stages whose prefill, which does, takes no longer than so much.
+    Decode {
+        /// Nanoseconds.
+        most_prefill: u64,
+    },
 }
 
 /// Ranges of units, each with the index of its group in the sequence.
@@ -32,8 +37,12 @@ pub(crate) fn cut(
 ) -> Option<(u64, Stages)> {
     let units = sequence.first()?.times.len();
     let join = |before: u64, stage: u64| match goal {
-        Goal::Sum => before + stage,
+        Goal::Sum | Goal::Decode { .. } => before + stage,
         Goal::Busiest => before.max(stage),
+    };
+    let score = |times: Times| match goal {
+        Goal::Sum | Goal::Busiest => times.score(target),
+        Goal::Decode { .. } => Times { prefill: 0, ..times }.score(target),
     };
     // What handing over from the leader of one group to that of a later one costs; `None` without a link.
     let between: Vec<Vec<Option<u64>>> = sequence
@@ -41,13 +50,17 @@ pub(crate) fn cut(
         .map(|from| {
             let from = from.group.devices[0];
             let to = sequence.iter().map(|to| to.group.devices[0]);
-            to.map(|to| Some(handover(from, to)?.score(target))).collect()
+            to.map(|to| Some(score(handover(from, to)?))).collect()
         })
         .collect();
     // Prefix sums over units, per group.
     let costs: Vec<Vec<u64>> = sequence
         .iter()
-        .map(|priced| prefix(priced.times.iter().map(|times| times.score(target))))
+        .map(|priced| prefix(priced.times.iter().map(|&times| score(times))))
+        .collect();
+    let prefills: Vec<Vec<u64>> = sequence
+        .iter()
+        .map(|priced| prefix(priced.times.iter().map(|times| times.prefill)))
         .collect();
     let bytes: Vec<Vec<Vec<u64>>> = sequence
         .iter()
@@ -57,6 +70,10 @@ pub(crate) fn cut(
                 .collect()
         })
         .collect();
+    let is_too_slow = |group: usize, range: &Range<usize>| {
+        let prefill = prefills[group][range.end] - prefills[group][range.start];
+        matches!(goal, Goal::Decode { most_prefill } if prefill > most_prefill)
+    };
     let fits = |group: usize, range: &Range<usize>| {
         let members = sequence[group].group.devices.iter().zip(&sequence[group].buffers);
         members.zip(&bytes[group]).all(|((&device, &buffers), prefix)| {
@@ -71,7 +88,7 @@ pub(crate) fn cut(
         for end in 1..=units {
             let mut found: Best = None;
             for start in (0..end).rev() {
-                if !fits(group, &(start..end)) {
+                if !fits(group, &(start..end)) || is_too_slow(group, &(start..end)) {
                     break;
                 }
                 let work = costs[group][end] - costs[group][start];

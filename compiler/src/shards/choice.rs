@@ -23,8 +23,10 @@ use crate::task::Task;
 /// for what is in no layer. With 2 about half of them are. The more are cut, the less GPUs wait while NUMA nodes compute,
 /// and the more activations cross.
 const SPREADS: [(f64, usize); 3] = [(1.04, 1), (1.15, 1), (2.0, 2)];
-/// The same where hosts keep all caches: only if that leaves them much less to compute.
-const SPREAD_BESIDE_CACHES: f64 = 1.05;
+/// The same where hosts keep all caches.
+const SPREADS_BESIDE_CACHES: [f64; 2] = [1.05, 1.15];
+/// Only if that leaves hosts so much less to compute.
+const LESS_BESIDE_CACHES: f64 = 0.9;
 /// Parts of what the best way leaves free on GPUs that they may have in addition, the first that fits: what they need
 /// beside weights changes a little with it.
 const REFILLED: [f64; 2] = [0.95, 0.6];
@@ -68,13 +70,12 @@ pub(crate) fn with_shards(
         return Ok((model, placement));
     };
     for part in REFILLED {
-        let Some(fuller) = way.with_more_resident(&best.1, &gpus, part / whole) else { break };
-        if let Some(found) = sharded(&fuller)?
-            && found.1.score < best.1.score
-        {
+        let Some(fuller) = way.with_more_resident(&best.1, &gpus, part / whole) else { continue };
+        let Some(found) = sharded(&fuller)? else { continue };
+        if found.1.score < best.1.score {
             best = found;
-            break;
         }
+        break;
     }
     let (sharded, placed) = best;
     Ok(match placed.score < placement.score {
@@ -108,7 +109,7 @@ impl Way {
         of_byte: f64,
     ) -> Option<Self> {
         let free = gpus.iter().map(|&gpu| placed.devices[gpu].free_bytes()).min()?;
-        let more = (free * gpus.len() as u64) as f64 * of_byte;
+        let more = free as f64 * gpus.len() as f64 * of_byte;
         let resident = self.resident + more;
         let is_worth_it = self.resident > 0.0 && more >= LEAST_REFILLED && resident < 1.0 - more;
         is_worth_it.then(|| Self { resident, ..self.clone() })
@@ -170,8 +171,10 @@ fn ways_among(nodes: &[(usize, f64)], share: f64, beside_caches: f64) -> Vec<Way
         Way { nodes: nodes.to_vec(), pieces: of_node, resident }
     };
     let staying = SPREADS.map(|(spread, pieces)| (spread * share, pieces));
-    let with_caches = (SPREAD_BESIDE_CACHES * beside_caches, 1);
-    let residents = staying.into_iter().chain([with_caches]).filter_map(|(staying, pieces)| {
+    let is_less = beside_caches < LESS_BESIDE_CACHES * share;
+    let with_caches = SPREADS_BESIDE_CACHES.into_iter().filter(|_| is_less);
+    let with_caches = with_caches.map(|spread| (spread * beside_caches, 1));
+    let residents = staying.into_iter().chain(with_caches).filter_map(|(staying, pieces)| {
         let is_some = staying > 0.0 && staying <= 1.0 - LEAST_RESIDENT;
         is_some.then(|| in_pieces(pieces, 1.0 - staying))
     });
@@ -271,6 +274,21 @@ fn attended_blocks(task: &Task<'_>, placement: &Placement, gpu: DeviceId) -> BTr
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn layers_keep_what_gpus_have_room_for() {
+        let residents = |share, beside_caches| -> Vec<f64> {
+            let ways = ways_among(&[(0, 1.0)], share, beside_caches);
+            ways.iter().map(|way| (way.resident * 1e4).round() / 1e4).collect()
+        };
+        // In pieces; then nearly all layers, and half of them.
+        assert_eq!(residents(0.4, 0.39), [0.0, 0.584, 0.54, 0.2]);
+        // Caches that stay leave hosts less to compute.
+        assert_eq!(residents(0.4, 0.2), [0.0, 0.584, 0.54, 0.2, 0.79, 0.77]);
+        // With so little left all stays.
+        assert_eq!(residents(0.94, 0.93), [0.0]);
+        assert_eq!(residents(-0.1, -0.2), [0.0]);
+    }
 
     #[test]
     fn nodes_share_as_they_read_within_their_memory() {

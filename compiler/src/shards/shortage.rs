@@ -54,7 +54,7 @@ impl Lacking {
                 placement.devices[gpu].needed_bytes() - weight_bytes - cache_bytes - fetch_bytes;
             capacity_bytes.saturating_sub(beside)
         };
-        let room: u64 = gpus.iter().map(room).sum();
+        let room = gpus.iter().map(room).fold(0, u64::saturating_add);
         Self { bytes: whole.saturating_sub(room) as f64, cache_bytes: caches as f64 }
     }
 }

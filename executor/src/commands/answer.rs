@@ -5,7 +5,7 @@ use std::io::{ErrorKind, IsTerminal as _, Read as _, Write as _};
 use std::sync::atomic::AtomicBool;
 
 use anyhow::{Context as _, Result, ensure};
-use command_line::tell;
+use command_line::{misuse, tell};
 use serde_json::{Value, json};
 
 use executor::engine::Timings;
@@ -18,6 +18,8 @@ use super::session::{
 use super::{AnswerArguments, chat};
 
 pub(super) fn run(arguments: AnswerArguments) -> Result<()> {
+    let overrides = arguments.sampling.overrides();
+    overrides.check().map_err(misuse)?;
     let is_asked = arguments.prompt.is_some() || arguments.prompt_ids.is_some();
     let is_dialogue = !is_asked && !arguments.json && std::io::stdin().is_terminal();
     let traced = arguments.trace.is_some() || arguments.perfetto.is_some();
@@ -26,7 +28,7 @@ pub(super) fn run(arguments: AnswerArguments) -> Result<()> {
     arguments.run.check_outputs(records, &arguments.plan)?;
     let opened = Opened::new(plan, &arguments.run)?;
     let asked = Asked {
-        generation: opened.generation(&arguments.sampling.overrides())?,
+        generation: opened.generation(&overrides)?,
         continues_text: !is_dialogue && !arguments.chat && arguments.system.is_none(),
     };
     let prompt = if is_dialogue {

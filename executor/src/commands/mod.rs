@@ -9,16 +9,16 @@ mod npy;
 mod perplexity;
 mod session;
 
+use std::error::Error;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use anyhow::{Result, anyhow, ensure};
+use anyhow::Result;
 use clap::{Args, Parser, Subcommand};
 
 use executor::generation::GenerationOverrides;
 use executor::kernels::cpu::isa::Isa;
 use executor::load::{CpuBackend, GpuDriver, Kernels};
-use executor::sample::SamplingOptions;
 
 /// Runs a compiled plan: streams an answer, chats, measures.
 #[derive(Parser)]
@@ -118,22 +118,22 @@ struct SamplingArguments {
     max_tokens: Option<usize>,
     /// Divide logits by this before a token is drawn; 0 is greedy; default: generation_config.json's where that asks
     /// for sampling, else 0
-    #[arg(long, value_name = "T", value_parser = temperature)]
+    #[arg(long, value_name = "T")]
     temperature: Option<f32>,
     /// Choose among the K likeliest tokens; 0 is all; default: generation_config.json's, else 50
     #[arg(long, value_name = "K")]
     top_k: Option<usize>,
     /// Choose among the likeliest tokens that together have this probability; 1 is all; default:
     /// generation_config.json's, else 1
-    #[arg(long, value_name = "P", value_parser = top_p)]
+    #[arg(long, value_name = "P")]
     top_p: Option<f32>,
     /// Choose among tokens at least this likely, relative to the likeliest; 0 is all; default:
     /// generation_config.json's, else 0
-    #[arg(long, value_name = "P", value_parser = min_p)]
+    #[arg(long, value_name = "P")]
     min_p: Option<f32>,
     /// Divide positive logits of tokens seen before by this, multiply negative ones by it; 1 is none; default:
     /// generation_config.json's, else 1
-    #[arg(long, value_name = "R", value_parser = repetition_penalty)]
+    #[arg(long, value_name = "R")]
     repetition_penalty: Option<f32>,
     /// Seed of the sampling; default: 0, the same text every time
     #[arg(long, value_name = "N")]
@@ -222,36 +222,12 @@ struct CalibrateArguments {
 }
 
 /// Parses a number that is never 0.
-fn at_least_one(text: &str) -> Result<usize> {
-    let number: usize = text.parse().map_err(|_| anyhow!("{text} is no whole number"))?;
-    ensure!(number > 0, "at least 1 is meant");
+fn at_least_one(text: &str) -> Result<usize, Box<dyn Error + Send + Sync>> {
+    let number: usize = text.parse()?;
+    if number == 0 {
+        return Err("at least 1 is meant".into());
+    }
     Ok(number)
-}
-
-fn temperature(text: &str) -> Result<f32> {
-    sampling(text, |options, value| options.temperature = value)
-}
-
-fn top_p(text: &str) -> Result<f32> {
-    sampling(text, |options, value| options.top_p = value)
-}
-
-fn min_p(text: &str) -> Result<f32> {
-    sampling(text, |options, value| options.min_p = value)
-}
-
-fn repetition_penalty(text: &str) -> Result<f32> {
-    sampling(text, |options, value| options.repetition_penalty = value)
-}
-
-/// Parses a value of sampling, within the range of its own.
-fn sampling(text: &str, set: fn(&mut SamplingOptions, f32)) -> Result<f32> {
-    let value: f32 = text.parse().map_err(|_| anyhow!("{text} is no number"))?;
-    // At a temperature of 0 the others have none.
-    let mut options = SamplingOptions { temperature: 1.0, ..SamplingOptions::default() };
-    set(&mut options, value);
-    options.check()?;
-    Ok(value)
 }
 
 impl Cli {

@@ -2,7 +2,8 @@
 //!
 //! Weights take minutes to load. What is asked for is checked before that, with what an [`Opened`] plan knows.
 
-use std::io::IsTerminal as _;
+use std::fs;
+use std::io::{ErrorKind, IsTerminal as _};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -104,9 +105,9 @@ impl Opened {
         if arguments.count_experts.is_some() {
             check_countable(&file.plan)?;
         }
-        let folder = checkpoint_folder(&file);
+        let folder = file.checkpoint_folder();
         ensure!(
-            folder.is_dir(),
+            is_folder(&folder)?,
             "the checkpoint's folder {} is gone; --model FOLDER names where it lies now",
             folder.display()
         );
@@ -126,7 +127,7 @@ impl Opened {
 
     /// How the checkpoint would have answers generated, with what the user asks for instead.
     pub(super) fn generation(&self, overrides: &GenerationOverrides) -> Result<GenerationOptions> {
-        let folder = checkpoint_folder(&self.file);
+        let folder = self.file.checkpoint_folder();
         GenerationOptions::load(&folder, self.tokenizer.as_ref().ok())?.overridden(overrides)
     }
 
@@ -147,10 +148,15 @@ impl Opened {
     }
 }
 
-/// The folder of a plan's checkpoint, by a name also where it is the current one.
-fn checkpoint_folder(file: &PlanFile) -> PathBuf {
-    let folder = file.checkpoint_folder();
-    if folder.as_os_str().is_empty() { PathBuf::from(".") } else { folder }
+/// Whether a folder is there; an error where that cannot be told.
+fn is_folder(path: &Path) -> Result<bool> {
+    match fs::metadata(path) {
+        Ok(found) => Ok(found.is_dir()),
+        Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => {
+            Ok(false)
+        }
+        Err(error) => Err(error).with_context(|| format!("looking for {}", path.display())),
+    }
 }
 
 fn found<'a>(tokenizer: &'a Result<Tokenizer>, other_option: &str) -> Result<&'a Tokenizer> {

@@ -126,6 +126,25 @@ fn values_count_only_where_they_are_used() {
 }
 
 #[test]
+fn what_the_user_says_is_judged_where_it_may_have_an_effect() {
+    let check = |temperature, top_p, min_p| {
+        let none = GenerationOverrides::default();
+        let given = GenerationOverrides { temperature, top_p, min_p, ..none };
+        given.check().map_err(|error| error.to_string())
+    };
+    assert_eq!(check(None, None, None), Ok(()));
+    assert_eq!(check(Some(0.0), Some(0.0), None), Ok(()));
+    assert_eq!(check(Some(0.0), None, Some(2.0)), Ok(()));
+    let top_p = Err("top-p is 0, but must be above 0 and at most 1".to_owned());
+    assert_eq!(check(None, Some(0.0), None), top_p);
+    assert_eq!(check(Some(0.5), Some(0.0), None), top_p);
+    let min_p = Err("min-p is 2, but must be between 0 and 1".to_owned());
+    assert_eq!(check(None, None, Some(2.0)), min_p);
+    let temperature = Err("temperature is -1, but must be 0 or more".to_owned());
+    assert_eq!(check(Some(-1.0), None, None), temperature);
+}
+
+#[test]
 fn options_of_no_effect_are_told() {
     let none = GenerationOverrides::default();
     let cases = [

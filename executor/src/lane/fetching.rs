@@ -12,6 +12,7 @@ use ir::id::{DeviceId, StepId};
 use ir::plan::{Action, Plan, Program, Queue, Step};
 use ir::trace::Span;
 
+use super::pulse::Pulse;
 use super::{Inbox, guarded, lane_of};
 use crate::fetch::{Fetch, Fetcher};
 use crate::load::Fault;
@@ -26,6 +27,7 @@ pub(crate) struct FetchLane {
     /// For each program the index of this queue's lane in it.
     pub(crate) lanes: Vec<Option<usize>>,
     pub(crate) inbox: Arc<Inbox>,
+    pub(crate) pulse: Arc<Pulse>,
     pub(crate) recorder: Option<Arc<Recorder>>,
     pub(crate) fault: Option<Fault>,
 }
@@ -77,6 +79,11 @@ impl FetchLane {
                 recorder.add(&mut spans);
             }
         }
+        let Self { mut fetcher, pulse, .. } = self;
+        fetcher.finish();
+        // To unpin much takes its time.
+        let _work = pulse.work();
+        drop(fetcher);
     }
 
     fn failure(&self, run: &Run, cause: String) -> Failure {

@@ -155,7 +155,11 @@ fn members_problem(
 /// Whether parts are in the order in which one matrix has the rows that make them, where they are made of one.
 fn follow_rows(plan: &Plan, parts: &[BufferId], matrices: &BTreeMap<BufferId, WeightId>) -> bool {
     let rows = |part: &BufferId| plan.weights.get(*matrices.get(part)?);
-    let start = |rows: &Weight| rows.sources.first().map(|source| (source.file, source.offset));
+    // Rows that come from several places have no order there.
+    let start = |rows: &Weight| match rows.sources.as_slice() {
+        [only] => Some((only.file, only.offset)),
+        _ => None,
+    };
     let made_of: Option<Vec<&Weight>> = parts.iter().map(rows).collect();
     made_of.unwrap_or_default().windows(2).all(|pair| {
         let [one, next] = [pair[0], pair[1]];

@@ -27,7 +27,7 @@ pub enum Violation {
         /// The id.
         id: String,
     },
-    /// Two devices or two programs cannot be told apart.
+    /// Two devices, programs or processors of a device cannot be told apart.
     DuplicateName {
         /// What they are.
         kind: &'static str,

@@ -7,7 +7,7 @@ use egui::{
 use super::{Columns, HOME_HEIGHT, Row, STEP_HEIGHT, row_nanos};
 use crate::quantity;
 use crate::scene::{Block, Program, Scene};
-use crate::text::text_within;
+use crate::text::{fitting, text_within};
 use crate::theme::{self, Coloring};
 use crate::view::{Selection, View, Wish};
 
@@ -110,14 +110,9 @@ pub(super) fn draw_row(
     job.wrap = egui::text::TextWrapping::truncate_at_width(room);
     let galley = ui.fonts_mut(|fonts| fonts.layout_job(job));
     painter.galley(pos2(left, rect.top() + 4.0), galley, theme::strong(ui));
-    text_within(
-        ui,
-        &painter,
-        pos2(left, rect.top() + 29.0),
-        room,
-        &numbers(program, row),
-        ui.visuals().text_color(),
-    );
+    let numbers = fitting(ui, numbers(program, row), 11.0, room);
+    let at = pos2(left, rect.top() + 29.0);
+    text_within(ui, &painter, at, room, &numbers, ui.visuals().text_color());
     let home = scene.home_text(view.program, &block.steps);
     let at = pos2(left, rect.top() + 29.0 + HOME_HEIGHT);
     text_within(ui, &painter, at, room, &home, ui.visuals().text_color());
@@ -147,8 +142,15 @@ fn title(program: &Program, row: &Row) -> String {
     }
 }
 
+/// Time and bytes of a row; the shorter text leaves it to the details what an error leaves out.
+fn numbers(program: &Program, row: &Row) -> [String; 2] {
+    let (first, last) = (row.first, row.last);
+    let short = program.blocks_error(first, last).map(quantity::change);
+    [program.blocks_error_text(first, last), short].map(|error| numbers_with(program, row, error))
+}
+
 /// Time and bytes of one block, or of all blocks of a group.
-fn numbers(program: &Program, row: &Row) -> String {
+fn numbers_with(program: &Program, row: &Row, error: Option<String>) -> String {
     let blocks = &program.blocks[row.first..=row.last];
     let bytes = blocks.iter().map(|block| block.weight_bytes).fold(0, u64::saturating_add);
     let mut text = quantity::nanos(row_nanos(program, row) as f64);
@@ -156,7 +158,7 @@ fn numbers(program: &Program, row: &Row) -> String {
         let mean = row_nanos(program, row) as f64 / blocks.len() as f64;
         text = format!("{} × {} = {text}", blocks.len(), quantity::nanos(mean));
     }
-    if let Some(error) = program.blocks_error_text(row.first, row.last) {
+    if let Some(error) = error {
         text += &format!(", measured {error}");
     }
     if bytes > 0 {

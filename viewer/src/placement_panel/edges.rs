@@ -54,11 +54,8 @@ pub(super) fn draw_edges(ui: &Ui, program: &Program, rows: &[Row], columns: Colu
         };
         let galley =
             ui.painter().layout_no_wrap(text, FontId::proportional(11.5), theme::strong(ui));
-        let mut place = label_place(start, end, galley.size() + vec2(8.0, 2.0));
-        // Edges of one gap have their labels beside each other.
-        while labels.iter().any(|label| label.intersects(place)) {
-            place = place.translate(vec2(place.width() + 4.0, 0.0));
-        }
+        let place = label_place(start, end, galley.size() + vec2(8.0, 2.0));
+        let place = free_place(place, &labels, body);
         labels.push(place);
         ui.painter().rect(
             place,
@@ -79,6 +76,19 @@ fn label_place(start: Pos2, end: Pos2, size: Vec2) -> Rect {
     Rect::from_min_size(pos2(left, (start.y + end.y - size.y) / 2.0), size)
 }
 
+/// A label's place inside the picture: edges of one gap have their labels beside each other, to the right as far as
+/// there is room, then to the left.
+fn free_place(place: Rect, labels: &[Rect], body: Rect) -> Rect {
+    let place = place.translate(vec2((body.right() - place.right()).min(0.0), 0.0));
+    let step = place.width() + 4.0;
+    let beside = |side: f32| {
+        (0..=2 * labels.len()).map(move |n| place.translate(vec2(side * step * n as f32, 0.0)))
+    };
+    let rightwards = beside(1.0).take_while(|place| place.right() <= body.right());
+    let is_free = |place: &Rect| !labels.iter().any(|label| label.intersects(*place));
+    rightwards.chain(beside(-1.0)).find(is_free).unwrap_or(place)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -90,5 +100,16 @@ mod tests {
         assert_eq!(place(100.0, 300.0), rect(306.0));
         assert_eq!(place(500.0, 300.0), rect(254.0));
         assert_eq!(place(300.0, 300.0), rect(306.0));
+    }
+
+    #[test]
+    fn labels_stay_in_the_picture_beside_each_other() {
+        let body = Rect::from_min_size(pos2(0.0, 0.0), vec2(200.0, 100.0));
+        let rect = |left| Rect::from_min_size(pos2(left, 12.0), vec2(40.0, 16.0));
+        assert_eq!(free_place(rect(10.0), &[], body), rect(10.0));
+        assert_eq!(free_place(rect(180.0), &[], body), rect(160.0));
+        assert_eq!(free_place(rect(10.0), &[rect(10.0)], body), rect(54.0));
+        assert_eq!(free_place(rect(130.0), &[rect(130.0)], body), rect(86.0));
+        assert_eq!(free_place(rect(80.0), &[rect(80.0), rect(124.0)], body), rect(36.0));
     }
 }

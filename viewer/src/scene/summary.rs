@@ -275,10 +275,13 @@ impl Scene {
         )
     }
 
-    /// `gpu0 and gpu1`, `gpu0 to gpu5`, `gpu0, gpu2 and gpu3`.
+    /// `gpu0 and gpu1`, `gpu0 to gpu5`, `gpu0, gpu2 and gpu3`; a row is of one kind: `gpu0, numa0 and numa1`.
     fn devices_text(&self, devices: &[usize]) -> String {
         let names: Vec<String> = devices.iter().map(|&device| self.device_name(device)).collect();
-        let is_row = devices.windows(2).all(|pair| pair[1] == pair[0] + 1);
+        let is_gpu = |device: usize| self.devices.get(device).map(|device| device.is_gpu);
+        let is_row = devices
+            .windows(2)
+            .all(|pair| pair[1] == pair[0] + 1 && is_gpu(pair[0]) == is_gpu(pair[1]));
         match names.as_slice() {
             [first, _, .., last] if is_row => format!("{first} to {last}"),
             [others @ .., last] if !others.is_empty() => {

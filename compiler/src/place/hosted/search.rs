@@ -122,7 +122,7 @@ impl<'a> Search<'a> {
         let has_shards = graph.nodes().any(is_cut);
         let shards = graph.nodes().filter_map(|(_, node)| Some(shard(&node.name)?.1));
         let shards: BTreeSet<usize> = shards.collect();
-        // What is in no shard goes to any of them; the first stands for all.
+        // What is in no shard goes to any of them; the best stands for all.
         let mut home_nanos = vec![None; hosts.len()];
         for &host in shards.iter().chain([&0]) {
             let home = *hosts.get(host)?;
