@@ -174,10 +174,16 @@ fn ways_among(nodes: &[(usize, f64)], share: f64, beside_caches: f64) -> Vec<Way
     let is_less = beside_caches < LESS_BESIDE_CACHES * share;
     let with_caches = SPREADS_BESIDE_CACHES.into_iter().filter(|_| is_less);
     let with_caches = with_caches.map(|spread| (spread * beside_caches, 1));
-    let residents = staying.into_iter().chain(with_caches).filter_map(|(staying, pieces)| {
-        let is_some = staying > 0.0 && staying <= 1.0 - LEAST_RESIDENT;
-        is_some.then(|| in_pieces(pieces, 1.0 - staying))
-    });
+    let most = 1.0 - LEAST_RESIDENT;
+    let mut residents: Vec<Way> = Vec::new();
+    for (staying, pieces) in staying.into_iter().chain(with_caches) {
+        // Little may be resident, but something.
+        let staying = if share < most && pieces == 1 { staying.min(most) } else { staying };
+        let is_new = residents.iter().all(|way| way.resident != 1.0 - staying);
+        if staying > 0.0 && staying <= most && is_new {
+            residents.push(in_pieces(pieces, 1.0 - staying));
+        }
+    }
     let several = (nodes.len() > 1).then(|| in_pieces(nodes.len(), 0.0));
     // One node's shard is in two pieces at least.
     let pieces = in_pieces(PIECES.max(2 * nodes.len()), 0.0);
@@ -285,8 +291,9 @@ mod tests {
         assert_eq!(residents(0.4, 0.39), [0.0, 0.584, 0.54, 0.2]);
         // Caches that stay leave hosts less to compute.
         assert_eq!(residents(0.4, 0.2), [0.0, 0.584, 0.54, 0.2, 0.79, 0.77]);
-        // With so little left all stays.
-        assert_eq!(residents(0.94, 0.93), [0.0]);
+        // Nearly all stays, or all.
+        assert_eq!(residents(0.87, 0.86), [0.0, 0.0952, 0.05]);
+        assert_eq!(residents(0.96, 0.95), [0.0]);
         assert_eq!(residents(-0.1, -0.2), [0.0]);
     }
 
