@@ -257,7 +257,7 @@ fn borrowing_nanos(
 }
 
 /// Nanoseconds of `amount` at a rate per second.
-fn seconds(amount: f64, per_sec: f64) -> f64 {
+pub(crate) fn seconds(amount: f64, per_sec: f64) -> f64 {
     if amount == 0.0 { 0.0 } else { amount / per_sec * 1e9 }
 }
 

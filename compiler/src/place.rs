@@ -42,7 +42,7 @@ use crate::place::units::Units;
 use crate::target::BLOCK_TOKENS;
 use crate::task::Task;
 
-pub(crate) use self::hosted::{hosts, hosts_alike};
+pub(crate) use self::hosted::{fillable_bytes, hosts, hosts_alike};
 
 /// Tokens of the prompt by which placements for prefill runs of several sizes are compared.
 pub(crate) const PROMPT_TOKENS: u32 = 2048;

@@ -5,6 +5,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
+use std::io::ErrorKind;
 use std::ops::Range;
 use std::path::{Component, Path, PathBuf};
 
@@ -46,14 +47,17 @@ impl Checkpoint {
         // Symbolic links stay as they are: a hub cache links readable names to files named by their hash.
         let path =
             std::path::absolute(path).with_context(|| format!("reading {}", path.display()))?;
-        // Other programs take a name of the hub here.
-        ensure!(
-            path.try_exists().unwrap_or(true),
-            "{}: there is no such file or folder; checkpoints are not downloaded: name one on this machine",
-            path.display()
-        );
-        let kind =
-            std::fs::metadata(&path).with_context(|| format!("reading {}", path.display()))?;
+        let name = path.display();
+        let kind = std::fs::metadata(&path).map_err(|error| {
+            if error.kind() == ErrorKind::NotFound {
+                // Other programs take a name of the hub here.
+                anyhow!(
+                    "{name}: there is no such file or folder; checkpoints are not downloaded: name one on this machine"
+                )
+            } else {
+                anyhow!(error).context(format!("reading {name}"))
+            }
+        })?;
         let entrance = if kind.is_dir() { entrance(&path)? } else { path };
         let folder = entrance.parent().unwrap_or(Path::new("/")).to_path_buf();
         let mut checkpoint = Self {

@@ -15,12 +15,14 @@ use std::collections::BTreeSet;
 
 use ir::dag::Node;
 use ir::id::{DeviceId, NodeId, Table};
+use ir::machine::Device;
 use ir::op::Op;
 use ir::plan::Phase;
 use ir::tensor::Format;
 use rayon::prelude::*;
 
 use self::search::{Kept, Search};
+use crate::cost::seconds;
 use crate::place::candidates::{Arrangement, Prices};
 use crate::place::prices::Times;
 use crate::place::{Offer, Room, are_alike, is_numa};
@@ -182,13 +184,19 @@ pub(crate) fn hosts(task: &Task<'_>, gpus: &[DeviceId]) -> Vec<DeviceId> {
     hosts
 }
 
+/// Bytes of a host that matrices may fill: a tenth of its memory is for buffers, letters and caches.
+pub(crate) fn fillable_bytes(host: &Device) -> u64 {
+    host.memory_bytes - host.memory_bytes / 10
+}
+
 /// Hosts whose costs differ by no more than one part in so many are about as good.
 const ALIKE: u64 = 10;
 
 /// What a gigabyte of matrices costs that stays on a node beside a GPU: prefill fetches it, decode reads it there.
 pub(super) fn host_cost(task: &Task<'_>, host: DeviceId, gpu: DeviceId) -> u64 {
     let machine = &task.target.machine;
-    let nanos = |bytes_per_sec: f64| (1e18 / bytes_per_sec.max(1.0)) as u64;
+    let nanos = |bytes_per_sec: f64| seconds(1e9, bytes_per_sec) as u64;
+    // Without a link none is a host.
     let link = machine.link(host, gpu).map_or(1.0, |link| link.bytes_per_sec);
     let times = Times {
         prefill: nanos(link),

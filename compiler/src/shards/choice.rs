@@ -4,7 +4,6 @@ use std::collections::BTreeSet;
 
 use anyhow::Result;
 use ir::id::{DeviceId, NodeId, WeightId};
-use ir::machine::Device;
 use ir::model::Model;
 use ir::op::Op;
 use ir::plan::Phase;
@@ -14,7 +13,7 @@ use super::shortage::Lacking;
 use super::{Cut, cut, shard};
 use crate::options::{Options, Request};
 use crate::part::WeightKey;
-use crate::place::{Among, Placement, hosts, hosts_alike, place};
+use crate::place::{Among, Placement, fillable_bytes, hosts, hosts_alike, place};
 use crate::target::Target;
 use crate::task::Task;
 
@@ -39,8 +38,6 @@ const PIECES: usize = 4;
 const LEAST_RESIDENT: f64 = 0.05;
 /// The least share of a layer that is worth a NUMA node's steps.
 const LEAST_OF_NODE: f64 = 0.02;
-/// How much of a NUMA node's memory shards may fill: buffers, letters and whole matrices take some, too.
-const FILLED: f64 = 0.9;
 
 /// The model and placement with MLPs and experts in shards, where NUMA nodes compute beside GPUs and that is predicted
 /// best; as they are otherwise.
@@ -63,23 +60,23 @@ pub(crate) fn with_shards(
     let Some((ways, whole)) = ways(&task, &gpus, &beside, lacking, is_free)? else {
         return Ok((model, placement));
     };
-    let sharded = |way: &Way| sharded(&model, target, options, &gpus, &way.cut(), is_free);
-    let found = ways.par_iter().map(sharded).collect::<Result<Vec<_>>>()?;
+    let try_way = |way: &Way| sharded(&model, target, options, &gpus, &way.cut(), is_free);
+    let found = ways.par_iter().map(try_way).collect::<Result<Vec<_>>>()?;
     let found = ways.iter().zip(found).filter_map(|(way, found)| Some((way, found?)));
     let Some((way, mut best)) = found.min_by_key(|(_, (_, placed))| placed.score) else {
         return Ok((model, placement));
     };
     for part in REFILLED {
         let Some(fuller) = way.with_more_resident(&best.1, &gpus, part / whole) else { continue };
-        let Some(found) = sharded(&fuller)? else { continue };
+        let Some(found) = try_way(&fuller)? else { continue };
         if found.1.score < best.1.score {
             best = found;
         }
         break;
     }
-    let (sharded, placed) = best;
+    let (in_shards, placed) = best;
     Ok(match placed.score < placement.score {
-        true => (sharded, placed.chosen_over(placement)),
+        true => (in_shards, placed.chosen_over(placement)),
         false => (model, placement),
     })
 }
@@ -146,8 +143,8 @@ fn ways(
         return Ok(None);
     }
     let node = |&host: &DeviceId| {
-        let Device { memory_bytes, rates, .. } = &devices[host];
-        (rates.read_bytes_per_sec, *memory_bytes as f64 * FILLED / stays(host))
+        let device = &devices[host];
+        (device.rates.read_bytes_per_sec, fillable_bytes(device) as f64 / stays(host))
     };
     let nodes = |hosts: &[DeviceId]| shares(&hosts.iter().map(node).collect::<Vec<_>>());
     let mut ways = ways_among(&nodes(&hosts), share, beside_caches);

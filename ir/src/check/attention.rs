@@ -63,7 +63,7 @@ pub(super) fn check_programs(plan: &Plan, found: &mut Vec<Violation>) {
 }
 
 /// The steps of a program that attend.
-fn attending(program: &Program) -> impl Iterator<Item = (StepId, &Step, &Attention)> {
+pub(super) fn attending(program: &Program) -> impl Iterator<Item = (StepId, &Step, &Attention)> {
     program.steps.iter().filter_map(|(id, step)| match &step.action {
         Action::Run(Op::Attention(attention)) => Some((id, step, attention)),
         Action::Run(_) | Action::Move { .. } | Action::Fetch { .. } => None,

@@ -4,6 +4,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use crate::check::attention::attending;
 use crate::check::order::LanePosition;
 use crate::check::{Scope, Violation};
 use crate::id::{BufferId, DeviceId, StepId, Table, WeightId};
@@ -70,11 +71,7 @@ fn check_caches(scope: Scope<'_>, found: &mut Vec<Violation>) {
             found.push(Violation::StrangeCache { step: scope.name(id), cache });
         }
     }
-    let attends = |program: &Program| {
-        let mut steps = program.steps.rows().iter();
-        steps.any(|step| matches!(&step.action, Action::Run(op) if op.cache().is_some()))
-    };
-    if !caches.is_empty() || plan.programs.iter().any(attends) {
+    if plan.programs.iter().any(|program| attending(program).next().is_some()) {
         for cache in plan.caches.ids().filter(|cache| !caches.contains(cache)) {
             found.push(Violation::UnusedCache { program: program.name.clone(), cache });
         }

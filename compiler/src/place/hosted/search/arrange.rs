@@ -12,7 +12,7 @@ use crate::explain::bytes;
 use crate::part::WeightKey;
 use crate::place::candidates::Arrangement;
 use crate::place::group::Group;
-use crate::place::hosted::{ALIKE, Hosted, Hosting};
+use crate::place::hosted::{ALIKE, Hosted, Hosting, fillable_bytes};
 use crate::task::Task;
 
 impl Search<'_> {
@@ -110,11 +110,11 @@ impl Search<'_> {
     /// The host for that many bytes beside a stage's GPU: of those with room the one that is best for it, or of several
     /// that are about as good the one with the most room. The first of those with the most where none has enough.
     fn host_for(&self, free: &[u64], stage: usize, bytes: u64) -> usize {
-        /// One part in so many of a host's memory is for buffers, letters and caches.
-        const SPARED: u64 = 10;
         let costs = &self.costs[stage];
-        let spared =
-            |host: usize| self.task.target.machine.devices[self.hosts[host]].memory_bytes / SPARED;
+        let spared = |host: usize| {
+            let device = &self.task.target.machine.devices[self.hosts[host]];
+            device.memory_bytes - fillable_bytes(device)
+        };
         let has_room = |&host: &usize| free[host] >= bytes.saturating_add(spared(host));
         let least = (0..free.len()).filter(has_room).map(|host| costs[host]).min();
         let is_good = |&host: &usize| {
