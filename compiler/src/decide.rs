@@ -29,9 +29,6 @@ pub(crate) struct Decided {
 const PREFILL_TOKENS: [u32; 2] = [512, PROMPT_TOKENS];
 /// Between these, where hosts compute or hold a part: activations then take the room of weights or caches.
 const TOKENS_BESIDE_HOSTS: u32 = 1024;
-/// The first token soon is worth more than the others: what the prompt takes counts so many times more.
-const FIRST_TOKEN: u64 = 2;
-
 /// Decides for runs of as many tokens as is asked; else, with GPUs, for as many as is best.
 pub(crate) fn decide(model: &Model, machine: &Machine, options: &Options) -> Result<Decided> {
     let in_runs_of = |tokens: u32| {
@@ -68,10 +65,7 @@ pub(crate) fn decide(model: &Model, machine: &Machine, options: &Options) -> Res
 
 /// The best of what is decided; of equals the first.
 fn best_of(all: Vec<Decided>) -> Option<Decided> {
-    all.into_iter().min_by_key(|decided| {
-        let Placement { prompt_nanos, score_of_prompt, .. } = &decided.placement;
-        score_of_prompt.saturating_add(FIRST_TOKEN.saturating_mul(*prompt_nanos))
-    })
+    all.into_iter().min_by_key(|decided| decided.placement.score_of_prompt)
 }
 
 /// Whether a host has weights or caches.

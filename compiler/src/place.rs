@@ -58,9 +58,7 @@ pub(crate) struct Placement {
     pub(crate) score: u64,
     /// What the score would be if it were judged by the decode of the most sequences.
     pub(crate) score_of_most: u64,
-    /// Time of a prompt of [`PROMPT_TOKENS`] in as many runs as it takes, as the objective counts it.
-    pub(crate) prompt_nanos: u64,
-    /// The score with that prompt.
+    /// The same with a prompt of [`PROMPT_TOKENS`] in as many runs as it takes.
     pub(crate) score_of_prompt: u64,
     /// What each device holds.
     pub(crate) devices: Table<DeviceId, DeviceForecast>,
@@ -201,19 +199,10 @@ pub(crate) fn place(task: &Task<'_>, options: &Options, among: Among<'_>) -> Res
     let hosted = hosted.map(|offer| &offer.arrangement).find(|offer| offer.hosted.is_some());
     let rooms = hosted.map(|hosted| hosted::rooms(&prices, hosted, &price));
     let rooms = rooms.unwrap_or_default();
-    let &Offer { score, score_of_most, prompt_nanos, score_of_prompt, .. } = best;
+    let &Offer { score, score_of_most, score_of_prompt, .. } = best;
     let devices = best.devices.clone();
     let candidates = offers.into_iter().map(|offer| offer.candidate).collect();
-    Ok(Placement {
-        layouts,
-        candidates,
-        score,
-        score_of_most,
-        prompt_nanos,
-        score_of_prompt,
-        devices,
-        rooms,
-    })
+    Ok(Placement { layouts, candidates, score, score_of_most, score_of_prompt, devices, rooms })
 }
 
 /// All candidates that the request allows, priced: those that fit first, by score.

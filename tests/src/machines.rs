@@ -115,6 +115,20 @@ pub fn h200(gpu_bytes: u64) -> Machine {
     machine
 }
 
+/// Multiplies the rates of a machine's devices by a factor for GPUs and one for nodes.
+pub fn slow_down(machine: &mut Machine, of_gpus: f64, of_nodes: f64) {
+    for device in machine.devices.rows_mut() {
+        let factor = if device.kind.is_gpu() { of_gpus } else { of_nodes };
+        let rates = &mut device.rates;
+        rates.read_bytes_per_sec *= factor;
+        rates.cache_bytes_per_sec *= factor;
+        rates.attention_flops_per_sec *= factor;
+        for point in rates.linear.iter_mut().flat_map(|linear| &mut linear.points) {
+            point.weights_per_sec *= factor;
+        }
+    }
+}
+
 /// The same host with a second socket like the first.
 pub fn two_sockets(gpu_bytes: u64) -> Machine {
     let mut machine = h200(gpu_bytes);

@@ -3,7 +3,7 @@
 use compiler::Options;
 use ir::machine::Machine;
 use ir::plan::{Phase, Plan};
-use tests::machines::{h200, two_sockets};
+use tests::machines::{h200, slow_down, two_sockets};
 use tests::made_up::{LlamaShape, MadeUp};
 
 const GIB: f64 = (1_u64 << 30) as f64;
@@ -11,24 +11,9 @@ const GIB: f64 = (1_u64 << 30) as f64;
 /// A small GPU of a tenth of an H200's rates, with a quarter of its link and a host of half the rates.
 fn small(gpu_gib: f64) -> Machine {
     let mut machine = h200((gpu_gib * GIB) as u64);
-    slow_down(&mut machine, |is_gpu| if is_gpu { 0.1 } else { 0.5 });
+    slow_down(&mut machine, 0.1, 0.5);
     machine.links.iter_mut().for_each(|link| link.bytes_per_sec *= 0.25);
     machine
-}
-
-fn slow_down(machine: &mut Machine, factor: impl Fn(bool) -> f64) {
-    let ids: Vec<_> = machine.devices.ids().collect();
-    for id in ids {
-        let device = &mut machine.devices[id];
-        let factor = factor(device.kind.is_gpu());
-        let rates = &mut device.rates;
-        rates.read_bytes_per_sec *= factor;
-        rates.cache_bytes_per_sec *= factor;
-        rates.attention_flops_per_sec *= factor;
-        for point in rates.linear.iter_mut().flat_map(|linear| &mut linear.points) {
-            point.weights_per_sec *= factor;
-        }
-    }
 }
 
 /// Seconds of a prompt of 2048 tokens and an answer of 128.
@@ -64,7 +49,7 @@ fn a_gpu_with_more_memory_is_no_slower() {
 fn it_does_not_matter_which_socket_has_more_memory() {
     let sockets = |roomy: &str| {
         let mut machine = two_sockets((6.0 * GIB) as u64);
-        slow_down(&mut machine, |is_gpu| if is_gpu { 0.2 } else { 1.0 });
+        slow_down(&mut machine, 0.2, 1.0);
         // The second is far from the GPU, and its memory is slower.
         let [far, gpu] = ["numa1", "gpu0"].map(|name| machine.device(name).unwrap());
         machine.devices[far].rates.read_bytes_per_sec *= 0.4;

@@ -64,7 +64,7 @@ fn a_model_that_fits_the_fastest_device_is_all_there() {
 fn the_choice_is_never_slower_than_a_candidate_that_fits() {
     for machine in [machines::one_gpu_two_numa(), machines::two_gpu_two_numa()] {
         let plan = plan(&Toy::llama(), &machine, &Options::default());
-        // The objective: a full prompt and an answer of 128 tokens.
+        // A full prompt and an answer of 128 tokens.
         let times: Vec<u64> = plan
             .forecast
             .candidates

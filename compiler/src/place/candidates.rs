@@ -201,7 +201,7 @@ impl<'a> Prices<'a> {
 
     /// Work per time, in any scale.
     pub(super) fn speed(&self, priced: &Priced) -> f64 {
-        let all = priced.times.iter().map(|times| times.score(self.task.target)).sum::<u64>();
+        let all = priced.times.iter().map(|times| times.request(self.task.target)).sum::<u64>();
         1.0 / (all.max(1) as f64)
     }
 

@@ -202,7 +202,7 @@ pub(super) fn host_cost(task: &Task<'_>, host: DeviceId, gpu: DeviceId) -> u64 {
         prefill: nanos(link),
         decode: nanos(machine.devices[host].rates.read_bytes_per_sec),
     };
-    times.score(task.target)
+    times.request(task.target)
 }
 
 /// The same beside each of these GPUs.

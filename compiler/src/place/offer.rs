@@ -24,10 +24,10 @@ pub(super) struct Offer {
     pub(super) score: u64,
     /// The same with the decode of the most sequences.
     pub(super) score_of_most: u64,
-    /// Time of a prompt of [`PROMPT_TOKENS`], or of the context if that is shorter.
-    pub(super) prompt_nanos: u64,
-    /// The score with that prompt.
+    /// The same with a prompt of [`PROMPT_TOKENS`], or of the context if that is shorter, in as many runs as it takes.
     pub(super) score_of_prompt: u64,
+    /// Time of the prefill that the score counts.
+    pub(super) prefill_nanos: u64,
     /// Time of the decode that the score counts.
     pub(super) decode_nanos: u64,
     pub(super) candidate: Candidate,
@@ -98,8 +98,8 @@ pub(super) fn offer(
         arrangement,
         score,
         score_of_most,
-        prompt_nanos,
         score_of_prompt,
+        prefill_nanos,
         decode_nanos,
         candidate,
         devices,

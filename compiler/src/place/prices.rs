@@ -21,6 +21,9 @@ use crate::task::Task;
 
 /// Tokens of the answer that a placement is judged by: a chat answer of a paragraph.
 const ANSWER_TOKENS: u64 = 128;
+/// What the time to the first token weighs beside that to the last, of 1: 1.6 times as much of it is as bad as 1.1 times as
+/// much of the other.
+const FIRST_TOKEN_WEIGHT: f64 = 1.0 / 6.0;
 
 /// Times of the programs that a placement is judged by.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -32,17 +35,33 @@ pub(crate) struct Times {
 }
 
 impl Times {
-    /// What is minimised.
+    /// Time of a prompt and an answer of 128 tokens: of parts of a model it adds up.
     ///
-    /// Latency: the time of a full prompt and an answer of 128 tokens, `prefill + 128 · decode`.
+    /// Latency: `prefill + 128 · decode`.
     /// Throughput: what one such request adds to the time of all, `prefill + 128 · decode / sequences`, where prefill is
     /// the busiest lane's work, since runs of prompts overlap.
-    pub(crate) fn score(self, target: &Target) -> u64 {
+    pub(crate) fn request(self, target: &Target) -> u64 {
         let sequences = match target.objective {
             Objective::Latency => 1,
             Objective::Throughput => u64::from(target.max_sequences),
         };
         self.prefill.saturating_add(ANSWER_TOKENS.saturating_mul(self.decode) / sequences)
+    }
+
+    /// What is minimised, of a whole model.
+    ///
+    /// Latency: the time to the last token and, with less weight, to the first, in proportion: where hosts decode, an
+    /// answer takes seconds, and prompts that take tenths of one would count for nothing in a sum.
+    /// Throughput: the time of a request.
+    pub(crate) fn score(self, target: &Target) -> u64 {
+        let request = self.request(target);
+        match target.objective {
+            Objective::Latency => {
+                let first = (self.prefill as f64).powf(FIRST_TOKEN_WEIGHT);
+                ((request as f64).powf(1.0 - FIRST_TOKEN_WEIGHT) * first) as u64
+            }
+            Objective::Throughput => request,
+        }
     }
 }
 

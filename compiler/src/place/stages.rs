@@ -41,8 +41,8 @@ pub(crate) fn cut(
         Goal::Busiest => before.max(stage),
     };
     let score = |times: Times| match goal {
-        Goal::Sum | Goal::Busiest => times.score(target),
-        Goal::Decode { .. } => Times { prefill: 0, ..times }.score(target),
+        Goal::Sum | Goal::Busiest => times.request(target),
+        Goal::Decode { .. } => Times { prefill: 0, ..times }.request(target),
     };
     // What handing over from the leader of one group to that of a later one costs; `None` without a link.
     let between: Vec<Vec<Option<u64>>> = sequence

@@ -293,9 +293,9 @@ impl<'a> Search<'a> {
             base.candidate.missing.is_none() && frame.windows.iter().any(|&bytes| bytes > 0)
         };
         let fetching: Vec<_> = bases.iter().filter(may_fetch).take(fetching).collect();
-        let fetching = fetching.into_par_iter().filter_map(|(frame, counts, base)| {
-            self.fetching(counts, frame, base.decode_nanos as f64, best, price)
-        });
+        let fetching = fetching
+            .into_par_iter()
+            .filter_map(|(frame, counts, base)| self.fetching(counts, frame, base, best, price));
         let fetching: Vec<Offer> = fetching.collect();
         bases.into_iter().map(|(_, _, base)| base).chain(fetching).collect()
     }
@@ -354,12 +354,13 @@ impl<'a> Search<'a> {
     /// The best offer in which decode fetches a share of what stays.
     ///
     /// The best share is near the one for which the link and the home take equally long; whether whole blocks or single
-    /// nodes are fetched is decided there. `None` where even that share's decode takes longer than all of what scores `best`.
+    /// nodes are fetched is decided there. `None` where even that share does not make of `base`, in which the home computes
+    /// all, what scores `best`.
     fn fetching(
         &self,
         counts: &[usize],
         frame: &Frame,
-        decode_nanos: f64,
+        base: &Offer,
         best: u64,
         price: &Price<'_>,
     ) -> Option<Offer> {
@@ -367,9 +368,9 @@ impl<'a> Search<'a> {
         let fetch: f64 = members().map(|member| member.fetch_nanos).sum();
         let home: f64 = members().map(|member| member.home_nanos).sum();
         // Without fetches decode takes what the home takes, and what no fetch shortens.
-        let even = (decode_nanos / (fetch + home).max(1.0)).min(1.0);
-        let decode = Times { prefill: 0, decode: (even * fetch) as u64 };
-        if decode.score(self.task.target) > best {
+        let even = (base.decode_nanos as f64 / (fetch + home).max(1.0)).min(1.0);
+        let times = Times { prefill: base.prefill_nanos, decode: (even * fetch) as u64 };
+        if times.score(self.task.target) > best {
             return None;
         }
         let offer = |share: f64, in_blocks: bool| {
