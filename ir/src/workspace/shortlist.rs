@@ -10,13 +10,15 @@ pub const LISTED_TOKENS: u32 = 128;
 /// then nothing, up to a multiple of 16 bytes.
 pub const LIST_WORDS: u32 = 2 * LISTED_TOKENS + 4;
 /// Logits that one list is made of at first.
-pub const LISTED_LOGITS: u32 = 1024;
-/// Lists that are merged into one.
-pub const MERGED_LISTS: u32 = 16;
+pub const LISTED_LOGITS: u32 = 4096;
+/// Lists that are merged into one: they have as many tokens.
+pub const MERGED_LISTS: u32 = LISTED_LOGITS / LISTED_TOKENS;
+/// Logits of the longest row that is sent whole: a list would be a quarter of it.
+const LONGEST_WHOLE: u32 = 1024;
 
 /// Whether a row is long enough for a list to be worth making.
 pub fn is_listed(vocabulary: u32) -> bool {
-    vocabulary > LISTED_LOGITS
+    vocabulary > LONGEST_WHOLE
 }
 
 /// Lists of a row after each launch; the last is 1.

@@ -2,19 +2,18 @@
 
 #![expect(unsafe_code, reason = "kernels are launched without checks of every index")]
 
-use anyhow::{Result, ensure};
+mod operands;
+
+use anyhow::Result;
 use cubecl::prelude::{Cast as _, *};
 use ir::op::NormKind;
 use ir::tensor::{DType, Format};
 
 use super::device::{Gpu, Span, element};
 use super::matrix::{float_bytes, float_type};
-use super::portion::BLOCK;
 use super::warpgroup::RightOperands;
 use super::words::read_size;
 
-/// Elements that lie side by side in right operands.
-const PAIR: usize = 2;
 /// Units of a cube, which takes a row.
 const UNITS: usize = 256;
 
@@ -50,7 +49,8 @@ pub struct Cast<'a> {
     pub residual: Option<&'a Span>,
     /// Of the output.
     pub format: Format,
-    /// Where the output is not row after row: then its format is bf16, and there are whole blocks of 32 features.
+    /// Where the output is not row after row: then its format is bf16, there are whole blocks of 32 features, and nothing
+    /// is added.
     pub order: Option<RightOperands>,
     /// `[tokens, features]`, or in that order; none of the inputs.
     pub out: &'a Span,
@@ -62,16 +62,12 @@ impl Gpu {
     /// # Errors
     /// When the format has blocks, or the order asks for another one.
     pub fn cast(&self, cast: &Cast<'_>) -> Result<()> {
-        let Cast { x, element: taken, tokens, features, norm, residual, format, order, out } =
+        if let Some(order) = cast.order {
+            return self.cast_operands(cast, order);
+        }
+        let Cast { x, element: taken, tokens, features, norm, residual, format, order: _, out } =
             *cast;
-        ensure!(
-            order.is_none_or(|order| {
-                format == Format::Bf16 && features.is_multiple_of(BLOCK) && order.tokens >= tokens
-            }),
-            "{tokens} rows of {features} features in {format} are no right operands"
-        );
-        let size = if order.is_some() { PAIR } else { read_size(features) };
-        let rows = order.map_or(tokens, |order| order.tokens);
+        let size = read_size(features);
         let element_bytes = float_bytes(format)?;
         let floats = |span: &Span, rows: usize| {
             span.argument(rows * features / size, size * size_of::<f32>())
@@ -88,13 +84,11 @@ impl Gpu {
                 row(norm.and_then(|norm| norm.scale)),
                 row(norm.and_then(|norm| norm.bias)),
                 residual.map(|residual| floats(residual, tokens)).into(),
-                out.argument(rows * features / size, size * element_bytes),
-                order.map_or(1.0, |order| order.factor),
+                out.argument(tokens * features / size, size * element_bytes),
                 norm.map_or(0.0, |norm| norm.scale_offset),
                 norm.map_or(0.0, |norm| norm.epsilon),
                 features / size,
                 norm.map(|norm| norm.kind),
-                order.map(|order| order.tokens),
                 self.plane() as usize,
                 element(taken),
                 element(float_type(format)?),
@@ -112,12 +106,10 @@ fn cast_rows<X: Float, F: Float, N: Size>(
     bias: &ComptimeOption<Box<[Vector<f32, N>]>>,
     residual: &ComptimeOption<Box<[Vector<f32, N>]>>,
     out: &mut [Vector<F, N>],
-    operand_factor: f32,
     scale_offset: f32,
     epsilon: f32,
     #[comptime] vectors: usize,
     #[comptime] norm: Option<NormKind>,
-    #[comptime] operands: Option<usize>,
     #[comptime] plane: usize,
     #[define(X)] _taken: ElemType,
     #[define(F)] _made: ElemType,
@@ -152,25 +144,8 @@ fn cast_rows<X: Float, F: Float, N: Size>(
             ComptimeOption::Some(residual) => value += residual[first + i],
             ComptimeOption::None => {}
         }
-        let at = match comptime!(operands) {
-            Some(tokens) => {
-                value *= Vector::new(operand_factor);
-                operand_pair(CUBE_POS_X as usize, i, tokens)
-            }
-            None => first + i,
-        };
-        out[at] = Vector::<F, N>::cast_from(value);
+        out[first + i] = Vector::<F, N>::cast_from(value);
     }
-}
-
-/// Where pair number `pair` of `token` lies among right operands of `tokens` tokens, in pairs.
-#[cube]
-fn operand_pair(token: usize, pair: usize, #[comptime] tokens: usize) -> usize {
-    // Pairs of eight columns, and of a block.
-    let (of_eight, of_block) = comptime!((8 / PAIR, BLOCK / PAIR));
-    let (block, number) = (pair / of_block, pair % of_block);
-    let eight = block * comptime!(BLOCK / 8) + number % of_eight;
-    (eight * tokens + token) * of_eight + number / of_eight
 }
 
 /// The sum of a row's elements less `mean`, or of their squares: for every unit of the cube.
@@ -192,8 +167,14 @@ fn row_sum<X: Float, N: Size>(
             sum += if comptime!(squared) { element * element } else { element };
         }
     }
-    let sum = plane_sum(sum);
-    let planes = comptime!(UNITS / plane);
+    cube_sum(sum, UNITS, plane)
+}
+
+/// The sum of what the units of a cube of `units` have: for each of them.
+#[cube]
+fn cube_sum(term: f32, #[comptime] units: usize, #[comptime] plane: usize) -> f32 {
+    let sum = plane_sum(term);
+    let planes = comptime!(units / plane);
     let mut sums = Shared::<[f32]>::new_slice(planes);
     let unit_of_plane = UNIT_POS as usize % plane;
     if unit_of_plane == 0 {
@@ -299,43 +280,6 @@ mod tests {
         };
         let distance = distance(&actual, &expected);
         assert!(distance < tolerance, "{distance} away: {features} features, {kind:?}, {format}");
-    }
-
-    #[test]
-    fn as_right_operands() {
-        let Some(gpu) = gpu() else { return };
-        if !gpu.knows(DType::Bf16) {
-            eprintln!("skipped: no numbers of 16 bits");
-            return;
-        }
-        let (features, columns) = (96, 32);
-        let count = TOKENS * features;
-        let x = Random(3).floats(count);
-        let order = RightOperands { tokens: columns, factor: 4.0 };
-        let out = gpu.poisoned(columns * features * 2);
-        gpu.cast(&Cast {
-            x: &gpu.upload(&x),
-            element: DType::F32,
-            tokens: TOKENS,
-            features,
-            norm: None,
-            residual: None,
-            format: Format::Bf16,
-            order: Some(order),
-            out: &out,
-        })
-        .unwrap();
-        let out = gpu.download::<bf16>(&out, columns * features);
-        for (eight, of_tokens) in out.chunks_exact(columns * 8).enumerate() {
-            for (token, elements) in of_tokens.chunks_exact(8).take(TOKENS).enumerate() {
-                for (i, element) in elements.iter().enumerate() {
-                    // Of 32 features the eight hold every fourth pair.
-                    let feature = eight / 4 * 32 + i / 2 * 8 + eight % 4 * 2 + i % 2;
-                    let expected = bf16::from_f32(x[token * features + feature] * order.factor);
-                    assert_eq!(*element, expected, "token {token}, feature {feature}");
-                }
-            }
-        }
     }
 
     #[test]

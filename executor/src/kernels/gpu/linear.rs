@@ -282,8 +282,8 @@ impl Gpu {
             rows: panel.rows(),
             slots,
             groups: planes / matrices * plane / plane.max(slots),
-            cubes: 1,
             is_normed: linear.norm.is_some(),
+            ..Shape::ONE
         };
         let share = PanelShare { panel, planes, plane };
         // SAFETY: the spans are as long as the shapes say, and the kernel stays within those.
@@ -321,8 +321,8 @@ impl Gpu {
             rows: PLANE_ROWS / matrices,
             slots: share.bands,
             groups: splits,
-            cubes: 1,
             is_normed: linear.norm.is_some(),
+            ..Shape::ONE
         };
         // SAFETY: as above.
         unsafe {
@@ -401,8 +401,8 @@ impl<'a> Linear<'a> {
             rows: matrix::LANE_ROWS,
             slots: bands * matrix::LANE_SLOTS,
             groups: splits,
-            cubes: 1,
             is_normed: self.norm.is_some(),
+            ..Shape::ONE
         }
     }
 

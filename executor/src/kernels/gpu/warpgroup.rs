@@ -117,11 +117,10 @@ pub(super) fn multiply_group(lefts: &Array<Packed>, right: u32, #[comptime] colu
     );
 }
 
-/// Waits for all products that this plane's group has begun. (Where some are under way while a loop goes round, the
-/// compiler lets each wait for the one before.)
+/// Waits for the products that this plane's group has begun by [`multiply_group()`], but for the last `newest` times.
 #[cube]
-pub(super) fn wait_for_products() {
-    gpu_asm!("wgmma.wait_group.sync.aligned 0;");
+pub(super) fn wait_for_products(#[comptime] newest: u32) {
+    gpu_asm!("wgmma.wait_group.sync.aligned {newest};", newest = const newest);
 }
 
 /// Makes a barrier that counts `arrivals` arrivals. [`show_barriers()`] comes before anybody else uses it.
@@ -207,6 +206,13 @@ pub(super) fn shared_address<T: CubePrimitive>(stretch: &[T]) -> u32 {
 pub(super) fn sync_cluster() {
     gpu_asm!("barrier.cluster.arrive.release.aligned;");
     gpu_asm!("barrier.cluster.wait.acquire.aligned;");
+}
+
+/// Waits for all cubes of the cluster, which need not see what this one wrote. Planes come whole.
+#[cube]
+pub(super) fn wait_for_cluster() {
+    gpu_asm!("barrier.cluster.arrive.relaxed.aligned;");
+    gpu_asm!("barrier.cluster.wait.aligned;");
 }
 
 /// The number at that place of the shared memory of a cube of the cluster, which is laid out as this one's.

@@ -88,15 +88,7 @@ impl Gpu {
 
 fn shape(panel: Panel, matrices: usize, units: usize, plane: usize) -> Shape {
     let slots = panel.vector_slots();
-    Shape {
-        tokens: 1,
-        matrices,
-        rows: panel.rows(),
-        slots,
-        groups: units / plane.max(slots),
-        cubes: 1,
-        is_normed: false,
-    }
+    Shape { matrices, rows: panel.rows(), slots, groups: units / plane.max(slots), ..Shape::ONE }
 }
 
 fn input<N: Size>(x: &Span, rows: usize, panel: Panel) -> InputLaunch<N> {

@@ -34,6 +34,25 @@ impl Output {
     }
 }
 
+/// Which output a unit makes.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+struct Place {
+    token: usize,
+    /// Of the output.
+    row: usize,
+    /// The same of the tile.
+    of_tile: usize,
+    /// Among all tokens' outputs.
+    at: usize,
+}
+
+/// `index % rows`: CubeCL 0.11.3 takes a remainder by 1 for the number itself where it learns of the 1 late.
+#[cube]
+fn remainder(index: usize, rows: usize) -> usize {
+    index - index / rows * rows
+}
+
 /// A cube's sums in shared memory. Groups of units hold sums of the same rows, which are to be added.
 #[derive(CubeType)]
 pub(in crate::kernels::gpu) struct Totals {
@@ -61,18 +80,42 @@ pub(in crate::kernels::gpu) struct Shape {
     /// Cubes of a cluster, along the third axis: their groups hold sums of the same rows, too, in full tiles, and each
     /// cube writes some of the outputs.
     pub(in crate::kernels::gpu) cubes: usize,
+    /// Outputs that a unit finishes at a time, so that it waits for what they are made of once: more than one in full
+    /// tiles only.
+    pub(in crate::kernels::gpu) at_once: usize,
+    /// Numbers between the sums of tokens that belong to none, so that units that put them meet other banks.
+    pub(in crate::kernels::gpu) padding: usize,
     /// Whether the inputs are divided by their root mean square.
     pub(in crate::kernels::gpu) is_normed: bool,
 }
 
 impl Shape {
+    /// One token, matrix, row and group; cubes by themselves, whose units finish one output at a time.
+    pub(in crate::kernels::gpu) const ONE: Self = Self {
+        tokens: 1,
+        matrices: 1,
+        rows: 1,
+        slots: 1,
+        groups: 1,
+        cubes: 1,
+        at_once: 1,
+        padding: 0,
+        is_normed: false,
+    };
+
     /// The sums of one unit.
     pub(in crate::kernels::gpu) fn values(self) -> usize {
         self.matrices * self.tokens * self.rows
     }
 
+    /// Sums of a token.
     fn sum_cells(self) -> usize {
         self.groups * self.slots * self.rows
+    }
+
+    /// Numbers from the sums of a token to those of the next.
+    fn stride(self) -> usize {
+        self.sum_cells() + self.padding
     }
 
     fn square_cells(self) -> usize {
@@ -84,7 +127,7 @@ impl Shape {
 impl Totals {
     /// Room for a cube's sums of an output, or of several that are summed up with no others.
     pub(in crate::kernels::gpu) fn new(output: &Output, #[comptime] shape: Shape) -> Totals {
-        let cells = comptime!(shape.matrices * shape.tokens * shape.sum_cells());
+        let cells = comptime!(shape.matrices * shape.tokens * shape.stride());
         let square_cells =
             comptime!(if shape.is_normed { shape.tokens * shape.square_cells() } else { 1 });
         Totals {
@@ -110,7 +153,7 @@ impl Totals {
             #[unroll]
             for row in 0..shape.rows {
                 let value = comptime!(matrix * shape.tokens + token);
-                let at = comptime!(value * shape.sum_cells()) + cell * shape.rows + row;
+                let at = comptime!(value * shape.stride()) + cell * shape.rows + row;
                 self.sums[at] = sums[comptime!(first + token * shape.rows + row)];
             }
         }
@@ -142,8 +185,7 @@ impl Totals {
         sums: &Array<f32>,
         #[comptime] shape: Shape,
     ) {
-        let cells = comptime!(shape.sum_cells());
-        let first = (comptime!(matrix * shape.tokens) + token) * cells;
+        let first = (comptime!(matrix * shape.tokens) + token) * comptime!(shape.stride());
         #[unroll]
         for row in 0..shape.rows {
             self.sums[first + (group * shape.slots + slot) * shape.rows + row] = sums[row];
@@ -184,39 +226,82 @@ impl Totals {
             first += (CUBE_POS_Z * CUBE_DIM) as usize;
         }
         let units = CUBE_DIM as usize * shape.cubes;
-        for index in range_stepped(first, rows * shape.tokens, units) {
-            let token = index / rows;
-            // CubeCL 0.11.3 takes a remainder by 1 for the number itself where it learns of the 1 late.
-            let row = index - token * rows;
-            let at = (first_token + token) * output.rows + first_row + row;
-            if first_row + row < output.rows && at < output.out.len() {
-                let factor = self.factor(token, slots, epsilon, columns, shape);
-                let mut value = factor * self.sum(0usize, token, row, rows, shape)
-                    + bias(&output.biases[0], first_row + row);
-                match then {
-                    Then::Nothing => {}
-                    Then::Activate(activation) => value = activate(value, activation),
-                    Then::Gate(activation) => {
-                        let up = factor * self.sum(1usize, token, row, rows, shape)
-                            + bias(&output.biases[1], first_row + row);
-                        value = activate(value, activation) * up;
+        let count = rows * shape.tokens;
+        let at_once = comptime!(shape.at_once);
+        for start in range_stepped(first, count, units * at_once) {
+            let mut values = Array::<f32>::new(at_once);
+            #[unroll]
+            for i in 0..at_once {
+                // Beyond the last is that one once more, as far as nobody waits for it.
+                let index = start + comptime!(i) * units;
+                let index = if comptime!(at_once > 1) { index.min(count - 1) } else { index };
+                let (token, row) = (index / rows, first_row + remainder(index, rows));
+                let at = (first_token + token) * output.rows + row;
+                if comptime!(at_once > 1) {
+                    let (row, at) = (row.min(output.rows - 1), at.min(output.out.len() - 1));
+                    let place = Place { token, row, of_tile: row - first_row, at };
+                    values[i] =
+                        self.value(&*output, place, rows, slots, epsilon, columns, then, shape);
+                } else {
+                    if row < output.rows && at < output.out.len() {
+                        let place = Place { token, row, of_tile: row - first_row, at };
+                        values[i] =
+                            self.value(&*output, place, rows, slots, epsilon, columns, then, shape);
                     }
                 }
-                #[comptime]
-                match output.residual.clone() {
-                    ComptimeOption::Some(residual) => value += residual[at],
-                    ComptimeOption::None => {}
-                }
-                #[comptime]
-                match output.meeting.clone() {
-                    ComptimeOption::Some(meeting) => {
-                        value = meeting.sum(self.turn, at as u32, value);
+            }
+            #[unroll]
+            for i in 0..at_once {
+                let index = start + comptime!(i) * units;
+                let row = first_row + remainder(index, rows);
+                let at = (first_token + index / rows) * output.rows + row;
+                if index < count && row < output.rows && at < output.out.len() {
+                    let mut value = values[i];
+                    #[comptime]
+                    match output.meeting.clone() {
+                        ComptimeOption::Some(meeting) => {
+                            value = meeting.sum(self.turn, at as u32, value);
+                        }
+                        ComptimeOption::None => {}
                     }
-                    ComptimeOption::None => {}
+                    output.out[at] = value;
                 }
-                output.out[at] = value;
             }
         }
+    }
+
+    /// An output without those of other GPUs.
+    #[expect(clippy::too_many_arguments, reason = "a kernel's parts have no state of their own")]
+    fn value(
+        &self,
+        output: &Output,
+        place: Place,
+        rows: usize,
+        slots: usize,
+        epsilon: f32,
+        #[comptime] columns: usize,
+        #[comptime] then: Then,
+        #[comptime] shape: Shape,
+    ) -> f32 {
+        let Place { token, row, of_tile, at } = place;
+        let factor = self.factor(token, slots, epsilon, columns, shape);
+        let mut value =
+            factor * self.sum(0usize, token, of_tile, rows, shape) + bias(&output.biases[0], row);
+        match then {
+            Then::Nothing => {}
+            Then::Activate(activation) => value = activate(value, activation),
+            Then::Gate(activation) => {
+                let up = factor * self.sum(1usize, token, of_tile, rows, shape)
+                    + bias(&output.biases[1], row);
+                value = activate(value, activation) * up;
+            }
+        }
+        #[comptime]
+        match output.residual.clone() {
+            ComptimeOption::Some(residual) => value += residual[at],
+            ComptimeOption::None => {}
+        }
+        value
     }
 
     /// One over the root mean square of a token's inputs; 1 where there is no norm.
@@ -249,11 +334,10 @@ impl Totals {
         rows: usize,
         #[comptime] shape: Shape,
     ) -> f32 {
-        let cells = comptime!(shape.sum_cells());
-        let first = (matrix * shape.tokens + token) * cells;
+        let first = (matrix * shape.tokens + token) * comptime!(shape.stride());
         let mut sum = f32::new(0.0);
-        if comptime!(shape.cubes == 1) {
-            for cell in range_stepped(row, cells, rows) {
+        if comptime!(shape.cubes == 1 && shape.at_once == 1) {
+            for cell in range_stepped(row, comptime!(shape.sum_cells()), rows) {
                 sum += self.sums[first + cell];
             }
         } else {
@@ -262,7 +346,11 @@ impl Totals {
             for group in 0..comptime!(shape.cubes * shape.groups) {
                 let (rank, group) = comptime!((group / shape.groups, group % shape.groups));
                 let at = first + row + comptime!(group * shape.slots * shape.rows);
-                sum += load_of_cube(&self.sums[at..at + 1], rank as u32);
+                if comptime!(shape.cubes == 1) {
+                    sum += self.sums[at];
+                } else {
+                    sum += load_of_cube(&self.sums[at..at + 1], rank as u32);
+                }
             }
         }
         sum

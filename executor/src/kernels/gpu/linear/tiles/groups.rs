@@ -28,7 +28,7 @@ use crate::kernels::gpu::portion::{BLOCK, Portion, portion_blocks};
 use crate::kernels::gpu::warpgroup::{
     GROUP, RightOperands, announce, arrive, clear_sums, copy_in_bulk, declare_sums, lane_sums,
     make_barrier, multiply_group, read_sum, right_operand, shared_address, show_barriers,
-    sync_cluster, wait_for_products, wait_for_turn,
+    sync_cluster, wait_for_cluster, wait_for_products, wait_for_turn,
 };
 use crate::kernels::gpu::words::Words;
 
@@ -43,6 +43,14 @@ const CLUSTERS: [usize; 4] = [8, 4, 2, 1];
 /// The fewest steps of a cube.
 const LEAST_STEPS: usize = 4;
 
+/// Steps of a cube after which all products are waited for, where it has a whole number of such and no cluster: three
+/// cubes of a processor have 128 registers for a lane, which more than one step exceeds.
+const STEPS_AT_ONCE: [usize; 3] = [4, 2, 1];
+/// Numbers between the sums of tokens: a lane's lie two tokens apart from those of its neighbours.
+const SUM_PADDING: usize = 1;
+/// The most outputs that a unit finishes at a time, in a cluster and else.
+const MOST_AT_ONCE: [usize; 2] = [4, 7];
+
 /// What stages are aligned to.
 const ALIGNMENT: usize = 128;
 
@@ -53,6 +61,8 @@ pub(in crate::kernels::gpu::linear) struct GroupShare {
     tile: TileShare,
     /// Steps that have a place in shared memory.
     stages: usize,
+    /// Steps after which all products are waited for; between them the newest are under way.
+    steps_at_once: usize,
 }
 
 impl GroupShare {
@@ -79,7 +89,7 @@ impl GroupShare {
     /// Bytes of shared memory of a cube beside its stages: sums, with one of squares, two barriers for each stage, and
     /// what lies between.
     fn beside_bytes(self) -> usize {
-        let sums = GROUP * PANEL * self.tile.tokens + 1;
+        let sums = GROUP * (PANEL + SUM_PADDING) * self.tile.tokens + 1;
         sums * size_of::<f32>() + MOST_STAGES * 2 * size_of::<u64>() + 2 * ALIGNMENT
     }
 }
@@ -115,7 +125,10 @@ impl Gpu {
         let share = self.group_share(linear, operands.tokens);
         let tile = share.tile;
         let shape = linear.shape_of_lanes(tile.tokens, tile.bands, 1);
-        let shape = Shape { cubes: tile.teams, ..shape };
+        let units = (GROUP + 1) * PLANE * tile.teams;
+        let of_unit = (tile.bands * PANEL * tile.tokens).div_ceil(units);
+        let at_once = of_unit.min(MOST_AT_ONCE[usize::from(tile.teams == 1)]);
+        let shape = Shape { cubes: tile.teams, at_once, padding: SUM_PADDING, ..shape };
         let vectors = tile.tokens * tile.panel.columns * 2 / LOAD_BYTES;
         // SAFETY: the spans are as long as the shapes say, and the kernel stays within those.
         unsafe {
@@ -149,7 +162,9 @@ impl Gpu {
         let of_processor = if teams == 1 { 2 } else { 3 };
         let all_bytes = self.client.properties().hardware.max_shared_memory_size + RESERVED_BYTES;
         let most_bytes = all_bytes / of_processor - RESERVED_BYTES;
-        let share = GroupShare { tile, stages: MOST_STAGES };
+        let of_cube = |&at_once: &usize| teams == 1 && steps.is_multiple_of(at_once);
+        let steps_at_once = STEPS_AT_ONCE.into_iter().find(of_cube).unwrap_or(1);
+        let share = GroupShare { tile, stages: MOST_STAGES, steps_at_once };
         let room = most_bytes.saturating_sub(share.beside_bytes()) / LOAD_BYTES;
         GroupShare { stages: (room / share.stage()).clamp(1, MOST_STAGES), ..share }
     }
@@ -244,7 +259,7 @@ fn multiply_groups(
     if comptime!(tile_share.teams > 1) {
         // Others may still read this cube's sums.
         sync_plane();
-        sync_cluster();
+        wait_for_cluster();
     }
 }
 
@@ -280,32 +295,47 @@ fn multiply_band(
     let mut turn = 0u32.runtime();
     let mut step = CUBE_POS_Z as usize;
     while step < comptime!(share.steps()) {
-        let barrier = ring.barriers + stage as u32 * 16;
-        wait_for_turn(barrier, turn);
-        let at = stage * comptime!(share.stage());
-        let walk = Walk { start: own + at, vectors: place.walk.vectors, slot: place.walk.slot };
-        let blocks = comptime!(portion_blocks(panel));
+        let mut barrier = 0u32.runtime();
         #[unroll]
-        for part in 0..comptime!(tile.portions()) {
-            portion.load(staged, walk, place.lane % 4, part.runtime(), panel);
+        for of_round in 0..share.steps_at_once {
+            let before = barrier;
+            barrier = ring.barriers + stage as u32 * 16;
+            wait_for_turn(barrier, turn);
+            let at = stage * comptime!(share.stage());
+            let walk = Walk { start: own + at, vectors: place.walk.vectors, slot: place.walk.slot };
+            let blocks = comptime!(portion_blocks(panel));
             #[unroll]
-            for block in 0..blocks {
-                let lefts = portion.scaled_codes(block, place.walk.slot, panel);
-                let first = comptime!(((part * blocks + block) * EIGHTS * tile.tokens) as u32);
-                multiply_group(&lefts, operand + at as u32 + first, tile.tokens);
+            for part in 0..comptime!(tile.portions()) {
+                portion.load(staged, walk, place.lane % 4, part.runtime(), panel);
+                #[unroll]
+                for block in 0..blocks {
+                    let lefts = portion.scaled_codes(block, place.walk.slot, panel);
+                    let first = comptime!(((part * blocks + block) * EIGHTS * tile.tokens) as u32);
+                    multiply_group(&lefts, operand + at as u32 + first, tile.tokens);
+                    // The next block's operands take the registers of the one before.
+                    wait_for_products(1u32);
+                    if comptime!(of_round > 0 && part == 0 && block == 0) {
+                        release(before, place.lane);
+                    }
+                }
             }
+            let is_last = stage + 1 == share.stages;
+            stage = select(is_last, 0usize, stage + 1);
+            turn = select(is_last, 1u32 - turn, turn);
         }
-        wait_for_products();
-        sync_plane();
-        if place.lane == 0 {
-            arrive(barrier + 8);
-        }
-        stage += 1;
-        if stage == share.stages {
-            stage = 0usize;
-            turn = 1u32 - turn;
-        }
-        step += tile.teams;
+        // Where some are under way while a loop goes round, the compiler lets each wait for the one before.
+        wait_for_products(0u32);
+        release(barrier, place.lane);
+        step += comptime!(share.steps_at_once * tile.teams);
+    }
+}
+
+/// Lets the stage of a barrier be filled again, as far as this plane is concerned.
+#[cube]
+fn release(barrier: u32, lane: usize) {
+    sync_plane();
+    if lane == 0 {
+        arrive(barrier + 8);
     }
 }
 

@@ -1,0 +1,261 @@
+//! Rows of activations as right operands of a warpgroup's instructions.
+
+use anyhow::{Result, ensure};
+use cubecl::prelude::{Cast as _, *};
+use ir::op::NormKind;
+use ir::tensor::{DType, Format};
+
+use super::{Cast, cube_sum};
+use crate::kernels::gpu::device::{Gpu, Span, element};
+use crate::kernels::gpu::instructions::{Packed, pack};
+use crate::kernels::gpu::matrix::LOAD_BYTES;
+use crate::kernels::gpu::portion::BLOCK;
+use crate::kernels::gpu::warpgroup::RightOperands;
+
+/// Elements that lie side by side in rows and in operands.
+const PAIR: usize = 2;
+/// Pairs that a unit writes at once.
+const PAIRS: usize = LOAD_BYTES / 4;
+/// Eights of a block.
+const EIGHTS: usize = BLOCK / (PAIR * PAIRS);
+/// Units of a cube that shares a row with others, and the fewest of one that has it alone.
+const UNITS: usize = 256;
+/// The most.
+const MOST_UNITS: usize = 1024;
+/// Eights that a unit keeps in registers while the squares of its row are added up; more where rows are longer than all
+/// units keep.
+const KEPT: usize = 8;
+
+impl Gpu {
+    /// Queues a cast to right operands.
+    ///
+    /// # Errors
+    /// When the order asks for another format, or for whole blocks where there are none.
+    pub(super) fn cast_operands(&self, cast: &Cast<'_>, order: RightOperands) -> Result<()> {
+        let Cast { x, element: taken, tokens, features, norm, residual, format, out, .. } = *cast;
+        ensure!(
+            format == Format::Bf16
+                && features.is_multiple_of(BLOCK)
+                && order.tokens >= tokens
+                && residual.is_none()
+                && self.multiplies(DType::Bf16),
+            "{tokens} rows of {features} features in {format} are no right operands"
+        );
+        let eights = features / (PAIR * PAIRS);
+        // Who adds up a row's squares has all of it.
+        let (units, cubes) = match norm {
+            Some(_) => {
+                let wanted = eights.div_ceil(KEPT).next_power_of_two();
+                (wanted.clamp(UNITS, MOST_UNITS), 1)
+            }
+            None => (UNITS, eights.div_ceil(UNITS)),
+        };
+        let row = |span: Option<&Span>| {
+            span.map(|span| span.argument(features / PAIR, PAIR * size_of::<f32>())).into()
+        };
+        // SAFETY: the spans are as long as the shape says, and the kernel stays within it.
+        unsafe {
+            cast_operands::launch_unchecked(
+                &self.client,
+                CubeCount::new_2d(tokens as u32, cubes as u32),
+                CubeDim::new_1d(units as u32),
+                x.argument(tokens * features / PAIR, PAIR * taken.bytes() as usize),
+                row(norm.and_then(|norm| norm.scale)),
+                row(norm.and_then(|norm| norm.bias)),
+                out.argument(order.tokens * features * 2 / LOAD_BYTES, LOAD_BYTES),
+                order.factor,
+                norm.map_or(0.0, |norm| norm.scale_offset),
+                norm.map_or(0.0, |norm| norm.epsilon),
+                eights,
+                norm.map(|norm| norm.kind),
+                order.tokens,
+                units,
+                cubes,
+                self.plane() as usize,
+                element(taken),
+            );
+        }
+        Ok(())
+    }
+}
+
+/// Cubes along the first axis take rows, along the second parts of them; units take every `units * cubes`-th eight.
+#[cube(launch_unchecked)]
+fn cast_operands<X: Float>(
+    x: &[Vector<X, Const<2>>],
+    scale: &ComptimeOption<Box<[Vector<f32, Const<2>>]>>,
+    bias: &ComptimeOption<Box<[Vector<f32, Const<2>>]>>,
+    out: &mut [Packed],
+    operand_factor: f32,
+    scale_offset: f32,
+    epsilon: f32,
+    #[comptime] eights: usize,
+    #[comptime] norm: Option<NormKind>,
+    #[comptime] tokens: usize,
+    #[comptime] units: usize,
+    #[comptime] cubes: usize,
+    #[comptime] plane: usize,
+    #[define(X)] _taken: ElemType,
+) {
+    let features = comptime!((eights * PAIRS * PAIR) as f32);
+    let kept = comptime!(eights.div_ceil(units * cubes));
+    let token = CUBE_POS_X as usize;
+    let first_pair = token * comptime!(eights * PAIRS);
+    let unit = CUBE_POS_Y as usize * units + UNIT_POS as usize;
+    let mut pairs = Array::<Vector<f32, Const<2>>>::new(comptime!(kept * PAIRS));
+    #[unroll]
+    for i in 0..kept {
+        let eight = unit + comptime!(i * units * cubes);
+        #[unroll]
+        for j in 0..PAIRS {
+            let mut pair = Vector::<f32, Const<2>>::new(0.0);
+            if eight < eights {
+                pair = Vector::<f32, Const<2>>::cast_from(x[first_pair + pair_of(eight, j)]);
+            }
+            pairs[comptime!(i * PAIRS + j)] = pair;
+        }
+    }
+    let mut mean = f32::new(0.0);
+    let mut factor = f32::new(1.0);
+    if comptime!(matches!(norm, Some(NormKind::Layer))) {
+        let mut sum = f32::new(0.0);
+        #[unroll]
+        for i in 0..comptime!(kept * PAIRS) {
+            sum += pairs[i].extract(0usize) + pairs[i].extract(1usize);
+        }
+        mean = cube_sum(sum, units, plane) / features;
+    }
+    if comptime!(norm.is_some()) {
+        let mut squares = f32::new(0.0);
+        #[unroll]
+        for i in 0..comptime!(kept * PAIRS) {
+            // What lies behind the row is no part of it.
+            if unit + comptime!(i / PAIRS * units * cubes) < eights {
+                #[unroll]
+                for j in 0..PAIR {
+                    let element = pairs[i].extract(j) - mean;
+                    squares += element * element;
+                }
+            }
+        }
+        factor = (cube_sum(squares, units, plane) / features + epsilon).inverse_sqrt();
+    }
+    #[unroll]
+    for i in 0..kept {
+        let eight = unit + comptime!(i * units * cubes);
+        if eight < eights {
+            let mut words = Packed::empty();
+            #[unroll]
+            for j in 0..PAIRS {
+                let at = pair_of(eight, j);
+                let pair = pairs[comptime!(i * PAIRS + j)];
+                let mut value = (pair - Vector::new(mean)) * Vector::new(factor);
+                #[comptime]
+                match scale.clone() {
+                    ComptimeOption::Some(scale) => value *= scale[at] + Vector::new(scale_offset),
+                    ComptimeOption::None => {}
+                }
+                #[comptime]
+                match bias.clone() {
+                    ComptimeOption::Some(bias) => value += bias[at],
+                    ComptimeOption::None => {}
+                }
+                value *= Vector::new(operand_factor);
+                words.insert(j, pack(value.extract(0usize), value.extract(1usize), true));
+            }
+            out[eight * tokens + token] = words;
+        }
+    }
+}
+
+/// The pair of a row that is pair `number` of an eight.
+#[cube]
+fn pair_of(eight: usize, #[comptime] number: usize) -> usize {
+    let (block, first) = (eight / EIGHTS, eight % EIGHTS);
+    block * comptime!(BLOCK / PAIR) + first + comptime!(number * EIGHTS)
+}
+
+#[cfg(test)]
+mod tests {
+    use half::bf16;
+
+    use super::*;
+    use crate::kernels::cpu::testing::Random;
+    use crate::kernels::gpu::cast::Norm;
+    use crate::kernels::gpu::testing::gpu;
+
+    const TOKENS: usize = 3;
+    const COLUMNS: usize = 32;
+
+    /// Rows, normalised if asked, in plain loops.
+    fn expected(x: &[f32], features: usize, kind: Option<NormKind>, scale: &[f32]) -> Vec<f64> {
+        let mut out = Vec::new();
+        for x in x.chunks_exact(features) {
+            let x: Vec<f64> = x.iter().map(|&x| f64::from(x)).collect();
+            let mean = match kind {
+                Some(NormKind::Layer) => x.iter().sum::<f64>() / features as f64,
+                Some(NormKind::Rms) | None => 0.0,
+            };
+            let squares: f64 = x.iter().map(|x| (x - mean).powi(2)).sum();
+            let root = (squares / features as f64 + 1e-3).sqrt();
+            out.extend(x.iter().zip(scale).map(|(x, scale)| match kind {
+                Some(_) => (x - mean) / root * (f64::from(*scale) + 1.0),
+                None => *x,
+            }));
+        }
+        out
+    }
+
+    #[test]
+    fn rows_become_right_operands() {
+        let Some(gpu) = gpu() else { return };
+        if !gpu.multiplies(DType::Bf16) {
+            eprintln!("skipped: no matrix instructions");
+            return;
+        }
+        for features in [96, 4096, 14_336, 16_416, 28_672] {
+            for kind in [None, Some(NormKind::Rms), Some(NormKind::Layer)] {
+                let x = Random(3).floats(TOKENS * features).iter().map(|x| x + 1.0).collect();
+                let x: Vec<f32> = x;
+                let scale = Random(5).floats(features);
+                let scale_span = gpu.upload(&scale);
+                let order = RightOperands { tokens: COLUMNS, factor: 4.0 };
+                let out = gpu.poisoned(COLUMNS * features * 2);
+                gpu.cast(&Cast {
+                    x: &gpu.upload(&x),
+                    element: DType::F32,
+                    tokens: TOKENS,
+                    features,
+                    norm: kind.map(|kind| Norm {
+                        kind,
+                        scale: Some(&scale_span),
+                        bias: None,
+                        scale_offset: 1.0,
+                        epsilon: 1e-3,
+                    }),
+                    residual: None,
+                    format: Format::Bf16,
+                    order: Some(order),
+                    out: &out,
+                })
+                .unwrap();
+                let expected = expected(&x, features, kind, &scale);
+                let out = gpu.download::<bf16>(&out, COLUMNS * features);
+                for (eight, of_tokens) in out.chunks_exact(COLUMNS * 8).enumerate() {
+                    for (token, elements) in of_tokens.chunks_exact(8).take(TOKENS).enumerate() {
+                        for (i, element) in elements.iter().enumerate() {
+                            // Of 32 features the eight hold every fourth pair.
+                            let feature = eight / 4 * 32 + i / 2 * 8 + eight % 4 * 2 + i % 2;
+                            let expected = 4.0 * expected[token * features + feature];
+                            let error = (f64::from(*element) - expected).abs();
+                            assert!(
+                                error <= expected.abs() / 128.0 + 1e-6,
+                                "token {token}, feature {feature} of {features}: {element}, not {expected}"
+                            );
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
