@@ -17,6 +17,7 @@ use ir::workspace;
 use self::experts::EXPERT_FORMATS;
 use super::{made_up, typical};
 use crate::kernels::cpu::pack::{PANEL, pack_rows, packed_bytes};
+use crate::kernels::gpu::cast::Cast;
 use crate::kernels::gpu::device::{Gpu, Span};
 use crate::kernels::gpu::linear::{Linear, MAX_FUSED_TOKENS, MAX_TOKENS};
 use crate::kernels::gpu::matrix::{Layout, Matrix};
@@ -243,7 +244,9 @@ impl Meter<'_> {
         self.product(&matrices[0], tokens, &out)
     }
 
-    /// Nanoseconds of a product of many tokens, with the unpacking of a packed matrix.
+    /// Nanoseconds of a product of many tokens, with what a run launches before it: the unpacking of a packed matrix; and,
+    /// where tokens are few, the cast of activations for one that is not, since the GPU then waits between launches and the
+    /// library's stream for a good part of what reading the matrix takes.
     fn product(&mut self, matrix: &Matrix, tokens: usize, out: &Span) -> Result<f64> {
         let (inputs, outputs) = (matrix.columns(), matrix.rows());
         let format = workspace::product_format(matrix.format(), self.vendor.is_some());
@@ -254,10 +257,27 @@ impl Meter<'_> {
         } else {
             self.narrow(tokens * inputs)?
         };
+        let is_cast = matrix.layout() == Layout::RowMajor
+            && tokens <= MAX_FUSED_TOKENS
+            && format != Format::F32;
+        let floats = is_cast.then(|| self.floats(tokens * inputs)).transpose()?;
         let (gpu, launches) = (self.gpu.clone(), self.sizes.launches);
         let mut work = |launches: usize| {
             let start = Instant::now();
             for _ in 0..launches {
+                if let Some(floats) = &floats {
+                    gpu.cast(&Cast {
+                        x: floats,
+                        element: DType::F32,
+                        tokens,
+                        features: inputs,
+                        norm: None,
+                        residual: None,
+                        format,
+                        order: None,
+                        out: &x,
+                    })?;
+                }
                 let unpacked = match matrix.layout() {
                     Layout::RowMajor => None,
                     Layout::Panels => Some(gpu.unpack(matrix, format, &place)?),
