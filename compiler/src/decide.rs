@@ -29,6 +29,7 @@ pub(crate) struct Decided {
 const PREFILL_TOKENS: [u32; 2] = [512, PROMPT_TOKENS];
 /// Between these, where hosts compute or hold a part: activations then take the room of weights or caches.
 const TOKENS_BESIDE_HOSTS: u32 = 1024;
+
 /// Decides for runs of as many tokens as is asked; else, with GPUs, for as many as is best.
 pub(crate) fn decide(model: &Model, machine: &Machine, options: &Options) -> Result<Decided> {
     let in_runs_of = |tokens: u32| {

@@ -1,7 +1,7 @@
 //! Decides where every node runs: forms candidates, prices each exactly, keeps the one predicted best.
 //!
 //! - Candidates hold the plans that people make by hand: all on one device, layers split in order, all layers
-//!   shared. So the result is never predicted slower than the best of those.
+//!   shared. So the result never scores worse than the best of those.
 //! - Matrices and caches stay on NUMA nodes beside a GPU only where the model fits no GPUs that are about as fast.
 //! - A price is that of the finished schedule, so byte limits are exact.
 
@@ -184,12 +184,12 @@ pub(crate) fn place(task: &Task<'_>, options: &Options, among: Among<'_>) -> Res
         bail!("{}", too_large(task, options, &offers, offers_of)?);
     };
     let mut layouts = layouts(task, &units, &pins, &best.arrangement)?;
-    let faster = offers.iter().filter(|offer| offer.score < best.score);
-    let faster = faster.filter(|offer| offer.candidate.missing.is_some());
+    let better = offers.iter().filter(|offer| offer.score < best.score);
+    let better = better.filter(|offer| offer.candidate.missing.is_some());
     let chosen = causes::Chosen {
         arrangement: &best.arrangement,
         devices: &best.devices,
-        faster: faster.min_by_key(|offer| offer.score),
+        better: better.min_by_key(|offer| offer.score),
     };
     causes::explain(task, options, &prices, &chosen, &mut layouts)?;
     let price = |arrangement: &Arrangement| offer(task, &units, &pins, arrangement);

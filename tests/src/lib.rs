@@ -32,6 +32,12 @@ pub fn rates(plan: &Plan) -> (f64, f64) {
     (rate(0), rate(first_decode(plan)))
 }
 
+/// What is minimised for latency, of a plan whose prompt takes `prefill` and whose tokens take `decode` nanoseconds.
+pub fn score(prefill: u64, decode: u64) -> f64 {
+    let request = prefill + 128 * decode;
+    (prefill as f64).powf(1.0 / 6.0) * (request as f64).powf(5.0 / 6.0)
+}
+
 /// How long `work` takes when it is left alone: the shortest of ten tries, or the first that stays below `limit`. Other
 /// tests run beside it.
 pub fn shortest(limit: Duration, mut work: impl FnMut()) -> Duration {

@@ -1,5 +1,5 @@
-//! A prompt counts beside an answer that takes many times as long: it does not wait for weights to come one by one where
-//! little less memory for others would do.
+//! A prompt counts beside an answer that takes many times as long: it does not wait for weights to come one by one
+//! where little less memory for others would do.
 
 use compiler::Options;
 use ir::plan::{Phase, Plan};

@@ -64,15 +64,16 @@ fn a_model_that_fits_the_fastest_device_is_all_there() {
 fn the_choice_is_never_slower_than_a_candidate_that_fits() {
     for machine in [machines::one_gpu_two_numa(), machines::two_gpu_two_numa()] {
         let plan = plan(&Toy::llama(), &machine, &Options::default());
-        // A full prompt and an answer of 128 tokens.
-        let times: Vec<u64> = plan
+        let scores: Vec<f64> = plan
             .forecast
             .candidates
             .iter()
-            .filter_map(|candidate| Some(candidate.prefill_nanos? + 128 * candidate.decode_nanos?))
+            .filter_map(|candidate| {
+                Some(tests::score(candidate.prefill_nanos?, candidate.decode_nanos?))
+            })
             .collect();
-        assert!(times.len() > 1);
-        assert!(times.iter().all(|&time| times[0] <= time), "{times:?}");
+        assert!(scores.len() > 1);
+        assert!(scores.iter().all(|score| scores[0] <= score + 1.0), "{scores:?}");
         let chosen = &plan.forecast.candidates[0];
         assert_eq!(chosen.prefill_nanos, Some(plan.forecast.programs[0].nanos));
         assert_eq!(

@@ -45,10 +45,10 @@ fn counts(program: &Program, device: usize) -> (usize, usize) {
     (count(Queue::Copy, &|_| true), count(Queue::Compute, &computes))
 }
 
-/// What is minimised: nanoseconds of a prompt and an answer.
+/// What is minimised.
 fn score(plan: &Plan) -> f64 {
-    let nanos = |program: usize| plan.forecast.programs[program].nanos as f64;
-    nanos(0) + 128.0 * nanos(first_decode(plan))
+    let nanos = |program: usize| plan.forecast.programs[program].nanos;
+    tests::score(nanos(0), nanos(first_decode(plan)))
 }
 
 fn chosen(plan: &Plan) -> &str {
@@ -472,10 +472,11 @@ fn the_choice_is_never_slower_than_a_simple_one() {
         for gpu_bytes in sizes.map(|gib| gib * GIB) {
             let plan = compile(&model, &h200(gpu_bytes), &Options { plain_bf16, ..options() });
             let score = |candidate: &ir::forecast::Candidate| {
-                Some(candidate.prefill_nanos? + 128 * candidate.decode_nanos?)
+                Some(tests::score(candidate.prefill_nanos?, candidate.decode_nanos?))
             };
-            let best = plan.forecast.candidates.iter().filter_map(score).min();
-            assert_eq!(score(&plan.forecast.candidates[0]), best);
+            let mut scores = plan.forecast.candidates.iter().filter_map(score);
+            let chosen = score(&plan.forecast.candidates[0]).unwrap();
+            assert!(scores.all(|score| chosen <= score + 1.0));
             let names = plan.forecast.candidates.iter().map(|c| c.name.as_str());
             let names: Vec<&str> = names.collect();
             let has_pipeline = names.iter().any(|name| name.starts_with("pipeline"));
@@ -486,12 +487,10 @@ fn the_choice_is_never_slower_than_a_simple_one() {
 
 #[test]
 fn more_memory_is_never_slower() {
-    let mut last = u64::MAX;
+    let mut last = f64::INFINITY;
     for gpu_bytes in [6, 8, 10, 12, 14, 16, 18].map(|gib| gib * GIB) {
-        let best = &llama(gpu_bytes).forecast.candidates[0];
-        let score =
-            best.prefill_nanos.expect("it fits") + 128 * best.decode_nanos.expect("it fits");
-        assert!(score <= last, "{gpu_bytes} bytes: {}", best.name);
-        last = score;
+        let plan = llama(gpu_bytes);
+        assert!(score(&plan) <= last, "{gpu_bytes} bytes: {}", chosen(&plan));
+        last = score(&plan);
     }
 }

@@ -22,7 +22,7 @@ pub(crate) struct Chosen<'a> {
     /// What each device holds for it.
     pub(crate) devices: &'a Table<DeviceId, DeviceForecast>,
     /// Of those that lack memory and would be better, the best.
-    pub(crate) faster: Option<&'a Offer>,
+    pub(crate) better: Option<&'a Offer>,
 }
 
 /// Writes the cause of every node that holds weights or a cache.
@@ -129,7 +129,7 @@ fn limit(
     taken: &Table<DeviceId, u64>,
     unit: usize,
 ) -> Option<Cause> {
-    let faster = chosen.faster?;
+    let faster = chosen.better?;
     let (device, missing_of_all) = faster.candidate.missing?;
     if !faster.arrangement.group_of(unit).devices.contains(&device) {
         return None;

@@ -21,8 +21,8 @@ use crate::task::Task;
 
 /// Tokens of the answer that a placement is judged by: a chat answer of a paragraph.
 const ANSWER_TOKENS: u64 = 128;
-/// What the time to the first token weighs beside that to the last, of 1: 1.6 times as much of it is as bad as 1.1 times as
-/// much of the other.
+/// What the time to the first token weighs beside that to the last, of 1: 1.6 times as much of it is as bad as 1.1
+/// times as much of the other.
 const FIRST_TOKEN_WEIGHT: f64 = 1.0 / 6.0;
 
 /// Times of the programs that a placement is judged by.
@@ -57,7 +57,7 @@ impl Times {
         let request = self.request(target);
         match target.objective {
             Objective::Latency => {
-                let first = (self.prefill as f64).powf(FIRST_TOKEN_WEIGHT);
+                let first = (self.prefill.max(1) as f64).powf(FIRST_TOKEN_WEIGHT);
                 ((request as f64).powf(1.0 - FIRST_TOKEN_WEIGHT) * first) as u64
             }
             Objective::Throughput => request,

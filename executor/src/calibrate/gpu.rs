@@ -244,9 +244,9 @@ impl Meter<'_> {
         self.product(&matrices[0], tokens, &out)
     }
 
-    /// Nanoseconds of a product of many tokens, with what a run launches before it: the unpacking of a packed matrix; and,
-    /// where tokens are few, the cast of activations for one that is not, since the GPU then waits between launches and the
-    /// library's stream for a good part of what reading the matrix takes.
+    /// Nanoseconds of a product of many tokens, with what a run launches before it: the unpacking of a packed matrix;
+    /// and, where tokens are few, the cast of activations for one that is not, since the GPU then waits between
+    /// launches and the library's stream for a good part of what reading the matrix takes.
     fn product(&mut self, matrix: &Matrix, tokens: usize, out: &Span) -> Result<f64> {
         let (inputs, outputs) = (matrix.columns(), matrix.rows());
         let format = workspace::product_format(matrix.format(), self.vendor.is_some());

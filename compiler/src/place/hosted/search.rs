@@ -354,8 +354,8 @@ impl<'a> Search<'a> {
     /// The best offer in which decode fetches a share of what stays.
     ///
     /// The best share is near the one for which the link and the home take equally long; whether whole blocks or single
-    /// nodes are fetched is decided there. `None` where even that share does not make of `base`, in which the home computes
-    /// all, what scores `best`.
+    /// nodes are fetched is decided there. `None` where even that share does not make of `base`, in which the home
+    /// computes all, what scores `best`.
     fn fetching(
         &self,
         counts: &[usize],

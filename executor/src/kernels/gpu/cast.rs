@@ -49,8 +49,8 @@ pub struct Cast<'a> {
     pub residual: Option<&'a Span>,
     /// Of the output.
     pub format: Format,
-    /// Where the output is not row after row: then its format is bf16, there are whole blocks of 32 features, and nothing
-    /// is added.
+    /// Where the output is not row after row: then its format is bf16, there are whole blocks of 32 features, nothing
+    /// is added, and the device has matrix instructions.
     pub order: Option<RightOperands>,
     /// `[tokens, features]`, or in that order; none of the inputs.
     pub out: &'a Span,
@@ -60,7 +60,7 @@ impl Gpu {
     /// Queues a cast.
     ///
     /// # Errors
-    /// When the format has blocks, or the order asks for another one.
+    /// When the format has blocks, or the order asks for what is not there.
     pub fn cast(&self, cast: &Cast<'_>) -> Result<()> {
         if let Some(order) = cast.order {
             return self.cast_operands(cast, order);

@@ -208,13 +208,6 @@ pub(super) fn sync_cluster() {
     gpu_asm!("barrier.cluster.wait.acquire.aligned;");
 }
 
-/// Waits for all cubes of the cluster, which need not see what this one wrote. Planes come whole.
-#[cube]
-pub(super) fn wait_for_cluster() {
-    gpu_asm!("barrier.cluster.arrive.relaxed.aligned;");
-    gpu_asm!("barrier.cluster.wait.aligned;");
-}
-
 /// The number at that place of the shared memory of a cube of the cluster, which is laid out as this one's.
 #[cube]
 pub(super) fn load_of_cube(values: &[f32], rank: u32) -> f32 {

@@ -250,7 +250,8 @@ mod tests {
                             let error = (f64::from(*element) - expected).abs();
                             assert!(
                                 error <= expected.abs() / 128.0 + 1e-6,
-                                "token {token}, feature {feature} of {features}: {element}, not {expected}"
+                                "token {token}, feature {feature} of {features}: {element}, \
+                                 not {expected}"
                             );
                         }
                     }

@@ -274,6 +274,11 @@ fn activations_in_16_bits() {
                 check(&gpu, Case { rows: &[300], columns, residual: true, ..case }, None);
             }
             check(&gpu, Case { rows: &[130, 130], columns: 2048, then: gate, ..case }, None);
+            // As many cubes as processors have places for, so that each takes all columns, and its stages in turns.
+            if tokens > 16 {
+                let rows = 4 * PANEL * gpu.processors() as usize + 7;
+                check(&gpu, Case { rows: &[rows], columns: 1024, ..case }, None);
+            }
         }
     }
 }

@@ -4,7 +4,8 @@
 //! - A cube is a group of four planes, each of which takes 32 rows of one matrix. All take the same columns, step after
 //!   step. A fifth plane lets the device copy whole steps to shared memory, as many ahead as there is room for: columns
 //!   of the activations, which lie as right operands do, and panels of the weights as they lie.
-//! - While the group of a cube waits for products, that of the other cube of the processor decodes weights.
+//! - While the group of a cube waits for products, that of the other cube of the processor decodes weights; without
+//!   clusters it decodes the next ones itself while the newest products are under way.
 //! - Where rows are too few for all processors, cubes of a cluster share out the columns. Each writes some of the
 //!   outputs, from sums in the shared memory of all, always in the same order.
 
@@ -28,7 +29,7 @@ use crate::kernels::gpu::portion::{BLOCK, Portion, portion_blocks};
 use crate::kernels::gpu::warpgroup::{
     GROUP, RightOperands, announce, arrive, clear_sums, copy_in_bulk, declare_sums, lane_sums,
     make_barrier, multiply_group, read_sum, right_operand, shared_address, show_barriers,
-    sync_cluster, wait_for_cluster, wait_for_products, wait_for_turn,
+    sync_cluster, wait_for_products, wait_for_turn,
 };
 use crate::kernels::gpu::words::Words;
 
@@ -42,7 +43,6 @@ const MOST_STAGES: usize = 8;
 const CLUSTERS: [usize; 4] = [8, 4, 2, 1];
 /// The fewest steps of a cube.
 const LEAST_STEPS: usize = 4;
-
 /// Steps of a cube after which all products are waited for, where it has a whole number of such and no cluster: three
 /// cubes of a processor have 128 registers for a lane, which more than one step exceeds.
 const STEPS_AT_ONCE: [usize; 3] = [4, 2, 1];
@@ -50,7 +50,6 @@ const STEPS_AT_ONCE: [usize; 3] = [4, 2, 1];
 const SUM_PADDING: usize = 1;
 /// The most outputs that a unit finishes at a time, in a cluster and else.
 const MOST_AT_ONCE: [usize; 2] = [4, 7];
-
 /// What stages are aligned to.
 const ALIGNMENT: usize = 128;
 
@@ -162,11 +161,14 @@ impl Gpu {
         let of_processor = if teams == 1 { 2 } else { 3 };
         let all_bytes = self.client.properties().hardware.max_shared_memory_size + RESERVED_BYTES;
         let most_bytes = all_bytes / of_processor - RESERVED_BYTES;
-        let of_cube = |&at_once: &usize| teams == 1 && steps.is_multiple_of(at_once);
-        let steps_at_once = STEPS_AT_ONCE.into_iter().find(of_cube).unwrap_or(1);
-        let share = GroupShare { tile, stages: MOST_STAGES, steps_at_once };
+        let share = GroupShare { tile, stages: MOST_STAGES, steps_at_once: 1 };
         let room = most_bytes.saturating_sub(share.beside_bytes()) / LOAD_BYTES;
-        GroupShare { stages: (room / share.stage()).clamp(1, MOST_STAGES), ..share }
+        let stages = (room / share.stage()).clamp(1, MOST_STAGES);
+        // A step's stage is free once the next one's first products are begun.
+        let may_wait = teams == 1 && stages > 1;
+        let of_cube = |&at_once: &usize| may_wait && steps.is_multiple_of(at_once);
+        let steps_at_once = STEPS_AT_ONCE.into_iter().find(of_cube).unwrap_or(1);
+        GroupShare { stages, steps_at_once, ..share }
     }
 }
 
@@ -259,7 +261,7 @@ fn multiply_groups(
     if comptime!(tile_share.teams > 1) {
         // Others may still read this cube's sums.
         sync_plane();
-        wait_for_cluster();
+        sync_cluster();
     }
 }
 
