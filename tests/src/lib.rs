@@ -34,8 +34,8 @@ pub fn rates(plan: &Plan) -> (f64, f64) {
 
 /// What is minimised for latency, of a plan whose prompt takes `prefill` and whose tokens take `decode` nanoseconds.
 pub fn score(prefill: u64, decode: u64) -> f64 {
-    let request = prefill + 128 * decode;
-    (prefill as f64).powf(1.0 / 6.0) * (request as f64).powf(5.0 / 6.0)
+    let [prompt, answer] = [prefill as f64, 128.0 * decode as f64];
+    (prompt + answer).powf(2.0 / 3.0) * (prompt * answer).powf(1.0 / 6.0)
 }
 
 /// How long `work` takes when it is left alone: the shortest of ten tries, or the first that stays below `limit`. Other

@@ -21,9 +21,8 @@ use crate::task::Task;
 
 /// Tokens of the answer that a placement is judged by: a chat answer of a paragraph.
 const ANSWER_TOKENS: u64 = 128;
-/// What the time to the first token weighs beside that to the last, of 1: 1.6 times as much of it is as bad as 1.1
-/// times as much of the other.
-const FIRST_TOKEN_WEIGHT: f64 = 1.0 / 6.0;
+/// What the time to the first token weighs, and that from there to the last; the rest of 1 is for both together.
+const PART_WEIGHT: f64 = 1.0 / 6.0;
 
 /// Times of the programs that a placement is judged by.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -50,15 +49,16 @@ impl Times {
 
     /// What is minimised, of a whole model.
     ///
-    /// Latency: the time to the last token and, with less weight, to the first, in proportion: where hosts decode, an
-    /// answer takes seconds, and prompts that take tenths of one would count for nothing in a sum.
+    /// Latency: the time of a request and, with less weight, of its prompt and of its answer, in proportion: where hosts
+    /// decode, an answer takes seconds, and prompts that take tenths of one would count for nothing in a sum.
     /// Throughput: the time of a request.
     pub(crate) fn score(self, target: &Target) -> u64 {
         let request = self.request(target);
         match target.objective {
             Objective::Latency => {
-                let first = (self.prefill.max(1) as f64).powf(FIRST_TOKEN_WEIGHT);
-                ((request as f64).powf(1.0 - FIRST_TOKEN_WEIGHT) * first) as u64
+                let part = |nanos: u64| (nanos.max(1) as f64).powf(PART_WEIGHT);
+                let parts = part(self.prefill) * part(request - self.prefill);
+                ((request as f64).powf(1.0 - 2.0 * PART_WEIGHT) * parts) as u64
             }
             Objective::Throughput => request,
         }
