@@ -129,9 +129,9 @@ fn limit(
     taken: &Table<DeviceId, u64>,
     unit: usize,
 ) -> Option<Cause> {
-    let faster = chosen.better?;
-    let (device, missing_of_all) = faster.candidate.missing?;
-    if !faster.arrangement.group_of(unit).devices.contains(&device) {
+    let better = chosen.better?;
+    let (device, missing_of_all) = better.candidate.missing?;
+    if !better.arrangement.group_of(unit).devices.contains(&device) {
         return None;
     }
     let there = elsewhere.iter().find(|other| other.group.devices[0] == device)?;

@@ -266,17 +266,7 @@ impl Meter<'_> {
             let start = Instant::now();
             for _ in 0..launches {
                 if let Some(floats) = &floats {
-                    gpu.cast(&Cast {
-                        x: floats,
-                        element: DType::F32,
-                        tokens,
-                        features: inputs,
-                        norm: None,
-                        residual: None,
-                        format,
-                        order: None,
-                        out: &x,
-                    })?;
+                    gpu.cast(&Cast::plain(floats, [tokens, inputs], format, &x))?;
                 }
                 let unpacked = match matrix.layout() {
                     Layout::RowMajor => None,

@@ -56,6 +56,19 @@ pub struct Cast<'a> {
     pub out: &'a Span,
 }
 
+impl<'a> Cast<'a> {
+    /// Rows of f32, `[tokens, features]`, as they are in another format.
+    pub fn plain(
+        x: &'a Span,
+        [tokens, features]: [usize; 2],
+        format: Format,
+        out: &'a Span,
+    ) -> Self {
+        let element = DType::F32;
+        Self { x, element, tokens, features, norm: None, residual: None, format, order: None, out }
+    }
+}
+
 impl Gpu {
     /// Queues a cast.
     ///
@@ -128,17 +141,7 @@ fn cast_rows<X: Float, F: Float, N: Size>(
     }
     for i in range_stepped(UNIT_POS as usize, vectors, UNITS) {
         let taken = Vector::<f32, N>::cast_from(x[first + i]);
-        let mut value = (taken - Vector::new(mean)) * Vector::new(factor);
-        #[comptime]
-        match scale.clone() {
-            ComptimeOption::Some(scale) => value *= scale[i] + Vector::new(scale_offset),
-            ComptimeOption::None => {}
-        }
-        #[comptime]
-        match bias.clone() {
-            ComptimeOption::Some(bias) => value += bias[i],
-            ComptimeOption::None => {}
-        }
+        let mut value = normed(taken, i, mean, factor, scale, bias, scale_offset);
         #[comptime]
         match residual.clone() {
             ComptimeOption::Some(residual) => value += residual[first + i],
@@ -146,6 +149,31 @@ fn cast_rows<X: Float, F: Float, N: Size>(
         }
         out[first + i] = Vector::<F, N>::cast_from(value);
     }
+}
+
+/// Vector number `at` of a row, normalised.
+#[cube]
+fn normed<N: Size>(
+    taken: Vector<f32, N>,
+    at: usize,
+    mean: f32,
+    factor: f32,
+    scale: &ComptimeOption<Box<[Vector<f32, N>]>>,
+    bias: &ComptimeOption<Box<[Vector<f32, N>]>>,
+    scale_offset: f32,
+) -> Vector<f32, N> {
+    let mut value = (taken - Vector::new(mean)) * Vector::new(factor);
+    #[comptime]
+    match scale.clone() {
+        ComptimeOption::Some(scale) => value *= scale[at] + Vector::new(scale_offset),
+        ComptimeOption::None => {}
+    }
+    #[comptime]
+    match bias.clone() {
+        ComptimeOption::Some(bias) => value += bias[at],
+        ComptimeOption::None => {}
+    }
+    value
 }
 
 /// The sum of a row's elements less `mean`, or of their squares: for every unit of the cube.
@@ -197,10 +225,11 @@ mod tests {
     use crate::kernels::gpu::matrix::testing::float_formats;
     use crate::kernels::gpu::testing::gpu;
 
-    const TOKENS: usize = 3;
-    const EPSILON: f32 = 1e-3;
+    pub(super) const TOKENS: usize = 3;
+    pub(super) const EPSILON: f32 = 1e-3;
 
-    fn expected(
+    /// Rows, in plain loops, of norms whose scales are offset by 1.
+    pub(super) fn expected(
         x: &[f32],
         features: usize,
         kind: Option<NormKind>,

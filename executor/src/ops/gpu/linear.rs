@@ -279,9 +279,8 @@ impl State {
 
 /// `x` in another format.
 fn cast<'a>(x: &'a Operand, format: Format, out: &'a Span) -> Cast<'a> {
-    let Operand { span, dtype, rows: tokens, columns: features } = x;
-    let (x, element, tokens, features) = (span, *dtype, *tokens, *features);
-    Cast { x, element, tokens, features, norm: None, residual: None, format, order: None, out }
+    let element = x.dtype;
+    Cast { element, ..Cast::plain(&x.span, [x.rows, x.columns], format, out) }
 }
 
 /// A packed matrix, row after row.

@@ -5,7 +5,7 @@ use cubecl::prelude::{Cast as _, *};
 use ir::op::NormKind;
 use ir::tensor::{DType, Format};
 
-use super::{Cast, cube_sum};
+use super::{Cast, cube_sum, normed};
 use crate::kernels::gpu::device::{Gpu, Span, element};
 use crate::kernels::gpu::instructions::{Packed, pack};
 use crate::kernels::gpu::matrix::LOAD_BYTES;
@@ -149,18 +149,8 @@ fn cast_operands<X: Float>(
             for j in 0..PAIRS {
                 let at = pair_of(eight, j);
                 let pair = pairs[comptime!(i * PAIRS + j)];
-                let mut value = (pair - Vector::new(mean)) * Vector::new(factor);
-                #[comptime]
-                match scale.clone() {
-                    ComptimeOption::Some(scale) => value *= scale[at] + Vector::new(scale_offset),
-                    ComptimeOption::None => {}
-                }
-                #[comptime]
-                match bias.clone() {
-                    ComptimeOption::Some(bias) => value += bias[at],
-                    ComptimeOption::None => {}
-                }
-                value *= Vector::new(operand_factor);
+                let value = normed(pair, at, mean, factor, scale, bias, scale_offset)
+                    * Vector::new(operand_factor);
                 words.insert(j, pack(value.extract(0usize), value.extract(1usize), true));
             }
             out[eight * tokens + token] = words;
@@ -182,29 +172,10 @@ mod tests {
     use super::*;
     use crate::kernels::cpu::testing::Random;
     use crate::kernels::gpu::cast::Norm;
+    use crate::kernels::gpu::cast::tests::{EPSILON, TOKENS, expected};
     use crate::kernels::gpu::testing::gpu;
 
-    const TOKENS: usize = 3;
     const COLUMNS: usize = 32;
-
-    /// Rows, normalised if asked, in plain loops.
-    fn expected(x: &[f32], features: usize, kind: Option<NormKind>, scale: &[f32]) -> Vec<f64> {
-        let mut out = Vec::new();
-        for x in x.chunks_exact(features) {
-            let x: Vec<f64> = x.iter().map(|&x| f64::from(x)).collect();
-            let mean = match kind {
-                Some(NormKind::Layer) => x.iter().sum::<f64>() / features as f64,
-                Some(NormKind::Rms) | None => 0.0,
-            };
-            let squares: f64 = x.iter().map(|x| (x - mean).powi(2)).sum();
-            let root = (squares / features as f64 + 1e-3).sqrt();
-            out.extend(x.iter().zip(scale).map(|(x, scale)| match kind {
-                Some(_) => (x - mean) / root * (f64::from(*scale) + 1.0),
-                None => *x,
-            }));
-        }
-        out
-    }
 
     #[test]
     fn rows_become_right_operands() {
@@ -231,7 +202,7 @@ mod tests {
                         scale: Some(&scale_span),
                         bias: None,
                         scale_offset: 1.0,
-                        epsilon: 1e-3,
+                        epsilon: EPSILON,
                     }),
                     residual: None,
                     format: Format::Bf16,
@@ -239,7 +210,8 @@ mod tests {
                     out: &out,
                 })
                 .unwrap();
-                let expected = expected(&x, features, kind, &scale);
+                let scale = kind.map(|_| &scale[..]);
+                let expected = expected(&x, features, kind, scale, None, None);
                 let out = gpu.download::<bf16>(&out, COLUMNS * features);
                 for (eight, of_tokens) in out.chunks_exact(COLUMNS * 8).enumerate() {
                     for (token, elements) in of_tokens.chunks_exact(8).take(TOKENS).enumerate() {
@@ -248,8 +220,12 @@ mod tests {
                             let feature = eight / 4 * 32 + i / 2 * 8 + eight % 4 * 2 + i % 2;
                             let expected = 4.0 * expected[token * features + feature];
                             let error = (f64::from(*element) - expected).abs();
+                            let is_right = match kind {
+                                Some(_) => error <= expected.abs() / 128.0 + 1e-6,
+                                None => *element == bf16::from_f64(expected),
+                            };
                             assert!(
-                                error <= expected.abs() / 128.0 + 1e-6,
+                                is_right,
                                 "token {token}, feature {feature} of {features}: {element}, \
                                  not {expected}"
                             );

@@ -16,7 +16,7 @@ mod sum;
 use anyhow::{Result, ensure};
 use cubecl::prelude::*;
 use ir::op::Then;
-use ir::tensor::{DType, Format};
+use ir::tensor::Format;
 use ir::workspace::experts::TILE_NUMBERS;
 use ir::workspace::product_format;
 
@@ -89,17 +89,9 @@ impl Gpu {
         self.sort(experts, &workspace);
         let mut input = experts.x;
         if form == Form::Matrix {
-            self.cast(&Cast {
-                x: experts.x,
-                element: DType::F32,
-                tokens,
-                features: gate.columns(),
-                norm: None,
-                residual: None,
-                format: narrow_format(gate),
-                order: None,
-                out: &workspace.input,
-            })?;
+            let shape = [tokens, gate.columns()];
+            let narrow = Cast::plain(experts.x, shape, narrow_format(gate), &workspace.input);
+            self.cast(&narrow)?;
             input = &workspace.input;
         }
         let gated = Pass {
