@@ -229,11 +229,14 @@ fn measure(
     (warm_ups, repetitions): (usize, usize),
     mut round: impl FnMut(&mut Engine) -> Result<Option<Duration>>,
 ) -> Result<Option<Test>> {
-    for number in 0..warm_ups + repetitions {
-        let Some(time) = round(engine)? else { return Ok(None) };
-        if number >= warm_ups {
-            test.samples.push(test.tokens as f64 / time.as_secs_f64());
+    for _ in 0..warm_ups {
+        if round(engine)?.is_none() {
+            return Ok(None);
         }
+    }
+    for _ in 0..repetitions {
+        let Some(time) = round(engine)? else { return Ok(None) };
+        test.samples.push(test.tokens as f64 / time.as_secs_f64());
     }
     Ok(Some(test))
 }

@@ -79,7 +79,7 @@ impl Engine {
     /// As [`Engine::append`] and [`Engine::advance`].
     pub fn time_prefill(&mut self, tokens: usize, abort: &AtomicBool) -> Result<Option<Duration>> {
         let id = self.open();
-        let timed = self.feed_made_up(id, tokens, abort);
+        let timed = self.feed_made_up(id, 0, tokens, abort);
         self.close(id);
         timed
     }
@@ -110,16 +110,17 @@ impl Engine {
         tokens: usize,
         abort: &AtomicBool,
     ) -> Result<Option<Duration>> {
-        for &id in ids {
-            if self.feed_made_up(id, depth, abort)?.is_none() {
+        for (number, &id) in ids.iter().enumerate() {
+            if self.feed_made_up(id, number, depth, abort)?.is_none() {
                 return Ok(None);
             }
         }
         let greedy = vec![1.0; ids.len()];
         let start = Instant::now();
-        for number in 0..tokens {
-            let token = self.made_up(number);
-            ids.iter().try_for_each(|&id| self.append(id, &[token]))?;
+        for place in depth..depth + tokens {
+            for (number, &id) in ids.iter().enumerate() {
+                self.append(id, &[self.made_up(number, place)])?;
+            }
             if !self.feed(ids, Wants::Listed(&greedy), abort, |_, _, _| Ok(()))? {
                 return Ok(None);
             }
@@ -127,22 +128,28 @@ impl Engine {
         Ok(Some(start.elapsed()))
     }
 
+    /// Feeds the first tokens of the made-up sequence of that number.
     fn feed_made_up(
         &mut self,
         id: SequenceId,
+        number: usize,
         tokens: usize,
         abort: &AtomicBool,
     ) -> Result<Option<Duration>> {
-        let tokens: Vec<u32> = (0..tokens).map(|number| self.made_up(number)).collect();
+        let tokens: Vec<u32> = (0..tokens).map(|place| self.made_up(number, place)).collect();
         self.append(id, &tokens)?;
         let start = Instant::now();
         let is_fed = self.feed(&[id], Wants::Listed(&[1.0]), abort, |_, _, _| Ok(()))?;
         Ok(is_fed.then(|| start.elapsed()))
     }
 
-    /// Some token of the vocabulary: a prime step visits all of it.
-    fn made_up(&self, number: usize) -> u32 {
-        (number as u64 * 7919 % u64::from(self.plan().model.vocabulary.max(1))) as u32
+    /// The token at a place of a made-up sequence: a prime step visits all of the vocabulary. At one place all sequences
+    /// have others, since those of a mixture that are alike would choose the same experts.
+    fn made_up(&self, number: usize, place: usize) -> u32 {
+        /// Places from a sequence to the next.
+        const APART: usize = 1021;
+        let visited = (number * APART + place) as u64;
+        (visited * 7919 % u64::from(self.plan().model.vocabulary.max(1))) as u32
     }
 }
 
