@@ -226,8 +226,24 @@ impl Config {
         })
     }
 
+    /// The window of each layer: by `layer_types`, else where `slides` says so.
+    pub(crate) fn windows(
+        &self,
+        layers: u32,
+        window: Option<u32>,
+        slides: impl Fn(u32) -> bool,
+    ) -> Result<Vec<Option<u32>>> {
+        Ok(match self.layer_kinds(layers)? {
+            Some(kinds) => {
+                let of_kind = |kind| window.filter(|_| kind == LayerKind::Sliding);
+                kinds.into_iter().map(of_kind).collect()
+            }
+            None => (0..layers).map(|layer| window.filter(|_| slides(layer))).collect(),
+        })
+    }
+
     /// How far each of the layers sees, where `layer_types` says so.
-    pub(crate) fn layer_kinds(&self, layers: u32) -> Result<Option<Vec<LayerKind>>> {
+    fn layer_kinds(&self, layers: u32) -> Result<Option<Vec<LayerKind>>> {
         let name = "layer_types";
         if !self.has(name) {
             return Ok(None);

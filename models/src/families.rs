@@ -47,7 +47,10 @@ const FAMILIES: [Family; 13] = [
         lower: gemma3::lower,
     },
     Family { names: &[("llama", "LlamaForCausalLM")], lower: llama::lower },
-    Family { names: &[("mistral", "MistralForCausalLM")], lower: mistral::lower },
+    Family {
+        names: &[("mistral", "MistralForCausalLM"), ("ministral", "MinistralForCausalLM")],
+        lower: mistral::lower,
+    },
     Family { names: &[("mixtral", "MixtralForCausalLM")], lower: mixtral::lower },
     Family { names: &[("opt", "OPTForCausalLM")], lower: opt::lower },
     Family { names: &[("phi3", "Phi3ForCausalLM")], lower: phi3::lower },
@@ -181,7 +184,7 @@ mod tests {
         assert_eq!(
             with("bloom", r#"["LlamaForCausalLM"]"#),
             "config.json: model_type is \"bloom\", not one of those supported: gpt2, gpt_neox, gemma2, gemma3_text, \
-             gemma3, llama, mistral, mixtral, opt, phi3, qwen2, qwen2_moe, qwen3, qwen3_moe"
+             gemma3, llama, mistral, ministral, mixtral, opt, phi3, qwen2, qwen2_moe, qwen3, qwen3_moe"
         );
         assert_eq!(chosen("{}"), "config.json: model_type is missing");
     }

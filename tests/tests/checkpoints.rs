@@ -252,8 +252,8 @@ fn a_malformed_configuration_is_refused() {
         with("architectures", json!(["BloomForCausalLM"])),
         "config.json: architectures is [\"BloomForCausalLM\"], not one of those supported: GPT2LMHeadModel, \
          GPTNeoXForCausalLM, Gemma2ForCausalLM, Gemma3ForCausalLM, Gemma3ForConditionalGeneration, \
-         LlamaForCausalLM, MistralForCausalLM, MixtralForCausalLM, OPTForCausalLM, Phi3ForCausalLM, \
-         Qwen2ForCausalLM, Qwen2MoeForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM"
+         LlamaForCausalLM, MistralForCausalLM, MinistralForCausalLM, MixtralForCausalLM, OPTForCausalLM, \
+         Phi3ForCausalLM, Qwen2ForCausalLM, Qwen2MoeForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM"
     );
     assert_eq!(
         damage(1, |folder| fs::write(folder.join("config.json"), "{").unwrap()),

@@ -211,15 +211,25 @@ fn attention_and_mlp_of_neox_may_follow_each_other() {
 
 #[test]
 fn mistral_is_llama_with_a_window() {
-    let mistral = |window: Value| {
-        let fields = json!({"model_type": "mistral", "architectures": ["MistralForCausalLM"]});
-        let mut mistral = with(config("llama3"), fields);
+    let mistral = |fields: Value, window: Value| {
+        let kind = json!({"model_type": "mistral", "architectures": ["MistralForCausalLM"]});
+        let mut mistral = with(with(config("llama3"), kind), fields);
         // Here null is a value: without it, the window is one of 4096 tokens.
         mistral["sliding_window"] = window;
         logits_of(&mistral, &tensors("llama3"))
     };
-    assert_eq!(mistral(json!(null)), logits(&golden("llama3")));
-    check(&mistral(json!(4)), [0.030_481, 2.704_898, 2.803_911, -0.301_186, 0.103_051, -1.774_085]);
+    assert_eq!(mistral(json!({}), json!(null)), logits(&golden("llama3")));
+    let in_all = mistral(json!({}), json!(4));
+    check(&in_all, [0.030_481, 2.704_898, 2.803_911, -0.301_186, 0.103_051, -1.774_085]);
+    // Ministral says which layers have it, under either name.
+    let (full, sliding) = ("full_attention", "sliding_attention");
+    let some = json!([full, sliding, sliding]);
+    let in_some = mistral(json!({"layer_types": some}), json!(4));
+    check(&in_some, [1.174_785, -0.479_476, 0.927_160, -1.454_523, 1.672_544, -0.931_626]);
+    let ministral = json!({
+        "model_type": "ministral", "architectures": ["MinistralForCausalLM"], "layer_types": some,
+    });
+    assert_eq!(mistral(ministral, json!(4)), in_some);
 }
 
 #[test]

@@ -4,7 +4,7 @@ use anyhow::Result;
 use ir::op::Activation;
 
 use super::llama;
-use crate::config::{Config, LayerKind};
+use crate::config::Config;
 use crate::decoder::{self, Decoder, Defaults, inverse_root};
 use crate::lowering::Lowering;
 
@@ -62,12 +62,5 @@ pub(super) fn decoder(config: &Config, defaults: &Defaults) -> Result<Decoder> {
 /// The window of each layer: by `layer_types`, else in all but each `pattern`th.
 pub(super) fn windows(config: &Config, layers: u32, pattern: u32) -> Result<Vec<Option<u32>>> {
     let window = config.nullable_size("sliding_window", Some(4096))?;
-    Ok(match config.layer_kinds(layers)? {
-        Some(kinds) => {
-            kinds.into_iter().map(|kind| window.filter(|_| kind == LayerKind::Sliding)).collect()
-        }
-        None => {
-            (1..=layers).map(|layer| window.filter(|_| !layer.is_multiple_of(pattern))).collect()
-        }
-    })
+    config.windows(layers, window, |layer| !(layer + 1).is_multiple_of(pattern))
 }

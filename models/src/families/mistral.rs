@@ -1,4 +1,4 @@
-//! Mistral: every layer sees a window.
+//! Mistral: every layer sees a window, or those that `layer_types` names, as in Ministral.
 
 use anyhow::Result;
 
@@ -12,6 +12,7 @@ const DEFAULTS: Defaults =
 pub(super) fn lower(lowering: &mut Lowering<'_>) -> Result<()> {
     let decoder = Decoder::read(lowering.config, &DEFAULTS)?;
     let window = lowering.config.nullable_size("sliding_window", Some(4096))?;
-    let layers = decoder.alike(lowering, &DEFAULTS, window)?;
+    let windows = lowering.config.windows(decoder.layers, window, |_| true)?;
+    let layers = decoder.windowed(lowering, &DEFAULTS, &windows)?;
     decoder::lower(lowering, &decoder, &layers)
 }

@@ -3,7 +3,7 @@
 use anyhow::Result;
 
 use super::llama;
-use crate::config::{Config, LayerKind};
+use crate::config::Config;
 use crate::decoder::{self, Decoder, Defaults};
 use crate::lowering::Lowering;
 
@@ -25,21 +25,17 @@ pub(super) fn lower(lowering: &mut Lowering<'_>) -> Result<()> {
     decoder::lower(lowering, &decoder, &layers)
 }
 
-/// The window of each layer: by `layer_types`, else where `slides` says so; none unless `use_sliding_window`.
+/// The window of each layer: by `layer_types`, else where `slides` says so.
 pub(super) fn windows(
     config: &Config,
     layers: u32,
     slides: impl Fn(u32) -> bool,
 ) -> Result<Vec<Option<u32>>> {
-    let window = if config.flag("use_sliding_window", false)? {
-        config.nullable_size("sliding_window", Some(4096))?
-    } else {
-        None
-    };
-    Ok(match config.layer_kinds(layers)? {
-        Some(kinds) => {
-            kinds.into_iter().map(|kind| window.filter(|_| kind == LayerKind::Sliding)).collect()
-        }
-        None => (0..layers).map(|layer| window.filter(|_| slides(layer))).collect(),
-    })
+    config.windows(layers, window(config)?, slides)
+}
+
+/// The window of layers that have one; none unless `use_sliding_window`.
+pub(super) fn window(config: &Config) -> Result<Option<u32>> {
+    let has_window = config.flag("use_sliding_window", false)?;
+    if has_window { config.nullable_size("sliding_window", Some(4096)) } else { Ok(None) }
 }

@@ -33,8 +33,8 @@ pub(super) fn lower(lowering: &mut Lowering<'_>) -> Result<()> {
         shared: None,
         matrices: ["gate_proj", "up_proj", "down_proj"],
     };
-    let windows = qwen2::windows(config, decoder.layers, |_| true)?;
-    let layers = decoder.windowed(lowering, &DEFAULTS, &windows)?;
+    // Of the Qwen families only this one has no `layer_types`.
+    let layers = decoder.alike(lowering, &DEFAULTS, qwen2::window(config)?)?;
     let layers = qwen2_moe::with_experts(config, layers, &mixture)?;
     decoder::lower(lowering, &decoder, &layers)
 }
