@@ -82,8 +82,14 @@ fn target_of(path: &Path) -> Result<Option<PathBuf>> {
     if fs::metadata(path).is_ok_and(|kind| !kind.is_file() && !kind.is_dir()) {
         return Ok(None);
     }
+    if path == Path::new("-") {
+        bail!(
+            "writing -: this is not written to standard output; name a file, or ./- for one of this name"
+        );
+    }
     let target = fs::canonicalize(path).unwrap_or_else(|_| new_place(path));
-    if target.is_dir() || target.file_name().is_none() {
+    let is_folder = path.as_os_str().as_encoded_bytes().ends_with(b"/");
+    if is_folder || target.is_dir() || target.file_name().is_none() {
         bail!("writing {}: it is a folder", path.display());
     }
     Ok(Some(target))

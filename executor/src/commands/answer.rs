@@ -163,9 +163,11 @@ fn prompt_ids(opened: &Opened, arguments: &AnswerArguments) -> Result<Vec<u32>> 
             line.strip_suffix('\r').unwrap_or(line).to_owned()
         }
     };
-    ensure!(!text.is_empty(), "the prompt is empty: there is nothing to continue");
+    let is_chat = arguments.chat || arguments.system.is_some();
+    // A template says something even around an empty message.
+    ensure!(is_chat || !text.is_empty(), "the prompt is empty: there is nothing to continue");
     let tokenizer = opened.tokenizer(PROMPT_IDS)?;
-    if !arguments.chat && arguments.system.is_none() {
+    if !is_chat {
         return tokenizer.encode(&text, true);
     }
     let system = arguments.system.iter().map(|system| message("system", system));

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, Result, anyhow, ensure};
+use anyhow::{Context as _, Result, anyhow, bail, ensure};
 use indicatif::{ProgressBar, ProgressStyle};
 use ir::op::Op;
 use ir::plan::{Action, Plan};
@@ -128,7 +128,13 @@ impl Opened {
     /// How the checkpoint would have answers generated, with what the user asks for instead.
     pub(super) fn generation(&self, overrides: &GenerationOverrides) -> Result<GenerationOptions> {
         let folder = self.file.checkpoint_folder();
-        GenerationOptions::load(&folder, self.tokenizer.as_ref().ok())?.overridden(overrides)
+        let tokenizer = match &self.tokenizer {
+            Ok(tokenizer) => Some(tokenizer),
+            Err(error) if error.is::<NoTokenizer>() => None,
+            // What ends an answer may be known to this file alone.
+            Err(error) => bail!("{error:#}"),
+        };
+        GenerationOptions::load(&folder, tokenizer)?.overridden(overrides)
     }
 
     /// Fails where a prompt has no tokens, some of another model, or leaves no room for an answer.
