@@ -6,7 +6,7 @@ use ir::layout::Move;
 use ir::machine::{Device, LinearRate};
 use ir::op::{Attention, Experts, Linear, Op, Products, Then};
 use ir::tensor::{DType, Extent, Format, TensorType};
-use ir::workspace::{MAX_FUSED_ROWS, UNPACKED_ROWS, broken_loads, product_format};
+use ir::workspace::{MAX_FUSED_ROWS, UNPACKED_ROWS, broken_loads, most_fused_rows, product_format};
 
 use crate::target::{Batch, Target};
 
@@ -113,9 +113,7 @@ pub(crate) fn run_nanos(
                 }
         }
         Some(Products::Experts(experts)) => {
-            experts_nanos(target, device, experts, operands, batch)?
-                + activations
-                + streamed(unpacked_bytes(operands, batch))
+            experts_nanos(target, device, experts, operands, batch)? + activations
         }
         // Tables are read only where tokens point: as many rows as are written.
         None => activations,
@@ -153,13 +151,14 @@ fn append_bytes(operands: &Operands<'_>, batch: &Batch) -> u64 {
 
 /// Bytes read and written to unpack fetched matrices of floats: a product of few rows takes panels as they are.
 fn unpacked_bytes(operands: &Operands<'_>, batch: &Batch) -> u64 {
-    if !operands.is_fetched || rows_of(&operands.reads[0], batch.extent) <= UNPACKED_ROWS {
+    if !operands.is_fetched {
         return 0;
     }
+    let rows = rows_of(&operands.reads[0], batch.extent);
     // Rates of the others are those of panels.
-    let is_float = |format: Format| format.float().is_some();
+    let is_unpacked = |format: Format| format.float().is_some() && rows > most_fused_rows(format);
     let matrices = operands.weights.iter();
-    let matrices = matrices.filter(|held| held.shape.len() > 1 && is_float(held.format));
+    let matrices = matrices.filter(|held| held.shape.len() > 1 && is_unpacked(held.format));
     let bytes = matrices.map(|Held { format, shape, .. }| {
         let elements: u64 = shape.iter().map(|&size| u64::from(size)).product();
         format.bytes(1, elements) + 2 * elements
@@ -324,7 +323,7 @@ fn experts_nanos(
     let mut nanos = 0.0;
     let mut beside = 0f64;
     for Held { format, shape, .. } in operands.weights {
-        if let Some(rate) = rates.experts(*format) {
+        if let Some(rate) = rates.experts(*format).filter(|_| fed <= UNPACKED_ROWS) {
             let elements = used * f64::from(shape[1]) * f64::from(shape[2]);
             nanos += seconds(elements, rate.weights_per_sec(fed));
             beside = beside.max(rate.nanos(fed));
@@ -335,7 +334,12 @@ fn experts_nanos(
         let chosen = experts * (1.0 - (1.0 - (used / experts).min(1.0)).powf(tokens));
         let rows = (tokens * used / chosen).round().max(1.0) as u32;
         let elements = chosen * f64::from(shape[1]) * f64::from(shape[2]);
-        nanos += seconds(elements, linear_rate(target, device, *format)?.weights_per_sec(rows));
+        let rate = match rates.shared_experts(*format) {
+            Some(rate) => rate,
+            None => linear_rate(target, device, *format)?,
+        };
+        nanos += seconds(elements, rate.weights_per_sec(rows));
+        beside = beside.max(rate.nanos(rows));
     }
     Ok(nanos + beside)
 }

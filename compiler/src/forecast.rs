@@ -3,8 +3,7 @@
 use ir::id::{DeviceId, Id as _, StepId, Table};
 use ir::op::Op;
 use ir::plan::{Action, Phase, Program, Queue};
-use ir::tensor::Format;
-use ir::workspace::{MAX_FUSED_ROWS, UNPACKED_ROWS};
+use ir::workspace::most_fused_rows;
 
 use crate::bind::Bound;
 use crate::cost::rows_of;
@@ -77,9 +76,7 @@ pub(crate) fn contend(task: &Task<'_>, bound: &Bound, program: &mut Program) {
             }
             Action::Run(Op::Linear(linear)) if is_prefill && copies => {
                 let formats = linear.weights.iter().map(|&id| bound.weights[id].format);
-                let is_narrow = |format| matches!(format, Format::Bf12 | Format::Q8 | Format::Q4);
-                let most =
-                    if formats.into_iter().all(is_narrow) { MAX_FUSED_ROWS } else { UNPACKED_ROWS };
+                let most = formats.map(most_fused_rows).min().unwrap_or(0);
                 let rows =
                     step.reads.first().map(|&x| rows_of(&program.buffers[x].ty, program.max));
                 if rows > Some(most) {

@@ -354,7 +354,8 @@ fn check_rates(name: &str, rates: &Rates) -> Result<()> {
     );
     let linear = rates.linear.iter().map(|rate| ("linear", rate));
     let experts = rates.experts.iter().map(|rate| ("experts", rate));
-    for (field, LinearRate { format, points }) in linear.chain(experts) {
+    let shared = rates.shared_experts.iter().map(|rate| ("shared_experts", rate));
+    for (field, LinearRate { format, points }) in linear.chain(experts).chain(shared) {
         let curve = format!("{format} in {field} of {name}");
         ensure!(
             !points.is_empty() && points[0].tokens > 0,

@@ -59,6 +59,7 @@ fn two_nodes() -> Machine {
             step_nanos: 2e3,
             linear: Format::ALL.map(linear).to_vec(),
             experts: Vec::new(),
+            shared_experts: Vec::new(),
             attention_nanos: 0.0,
             attention_flops_per_sec: 1e12,
             cache_bytes_per_sec: 1e11,

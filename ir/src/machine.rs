@@ -126,10 +126,14 @@ pub struct Rates {
     pub step_nanos: f64,
     /// Linears, one curve for each format. A missing format is not computed on this device.
     pub linear: Vec<LinearRate>,
-    /// The chosen experts of a mixture, one curve for each format: their weights are those of one token's experts,
-    /// `tokens` those of a run. Where there is no curve, they are linears of as many rows as share an expert.
+    /// The chosen experts of a mixture for few tokens, which read them one by one; one curve for each format. Their
+    /// weights are those of one token's experts, `tokens` those of a run. Where there is no curve, they are as for many.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub experts: Vec<LinearRate>,
+    /// The same for many tokens, which share what is read: weights of all experts that any of them chose, and as
+    /// `tokens` those that share one. Where there is no curve, they are linears of as many rows.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub shared_experts: Vec<LinearRate>,
     /// Time of one token's attention beside the cache that it reads, and beyond that of a step.
     #[serde(default)]
     pub attention_nanos: f64,
@@ -254,8 +258,13 @@ impl Rates {
         self.linear.iter().find(|rate| rate.format == format)
     }
 
-    /// The curve of a mixture's experts in a format, where there is one.
+    /// The curve of a mixture's experts for few tokens in a format, where there is one.
     pub fn experts(&self, format: Format) -> Option<&LinearRate> {
         self.experts.iter().find(|rate| rate.format == format)
+    }
+
+    /// The curve of a mixture's experts for many tokens in a format, where there is one.
+    pub fn shared_experts(&self, format: Format) -> Option<&LinearRate> {
+        self.shared_experts.iter().find(|rate| rate.format == format)
     }
 }

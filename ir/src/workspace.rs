@@ -21,6 +21,8 @@ pub const UNPACKED_ROWS: u32 = 8;
 /// The most rows for which a GPU with matrix instructions dequantises `q8`, `q4` and `bf12` inside the kernel; for more
 /// they are unpacked for the vendor's library.
 pub const MAX_FUSED_ROWS: u32 = 64;
+/// The same for bf16: of more rows the vendor's library reads matrices faster.
+const MAX_FUSED_BF16_ROWS: u32 = 32;
 /// Bytes, about, of a piece of a packed matrix that is unpacked for the vendor's library: large enough that a product
 /// of one piece fills any GPU, small beside the memory of the smallest.
 const UNPACKED_BYTES: u64 = 128 << 20;
@@ -392,6 +394,16 @@ impl Need<'_> {
         let buffer = self.step.reads.get(read).and_then(|&id| self.program.buffers.get(id));
         let dim = buffer.and_then(|buffer| buffer.ty.shape.get(axis));
         dim.map_or(0, |dim: &Dim| dim.size(self.program.max))
+    }
+}
+
+/// The most rows that a GPU with matrix instructions multiplies with a matrix of that format as it lies; for more the
+/// vendor's library has it row after row.
+pub fn most_fused_rows(held: Format) -> u32 {
+    match held {
+        Format::F32 | Format::F16 => UNPACKED_ROWS,
+        Format::Bf16 => MAX_FUSED_BF16_ROWS,
+        Format::Bf12 | Format::Q8 | Format::Q4 => MAX_FUSED_ROWS,
     }
 }
 

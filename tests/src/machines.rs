@@ -85,6 +85,7 @@ pub fn h200(gpu_bytes: u64) -> Machine {
             attention_flops_per_sec: attention,
             attention_nanos: 0.0,
             experts: Vec::new(),
+            shared_experts: Vec::new(),
             cache_bytes_per_sec: bytes_per_sec * 0.8,
             beside_fetch,
         };
@@ -219,6 +220,7 @@ fn rates(read_bytes_per_sec: f64, step_nanos: f64, flops_per_sec: f64) -> Rates 
         attention_flops_per_sec: flops_per_sec / 2.0,
         attention_nanos: 0.0,
         experts: Vec::new(),
+        shared_experts: Vec::new(),
         cache_bytes_per_sec: read_bytes_per_sec,
         beside_fetch: 0.9,
     }

@@ -85,6 +85,7 @@ pub(crate) fn node_rates(cores: u32, node_cores: u32, flags: &[String]) -> Rates
         attention_flops_per_sec: f32 * cores * REACHED / 2.0,
         attention_nanos: 0.0,
         experts: Vec::new(),
+        shared_experts: Vec::new(),
         cache_bytes_per_sec: read_bytes_per_sec * REACHED,
         beside_fetch: BESIDE_FETCH,
     }
@@ -148,6 +149,7 @@ pub(crate) fn gpu_rates(gpu: &Gpu) -> Rates {
         attention_flops_per_sec: bf16 * 0.4,
         attention_nanos: ATTENTION_NANOS,
         experts: Vec::new(),
+        shared_experts: Vec::new(),
         cache_bytes_per_sec: read_bytes_per_sec * REACHED,
         beside_fetch: 1.0,
     }

@@ -35,7 +35,7 @@ pub(super) struct Sizes {
     rows: usize,
     /// Tokens at which linears are measured.
     tokens: &'static [u32],
-    /// Features and inner features of a mixture, and its experts: too many to stay near.
+    /// Features and inner features of a mixture, and its experts: a power of two, too many to stay near.
     mixture: [usize; 3],
     /// Tokens of an attended prompt.
     prompt: usize,
@@ -50,7 +50,7 @@ impl Sizes {
         streamed_bytes: 256 << 20,
         rows: 14336,
         tokens: &[1, 2, 4, 8, 16, 64, 256, 512, 2048],
-        mixture: [2048, 768, 32],
+        mixture: [2048, 768, 128],
         prompt: 2048,
         launches: 20,
     };
@@ -61,7 +61,7 @@ impl Sizes {
         streamed_bytes: 64 << 10,
         rows: 96,
         tokens: &[1, 8, 16],
-        mixture: [128, 64, 12],
+        mixture: [128, 64, 16],
         prompt: 64,
         launches: 2,
     };
@@ -99,8 +99,12 @@ pub(super) fn rates(gpu: &Gpu, sizes: Sizes) -> Result<Rates> {
     let step_nanos = meter.step_nanos(read_bytes_per_sec)?;
     let linear = Format::ALL.into_iter().map(|format| meter.linear(format, step_nanos));
     let linear = linear.collect::<Result<_>>()?;
-    let experts = EXPERT_FORMATS.map(|format| meter.experts(format, step_nanos));
-    let experts = experts.into_iter().collect::<Result<_>>()?;
+    let (mut experts, mut shared_experts) = (Vec::new(), Vec::new());
+    for format in EXPERT_FORMATS {
+        let mixture = meter.mixture(format)?;
+        experts.push(meter.experts(&mixture, step_nanos)?);
+        shared_experts.push(meter.shared_experts(&mixture, step_nanos)?);
+    }
     let (cache_bytes_per_sec, attention_nanos) = meter.cache(step_nanos)?;
     Ok(Rates {
         source: RateSource::Calibrated,
@@ -108,6 +112,7 @@ pub(super) fn rates(gpu: &Gpu, sizes: Sizes) -> Result<Rates> {
         step_nanos,
         linear,
         experts,
+        shared_experts,
         attention_nanos,
         attention_flops_per_sec: meter.attention_flops()?,
         cache_bytes_per_sec,
@@ -235,7 +240,7 @@ impl Meter<'_> {
     /// Nanoseconds of a linear of `tokens` tokens, with one matrix after the other.
     fn whole(&mut self, matrices: &[Matrix], tokens: u32) -> Result<f64> {
         let tokens = tokens as usize;
-        let is_narrow = tokens <= MAX_FUSED_TOKENS && self.gpu.takes_narrow(&matrices[0]);
+        let is_narrow = self.gpu.takes_narrow(&matrices[0], tokens);
         if tokens <= MAX_TOKENS || is_narrow {
             let launches = self.sizes.launches.next_multiple_of(matrices.len());
             return self.few(matrices, tokens, launches);
@@ -383,7 +388,8 @@ mod tests {
     fn every_rate_is_measured() {
         let Some(gpu) = gpu() else { return };
         let rates = rates(&gpu, Sizes::SMALL).unwrap();
-        let points = rates.linear.iter().chain(&rates.experts).flat_map(|rate| &rate.points);
+        let curves = rates.linear.iter().chain(&rates.experts).chain(&rates.shared_experts);
+        let points = curves.flat_map(|rate| &rate.points);
         let beside: Vec<f64> =
             points.clone().map(|point| point.nanos).chain([rates.attention_nanos]).collect();
         assert!(beside.iter().all(|nanos| nanos.is_finite() && *nanos >= 0.0), "{beside:?}");
@@ -394,7 +400,7 @@ mod tests {
             rates.cache_bytes_per_sec,
         ];
         let all: Vec<f64> = points.map(|point| point.weights_per_sec).chain(others).collect();
-        assert_eq!(all.len(), (Format::ALL.len() + EXPERT_FORMATS.len()) * 3 + 4);
+        assert_eq!(all.len(), Format::ALL.len() * 3 + EXPERT_FORMATS.len() * (2 + 4) + 4);
         assert!(all.iter().all(|rate| rate.is_finite() && *rate > 0.0), "{all:?}");
     }
 }

@@ -53,6 +53,7 @@ pub(super) fn device_rates(
         step_nanos: step_nanos(team, isa, &memory)?,
         linear,
         experts: Vec::new(),
+        shared_experts: Vec::new(),
         attention_nanos: 0.0,
         attention_flops_per_sec: attention_rate(team, isa)?,
         cache_bytes_per_sec: cache_rate(team, isa, &memory)?,

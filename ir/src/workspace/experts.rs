@@ -3,7 +3,7 @@
 use super::{UNPACKED_ROWS, aligned, product};
 
 /// Slots of the smallest tile; a slot is one token at one of its experts.
-pub const LEAST_TILE: u32 = 16;
+pub const LEAST_TILE: u32 = 8;
 /// Numbers that describe a tile.
 pub const TILE_NUMBERS: u32 = 3;
 
@@ -87,7 +87,7 @@ mod tests {
         let slots = 16_384;
         let expected = 768 // 129 starts
             + slots * 4
-            + (slots / 16 + 128) * 12
+            + (slots / 8 + 128) * 12
             + 2048 * 2048 * 2
             + slots * 768 * 4
             + slots * 2048 * 4;

@@ -128,6 +128,7 @@ impl Builder {
             attention_flops_per_sec: 1e10,
             attention_nanos: 0.0,
             experts: Vec::new(),
+            shared_experts: Vec::new(),
             cache_bytes_per_sec: 1e10,
             beside_fetch: 1.0,
         };

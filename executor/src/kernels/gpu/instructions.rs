@@ -169,22 +169,6 @@ fn fma_pairs(first: u32, second: u32, third: u32) -> u32 {
     sums
 }
 
-/// 128 and as many 256ths as a byte of a word says, in one instruction.
-#[cube]
-pub(super) fn of_byte(word: u32, #[comptime] byte: usize) -> f32 {
-    let word = held::<u32>(word);
-    // Sign and exponent of numbers from 128 on, and the byte as the middle one of the mantissa's three.
-    let order = comptime!(0x7404 | (byte as u32) << 4);
-    let number: u32;
-    gpu_asm!(
-        "prmt.b32 {d}, {a}, 0x43000000, {order};",
-        order = const order,
-        a = in(_) word, d = out(_) number,
-        options(pure, nomem),
-    );
-    f32::reinterpret(number)
-}
-
 /// The left operand of four registers.
 #[cube]
 pub(super) fn left(a: u32, b: u32, c: u32, d: u32) -> Packed {

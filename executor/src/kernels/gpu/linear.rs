@@ -25,6 +25,7 @@ use anyhow::{Result, bail, ensure};
 use cubecl::prelude::{CubeCount, CubeDim, Sequence, SequenceArg, Size};
 use ir::op::Then;
 use ir::tensor::{DType, Format};
+use ir::workspace::{most_fused_rows, product_format};
 
 use self::bytes::ByteShare;
 use self::digits::{DIGIT_TOKENS, digit_bytes};
@@ -47,6 +48,9 @@ pub const MAX_TOKENS: usize = ir::workspace::UNPACKED_ROWS as usize;
 /// Tokens of bf16 that one launch takes at most: with more, a library's tiles of 128 rows read the activations less
 /// often.
 pub const MAX_FUSED_TOKENS: usize = ir::workspace::MAX_FUSED_ROWS as usize;
+/// Weights of a matrix, at most, of which [`MAX_FUSED_TOKENS`] tokens of floats are taken, some after others: their sums
+/// take an H200 5 µs at least, as a call of a library does, and a cache holds the matrix. Routers have as many.
+const MOST_SMALL_WEIGHTS: usize = 2 << 20;
 
 /// Planes that share a panel: with a task of each of their units on its way, 32 KB. Memory that delivers
 /// 4.8 TB/s after about 0.7 µs to each of 132 processors needs 25 KB from each.
@@ -88,7 +92,7 @@ pub struct Linear<'a> {
     pub element: DType,
     /// How `x` lies where that is not row after row: in bf16, as [`Gpu::right_operands()`] says.
     pub order: Option<RightOperands>,
-    /// Rows of `x`: 1 to [`MAX_TOKENS`], in bf16 to [`MAX_FUSED_TOKENS`].
+    /// Rows of `x`: 1 to [`MAX_TOKENS`]; to [`MAX_FUSED_TOKENS`] in bf16 or with small matrices.
     pub tokens: usize,
     /// Applied to `x` first, which is f32 then.
     pub norm: Option<RmsNorm<'a>>,
@@ -127,10 +131,11 @@ impl Gpu {
         );
         if linear.is_narrow() {
             ensure!(
-                self.takes_narrow(first) && linear.norm.is_none(),
-                "a matrix of {} columns in {} is not multiplied with bf16 here",
+                self.takes_narrow(first, linear.tokens) && linear.norm.is_none(),
+                "a matrix of {} columns in {} is not multiplied with {} tokens of bf16 here",
                 first.columns(),
-                first.format()
+                first.format(),
+                linear.tokens
             );
             match linear.order {
                 Some(operands) => self.multiply_groups(linear, operands),
@@ -139,6 +144,7 @@ impl Gpu {
             return Ok(());
         }
         match first.layout() {
+            _ if linear.tokens > MAX_TOKENS => self.multiply_rows(linear, self.row_splits(linear)),
             _ if self.has_digits(linear) => self.multiply_blocks(linear),
             _ if self.has_portions(linear) => self.multiply_portions(linear),
             Layout::Panels => self.multiply_panels(linear),
@@ -147,11 +153,11 @@ impl Gpu {
         Ok(())
     }
 
-    /// Whether a linear of that matrix takes activations in bf16, up to [`MAX_FUSED_TOKENS`] of them: where a library
-    /// would have it unpacked.
-    pub fn takes_narrow(&self, matrix: &Matrix) -> bool {
+    /// Whether a linear of that matrix takes activations of so many tokens in bf16, as a library would take them.
+    pub fn takes_narrow(&self, matrix: &Matrix, tokens: usize) -> bool {
         self.multiplies(DType::Bf16)
-            && matches!(matrix.format(), Format::Bf12 | Format::Q8 | Format::Q4)
+            && product_format(matrix.format(), true) == Format::Bf16
+            && tokens <= most_fused_rows(matrix.format()) as usize
             && matrix.columns().is_multiple_of(8)
     }
 
@@ -308,15 +314,17 @@ impl Gpu {
     fn multiply_rows(&self, linear: &Linear<'_>, splits: usize) {
         let first = linear.matrices[0];
         let matrices = linear.matrices_of_output();
+        let tokens = linear.tokens.min(MAX_TOKENS);
         let share = RowShare {
             format: first.format(),
             columns: first.columns(),
             splits,
             bands: ROW_PLANES / splits,
             plane: self.plane() as usize,
+            has_all_tokens: tokens == linear.tokens,
         };
         let shape = Shape {
-            tokens: linear.tokens,
+            tokens,
             matrices,
             rows: PLANE_ROWS / matrices,
             slots: share.bands,
@@ -328,12 +336,16 @@ impl Gpu {
         unsafe {
             rows::multiply_rows::launch_unchecked(
                 &self.client,
-                CubeCount::new_1d(linear.cubes(share.bands * shape.rows)),
+                CubeCount::new_2d(
+                    linear.cubes(share.bands * shape.rows),
+                    linear.tokens.div_ceil(tokens) as u32,
+                ),
                 CubeDim::new_2d(self.plane(), ROW_PLANES as u32),
                 read_size(share.columns),
                 linear.input(share.columns),
                 linear.weights(),
                 linear.outputs(),
+                linear.tokens as u32,
                 argument(linear.ahead),
                 linear.epsilon(),
                 linear.then,
@@ -352,10 +364,16 @@ impl Gpu {
     }
 }
 
+/// Whether up to [`MAX_FUSED_TOKENS`] tokens of floats are taken of a matrix.
+pub fn is_small(matrix: &Matrix) -> bool {
+    matrix.layout() == Layout::RowMajor && matrix.rows() * matrix.columns() <= MOST_SMALL_WEIGHTS
+}
+
 impl<'a> Linear<'a> {
     fn check(&self) -> Result<()> {
         let Some(first) = self.matrices.first() else { bail!("a linear has no matrix") };
-        let most = if self.is_narrow() { MAX_FUSED_TOKENS } else { MAX_TOKENS };
+        let takes_more = self.is_narrow() || self.matrices.iter().all(|matrix| is_small(matrix));
+        let most = if takes_more { MAX_FUSED_TOKENS } else { MAX_TOKENS };
         ensure!(
             (1..=most).contains(&self.tokens),
             "a launch takes 1 to {most} tokens, not {}",

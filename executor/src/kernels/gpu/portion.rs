@@ -6,7 +6,7 @@
 //! - Its rows are four neighbours, those of a 16-byte load: the first two are rows `g` and `g + 8` of one operand, the
 //!   others of a second one.
 //! - A *portion* is what a lane loads at once: a block of 32 columns, two in q4.
-//! - Blocks become operands scaled and rounded to bf16, or as *codes*: whole numbers, exact, whose scales are for the
+//! - Blocks become operands multiplied with their scales in bf16, or as *codes*: whole numbers, exact, whose scales are for the
 //!   sums of a block.
 
 mod trail;
@@ -17,9 +17,7 @@ use ir::tensor::Format;
 
 pub(super) use self::trail::Trail;
 use super::bf12::{VECTOR_LOADS, small_pair};
-use super::instructions::{
-    Packed, add_pairs, interleave, left, multiply_pairs, of_byte, pack, spread,
-};
+use super::instructions::{Packed, add_pairs, interleave, left, multiply_pairs, pack, spread};
 use super::panel::{Panel, SCALE_LOADS, Walk};
 use super::words::Words;
 use crate::kernels::cpu::bf12::{STEP_COLUMNS, STEP_WORDS};
@@ -27,15 +25,6 @@ use crate::kernels::cpu::pack::BLOCK_PAIR;
 
 /// Columns of a block, whatever the format.
 pub(super) const BLOCK: usize = BLOCK_PAIR / 2;
-
-/// How many steps of [`of_byte()`] make one.
-const CODE_STEPS: f32 = 256.0;
-
-/// What [`of_byte()`] gives for an element of zero, in steps. Its product with a scale is exact.
-fn offset(format: Format) -> f32 {
-    let code = if matches!(format, Format::Q8) { 128.0 } else { 8.0 };
-    128.0 * CODE_STEPS + code
-}
 
 /// What a step of a code is in [`Portion::bytes()`] of a block.
 pub(super) fn byte_unit(format: Format, block: usize) -> u32 {
@@ -90,20 +79,6 @@ impl Portion {
         Portion {
             words: Array::new(comptime!(portion_words(panel))),
             scales: Array::new(comptime!(portion_blocks(panel))),
-        }
-    }
-
-    /// Becomes another.
-    pub(super) fn set(&mut self, other: &Portion, #[comptime] panel: Panel) {
-        #[unroll]
-        for i in 0..comptime!(portion_words(panel)) {
-            self.words[i] = other.words[i];
-        }
-        if comptime!(panel.blocks() > 0) {
-            #[unroll]
-            for i in 0..comptime!(portion_blocks(panel)) {
-                self.scales[i] = other.scales[i];
-            }
         }
     }
 
@@ -257,60 +232,6 @@ impl Portion {
             scales[comptime!(2 * i + 1)] = f32::cast_from(pair.extract(1usize));
         }
         scales
-    }
-
-    /// The left operands of a block for a slot: of the first columns for both pairs of rows, then of the others.
-    pub(super) fn operands(
-        &self,
-        #[comptime] block: usize,
-        slot: usize,
-        #[comptime] panel: Panel,
-    ) -> Array<Packed> {
-        let mut operands = Array::<Packed>::new(4usize);
-        let mut scales = Array::<f32>::new(4usize);
-        let mut offsets = Array::<f32>::new(4usize);
-        if comptime!(panel.blocks() > 0) {
-            let of_rows = self.scales(block, slot);
-            #[unroll]
-            for row in 0..4usize {
-                scales[row] = of_rows[row] * CODE_STEPS;
-                offsets[row] = of_rows[row] * comptime!(offset(panel.format));
-            }
-        }
-        #[unroll]
-        for step in 0..2usize {
-            if comptime!(panel.blocks() > 0) {
-                let mut values = Array::<f32>::new(16usize);
-                #[unroll]
-                for row in 0..4usize {
-                    let word = self.words[step].extract(row);
-                    let codes = match comptime!((panel.format, block)) {
-                        (Format::Q4, 0) => word & 0x0f0f_0f0fu32,
-                        (Format::Q4, _) => (word >> 4u32) & 0x0f0f_0f0fu32,
-                        (Format::Q8, _) => word,
-                        _ => comptime!(unreachable!("floats have no codes")),
-                    };
-                    #[unroll]
-                    for column in 0..4usize {
-                        values[comptime!(4 * row + column)] =
-                            fma(of_byte(codes, column), scales[row], -offsets[row]);
-                    }
-                }
-                #[unroll]
-                for rows in 0..2usize {
-                    let first = comptime!(8 * rows);
-                    operands[comptime!(2 * step + rows)] = left(
-                        pack(values[first], values[comptime!(first + 1)], true),
-                        pack(values[comptime!(first + 4)], values[comptime!(first + 5)], true),
-                        pack(values[comptime!(first + 2)], values[comptime!(first + 3)], true),
-                        pack(values[comptime!(first + 6)], values[comptime!(first + 7)], true),
-                    );
-                }
-            } else {
-                self.put_floats(&mut operands, step, panel);
-            }
-        }
-        operands
     }
 
     /// The left operands of a block, where elements of block formats are whole numbers: their scales are for the

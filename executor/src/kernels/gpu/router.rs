@@ -69,6 +69,10 @@ fn route(
     }
     let sum = plane_sum(sum);
     let mut total = f32::new(0.0);
+    // Ranks of a lane: every plane's width of them.
+    let ranks = comptime!(used.div_ceil(plane));
+    let mut own_ids = Array::<u32>::new(ranks as usize);
+    let mut own_weights = Array::<f32>::new(ranks as usize);
     for rank in 0..used {
         let mut best = taken;
         let mut id = u32::new(0x7fff_ffff);
@@ -93,14 +97,25 @@ fn route(
         }
         let weight = f32::exp(largest - most) / sum;
         total += weight;
-        if lane == 0 {
-            ids[(token * used + rank) as usize] = chosen as i32;
-            weights[(token * used + rank) as usize] = weight;
+        #[unroll]
+        for i in 0..ranks {
+            if i * plane + lane == rank {
+                own_ids[i as usize] = chosen;
+                own_weights[i as usize] = weight;
+            }
         }
     }
-    if renormalises && lane == 0 {
-        for rank in 0..used {
-            weights[(token * used + rank) as usize] /= total;
+    #[unroll]
+    for i in 0..ranks {
+        let rank = i * plane + lane;
+        if rank < used {
+            let at = (token * used + rank) as usize;
+            ids[at] = own_ids[i as usize] as i32;
+            let mut weight = own_weights[i as usize];
+            if renormalises {
+                weight /= total;
+            }
+            weights[at] = weight;
         }
     }
 }

@@ -13,7 +13,7 @@ use super::state::{Operand, Operands, State};
 use crate::kernels::gpu::cast::Cast;
 use crate::kernels::gpu::device::{ALIGNMENT, Gpu, Span};
 use crate::kernels::gpu::epilogue::Epilogue;
-use crate::kernels::gpu::linear::{Linear, MAX_FUSED_TOKENS, MAX_TOKENS, RmsNorm};
+use crate::kernels::gpu::linear::{Linear, MAX_FUSED_TOKENS, MAX_TOKENS, RmsNorm, is_small};
 use crate::kernels::gpu::matrix::{Layout, Matrix};
 use crate::kernels::gpu::vendor::Product;
 use crate::kernels::gpu::warpgroup::RightOperands;
@@ -47,14 +47,14 @@ impl State {
         let outputs = &operands.outputs;
         let made = if matches!(linear.then, Then::Gate(_)) { 1 } else { matrices.len() };
         ensure!(outputs.len() == made, "a linear writes {} outputs", outputs.len());
-        let is_few = self.multiplies_as_it_lies(x.rows, x.dtype, &matrices);
+        let taken = self.taken(x.rows, x.dtype, &matrices);
         // Only the vendor's library writes what it makes in 16 bits.
         let narrow = outputs.first().filter(|out| out.dtype != DType::F32);
-        let narrow = narrow.filter(|_| is_few || self.vendor.is_none());
+        let narrow = narrow.filter(|_| taken.is_some() || self.vendor.is_none());
         let wide = narrow.map(|out| self.wide(linear, out)).transpose()?;
         let targets = wide.as_ref().map_or(&outputs[..], slice::from_ref);
-        if is_few {
-            self.few(linear, x, residual, &matrices, targets, operands)?;
+        if let Some(element) = taken {
+            self.few(linear, x, element, residual, &matrices, targets, operands)?;
         } else {
             let with_unpacked = linear.weights.iter().zip(matrices);
             let unpacked = |(&id, matrix)| self.weights.unpacked(id).cloned().unwrap_or(matrix);
@@ -77,37 +77,46 @@ impl State {
         Ok(Operand { span, dtype: DType::F32, rows, columns })
     }
 
-    /// Whether `rows` rows of type `dtype` are multiplied with the matrices as these lie, without the vendor's library.
-    pub(super) fn multiplies_as_it_lies<'a>(
+    /// What `rows` rows of type `dtype` are taken in by the matrices as these lie; `None` where the vendor's library
+    /// multiplies them.
+    pub(super) fn taken<'a>(
         &self,
         rows: usize,
         dtype: DType,
-        matrices: impl IntoIterator<Item = &'a Matrix>,
-    ) -> bool {
+        matrices: impl IntoIterator<Item = &'a Matrix> + Clone,
+    ) -> Option<DType> {
         // Plans count an input of 16 bits for products that the library makes.
         let has_library = self.vendor.is_some();
         let takes_narrow = |matrix: &Matrix| {
             product_format(matrix.format(), has_library) == Format::Bf16
-                && self.gpu.takes_narrow(matrix)
+                && self.gpu.takes_narrow(matrix, rows)
         };
-        rows <= MAX_TOKENS && dtype == DType::F32
-            || rows <= MAX_FUSED_TOKENS && matrices.into_iter().all(takes_narrow)
+        match rows {
+            ..=MAX_TOKENS if dtype == DType::F32 => Some(DType::F32),
+            _ if matrices.clone().into_iter().all(takes_narrow) => Some(DType::Bf16),
+            ..=MAX_FUSED_TOKENS if dtype == DType::F32 && matrices.into_iter().all(is_small) => {
+                Some(DType::F32)
+            }
+            _ => None,
+        }
     }
 
+    #[expect(clippy::too_many_arguments, reason = "they are a linear's parts")]
     fn few(
         &self,
         op: &op::Linear,
         x: &Operand,
+        element: DType,
         residual: Option<&Operand>,
         matrices: &[Matrix],
         outputs: &[Operand],
         operands: &Operands,
     ) -> Result<()> {
         let mut input = x.span.clone();
-        let mut element = DType::F32;
+        let is_narrow = element == DType::Bf16;
         let mut rms = None;
         match &op.norm {
-            _ if x.rows > MAX_TOKENS || x.dtype != DType::F32 => element = DType::Bf16,
+            _ if is_narrow => (),
             None => (),
             Some(norm) if norm.kind == NormKind::Rms && norm.bias.is_none() => {
                 let scale = self.weights.optional(norm.scale)?;
@@ -116,7 +125,6 @@ impl State {
             }
             Some(_) => input = self.cast_input(op, x, Format::F32, None)?,
         }
-        let is_narrow = element == DType::Bf16;
         // How the input lies as it was narrowed last.
         let mut narrowed = None;
         let biases = self.biases(op)?;

@@ -136,16 +136,16 @@ impl Gpu {
                 slots,
                 self.plane() as usize,
             );
-            let (count, dim) = self.grid(workspace.most_tiles);
             sort::list_tiles::launch_unchecked(
                 &self.client,
-                count,
-                dim,
+                CubeCount::new_single(),
+                CubeDim::new_1d(sort::UNITS as u32),
                 starts(),
                 workspace.tiles(),
-                held as u32,
-                workspace.most_tiles as u32,
+                held,
+                workspace.most_tiles,
                 workspace.tile as u32,
+                self.plane() as usize,
             );
         }
     }

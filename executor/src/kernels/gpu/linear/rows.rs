@@ -1,5 +1,6 @@
 //! A few rows of activations through row-major matrices: each plane takes a few rows of a matrix, or a share of
-//! their columns where there are too few rows to keep every processor busy.
+//! their columns where there are too few rows to keep every processor busy. Cubes take more tokens than fit a unit's
+//! registers side by side, each with all of the matrix.
 
 use cubecl::prelude::*;
 use ir::op::Then;
@@ -22,6 +23,8 @@ pub(super) struct RowShare {
     pub(super) bands: usize,
     /// Units of a plane.
     pub(super) plane: usize,
+    /// Whether a cube takes all tokens.
+    pub(super) has_all_tokens: bool,
 }
 
 impl RowShare {
@@ -31,12 +34,13 @@ impl RowShare {
     }
 }
 
-/// Writes every output: cubes take bands of its rows, output after output.
+/// Writes every output: cubes take bands of its rows, output after output; along the second axis, other tokens.
 #[cube(launch_unchecked)]
 pub(super) fn multiply_rows<N: Size>(
     input: &Input<N>,
     weights: &Sequence<Sequence<Box<[Words]>>>,
     outputs: &mut Sequence<Output>,
+    tokens: u32,
     ahead: &Regions,
     epsilon: f32,
     #[comptime] then: Then,
@@ -46,6 +50,7 @@ pub(super) fn multiply_rows<N: Size>(
     let cube = CUBE_POS_X as usize;
     let plane = UNIT_POS_Y as usize;
     let tile = comptime!(share.bands * shape.rows);
+    let first_token = CUBE_POS_Y as usize * shape.tokens;
     let mut totals = Totals::new(&outputs[0], shape);
     let mut first_cube = 0usize.runtime();
     #[unroll]
@@ -55,21 +60,17 @@ pub(super) fn multiply_rows<N: Size>(
         if cube >= first_cube && cube < first_cube + cubes {
             let band = plane % share.bands;
             let split = plane / share.bands;
-            let first_row = (cube - first_cube) * tile + band * shape.rows;
+            let place = Place {
+                first_token,
+                last_token: tokens as usize - 1,
+                first_row: (cube - first_cube) * tile + band * shape.rows,
+                rows,
+                first_load: split * share.plane + UNIT_POS_X as usize,
+            };
             let mut sums = zeros(shape.values());
             let mut squares = zeros(shape.tokens);
-            let first_load = split * share.plane + UNIT_POS_X as usize;
-            multiply_band(
-                input,
-                &weights[output],
-                first_row,
-                rows,
-                first_load,
-                &mut sums,
-                &mut squares,
-                shape,
-                share,
-            );
+            let weights = &weights[output];
+            multiply_band(input, weights, place, &mut sums, &mut squares, shape, share);
             #[unroll]
             for value in 0..shape.values() {
                 sums[value] = plane_sum(sums[value]);
@@ -93,18 +94,28 @@ pub(super) fn multiply_rows<N: Size>(
     }
     ask_at_the_end(ahead, UNIT_POS_Y, CUBE_DIM_Y);
     sync_cube();
-    finish_outputs(&totals, outputs, 0usize, epsilon, tile, share.columns, then, shape);
+    finish_outputs(&totals, outputs, first_token, epsilon, tile, share.columns, then, shape);
+}
+
+/// What a unit takes.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+struct Place {
+    first_token: usize,
+    /// Of all cubes.
+    last_token: usize,
+    first_row: usize,
+    /// Of each matrix.
+    rows: usize,
+    first_load: usize,
 }
 
 /// Adds a unit's products with the rows of its plane.
 #[cube]
-#[expect(clippy::too_many_arguments, reason = "a kernel's parts have no state of their own")]
 fn multiply_band<N: Size>(
     input: &Input<N>,
     weights: &Sequence<Box<[Words]>>,
-    first_row: usize,
-    rows: usize,
-    first_load: usize,
+    place: Place,
     sums: &mut Array<f32>,
     squares: &mut Array<f32>,
     #[comptime] shape: Shape,
@@ -113,14 +124,14 @@ fn multiply_band<N: Size>(
     let columns = comptime!(share.load_columns());
     let loads = comptime!(share.columns / columns);
     let values_of_matrix = comptime!(shape.rows * columns);
-    for load in range_stepped(first_load, loads, share.splits * share.plane) {
+    for load in range_stepped(place.first_load, loads, share.splits * share.plane) {
         let mut words = Array::<Words>::new(shape.matrices * shape.rows);
         #[unroll]
         for matrix in 0..shape.matrices {
             #[unroll]
             for row in 0..shape.rows {
                 // Rows beyond the end are never written.
-                let row_in_matrix = (first_row + row).min(rows - 1);
+                let row_in_matrix = (place.first_row + row).min(place.rows - 1);
                 words[matrix * shape.rows + row] = weights[matrix][row_in_matrix * loads + load];
             }
         }
@@ -135,7 +146,13 @@ fn multiply_band<N: Size>(
             let factors = input.factors(column);
             #[unroll]
             for token in 0..shape.tokens {
-                let x = input.four(token, column, factors, squares, token);
+                let x = if comptime!(share.has_all_tokens) {
+                    input.four(token.runtime(), column, factors, squares, token)
+                } else {
+                    // Tokens behind the last are copies of that one.
+                    let row = (place.first_token + token).min(place.last_token);
+                    input.four(row, column, factors, squares, token)
+                };
                 #[unroll]
                 for matrix in 0..shape.matrices {
                     let from = matrix * values_of_matrix + 4 * four;

@@ -3,6 +3,7 @@ mod spoilt;
 use half::bf16;
 use ir::op::{Activation, Then};
 use ir::tensor::{DType, Format};
+use ir::workspace::most_fused_rows;
 
 use super::{Linear, MAX_FUSED_TOKENS, MAX_TOKENS, ROW_PLANES, RmsNorm};
 use crate::kernels::cpu::pack::PANEL;
@@ -219,6 +220,14 @@ fn rows_of_every_format_and_split() {
         for tokens in [2, 3, 5, MAX_TOKENS] {
             check(&gpu, Case { rows: &[61], columns: 264, tokens, ..case }, None);
         }
+        // Some after others.
+        for tokens in [MAX_TOKENS + 1, 2 * MAX_TOKENS, MAX_FUSED_TOKENS - 3] {
+            let case = Case { tokens, biased: true, norm: Some(SCALED), ..case };
+            check(&gpu, Case { rows: &[61], columns: 264, residual: true, ..case }, None);
+            let gate = Then::Gate(Activation::Silu);
+            check(&gpu, Case { rows: &[24, 24], columns: 64, then: gate, ..case }, None);
+            check(&gpu, Case { rows: &[7, 130], columns: 2048, ..case }, None);
+        }
         for splits in [1, 2, ROW_PLANES] {
             let norm = Some(SCALED);
             check(&gpu, Case { rows: &[37], columns: 1048, norm, ..case }, Some(splits));
@@ -254,18 +263,25 @@ fn a_norm_in_front() {
 #[test]
 fn activations_in_16_bits() {
     let Some(gpu) = gpu() else { return };
-    if !gpu.takes_narrow(&panels(&gpu, Format::Q8, 16, 64, 1).matrix) {
+    if !gpu.takes_narrow(&panels(&gpu, Format::Q8, 16, 64, 1).matrix, 1) {
         eprintln!("skipped: the device has no matrix instructions");
         return;
     }
     let case = Case { element: DType::Bf16, ..PLAIN };
-    for format in [Format::Bf12, Format::Q8, Format::Q4] {
-        for tokens in [1, 8, 9, 16, 17, 33, MAX_FUSED_TOKENS] {
+    let kinds = [Format::Bf12, Format::Q8, Format::Q4, Format::Bf16];
+    let kinds = kinds.map(|format| (format, Layout::Panels));
+    for (format, layout) in kinds.into_iter().chain([(Format::Bf16, Layout::RowMajor)]) {
+        let case = Case { format, layout, ..case };
+        let most = most_fused_rows(format) as usize;
+        for tokens in [1, 8, 9, 16, 17, 32, 33, MAX_FUSED_TOKENS] {
+            if tokens > most {
+                continue;
+            }
             for (rows, columns) in [(64, 256), (16, 128), (41, 96), (100, 72), (7, 1000), (33, 64)]
             {
-                check(&gpu, Case { format, rows: &[rows], columns, tokens, ..case }, None);
+                check(&gpu, Case { rows: &[rows], columns, tokens, ..case }, None);
             }
-            let case = Case { format, tokens, biased: true, ..case };
+            let case = Case { tokens, biased: true, ..case };
             let gate = Then::Gate(Activation::Silu);
             check(&gpu, Case { rows: &[40, 40], then: gate, residual: true, ..case }, None);
             check(&gpu, Case { rows: &[70, 16, 33], ..case }, None);

@@ -1,6 +1,7 @@
 //! Some tens of rows of bf16 activations with matrix instructions: weights go from panels to registers, activations
-//! through shared memory. Hopper GPUs take more than 16 rows of whole steps as [`groups`] say.
+//! through shared memory. Hopper GPUs take more than 16 rows of whole steps and of packed weights as [`groups`] say.
 //!
+//! - Weights of 16 bits may also lie row after row.
 //! - A plane takes 32 rows of one matrix for all tokens, and some of the columns, step after step; what it loads of the
 //!   weights is portions ahead of what it multiplies.
 //! - Planes of other rows and matrices that take the same columns are a *team*, which copies those columns of the
@@ -9,23 +10,25 @@
 //! - Teams add their sums through shared memory, always in the same order.
 
 mod groups;
+mod share;
 
 use cubecl::prelude::barrier::copy_async_checked;
 use cubecl::prelude::*;
 use ir::op::Then;
 use ir::tensor::Format;
 
+use self::share::TileShare;
 use super::Linear;
-use super::matrix::{LANE_SLOTS, four_rows, lane_walk};
+use super::matrix::{LANE_ROWS, LANE_SLOTS, four_rows, lane_walk};
 use super::rights::{OPERAND_TOKENS, PLANE};
 use super::total::{Output, Shape, Totals, finish_outputs};
-use crate::kernels::cpu::pack::{BLOCK_PAIR, PANEL, packed_bytes};
+use crate::kernels::cpu::pack::{BLOCK_PAIR, PANEL};
 use crate::kernels::gpu::bf12::{ENLARGED_PAIR, row_factors, scaled};
 use crate::kernels::gpu::device::Gpu;
 use crate::kernels::gpu::instructions::{Packed, Sums, multiply, multiply_pairs, right};
-use crate::kernels::gpu::matrix::LOAD_BYTES;
-use crate::kernels::gpu::panel::{Panel, Walk};
-use crate::kernels::gpu::portion::{Portion, portion_blocks, portion_columns, portions};
+use crate::kernels::gpu::matrix::{LOAD_BYTES, Layout};
+use crate::kernels::gpu::panel::Walk;
+use crate::kernels::gpu::portion::{Portion, portion_blocks, portions};
 use crate::kernels::gpu::registers::held;
 use crate::kernels::gpu::words::Words;
 
@@ -37,75 +40,6 @@ const STAGES: usize = 3;
 const VECTORS: usize = STEP / 8;
 /// 16-byte vectors from token to token.
 const STRIDE: usize = VECTORS + 4;
-
-/// Tokens of a cube: few kinds, since each is compiled for itself.
-const CUBE_TOKENS: [usize; 3] = [16, 32, 64];
-/// Planes of a cube for each of [`CUBE_TOKENS`], whose registers fit a processor.
-const CUBE_PLANES: [usize; 3] = [16, 16, 8];
-/// Processors that take all that the L2 cache gives: one reads 64 bytes a clock, of 5.5 TB/s on an H200.
-const CACHE_PROCESSORS: f64 = 50.0;
-
-/// How the matrices of a launch are shared out.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) struct TileShare {
-    pub(super) panel: Panel,
-    /// Of one output; planes beside one another take other matrices.
-    pub(super) matrices: usize,
-    /// Planes of a matrix that take other rows.
-    pub(super) bands: usize,
-    /// Teams of a cube.
-    pub(super) teams: usize,
-    /// Tokens of a cube: whole operands.
-    pub(super) tokens: usize,
-}
-
-impl TileShare {
-    /// Planes of a team.
-    fn members(self) -> usize {
-        self.matrices * self.bands
-    }
-
-    /// Planes of a cube.
-    pub(super) fn planes(self) -> usize {
-        self.members() * self.teams
-    }
-
-    /// 16-byte vectors from stage to stage of a team.
-    fn stage(self) -> usize {
-        self.tokens * STRIDE
-    }
-
-    /// 16-byte vectors that a unit copies of a step, at most.
-    fn copies(self) -> usize {
-        (self.tokens * VECTORS).div_ceil(self.members() * PLANE)
-    }
-
-    /// Bytes of shared memory of a cube: activations on their way, sums, and a place for squares that no norm needs.
-    pub(super) fn shared_bytes(self) -> usize {
-        let sums = (self.planes() * PANEL * self.tokens + 1) * size_of::<f32>();
-        self.teams * STAGES * self.stage() * 16 + sums
-    }
-
-    /// Portions of a step.
-    fn portions(self) -> usize {
-        STEP / portion_columns(self.panel)
-    }
-
-    /// Portions that a plane has in registers.
-    fn kept(self) -> usize {
-        if self.portions() == 1 { 3 } else { 4 }
-    }
-
-    /// Steps of a team, the last of which may lie beyond the columns.
-    fn rounds(self) -> usize {
-        self.panel.columns.div_ceil(STEP).div_ceil(self.teams)
-    }
-
-    /// Groups of tokens whose sums a plane has.
-    fn groups(self) -> usize {
-        self.tokens / OPERAND_TOKENS
-    }
-}
 
 impl Gpu {
     /// Queues a linear of bf16 activations.
@@ -130,40 +64,6 @@ impl Gpu {
                 share,
             );
         }
-    }
-
-    /// How a launch is shared out: the fewest tokens a cube of which all cubes are there at once, else the most.
-    pub(super) fn tile_share(&self, linear: &Linear<'_>) -> TileShare {
-        let kind = CUBE_TOKENS.iter().position(|&tokens| linear.tokens <= tokens);
-        let last = kind.unwrap_or(CUBE_TOKENS.len() - 1);
-        let mut all = (0..=last).map(|kind| self.share_of_kind(linear, kind));
-        let fits = |share: &TileShare| {
-            let stacks = linear.tokens.div_ceil(share.tokens) as u32;
-            linear.cubes(share.bands * PANEL) * stacks <= self.processors()
-        };
-        all.find(fits).unwrap_or_else(|| self.share_of_kind(linear, last))
-    }
-
-    /// How the planes of a cube of some tokens share its matrices, rows and columns, so that least time is spent on
-    /// reading: with more rows activations are read less often, more cubes read at the same time.
-    fn share_of_kind(&self, linear: &Linear<'_>, kind: usize) -> TileShare {
-        let panel = linear.matrices[0].panel();
-        let matrices = linear.matrices_of_output();
-        let (tokens, planes) = (CUBE_TOKENS[kind], CUBE_PLANES[kind]);
-        let panel_bytes = packed_bytes(panel.format, PANEL, panel.columns);
-        let time = |bands: &usize| {
-            let cubes = linear.cubes(bands * PANEL);
-            let waves = f64::from(cubes.div_ceil(self.processors()));
-            let bytes = matrices * bands * panel_bytes + tokens * panel.columns * 2;
-            bytes as f64 * waves.max(f64::from(cubes) / CACHE_PROCESSORS)
-        };
-        let bands = [1, 2, 4].into_iter().filter(|bands| 2 * bands * matrices <= planes);
-        let bands = bands.min_by(|a, b| time(a).total_cmp(&time(b))).unwrap_or(1);
-        let most_bytes = self.client.properties().hardware.max_shared_memory_size;
-        let share = |teams| TileShare { panel, matrices, bands, teams, tokens };
-        let steps = panel.columns.div_ceil(STEP);
-        let fits = |teams: &usize| share(*teams).shared_bytes() <= most_bytes;
-        share((1..=steps.min(planes / (bands * matrices))).rev().find(fits).unwrap_or(1))
     }
 }
 
@@ -199,6 +99,8 @@ pub(super) fn multiply_tiles(
             let number = (cube - first_cube) * share.bands + band;
             let number = number.min(rows.div_ceil(PANEL) - 1);
             let place = Place {
+                rows,
+                row: number * PANEL + lane / 4 * LANE_ROWS,
                 walk: lane_walk(number, rows, lane, share.panel),
                 lane,
                 matrix: plane % share.matrices,
@@ -221,6 +123,10 @@ pub(super) fn multiply_tiles(
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 struct Place {
+    /// Of each matrix.
+    rows: usize,
+    /// The first of its own.
+    row: usize,
     /// Where it walks in panels.
     walk: Walk,
     lane: usize,
@@ -394,11 +300,29 @@ fn load_portion(
     #[unroll]
     for matrix in 0..share.matrices {
         if comptime!(share.matrices == 1) {
-            portion.load(&weights[matrix], place.walk, place.lane % 4, number, share.panel);
+            load_from(&weights[matrix], portion, place, number, share);
         } else {
             if place.matrix == matrix {
-                portion.load(&weights[matrix], place.walk, place.lane % 4, number, share.panel);
+                load_from(&weights[matrix], portion, place, number, share);
             }
+        }
+    }
+}
+
+/// Loads the portion of that number of a matrix.
+#[cube]
+fn load_from(
+    matrix: &[Words],
+    portion: &mut Portion,
+    place: Place,
+    number: usize,
+    #[comptime] share: TileShare,
+) {
+    let t = place.lane % 4;
+    match comptime!(share.layout) {
+        Layout::Panels => portion.load(matrix, place.walk, t, number, share.panel),
+        Layout::RowMajor => {
+            portion.load_rows(matrix, place.rows, place.row, t, number, share.panel);
         }
     }
 }

@@ -2,8 +2,8 @@
 //!
 //! - A plane computes 32 rows for all slots of the tile, so that a tile's cubes decode every weight once. With two
 //!   stacks these are 16 rows of the gate and the same of up, which are neighbours within the plane.
-//! - Input is copied two steps ahead into one of three stages, with one barrier a step; weights are loaded a portion
-//!   ahead.
+//! - Input is copied two steps ahead into one of three stages, with one barrier a step; weights are loaded some portions
+//!   ahead: more where there are few slots, since memory is what these wait for.
 //! - Rows of a stage are 64 bytes longer than a step, so that lanes read from different banks.
 
 use cubecl::prelude::barrier::copy_async_checked;
@@ -35,7 +35,7 @@ const STRIDE: usize = VECTORS + 4;
 /// What is known of a tile when a kernel is compiled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Tile {
-    /// A multiple of 16.
+    /// A multiple of 8.
     pub(super) slots: usize,
     /// Whether elements are bf16, not f16.
     pub(super) is_bf16: bool,
@@ -44,14 +44,28 @@ pub(super) struct Tile {
 }
 
 impl Tile {
+    /// Portions that a plane has in registers, of `portions` in a step: of few slots there are registers for more.
+    fn kept(self, portions: usize) -> usize {
+        match (self.slots, portions) {
+            (..=32, 1) => 3,
+            (..=32, _) => 4,
+            _ => 2,
+        }
+    }
+
     /// 16-byte vectors from stage to stage.
     fn stage(self) -> usize {
         self.slots * STRIDE
     }
 
-    /// 16-byte vectors that a unit copies in a step, from as many slots.
+    /// 16-byte vectors that are copied in a step.
+    fn vectors(self) -> usize {
+        self.slots * VECTORS
+    }
+
+    /// How many of them a unit copies, at most, from as many slots.
     fn copies(self) -> usize {
-        self.slots * VECTORS / (PLANE * PLANES)
+        self.vectors().div_ceil(PLANE * PLANES)
     }
 }
 
@@ -64,7 +78,8 @@ pub(super) fn serves(columns: usize) -> bool {
 /// registers hold sums of.
 pub(super) fn tile(mean: usize) -> usize {
     match mean {
-        0..=12 => 16,
+        0..=5 => 8,
+        6..=12 => 16,
         13..=40 => 32,
         _ => 64,
     }
@@ -159,54 +174,57 @@ pub(super) fn multiply_tiles<N: Size>(
     let blocks = comptime!(portion_blocks(panel));
     let portions = comptime!(STEP / 32 / blocks);
     let last_portion = comptime!(steps * portions - 1);
-    let mut portion = Portion::new(panel);
-    let mut next = Portion::new(panel);
-    load(&mut portion, weights, is_up, walk, t, 0usize.runtime(), panel);
-    let mut stage = 0usize.runtime();
-    for step in 0..steps {
-        // Of the copies under way only the newest step's is not waited for.
-        gpu_asm!("cp.async.wait_group 1;");
-        sync_cube();
-        if step + comptime!(STAGES - 1) < steps {
-            let behind = select(stage == 0, comptime!(STAGES * tile.stage()).runtime(), stage);
-            copy_step(
-                input,
-                &mut staged,
-                &copied,
-                behind - comptime!(tile.stage()),
-                step + comptime!(STAGES - 1),
-                tile,
-                panel,
-            );
+    let count_kept = comptime!(tile.kept(portions));
+    let mut kept = Sequence::<Portion>::new();
+    #[unroll]
+    for index in 0..count_kept {
+        let mut portion = Portion::new(panel);
+        if comptime!(index + 1 < count_kept) {
+            let number = comptime!(index.min(last_portion)).runtime();
+            load(&mut portion, weights, is_up, walk, t, number, panel);
         }
-        gpu_asm!("cp.async.commit_group;");
+        kept.push(portion);
+    }
+    let mut stage = 0usize.runtime();
+    let mut step = 0usize.runtime();
+    while step < steps {
         #[unroll]
-        for part in 0..portions {
-            let following = (step * portions + comptime!(part + 1)).min(last_portion.runtime());
-            load(&mut next, weights, is_up, walk, t, following, panel);
-            #[unroll]
-            for block in 0..blocks {
-                let operands = portion.operands(block, walk.slot, panel);
-                let from = stage + g * STRIDE + t + comptime!(4 * (part * blocks + block));
+        for turn in 0..comptime!(count_kept / portions) {
+            if step < steps {
+                // Of the copies under way only the newest step's is not waited for.
+                gpu_asm!("cp.async.wait_group 1;");
+                sync_cube();
+                if step + comptime!(STAGES - 1) < steps {
+                    let last = comptime!((STAGES - 1) * tile.stage()).runtime();
+                    let behind = select(stage == 0, last, stage - comptime!(tile.stage()));
+                    let next = step + comptime!(STAGES - 1);
+                    copy_step(input, &mut staged, &copied, behind, next, tile, panel);
+                }
+                gpu_asm!("cp.async.commit_group;");
                 #[unroll]
-                for i in 0..comptime!(tile.slots / 8) {
-                    let x = staged[from + comptime!(8 * i * STRIDE)];
-                    let x_first = right(x.extract(0usize), x.extract(1usize));
-                    let x_second = right(x.extract(2usize), x.extract(3usize));
+                for part in 0..portions {
+                    let now = comptime!(turn * portions + part);
+                    let free = comptime!((now + count_kept - 1) % count_kept);
+                    let following = step * portions + comptime!(part + count_kept - 1);
+                    let following = following.min(last_portion.runtime());
+                    load(kept.index_mut(free), weights, is_up, walk, t, following, panel);
                     #[unroll]
-                    for pair in 0..2usize {
-                        let at = comptime!(2 * i + pair);
-                        let sum = multiply(operands[pair], x_first, sums[at], tile.is_bf16);
-                        sums[at] =
-                            multiply(operands[comptime!(2 + pair)], x_second, sum, tile.is_bf16);
+                    for block in 0..blocks {
+                        let operands = kept.index(now).scaled_codes(block, walk.slot, panel);
+                        let from = stage + g * STRIDE + t + comptime!(4 * (part * blocks + block));
+                        #[unroll]
+                        for i in 0..comptime!(tile.slots / 8) {
+                            let x = staged[from + comptime!(8 * i * STRIDE)];
+                            add_products(&operands, x, &mut sums, i, tile);
+                        }
                     }
                 }
+                stage += comptime!(tile.stage());
+                if stage == comptime!(STAGES * tile.stage()) {
+                    stage = 0;
+                }
+                step += 1;
             }
-            portion.set(&next, panel);
-        }
-        stage += comptime!(tile.stage());
-        if stage == comptime!(STAGES * tile.stage()) {
-            stage = 0;
         }
     }
 
@@ -243,6 +261,25 @@ pub(super) fn multiply_tiles<N: Size>(
                 }
             }
         }
+    }
+}
+
+/// Adds the products of a block with eight slots.
+#[cube]
+fn add_products(
+    operands: &Array<Packed>,
+    x: Packed,
+    sums: &mut Array<Sums>,
+    #[comptime] slots: usize,
+    #[comptime] tile: Tile,
+) {
+    let first = right(x.extract(0usize), x.extract(1usize));
+    let second = right(x.extract(2usize), x.extract(3usize));
+    #[unroll]
+    for pair in 0..2usize {
+        let at = comptime!(2 * slots + pair);
+        let sum = multiply(operands[pair], first, sums[at], tile.is_bf16);
+        sums[at] = multiply(operands[comptime!(2 + pair)], second, sum, tile.is_bf16);
     }
 }
 
@@ -289,7 +326,11 @@ fn copy_step(
         let slot = unit / VECTORS + comptime!(i * PLANE * PLANES / VECTORS);
         let from = rows[i] + vector;
         let to = stage + slot * STRIDE + unit % VECTORS;
-        copy_async_checked(&input[from..from + count], &mut staged[to..to + 1], comptime!(4u32));
+        let is_whole = comptime!(tile.vectors().is_multiple_of(PLANE * PLANES));
+        if is_whole || slot < tile.slots {
+            let from = &input[from..from + count];
+            copy_async_checked(from, &mut staged[to..to + 1], comptime!(4u32));
+        }
     }
 }
 

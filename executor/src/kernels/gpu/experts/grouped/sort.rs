@@ -66,39 +66,55 @@ pub(super) fn sort_slots(
     }
 }
 
-/// Writes each tile's expert, first slot in the order, and slots; no slots where there is no such tile.
+/// Writes each tile's expert, first slot in the order, and slots; no slots where there is no such tile. One cube does.
 #[cube(launch_unchecked)]
 pub(super) fn list_tiles(
     starts: &[u32],
     tiles: &mut [u32],
-    experts: u32,
-    all: u32,
+    experts: usize,
+    all: usize,
     #[comptime] tile: u32,
+    #[comptime] plane: usize,
 ) {
-    let number = ABSOLUTE_POS as u32;
-    if number < all {
-        let mut left = number;
-        let mut found = experts;
-        let mut first = 0u32;
-        let mut slots = 0u32;
-        let mut start = starts[0];
-        for expert in 0..experts {
-            let end = starts[(expert + 1) as usize];
-            let count = (end - start).div_ceil(tile);
-            if found == experts {
-                if left < count {
-                    found = expert;
-                    first = start + left * tile;
-                    slots = u32::min(end - first, tile.runtime());
-                } else {
-                    left -= count;
-                }
-            }
-            start = end;
+    let unit = UNIT_POS as usize;
+    let planes = comptime!(UNITS / plane);
+    let own_plane = unit / plane;
+    let mut totals = Shared::<[u32]>::new_slice(planes);
+    // Tiles of the experts before those of a round.
+    let mut before = 0u32;
+    for first in range_stepped(0, experts, UNITS) {
+        let expert = first + unit;
+        let mut start = 0u32;
+        let mut end = 0u32;
+        if expert < experts {
+            start = starts[expert];
+            end = starts[expert + 1];
         }
-        let at = (3 * number) as usize;
-        tiles[at] = found;
-        tiles[at + 1] = first;
-        tiles[at + 2] = slots;
+        let own = (end - start).div_ceil(tile);
+        let mut at = before + plane_exclusive_sum(own);
+        let plane_own = plane_sum(own);
+        if unit.is_multiple_of(plane) {
+            totals[own_plane] = plane_own;
+        }
+        sync_cube();
+        for other in 0..planes {
+            let total = totals[other];
+            before += total;
+            if other < own_plane {
+                at += total;
+            }
+        }
+        sync_cube();
+        while start < end {
+            let to = 3 * at as usize;
+            tiles[to] = expert as u32;
+            tiles[to + 1] = start;
+            tiles[to + 2] = u32::min(end - start, tile.runtime());
+            start += tile;
+            at += 1;
+        }
+    }
+    for number in range_stepped(before as usize + unit, all, UNITS) {
+        tiles[3 * number + 2] = 0;
     }
 }

@@ -57,6 +57,14 @@ fn check(gpu: &Gpu, sample: &Sample, element: DType, tokens: usize) {
     }
 }
 
+fn check_narrow(gpu: &Gpu, sample: &Sample) {
+    for tokens in [1, 9, 32, 33, MAX_FUSED_TOKENS] {
+        if gpu.takes_narrow(&sample.matrix, tokens) {
+            check(gpu, sample, DType::Bf16, tokens);
+        }
+    }
+}
+
 #[test]
 fn products_are_numbers_where_weights_are() {
     let Some(gpu) = gpu() else { return };
@@ -66,16 +74,13 @@ fn products_are_numbers_where_weights_are() {
         for tokens in [1, 2, 3, MAX_TOKENS] {
             check(&gpu, &sample, DType::F32, tokens);
         }
-        if gpu.takes_narrow(&sample.matrix) {
-            for tokens in [1, 9, 33, MAX_FUSED_TOKENS] {
-                check(&gpu, &sample, DType::Bf16, tokens);
-            }
-        }
+        check_narrow(&gpu, &sample);
         if format.float().is_some() {
             let sample = row_major_of(&gpu, format, ROWS, COLUMNS, &weights);
-            for tokens in [1, 2, MAX_TOKENS] {
+            for tokens in [1, 2, MAX_TOKENS, MAX_FUSED_TOKENS] {
                 check(&gpu, &sample, DType::F32, tokens);
             }
+            check_narrow(&gpu, &sample);
         }
     }
 }

@@ -14,13 +14,14 @@ use ir::op::Then;
 use ir::tensor::Format;
 use ir::workspace::operand_rows;
 
-use super::{Place, STEP, TileShare, VECTORS, put, scale_sums};
+use super::share::TileShare;
+use super::{Place, STEP, VECTORS, put, scale_sums};
 use crate::kernels::cpu::pack::{PANEL, packed_bytes};
 use crate::kernels::gpu::bf12::{ENLARGED, VECTOR_LOADS};
 use crate::kernels::gpu::device::Gpu;
 use crate::kernels::gpu::instructions::{Packed, Sums};
 use crate::kernels::gpu::linear::Linear;
-use crate::kernels::gpu::linear::matrix::{LANE_SLOTS, lane_walk};
+use crate::kernels::gpu::linear::matrix::{LANE_ROWS, LANE_SLOTS, lane_walk};
 use crate::kernels::gpu::linear::rights::PLANE;
 use crate::kernels::gpu::linear::total::{Output, Shape, Totals, finish_outputs};
 use crate::kernels::gpu::matrix::{LOAD_BYTES, Matrix};
@@ -108,7 +109,8 @@ impl Gpu {
     /// row.
     pub fn right_operands(&self, matrix: &Matrix, tokens: usize) -> Option<RightOperands> {
         let takes = self.has_warpgroups()
-            && self.takes_narrow(matrix)
+            && self.takes_narrow(matrix, tokens)
+            && matrix.format() != Format::Bf16
             && matrix.columns().is_multiple_of(STEP);
         let factor = if matches!(matrix.format(), Format::Bf12) { ENLARGED } else { 1.0 };
         let tokens = operand_rows(tokens as u32).filter(|_| takes)? as usize;
@@ -147,7 +149,7 @@ impl Gpu {
 
     /// How a launch is shared out: among as many cubes as processors have places for at a time, twice over.
     fn group_share(&self, linear: &Linear<'_>, tokens: usize) -> GroupShare {
-        let panel = linear.matrices[0].panel();
+        let (panel, layout) = (linear.matrices[0].panel(), linear.matrices[0].layout());
         let matrices = linear.matrices_of_output();
         let bands = GROUP / matrices;
         let tiles = linear.cubes(bands * PANEL);
@@ -156,7 +158,7 @@ impl Gpu {
             steps >= cubes * LEAST_STEPS && tiles * cubes as u32 <= 2 * self.processors()
         };
         let teams = CLUSTERS.into_iter().find(fits).unwrap_or(1);
-        let tile = TileShare { panel, matrices, bands, teams, tokens };
+        let tile = TileShare { panel, layout, matrices, bands, teams, tokens };
         // Clusters find places where processors have some to spare.
         let of_processor = if teams == 1 { 2 } else { 3 };
         let all_bytes = self.client.properties().hardware.max_shared_memory_size + RESERVED_BYTES;
@@ -227,6 +229,8 @@ fn multiply_groups(
             let last_panel = rows.div_ceil(PANEL) - 1;
             let number = (first_panel + band).min(last_panel);
             let place = Place {
+                rows,
+                row: number * PANEL + lane / 4 * LANE_ROWS,
                 walk: lane_walk(number, rows, lane, tile_share.panel),
                 lane,
                 matrix: plane % tile_share.matrices,
