@@ -16,12 +16,13 @@ use crate::plan::{Action, Plan, Program, Step};
 use crate::tensor::{DType, Dim, Format};
 
 /// The most rows that a GPU's own kernels multiply with floats, and with any format where there are no matrix
-/// instructions; more are multiplied by the vendor's library where it is there.
+/// instructions; more are multiplied by the vendor's library where it is there, but for those of small matrices and of
+/// [`most_fused_rows()`].
 pub const UNPACKED_ROWS: u32 = 8;
 /// The most rows for which a GPU with matrix instructions dequantises `q8`, `q4` and `bf12` inside the kernel; for more
-/// they are unpacked for the vendor's library.
+/// they are unpacked for the vendor's library. Also the most rows of floats that it multiplies with small matrices.
 pub const MAX_FUSED_ROWS: u32 = 64;
-/// The same for bf16: of more rows the vendor's library reads matrices faster.
+/// The same for matrices in bf16: of more rows the vendor's library reads matrices faster.
 const MAX_FUSED_BF16_ROWS: u32 = 32;
 /// Bytes, about, of a piece of a packed matrix that is unpacked for the vendor's library: large enough that a product
 /// of one piece fills any GPU, small beside the memory of the smallest.
@@ -305,7 +306,7 @@ impl Need<'_> {
     fn add_linear(&self, linear: &Linear, space: &mut Workspace) {
         let (rows, features) = (self.size(0, 0), self.size(0, 1));
         if is_cast(linear) {
-            raise(&mut space.input_bytes, product(&[rows.min(UNPACKED_ROWS), features], 4));
+            raise(&mut space.input_bytes, product(&[rows.min(MAX_FUSED_ROWS), features], 4));
         }
         if rows <= UNPACKED_ROWS {
             return;

@@ -88,8 +88,8 @@ fn target_of(path: &Path) -> Result<Option<PathBuf>> {
         );
     }
     let target = fs::canonicalize(path).unwrap_or_else(|_| new_place(path));
-    let is_folder = path.as_os_str().as_encoded_bytes().ends_with(b"/");
-    if is_folder || target.is_dir() || target.file_name().is_none() {
+    let names_folder = path.as_os_str().as_encoded_bytes().ends_with(b"/");
+    if names_folder || target.is_dir() || target.file_name().is_none() {
         bail!("writing {}: it is a folder", path.display());
     }
     Ok(Some(target))
@@ -188,6 +188,10 @@ mod tests {
         {
             let error = format!("{:#}", attempt(folder.path()).unwrap_err());
             assert!(error.ends_with("it is a folder"), "{error}");
+            let error = format!("{:#}", attempt(&folder.path().join("new/")).unwrap_err());
+            assert!(error.ends_with("it is a folder"), "{error}");
+            let error = format!("{:#}", attempt(Path::new("-")).unwrap_err());
+            assert!(error.contains("name a file"), "{error}");
             let error = format!("{:#}", attempt(&folder.path().join("none/file")).unwrap_err());
             assert!(error.starts_with("writing ") && error.contains("none/file"), "{error}");
             attempt(Path::new("/dev/null")).unwrap();

@@ -49,7 +49,7 @@ impl Sizes {
         columns: 4096,
         streamed_bytes: 256 << 20,
         rows: 14336,
-        tokens: &[1, 2, 4, 8, 16, 64, 256, 512, 2048],
+        tokens: &[1, 2, 4, 8, 16, 32, 64, 256, 512, 2048],
         mixture: [2048, 768, 128],
         prompt: 2048,
         launches: 20,
@@ -61,7 +61,7 @@ impl Sizes {
         streamed_bytes: 64 << 10,
         rows: 96,
         tokens: &[1, 8, 16],
-        mixture: [128, 64, 16],
+        mixture: [128, 64, 32],
         prompt: 64,
         launches: 2,
     };
@@ -240,7 +240,7 @@ impl Meter<'_> {
     /// Nanoseconds of a linear of `tokens` tokens, with one matrix after the other.
     fn whole(&mut self, matrices: &[Matrix], tokens: u32) -> Result<f64> {
         let tokens = tokens as usize;
-        let is_narrow = self.gpu.takes_narrow(&matrices[0], tokens);
+        let is_narrow = self.vendor.is_some() && self.gpu.takes_narrow(&matrices[0], tokens);
         if tokens <= MAX_TOKENS || is_narrow {
             let launches = self.sizes.launches.next_multiple_of(matrices.len());
             return self.few(matrices, tokens, launches);

@@ -16,8 +16,16 @@ use crate::named;
 use crate::plans::{d, one_device, streamed, tensor_parallel};
 
 /// Fields that say something only where they are written.
-const OPTIONAL: [&str; 7] =
-    ["collectives", "cpu_caches", "experts", "attention_nanos", "nanos", "also_unpacked", "part"];
+const OPTIONAL: [&str; 8] = [
+    "collectives",
+    "cpu_caches",
+    "experts",
+    "shared_experts",
+    "attention_nanos",
+    "nanos",
+    "also_unpacked",
+    "part",
+];
 
 /// Plans with every kind of row between them.
 fn plans() -> [Plan; 3] {
@@ -28,7 +36,8 @@ fn plans() -> [Plan; 3] {
         Some(Collectives { bytes_per_sec: 1e11, latency_nanos: 1e4, reserved_bytes: 1 });
     let device = &mut plan.machine.devices[d(0)];
     device.cpu_caches.push(CpuCache { level: 1, bytes: 1 << 15, count: 1 });
-    (device.rates.linear, device.rates.experts) = (curve.clone(), curve);
+    (device.rates.linear, device.rates.experts) = (curve.clone(), curve.clone());
+    device.rates.shared_experts = curve;
     plan.ropes[RopeId::from_index(0)].frequencies =
         Frequencies::Switched { short: vec![1.0; 2], long: vec![1.0; 2], original_tokens: 8 };
     plan.causes.push(Cause {
@@ -115,7 +124,10 @@ fn no_field_of_a_plan_may_be_missing() {
 fn a_machine_need_not_tell_what_nothing_depends_on() {
     let machine = plans()[0].machine.clone();
     let mut text = machine.to_ron().unwrap();
-    for optional in ["collectives", "cpu_caches", "experts", "attention_nanos", "nanos"] {
+    let curves = ["experts", "shared_experts"];
+    for optional in
+        ["collectives", "cpu_caches", "attention_nanos", "nanos"].into_iter().chain(curves)
+    {
         let name = fields(&text).into_iter().find(|name| &text[name.clone()] == optional).unwrap();
         text.replace_range(name.start..end_of_value(&text, name.end), "");
     }

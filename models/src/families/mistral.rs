@@ -12,6 +12,7 @@ const DEFAULTS: Defaults =
 pub(super) fn lower(lowering: &mut Lowering<'_>) -> Result<()> {
     let decoder = Decoder::read(lowering.config, &DEFAULTS)?;
     let window = lowering.config.nullable_size("sliding_window", Some(4096))?;
+    // What transformers' AutoConfig takes for a Ministral under this name, too.
     let windows = lowering.config.windows(decoder.layers, window, |_| true)?;
     let layers = decoder.windowed(lowering, &DEFAULTS, &windows)?;
     decoder::lower(lowering, &decoder, &layers)

@@ -1,6 +1,6 @@
 //! How fast the chosen experts of a mixture are.
 
-use anyhow::{Context as _, Result};
+use anyhow::{Context as _, Result, ensure};
 use ir::machine::{LinearRate, RatePoint};
 use ir::op::Activation;
 use ir::tensor::Format;
@@ -61,10 +61,10 @@ impl Meter<'_> {
         let used = [EXPERTS_USED, EXPERTS_USED / 2];
         let point = |tokens: usize| {
             let nanos = used.map(|used| {
-                let chosen = |number: usize, slot: usize| {
+                let choice = |number: usize, slot: usize| {
                     chosen(number * tokens + slot / used, slot % used) % held
                 };
-                self.time_experts(mixture, [tokens, used], &chosen)
+                self.time_experts(mixture, [tokens, used], &choice)
             });
             let [all, half] = nanos;
             let weights = used.map(|used| (used * mixture.weights()) as f64);
@@ -81,8 +81,10 @@ impl Meter<'_> {
         let held = [held, held / 2];
         let point = |sharing: usize| {
             let nanos = held.map(|held| {
-                let chosen = |number: usize, slot: usize| (slot + number * 5) * 7 % held;
-                self.time_experts(&mixture.first(held)?, [sharing * held, 1], &chosen)
+                let tokens = sharing * held;
+                ensure!(tokens > MAX_TOKENS, "{tokens} tokens do not share experts");
+                let choice = |number: usize, slot: usize| (slot + number * 5) * 7 % held;
+                self.time_experts(&mixture.first(held)?, [tokens, 1], &choice)
             });
             let [all, half] = nanos;
             let weights = held.map(|held| (held * mixture.weights()) as f64);

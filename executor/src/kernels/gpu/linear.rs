@@ -43,10 +43,10 @@ use super::warpgroup::RightOperands;
 use super::words::{Words, read_size};
 use crate::kernels::cpu::pack::{PANEL, VECTOR};
 
-/// Tokens of floats that one launch takes at most: with more, sums no longer fit a unit's registers.
+/// Tokens of floats that a cube takes at most: with more, sums no longer fit a unit's registers.
 pub const MAX_TOKENS: usize = ir::workspace::UNPACKED_ROWS as usize;
-/// Tokens of bf16 that one launch takes at most: with more, a library's tiles of 128 rows read the activations less
-/// often.
+/// Tokens that one launch takes at most, of bf16 or with small matrices: with more, a library's tiles of 128 rows read
+/// the activations less often.
 pub const MAX_FUSED_TOKENS: usize = ir::workspace::MAX_FUSED_ROWS as usize;
 /// Weights of a matrix, at most, of which [`MAX_FUSED_TOKENS`] tokens of floats are taken, some after others: their sums
 /// take an H200 5 µs at least, as a call of a library does, and a cache holds the matrix. Routers have as many.
@@ -364,15 +364,16 @@ impl Gpu {
     }
 }
 
-/// Whether up to [`MAX_FUSED_TOKENS`] tokens of floats are taken of a matrix.
-pub fn is_small(matrix: &Matrix) -> bool {
+/// Whether a linear of that matrix takes up to [`MAX_FUSED_TOKENS`] tokens of floats, and not only [`MAX_TOKENS`].
+pub fn takes_many_floats(matrix: &Matrix) -> bool {
     matrix.layout() == Layout::RowMajor && matrix.rows() * matrix.columns() <= MOST_SMALL_WEIGHTS
 }
 
 impl<'a> Linear<'a> {
     fn check(&self) -> Result<()> {
         let Some(first) = self.matrices.first() else { bail!("a linear has no matrix") };
-        let takes_more = self.is_narrow() || self.matrices.iter().all(|matrix| is_small(matrix));
+        let takes_more =
+            self.is_narrow() || self.matrices.iter().all(|matrix| takes_many_floats(matrix));
         let most = if takes_more { MAX_FUSED_TOKENS } else { MAX_TOKENS };
         ensure!(
             (1..=most).contains(&self.tokens),

@@ -17,7 +17,9 @@ use ir::tensor::Format;
 
 pub(super) use self::trail::Trail;
 use super::bf12::{VECTOR_LOADS, small_pair};
-use super::instructions::{Packed, add_pairs, interleave, left, multiply_pairs, pack, spread};
+use super::instructions::{
+    Packed, Sums, add_pairs, interleave, left, multiply, multiply_pairs, pack, right, spread,
+};
 use super::panel::{Panel, SCALE_LOADS, Walk};
 use super::words::Words;
 use crate::kernels::cpu::bf12::{STEP_COLUMNS, STEP_WORDS};
@@ -366,6 +368,26 @@ impl Portion {
 
 /// The upper byte of 128 as bf16.
 const UPPER_BYTE: u32 = 0x43;
+
+/// Adds the products of a block's left operands with `x`, the same columns of eight rows of activations, to
+/// `sums[eight][pair of rows]`.
+#[cube]
+pub(super) fn add_block(
+    operands: &Array<Packed>,
+    x: Packed,
+    sums: &mut Array<Sums>,
+    #[comptime] eight: usize,
+    #[comptime] is_bf16: bool,
+) {
+    let first = right(x.extract(0usize), x.extract(1usize));
+    let second = right(x.extract(2usize), x.extract(3usize));
+    #[unroll]
+    for pair in 0..2usize {
+        let at = comptime!(2 * eight + pair);
+        let sum = multiply(operands[pair], first, sums[at], is_bf16);
+        sums[at] = multiply(operands[comptime!(2 + pair)], second, sum, is_bf16);
+    }
+}
 
 /// Puts the four neighbouring columns of a word as two pairs of bf16: codes less the one that stands for zero.
 ///

@@ -13,7 +13,9 @@ use super::state::{Operand, Operands, State};
 use crate::kernels::gpu::cast::Cast;
 use crate::kernels::gpu::device::{ALIGNMENT, Gpu, Span};
 use crate::kernels::gpu::epilogue::Epilogue;
-use crate::kernels::gpu::linear::{Linear, MAX_FUSED_TOKENS, MAX_TOKENS, RmsNorm, is_small};
+use crate::kernels::gpu::linear::{
+    Linear, MAX_FUSED_TOKENS, MAX_TOKENS, RmsNorm, takes_many_floats,
+};
 use crate::kernels::gpu::matrix::{Layout, Matrix};
 use crate::kernels::gpu::vendor::Product;
 use crate::kernels::gpu::warpgroup::RightOperands;
@@ -47,13 +49,13 @@ impl State {
         let outputs = &operands.outputs;
         let made = if matches!(linear.then, Then::Gate(_)) { 1 } else { matrices.len() };
         ensure!(outputs.len() == made, "a linear writes {} outputs", outputs.len());
-        let taken = self.taken(x.rows, x.dtype, &matrices);
+        let own = self.own_element(x.rows, x.dtype, &matrices);
         // Only the vendor's library writes what it makes in 16 bits.
         let narrow = outputs.first().filter(|out| out.dtype != DType::F32);
-        let narrow = narrow.filter(|_| taken.is_some() || self.vendor.is_none());
+        let narrow = narrow.filter(|_| own.is_some() || self.vendor.is_none());
         let wide = narrow.map(|out| self.wide(linear, out)).transpose()?;
         let targets = wide.as_ref().map_or(&outputs[..], slice::from_ref);
-        if let Some(element) = taken {
+        if let Some(element) = own {
             self.few(linear, x, element, residual, &matrices, targets, operands)?;
         } else {
             let with_unpacked = linear.weights.iter().zip(matrices);
@@ -77,9 +79,9 @@ impl State {
         Ok(Operand { span, dtype: DType::F32, rows, columns })
     }
 
-    /// What `rows` rows of type `dtype` are taken in by the matrices as these lie; `None` where the vendor's library
-    /// multiplies them.
-    pub(super) fn taken<'a>(
+    /// The type in which the GPU's own kernels take `rows` rows of type `dtype` with these matrices as they lie; `None`
+    /// where the vendor's library multiplies them.
+    pub(super) fn own_element<'a>(
         &self,
         rows: usize,
         dtype: DType,
@@ -87,14 +89,13 @@ impl State {
     ) -> Option<DType> {
         // Plans count an input of 16 bits for products that the library makes.
         let has_library = self.vendor.is_some();
-        let takes_narrow = |matrix: &Matrix| {
-            product_format(matrix.format(), has_library) == Format::Bf16
-                && self.gpu.takes_narrow(matrix, rows)
-        };
+        let takes_narrow = |matrix: &Matrix| has_library && self.gpu.takes_narrow(matrix, rows);
         match rows {
             ..=MAX_TOKENS if dtype == DType::F32 => Some(DType::F32),
             _ if matrices.clone().into_iter().all(takes_narrow) => Some(DType::Bf16),
-            ..=MAX_FUSED_TOKENS if dtype == DType::F32 && matrices.into_iter().all(is_small) => {
+            ..=MAX_FUSED_TOKENS
+                if dtype == DType::F32 && matrices.into_iter().all(takes_many_floats) =>
+            {
                 Some(DType::F32)
             }
             _ => None,

@@ -62,7 +62,7 @@ impl State {
         let (rows, dtype) = (dims(ty, extent).0, ty.dtype);
         let matrices: Result<Vec<&Matrix>> =
             linear.weights.iter().map(|&id| self.weights.matrix(id)).collect();
-        matrices.map_or(true, |matrices| self.taken(rows, dtype, matrices).is_none())
+        matrices.map_or(true, |matrices| self.own_element(rows, dtype, matrices).is_none())
     }
 
     /// Whether a run can be queued ahead.

@@ -16,16 +16,15 @@ const FIRST: i32 = 1;
 fn stack(
     gpu: &Gpu,
     format: Format,
-    rows: usize,
-    columns: usize,
+    [experts, rows, columns]: [usize; 3],
     seed: u64,
 ) -> (Stack, Vec<Vec<f64>>) {
     let matrices: Vec<_> =
-        (0..EXPERTS as u64).map(|i| packed(format, rows, columns, seed + i)).collect();
+        (0..experts as u64).map(|i| packed(format, rows, columns, seed + i)).collect();
     let values = matrices.iter().map(|bytes| unpacked(bytes, format, rows, columns)).collect();
     assert!(matrices.iter().all(|bytes| bytes.len() == packed_bytes(format, rows, columns)));
     let data = gpu.upload::<u8>(&matrices.concat());
-    (Stack::new(format, EXPERTS, rows, columns, data).unwrap(), values)
+    (Stack::new(format, experts, rows, columns, data).unwrap(), values)
 }
 
 fn product(weights: &[f64], x: &[f64]) -> Vec<f64> {
@@ -42,12 +41,23 @@ struct Layer {
 }
 
 impl Layer {
-    fn new(gpu: &Gpu, [gate, down]: [Format; 2], features: usize, intermediate: usize) -> Self {
+    fn new(gpu: &Gpu, formats: [Format; 2], features: usize, intermediate: usize) -> Self {
+        Self::of(gpu, EXPERTS, formats, features, intermediate)
+    }
+
+    /// Of so many experts.
+    fn of(
+        gpu: &Gpu,
+        experts: usize,
+        [gate, down]: [Format; 2],
+        features: usize,
+        intermediate: usize,
+    ) -> Self {
         Self {
-            gate: stack(gpu, gate, intermediate, features, 3),
-            up: stack(gpu, gate, intermediate, features, 13),
-            down: stack(gpu, down, features, intermediate, 23),
-            what: format!("{gate} and {down}, {features} by {intermediate}"),
+            gate: stack(gpu, gate, [experts, intermediate, features], 3),
+            up: stack(gpu, gate, [experts, intermediate, features], 1003),
+            down: stack(gpu, down, [experts, features, intermediate], 2003),
+            what: format!("{experts} in {gate} and {down}, {features} by {intermediate}"),
         }
     }
 
@@ -62,7 +72,7 @@ impl Layer {
         let sizes = workspace::Experts {
             tokens: tokens as u32,
             used: used as u32,
-            experts: EXPERTS as u32,
+            experts: gate.experts() as u32,
             features: features as u32,
             intermediate: intermediate as u32,
         };
@@ -111,7 +121,7 @@ impl Layer {
         for (slot, id) in ids.iter().enumerate() {
             let token = slot / used;
             let Ok(expert) = usize::try_from(id - FIRST) else { continue };
-            if expert >= EXPERTS {
+            if expert >= self.gate.0.experts() {
                 continue;
             }
             let x: Vec<f64> =
@@ -132,7 +142,12 @@ impl Layer {
 
 /// Experts of all kinds for `slots` slots: some that are held and some that are not.
 fn any(slots: usize) -> Vec<i32> {
-    let (mut random, known) = (Random(11), EXPERTS as u64 + 2);
+    any_of(EXPERTS, slots)
+}
+
+/// The same where so many are held.
+fn any_of(experts: usize, slots: usize) -> Vec<i32> {
+    let (mut random, known) = (Random(11), experts as u64 + 2);
     (0..slots).map(|_| (random.next() % known) as i32).collect()
 }
 
@@ -161,7 +176,11 @@ fn chosen_experts_are_summed_and_absent_ones_are_not() {
 fn longer_rows_take_many_steps() {
     let Some(gpu) = gpu() else { return };
     for format in formats() {
-        Layer::new(&gpu, [format; 2], 448, 264).check(&gpu, &any(100 * 2), 2);
+        let layer = Layer::new(&gpu, [format; 2], 448, 264);
+        // Tiles of every size.
+        for slots in [9, 15, 30, 100, 200] {
+            layer.check(&gpu, &any(slots), 1);
+        }
     }
 }
 
@@ -179,6 +198,16 @@ fn rows_of_any_length_are_multiplied() {
     let Some(gpu) = gpu() else { return };
     for format in formats() {
         Layer::new(&gpu, [format; 2], 37, 30).check(&gpu, &any(12 * 2), 2);
+    }
+}
+
+#[test]
+fn experts_are_many() {
+    let Some(gpu) = gpu() else { return };
+    // Those of several planes, and of several rounds, of the cube that lists tiles.
+    for (experts, slots) in [(40, 90), (40, 700), (300, 600), (300, 3000)] {
+        let layer = Layer::of(&gpu, experts, [Format::Q8; 2], 32, 16);
+        layer.check(&gpu, &any_of(experts, slots), 2);
     }
 }
 

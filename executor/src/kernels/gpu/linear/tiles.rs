@@ -25,10 +25,10 @@ use super::total::{Output, Shape, Totals, finish_outputs};
 use crate::kernels::cpu::pack::{BLOCK_PAIR, PANEL};
 use crate::kernels::gpu::bf12::{ENLARGED_PAIR, row_factors, scaled};
 use crate::kernels::gpu::device::Gpu;
-use crate::kernels::gpu::instructions::{Packed, Sums, multiply, multiply_pairs, right};
+use crate::kernels::gpu::instructions::{Packed, Sums, multiply_pairs};
 use crate::kernels::gpu::matrix::{LOAD_BYTES, Layout};
 use crate::kernels::gpu::panel::Walk;
-use crate::kernels::gpu::portion::{Portion, portion_blocks, portions};
+use crate::kernels::gpu::portion::{Portion, add_block, portion_blocks, portions};
 use crate::kernels::gpu::registers::held;
 use crate::kernels::gpu::words::Words;
 
@@ -359,14 +359,7 @@ fn multiply_portion(
                     x.insert(i, multiply_pairs(x.extract(i), ENLARGED_PAIR.runtime()));
                 }
             }
-            let first = right(x.extract(0usize), x.extract(1usize));
-            let second = right(x.extract(2usize), x.extract(3usize));
-            #[unroll]
-            for pair in 0..2usize {
-                let at = comptime!(2 * group + pair);
-                let sum = multiply(operands[pair], first, sums[at], true);
-                sums[at] = multiply(operands[comptime!(2 + pair)], second, sum, true);
-            }
+            add_block(&operands, x, sums, group, true);
         }
     }
 }

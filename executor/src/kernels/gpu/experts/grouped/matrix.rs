@@ -12,9 +12,9 @@ use ir::op::Then;
 
 use crate::kernels::cpu::pack::{BLOCK_PAIR, PANEL};
 use crate::kernels::gpu::activation::activate;
-use crate::kernels::gpu::instructions::{self, Packed, Sums, multiply, pack, right};
+use crate::kernels::gpu::instructions::{self, Packed, Sums, pack};
 use crate::kernels::gpu::panel::{Panel, Walk, panel_vectors};
-use crate::kernels::gpu::portion::{Portion, portion_blocks};
+use crate::kernels::gpu::portion::{Portion, add_block, portion_blocks};
 use crate::kernels::gpu::words::Words;
 
 /// Lanes of a plane.
@@ -215,7 +215,7 @@ pub(super) fn multiply_tiles<N: Size>(
                         #[unroll]
                         for i in 0..comptime!(tile.slots / 8) {
                             let x = staged[from + comptime!(8 * i * STRIDE)];
-                            add_products(&operands, x, &mut sums, i, tile);
+                            add_block(&operands, x, &mut sums, i, tile.is_bf16);
                         }
                     }
                 }
@@ -261,25 +261,6 @@ pub(super) fn multiply_tiles<N: Size>(
                 }
             }
         }
-    }
-}
-
-/// Adds the products of a block with eight slots.
-#[cube]
-fn add_products(
-    operands: &Array<Packed>,
-    x: Packed,
-    sums: &mut Array<Sums>,
-    #[comptime] slots: usize,
-    #[comptime] tile: Tile,
-) {
-    let first = right(x.extract(0usize), x.extract(1usize));
-    let second = right(x.extract(2usize), x.extract(3usize));
-    #[unroll]
-    for pair in 0..2usize {
-        let at = comptime!(2 * slots + pair);
-        let sum = multiply(operands[pair], first, sums[at], tile.is_bf16);
-        sums[at] = multiply(operands[comptime!(2 + pair)], second, sum, tile.is_bf16);
     }
 }
 
