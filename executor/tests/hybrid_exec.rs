@@ -79,8 +79,15 @@ fn what_a_checkpoint_lacks_is_told_with_what_helps() {
     let malformed = "EOF while parsing an object at line 1 column 1";
     let expected = format!("malformed JSON in {}: {malformed}", config.display());
     assert_eq!(refusal(&asked), expected);
+    // Where no text is asked for, too: what ends an answer may be told there alone.
+    let ids = [asked[0], "--prompt-ids", "5", "--json"];
+    assert_eq!(refusal(&ids), expected);
     fs::remove_file(&config).expect("the folder is ours");
-    fs::remove_file(checkpoint.join("tokenizer.json")).expect("it was copied");
+    check(&[asked[0], "--prompt", ""], "the prompt is empty");
+    let tokenizer = checkpoint.join("tokenizer.json");
+    fs::write(&tokenizer, "{").expect("the folder is ours");
+    check(&ids, &format!("cannot read tokenizer {}", tokenizer.display()));
+    fs::remove_file(tokenizer).expect("it was copied");
     let other = "text takes a tokenizer, --prompt-ids with --json takes none";
     let expected = format!("no tokenizer.json in {}; {other}", checkpoint.display());
     assert_eq!(refusal(&asked), expected);

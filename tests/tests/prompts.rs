@@ -6,7 +6,7 @@ use std::collections::BTreeSet;
 
 use compiler::{Options, compile};
 use ir::letters::most_programs;
-use ir::machine::{DeviceKind, Machine};
+use ir::machine::{DeviceKind, LinearRate, Machine, RatePoint};
 use ir::model::Model;
 use ir::op::{Linear, Op, Then};
 use ir::plan::{Action, Phase, Plan, Program};
@@ -26,6 +26,48 @@ fn plan(model: &Model, machine: &Machine, format: &str) -> Plan {
     let formats = vec![format.parse().expect("it is a rule")];
     let options = Options { formats, ..Options::default() };
     compile(model, machine, &options, &mut |_, _| ()).expect("it fits")
+}
+
+/// Nanoseconds of the decodes of one sequence, of some and of more than eight.
+fn decodes(machine: &Machine) -> Vec<u64> {
+    let options = Options { max_sequences: 16, ..Options::default() };
+    let mixture = Toy::mixture().model().expect("the toy is a model");
+    let plan = compile(&mixture, machine, &options, &mut |_, _| ()).expect("it fits");
+    let forecasts = plan.programs.iter().zip(&plan.forecast.programs);
+    let mut decodes: Vec<(u32, u64)> = forecasts
+        .filter(|(program, _)| program.phase == Phase::Decode)
+        .map(|(program, forecast)| (program.max_sequences, forecast.nanos))
+        .collect();
+    decodes.sort_unstable();
+    let sequences: Vec<u32> = decodes.iter().map(|&(sequences, _)| sequences).collect();
+    assert_eq!(sequences, [1, 4, 16]);
+    decodes.into_iter().map(|(_, nanos)| nanos).collect()
+}
+
+#[test]
+fn experts_of_few_and_of_many_tokens_have_curves_of_their_own() {
+    let machine = |few: f64, many: f64| {
+        let gpu = h200(10 * GIB).devices.rows()[0].clone();
+        let mut machine = machines::linked(vec![gpu]);
+        let rates = &mut machine.devices.rows_mut()[0].rates;
+        let curves = |weights_per_sec: f64| {
+            let points = vec![RatePoint { tokens: 1, weights_per_sec, nanos: 0.0 }];
+            let curve = |format| LinearRate { format, points: points.clone() };
+            Format::ALL.map(curve).to_vec()
+        };
+        (rates.experts, rates.shared_experts) = (curves(few), curves(many));
+        machine
+    };
+    let same = decodes(&machine(1e9, 1e9));
+    let few_slower = decodes(&machine(1e8, 1e9));
+    assert!(few_slower[0] > same[0] && few_slower[1] > same[1] && few_slower[2] == same[2]);
+    let many_slower = decodes(&machine(1e9, 1e8));
+    assert!(many_slower[..2] == same[..2] && many_slower[2] > same[2]);
+    // Without curves they are linears, which are faster here.
+    let mut linears = machine(1e9, 1e9);
+    let rates = &mut linears.devices.rows_mut()[0].rates;
+    (rates.experts, rates.shared_experts) = (Vec::new(), Vec::new());
+    assert!(decodes(&linears).iter().zip(&same).all(|(linear, experts)| linear < experts));
 }
 
 /// An H200 that takes as long to unpack a matrix for its library as it was measured to.

@@ -1,7 +1,8 @@
 //! Scratch memory of GPUs.
 
 use ir::machine::DeviceKind;
-use ir::plan::Plan;
+use ir::op::{Norm, NormKind, Op};
+use ir::plan::{Action, Plan};
 use ir::tensor::Format;
 use ir::workspace::{
     ATTENTION_SPLITS, WORKSPACE_ALIGNMENT, Workspace, attention_splits, shortlist, workspace,
@@ -17,6 +18,9 @@ fn with_tokens(mut plan: Plan, tokens: u32) -> Plan {
 }
 
 const LIBRARY_BYTES: u64 = 1000;
+
+const LAYER_NORM: Norm =
+    Norm { kind: NormKind::Layer, scale: None, bias: None, scale_offset: 0.0, epsilon: 1e-5 };
 
 fn on_gpu(mut plan: Plan) -> Plan {
     plan.machine.devices[d(0)].kind = DeviceKind::Gpu {
@@ -67,6 +71,23 @@ fn many_rows_need_the_largest_packed_matrix_unpacked() {
         let mut plan = with_tokens(quantised.clone(), rows);
         plan.programs[0].max.rows = rows;
         assert_eq!(workspaces(&plan)[d(0)].input_bytes, bytes, "{rows} rows");
+    }
+}
+
+#[test]
+fn up_to_64_rows_behind_a_layer_norm_are_f32() {
+    let input_bytes = |tokens| {
+        let mut plan = with_tokens(on_gpu(streamed()), tokens);
+        for id in plan.programs[0].steps.ids().collect::<Vec<_>>() {
+            if let Action::Run(Op::Linear(linear)) = &mut plan.programs[0].steps[id].action {
+                linear.norm = Some(LAYER_NORM);
+            }
+        }
+        workspaces(&plan)[d(0)].input_bytes
+    };
+    // The library takes more in 16 bits.
+    for (rows, bytes) in [(9, 9 * 8 * 4), (64, 64 * 8 * 4), (100, 64 * 8 * 4), (200, 200 * 8 * 2)] {
+        assert_eq!(input_bytes(rows), bytes, "{rows} rows");
     }
 }
 
