@@ -10,7 +10,7 @@ mod narrow;
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 
-use anyhow::Result;
+use anyhow::{Context as _, Result};
 use ir::dag::Node;
 use ir::graph::{Cause, Placed, PlacedGraph, Work};
 use ir::id::{BufferId, CauseId, CollectiveId, DeviceId, Id as _, NodeId, StepId, Table, ValueId};
@@ -227,7 +227,8 @@ impl Draft<'_> {
                 is_fetched: !part.fetched.is_empty(),
                 borrows_from: part.borrows_from,
             };
-            let nanos = run_nanos(self.task.target, device, &part.op, &operands, self.batch)?;
+            let nanos = run_nanos(self.task.target, device, &part.op, &operands, self.batch)
+                .with_context(|| node.name.clone())?;
             let fetched = self.arrived(part);
             reads.extend(&fetched);
             let action = Action::Run(part.op.clone());
