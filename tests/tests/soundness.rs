@@ -108,7 +108,7 @@ fn what_gpus_cannot_multiply_stays_beside_them() {
         compile(&model, &machine, &options, &mut |_, _| ())
     };
     let refusal = compiled(on_gpu.clone(), 64).expect_err("no GPU multiplies so");
-    let expected = "mlp.down: gpu0 does not multiply rows of 100 features in bf16";
+    let expected = "layers.0.down: gpu0 does not multiply rows of 100 features in bf16";
     assert!(format!("{refusal:#}").contains(expected), "{refusal:#}");
     compiled(on_gpu, 8).expect("few rows are multiplied with matrices as they lie");
     let any = compiled(Request::Any, 64).expect("NUMA nodes multiply anything");
