@@ -149,8 +149,8 @@ fn append_bytes(operands: &Operands<'_>, batch: &Batch) -> u64 {
     2 * queries + others + others / 2
 }
 
-/// Bytes read and written to unpack fetched matrices of floats: a product of up to
-/// [`most_fused_rows()`] takes panels as they are.
+/// Bytes read and written to unpack fetched matrices of floats: products of up to [`most_fused_rows()`] take panels as
+/// they are.
 fn unpacked_bytes(operands: &Operands<'_>, batch: &Batch) -> u64 {
     if !operands.is_fetched {
         return 0;

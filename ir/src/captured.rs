@@ -111,7 +111,7 @@ impl Launches<'_> {
         let (input, output) = (buffer(self.step.reads.first()), buffer(self.step.writes.first()));
         let rows = input.and_then(|input| input.ty.shape.first());
         let rows = rows.map_or(u32::MAX, |rows| rows.size(self.program.max));
-        // Few rows of f32 are taken as they are; any other input is first brought in its form, except for small matrices.
+        // Few rows of f32 are taken as they are; any other input is first brought in its form, but for small matrices.
         let is_taken = rows <= UNPACKED_ROWS && !is_narrow(input) && !is_cast(linear);
         kinds.len() as u64 * if is_taken { 1 } else { 2 } + u64::from(is_narrow(output))
     }

@@ -255,16 +255,21 @@ impl LinearRate {
 impl Rates {
     /// The curve of a format, where the device computes it.
     pub fn linear(&self, format: Format) -> Option<&LinearRate> {
-        self.linear.iter().find(|rate| rate.format == format)
+        of_format(&self.linear, format)
     }
 
     /// The curve of a mixture's experts for few tokens in a format, where there is one.
     pub fn experts(&self, format: Format) -> Option<&LinearRate> {
-        self.experts.iter().find(|rate| rate.format == format)
+        of_format(&self.experts, format)
     }
 
     /// The curve of a mixture's experts for many tokens in a format, where there is one.
     pub fn shared_experts(&self, format: Format) -> Option<&LinearRate> {
-        self.shared_experts.iter().find(|rate| rate.format == format)
+        of_format(&self.shared_experts, format)
     }
+}
+
+/// The first of some curves that is of that format.
+fn of_format(curves: &[LinearRate], format: Format) -> Option<&LinearRate> {
+    curves.iter().find(|rate| rate.format == format)
 }

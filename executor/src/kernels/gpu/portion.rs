@@ -6,8 +6,8 @@
 //! - Its rows are four neighbours, those of a 16-byte load: the first two are rows `g` and `g + 8` of one operand, the
 //!   others of a second one.
 //! - A *portion* is what a lane loads at once: a block of 32 columns, two in q4.
-//! - Blocks become operands multiplied with their scales in bf16, or as *codes*: whole numbers, exact, whose scales are for the
-//!   sums of a block.
+//! - Blocks become operands multiplied with their scales in bf16, or as *codes*: whole numbers, exact, whose scales are
+//!   for the sums of a block.
 
 mod trail;
 

@@ -272,11 +272,8 @@ fn activations_in_16_bits() {
     let kinds = kinds.map(|format| (format, Layout::Panels));
     for (format, layout) in kinds.into_iter().chain([(Format::Bf16, Layout::RowMajor)]) {
         let case = Case { format, layout, ..case };
-        let most = most_fused_rows(format) as usize;
-        for tokens in [1, 8, 9, 16, 17, 32, 33, MAX_FUSED_TOKENS] {
-            if tokens > most {
-                continue;
-            }
+        let all = [1, 8, 9, 16, 17, 32, 33, MAX_FUSED_TOKENS];
+        for tokens in all.into_iter().filter(|&tokens| tokens <= most_fused_rows(format) as usize) {
             for (rows, columns) in [(64, 256), (16, 128), (41, 96), (100, 72), (7, 1000), (33, 64)]
             {
                 check(&gpu, Case { rows: &[rows], columns, tokens, ..case }, None);
