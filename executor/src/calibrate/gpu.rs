@@ -148,8 +148,7 @@ impl Meter<'_> {
         const MATRICES: usize = 16;
         let row_bytes = Format::Bf16.bytes(1, self.sizes.columns as u64) as usize;
         let rows = (self.sizes.streamed_bytes / MATRICES / row_bytes).next_multiple_of(PANEL);
-        let matrix = |_| self.matrix(Format::Bf16, rows);
-        let matrices = (0..MATRICES).map(matrix).collect::<Result<Vec<_>>>()?;
+        let matrices = self.matrices(Format::Bf16, rows, MATRICES)?;
         let whole = self.few(&matrices, 1, 4 * MATRICES)?;
         Ok((whole - (rows * row_bytes) as f64 / read_bytes_per_sec * 1e9).max(self.empty_nanos()?))
     }
@@ -199,10 +198,9 @@ impl Meter<'_> {
     fn read_rate(&self) -> Result<f64> {
         let Sizes { columns, streamed_bytes, launches, .. } = self.sizes;
         let row_bytes = Format::Bf16.bytes(1, columns as u64) as usize;
-        let matrix =
-            self.matrix(Format::Bf16, (streamed_bytes / row_bytes).next_multiple_of(PANEL))?;
-        let bytes = (matrix.rows() * row_bytes) as f64;
-        Ok(bytes / self.few(&[matrix], 1, launches)? * 1e9)
+        let rows = (streamed_bytes / row_bytes).next_multiple_of(PANEL);
+        let matrix = self.matrices(Format::Bf16, rows, 1)?;
+        Ok((rows * row_bytes) as f64 / self.few(&matrix, 1, launches)? * 1e9)
     }
 
     /// The rates of a format, from matrices of a layer's size, and at some numbers of tokens from small ones: what does
@@ -213,7 +211,7 @@ impl Meter<'_> {
         let matrices = |rows: usize| {
             let bytes = format.bytes(rows as u64, columns as u64) as usize;
             let count = (streamed_bytes / 2).div_ceil(bytes).clamp(2, MOST_MATRICES);
-            (0..count).map(|_| self.matrix(format, rows)).collect::<Result<Vec<_>>>()
+            self.matrices(format, rows, count)
         };
         let [large, small] = [matrices(sizes[0])?, matrices(sizes[1])?];
         let weights = sizes.map(|rows| (rows * columns) as f64);
@@ -309,8 +307,8 @@ impl Meter<'_> {
         Ok(work(repeats * launches)?.as_nanos() as f64 / (repeats * launches) as f64)
     }
 
-    /// A matrix as plans hold it, of made-up weights.
-    fn matrix(&self, format: Format, rows: usize) -> Result<Matrix> {
+    /// Alike matrices as plans hold them, of made-up weights.
+    fn matrices(&self, format: Format, rows: usize, count: usize) -> Result<Vec<Matrix>> {
         let columns = self.sizes.columns;
         let layout = if format.float().is_some() { Layout::RowMajor } else { Layout::Panels };
         let bytes = layout.bytes(format, rows, columns)?;
@@ -320,8 +318,8 @@ impl Meter<'_> {
             Format::Bf16 => narrowed(|x| bf16::from_f32(x).to_le_bytes()),
             Format::Bf12 | Format::Q8 | Format::Q4 => self.packed(format, rows, columns),
         };
-        let span = self.filled(bytes, &pattern)?;
-        Matrix::new(format, layout, rows, columns, span)
+        let matrix = |_| Matrix::new(format, layout, rows, columns, self.filled(bytes, &pattern)?);
+        (0..count).map(matrix).collect()
     }
 
     /// Whole panels of made-up weights, of at most `rows` rows before the last panel is filled up.
@@ -342,14 +340,19 @@ impl Meter<'_> {
         self.filled(count * 2, &narrowed(|x| bf16::from_f32(x / 1e3).to_le_bytes()))
     }
 
+    /// Memory with a pattern in it, as often as it takes.
     fn filled(&self, bytes: usize, pattern: &[u8]) -> Result<Span> {
+        const WORD: usize = size_of::<u32>();
         let span = self.gpu.allocate(bytes)?;
-        let mut contents = Vec::with_capacity(bytes);
-        while contents.len() < bytes {
-            let missing = bytes - contents.len();
-            contents.extend_from_slice(&pattern[..pattern.len().min(missing)]);
+        if bytes <= pattern.len() {
+            self.gpu.write(&span, &pattern[..bytes])?;
+        } else {
+            let times = if pattern.len().is_multiple_of(WORD) { 1 } else { WORD };
+            let pattern = pattern.repeat(times);
+            let from = self.gpu.allocate(pattern.len())?;
+            self.gpu.write(&from, &pattern)?;
+            self.gpu.repeat(&from, pattern.len() / WORD, &span, bytes.div_ceil(WORD));
         }
-        self.gpu.write(&span, &contents)?;
         Ok(span)
     }
 }

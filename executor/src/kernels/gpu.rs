@@ -35,6 +35,7 @@ pub mod collectives;
 mod elementwise;
 pub mod mail;
 pub mod peers;
+mod repeat;
 mod router;
 pub mod rows;
 pub mod shortlist;
