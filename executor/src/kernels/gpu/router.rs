@@ -4,9 +4,12 @@ use cubecl::prelude::*;
 
 use super::device::{Gpu, Span};
 
+/// Units of a token's cube at most: a whole number of planes.
+const MOST_UNITS: usize = 256;
+
 impl Gpu {
     /// For each token the `used` experts with the largest logits `[tokens, experts]`: ids as `i32` and weights,
-    /// both `[tokens, used]`, in falling order; the lower id wins a tie. One plane works for each token.
+    /// both `[tokens, used]`, in falling order; the lower id wins a tie, and what is not a number counts as the largest.
     pub fn route(
         &self,
         logits: &Span,
@@ -16,108 +19,119 @@ impl Gpu {
         ids: &Span,
         weights: &Span,
     ) {
-        let plane = self.plane();
+        let plane = self.plane() as usize;
+        let units = experts.next_multiple_of(plane).min(MOST_UNITS);
         route::launch(
             &self.client,
             CubeCount::Static(tokens as u32, 1, 1),
-            CubeDim::new_1d(plane),
+            CubeDim::new_1d(units as u32),
             logits.argument(tokens * experts, size_of::<f32>()),
             ids.argument(tokens * used, size_of::<i32>()),
             weights.argument(tokens * used, size_of::<f32>()),
-            experts as u32,
-            used as u32,
+            experts,
+            used,
+            units,
             plane,
             renormalises,
         );
     }
 }
 
+/// A cube for each token. Each expert's rank is the number of those before it, which its unit counts by itself.
 #[cube(launch)]
 fn route(
     logits: &[f32],
     ids: &mut [i32],
     weights: &mut [f32],
-    #[comptime] experts: u32,
-    #[comptime] used: u32,
-    #[comptime] plane: u32,
+    #[comptime] experts: usize,
+    #[comptime] used: usize,
+    #[comptime] units: usize,
+    #[comptime] plane: usize,
     #[comptime] renormalises: bool,
 ) {
-    let token = CUBE_POS_X;
-    let lane = UNIT_POS_X;
-    let each = comptime!(experts.div_ceil(plane));
-    // Less than any logit, and left over once an expert is taken.
-    let taken = f32::new(-3.0e38);
-    let mut left = Array::<f32>::new(each as usize);
-    let mut most = taken;
+    let token = CUBE_POS_X as usize;
+    let unit = UNIT_POS as usize;
+    let planes = comptime!(units / plane);
+    let each = comptime!(experts.div_ceil(units));
+    let mut keys = Shared::<[u32]>::new_slice(experts);
+    let mut sums = Shared::<[f32]>::new_slice(planes);
+    // Exponentials by rank.
+    let mut chosen = Shared::<[f32]>::new_slice(used);
     #[unroll]
     for i in 0..each {
-        let expert = i * plane + lane;
-        let mut logit = taken;
+        let expert = comptime!(i * units) + unit;
         if expert < experts {
-            logit = logits[(token * experts + expert) as usize];
+            keys[expert] = ordered(logits[token * experts + expert]);
         }
-        left[i as usize] = logit;
-        most = max(most, logit);
     }
-    let most = plane_max(most);
+    sync_cube();
+    let mut ranks = Array::<usize>::new(each);
+    let mut powers = Array::<f32>::new(each);
     let mut sum = f32::new(0.0);
     #[unroll]
     for i in 0..each {
-        if i * plane + lane < experts {
-            sum += f32::exp(left[i as usize] - most);
+        let expert = comptime!(i * units) + unit;
+        let own = keys[min(expert, comptime!(experts - 1).runtime())];
+        let mut rank = 0usize.runtime();
+        let mut largest = own;
+        for other in 0..experts {
+            let key = keys[other];
+            largest = max(largest, key);
+            if key > own || (key == own && other < expert) {
+                rank += 1usize;
+            }
+        }
+        ranks[i] = rank;
+        powers[i] = f32::exp(logit(own) - logit(largest));
+        if expert < experts {
+            sum += powers[i];
+            if rank < used {
+                chosen[rank] = powers[i];
+            }
         }
     }
     let sum = plane_sum(sum);
-    let mut total = f32::new(0.0);
-    // Ranks of a lane: every plane's width of them.
-    let ranks = comptime!(used.div_ceil(plane));
-    let mut own_ids = Array::<u32>::new(ranks as usize);
-    let mut own_weights = Array::<f32>::new(ranks as usize);
-    for rank in 0..used {
-        let mut best = taken;
-        let mut id = u32::new(0x7fff_ffff);
-        #[unroll]
-        for i in 0..each {
-            if left[i as usize] > best {
-                best = left[i as usize];
-                id = i * plane + lane;
-            }
-        }
-        let largest = plane_max(best);
-        let mut candidate = u32::new(0x7fff_ffff);
-        if best == largest {
-            candidate = id;
-        }
-        let chosen = plane_min(candidate);
-        #[unroll]
-        for i in 0..each {
-            if i * plane + lane == chosen {
-                left[i as usize] = taken;
-            }
-        }
-        let weight = f32::exp(largest - most) / sum;
-        total += weight;
-        #[unroll]
-        for i in 0..ranks {
-            if i * plane + lane == rank {
-                own_ids[i as usize] = chosen;
-                own_weights[i as usize] = weight;
-            }
+    if unit.is_multiple_of(plane) {
+        sums[unit / plane] = sum;
+    }
+    sync_cube();
+    let mut sum = f32::new(0.0);
+    #[unroll]
+    for other in 0..planes {
+        sum += sums[other];
+    }
+    if comptime!(renormalises) {
+        sum = f32::new(0.0);
+        for rank in 0..used {
+            sum += chosen[rank];
         }
     }
     #[unroll]
-    for i in 0..ranks {
-        let rank = i * plane + lane;
-        if rank < used {
-            let at = (token * used + rank) as usize;
-            ids[at] = own_ids[i as usize] as i32;
-            let mut weight = own_weights[i as usize];
-            if renormalises {
-                weight /= total;
-            }
-            weights[at] = weight;
+    for i in 0..each {
+        let expert = comptime!(i * units) + unit;
+        if expert < experts && ranks[i] < used {
+            let at = token * used + ranks[i];
+            ids[at] = expert as i32;
+            weights[at] = powers[i] / sum;
         }
     }
+}
+
+/// A whole number that is as large beside those of other floats as its float is beside them.
+#[cube]
+fn ordered(x: f32) -> u32 {
+    // Zeros are equal.
+    let bits = u32::reinterpret(select(x == 0.0, f32::new(0.0), x));
+    let is_number = bits & 0x7fff_ffffu32 <= 0x7f80_0000u32;
+    let flips = select(bits >> 31u32 == 1u32, 0xffff_ffffu32.runtime(), 0x8000_0000u32.runtime());
+    select(is_number, bits ^ flips, 0xffff_ffffu32.runtime())
+}
+
+/// The float that a number stands for.
+#[cube]
+fn logit(key: u32) -> f32 {
+    let flips = select(key >> 31u32 == 1u32, 0x8000_0000u32.runtime(), 0xffff_ffffu32.runtime());
+    f32::reinterpret(key ^ flips)
 }
 
 #[cfg(test)]
@@ -125,9 +139,20 @@ mod tests {
     use super::super::testing::gpu;
 
     #[test]
+    fn ids_are_experts_where_logits_are_not_numbers() {
+        let Some(gpu) = gpu() else { return };
+        let logits = [1.0, f32::NAN, -0.0, f32::NEG_INFINITY, 0.0, -f32::NAN];
+        let (ids, weights) = (gpu.poisoned(6 * 4), gpu.poisoned(6 * 4));
+        gpu.route(&gpu.upload(&logits), [1, 6], 6, false, &ids, &weights);
+        assert_eq!(gpu.download::<i32>(&ids, 6), [1, 5, 0, 2, 4, 3]);
+    }
+
+    #[test]
     fn the_largest_are_chosen_and_ties_go_to_the_lower() {
         let Some(gpu) = gpu() else { return };
-        for (experts, used, renormalises) in [(6, 2, true), (60, 4, false), (128, 8, true)] {
+        for (experts, used, renormalises) in
+            [(6, 2, true), (60, 4, false), (128, 8, true), (300, 7, true), (512, 512, false)]
+        {
             let tokens = 7;
             let logits: Vec<f32> =
                 (0..tokens * experts).map(|i| ((i * 7919) % 13) as f32 * 0.5 - 3.0).collect();
