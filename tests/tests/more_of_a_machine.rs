@@ -28,10 +28,21 @@ fn seconds(plan: &Plan) -> f64 {
 }
 
 fn compile(machine: &Machine) -> Plan {
+    compile_in(machine, &["q8"])
+}
+
+fn compile_in(machine: &Machine, formats: &[&str]) -> Plan {
     let model = MadeUp::llama(LlamaShape::LLAMA_8B).model();
-    let options =
-        Options { context: Some(4096), formats: vec!["q8".parse().unwrap()], ..Options::default() };
+    let formats = formats.iter().map(|format| format.parse().unwrap()).collect();
+    let options = Options { context: Some(4096), formats, ..Options::default() };
     compiler::compile(&model, machine, &options, &mut |_, _| ()).unwrap()
+}
+
+/// Seconds of a prompt of 2048 tokens.
+fn prompt_seconds(plan: &Plan) -> f64 {
+    let (program, forecast) = (&plan.programs[0], &plan.forecast.programs[0]);
+    assert_eq!(program.phase, Phase::Prefill);
+    f64::from(2048_u32.div_ceil(program.max.tokens)) * forecast.nanos as f64 / 1e9
 }
 
 #[test]
@@ -43,6 +54,31 @@ fn a_gpu_with_more_memory_is_no_slower() {
         assert!(time <= 1.03 * best, "{gib:.2} GiB: {time:.3} s, less takes {best:.3} s");
         best = best.min(time);
     }
+}
+
+/// Caches and the head make room for windows, not only for matrices that decode then reads on the GPU.
+#[test]
+fn prompts_are_fetched_for_however_small_a_gpu_is() {
+    let mut best = f64::INFINITY;
+    for gib in [1.1, 1.3, 1.5, 1.7, 1.9, 2.0, 2.1, 2.2, 2.3, 2.4, 2.6] {
+        let plan = compile_in(&h200((gib * GIB) as u64), &[]);
+        let time = prompt_seconds(&plan);
+        assert!(time <= 1.25 * best, "{gib} GiB: {time:.3} s, less takes {best:.3} s");
+        best = best.min(time);
+    }
+}
+
+#[test]
+fn a_head_that_leaves_no_room_for_a_window_stays_with_the_host() {
+    let machine = h200((1.2 * GIB) as u64);
+    let plan = compile_in(&machine, &[]);
+    let host = machine.device("numa0").unwrap();
+    let heads = plan.weights.rows().iter().filter(|weight| weight.name.starts_with("lm_head"));
+    let devices: Vec<_> = heads.map(|weight| weight.device).collect();
+    assert_eq!(devices, [host]);
+    let without = compile_in(&h200((0.7 * GIB) as u64), &[]);
+    let [with, without] = [&plan, &without].map(prompt_seconds);
+    assert!(with < without / 5.0, "{with:.3} s, without a GPU {without:.3} s");
 }
 
 #[test]

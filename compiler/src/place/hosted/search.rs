@@ -4,6 +4,7 @@
 mod arrange;
 mod caches;
 mod fewest;
+mod head;
 
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -15,6 +16,7 @@ use ir::op::Op;
 use rayon::prelude::*;
 
 use self::caches::is_chosen;
+use self::head::{Head, best};
 use super::share::share;
 use super::{Hosted, Price, host_cost, hosts};
 use crate::cost::fetch_nanos;
@@ -83,6 +85,8 @@ struct Frame {
     caches: Vec<usize>,
     /// Bytes of the caches of one block of each stage.
     cache_bytes: Vec<u64>,
+    /// Whether the head does too.
+    head_stays: bool,
 }
 
 /// The home computes all that stays.
@@ -102,6 +106,7 @@ pub(super) struct Search<'a> {
     blocks: Vec<Block>,
     /// Nodes that only look rows up, and their tables, which are as well on a NUMA node as on the GPU.
     lookups: Vec<(NodeId, WeightId)>,
+    head: Option<Head>,
     /// For each stage bytes of windows that are tried, the largest first; none at last.
     rungs: Vec<Vec<u64>>,
     /// Layers with attention of each stage.
@@ -220,6 +225,7 @@ impl<'a> Search<'a> {
         let layers = stages.iter().map(attentions).collect();
         let cost = |gpu: DeviceId| hosts.iter().map(move |&host| host_cost(task, host, gpu));
         let costs = stages.iter().map(|(gpu, _)| cost(*gpu).collect()).collect();
+        let head = Head::new(prices, stage_of, &lookups);
         some.then_some(Self {
             task,
             stages,
@@ -229,6 +235,7 @@ impl<'a> Search<'a> {
             kept,
             blocks,
             lookups,
+            head,
             rungs,
             layers,
         })
@@ -244,17 +251,31 @@ impl<'a> Search<'a> {
             let fetching = if is_rough { 0 } else { fetching };
             self.offers_within(frames, &mut tried, fetching, best, price)
         };
-        let mut offers: Vec<Offer> = within(frames, rungs.len());
-        // With the windows that are best where all caches are on GPUs; with any where those do not fit.
-        let fitting = offers.iter().filter(|offer| offer.candidate.missing.is_none());
-        let windows = match fitting.min_by_key(|offer| offer.score) {
-            Some(best) => vec![self.windows_of(best)],
-            None => rungs.iter().map(|&rung| self.windows(rung)).collect(),
-        };
-        let frames = windows.into_iter();
-        let frames = frames.flat_map(|windows| self.with_caches(windows, is_rough, price));
-        offers.extend(within(frames.collect(), 1));
-        offers
+        let mut found = within(frames, rungs.len());
+        let windows = self.windows_beside(&found, &rungs, is_rough);
+        let sizes = windows.len();
+        let bases = windows.into_iter().map(|windows| self.without_caches(windows));
+        let frames = bases.flat_map(|base| self.with_caches(&base, is_rough, price));
+        found.extend(within(frames.collect(), sizes));
+        let frames = self.with_head(&found, &rungs, is_rough, price);
+        found.extend(within(frames, sizes));
+        found.into_iter().map(|(_, offer)| offer).collect()
+    }
+
+    /// The windows that are tried where more than matrices stays: those that are best so far, and larger ones if not even
+    /// one matrix has room beside what would leave. Any where nothing fits.
+    fn windows_beside(
+        &self,
+        found: &[(Frame, Offer)],
+        rungs: &[usize],
+        is_rough: bool,
+    ) -> Vec<Vec<u64>> {
+        let sum = |windows: &[u64]| windows.iter().sum::<u64>();
+        let any = rungs.iter().map(|&rung| self.windows(rung));
+        let Some((Frame { windows: own, .. }, _)) = best(found) else { return any.collect() };
+        let is_enough = is_rough || sum(own) >= sum(&self.windows(1));
+        let larger = any.filter(|windows| !is_enough && sum(windows) > sum(own));
+        [own.clone()].into_iter().chain(larger).collect()
     }
 
     /// The offers within frames that do not come out as one of `tried`, to which they are added. Decode fetches in
@@ -266,7 +287,7 @@ impl<'a> Search<'a> {
         fetching: usize,
         best: u64,
         price: &Price<'_>,
-    ) -> Vec<Offer> {
+    ) -> Vec<(Frame, Offer)> {
         let fitting = |frame| self.fitting(frame, price);
         let mut fresh: Vec<(Frame, Offer)> = frames.into_par_iter().filter_map(fitting).collect();
         fresh.retain(|(frame, _)| {
@@ -293,24 +314,17 @@ impl<'a> Search<'a> {
             base.candidate.missing.is_none() && frame.windows.iter().any(|&bytes| bytes > 0)
         };
         let fetching: Vec<_> = bases.iter().filter(may_fetch).take(fetching).collect();
-        let fetching = fetching
-            .into_par_iter()
-            .filter_map(|(frame, counts, base)| self.fetching(counts, frame, base, best, price));
-        let fetching: Vec<Offer> = fetching.collect();
-        bases.into_iter().map(|(_, _, base)| base).chain(fetching).collect()
+        let fetching = fetching.into_par_iter().filter_map(|(frame, counts, base)| {
+            Some((frame.clone(), self.fetching(counts, frame, base, best, price)?))
+        });
+        let fetching: Vec<(Frame, Offer)> = fetching.collect();
+        bases.into_iter().map(|(frame, _, base)| (frame, base)).chain(fetching).collect()
     }
 
     /// The windows of a rung.
     fn windows(&self, rung: usize) -> Vec<u64> {
         let window = |rungs: &Vec<u64>| rungs[rung.min(rungs.len() - 1)];
         self.rungs.iter().map(window).collect()
-    }
-
-    /// Those of an offer.
-    fn windows_of(&self, offer: &Offer) -> Vec<u64> {
-        let hosted = offer.arrangement.hosted.as_ref();
-        let window = |gpu| hosted.map_or(0, |hosted| hosted.window_bytes[gpu]);
-        self.stages.iter().map(|(gpu, _)| window(*gpu)).collect()
     }
 
     /// The frame, or the first below it in its windows beside which there is room for the rest, and the price with all

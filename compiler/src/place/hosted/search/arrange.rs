@@ -26,6 +26,9 @@ impl Search<'_> {
         let mut nodes: Table<NodeId, Option<Hosting>> =
             self.task.model.layers.nodes().map(|_| None).collect();
         let mut free = self.free.clone();
+        if frame.head_stays {
+            self.host_head(&mut free, |node, hosting| nodes[node] = Some(hosting));
+        }
         for &(lookup, table) in &self.lookups {
             let bytes = |home| {
                 let format = self.task.format(table, home);
@@ -109,7 +112,7 @@ impl Search<'_> {
 
     /// The host for that many bytes beside a stage's GPU: of those with room the one that is best for it, or of several
     /// that are about as good the one with the most room. The first of those with the most where none has enough.
-    fn host_for(&self, free: &[u64], stage: usize, bytes: u64) -> usize {
+    pub(super) fn host_for(&self, free: &[u64], stage: usize, bytes: u64) -> usize {
         let costs = &self.costs[stage];
         let spared = |host: usize| {
             let device = &self.task.target.machine.devices[self.hosts[host]];
@@ -154,13 +157,18 @@ impl Search<'_> {
         let hosts: Vec<&str> = self.hosts.iter().map(name).collect();
         let gpus: Vec<&str> = self.stages.iter().map(|(gpu, _)| name(gpu)).collect();
         let caches: usize = frame.caches.iter().sum();
-        let stays = match (count, self.blocks_of_kind()) {
-            (0, all) => format!("caches of {caches} of {all} blocks"),
-            (count, all) => format!("{what} of {count} of {all} blocks"),
+        let all = self.blocks_of_kind();
+        let stays = match (count, caches) {
+            (0, 0) => "head".to_owned(),
+            (0, caches) => format!("caches of {caches} of {all} blocks"),
+            (count, _) => format!("{what} of {count} of {all} blocks"),
         };
         let mut name = format!("{stays} on {} beside {}", hosts.join("+"), gpus.join(" → "));
         if count > 0 && caches > 0 {
             name += &format!(", {caches} caches there");
+        }
+        if count + caches > 0 && frame.head_stays {
+            name += ", the head there";
         }
         let mut windows = frame.windows.clone();
         windows.retain(|&bytes| bytes > 0);

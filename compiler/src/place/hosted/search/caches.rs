@@ -19,20 +19,20 @@ impl Search<'_> {
     /// Nothing but windows decided.
     pub(super) fn without_caches(&self, windows: Vec<u64>) -> Frame {
         let none = vec![0; self.stages.len()];
-        Frame { windows, caches: none, cache_bytes: vec![0; self.stages.len()] }
+        let cache_bytes = none.iter().map(|_| 0).collect();
+        Frame { windows, caches: none, cache_bytes, head_stays: false }
     }
 
-    /// What is tried with some windows beside keeping all caches on GPUs: as many with hosts as GPUs lack the memory for,
-    /// and more; and without windows as many as leave the room for all matrices.
+    /// What is tried beside a frame that keeps all caches on GPUs: as many with hosts as GPUs lack the memory for, and more;
+    /// and without windows as many as leave the room for all matrices.
     pub(super) fn with_caches(
         &self,
-        windows: Vec<u64>,
+        without: &Frame,
         is_rough: bool,
         price: &Price<'_>,
     ) -> Vec<Frame> {
-        let without = self.without_caches(windows);
         let all = self.all();
-        let Ok(everything) = price(&self.arrange(&all, &without, IN_PLACE)) else {
+        let Ok(everything) = price(&self.arrange(&all, without, IN_PLACE)) else {
             return Vec::new();
         };
         let held = |stage: usize| &everything.devices[self.stages[stage].0];
@@ -59,14 +59,13 @@ impl Search<'_> {
         let mut counts: Vec<Vec<usize>> = counts.collect();
         counts.dedup();
         counts.retain(|counts| counts.iter().any(|&count| count > 0));
-        let frame = |windows: &Vec<u64>, caches| Frame {
-            windows: windows.clone(),
-            caches,
-            cache_bytes: cache_bytes.clone(),
+        let frame = |without: &Frame, caches| {
+            let cache_bytes = cache_bytes.clone();
+            Frame { caches, cache_bytes, ..without.clone() }
         };
         let mut frames: Vec<Frame> =
-            counts.into_iter().map(|counts| frame(&without.windows, counts)).collect();
-        let no_windows = self.without_caches(vec![0; all.len()]);
+            counts.into_iter().map(|counts| frame(without, counts)).collect();
+        let no_windows = Frame { windows: vec![0; all.len()], ..without.clone() };
         if !is_rough
             && let Ok(nothing) = price(&self.arrange(&vec![0; all.len()], &no_windows, IN_PLACE))
         {
@@ -77,7 +76,7 @@ impl Search<'_> {
                     <= borrowed * all[stage] as u64
             };
             if (0..all.len()).all(can_be_enough) {
-                frames.push(frame(&no_windows.windows, enough));
+                frames.push(frame(&no_windows, enough));
             }
         }
         frames

@@ -46,8 +46,9 @@ impl Search<'_> {
             all - usize::try_from(slack(*gpu) / on_gpu).unwrap_or(all).min(all)
         };
         let mut counts: Vec<usize> = all.iter().zip(&self.stages).map(guess).collect();
-        // Without caches there is a block at least that stays, and it may be any stage's.
-        let least = usize::from(frame.caches.iter().all(|&count| count == 0));
+        // Where nothing else stays there is a block at least that does, and it may be any stage's.
+        let stays = frame.head_stays || frame.caches.iter().any(|&count| count > 0);
+        let least = usize::from(!stays);
         if least > 0 && counts.iter().all(|&count| count == 0) {
             counts[all.iter().position(|&all| all > 0)?] = 1;
         }
