@@ -34,7 +34,7 @@ use rayon::prelude::*;
 use crate::graphs::Phases;
 use crate::options::{Options, Request};
 use crate::place::candidates::{Arrangement, Prices};
-use crate::place::offer::{Offer, layouts, offer};
+use crate::place::offer::{Offer, layouts, offer, requested_offer};
 use crate::place::prices::Pins;
 pub(crate) use crate::place::prices::missing;
 use crate::place::too_large::too_large;
@@ -235,8 +235,11 @@ fn offers(
         true => arrangements.get(..1).unwrap_or_default(),
         false => &arrangements,
     };
+    let is_shared =
+        matches!(options.request, Request::TensorParallel(_) | Request::TensorParallelRanks(_));
+    let price = if is_shared { requested_offer } else { offer };
     let priced: Vec<Result<Offer>> =
-        arrangements.par_iter().map(|arrangement| offer(task, units, pins, arrangement)).collect();
+        arrangements.par_iter().map(|arrangement| price(task, units, pins, arrangement)).collect();
     // Some may be impossible: no link, no rate for a format, too few heads, shares that no device computes.
     let mut offers: Vec<Offer> = priced.into_iter().filter_map(Result::ok).collect();
     if options.request == Request::Any && !offers.iter().any(|offer| fits_fast_gpus(task, offer)) {
@@ -260,7 +263,7 @@ fn offers(
         None => (0, offer.score),
         Some((_, bytes)) => (bytes, 0),
     });
-    if matches!(options.request, Request::TensorParallel(_) | Request::TensorParallelRanks(_)) {
+    if is_shared {
         // They differ in their shares alone.
         offers.truncate(1);
     }

@@ -1,7 +1,7 @@
 //! What is decided where devices are unlike: in formats, memory, kernels, speed or number.
 
 use compiler::Options;
-use compiler::options::Objective;
+use compiler::options::{Objective, Request};
 use ir::id::{DeviceId, Id as _};
 use ir::machine::{Device, DeviceKind, Link, Machine};
 use ir::model::Model;
@@ -234,4 +234,23 @@ fn many_sequences_leave_12_bits_to_the_decode_of_one() {
     let plan = compile(&llama_8b(), &machine, &Options { max_sequences: 64, ..options() });
     let is_narrow = plan.weights.rows().iter().any(|weight| weight.format == Format::Bf12);
     assert!(is_narrow);
+}
+
+#[test]
+fn what_a_shared_layer_lacks_is_exact() {
+    let model = llama_8b();
+    let members = ["gpu0", "numa0"].map(|name| (name.to_owned(), None));
+    let shared = Options { request: Request::TensorParallel(members.to_vec()), ..options() };
+    let refusal = |bytes: u64| -> Option<u64> {
+        let refused = compiler::compile(&model, &h200(bytes), &shared, &mut |_, _| ()).err()?;
+        let refused = format!("{refused:#}");
+        let missing = refused.strip_prefix("the model does not fit: ")?.split(' ').next()?;
+        Some(missing.parse().unwrap())
+    };
+    // With next to nothing, with less than the shares that are tried first, and with nearly enough.
+    let least = GIB / 2 + refusal(GIB / 2).unwrap();
+    for bytes in [GIB, 2 * least / 3, least - 1] {
+        assert_eq!(refusal(bytes), Some(least - bytes));
+    }
+    assert_eq!(refusal(least), None);
 }

@@ -4,8 +4,9 @@ use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
 use anyhow::{Context as _, Result, ensure};
+use ir::forecast::DeviceForecast;
 use ir::id::{DeviceId, NodeId, Table};
-use ir::plan::{Phase, Plan};
+use ir::plan::Phase;
 use rayon::prelude::*;
 
 use crate::options::Objective;
@@ -390,12 +391,32 @@ impl Arrangement {
         !self.has_fixed_shares && self.stages.iter().any(|(group, _)| group.devices.len() > 1)
     }
 
-    /// Gives the work that members of shared groups lack memory for to the members that have some left.
+    /// The same with shares halfway to those of the other.
+    pub(crate) fn halfway_to(&self, other: &Self) -> Self {
+        let mut half = self.clone();
+        for ((group, _), (to, _)) in half.stages.iter_mut().zip(&other.stages) {
+            let [own, theirs] =
+                [&group.shares, &to.shares].map(|shares| shares.iter().sum::<f64>());
+            let shares = group.shares.iter().zip(&to.shares);
+            let shares = shares.map(|(from, to)| (from / own + to / theirs) / 2.0);
+            group.shares = shares.collect();
+        }
+        half
+    }
+
+    /// Gives the work that members of shared groups lack memory for to the members that have some left: as much as they
+    /// are expected to lack, or all but what no member can do without.
     ///
     /// False where nothing can change.
-    pub(crate) fn shift_shares(&mut self, plan: &Plan) -> bool {
+    pub(crate) fn shift_shares(
+        &mut self,
+        held: &Table<DeviceId, DeviceForecast>,
+        all: bool,
+    ) -> bool {
         /// Parts are whole heads and blocks, so a share aims a little below the limit.
         const MARGIN: f64 = 0.97;
+        /// A share of which every axis gives one part.
+        const LEAST: f64 = 1e-6;
         if !self.can_shift() {
             return false;
         }
@@ -403,34 +424,29 @@ impl Arrangement {
         for (group, _) in self.stages.iter_mut().filter(|(group, _)| group.devices.len() > 1) {
             let sum: f64 = group.shares.iter().sum();
             // How much of its own share each member has room for.
-            let room: Vec<f64> = group
-                .devices
-                .iter()
-                .map(|&device| {
-                    let bytes = &plan.forecast.devices[device];
-                    let held = (bytes.weight_bytes + bytes.cache_bytes).max(1) as f64;
-                    let other = bytes.needed_bytes() - bytes.weight_bytes - bytes.cache_bytes;
-                    bytes.capacity_bytes.saturating_sub(other) as f64 / held
-                })
-                .collect();
-            let lacking: Vec<bool> = room.iter().map(|&room| room < 1.0).collect();
-            let shares = || group.shares.iter().zip(room.iter().zip(&lacking));
-            let kept: f64 = shares()
-                .filter(|(_, (_, lacks))| **lacks)
-                .map(|(share, (room, _))| share / sum * room * MARGIN)
-                .sum();
-            let others: f64 =
-                shares().filter(|(_, (_, lacks))| !**lacks).map(|(share, _)| share / sum).sum();
-            if kept == 0.0 || others == 0.0 {
+            let room = |device: &DeviceId| {
+                let bytes = &held[*device];
+                let own = (bytes.weight_bytes + bytes.cache_bytes).max(1) as f64;
+                let other = bytes.needed_bytes() - bytes.weight_bytes - bytes.cache_bytes;
+                bytes.capacity_bytes.saturating_sub(other) as f64 / own
+            };
+            let members = group.devices.iter().map(room).zip(&group.shares);
+            // Of those that lack memory.
+            let kept = |(room, share): (f64, &f64)| {
+                let kept = if all { 0.0 } else { share / sum * room * MARGIN };
+                (room < 1.0).then_some(kept.max(LEAST))
+            };
+            let kept: Vec<Option<f64>> = members.map(kept).collect();
+            let others = group.shares.iter().zip(&kept).filter(|(_, kept)| kept.is_none());
+            let others: f64 = others.map(|(share, _)| share / sum).sum();
+            let all_kept: f64 = kept.iter().flatten().sum();
+            if all_kept == 0.0 || others == 0.0 {
                 continue;
             }
-            let shifted = shares()
-                .map(|(share, (room, lacks))| match lacks {
-                    true => share / sum * room * MARGIN,
-                    false => share / sum * (1.0 - kept) / others,
-                })
-                .collect();
-            group.shares = shifted;
+            let shifted = group.shares.iter().zip(kept);
+            let shifted = shifted
+                .map(|(share, kept)| kept.unwrap_or(share / sum * (1.0 - all_kept) / others));
+            group.shares = shifted.collect();
             changed = true;
         }
         changed

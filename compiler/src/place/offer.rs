@@ -56,7 +56,7 @@ pub(super) fn offer(
     let mut plan = plan_of(&arrangement, &batches)?;
     for _ in 0..SHIFTS {
         let mut shifted = arrangement.clone();
-        if missing(&plan).is_none() || !shifted.shift_shares(&plan) {
+        if missing(&plan).is_none() || !shifted.shift_shares(&plan.forecast.devices, false) {
             break;
         }
         // Some shares cut what a device then does not compute.
@@ -104,6 +104,35 @@ pub(super) fn offer(
         candidate,
         devices,
     })
+}
+
+/// The exact price of an arrangement that is asked for: what lacks memory with the least share as well lacks it whatever
+/// the shares are; else the most that fits lies between.
+pub(super) fn requested_offer(
+    task: &Task<'_>,
+    units: &Units,
+    pins: &Pins,
+    arrangement: &Arrangement,
+) -> Result<Offer> {
+    /// Halvings of what is between the least share and the last that was tried.
+    const HALVINGS: usize = 5;
+    let fits = |offer: &Offer| offer.candidate.missing.is_none();
+    let lacking = offer(task, units, pins, arrangement)?;
+    let mut least = lacking.arrangement.clone();
+    if fits(&lacking) || !least.shift_shares(&lacking.devices, true) {
+        return Ok(lacking);
+    }
+    let Ok(mut best) = offer(task, units, pins, &least) else { return Ok(lacking) };
+    let mut most = lacking.arrangement;
+    let halvings = if fits(&best) { HALVINGS } else { 0 };
+    for _ in 0..halvings {
+        let half = best.arrangement.halfway_to(&most);
+        match offer(task, units, pins, &half) {
+            Ok(offer) if fits(&offer) => best = offer,
+            Ok(_) | Err(_) => most = half,
+        }
+    }
+    Ok(best)
 }
 
 /// Where an arrangement runs every node.

@@ -1,6 +1,7 @@
 //! What is said where nothing fits: what lacks how many bytes, and what to ask for instead.
 
 use anyhow::Result;
+use ir::id::DeviceId;
 
 use crate::explain::bytes;
 use crate::options::{Options, Request};
@@ -18,17 +19,27 @@ pub(super) fn too_large(
 ) -> Result<String> {
     let Some(offer) = offers.first() else { return Ok("no device can run the model".into()) };
     let target = task.target;
+    // The device that lacks most, then those that lack something as well.
     let (device, missing) = offer.candidate.missing.expect("an offer that fits is taken");
-    let capacity = target.machine.devices[device].memory_bytes;
+    let others = offer.devices.iter().map(|(id, held)| (id, held.missing_bytes()));
+    let others = others.filter(|(id, missing)| *id != device && *missing > 0);
+    let lacks = |(device, missing): (DeviceId, u64), are_missing: &str| {
+        let capacity = target.machine.devices[device].memory_bytes;
+        format!(
+            "{missing} bytes ({}){are_missing} on {}, which has {capacity} bytes ({})",
+            bytes(missing),
+            target.name(device),
+            bytes(capacity),
+        )
+    };
+    let mut all_lack = lacks((device, missing), " are missing");
+    for other in others {
+        all_lack += &format!(", and {}", lacks(other, ""));
+    }
     let even = if offers.len() > 1 { "even " } else { "" };
     let lacks = format!(
-        "{missing} bytes ({}) are missing on {}, which has {capacity} bytes ({}), {even}with {} at a context of {} \
-         tokens",
-        bytes(missing),
-        target.name(device),
-        bytes(capacity),
-        offer.candidate.name,
-        target.context
+        "{all_lack}, {even}with {} at a context of {} tokens",
+        offer.candidate.name, target.context
     );
     let fits = |offers: Vec<Offer>| offers.iter().any(|offer| offer.candidate.missing.is_none());
     let sequences = target.max_sequences;
