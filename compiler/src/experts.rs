@@ -119,11 +119,12 @@ fn ranked(model: &Model, counts: &ExpertCounts) -> Result<BTreeMap<NodeId, Ranke
         );
         let mut order: Vec<u32> = (0..there).collect();
         order.sort_by_key(|&expert| (Reverse(of_router[expert as usize]), expert));
-        // The counts of a file may be as large as they are wrong.
-        let sum = of_router.iter().map(|&count| count as f64).sum::<f64>().max(1.0);
+        // The counts of a file may be as large as they are wrong. Where none was counted, all are alike.
+        let sum = of_router.iter().map(|&count| count as f64).sum::<f64>();
+        let even = 1.0 / f64::from(there);
         let load = |&expert: &u32| {
-            let counted = of_router[expert as usize] as f64 / sum;
-            OTHER_TEXT / f64::from(there) + (1.0 - OTHER_TEXT) * counted
+            let counted = if sum > 0.0 { of_router[expert as usize] as f64 / sum } else { even };
+            OTHER_TEXT * even + (1.0 - OTHER_TEXT) * counted
         };
         let loads = order.iter().map(load).collect();
         all.insert(id, Ranked { router, order, loads });

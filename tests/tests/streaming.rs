@@ -357,7 +357,7 @@ fn falling_counts(model: &Model, steepness: f64) -> CountedExperts {
     let routers = model.layers.nodes().filter(|(_, node)| matches!(node.work, Op::Route { .. }));
     for (layer, (_, node)) in routers.enumerate() {
         let rank = |expert: usize| (expert * 77 + layer * 13) % 128;
-        let count = |expert| (1e6 / (1.0 + rank(expert) as f64).powf(steepness)) as u64;
+        let count = |expert| (1e6 / (2.0 + rank(expert) as f64).powf(steepness)) as u64;
         counts.routers.insert(node.name.clone(), (0..128).map(count).collect());
     }
     CountedExperts { file: "counts.ron".into(), counts }
@@ -376,6 +376,8 @@ fn experts_that_are_used_more_are_on_the_gpu() {
     let decode = |plan: &Plan| rates(plan).1;
     assert!(decode(&uneven) > 1.3 * decode(&unknown), "{} {}", decode(&uneven), decode(&unknown));
     assert!(decode(&even) >= decode(&unknown));
+    // So steep that nothing is counted.
+    assert!((decode(&counted(Some(f64::INFINITY))) / decode(&even) - 1.0).abs() < 0.01);
     for forecast in uneven.forecast.devices.rows() {
         assert!(forecast.needed_bytes() <= forecast.capacity_bytes);
     }
