@@ -75,10 +75,14 @@ pub(crate) fn offers(
     let of_set = |gpus: &Vec<DeviceId>, is_rough: bool| {
         let mut offers: Vec<Offer> = Vec::new();
         for kept in [Kept::Experts, Kept::Mlps, Kept::Matrices] {
-            if let Some(search) = Search::new(prices, gpus, kept) {
-                offers.extend(search.offers(is_rough, best, price));
-            }
-            if offers.iter().any(|offer| offer.candidate.missing.is_none()) {
+            let Some(search) = Search::new(prices, gpus, kept) else { continue };
+            let found = search.offers(is_rough, best, price);
+            let fits = |offer: &&Offer| offer.candidate.missing.is_none();
+            let best = found.iter().filter(fits).min_by_key(|offer| offer.score);
+            // What leaves no room to fetch ahead may be worse than if more stays.
+            let is_enough = best.is_some_and(|best| is_rough || search.has_window(best));
+            offers.extend(found);
+            if is_enough {
                 break;
             }
         }

@@ -327,6 +327,15 @@ impl<'a> Search<'a> {
         self.rungs.iter().map(window).collect()
     }
 
+    /// Whether the GPUs of an offer have windows for their largest matrices, or nothing to fetch.
+    pub(super) fn has_window(&self, offer: &Offer) -> bool {
+        let Some(hosted) = &offer.arrangement.hosted else { return true };
+        let stays = self.blocks.iter().flat_map(|block| &block.nodes);
+        let stays = stays.filter(|member| hosted.nodes[member.node].is_some());
+        let windows: u64 = self.stages.iter().map(|(gpu, _)| hosted.window_bytes[*gpu]).sum();
+        stays.count() == 0 || windows >= self.windows(1).iter().sum()
+    }
+
     /// The frame, or the first below it in its windows beside which there is room for the rest, and the price with all
     /// blocks that may stay.
     fn fitting(&self, mut frame: Frame, price: &Price<'_>) -> Option<(Frame, Offer)> {
