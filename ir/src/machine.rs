@@ -1,5 +1,7 @@
 //! The machine as data: its devices, what lies between them and how fast they are.
 
+mod check;
+
 use anyhow::{Context as _, Result};
 use serde::{Deserialize, Serialize};
 

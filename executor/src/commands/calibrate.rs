@@ -18,7 +18,9 @@ pub(super) fn run(arguments: CalibrateArguments) -> Result<()> {
         Some(path) => {
             let reading = || format!("reading {}", path.display());
             let text = std::fs::read_to_string(path).with_context(reading)?;
-            Machine::from_ron(&text).with_context(reading)?
+            let machine = Machine::from_ron(&text).with_context(reading)?;
+            machine.check().with_context(|| path.display().to_string())?;
+            machine
         }
         None => probe::machine(None)?,
     };

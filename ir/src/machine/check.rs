@@ -1,0 +1,117 @@
+//! What machines can be.
+
+use std::collections::BTreeSet;
+
+use anyhow::{Result, bail, ensure};
+
+use super::{Device, DeviceKind, LinearRate, Machine, Rates};
+use crate::id::Id as _;
+
+/// The least rate a second of anything: what is smaller was meant in larger units, and times by it are beyond 64 bits.
+const LEAST_RATE: f64 = 1e3;
+
+/// The most nanoseconds of anything, a quarter of an hour: sums of many are within 64 bits.
+const MOST_NANOS: f64 = 1e12;
+
+impl Machine {
+    /// Whether it can be: a machine file is written by hand at times.
+    ///
+    /// # Errors
+    /// When it has no devices, two that are one, or a rate or link that none has.
+    pub fn check(&self) -> Result<()> {
+        check_machine(self)
+    }
+}
+
+fn check_machine(machine: &Machine) -> Result<()> {
+    let devices = machine.devices.len();
+    ensure!(devices > 0, "there are no devices");
+    for (id, device) in machine.devices.iter() {
+        let name = &device.name;
+        ensure!(machine.device(name) == Some(id), "two devices are named {name}");
+        if let DeviceKind::Numa { cpus, .. } = &device.kind {
+            ensure!(!cpus.is_empty(), "cpus of {name} is empty; one processor at least is meant");
+            if let Some(cpu) = first_repeated(cpus) {
+                bail!("cpus of {name} has processor {cpu} twice; each is named once");
+            }
+        }
+        if let DeviceKind::Gpu { ordinal, .. } = device.kind {
+            let is_it = |other: &Device| matches!(other.kind, DeviceKind::Gpu { ordinal: o, .. } if o == ordinal);
+            let other = machine.devices.rows()[..id.index()].iter().find(|other| is_it(other));
+            if let Some(Device { name: other, .. }) = other {
+                bail!("{other} and {name} have the same ordinal {ordinal}; each GPU has its own");
+            }
+        }
+        check_rates(name, &device.rates)?;
+    }
+    for (index, link) in machine.links.iter().enumerate() {
+        let (from, to) = (link.from.index(), link.to.index());
+        let link_name = format!("link {index} (from {from} to {to})");
+        let last = devices - 1;
+        ensure!(from <= last && to <= last, "{link_name}: there are devices 0 to {last}");
+        ensure!(from != to, "{link_name}: a device needs none to itself");
+        check_rate("bytes_per_sec", &link_name, link.bytes_per_sec)?;
+        check_nanos("latency_nanos", &link_name, link.latency_nanos)?;
+    }
+    if let Some(collectives) = &machine.collectives {
+        check_rate("bytes_per_sec", "collectives", collectives.bytes_per_sec)?;
+        check_nanos("latency_nanos", "collectives", collectives.latency_nanos)?;
+    }
+    Ok(())
+}
+
+/// The rates of the device of that name.
+fn check_rates(name: &str, rates: &Rates) -> Result<()> {
+    check_rate("read_bytes_per_sec", name, rates.read_bytes_per_sec)?;
+    check_rate("attention_flops_per_sec", name, rates.attention_flops_per_sec)?;
+    check_rate("cache_bytes_per_sec", name, rates.cache_bytes_per_sec)?;
+    check_nanos("step_nanos", name, rates.step_nanos)?;
+    check_nanos("attention_nanos", name, rates.attention_nanos)?;
+    ensure!(
+        rates.beside_fetch > 0.0 && rates.beside_fetch <= 1.0,
+        "beside_fetch of {name} is {}; a part above 0, at most 1, is meant",
+        rates.beside_fetch
+    );
+    let linear = rates.linear.iter().map(|rate| ("linear", rate));
+    let experts = rates.experts.iter().map(|rate| ("experts", rate));
+    let shared = rates.shared_experts.iter().map(|rate| ("shared_experts", rate));
+    for (field, LinearRate { format, points }) in linear.chain(experts).chain(shared) {
+        let curve = format!("{format} in {field} of {name}");
+        ensure!(
+            !points.is_empty() && points[0].tokens > 0,
+            "points of {curve}: one at least is meant, of one token or more"
+        );
+        ensure!(
+            points.is_sorted_by(|a, b| a.tokens < b.tokens),
+            "points of {curve}: each is of more tokens than the one before"
+        );
+        for point in points {
+            let point_name = format!("{format} (tokens: {}) in {field} of {name}", point.tokens);
+            check_rate("weights_per_sec", &point_name, point.weights_per_sec)?;
+            check_nanos("nanos", &point_name, point.nanos)?;
+        }
+    }
+    Ok(())
+}
+
+fn check_rate(field: &str, name: &str, rate: f64) -> Result<()> {
+    ensure!(
+        rate.is_finite() && rate >= LEAST_RATE,
+        "{field} of {name} is {rate}; at least {LEAST_RATE} is meant"
+    );
+    Ok(())
+}
+
+fn check_nanos(field: &str, name: &str, nanos: f64) -> Result<()> {
+    ensure!(
+        (0.0..=MOST_NANOS).contains(&nanos),
+        "{field} of {name} is {nanos:?}; 0 to {MOST_NANOS} is meant"
+    );
+    Ok(())
+}
+
+/// The first number that stands in a list before.
+fn first_repeated(numbers: &[u32]) -> Option<u32> {
+    let mut seen = BTreeSet::new();
+    numbers.iter().copied().find(|&number| !seen.insert(number))
+}
