@@ -4,6 +4,9 @@ use std::path::Path;
 
 use anyhow::{Context as _, Result, ensure};
 use hwlocality::Topology;
+use hwlocality::bitmap::BitmapIndex;
+use hwlocality::cpu::binding::CpuBindingFlags;
+use hwlocality::cpu::cpuset::CpuSet;
 use hwlocality::object::TopologyObject;
 use hwlocality::object::attributes::ObjectAttributes;
 use hwlocality::object::depth::Depth;
@@ -20,7 +23,7 @@ pub(crate) struct Processors {
     pub(crate) logical: u32,
     /// Instruction sets, as the kernel spells them.
     pub(crate) flags: Vec<String>,
-    /// Nodes that have cores.
+    /// Nodes that have processors.
     pub(crate) nodes: Vec<Node>,
     /// Caches of all nodes.
     pub(crate) caches: Vec<DataCache>,
@@ -33,7 +36,7 @@ pub(crate) struct Node {
     pub(crate) number: u32,
     /// Its memory, as far as this process may use it.
     pub(crate) memory_bytes: u64,
-    /// One logical processor of each core.
+    /// One logical processor of each core, of those that this process may run on.
     pub(crate) cores: Vec<u32>,
     /// All logical processors.
     pub(crate) all_cpus: Vec<u32>,
@@ -55,9 +58,13 @@ impl Processors {
     pub(crate) fn read() -> Result<Self> {
         let topology = Topology::new().context("reading the machine's topology")?;
         let cpuinfo = kernel_file("/proc/cpuinfo").unwrap_or_default();
+        // Where the system does not tell, all of them.
+        let allowed = topology.cpu_binding(CpuBindingFlags::PROCESS).ok();
+        let nodes = topology.objects_at_depth(Depth::NUMANode);
         let mut nodes: Vec<Node> =
-            topology.objects_at_depth(Depth::NUMANode).filter_map(|o| node(&topology, o)).collect();
-        ensure!(!nodes.is_empty(), "the topology has no NUMA node with cores");
+            nodes.filter_map(|object| node(&topology, object, allowed.as_ref())).collect();
+        let has_cores = nodes.iter().any(|node| !node.cores.is_empty());
+        ensure!(has_cores, "the topology has no NUMA node with cores");
         let has_memory = nodes.iter().any(|node| node.memory_bytes > 0);
         ensure!(
             has_memory,
@@ -77,26 +84,24 @@ impl Processors {
 }
 
 /// `None` for a node that is memory alone.
-fn node(topology: &Topology, object: &TopologyObject) -> Option<Node> {
+fn node(topology: &Topology, object: &TopologyObject, allowed: Option<&CpuSet>) -> Option<Node> {
     let set = object.cpuset()?;
-    let first_cpu = |core: &TopologyObject| {
-        core.cpuset().and_then(|cpus| cpus.first_set()).map(|cpu| usize::from(cpu) as u32)
+    // The first of each object's processors for which that is so.
+    let inside = |kind: ObjectType, is_one: &dyn Fn(BitmapIndex) -> bool| -> Vec<u32> {
+        let objects = topology.objects_with_type(kind);
+        let first = |object: &TopologyObject| object.cpuset()?.iter_set().find(|cpu| is_one(*cpu));
+        let inside = objects.filter(|object| object.is_inside_cpuset(set));
+        inside.filter_map(first).map(|cpu| usize::from(cpu) as u32).collect()
     };
-    let inside = |kind: ObjectType| -> Vec<u32> {
-        topology
-            .objects_with_type(kind)
-            .filter(|object| object.is_inside_cpuset(set))
-            .filter_map(first_cpu)
-            .collect()
-    };
-    let all_cpus = inside(ObjectType::PU);
-    let mut cores = inside(ObjectType::Core);
-    if cores.is_empty() {
+    let is_allowed = |cpu: BitmapIndex| allowed.is_none_or(|allowed| allowed.is_set(cpu));
+    let all_cpus = inside(ObjectType::PU, &|_| true);
+    let mut cores = inside(ObjectType::Core, &is_allowed);
+    if topology.objects_with_type(ObjectType::Core).next().is_none() {
         // Some virtual machines tell of no cores.
-        cores.clone_from(&all_cpus);
+        cores = inside(ObjectType::PU, &is_allowed);
     }
     cores.sort_unstable();
-    (!cores.is_empty()).then(|| Node {
+    (!all_cpus.is_empty()).then(|| Node {
         number: object.os_index().unwrap_or(0) as u32,
         memory_bytes: object.total_memory(),
         cores,

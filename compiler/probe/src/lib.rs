@@ -25,7 +25,8 @@ const USABLE_GPU_MEMORY: f64 = 0.985;
 /// square.
 pub const MOST_PARTS: u32 = 64;
 
-/// This machine: GPUs first, then NUMA nodes with one logical processor a core.
+/// This machine: GPUs first, then NUMA nodes with one logical processor a core, of those that
+/// this process may run on.
 ///
 /// `split` divides each node's cores and memory into that many devices, for trying plans of several devices on
 /// one node. Fails when the topology cannot be read, or `split` is 0 or more than 64.
@@ -43,7 +44,7 @@ pub fn machine(split: Option<u32>) -> Result<Machine> {
         devices.push(gpu_device(gpu));
     }
     let mut number = 0;
-    for node in &processors.nodes {
+    for node in processors.nodes.iter().filter(|node| !node.cores.is_empty()) {
         for part in 0..parts {
             devices.push(node_device(&processors, node, number, part, parts));
             number += 1;
