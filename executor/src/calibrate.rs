@@ -39,13 +39,10 @@ pub fn calibrate(machine: &mut Machine, isa: Isa, mut progress: impl FnMut(&str)
     let nodes = machine.devices.ids().filter_map(|id| Some((id, computing(machine, id)?)));
     let devices: Vec<(DeviceId, Vec<u32>)> = nodes.collect();
     for (id, cpus) in &devices {
-        let name = machine.devices[*id].name.clone();
-        progress(&name);
-        // Nothing fetches while processors are measured.
-        let beside_fetch = machine.devices[*id].rates.beside_fetch;
-        let cached = last_caches(&machine.devices[*id]);
-        let rates = on_team(cpus, |team| device_rates(team, isa, cached, beside_fetch))
-            .with_context(|| format!("measuring {name}"))?;
+        let device = &machine.devices[*id];
+        progress(&device.name);
+        let rates = on_team(cpus, |team| device_rates(team, isa, device))
+            .with_context(|| format!("measuring {}", device.name))?;
         machine.devices[*id].rates = rates;
     }
     for (from, from_cpus) in &devices {

@@ -4,11 +4,11 @@ use std::hint::black_box;
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
-use ir::machine::{LinearRate, RatePoint, RateSource, Rates};
+use ir::machine::{Device, LinearRate, RatePoint, RateSource, Rates};
 use ir::tensor::Format;
 
 use super::work::{Layer, multiply, prompt_flops};
-use super::{made_up, median, timed, touch, typical};
+use super::{last_caches, made_up, median, timed, touch, typical};
 use crate::kernels::cpu::cache::Element;
 use crate::kernels::cpu::isa::Isa;
 use crate::kernels::cpu::pack::{PANEL, PackedMatrix, pack};
@@ -35,18 +35,24 @@ const VISITS: usize = 5;
 const VISIT_TIME: Duration = Duration::from_millis(15);
 /// Rounds of what is measured with memory being read in between.
 const COLD_ROUNDS: usize = 5;
+/// How many times as fast memory may be a quarter of the time as it is another before the user is told.
+const UNEVEN: f64 = 1.25;
 /// The least bytes that are streamed.
 const STREAMED_BYTES: usize = 512 << 20;
 
-/// The rates of a team's processors, whose last-level caches hold `cached` bytes.
-pub(super) fn device_rates(
-    team: &Team,
-    isa: Isa,
-    cached: usize,
-    beside_fetch: f64,
-) -> Result<Rates> {
-    let memory = Memory::new(team, cached)?;
-    let (read_bytes_per_sec, linear) = streaming_rates(team, isa, &memory)?;
+/// The rates of a device's processors, which are the team's. Nothing fetches while they are measured.
+pub(super) fn device_rates(team: &Team, isa: Isa, device: &Device) -> Result<Rates> {
+    let memory = Memory::new(team, last_caches(device))?;
+    let ([least, read_bytes_per_sec, most], linear) = streaming_rates(team, isa, &memory)?;
+    if most > UNEVEN * least {
+        tracing::warn!(
+            "{}: memory was read at {:.0} to {:.0} GB/s while its rates were measured, and so will plans find it: if \
+             something else ran meanwhile, calibrate again without it",
+            device.name,
+            least / 1e9,
+            most / 1e9
+        );
+    }
     Ok(Rates {
         source: RateSource::Calibrated,
         read_bytes_per_sec,
@@ -57,7 +63,7 @@ pub(super) fn device_rates(
         attention_nanos: 0.0,
         attention_flops_per_sec: attention_rate(team, isa)?,
         cache_bytes_per_sec: cache_rate(team, isa, &memory)?,
-        beside_fetch,
+        beside_fetch: device.rates.beside_fetch,
     })
 }
 
@@ -160,10 +166,11 @@ fn many_rows(format: Format, memory: &Memory) -> usize {
     MANY_ROWS.max((memory.least_bytes() / row_bytes).next_multiple_of(PANEL))
 }
 
-/// Bytes per second of reading memory, and rates of linears in all formats. Each is measured a little at a time, in
+/// Bytes per second of reading memory, a quarter of the time less, in the middle, and a quarter of the time more; and
+/// rates of linears in all formats. Each is measured a little at a time, in
 /// turn with the others and with reads of all that memory beside it: a machine that others use is not as fast at all
 /// times, and what is compared must have met the same.
-fn streaming_rates(team: &Team, isa: Isa, memory: &Memory) -> Result<(f64, Vec<LinearRate>)> {
+fn streaming_rates(team: &Team, isa: Isa, memory: &Memory) -> Result<([f64; 3], Vec<LinearRate>)> {
     let mut kernels = Vec::new();
     for format in Format::ALL {
         kernels.push(Measured::new(team, format, many_rows(format, memory), &FEW_TOKENS)?);
@@ -189,7 +196,10 @@ fn streaming_rates(team: &Team, isa: Isa, memory: &Memory) -> Result<(f64, Vec<L
             }
         }
     }
-    let read = median(reads);
+    reads.sort_by(f64::total_cmp);
+    // That many quarters of the way from the shortest.
+    let quarter = |quarters: usize| reads[reads.len() * quarters / 4];
+    let read = quarter(2);
     let mut rates: Vec<LinearRate> = Vec::new();
     for kernel in kernels {
         let points = kernel.points(memory, read);
@@ -198,7 +208,8 @@ fn streaming_rates(team: &Team, isa: Isa, memory: &Memory) -> Result<(f64, Vec<L
             None => rates.push(LinearRate { format: kernel.format, points }),
         }
     }
-    Ok((memory.bytes as f64 / read.max(1.0) * 1e9, rates))
+    let rate = |quarters| memory.bytes as f64 / quarter(quarters).max(1.0) * 1e9;
+    Ok(([3, 2, 1].map(rate), rates))
 }
 
 /// A matrix that is multiplied by some numbers of tokens, visit after visit.

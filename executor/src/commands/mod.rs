@@ -275,6 +275,14 @@ impl RunArguments {
         command_line::check_outputs(outputs, inputs.into_iter().map(PathBuf::as_path))
     }
 
+    /// Whether CPU devices compute as plans expect them to: with all of their threads and the fastest kernels.
+    fn is_as_forecast(&self) -> bool {
+        self.kernels == Kernels::default()
+            && self.cpu_backend == CpuBackend::default()
+            && self.isa.is_none_or(|isa| isa == Isa::detect())
+            && self.threads.is_none()
+    }
+
     fn options(&self) -> executor::load::Options {
         executor::load::Options {
             kernels: self.kernels,
