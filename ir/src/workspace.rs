@@ -322,6 +322,12 @@ impl Need<'_> {
             if format.float() != Some(input) || linear.norm.is_some() {
                 raise(&mut space.input_bytes, product(&[rows, features], element));
             }
+            if !has_library && product_format(weight.format, true) == Format::Bf16 {
+                // What has matrix instructions takes parts of the rows in 16 bits.
+                let most = rows.min(most_fused_rows(weight.format));
+                let rows = operand_rows(most).unwrap_or(most);
+                raise(&mut space.input_bytes, product(&[rows, features], Format::Bf16.bytes(1, 1)));
+            }
             let kind = self.plan.machine.devices.get(weight.device).map(|device| &device.kind);
             let is_packed = |kind| has_panels(kind, weight.format, &weight.shape);
             let operands = operand_rows(rows.min(MAX_FUSED_ROWS));

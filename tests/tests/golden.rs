@@ -262,6 +262,32 @@ fn what_a_gpu_holds_unpacked_as_well_is_what_it_would_unpack() {
 }
 
 #[test]
+fn a_gpu_without_the_library_computes_as_with_it() {
+    let mut machine = gpu_machine();
+    let gpu = machine.device("gpu0").unwrap();
+    let has_library = machine.devices[gpu].kind.has_library();
+    if !has_library {
+        eprintln!("skipped: there is no cuBLASLt here");
+        return;
+    }
+    if let DeviceKind::Gpu { library_bytes, .. } = &mut machine.devices[gpu].kind {
+        *library_bytes = 0;
+    }
+    for format in ["bf16", "q8", "q4"] {
+        for name in ["llama3", "gpt2", "gemma3"] {
+            let formats = vec![format.parse().unwrap()];
+            let mut plan = compile(name, Shape::Gpu, |options| options.formats = formats);
+            let with = logits_of(name, &plan, &gpu_options());
+            plan.machine = machine.clone();
+            plan.forecast.devices = memory(&plan);
+            let off = distance(&with, &logits_of(name, &plan, &gpu_options()));
+            // As what values of 16 bits between linears may cost.
+            assert!(off < 0.1, "{name} in {format}: a logit is off by {off}");
+        }
+    }
+}
+
+#[test]
 fn values_of_16_bits_between_linears_cost_no_more_than_rounding_them() {
     let has_cuda = gpu_options().gpu_driver == GpuDriver::Cuda;
     // Logits are below 10.

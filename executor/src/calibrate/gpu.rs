@@ -238,10 +238,15 @@ impl Meter<'_> {
     /// Nanoseconds of a linear of `tokens` tokens, with one matrix after the other.
     fn whole(&mut self, matrices: &[Matrix], tokens: u32) -> Result<f64> {
         let tokens = tokens as usize;
-        let is_narrow = self.vendor.is_some() && self.gpu.takes_narrow(&matrices[0], tokens);
-        if tokens <= MAX_TOKENS || is_narrow {
-            let launches = self.sizes.launches.next_multiple_of(matrices.len());
+        let takes_narrow = |tokens: usize| self.gpu.takes_narrow(&matrices[0], tokens);
+        let launches = self.sizes.launches.next_multiple_of(matrices.len());
+        if tokens <= MAX_TOKENS || takes_narrow(tokens) {
             return self.few(matrices, tokens, launches);
+        }
+        let most = workspace::most_fused_rows(matrices[0].format()) as usize;
+        if self.vendor.is_none() && takes_narrow(most) {
+            // In parts, of which all but the last are as large as can be.
+            return Ok(self.few(matrices, most, launches)? * tokens.div_ceil(most) as f64);
         }
         let out = self.gpu.allocate(tokens * matrices[0].rows() * size_of::<f32>())?;
         self.product(&matrices[0], tokens, &out)

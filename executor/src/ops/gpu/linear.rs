@@ -1,4 +1,5 @@
-//! Linears: few tokens by kernels that read the matrices as they lie, many by a product of whole matrices.
+//! Linears: few tokens by kernels that read the matrices as they lie, many by the vendor's library; without it in parts
+//! of some tokens, or in f32 where there are no matrix instructions.
 
 use std::slice;
 
@@ -6,7 +7,7 @@ use anyhow::{Context as _, Result, ensure};
 use ir::id::WeightId;
 use ir::op::{self, NormKind, Op, Then};
 use ir::tensor::{DType, Format};
-use ir::workspace::{piece_rows, product_format};
+use ir::workspace::{most_fused_rows, piece_rows, product_format};
 
 use super::scratch::Scratch;
 use super::state::{Operand, Operands, State};
@@ -57,6 +58,14 @@ impl State {
         let targets = wide.as_ref().map_or(&outputs[..], slice::from_ref);
         if let Some(element) = own {
             self.few(linear, x, element, residual, &matrices, targets, operands)?;
+        } else if let Some(most) = self.rows_at_a_time(x, residual, targets, &matrices) {
+            for first in (0..x.rows).step_by(most) {
+                let part = |operand: &Operand| operand.rows_from(first, most);
+                let (x, residual) = (part(x), residual.map(part));
+                let targets: Vec<Operand> = targets.iter().map(part).collect();
+                let alone = Operands::default();
+                self.few(linear, &x, DType::Bf16, residual.as_ref(), &matrices, &targets, &alone)?;
+            }
         } else {
             let with_unpacked = linear.weights.iter().zip(matrices);
             let unpacked = |(&id, matrix)| self.weights.unpacked(id).cloned().unwrap_or(matrix);
@@ -87,9 +96,7 @@ impl State {
         dtype: DType,
         matrices: impl IntoIterator<Item = &'a Matrix> + Clone,
     ) -> Option<DType> {
-        // Plans count an input of 16 bits for products that the library makes.
-        let has_library = self.vendor.is_some();
-        let takes_narrow = |matrix: &Matrix| has_library && self.gpu.takes_narrow(matrix, rows);
+        let takes_narrow = |matrix: &Matrix| self.gpu.takes_narrow(matrix, rows);
         match rows {
             ..=MAX_TOKENS if dtype == DType::F32 => Some(DType::F32),
             _ if matrices.clone().into_iter().all(takes_narrow) => Some(DType::Bf16),
@@ -100,6 +107,25 @@ impl State {
             }
             _ => None,
         }
+    }
+
+    /// Rows that are multiplied at a time where there is no vendor's library: as many as matrix instructions take with
+    /// matrices as they lie. `None` where there are none for them, or parts of that many rows do not start where kernels
+    /// want them.
+    fn rows_at_a_time(
+        &self,
+        x: &Operand,
+        residual: Option<&Operand>,
+        outputs: &[Operand],
+        matrices: &[Matrix],
+    ) -> Option<usize> {
+        let most = matrices.iter().map(|matrix| most_fused_rows(matrix.format())).min()? as usize;
+        let is_aligned = |operand: &Operand| (most * operand.row_bytes()).is_multiple_of(ALIGNMENT);
+        let mut operands = [x].into_iter().chain(residual).chain(outputs);
+        let fits = self.vendor.is_none()
+            && matrices.iter().all(|matrix| self.gpu.takes_narrow(matrix, most))
+            && operands.all(is_aligned);
+        fits.then_some(most)
     }
 
     #[expect(clippy::too_many_arguments, reason = "they are a linear's parts")]

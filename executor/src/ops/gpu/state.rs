@@ -62,6 +62,7 @@ pub(crate) struct State {
 }
 
 /// A step's operands and where its results go.
+#[derive(Default)]
 pub(super) struct Operands {
     pub(super) inputs: Vec<Operand>,
     pub(super) outputs: Vec<Operand>,
@@ -78,6 +79,20 @@ pub(super) struct Operand {
     pub(super) dtype: DType,
     pub(super) rows: usize,
     pub(super) columns: usize,
+}
+
+impl Operand {
+    /// Bytes of a row.
+    pub(super) fn row_bytes(&self) -> usize {
+        self.columns * self.dtype.bytes() as usize
+    }
+
+    /// At most `most` of its rows, from `first` on.
+    pub(super) fn rows_from(&self, first: usize, most: usize) -> Self {
+        let rows = most.min(self.rows - first);
+        let span = self.span.part(first * self.row_bytes(), rows * self.row_bytes());
+        Self { span, rows, ..self.clone() }
+    }
 }
 
 /// Rows and columns of a buffer of type `ty` in a run of size `extent`.
@@ -276,7 +291,7 @@ impl State {
 }
 
 /// The vendor's library and the bytes that the plan counts for it. `None` where the plan counts none, and where the
-/// library is missing, of which the user is told: products of many rows are then made in f32, by kernels of our own.
+/// library is missing, of which the user is told: products of many rows are then made by kernels of our own.
 fn counted_library(
     plan: &Plan,
     device: DeviceId,
@@ -293,8 +308,8 @@ fn counted_library(
     let Some(library) = Library::load(gpu, ordinal)? else {
         // No error: the plan may be of another machine, or of one that had the library when it was probed.
         tracing::warn!(
-            "{name}: cuBLASLt, which the plan counts on, is not found here, so many tokens are multiplied in f32, \
-             slower and in more memory: install it, or write library_bytes: 0 in the machine file and compile again"
+            "{name}: cuBLASLt, which the plan counts on, is not found here, so many tokens are multiplied by \
+             kernels that are half as fast or slower: install it, or write library_bytes: 0 in the machine file and compile again"
         );
         return Ok(None);
     };
