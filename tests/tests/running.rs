@@ -73,9 +73,9 @@ fn captured_runs_of_a_gpu_are_the_same_bit_for_bit() {
     for shape in Shape::GPU {
         let plan = compile(MODEL, shape, |_| ());
         let is_fetching = plan.programs.iter().all(fetches);
-        // Of shards some may be fetched.
-        let has_shards = matches!(shape, Shape::GpuShards | Shape::GpuResident);
-        assert!(is_fetching == (shape == Shape::GpuFetching) || has_shards);
+        // Of shards some may be fetched, and of what makes room for caches.
+        let may_fetch = matches!(shape, Shape::GpuShards | Shape::GpuResident | Shape::GpuCaches);
+        assert!(is_fetching == (shape == Shape::GpuFetching) || may_fetch, "{shape:?}");
         let mut engine = engine(&plan, &gpu_options());
         let id = engine.open();
         engine.append(id, &prompt(9)).unwrap();
