@@ -39,14 +39,17 @@ trap 'rm -rf "$folder"' EXIT
 compile() { "$programs/hybridc" compile tests/golden/llama3 --format f32 --kv-type f32 "$@"; }
 answer() { timeout 60 "$programs/hybrid-exec" "$1" --prompt "the quick brown fox" --max-tokens 24 --temperature 0; }
 
-if [ "$(nvidia-smi --query-gpu=name --format=csv,noheader | wc -l)" -ge 2 ]; then
-  # Two GPUs and two CPU ranks share every layer, and two GPUs in two stages read each other's values while a prompt
-  # passes in parts: a hundred runs in a row of each give the tokens of one processor.
+count=$(nvidia-smi --query-gpu=name --format=csv,noheader | wc -l)
+# The fixture has three layers and eight heads.
+gpus=$(seq -s, -f 'gpu%g' 0 $((count < 4 ? count - 1 : 3)))
+if [ "$count" -ge 2 ]; then
+  # All GPUs, up to four, and two CPU ranks share every layer, and the GPUs in stages read each other's values while a
+  # prompt passes in parts: a hundred runs in a row of each give the tokens of one processor.
   "$programs/hybridc" probe --split 2 -o "$folder/machine.ron"
   compile --pipeline numa0 -o "$folder/alone.ron"
-  compile --machine "$folder/machine.ron" --tensor-parallel gpu0,gpu1,numa0,numa1 -o "$folder/ranks.ron"
-  compile --tensor-parallel gpu0,gpu1 -o "$folder/gpus.ron"
-  compile --pipeline gpu0,gpu1 --prefill-tokens 2 -o "$folder/stages.ron"
+  compile --machine "$folder/machine.ron" --tensor-parallel "$gpus,numa0,numa1" -o "$folder/ranks.ron"
+  compile --tensor-parallel "$gpus" -o "$folder/gpus.ron"
+  compile --pipeline "$gpus" --prefill-tokens 2 -o "$folder/stages.ron"
   answer "$folder/alone.ron" >"$folder/expected"
   rounds=${ROUNDS:-100}
   for plan in ranks gpus stages; do
@@ -54,7 +57,7 @@ if [ "$(nvidia-smi --query-gpu=name --format=csv,noheader | wc -l)" -ge 2 ]; the
       answer "$folder/$plan.ron" >"$folder/given" && cmp -s "$folder/expected" "$folder/given" ||
         { echo "run $run of $plan gave other tokens than numa0" >&2; exit 1; }
     done
-    echo "$plan: the tokens of numa0 in $rounds of $rounds runs"
+    echo "$plan of $gpus: the tokens of numa0 in $rounds of $rounds runs"
   done
 else
   echo "there is one GPU: sums over GPUs were not tried"

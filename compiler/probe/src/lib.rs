@@ -142,17 +142,18 @@ fn host(processors: &Processors, gpus: &[Gpu]) -> Host {
 }
 
 fn gpu_device(gpu: &Gpu) -> Device {
+    let has_library = gpu::has_library();
     Device {
         name: format!("gpu{}", gpu.ordinal),
         kind: DeviceKind::Gpu {
             ordinal: gpu.ordinal,
             reserved_bytes: nominal::GPU_RESERVED_BYTES,
-            library_bytes: if gpu::has_library() { nominal::GPU_LIBRARY_BYTES } else { 0 },
+            library_bytes: if has_library { nominal::GPU_LIBRARY_BYTES } else { 0 },
             launch_bytes: nominal::GPU_LAUNCH_BYTES,
         },
         memory_bytes: usable(gpu.memory_bytes, USABLE_GPU_MEMORY),
         cpu_caches: Vec::new(),
-        rates: nominal::gpu_rates(gpu),
+        rates: nominal::gpu_rates(gpu, has_library),
     }
 }
 

@@ -116,8 +116,18 @@ const GPUS: &[(&str, f64, f64)] = &[
     ("T4", 0.32e12, 65e12),
 ];
 
+/// What products of many rows reach without the vendor's library, of what they do with it: packed matrices a third to
+/// nine twentieths, others in bf16 a ninth on an H200; f16 is multiplied without tensor cores.
+const WITHOUT_LIBRARY: [(Format, f64); 5] = [
+    (Format::F16, 1.0 / 15.0),
+    (Format::Bf16, 1.0 / 9.0),
+    (Format::Bf12, 1.0 / 3.0),
+    (Format::Q8, 1.0 / 3.0),
+    (Format::Q4, 1.0 / 3.0),
+];
+
 /// A GPU, by its name; by its clocks where the name is not known.
-pub(crate) fn gpu_rates(gpu: &Gpu) -> Rates {
+pub(crate) fn gpu_rates(gpu: &Gpu, has_library: bool) -> Rates {
     let known = GPUS.iter().find(|(name, _, _)| gpu.name.contains(name));
     let (bytes, bf16) = match known {
         Some(&(_, bytes, bf16)) => (bytes, bf16),
@@ -130,20 +140,25 @@ pub(crate) fn gpu_rates(gpu: &Gpu) -> Rates {
     };
     // Streaming kernels reach 87 % of the copy rate on an H200.
     let read_bytes_per_sec = bytes * 0.87;
-    let curve = |format, peak: f64| linear(format, read_bytes_per_sec, peak * REACHED);
+    let reached = |format: Format| {
+        let slower = WITHOUT_LIBRARY.iter().find(|(slow, _)| *slow == format && !has_library);
+        bf16 * REACHED * slower.map_or(1.0, |(_, part)| *part)
+    };
+    let curve = |format, peak: f64| linear(format, read_bytes_per_sec, peak);
+    let blocks = |format| packed(format, read_bytes_per_sec, reached(format));
     Rates {
         source: RateSource::Nominal,
         read_bytes_per_sec,
         step_nanos: LAUNCH_NANOS,
         linear: vec![
             // Without tensor cores: a fifteenth on an H200.
-            curve(Format::F32, bf16 / 15.0),
-            curve(Format::F16, bf16),
-            curve(Format::Bf16, bf16),
+            curve(Format::F32, bf16 * REACHED / 15.0),
+            curve(Format::F16, reached(Format::F16)),
+            curve(Format::Bf16, reached(Format::Bf16)),
             // On an H200 one row takes 0.84 of the time in 16 bits.
-            packed(Format::Bf12, read_bytes_per_sec * 0.9, bf16 * REACHED),
-            packed(Format::Q8, read_bytes_per_sec, bf16 * REACHED),
-            packed(Format::Q4, read_bytes_per_sec, bf16 * REACHED),
+            packed(Format::Bf12, read_bytes_per_sec * 0.9, reached(Format::Bf12)),
+            blocks(Format::Q8),
+            blocks(Format::Q4),
         ],
         // A vendor's attention reaches 411 of 989 T on an H200.
         attention_flops_per_sec: bf16 * 0.4,
