@@ -77,6 +77,7 @@ pub fn compile(
     options: &Options,
     observe: Observer<'_>,
 ) -> Result<Plan> {
+    options.check()?;
     let layers = run_all(LAYER_PASSES, model.layers.clone(), observe)?;
     let model = Model { layers, ..model.clone() };
     let Decided { model, target, placement } = decide(&model, machine, options)?;

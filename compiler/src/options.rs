@@ -110,6 +110,29 @@ impl Options {
         self.pins.iter().any(|pin| pin.pattern.is_match(name))
     }
 
+    /// Whether they go together.
+    ///
+    /// # Errors
+    /// When a device is asked for that is left out.
+    pub(crate) fn check(&self) -> Result<()> {
+        let pinned = self.pins.iter().map(|pin| pin.device.as_str());
+        let requested: Vec<&str> = match &self.request {
+            Request::Pipeline(names) => names.iter().map(String::as_str).collect(),
+            Request::TensorParallel(all) => all.iter().map(|(name, _)| name.as_str()).collect(),
+            Request::Any | Request::PipelineRanks(_) | Request::TensorParallelRanks(_) => {
+                Vec::new()
+            }
+        };
+        for name in requested.into_iter().chain(pinned) {
+            let is_left_out = self.without.iter().any(|without| without == name);
+            ensure!(
+                !is_left_out,
+                "{name} is asked for, and --without leaves it out: leave one of the two away"
+            );
+        }
+        Ok(())
+    }
+
     /// What of them is not in a plan anyway.
     pub(crate) fn asked(&self) -> Asked {
         let pin = |pin: &Pin| format!("{}={}", pin.pattern, pin.device);

@@ -231,7 +231,13 @@ fn offers(
         }
     };
     // Where everything is pinned, all arrangements are the same.
-    let arrangements = match pins.rows().iter().all(Option::is_some) {
+    let is_pinned = pins.rows().iter().all(Option::is_some);
+    ensure!(
+        !is_pinned || options.request == Request::Any,
+        "every layer is pinned, so there is nothing for the devices that are asked for to share: leave out the pins or \
+         the devices"
+    );
+    let arrangements = match is_pinned {
         true => arrangements.get(..1).unwrap_or_default(),
         false => &arrangements,
     };

@@ -3,6 +3,7 @@
 
 mod common;
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
@@ -16,7 +17,7 @@ use executor::kernels::cpu::isa::Isa;
 use executor::load::{CpuBackend, GpuDriver, Kernels, Options};
 use ir::check::memory;
 use ir::counts::ExpertCounts;
-use ir::id::BufferId;
+use ir::id::{BufferId, DeviceId};
 use ir::layout::Move;
 use ir::machine::DeviceKind;
 use ir::op::{Op, Then};
@@ -284,6 +285,22 @@ fn a_gpu_without_the_library_computes_as_with_it() {
             // The library is given blocks that are rounded to bf16: up to 0.13.
             assert!(off < 0.2, "{name} in {format}: a logit is off by {off}");
         }
+    }
+}
+
+#[test]
+fn a_gpu_gives_the_golden_tokens_beside_a_node_with_the_head_and_its_table() {
+    for name in ["llama3", "gemma2", "qwen3"] {
+        let plan = compile(name, Shape::Gpu, |options| {
+            options.pins = ["head=numa0", "embed=numa0"].map(|pin| pin.parse().unwrap()).to_vec();
+        });
+        let node = plan.machine.device("numa0").unwrap();
+        let is_table = |weight: &&Weight| weight.shape.first() == Some(&plan.model.vocabulary);
+        let tables = plan.weights.rows().iter().filter(is_table);
+        let devices: BTreeSet<DeviceId> = tables.map(|weight| weight.device).collect();
+        assert_eq!(devices, BTreeSet::from([node]), "{name}");
+        let worst = check(name, &mut engine(&plan, &gpu_options()));
+        assert!(worst < CLOSE, "{name}: a logit is off by {worst}");
     }
 }
 

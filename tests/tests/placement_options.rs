@@ -123,3 +123,24 @@ fn a_context_is_the_models_up_to_8192_tokens_where_none_is_asked_for() {
     assert_eq!(context_of(20_000, None), 8192);
     assert_eq!(context_of(20_000, Some(10_000)), 10_000);
 }
+
+#[test]
+fn wishes_that_contradict_each_other_are_refused() {
+    let machine = linked(vec![gpu(0, GIB), numa(0, GIB)]);
+    let refusal = |request: &str, pins: &[&str], without: &[&str]| {
+        let options = Options {
+            request: parse_pipeline(request).expect("it is a request"),
+            pins: pins.iter().map(|pin| pin.parse().expect("it is a pin")).collect(),
+            without: without.iter().map(ToString::to_string).collect(),
+            ..Options::default()
+        };
+        let model = Toy::llama().model().expect("the toy is a model");
+        let refused = compiler::compile(&model, &machine, &options, &mut |_, _| ());
+        refused.expect_err("it contradicts itself").to_string()
+    };
+    let left_out = "gpu0 is asked for, and --without leaves it out: leave one of the two away";
+    assert_eq!(refusal("gpu0", &[], &["gpu0"]), left_out);
+    assert_eq!(refusal("numa0", &["layers.1=gpu0"], &["gpu0"]), left_out);
+    let pinned = refusal("gpu0,numa0", &[".*=numa0"], &[]);
+    assert!(pinned.starts_with("every layer is pinned"), "{pinned}");
+}

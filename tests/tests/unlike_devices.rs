@@ -253,4 +253,12 @@ fn what_a_shared_layer_lacks_is_exact() {
         assert_eq!(refusal(bytes), Some(least - bytes));
     }
     assert_eq!(refusal(least), None);
+    // Another one has room for little more than what the GPU cannot hold.
+    let tight = |bytes: u64, node: u64| {
+        let mut machine = h200(bytes);
+        let numa = device(&machine, "numa0");
+        machine.devices[numa].memory_bytes = node;
+        compiler::compile(&model, &machine, &shared, &mut |_, _| ()).is_ok()
+    };
+    assert!(tight(6 * GIB, 8 * GIB) && !tight(6 * GIB, 5 * GIB));
 }

@@ -78,9 +78,9 @@ pub(crate) fn offers(
             let Some(search) = Search::new(prices, gpus, kept) else { continue };
             let found = search.offers(is_rough, best, price);
             let fits = |offer: &&Offer| offer.candidate.missing.is_none();
-            let best = found.iter().filter(fits).min_by_key(|offer| offer.score);
+            let first = found.iter().filter(fits).min_by_key(|offer| offer.score);
             // What leaves no room to fetch ahead may be worse than if more stays.
-            let is_enough = best.is_some_and(|best| is_rough || search.has_window(best));
+            let is_enough = first.is_some_and(|first| is_rough || search.has_windows(first));
             offers.extend(found);
             if is_enough {
                 break;

@@ -106,31 +106,37 @@ pub(super) fn offer(
     })
 }
 
-/// The exact price of an arrangement that is asked for: what lacks memory with the least share as well lacks it whatever
-/// the shares are; else the most that fits lies between.
+/// The exact price of an arrangement that is asked for. Where a member lacks memory whatever shifts, what fits, or what
+/// lacks least, is looked for between the shares that were tried last and the least that it can have.
 pub(super) fn requested_offer(
     task: &Task<'_>,
     units: &Units,
     pins: &Pins,
     arrangement: &Arrangement,
 ) -> Result<Offer> {
-    /// Halvings of what is between the least share and the last that was tried.
-    const HALVINGS: usize = 5;
-    let fits = |offer: &Offer| offer.candidate.missing.is_none();
-    let lacking = offer(task, units, pins, arrangement)?;
-    let mut least = lacking.arrangement.clone();
-    if fits(&lacking) || !least.shift_shares(&lacking.devices, true) {
-        return Ok(lacking);
+    /// Halvings of what lies between.
+    const HALVINGS: usize = 6;
+    let mut best = offer(task, units, pins, arrangement)?;
+    let Some((lacking, _)) = best.candidate.missing else { return Ok(best) };
+    let mut most = best.arrangement.clone();
+    let mut least = most.clone();
+    if !least.shift_shares(&best.devices, true) {
+        return Ok(best);
     }
-    let Ok(mut best) = offer(task, units, pins, &least) else { return Ok(lacking) };
-    let mut most = lacking.arrangement;
-    let halvings = if fits(&best) { HALVINGS } else { 0 };
-    for _ in 0..halvings {
-        let half = best.arrangement.halfway_to(&most);
-        match offer(task, units, pins, &half) {
-            Ok(offer) if fits(&offer) => best = offer,
-            Ok(_) | Err(_) => most = half,
+    let missing = |offer: &Offer| offer.candidate.missing.map_or(0, |(_, bytes)| bytes);
+    for tries in 0..=HALVINGS {
+        let half = if tries == 0 { least.clone() } else { least.halfway_to(&most) };
+        let Ok(tried) = offer(task, units, pins, &half) else { break };
+        let lacks = tried.candidate.missing.is_some_and(|(device, _)| device == lacking);
+        // Of what fits the last has most to do.
+        if missing(&tried) < missing(&best) || tried.candidate.missing.is_none() {
+            best = tried;
         }
+        if lacks && tries == 0 {
+            break;
+        }
+        // Another one lacks memory where this one has too little to do.
+        if lacks { most = half } else { least = half }
     }
     Ok(best)
 }

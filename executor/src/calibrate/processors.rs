@@ -167,9 +167,9 @@ fn many_rows(format: Format, memory: &Memory) -> usize {
 }
 
 /// Bytes per second of reading memory, a quarter of the time less, in the middle, and a quarter of the time more; and
-/// rates of linears in all formats. Each is measured a little at a time, in
-/// turn with the others and with reads of all that memory beside it: a machine that others use is not as fast at all
-/// times, and what is compared must have met the same.
+/// rates of linears in all formats. Each is measured a little at a time, in turn with the others and with reads of all
+/// that memory beside it: a machine that others use is not as fast at all times, and what is compared must have met the
+/// same.
 fn streaming_rates(team: &Team, isa: Isa, memory: &Memory) -> Result<([f64; 3], Vec<LinearRate>)> {
     let mut kernels = Vec::new();
     for format in Format::ALL {

@@ -66,7 +66,7 @@ pub(super) fn run(arguments: BenchArguments) -> Result<()> {
     // What has run until then is recorded, whatever ended it.
     let recorded = session.write_records(arguments.trace.as_deref(), arguments.perfetto.as_deref());
     let plan = session.engine.plan().clone();
-    if !arguments.run.is_as_forecast() {
+    if !arguments.run.is_as_forecast(&plan) {
         tests.iter_mut().for_each(|test| test.forecast = None);
     }
     // Its memory and threads are out of the way.

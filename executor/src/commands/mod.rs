@@ -16,6 +16,8 @@ use std::sync::Arc;
 use anyhow::Result;
 use clap::{Args, Parser, Subcommand};
 
+use ir::plan::Plan;
+
 use executor::generation::GenerationOverrides;
 use executor::kernels::cpu::isa::Isa;
 use executor::load::{CpuBackend, GpuDriver, Kernels};
@@ -275,12 +277,15 @@ impl RunArguments {
         command_line::check_outputs(outputs, inputs.into_iter().map(PathBuf::as_path))
     }
 
-    /// Whether CPU devices compute as plans expect them to: with all of their threads and the fastest kernels.
-    fn is_as_forecast(&self) -> bool {
-        self.kernels == Kernels::default()
+    /// Whether the devices of a plan compute as it expects them to: with all of their threads and the fastest kernels.
+    fn is_as_forecast(&self, plan: &Plan) -> bool {
+        let mut lanes = plan.programs.iter().flat_map(|program| &program.lanes);
+        let has_processors = lanes.any(|lane| !plan.machine.devices[lane.device].kind.is_gpu());
+        let are_as_forecast = self.kernels == Kernels::default()
             && self.cpu_backend == CpuBackend::default()
             && self.isa.is_none_or(|isa| isa == Isa::detect())
-            && self.threads.is_none()
+            && self.threads.is_none();
+        self.gpu_driver == GpuDriver::default() && (are_as_forecast || !has_processors)
     }
 
     fn options(&self) -> executor::load::Options {

@@ -92,10 +92,22 @@ fn up_to_64_rows_behind_a_layer_norm_are_f32() {
 }
 
 #[test]
-fn without_the_library_products_are_made_in_f32() {
-    let plan = with_tokens(on_gpu(streamed()), 9);
-    let space = workspace(&plan, d(0), 0);
+fn without_the_library_f32_is_counted_and_parts_of_the_rows_in_16_bits() {
+    let without = |rows| {
+        let mut plan = with_tokens(on_gpu(streamed()), rows);
+        for step in plan.programs[0].steps.rows_mut() {
+            if let Action::Run(Op::Linear(linear)) = &mut step.action {
+                linear.norm = None;
+            }
+        }
+        workspace(&plan, d(0), 0)
+    };
+    let space = without(9);
     assert_eq!((space.matrix_bytes, space.library_bytes), (8 * 8 * 4, 0));
+    // Rows as they lie, then as operands, of which bf16 has 32 at most.
+    for (rows, parts) in [(9, 9), (16, 16), (17, 32), (40, 32), (70, 32)] {
+        assert_eq!(without(rows).input_bytes, parts * 8 * 2, "{rows} rows");
+    }
 }
 
 #[test]

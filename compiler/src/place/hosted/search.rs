@@ -262,17 +262,17 @@ impl<'a> Search<'a> {
         found.into_iter().map(|(_, offer)| offer).collect()
     }
 
-    /// The windows that are tried where more than matrices stays: those that are best so far, and larger ones if not even
-    /// one matrix has room beside what would leave. Any where nothing fits.
+    /// The windows that are tried where more than matrices stays: those that are best so far, and larger ones if all
+    /// together they are less than each GPU's largest matrix. Any where nothing fits.
     fn windows_beside(
         &self,
         found: &[(Frame, Offer)],
         rungs: &[usize],
         is_rough: bool,
     ) -> Vec<Vec<u64>> {
-        let sum = |windows: &[u64]| windows.iter().sum::<u64>();
         let any = rungs.iter().map(|&rung| self.windows(rung));
         let Some((Frame { windows: own, .. }, _)) = best(found) else { return any.collect() };
+        let sum = |windows: &[u64]| windows.iter().sum::<u64>();
         let is_enough = is_rough || sum(own) >= sum(&self.windows(1));
         let larger = any.filter(|windows| !is_enough && sum(windows) > sum(own));
         [own.clone()].into_iter().chain(larger).collect()
@@ -327,13 +327,16 @@ impl<'a> Search<'a> {
         self.rungs.iter().map(window).collect()
     }
 
-    /// Whether the GPUs of an offer have windows for their largest matrices, or nothing to fetch.
-    pub(super) fn has_window(&self, offer: &Offer) -> bool {
+    /// Whether each GPU of an offer has a window for its largest matrix, or nothing to fetch.
+    pub(super) fn has_windows(&self, offer: &Offer) -> bool {
         let Some(hosted) = &offer.arrangement.hosted else { return true };
-        let stays = self.blocks.iter().flat_map(|block| &block.nodes);
-        let stays = stays.filter(|member| hosted.nodes[member.node].is_some());
-        let windows: u64 = self.stages.iter().map(|(gpu, _)| hosted.window_bytes[*gpu]).sum();
-        stays.count() == 0 || windows >= self.windows(1).iter().sum()
+        let largest = self.windows(1);
+        let has_window = |(stage, (gpu, _)): (usize, &(DeviceId, Range<usize>))| {
+            let mut members = self.blocks_of(stage).flat_map(|block| &block.nodes);
+            hosted.window_bytes[*gpu] >= largest[stage]
+                || members.all(|member| hosted.nodes[member.node].is_none())
+        };
+        self.stages.iter().enumerate().all(has_window)
     }
 
     /// The frame, or the first below it in its windows beside which there is room for the rest, and the price with all
@@ -363,7 +366,8 @@ impl<'a> Search<'a> {
         let keeps_cache = |block: &&Block| block.attentions.iter().any(stays);
         let caches = |stage: usize| self.blocks_of(stage).filter(keeps_cache).count();
         let caches = (0..self.stages.len()).map(caches).collect();
-        let frame = Frame { caches, ..self.without_caches(windows) };
+        let head_stays = self.head.as_ref().is_some_and(|head| head.stays(hosted));
+        let frame = Frame { caches, head_stays, ..self.without_caches(windows) };
         let Ok(offer) = price(&self.arrange(&self.all(), &frame, IN_PLACE)) else {
             return Vec::new();
         };

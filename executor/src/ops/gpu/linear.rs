@@ -89,7 +89,7 @@ impl State {
     }
 
     /// The type in which the GPU's own kernels take `rows` rows of type `dtype` with these matrices as they lie; `None`
-    /// where the vendor's library multiplies them.
+    /// where the vendor's library multiplies them, or what stands in for it.
     pub(super) fn own_element<'a>(
         &self,
         rows: usize,

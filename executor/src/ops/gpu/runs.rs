@@ -41,7 +41,7 @@ impl State {
     /// kind. Says whether.
     pub(crate) fn prepare_capture(&self, scope: Scope<'_>, run: &Run, steps: &[StepId]) -> bool {
         let program = &scope.plan.programs[run.program];
-        let is_own = |&id: &StepId| !self.calls_library(program, id, scope.batch.extent());
+        let is_own = |&id: &StepId| !self.may_call_library(program, id, scope.batch.extent());
         // Only prompts have values of 16 bits between linears, for which the library may be called for few rows, too.
         let is_few = program.phase == Phase::Decode && scope.batch.tokens().len() <= MAX_TOKENS;
         let can_be_ahead = self.mail.as_ref().is_some_and(|mail| mail.can_be_ahead(run.program))
@@ -53,8 +53,8 @@ impl State {
         can_be_ahead
     }
 
-    /// Whether a step may call the vendor's library in a run of size `extent`.
-    fn calls_library(&self, program: &Program, step: StepId, extent: Extent) -> bool {
+    /// Whether a step calls the vendor's library in a run of size `extent`, if there is one.
+    fn may_call_library(&self, program: &Program, step: StepId, extent: Extent) -> bool {
         let step = &program.steps[step];
         let Action::Run(op) = &step.action else { return false };
         let Some(Products::Linear(linear)) = op.products() else { return false };
@@ -284,7 +284,7 @@ impl State {
                     let after = &lane.steps[position + 1..];
                     // The library's products leave a term. A sum that another stretch begins with may have to wait.
                     let is_joined = self.sums.peers.is_joined(program, id)
-                        && !self.calls_library(schedule, id, scope.batch.extent())
+                        && !self.may_call_library(schedule, id, scope.batch.extent())
                         && steps.last() != Some(&id);
                     let sum = after.first().copied().filter(|_| is_joined);
                     let written = sum.map_or(&step.writes, |sum| &schedule.steps[sum].writes);

@@ -8,7 +8,7 @@ use super::{Frame, Kept, Search};
 use crate::part::WeightKey;
 use crate::place::Offer;
 use crate::place::candidates::Prices;
-use crate::place::hosted::{Hosting, Price};
+use crate::place::hosted::{Hosted, Hosting, Price};
 use crate::task::Task;
 
 /// Beside what fits with a window for a matrix, a head that takes less than one part in so many of its GPU's memory stays
@@ -60,6 +60,11 @@ impl Head {
         };
         let lookups = graph.nodes().map(|(id, _)| id).filter(|&id| looks_up(id)).collect();
         Some(Self { nodes, matrices, stage, lookups })
+    }
+
+    /// Whether it has a host.
+    pub(super) fn stays(&self, hosted: &Hosted) -> bool {
+        self.nodes.iter().any(|&node| hosted.nodes[node].is_some())
     }
 }
 
