@@ -104,9 +104,12 @@ impl<'a> Prices<'a> {
     fn pipelines_of(&self, sequences: &[Vec<&Priced>]) -> Vec<Vec<Arrangement>> {
         /// Limits of a stage's prefill, in percent of the most that the busiest stage takes of both at best.
         const LIMITS: [u64; 3] = [60, 80, 100];
-        let by = |goal| self.pipelines(sequences, goal);
+        // Several goals find many of the same.
+        let is_latency = self.task.target.objective == Objective::Latency;
+        let most = if is_latency { MOST_PIPELINES } else { MOST_PIPELINES / 3 };
+        let by = |goal| self.pipelines(sequences, goal, most);
         let with_sum = by(Goal::Sum).1;
-        if self.task.target.objective == Objective::Latency {
+        if is_latency {
             return vec![with_sum];
         }
         let (least, with_busiest) = by(Goal::Busiest);
@@ -115,8 +118,13 @@ impl<'a> Prices<'a> {
         [with_sum, with_busiest].into_iter().chain(by_decode).collect()
     }
 
-    /// The best pipelines along sequences, by a goal, and what the best of them is worth by it.
-    fn pipelines(&self, sequences: &[Vec<&Priced>], goal: Goal) -> (Option<u64>, Vec<Arrangement>) {
+    /// The best pipelines along sequences, `most` of them, by a goal, and what the best is worth by it.
+    fn pipelines(
+        &self,
+        sequences: &[Vec<&Priced>],
+        goal: Goal,
+        most: usize,
+    ) -> (Option<u64>, Vec<Arrangement>) {
         let mut pipelines: Vec<(u64, Arrangement)> = Vec::new();
         for sequence in sequences {
             if let Some(pipeline) = self.pipeline(sequence, goal, false)
@@ -134,7 +142,7 @@ impl<'a> Prices<'a> {
             alike = if before.replace(*score) == Some(*score) { alike + 1 } else { 0 };
             alike < MOST_ALIKE
         });
-        pipelines.truncate(MOST_PIPELINES);
+        pipelines.truncate(most);
         let least = pipelines.first().map(|(score, _)| *score);
         (least, pipelines.into_iter().map(|(_, pipeline)| pipeline).collect())
     }

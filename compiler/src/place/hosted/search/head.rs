@@ -78,23 +78,21 @@ impl Search<'_> {
         is_rough: bool,
         price: &Price<'_>,
     ) -> Vec<Frame> {
-        let Some(head) = &self.head else { return Vec::new() };
+        let Some(head) = self.head.as_ref().filter(|_| !is_rough) else { return Vec::new() };
         let gpu = self.stages[head.stage].0;
         let capacity = self.task.target.machine.devices[gpu].memory_bytes;
         let is_large = self.head_bytes(head, gpu) > capacity / LARGE;
-        let is_lacking = |gpu| {
-            let mut lacking = found.iter().filter_map(|(_, offer)| offer.candidate.missing);
-            lacking.any(|(device, _)| device == gpu)
-        };
+        let mut lacking = found.iter().filter_map(|(_, offer)| offer.candidate.missing);
+        let is_lacking = lacking.any(|(device, _)| device == gpu);
         let windows = self.windows_beside(found, rungs, is_rough);
         let stays = |frame: Frame| Frame { head_stays: true, ..frame };
         match best(found) {
-            Some(_) if is_rough || windows.len() == 1 && !is_large => Vec::new(),
+            Some(_) if windows.len() == 1 && !is_large => Vec::new(),
             Some((frame, _)) => {
                 let with = |windows| stays(Frame { windows, ..frame.clone() });
                 windows.into_iter().map(with).collect()
             }
-            None if self.kept != Kept::Matrices || !is_lacking(gpu) => Vec::new(),
+            None if self.kept != Kept::Matrices || !is_lacking => Vec::new(),
             None => {
                 let bases = windows.into_iter().map(|windows| stays(self.without_caches(windows)));
                 let each = |base: Frame| {
