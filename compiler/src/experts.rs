@@ -165,8 +165,7 @@ fn firsts(
 /// Bytes that one expert takes on the GPU of a room, rounded up.
 fn expert_bytes(task: &Task<'_>, experts: &Experts, room: &Room) -> u64 {
     let stacks = [experts.gate, experts.up, experts.down].map(|weight| {
-        let format = task.format(weight, room.device);
-        let key = WeightKey { weight, device: room.device, format, slice: None };
+        let key = WeightKey::whole(task, weight, room.device);
         key.bytes(task).div_ceil(u64::from(task.model.weights[weight].shape[0]))
     });
     stacks.iter().sum()

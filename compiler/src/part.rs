@@ -67,6 +67,11 @@ fn part(task: &Task<'_>, node: &Node<Placed>, op: &Op, member: usize) -> Result<
 }
 
 impl WeightKey {
+    /// All of a weight, as that device holds it.
+    pub(crate) fn whole(task: &Task<'_>, weight: WeightId, device: DeviceId) -> Self {
+        Self { weight, device, format: task.format(weight, device), slice: None }
+    }
+
     /// Sizes of what is held.
     pub(crate) fn shape(&self, task: &Task<'_>) -> Vec<u32> {
         let mut shape = task.model.weights[self.weight].shape.clone();

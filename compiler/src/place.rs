@@ -175,7 +175,7 @@ pub(crate) fn place(task: &Task<'_>, options: &Options, among: Among<'_>) -> Res
     check_cache_sizes(task)?;
     let prices = Prices::new(task, &units, &pins);
     let offers = offers(task, options, &prices, among)?;
-    let Some(best) = offers.iter().find(|offer| offer.candidate.missing.is_none()) else {
+    let Some(best) = offers.iter().find(|offer| offer.fits()) else {
         // Nobody is told why there is none beside some GPUs.
         let offers_of = |task: &Task<'_>| match among {
             Among::All => self::offers(task, options, &Prices::new(task, &units, &pins), among),
@@ -195,7 +195,7 @@ pub(crate) fn place(task: &Task<'_>, options: &Options, among: Among<'_>) -> Res
     let price = |arrangement: &Arrangement| offer(task, &units, &pins, arrangement);
     // Where experts are split, what stays beside GPUs may become best.
     let counted = offers.iter().filter(|_| options.expert_counts.is_some());
-    let hosted = counted.filter(|offer| offer.candidate.missing.is_none());
+    let hosted = counted.filter(|offer| offer.fits());
     let hosted = hosted.map(|offer| &offer.arrangement).find(|offer| offer.hosted.is_some());
     let rooms = hosted.map(|hosted| hosted::rooms(&prices, hosted, &price));
     let rooms = rooms.unwrap_or_default();
@@ -255,7 +255,7 @@ fn offers(
             Among::Beside(gpus) | Among::RoughlyBeside(gpus) => vec![gpus.to_vec()],
         };
         let is_rough = matches!(among, Among::RoughlyBeside(_));
-        let fitting = offers.iter().filter(|offer| offer.candidate.missing.is_none());
+        let fitting = offers.iter().filter(|offer| offer.fits());
         let best = fitting.map(|offer| offer.score).min().unwrap_or(u64::MAX);
         offers.extend(hosted::offers(prices, &sets, is_rough, best, &price));
     }
@@ -286,8 +286,7 @@ fn fits_fast_gpus(task: &Task<'_>, offer: &Offer) -> bool {
     let gpus = devices.ids().filter(|&device| !is_numa(task, device));
     let fastest = gpus.map(rate).fold(0.0, f64::max);
     let mut members = offer.arrangement.stages.iter().flat_map(|(group, _)| &group.devices);
-    offer.candidate.missing.is_none()
-        && members.all(|&device| !is_numa(task, device) && rate(device) >= SLOW * fastest)
+    offer.fits() && members.all(|&device| !is_numa(task, device) && rate(device) >= SLOW * fastest)
 }
 
 /// The device that each node is pinned to, with the pattern that did it; the last pin that matches holds.

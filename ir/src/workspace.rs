@@ -136,8 +136,8 @@ pub fn workspaces(plan: &Plan) -> Table<DeviceId, Workspace> {
     plan.machine.devices.iter().map(space).collect()
 }
 
-/// The workspace of a GPU whose vendor's library takes `library_bytes`; these are 0 where the library is not there: then
-/// GPUs without matrix instructions make products in f32, and plans count what that takes.
+/// The workspace of a GPU whose vendor's library takes `library_bytes`; these are 0 where the library is not there:
+/// then GPUs without matrix instructions make products in f32, and plans count what that takes.
 pub fn workspace(plan: &Plan, device: DeviceId, library_bytes: u64) -> Workspace {
     of_device(plan, device, library_bytes, exchange_piece_bytes(plan))
 }
@@ -415,8 +415,8 @@ pub fn most_fused_rows(held: Format) -> u32 {
 }
 
 /// What a GPU multiplies a matrix of that format in with many rows, input and matrix alike: matrix instructions, those
-/// of the vendor's library among them, take both in one format. Without the library that is what is counted: f32, for GPUs
-/// without matrix instructions; those with them multiply parts of the rows in bf16.
+/// of the vendor's library among them, take both in one format. Without the library that is what is counted: f32, for
+/// GPUs without matrix instructions; those with them multiply parts of the rows in bf16.
 pub fn product_format(held: Format, has_library: bool) -> Format {
     match (held, has_library) {
         (_, false) => Format::F32,

@@ -10,6 +10,7 @@ use ir::plan::Phase;
 use rayon::prelude::*;
 
 use crate::options::Objective;
+use crate::part::WeightKey;
 use crate::place::are_alike;
 use crate::place::group::Group;
 use crate::place::hosted::Hosted;
@@ -61,8 +62,7 @@ impl<'a> Prices<'a> {
         for (id, node) in task.model.layers.nodes() {
             let Some((device, _)) = pins[id] else { continue };
             for weight in node.work.weights() {
-                let format = task.format(weight, device);
-                let key = crate::part::WeightKey { weight, device, format, slice: None };
+                let key = WeightKey::whole(task, weight, device);
                 if !seen.contains(&key) {
                     free[device] = free[device].saturating_sub(key.bytes(task));
                     seen.push(key);

@@ -77,8 +77,8 @@ pub(crate) fn offers(
         for kept in [Kept::Experts, Kept::Mlps, Kept::Matrices] {
             let Some(search) = Search::new(prices, gpus, kept) else { continue };
             let found = search.offers(is_rough, best, price);
-            let fits = |offer: &&Offer| offer.candidate.missing.is_none();
-            let first = found.iter().filter(fits).min_by_key(|offer| offer.score);
+            let fitting = found.iter().filter(|offer| offer.fits());
+            let first = fitting.min_by_key(|offer| offer.score);
             // What leaves no room to fetch ahead may be worse than if more stays.
             let is_enough = first.is_some_and(|first| is_rough || search.has_windows(first));
             offers.extend(found);
@@ -93,7 +93,7 @@ pub(crate) fn offers(
         let mut found: Vec<Vec<Offer>> =
             gpu_sets.par_iter().map(|gpus| of_set(gpus, true)).collect();
         let score = |offers: &[Offer]| {
-            let fitting = offers.iter().filter(|offer| offer.candidate.missing.is_none());
+            let fitting = offers.iter().filter(|offer| offer.fits());
             fitting.map(|offer| offer.score).min().unwrap_or(u64::MAX)
         };
         let best = (0..found.len()).min_by_key(|&set| score(&found[set]));

@@ -35,6 +35,13 @@ pub(super) struct Offer {
     pub(super) devices: Table<DeviceId, DeviceForecast>,
 }
 
+impl Offer {
+    /// Whether no device lacks memory.
+    pub(super) fn fits(&self) -> bool {
+        self.candidate.missing.is_none()
+    }
+}
+
 /// The exact price of an arrangement.
 ///
 /// Where a shared group's member lacks memory, shares shift to the others as far as that helps.
@@ -129,7 +136,7 @@ pub(super) fn requested_offer(
         let Ok(tried) = offer(task, units, pins, &half) else { break };
         let lacks = tried.candidate.missing.is_some_and(|(device, _)| device == lacking);
         // Of what fits the last has most to do.
-        if missing(&tried) < missing(&best) || tried.candidate.missing.is_none() {
+        if missing(&tried) < missing(&best) || tried.fits() {
             best = tried;
         }
         if lacks && tries == 0 {

@@ -41,7 +41,7 @@ pub(super) fn too_large(
         "{all_lack}, {even}with {} at a context of {} tokens",
         offer.candidate.name, target.context
     );
-    let fits = |offers: Vec<Offer>| offers.iter().any(|offer| offer.candidate.missing.is_none());
+    let fits = |offers: Vec<Offer>| offers.iter().any(Offer::fits);
     let sequences = target.max_sequences;
     // One context, and something of each sequence.
     let fewest = target.blocks_per_sequence().max(sequences);

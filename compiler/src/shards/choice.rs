@@ -219,10 +219,7 @@ fn bytes(task: &Task<'_>, home: DeviceId, is_one: impl Fn(&str) -> bool) -> f64 
     let nodes = task.model.layers.nodes().map(|(_, node)| node);
     let nodes = nodes.filter(|node| node.work.takes_fetched() && is_one(&node.name));
     let weights = nodes.flat_map(|node| node.work.weights());
-    let packed = |weight: WeightId| {
-        let format = task.format(weight, home);
-        WeightKey { weight, device: home, format, slice: None }.packed_bytes(task) as f64
-    };
+    let packed = |weight: WeightId| WeightKey::whole(task, weight, home).packed_bytes(task) as f64;
     weights.filter(|&weight| task.model.weights[weight].shape.len() > 1).map(packed).sum()
 }
 

@@ -42,10 +42,7 @@ impl Lacking {
                 caches += task.target.cache_bytes(gpu, (cache.kv_heads, cache.head_dim));
             }
         }
-        let held = |weight: WeightId| {
-            let format = task.format(weight, gpu);
-            WeightKey { weight, device: gpu, format, slice: None }.bytes(task)
-        };
+        let held = |weight: WeightId| WeightKey::whole(task, weight, gpu).bytes(task);
         let whole: u64 = weights.into_iter().map(held).sum::<u64>() + caches;
         let room = |&gpu: &DeviceId| {
             let DeviceForecast { weight_bytes, cache_bytes, fetch_bytes, capacity_bytes, .. } =

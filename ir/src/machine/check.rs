@@ -19,45 +19,46 @@ impl Machine {
     /// # Errors
     /// When it has no devices, two that are one, or a rate or link that none has.
     pub fn check(&self) -> Result<()> {
-        check_machine(self)
-    }
-}
-
-fn check_machine(machine: &Machine) -> Result<()> {
-    let devices = machine.devices.len();
-    ensure!(devices > 0, "there are no devices");
-    for (id, device) in machine.devices.iter() {
-        let name = &device.name;
-        ensure!(machine.device(name) == Some(id), "two devices are named {name}");
-        if let DeviceKind::Numa { cpus, .. } = &device.kind {
-            ensure!(!cpus.is_empty(), "cpus of {name} is empty; one processor at least is meant");
-            if let Some(cpu) = first_repeated(cpus) {
-                bail!("cpus of {name} has processor {cpu} twice; each is named once");
+        let devices = self.devices.len();
+        ensure!(devices > 0, "there are no devices");
+        for (id, device) in self.devices.iter() {
+            let name = &device.name;
+            ensure!(self.device(name) == Some(id), "two devices are named {name}");
+            if let DeviceKind::Numa { cpus, .. } = &device.kind {
+                ensure!(
+                    !cpus.is_empty(),
+                    "cpus of {name} is empty; one processor at least is meant"
+                );
+                if let Some(cpu) = first_repeated(cpus) {
+                    bail!("cpus of {name} has processor {cpu} twice; each is named once");
+                }
             }
-        }
-        if let DeviceKind::Gpu { ordinal, .. } = device.kind {
-            let is_it = |other: &Device| matches!(other.kind, DeviceKind::Gpu { ordinal: o, .. } if o == ordinal);
-            let other = machine.devices.rows()[..id.index()].iter().find(|other| is_it(other));
-            if let Some(Device { name: other, .. }) = other {
-                bail!("{other} and {name} have the same ordinal {ordinal}; each GPU has its own");
+            if let DeviceKind::Gpu { ordinal, .. } = device.kind {
+                let is_it = |other: &Device| matches!(other.kind, DeviceKind::Gpu { ordinal: o, .. } if o == ordinal);
+                let other = self.devices.rows()[..id.index()].iter().find(|other| is_it(other));
+                if let Some(Device { name: other, .. }) = other {
+                    bail!(
+                        "{other} and {name} have the same ordinal {ordinal}; each GPU has its own"
+                    );
+                }
             }
+            check_rates(name, &device.rates)?;
         }
-        check_rates(name, &device.rates)?;
+        for (index, link) in self.links.iter().enumerate() {
+            let (from, to) = (link.from.index(), link.to.index());
+            let link_name = format!("link {index} (from {from} to {to})");
+            let last = devices - 1;
+            ensure!(from <= last && to <= last, "{link_name}: there are devices 0 to {last}");
+            ensure!(from != to, "{link_name}: a device needs none to itself");
+            check_rate("bytes_per_sec", &link_name, link.bytes_per_sec)?;
+            check_nanos("latency_nanos", &link_name, link.latency_nanos)?;
+        }
+        if let Some(collectives) = &self.collectives {
+            check_rate("bytes_per_sec", "collectives", collectives.bytes_per_sec)?;
+            check_nanos("latency_nanos", "collectives", collectives.latency_nanos)?;
+        }
+        Ok(())
     }
-    for (index, link) in machine.links.iter().enumerate() {
-        let (from, to) = (link.from.index(), link.to.index());
-        let link_name = format!("link {index} (from {from} to {to})");
-        let last = devices - 1;
-        ensure!(from <= last && to <= last, "{link_name}: there are devices 0 to {last}");
-        ensure!(from != to, "{link_name}: a device needs none to itself");
-        check_rate("bytes_per_sec", &link_name, link.bytes_per_sec)?;
-        check_nanos("latency_nanos", &link_name, link.latency_nanos)?;
-    }
-    if let Some(collectives) = &machine.collectives {
-        check_rate("bytes_per_sec", "collectives", collectives.bytes_per_sec)?;
-        check_nanos("latency_nanos", "collectives", collectives.latency_nanos)?;
-    }
-    Ok(())
 }
 
 /// The rates of the device of that name.

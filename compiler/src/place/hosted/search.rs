@@ -16,7 +16,7 @@ use ir::op::Op;
 use rayon::prelude::*;
 
 use self::caches::is_chosen;
-use self::head::{Head, best};
+use self::head::Head;
 use super::share::share;
 use super::{Hosted, Price, host_cost, hosts};
 use crate::cost::fetch_nanos;
@@ -189,9 +189,7 @@ impl<'a> Search<'a> {
                 for weight in node.work.weights() {
                     // Homes may hold it in different formats; the largest is what there must be room for.
                     let packed = |&device: &DeviceId| {
-                        let format = task.format(weight, device);
-                        let key = WeightKey { weight, device, format, slice: None };
-                        key.packed_bytes(task)
+                        WeightKey::whole(task, weight, device).packed_bytes(task)
                     };
                     if task.model.weights[weight].shape.len() > 1 {
                         let bytes = hosts.iter().map(packed).max().unwrap_or(0);
@@ -311,7 +309,7 @@ impl<'a> Search<'a> {
             fresh.into_par_iter().filter_map(fewest).collect();
         bases.sort_by_key(|(_, _, base)| (base.candidate.missing.is_some(), base.score));
         let may_fetch = |(frame, _, base): &&(Frame, Vec<usize>, Offer)| {
-            base.candidate.missing.is_none() && frame.windows.iter().any(|&bytes| bytes > 0)
+            base.fits() && frame.windows.iter().any(|&bytes| bytes > 0)
         };
         let fetching: Vec<_> = bases.iter().filter(may_fetch).take(fetching).collect();
         let fetching = fetching.into_par_iter().filter_map(|(frame, counts, base)| {
@@ -403,7 +401,7 @@ impl<'a> Search<'a> {
         let offer = |share: f64, in_blocks: bool| {
             let fetching = Fetching { share: share.min(1.0), in_blocks };
             let offer = price(&self.arrange(counts, frame, fetching)).ok()?;
-            offer.candidate.missing.is_none().then_some(offer)
+            offer.fits().then_some(offer)
         };
         let score = |offer: &Option<Offer>| offer.as_ref().map_or(u64::MAX, |offer| offer.score);
         let (blocks, nodes) = (offer(even, true), offer(even, false));
@@ -429,6 +427,11 @@ impl<'a> Search<'a> {
             blocks.filter(move |(index, _)| is_chosen(*index, count, all)).map(|(_, block)| block)
         })
     }
+}
+
+/// The best of what fits.
+fn best(found: &[(Frame, Offer)]) -> Option<&(Frame, Offer)> {
+    found.iter().filter(|(_, offer)| offer.fits()).min_by_key(|(_, offer)| offer.score)
 }
 
 /// Windows of a stage with those blocks: two of the largest node, that node, each smaller one, and none.

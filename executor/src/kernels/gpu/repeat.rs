@@ -1,4 +1,5 @@
-//! Memory filled with a pattern, again and again: what is measured with needs contents, not a copy of them from the host.
+//! Memory filled with a pattern, again and again: what is measured with needs contents, not a copy of them from the
+//! host.
 
 use cubecl::prelude::*;
 

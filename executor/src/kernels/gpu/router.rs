@@ -9,7 +9,8 @@ const MOST_UNITS: usize = 256;
 
 impl Gpu {
     /// For each token the `used` experts with the largest logits `[tokens, experts]`: ids as `i32` and weights,
-    /// both `[tokens, used]`, in falling order; the lower id wins a tie, and what is not a number counts as the largest.
+    /// both `[tokens, used]`, in falling order; the lower id wins a tie, and what is not a number counts as the
+    /// largest.
     pub fn route(
         &self,
         logits: &Span,

@@ -110,8 +110,8 @@ impl State {
     }
 
     /// Rows that are multiplied at a time where there is no vendor's library: as many as matrix instructions take with
-    /// matrices as they lie. `None` where there are none for them, or parts of that many rows do not start where kernels
-    /// want them.
+    /// matrices as they lie. `None` where there are none for them, or parts of that many rows do not start where
+    /// kernels want them.
     fn rows_at_a_time(
         &self,
         x: &Operand,

@@ -30,10 +30,7 @@ impl Search<'_> {
             self.host_head(&mut free, |node, hosting| nodes[node] = Some(hosting));
         }
         for &(lookup, table) in &self.lookups {
-            let bytes = |home| {
-                let format = self.task.format(table, home);
-                WeightKey { weight: table, device: home, format, slice: None }.bytes(self.task)
-            };
+            let bytes = |home| WeightKey::whole(self.task, table, home).bytes(self.task);
             let host = self.host_for(&free, 0, bytes(self.hosts[0]));
             let home = self.hosts[host];
             free[host] = free[host].saturating_sub(bytes(home));

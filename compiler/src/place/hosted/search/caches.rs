@@ -18,13 +18,12 @@ const LARGE: u64 = 8;
 impl Search<'_> {
     /// Nothing but windows decided.
     pub(super) fn without_caches(&self, windows: Vec<u64>) -> Frame {
-        let none = vec![0; self.stages.len()];
-        let cache_bytes = none.iter().map(|_| 0).collect();
-        Frame { windows, caches: none, cache_bytes, head_stays: false }
+        let stages = self.stages.len();
+        Frame { windows, caches: vec![0; stages], cache_bytes: vec![0; stages], head_stays: false }
     }
 
-    /// What is tried beside a frame that keeps all caches on GPUs: as many with hosts as GPUs lack the memory for, and more;
-    /// and without windows as many as leave the room for all matrices.
+    /// What is tried beside a frame that keeps all caches on GPUs: as many with hosts as GPUs lack the memory for, and
+    /// more; and without windows as many as leave the room for all matrices.
     pub(super) fn with_caches(
         &self,
         without: &Frame,

@@ -85,7 +85,7 @@ impl Search<'_> {
                 let mut fewer = best.0.clone();
                 fewer[stage] -= 1;
                 match offer(&fewer) {
-                    Some(offer) if offer.candidate.missing.is_none() => best = (fewer, offer),
+                    Some(offer) if offer.fits() => best = (fewer, offer),
                     Some(_) | None => break,
                 }
             }

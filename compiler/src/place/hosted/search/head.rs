@@ -4,15 +4,15 @@
 use ir::id::{DeviceId, NodeId, WeightId};
 use ir::op::Op;
 
-use super::{Frame, Kept, Search};
+use super::{Frame, Kept, Search, best};
 use crate::part::WeightKey;
 use crate::place::Offer;
 use crate::place::candidates::Prices;
 use crate::place::hosted::{Hosted, Hosting, Price};
 use crate::task::Task;
 
-/// Beside what fits with a window for a matrix, a head that takes less than one part in so many of its GPU's memory stays
-/// there.
+/// Beside what fits with a window for a matrix, a head that takes less than one part in so many of its GPU's memory
+/// stays there.
 const LARGE: u64 = 8;
 
 /// What makes the logits.
@@ -106,10 +106,8 @@ impl Search<'_> {
 
     /// Bytes of its matrices on a device.
     fn head_bytes(&self, head: &Head, device: DeviceId) -> u64 {
-        let bytes = |&weight: &WeightId| {
-            let format = self.task.format(weight, device);
-            WeightKey { weight, device, format, slice: None }.bytes(self.task)
-        };
+        let bytes =
+            |&weight: &WeightId| WeightKey::whole(self.task, weight, device).bytes(self.task);
         head.matrices.iter().map(bytes).sum()
     }
 
@@ -123,10 +121,4 @@ impl Search<'_> {
             host(node, Hosting { home, is_fetched_in_prefill: false, is_fetched_in_decode: false });
         }
     }
-}
-
-/// The best of what fits.
-pub(super) fn best(found: &[(Frame, Offer)]) -> Option<&(Frame, Offer)> {
-    let fitting = found.iter().filter(|(_, offer)| offer.candidate.missing.is_none());
-    fitting.min_by_key(|(_, offer)| offer.score)
 }
