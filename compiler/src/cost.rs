@@ -3,7 +3,7 @@
 use anyhow::{Context as _, Result, bail};
 use ir::id::DeviceId;
 use ir::layout::Move;
-use ir::machine::{Device, LinearRate};
+use ir::machine::{CacheRate, Device, LinearRate};
 use ir::op::{Attention, Experts, Linear, Op, Products, Then};
 use ir::tensor::{DType, Extent, Format, TensorType};
 use ir::workspace::{MAX_FUSED_ROWS, UNPACKED_ROWS, broken_loads, most_fused_rows, product_format};
@@ -90,18 +90,13 @@ pub(crate) fn run_nanos(
         }
         Some(Products::Attention(attention)) => {
             let home = operands.borrows_from.unwrap_or(device);
-            let cache = target.kv_types[home].head_bytes(attention.head_dim);
+            let kv_type = target.kv_types[home];
+            let cache = kv_type.head_bytes(attention.head_dim);
             let crossing = match operands.borrows_from {
                 Some(home) => borrowing_nanos(target, [home, device], attention, cache, batch)?,
                 None => 0.0,
             };
-            let attending = attention_nanos(
-                attention,
-                cache,
-                batch,
-                rates.attention_flops_per_sec,
-                rates.cache_bytes_per_sec,
-            );
+            let attending = attention_nanos(attention, cache, batch, rates.attention(kv_type));
             // Of many tokens, a GPU first rotates all heads and caches keys and values.
             let is_prompt = batch.extent.tokens > batch.sequences;
             attending
@@ -278,13 +273,7 @@ fn linear_rate(target: &Target, device: DeviceId, format: Format) -> Result<&Lin
     })
 }
 
-fn attention_nanos(
-    attention: &Attention,
-    head_bytes: u64,
-    batch: &Batch,
-    flops_per_sec: f64,
-    cache_bytes_per_sec: f64,
-) -> f64 {
+fn attention_nanos(attention: &Attention, head_bytes: u64, batch: &Batch, rate: CacheRate) -> f64 {
     let window = f64::from(attention.window.unwrap_or(u32::MAX));
     let sequences = f64::from(batch.sequences);
     let fed = f64::from(batch.extent.tokens) / sequences;
@@ -293,7 +282,7 @@ fn attention_nanos(
     if fed <= 1.0 {
         // Decode reads the keys and values that a token sees, once for all query heads that share them.
         let bytes = 2.0 * f64::from(attention.kv_heads) * head_bytes as f64;
-        return seconds(sequences * (past + 1.0).min(window) * bytes, cache_bytes_per_sec);
+        return seconds(sequences * (past + 1.0).min(window) * bytes, rate.cache_bytes_per_sec);
     }
     // Tokens seen, summed over the tokens fed: a triangle cut off at the window.
     let seen = if past + fed <= window {
@@ -303,7 +292,8 @@ fn attention_nanos(
         growing * (past + (growing + 1.0) / 2.0) + (fed - growing) * window
     };
     // A multiplication and an addition for the score, and the same for the value.
-    seconds(sequences * seen * 4.0 * f64::from(attention.heads) * head_dim, flops_per_sec)
+    let flops = sequences * seen * 4.0 * f64::from(attention.heads) * head_dim;
+    seconds(flops, rate.attention_flops_per_sec)
 }
 
 fn experts_nanos(

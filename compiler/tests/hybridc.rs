@@ -63,6 +63,7 @@ fn two_nodes() -> Machine {
             attention_nanos: 0.0,
             attention_flops_per_sec: 1e12,
             cache_bytes_per_sec: 1e11,
+            other_caches: Vec::new(),
             beside_fetch: 0.9,
         },
     };

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::id::{DeviceId, Table};
 use crate::ron_text;
-use crate::tensor::Format;
+use crate::tensor::{DType, Format};
 
 /// Everything the compiler knows of the hardware: `machine.ron`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -139,10 +139,13 @@ pub struct Rates {
     /// Time of one token's attention beside the cache that it reads, and beyond that of a step.
     #[serde(default)]
     pub attention_nanos: f64,
-    /// Attention arithmetic when many tokens are fed.
+    /// Attention arithmetic when many tokens are fed, with caches in bf16.
     pub attention_flops_per_sec: f64,
-    /// KV cache read when one token a sequence is fed.
+    /// KV cache read when one token a sequence is fed, with caches in bf16.
     pub cache_bytes_per_sec: f64,
+    /// The same with caches of other types. Where a type is missing, it is as bf16.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub other_caches: Vec<CacheRate>,
     /// What a NUMA node's cores keep of their read rate while a GPU fetches from the same memory, and what the link
     /// keeps of its own: more than 0, at most 1.
     pub beside_fetch: f64,
@@ -178,6 +181,18 @@ pub struct RatePoint {
     /// Time beside those, and beyond that of a step: what a matrix of no rows would take.
     #[serde(default)]
     pub nanos: f64,
+}
+
+/// Speed of attention with caches of one type.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct CacheRate {
+    /// The type of cached keys and values.
+    pub kv_type: DType,
+    /// Arithmetic when many tokens are fed.
+    pub attention_flops_per_sec: f64,
+    /// Cache read when one token a sequence is fed.
+    pub cache_bytes_per_sec: f64,
 }
 
 /// A one-way path between two devices.
@@ -258,6 +273,16 @@ impl Rates {
     /// The curve of a format, where the device computes it.
     pub fn linear(&self, format: Format) -> Option<&LinearRate> {
         of_format(&self.linear, format)
+    }
+
+    /// The speed of attention with caches of a type.
+    pub fn attention(&self, kv_type: DType) -> CacheRate {
+        let other = self.other_caches.iter().find(|rate| rate.kv_type == kv_type);
+        other.copied().unwrap_or(CacheRate {
+            kv_type,
+            attention_flops_per_sec: self.attention_flops_per_sec,
+            cache_bytes_per_sec: self.cache_bytes_per_sec,
+        })
     }
 
     /// The curve of a mixture's experts for few tokens in a format, where there is one.

@@ -87,6 +87,7 @@ pub fn h200(gpu_bytes: u64) -> Machine {
             experts: Vec::new(),
             shared_experts: Vec::new(),
             cache_bytes_per_sec: bytes_per_sec * 0.8,
+            other_caches: Vec::new(),
             beside_fetch,
         };
     let gpu = Device {
@@ -222,6 +223,7 @@ fn rates(read_bytes_per_sec: f64, step_nanos: f64, flops_per_sec: f64) -> Rates 
         experts: Vec::new(),
         shared_experts: Vec::new(),
         cache_bytes_per_sec: read_bytes_per_sec,
+        other_caches: Vec::new(),
         beside_fetch: 0.9,
     }
 }

@@ -3,10 +3,11 @@
 use compiler::Options;
 use compiler::options::parse_pipeline;
 use ir::id::{DeviceId, Id as _};
-use ir::machine::Machine;
+use ir::machine::{CacheRate, Machine};
 use ir::plan::Plan;
 use ir::tensor::{DType, Format};
 use tests::machines::{self, gpu, linked, numa};
+use tests::rates;
 use tests::toys::Toy;
 
 const GIB: u64 = 1 << 30;
@@ -93,6 +94,25 @@ fn caches_are_as_exact_as_weights() {
         let types: Vec<DType> = plan.caches.rows().iter().map(|cache| cache.dtype).collect();
         assert_eq!(types, [expected; 2], "{format:?} of {stored}");
     }
+}
+
+#[test]
+fn forecasts_know_how_fast_caches_of_a_type_are() {
+    let mut machine = linked(vec![numa(0, GIB)]);
+    let node = machine.devices.ids().next().expect("there is a node");
+    let usual = machine.devices[node].rates.attention(DType::Bf16);
+    machine.devices[node].rates.other_caches.push(CacheRate {
+        kv_type: DType::F32,
+        attention_flops_per_sec: usual.attention_flops_per_sec / 1e3,
+        cache_bytes_per_sec: usual.cache_bytes_per_sec / 1e3,
+    });
+    let rates = |kv_type| {
+        let options = Options { kv_type: Some(kv_type), ..Options::default() };
+        rates(&plan(&Toy::llama(), &machine, &options))
+    };
+    let (bf16, f16, f32) = (rates(DType::Bf16), rates(DType::F16), rates(DType::F32));
+    assert_eq!(bf16, f16);
+    assert!(f32.0 < bf16.0 / 2.0 && f32.1 < bf16.1 / 2.0, "{f32:?} of {bf16:?}");
 }
 
 #[test]

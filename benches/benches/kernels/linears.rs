@@ -1,13 +1,11 @@
 //! Linears of every format: one row, which memory bounds, and 512, which arithmetic does.
 
 use anyhow::Result;
-use executor::calibrate::work::multiply;
-use executor::kernels::cpu::pack::{PackedMatrix, pack};
-use executor::team::Team;
+use executor::calibrate::work::{made_up_matrix, multiply};
 use ir::tensor::Format;
 
 use crate::limits::Arithmetic;
-use crate::{Amount, Bench, made_up};
+use crate::{Amount, Bench};
 
 const COLUMNS: usize = 2048;
 /// Rows of the matrix for one token: beyond the caches in every format.
@@ -18,7 +16,7 @@ const TOKENS: usize = 512;
 
 pub(crate) fn measure(bench: &mut Bench) -> Result<()> {
     for format in Format::ALL {
-        let many = matrix(&bench.team, format, MANY_ROWS, COLUMNS)?;
+        let many = made_up_matrix(&bench.team, format, MANY_ROWS, COLUMNS)?;
         let bytes = format.bytes(MANY_ROWS as u64, COLUMNS as u64);
         let (x, mut out) = (vec![0.1; COLUMNS], vec![0.0; MANY_ROWS]);
         bench.measure(
@@ -28,7 +26,7 @@ pub(crate) fn measure(bench: &mut Bench) -> Result<()> {
                 multiply(team, isa, &many, &x, 1, &mut out).expect("the sizes fit together");
             },
         );
-        let few = matrix(&bench.team, format, FEW_ROWS, COLUMNS)?;
+        let few = made_up_matrix(&bench.team, format, FEW_ROWS, COLUMNS)?;
         let (x, mut out) = (vec![0.1; TOKENS * COLUMNS], vec![0.0; TOKENS * FEW_ROWS]);
         let operations = (2 * TOKENS * FEW_ROWS * COLUMNS) as u64;
         let amount = Amount::Operations(operations, arithmetic(format));
@@ -46,17 +44,4 @@ pub(crate) fn arithmetic(format: Format) -> Arithmetic {
         Format::Bf16 | Format::Bf12 => Arithmetic::Bf16,
         Format::Q8 | Format::Q4 => Arithmetic::Int8,
     }
-}
-
-pub(crate) fn matrix(
-    team: &Team,
-    format: Format,
-    rows: usize,
-    columns: usize,
-) -> Result<PackedMatrix> {
-    pack(team, format, rows, columns, &|range, values| {
-        for (i, value) in values.iter_mut().enumerate() {
-            *value = made_up(range.start + i);
-        }
-    })
 }

@@ -87,6 +87,7 @@ pub(crate) fn node_rates(cores: u32, node_cores: u32, flags: &[String]) -> Rates
         experts: Vec::new(),
         shared_experts: Vec::new(),
         cache_bytes_per_sec: read_bytes_per_sec * REACHED,
+        other_caches: Vec::new(),
         beside_fetch: BESIDE_FETCH,
     }
 }
@@ -166,6 +167,7 @@ pub(crate) fn gpu_rates(gpu: &Gpu, has_library: bool) -> Rates {
         experts: Vec::new(),
         shared_experts: Vec::new(),
         cache_bytes_per_sec: read_bytes_per_sec * REACHED,
+        other_caches: Vec::new(),
         beside_fetch: 1.0,
     }
 }

@@ -116,6 +116,7 @@ pub(super) fn rates(gpu: &Gpu, sizes: Sizes) -> Result<Rates> {
         attention_nanos,
         attention_flops_per_sec: meter.attention_flops()?,
         cache_bytes_per_sec,
+        other_caches: Vec::new(),
         beside_fetch: 1.0,
     })
 }

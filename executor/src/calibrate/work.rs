@@ -1,14 +1,18 @@
-//! What processors are timed with, here and in benches: one linear, and the attention of one layer.
+//! What processors are timed with, here and in benches: one linear, the experts and the attention of one layer.
+
+use std::collections::BTreeSet;
 
 use anyhow::Result;
-use ir::op::Then;
+use ir::op::{Activation, Then};
+use ir::tensor::Format;
 
 use super::{made_up, touch};
 use crate::kernels::cpu::attention::{Attention, Sequence, attention};
 use crate::kernels::cpu::cache::{Cache, CacheShape, Element};
+use crate::kernels::cpu::experts::{Expert, Experts, experts};
 use crate::kernels::cpu::isa::Isa;
 use crate::kernels::cpu::linear::{Linear, linear};
-use crate::kernels::cpu::pack::PackedMatrix;
+use crate::kernels::cpu::pack::{PackedMatrix, pack};
 use crate::memory::Region;
 use crate::team::Team;
 
@@ -17,6 +21,23 @@ pub(super) const HEADS: usize = 32;
 pub(super) const KV_HEADS: usize = 8;
 pub(super) const HEAD_DIM: usize = 128;
 pub(super) const BLOCK_TOKENS: usize = 32;
+
+/// A packed matrix of made-up weights.
+///
+/// # Errors
+/// When there is no memory.
+pub fn made_up_matrix(
+    team: &Team,
+    format: Format,
+    rows: usize,
+    columns: usize,
+) -> Result<PackedMatrix> {
+    pack(team, format, rows, columns, &|range, values| {
+        for (i, value) in values.iter_mut().enumerate() {
+            *value = made_up(range.start * columns + i);
+        }
+    })
+}
 
 /// A linear of one matrix, with nothing before or behind it.
 ///
@@ -46,6 +67,80 @@ pub fn multiply(
 /// that is seen.
 pub fn prompt_flops(tokens: usize) -> f64 {
     (4 * HEADS * HEAD_DIM * (tokens * (tokens + 1) / 2)) as f64
+}
+
+/// Features of the measured mixture, and of each expert's middle: those of a 15 B mixture.
+const MIXTURE: [usize; 2] = [2048, 768];
+/// Experts that one of its tokens chooses.
+pub const USED: usize = 8;
+
+/// Some experts of a mixture.
+pub struct Mixture(Vec<[PackedMatrix; 3]>);
+
+/// Tokens that have chosen experts.
+pub struct MixtureTokens {
+    x: Vec<f32>,
+    ids: Vec<i32>,
+    weights: Vec<f32>,
+    out: Vec<f32>,
+}
+
+impl Mixture {
+    /// A mixture of so many experts.
+    ///
+    /// # Errors
+    /// When there is no memory.
+    pub fn new(team: &Team, format: Format, experts: usize) -> Result<Self> {
+        let [features, inner] = MIXTURE;
+        let expert = |_| -> Result<[PackedMatrix; 3]> {
+            let wide = || made_up_matrix(team, format, inner, features);
+            Ok([wide()?, wide()?, made_up_matrix(team, format, features, inner)?])
+        };
+        Ok(Self((0..experts).map(expert).collect::<Result<_>>()?))
+    }
+
+    /// Weights of an expert.
+    pub fn weights(&self) -> u64 {
+        let [features, inner] = MIXTURE;
+        3 * (features * inner) as u64
+    }
+
+    /// Sums up what the tokens' experts make of them.
+    ///
+    /// # Errors
+    /// When there is no memory for what lies between.
+    pub fn compute(&self, team: &Team, isa: Isa, tokens: &mut MixtureTokens) -> Result<()> {
+        let all = self.0.iter().map(|[gate, up, down]| Expert { gate, up, down });
+        let all: Vec<Expert<'_>> = all.collect();
+        let inputs = Experts {
+            x: &tokens.x,
+            tokens: tokens.ids.len() / USED,
+            ids: &tokens.ids,
+            weights: &tokens.weights,
+            first_expert: 0,
+            experts: &all,
+            activation: Activation::Silu,
+        };
+        experts(team, isa, &inputs, &mut tokens.out)
+    }
+}
+
+impl MixtureTokens {
+    /// So many tokens; `choose` names a token's expert of each rank.
+    pub fn new(count: usize, choose: impl Fn(usize, usize) -> usize) -> Self {
+        let [features, _] = MIXTURE;
+        Self {
+            x: (0..count * features).map(made_up).collect(),
+            ids: (0..count * USED).map(|i| choose(i / USED, i % USED) as i32).collect(),
+            weights: vec![1.0 / USED as f32; count * USED],
+            out: vec![0.0; count * features],
+        }
+    }
+
+    /// How many experts any of them chose.
+    pub fn chosen(&self) -> usize {
+        self.ids.iter().collect::<BTreeSet<_>>().len()
+    }
 }
 
 /// One layer's cache for one sequence, and activations to feed it.

@@ -66,6 +66,11 @@ fn check_rates(name: &str, rates: &Rates) -> Result<()> {
     check_rate("read_bytes_per_sec", name, rates.read_bytes_per_sec)?;
     check_rate("attention_flops_per_sec", name, rates.attention_flops_per_sec)?;
     check_rate("cache_bytes_per_sec", name, rates.cache_bytes_per_sec)?;
+    for rate in &rates.other_caches {
+        let cache_name = format!("{} caches of {name}", rate.kv_type);
+        check_rate("attention_flops_per_sec", &cache_name, rate.attention_flops_per_sec)?;
+        check_rate("cache_bytes_per_sec", &cache_name, rate.cache_bytes_per_sec)?;
+    }
     check_nanos("step_nanos", name, rates.step_nanos)?;
     check_nanos("attention_nanos", name, rates.attention_nanos)?;
     ensure!(

@@ -130,6 +130,7 @@ impl Builder {
             experts: Vec::new(),
             shared_experts: Vec::new(),
             cache_bytes_per_sec: 1e10,
+            other_caches: Vec::new(),
             beside_fetch: 1.0,
         };
         let device = |index: usize| Device {

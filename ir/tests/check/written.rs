@@ -6,19 +6,20 @@ use ir::counts::ExpertCounts;
 use ir::forecast::{Candidate, DeviceForecast, ProgramForecast, RunForecast};
 use ir::graph::{Cause, Reason, RunnerUp};
 use ir::id::{Id as _, RopeId};
-use ir::machine::{Collectives, CpuCache, LinearRate, Machine, RatePoint};
+use ir::machine::{CacheRate, Collectives, CpuCache, LinearRate, Machine, RatePoint};
 use ir::op::{ExpertPart, Frequencies, Op};
 use ir::plan::{Action, Plan};
-use ir::tensor::Format;
+use ir::tensor::{DType, Format};
 use ir::trace::Trace;
 
 use crate::named;
 use crate::plans::{d, one_device, streamed, tensor_parallel};
 
 /// Fields that say something only where they are written.
-const OPTIONAL: [&str; 8] = [
+const OPTIONAL: [&str; 9] = [
     "collectives",
     "cpu_caches",
+    "other_caches",
     "experts",
     "shared_experts",
     "attention_nanos",
@@ -38,6 +39,11 @@ fn plans() -> [Plan; 3] {
     device.cpu_caches.push(CpuCache { level: 1, bytes: 1 << 15, count: 1 });
     (device.rates.linear, device.rates.experts) = (curve.clone(), curve.clone());
     device.rates.shared_experts = curve;
+    device.rates.other_caches.push(CacheRate {
+        kv_type: DType::I8,
+        attention_flops_per_sec: 1e10,
+        cache_bytes_per_sec: 1e10,
+    });
     plan.ropes[RopeId::from_index(0)].frequencies =
         Frequencies::Switched { short: vec![1.0; 2], long: vec![1.0; 2], original_tokens: 8 };
     plan.causes.push(Cause {
@@ -124,7 +130,7 @@ fn no_field_of_a_plan_may_be_missing() {
 fn a_machine_need_not_tell_what_nothing_depends_on() {
     let machine = plans()[0].machine.clone();
     let mut text = machine.to_ron().unwrap();
-    let curves = ["experts", "shared_experts"];
+    let curves = ["experts", "shared_experts", "other_caches"];
     for optional in
         ["collectives", "cpu_caches", "attention_nanos", "nanos"].into_iter().chain(curves)
     {

@@ -135,6 +135,7 @@ fn machine(wish: Wish) -> Machine {
             experts: Vec::new(),
             shared_experts: Vec::new(),
             cache_bytes_per_sec: speed,
+            other_caches: Vec::new(),
             beside_fetch: 1.0,
         },
     };
