@@ -13,8 +13,11 @@ use crate::options::{DEFAULT_CONTEXT, Objective, Options};
 
 /// Tokens of one cache block: 32 rows of a head are contiguous, and a sequence wastes 16 tokens on average.
 pub(crate) const BLOCK_TOKENS: u32 = 32;
-/// Rows of logits in one prefill: enough for perplexity in chunks, small beside the weights of a vocabulary.
-const PREFILL_ROWS: u32 = 64;
+/// Rows of logits in one prefill, by which texts are scored: as many as GPUs multiply in one launch.
+const GPU_PREFILL_ROWS: u32 = 64;
+/// The same where only processors compute. Whole strips of 12, 8 and 6 rows; beyond them rates hardly grow, and logits
+/// count twice, for a run and for the next one.
+const CPU_PREFILL_ROWS: u32 = 24;
 
 /// Everything about a compilation but the placement itself.
 #[derive(Clone, Debug)]
@@ -231,11 +234,13 @@ impl Target {
 
     /// The batch of a program for prompts of up to `tokens` tokens, placed as in a phase.
     pub(crate) fn prompt(&self, tokens: u32, placed_as: Phase) -> Batch {
+        let has_gpus = self.machine.devices.rows().iter().any(|device| device.kind.is_gpu());
+        let rows = if has_gpus { GPU_PREFILL_ROWS } else { CPU_PREFILL_ROWS };
         Batch {
             program: format!("prefill{tokens}"),
             phase: Phase::Prefill,
             placed_as,
-            extent: Extent { tokens, rows: PREFILL_ROWS.max(self.max_sequences).min(tokens) },
+            extent: Extent { tokens, rows: rows.max(self.max_sequences).min(tokens) },
             max_sequences: self.max_sequences.min(tokens),
             sequences: 1,
             past: 0,
