@@ -5,7 +5,7 @@
 # else, such as a second GPU, is skipped and says so.
 #
 # PROGRAMS=FOLDER takes what was built elsewhere: hybridc, hybrid-exec and, in FOLDER/tests, the test programs of the
-# executor and of tests/tests/golden.rs. ROUNDS=N runs several GPUs N times instead of a hundred.
+# executor and of golden.rs, running.rs and narrow.rs in tests/tests. ROUNDS=N runs several GPUs N times instead of a hundred.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -24,6 +24,10 @@ else
     sed -n 's/.*"profile":{[^}]*"test":true}.*"executable":"\([^"]*\)".*/\1/p')
 fi
 export HYBRID_TEST_GPU=cuda
+for name in "${names[@]}"; do
+  for test in "${tests[@]}"; do "$test" --list --format terse "$name"; done | grep -q ': test$' ||
+    { echo "no test is named $name: a test program is missing, or it has another name" >&2; exit 1; }
+done
 # Each in a process of its own, some at a time: most of what they take is the compiling of kernels, on one core each.
 # Processes that fill one cache of compiled kernels at the same time can lose a launch, so each has its own.
 for test in "${tests[@]}"; do

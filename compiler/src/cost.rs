@@ -46,7 +46,7 @@ pub(crate) fn run_nanos(
     batch: &Batch,
 ) -> Result<f64> {
     let rates = &target.machine.devices[device].rates;
-    let streamed = |bytes: u64| seconds(bytes as f64, rates.read_bytes_per_sec);
+    let streamed = |bytes: u64| nanos_at(bytes as f64, rates.read_bytes_per_sec);
     let tensors = operands.reads.iter().chain(&operands.writes);
     let activations = streamed(tensors.map(|ty| ty.bytes(batch.extent)).sum());
     let kind = &target.machine.devices[device].kind;
@@ -61,7 +61,7 @@ pub(crate) fn run_nanos(
             };
             let rate = linear_rate(target, device, format)?;
             let elements: f64 = held.shape.iter().map(|&size| f64::from(size)).product();
-            nanos += seconds(elements, rate.weights_per_sec(tokens));
+            nanos += nanos_at(elements, rate.weights_per_sec(tokens));
             // Few tokens go through all matrices in one launch.
             let own = rate.nanos(tokens);
             beside = if tokens > UNPACKED_ROWS { beside + own } else { beside.max(own) };
@@ -183,7 +183,7 @@ pub(crate) fn move_nanos(
         })?;
         // Messages of several peers are under way at once; their bytes share the receiver's port.
         latency = latency.max(link.latency_nanos);
-        crossing += seconds(bytes as f64, link.bytes_per_sec);
+        crossing += nanos_at(bytes as f64, link.bytes_per_sec);
     }
     let local = match movement {
         // The link writes what it brings.
@@ -199,7 +199,7 @@ pub(crate) fn move_nanos(
         (true, true) => rates.step_nanos,
         (true, false) => 0.0,
     };
-    Ok(beginning + crossing + seconds(local as f64, rates.read_bytes_per_sec))
+    Ok(beginning + crossing + nanos_at(local as f64, rates.read_bytes_per_sec))
 }
 
 /// Nanoseconds of a sum over so many GPUs, of terms of `bytes` bytes, by the vendor's library; `None` where the machine
@@ -211,7 +211,7 @@ pub(crate) fn library_sum_nanos(target: &Target, members: usize, bytes: u64) -> 
     let collectives = target.machine.collectives.as_ref()?;
     let members = members as f64;
     let crossing = 2.0 * (members - 1.0) / members * bytes as f64;
-    Some(collectives.latency_nanos + seconds(crossing, collectives.bytes_per_sec))
+    Some(collectives.latency_nanos + nanos_at(crossing, collectives.bytes_per_sec))
 }
 
 /// Nanoseconds of bringing a weight from its home to a GPU; `is_shared` where the home computes at the same time.
@@ -228,7 +228,7 @@ pub(crate) fn fetch_nanos(
         format!("no link leads from {} to {}", target.name(home), target.name(device))
     })?;
     let share = if is_shared { target.machine.devices[home].rates.beside_fetch } else { 1.0 };
-    Ok(link.latency_nanos + seconds(bytes as f64, link.bytes_per_sec * share))
+    Ok(link.latency_nanos + nanos_at(bytes as f64, link.bytes_per_sec * share))
 }
 
 /// Nanoseconds of bringing what is cached from a cache's home to a GPU and what is new back.
@@ -252,7 +252,7 @@ fn borrowing_nanos(
 }
 
 /// Nanoseconds of `amount` at a rate per second.
-pub(crate) fn seconds(amount: f64, per_sec: f64) -> f64 {
+pub(crate) fn nanos_at(amount: f64, per_sec: f64) -> f64 {
     if amount == 0.0 { 0.0 } else { amount / per_sec * 1e9 }
 }
 
@@ -274,26 +274,17 @@ fn linear_rate(target: &Target, device: DeviceId, format: Format) -> Result<&Lin
 }
 
 fn attention_nanos(attention: &Attention, head_bytes: u64, batch: &Batch, rate: CacheRate) -> f64 {
-    let window = f64::from(attention.window.unwrap_or(u32::MAX));
     let sequences = f64::from(batch.sequences);
     let fed = f64::from(batch.extent.tokens) / sequences;
-    let past = f64::from(batch.past);
-    let head_dim = f64::from(attention.head_dim);
+    let seen = sequences * attention.seen(fed, f64::from(batch.past));
     if fed <= 1.0 {
         // Decode reads the keys and values that a token sees, once for all query heads that share them.
         let bytes = 2.0 * f64::from(attention.kv_heads) * head_bytes as f64;
-        return seconds(sequences * (past + 1.0).min(window) * bytes, rate.cache_bytes_per_sec);
+        return nanos_at(seen * bytes, rate.cache_bytes_per_sec);
     }
-    // Tokens seen, summed over the tokens fed: a triangle cut off at the window.
-    let seen = if past + fed <= window {
-        fed * (past + (fed + 1.0) / 2.0)
-    } else {
-        let growing = (window - past).max(0.0);
-        growing * (past + (growing + 1.0) / 2.0) + (fed - growing) * window
-    };
     // A multiplication and an addition for the score, and the same for the value.
-    let flops = sequences * seen * 4.0 * f64::from(attention.heads) * head_dim;
-    seconds(flops, rate.attention_flops_per_sec)
+    let flops = seen * 4.0 * f64::from(attention.heads) * f64::from(attention.head_dim);
+    nanos_at(flops, rate.attention_flops_per_sec)
 }
 
 fn experts_nanos(
@@ -316,20 +307,18 @@ fn experts_nanos(
     for Held { format, shape, .. } in operands.weights {
         if let Some(rate) = rates.experts(*format).filter(|_| fed <= UNPACKED_ROWS) {
             let elements = used * f64::from(shape[1]) * f64::from(shape[2]);
-            nanos += seconds(elements, rate.weights_per_sec(fed));
+            nanos += nanos_at(elements, rate.weights_per_sec(fed));
             beside = beside.max(rate.nanos(fed));
             continue;
         }
-        let experts = f64::from(shape[0]);
-        // Experts that any of the tokens chose, as if each chose at random.
-        let chosen = experts * (1.0 - (1.0 - (used / experts).min(1.0)).powf(tokens));
+        let chosen = Experts::chosen(f64::from(shape[0]), used, tokens);
         let rows = (tokens * used / chosen).round().max(1.0) as u32;
         let elements = chosen * f64::from(shape[1]) * f64::from(shape[2]);
         let rate = match rates.shared_experts(*format) {
             Some(rate) => rate,
             None => linear_rate(target, device, *format)?,
         };
-        nanos += seconds(elements, rate.weights_per_sec(rows));
+        nanos += nanos_at(elements, rate.weights_per_sec(rows));
         beside = beside.max(rate.nanos(rows));
     }
     Ok(nanos + beside)

@@ -175,7 +175,7 @@ impl FromStr for FormatRule {
             "{text:?} is more than one rule: repeat --format, as in --format numa0=q8 --format numa1=q4"
         );
         let format = format.parse()?;
-        let pattern = regex::escape(devices).replace(r"\*", ".*").replace(r"\?", ".");
+        let pattern = regex::escape(devices).replace(r"\*", ".*");
         let devices = Regex::new(&format!("^{pattern}$"))
             .with_context(|| format!("in the format {text:?}"))?;
         Ok(Self { text: text.to_owned(), devices, format })

@@ -1,7 +1,8 @@
 //! Decides where every node runs: forms candidates, prices each exactly, keeps the one predicted best.
 //!
 //! - Candidates hold the plans that people make by hand: all on one device, layers split in order, all layers
-//!   shared. So the result never scores worse than the best of those.
+//!   shared. So the result never scores worse than the best of those that are priced: of many unlike devices, stages
+//!   are priced in the orders that seem best.
 //! - Matrices and caches stay on NUMA nodes beside a GPU only where the model fits no GPUs that are about as fast.
 //! - A price is that of the finished schedule, so byte limits are exact.
 

@@ -179,10 +179,25 @@ pub struct Experts {
     pub part: Option<ExpertPart>,
 }
 
+impl Attention {
+    /// Tokens seen, summed over `fed` tokens of a sequence that has `past` tokens cached: a triangle behind what is
+    /// cached, cut off at the window.
+    pub fn seen(&self, fed: f64, past: f64) -> f64 {
+        let window = f64::from(self.window.unwrap_or(u32::MAX));
+        let growing = (window - past).clamp(0.0, fed);
+        growing * (past + (growing + 1.0) / 2.0) + (fed - growing) * window
+    }
+}
+
 impl Experts {
     /// Id of the first expert.
     pub fn first(&self) -> u32 {
         self.part.map_or(0, |part| part.first)
+    }
+
+    /// Of `held` experts, `used` of which each of `tokens` tokens chooses as if at random, those that any token chooses.
+    pub fn chosen(held: f64, used: f64, tokens: f64) -> f64 {
+        held * (1.0 - (1.0 - (used / held).min(1.0)).powf(tokens))
     }
 }
 

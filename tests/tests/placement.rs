@@ -84,25 +84,6 @@ fn the_choice_is_never_slower_than_a_candidate_that_fits() {
 }
 
 #[test]
-fn what_a_faster_device_lacks_is_the_cause_of_a_slower_place() {
-    let toy = Toy { features: 1024, intermediate: 4096, ..Toy::llama() };
-    let machine = |gpu_bytes| linked(vec![gpu(0, gpu_bytes), numa(0, GIB)]);
-    let full = plan(&toy, &machine(GIB), &Options::default());
-    let budget = &full.forecast.devices[DeviceId::from_index(0)];
-    let needed = budget.needed_bytes();
-    let plan = plan(&toy, &machine(needed * 3 / 4), &Options::default());
-    let is_limited = |reason: &Reason| match reason {
-        Reason::Memory { device, missing_bytes } => device.index() == 0 && *missing_bytes > 0,
-        Reason::Fastest
-        | Reason::Pinned { .. }
-        | Reason::Requested
-        | Reason::FollowsInput
-        | Reason::Mismatch => false,
-    };
-    assert!(plan.causes.rows().iter().any(|cause| is_limited(&cause.reason)));
-}
-
-#[test]
 fn the_missing_bytes_are_exactly_what_is_missing() {
     let toy = Toy::llama();
     let machine = |bytes| linked(vec![numa(0, bytes)]);

@@ -414,14 +414,15 @@ fn program_scene(plan: &Plan, program: &ir::plan::Program) -> Program {
     let cached = if is_decode { plan.model.context / 2 } else { 0 };
     let forecasts = &plan.forecast.programs;
     let forecast = forecasts.iter().find(|forecast| forecast.program == program.name);
+    let cached = forecast.filter(|_| is_decode).map_or(cached, |forecast| forecast.tokens);
     let mut scene = Program {
         name: program.name.clone(),
         is_decode,
         max_tokens: program.max.tokens,
-        cached_tokens: forecast.filter(|_| is_decode).map_or(cached, |forecast| forecast.tokens),
+        cached_tokens: cached,
         forecast: forecast.cloned(),
         measured_tokens: None,
-        steps: steps::rows(plan, program),
+        steps: steps::rows(plan, program, cached),
         queues,
         blocks: Vec::new(),
         groups: Vec::new(),

@@ -9,7 +9,8 @@ use std::{env, thread};
 
 use anyhow::{Context as _, Result, ensure};
 use egui::Pos2;
-use ir::asked::{Objective, Request};
+use ir::asked::{Asked, Objective, Request};
+use ir::plan::Plan;
 
 use crate::document::Document;
 use crate::scene::Scene;
@@ -160,8 +161,31 @@ fn prepare(
     pins: &[String],
     folder: &Path,
 ) -> Result<Vec<String>> {
-    let plan = &document.plan;
     let machine_path = folder.join("machine.ron");
+    write_machine(&document.plan, wish, &machine_path)?;
+    let checkpoint = checkpoint(document);
+    let mut arguments = vec![
+        "compile".to_owned(),
+        path_text(&checkpoint)?,
+        "-o".to_owned(),
+        path_text(&folder.join(PLAN))?,
+        "--machine".to_owned(),
+        path_text(&machine_path)?,
+        "--objective".to_owned(),
+        objective.to_string(),
+    ];
+    arguments.extend(asked(&document.plan)?);
+    for pin in pins {
+        arguments.extend(["--pin".to_owned(), pin.clone()]);
+    }
+    if let Wish::Without { device } = wish {
+        arguments.extend(["--without".to_owned(), document.scene.device_name(*device)]);
+    }
+    Ok(arguments)
+}
+
+/// Writes the plan's machine, with the memory that the wish gives it.
+fn write_machine(plan: &Plan, wish: &Wish, path: &Path) -> Result<()> {
     let mut machine = plan.machine.clone();
     for (id, device) in machine.devices.rows_mut().iter_mut().enumerate() {
         let factor = match wish {
@@ -174,31 +198,39 @@ fn prepare(
         };
         device.memory_bytes = device.memory_bytes.saturating_mul(factor);
     }
-    command_line::write(&machine_path, machine.to_ron()?.as_bytes())?;
+    command_line::write(path, machine.to_ron()?.as_bytes())
+}
 
-    let plan_folder = document.plan_path.parent().unwrap_or(Path::new("."));
+/// The checkpoint that the plan was made of.
+fn checkpoint(document: &Document) -> PathBuf {
+    let plan = &document.plan;
+    let folder = document.plan_path.parent().unwrap_or(Path::new("."));
     // One file may lie beside others, and only it is the plan's; of several an index tells.
-    let checkpoint = match plan.files.rows() {
-        [file] => plan_folder.join(&file.path),
-        _ => plan_folder.join(&plan.model.folder),
-    };
-    let mut arguments = vec![
-        "compile".to_owned(),
-        path_text(&checkpoint)?,
-        "-o".to_owned(),
-        path_text(&folder.join(PLAN))?,
-        "--machine".to_owned(),
-        path_text(&machine_path)?,
-        "--context".to_owned(),
-        plan.model.context.to_string(),
-        "--max-sequences".to_owned(),
-        plan.model.max_sequences.to_string(),
-        "--objective".to_owned(),
-        objective.to_string(),
-    ];
-    let asked = &plan.asked;
-    if let Some(tokens) = asked.prefill_tokens {
-        arguments.extend(["--prefill-tokens".to_owned(), tokens.to_string()]);
+    match plan.files.rows() {
+        [file] => folder.join(&file.path),
+        _ => folder.join(&plan.model.folder),
+    }
+}
+
+/// What the plan was asked for, as options, but for what a question may change: its objective and its pins.
+fn asked(plan: &Plan) -> Result<Vec<String>> {
+    let Asked {
+        objective: _,
+        pins: _,
+        request,
+        prefill_tokens,
+        plain_bf16,
+        formats,
+        kv_type,
+        kv_cache_bytes,
+        expert_counts,
+    } = &plan.asked;
+    let mut options = Vec::new();
+    let mut option = |name: &str, value: String| options.extend([name.to_owned(), value]);
+    option("--context", plan.model.context.to_string());
+    option("--max-sequences", plan.model.max_sequences.to_string());
+    if let Some(tokens) = prefill_tokens {
+        option("--prefill-tokens", tokens.to_string());
     }
     let names = |named: &[(String, Option<f64>)]| {
         let share = |share: &f64| format!(":{share}");
@@ -207,43 +239,29 @@ fn prepare(
         };
         named.iter().map(name).collect::<Vec<_>>().join(",")
     };
-    match &asked.request {
+    match request {
         Request::Any => (),
-        Request::Pipeline(stages) => {
-            arguments.extend(["--pipeline".to_owned(), stages.join(",")]);
-        }
-        Request::TensorParallel(members) => {
-            arguments.extend(["--tensor-parallel".to_owned(), names(members)]);
-        }
-        Request::PipelineRanks(ranks) => {
-            arguments.extend(["--pipeline".to_owned(), ranks.to_string()]);
-        }
-        Request::TensorParallelRanks(ranks) => {
-            arguments.extend(["--tensor-parallel".to_owned(), ranks.to_string()]);
-        }
+        Request::Pipeline(stages) => option("--pipeline", stages.join(",")),
+        Request::TensorParallel(members) => option("--tensor-parallel", names(members)),
+        Request::PipelineRanks(ranks) => option("--pipeline", ranks.to_string()),
+        Request::TensorParallelRanks(ranks) => option("--tensor-parallel", ranks.to_string()),
     }
-    if asked.plain_bf16 {
-        arguments.push("--plain-bf16".to_owned());
+    if let Some(dtype) = kv_type {
+        option("--kv-type", dtype.to_string());
     }
-    if let Some(dtype) = asked.kv_type {
-        arguments.extend(["--kv-type".to_owned(), dtype.to_string()]);
+    if let Some(bytes) = kv_cache_bytes {
+        option("--kv-cache", bytes.to_string());
     }
-    if let Some(bytes) = asked.kv_cache_bytes {
-        arguments.extend(["--kv-cache".to_owned(), bytes.to_string()]);
+    if let Some(file) = expert_counts {
+        option("--expert-counts", path_text(file)?);
     }
-    if let Some(file) = &asked.expert_counts {
-        arguments.extend(["--expert-counts".to_owned(), path_text(file)?]);
+    for format in formats {
+        option("--format", format.clone());
     }
-    for format in &asked.formats {
-        arguments.extend(["--format".to_owned(), format.clone()]);
+    if *plain_bf16 {
+        options.push("--plain-bf16".to_owned());
     }
-    for pin in pins {
-        arguments.extend(["--pin".to_owned(), pin.clone()]);
-    }
-    if let Wish::Without { device } = wish {
-        arguments.extend(["--without".to_owned(), document.scene.device_name(*device)]);
-    }
-    Ok(arguments)
+    Ok(options)
 }
 
 fn path_text(path: &Path) -> Result<String> {

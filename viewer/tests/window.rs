@@ -277,7 +277,7 @@ fn a_question_repeats_what_the_plan_was_asked_for() {
     let mut plan = made_up::plan(Wish::new(4, 0, 2, Style::Tensor));
     let members = vec![("numa0".to_owned(), Some(3.0)), ("numa1".to_owned(), Some(1.5))];
     plan.asked = Asked {
-        plain_bf16: false,
+        plain_bf16: true,
         prefill_tokens: Some(96),
         objective: Objective::Throughput,
         request: Request::TensorParallel(members),
@@ -304,6 +304,8 @@ fn a_question_repeats_what_the_plan_was_asked_for() {
         "--kv-type f16",
         "--kv-cache 1073741824",
         "--prefill-tokens 96",
+        "--expert-counts counts.ron",
+        "--plain-bf16",
     ] {
         assert!(arguments.contains(part), "no {part:?} in {arguments}");
     }

@@ -5,12 +5,16 @@ use std::collections::{BTreeMap, BTreeSet};
 use anyhow::Result;
 use ir::forecast::DeviceForecast;
 use ir::graph::{Cause, Reason, RunnerUp};
-use ir::id::{DeviceId, Table};
+use ir::id::{DeviceId, NodeId, Table, WeightId};
+use ir::op::Products;
+use ir::plan::Phase;
 
+use crate::cost::fetch_nanos;
 use crate::options::{Options, Request};
+use crate::part::WeightKey;
 use crate::place::candidates::{Arrangement, Prices, handover_of};
 use crate::place::group::Group;
-use crate::place::prices::Priced;
+use crate::place::prices::{Priced, decode_nanos};
 use crate::place::units::Units;
 use crate::place::{Layouts, Offer, Pins};
 use crate::task::Task;
@@ -83,18 +87,20 @@ pub(crate) fn explain(
         causes.push(cause);
     }
     let torn = torn_units(task, units, pins);
+    let staying = staying(task, arrangement, units)?;
     for nodes in layouts.nodes.iter_mut() {
         for (id, placed) in nodes.ids().zip(nodes.rows_mut()) {
             if placed.cause.reason == Reason::FollowsInput {
                 continue;
             }
             let unit = units.of[id];
-            let hosting = arrangement.hosted.as_ref().and_then(|hosted| hosted.nodes[id]);
-            placed.cause = match hosting {
-                Some(hosting) => {
-                    hosted_cause(task, &others, &taken, arrangement, hosting.home, unit)
-                }
-                None => causes[unit].clone(),
+            let is_hosted =
+                arrangement.hosted.as_ref().is_some_and(|hosted| hosted.nodes[id].is_some());
+            placed.cause = if is_hosted {
+                let gpu = arrangement.group_of(unit).devices[0];
+                hosted_cause(task, &taken, gpu, &staying[unit])
+            } else {
+                causes[unit].clone()
             };
             if let Some((_, pattern)) = &pins[id] {
                 placed.cause.reason = Reason::Pinned { pattern: pattern.clone() };
@@ -148,34 +154,83 @@ fn limit(
 /// Bytes that a single device lacks for one unit more.
 fn lacks(task: &Task<'_>, taken: &Table<DeviceId, u64>, other: &Priced, unit: usize) -> u64 {
     let device = other.group.devices[0];
-    let capacity = task.target.machine.devices[device].memory_bytes;
     // A device that has no stage yet needs its buffers too.
     let buffers = if taken[device] == 0 { other.buffers[0] } else { 0 };
-    (taken[device] + buffers + other.bytes[unit][0]).saturating_sub(capacity)
+    shortage(task, taken, device, buffers + other.bytes[unit][0])
 }
 
-/// Why a unit's matrices stay beside the GPU of its stage: it has no room for them.
+/// What of a unit stays beside the GPU of its stage.
+#[derive(Clone, Default)]
+struct Staying {
+    /// Its bytes, were it on the GPU.
+    bytes: u64,
+    /// What a decode step would take longer with it there; `None` where that cannot be told.
+    gap_nanos: Option<i64>,
+}
+
+/// For each unit what stays: weights, and caches that hosts attend to.
+fn staying(task: &Task<'_>, arrangement: &Arrangement, units: &Units) -> Result<Vec<Staying>> {
+    let Some(hosted) = &arrangement.hosted else { return Ok(Vec::new()) };
+    let mut all = vec![Staying { bytes: 0, gap_nanos: Some(0) }; units.len()];
+    let mut times: BTreeMap<DeviceId, Option<Table<NodeId, u64>>> = BTreeMap::new();
+    let mut nanos = |device: DeviceId, id: NodeId| -> Option<i64> {
+        let times = times.entry(device).or_insert_with(|| decode_nanos(task, device));
+        Some(times.as_ref()?[id] as i64)
+    };
+    let nodes = || task.model.layers.nodes();
+    // Vectors may be those of what the GPU does as well.
+    let beside = nodes().filter(|&(id, _)| hosted.nodes[id].is_none());
+    let held: BTreeSet<WeightId> = beside.flat_map(|(_, node)| node.work.weights()).collect();
+    for (id, node) in nodes() {
+        let Some(hosting) = hosted.nodes[id] else { continue };
+        let gpu = arrangement.group_of(units.of[id]).devices[0];
+        let bytes_on = |device| -> u64 {
+            let weights = node.work.weights().into_iter();
+            let weights = weights.filter(|weight| !held.contains(weight));
+            weights.map(|weight| WeightKey::whole(task, weight, device).bytes(task)).sum()
+        };
+        let cache = match node.work.products() {
+            Some(Products::Attention(attention)) => {
+                task.target.cache_bytes(gpu, (attention.kv_heads, attention.head_dim))
+            }
+            Some(Products::Linear(_) | Products::Experts(_)) | None => 0,
+        };
+        let there = nanos(gpu, id);
+        let here = if hosting.is_fetched(Phase::Decode) {
+            // The link works while the GPU does.
+            let bytes = bytes_on(hosting.home);
+            let crossing = fetch_nanos(task.target, hosting.home, gpu, bytes, true)? as i64;
+            there.map(|there| there.max(crossing))
+        } else {
+            nanos(hosting.home, id)
+        };
+        let staying = &mut all[units.of[id]];
+        staying.bytes += bytes_on(gpu) + cache;
+        staying.gap_nanos =
+            staying.gap_nanos.zip(there).zip(here).map(|((gap, there), here)| gap + there - here);
+    }
+    Ok(all)
+}
+
+/// Why some of a unit stays beside the GPU of its stage: that has no room for it, with everything else where it is.
 fn hosted_cause(
     task: &Task<'_>,
-    others: &[Priced],
     taken: &Table<DeviceId, u64>,
-    arrangement: &Arrangement,
-    home: DeviceId,
-    unit: usize,
+    gpu: DeviceId,
+    staying: &Staying,
 ) -> Cause {
-    let gpu = arrangement.group_of(unit).devices[0];
-    let priced = |device| others.iter().find(|other| other.group.devices[0] == device);
-    let (Some(there), Some(here)) = (priced(gpu), priced(home)) else {
-        return Cause { reason: Reason::Fastest, runner_up: None };
-    };
-    let capacity = task.target.machine.devices[gpu].memory_bytes;
-    let missing_bytes = (taken[gpu] + there.bytes[unit][0]).saturating_sub(capacity);
-    let gap_nanos = there.times[unit].decode as i64 - here.times[unit].decode as i64;
-    let reason = match missing_bytes {
+    let runner_up = staying.gap_nanos.map(|gap_nanos| RunnerUp { devices: vec![gpu], gap_nanos });
+    let reason = match shortage(task, taken, gpu, staying.bytes) {
         0 => Reason::Fastest,
-        _ => Reason::Memory { device: gpu, missing_bytes },
+        missing_bytes => Reason::Memory { device: gpu, missing_bytes },
     };
-    Cause { reason, runner_up: Some(RunnerUp { devices: vec![gpu], gap_nanos }) }
+    Cause { reason, runner_up }
+}
+
+/// Bytes that a device lacks for so many more.
+fn shortage(task: &Task<'_>, taken: &Table<DeviceId, u64>, device: DeviceId, more: u64) -> u64 {
+    let capacity = task.target.machine.devices[device].memory_bytes;
+    taken[device].saturating_add(more).saturating_sub(capacity)
 }
 
 fn unit_cause(

@@ -22,7 +22,7 @@ use ir::tensor::Format;
 use rayon::prelude::*;
 
 use self::search::{Kept, Search};
-use crate::cost::seconds;
+use crate::cost::nanos_at;
 use crate::place::candidates::{Arrangement, Prices};
 use crate::place::prices::Times;
 use crate::place::{Offer, Room, are_alike, is_numa};
@@ -199,7 +199,7 @@ const ALIKE: u64 = 10;
 /// What a gigabyte of matrices costs that stays on a node beside a GPU: prefill fetches it, decode reads it there.
 pub(super) fn host_cost(task: &Task<'_>, host: DeviceId, gpu: DeviceId) -> u64 {
     let machine = &task.target.machine;
-    let nanos = |bytes_per_sec: f64| seconds(1e9, bytes_per_sec) as u64;
+    let nanos = |bytes_per_sec: f64| nanos_at(1e9, bytes_per_sec) as u64;
     // Without a link none is a host.
     let link = machine.link(host, gpu).map_or(1.0, |link| link.bytes_per_sec);
     let times = Times {

@@ -212,7 +212,7 @@ impl Engine {
             self.blocks.reserve(&mut sequence.blocks, sequence.tokens.len())
         });
         if reserved.is_err() {
-            ids.iter().for_each(|&id| self.release_empty(id));
+            ids.iter().for_each(|&id| self.release_uncached(id));
         }
         reserved
     }

@@ -122,11 +122,11 @@ impl Engine {
             sequence.tokens.truncate(length);
             sequence.cached = sequence.cached.min(length);
         }
-        self.release_empty(id);
+        self.release_uncached(id);
     }
 
-    /// Frees the cache blocks of a sequence in which nothing is cached.
-    fn release_empty(&mut self, id: SequenceId) {
+    /// Frees the blocks of a sequence beyond what it has cached.
+    fn release_uncached(&mut self, id: SequenceId) {
         if let Some(sequence) = self.sequences.get_mut(&id) {
             self.blocks.release_beyond(&mut sequence.blocks, sequence.cached);
         }
@@ -144,7 +144,7 @@ impl Engine {
     ///
     /// # Errors
     /// When the cache is full, nothing was appended to a sequence, or a lane fails. The sequences are then as
-    /// they were before.
+    /// they were before, but that they may have nothing cached.
     pub fn advance(&mut self, ids: &[SequenceId]) -> Result<Vec<Vec<f32>>> {
         let mut last = vec![Vec::new(); ids.len()];
         let never = AtomicBool::new(false);

@@ -3,6 +3,7 @@
 use std::fmt;
 
 use crate::check::Scope;
+use crate::check::order::MAX_LANES;
 use crate::id::{BufferId, CacheId, CollectiveId, RopeId, StepId, WeightId};
 use crate::plan::Queue;
 
@@ -316,7 +317,10 @@ impl fmt::Display for Violation {
             Self::Cache { cache, name, problem } => write!(f, "{cache} ({name}): {problem}"),
             Self::Weight { weight, name, problem } => write!(f, "{weight} ({name}): {problem}"),
             Self::TooManyLanes { program, lanes } => {
-                write!(f, "program {program} has {lanes} lanes, more than are checked")
+                write!(
+                    f,
+                    "program {program} has {lanes} lanes; at most {MAX_LANES} are checked: use fewer devices"
+                )
             }
             Self::DuplicateLane { program, lane } => {
                 write!(f, "lane {lane} of {program} is a queue that has a lane already")

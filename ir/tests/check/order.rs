@@ -82,7 +82,7 @@ fn more_lanes_than_are_checked_are_refused() {
                 plan.programs[0].lanes.push(Lane { device, queue: Queue::Compute, steps: vec![] });
             }
         },
-        &["program prefill has 257 lanes, more than are checked"],
+        &["program prefill has 257 lanes; at most 256 are checked: use fewer devices"],
     );
 }
 

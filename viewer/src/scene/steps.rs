@@ -52,7 +52,7 @@ pub struct Step {
     pub buffer_bytes: u64,
     /// For a move, bytes that come from other devices.
     pub moved_bytes: u64,
-    /// Arithmetic at the largest extent, decode with half of the context cached.
+    /// Arithmetic at the largest extent, decode with as much cached as predictions take to be.
     pub flops: f64,
     /// The compiler's estimate.
     pub predicted_nanos: u64,
@@ -194,8 +194,8 @@ impl Step {
     }
 }
 
-/// Rows of a program, without lanes and blocks.
-pub(super) fn rows(plan: &Plan, program: &Program) -> Vec<Step> {
+/// Rows of a program, without lanes and blocks; with `cached` tokens of each sequence, which the estimates are for.
+pub(super) fn rows(plan: &Plan, program: &Program, cached: u32) -> Vec<Step> {
     let mut device = vec![usize::MAX; program.steps.len()];
     for lane in &program.lanes {
         for step in &lane.steps {
@@ -207,13 +207,13 @@ pub(super) fn rows(plan: &Plan, program: &Program) -> Vec<Step> {
     let mut rows: Vec<Step> = program
         .steps
         .iter()
-        .map(|(id, _)| row(plan, program, id.index(), device[id.index()]))
+        .map(|(id, _)| row(plan, program, id.index(), device[id.index()], cached))
         .collect();
     gather_members(program, &mut rows);
     rows
 }
 
-fn row(plan: &Plan, program: &Program, number: usize, device: usize) -> Step {
+fn row(plan: &Plan, program: &Program, number: usize, device: usize, cached: u32) -> Step {
     let step = &program.steps.rows()[number];
     let buffer = |id: &ir::id::BufferId| program.buffers.get(*id);
     let tensor = |id: &ir::id::BufferId| match buffer(id) {
@@ -243,7 +243,7 @@ fn row(plan: &Plan, program: &Program, number: usize, device: usize) -> Step {
         borrows: cache.is_some_and(|cache| cache.device.index() != device),
     };
     let other = cause.and_then(|cause| cause.runner_up.as_ref());
-    let work = op.map(|op| Work { plan, program, step, op });
+    let work = op.map(|op| Work { plan, program, step, op, cached });
     let path = path(plan, program, number, device);
     let from_afar = step
         .reads

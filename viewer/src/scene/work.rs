@@ -11,6 +11,8 @@ pub(super) struct Work<'a> {
     pub(super) program: &'a Program,
     pub(super) step: &'a Step,
     pub(super) op: &'a Op,
+    /// Tokens of each sequence that are cached.
+    pub(super) cached: u32,
 }
 
 impl Work<'_> {
@@ -23,7 +25,7 @@ impl Work<'_> {
             }
             Some(Products::Attention(attention)) => {
                 let Attention { heads, head_dim, .. } = attention;
-                4.0 * f64::from(*heads) * f64::from(*head_dim) * self.rows() * self.seen(attention)
+                4.0 * f64::from(*heads) * f64::from(*head_dim) * self.seen(attention)
             }
             Some(Products::Experts(experts)) => {
                 let stacks = [experts.gate, experts.up, experts.down];
@@ -49,13 +51,16 @@ impl Work<'_> {
         (bytes > 0.0).then_some(bytes as u64)
     }
 
-    /// Tokens that each token attends to: half of the prompt on average; decode is priced at half of the context.
+    /// Tokens that the tokens fed attend to, added up over all of them.
     fn seen(self, attention: &Attention) -> f64 {
-        let seen = match self.program.phase {
-            Phase::Prefill => f64::from(self.program.max.tokens) / 2.0,
-            Phase::Decode => f64::from(self.plan.model.context) / 2.0,
+        let fed = match self.program.phase {
+            Phase::Prefill => self.rows(),
+            Phase::Decode => 1.0,
         };
-        attention.window.map_or(seen, |window| seen.min(f64::from(window)))
+        if fed == 0.0 {
+            return 0.0;
+        }
+        self.rows() / fed * attention.seen(fed, f64::from(self.cached))
     }
 
     /// Experts of this step that a token chooses, on average.
@@ -69,8 +74,7 @@ impl Work<'_> {
     /// The part of the experts that any token chooses, as if each chose at random.
     fn chosen_part(self, experts: &Experts) -> f64 {
         let held = self.sizes(experts.gate).first().map_or(1.0, |&count| f64::from(count.max(1)));
-        let each = (self.used(experts) / held).clamp(0.0, 1.0);
-        1.0 - (1.0 - each).powf(self.rows())
+        Experts::chosen(held, self.used(experts).max(0.0), self.rows()) / held
     }
 
     /// Rows of its first input.

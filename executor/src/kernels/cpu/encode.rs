@@ -70,6 +70,8 @@ pub(super) struct Rows<'a> {
 const CHUNK: usize = BLOCK_PAIR;
 /// Columns of one claim when there are few strips: some µs of work, and whole blocks' columns.
 const SEGMENT: usize = 4 * BLOCK_COLUMNS;
+/// Columns of a claim that is a whole strip. Twice as many are still a number.
+pub(super) const WHOLE: usize = usize::MAX / 2;
 
 impl Encoding {
     /// Columns with their padding: at least that of the formats that the encoding is for.
@@ -144,7 +146,7 @@ impl Encoding {
 }
 
 impl Rows<'_> {
-    /// Encodes the columns from `start`, at most [`SEGMENT`] or to the end, of one strip.
+    /// Encodes `count` columns from `start` of one strip, or those up to the end: [`WHOLE`] are all of any.
     ///
     /// # Safety
     /// `encoded` is where row 0 is encoded, all rows of the strip have room behind it, and no one else
@@ -173,11 +175,8 @@ impl<'a> Encoder<'a> {
     /// For one run of the team, of rows of `columns` columns.
     pub(super) fn new(team: &'a Team, columns: usize, strips: &'a [Strip]) -> Self {
         let are_enough = team.members() == 1 || strips.len() >= 4 * team.members();
-        let (pieces, segment) = if are_enough {
-            (1, usize::MAX / 2)
-        } else {
-            (columns.div_ceil(SEGMENT).max(1), SEGMENT)
-        };
+        let (pieces, segment) =
+            if are_enough { (1, WHOLE) } else { (columns.div_ceil(SEGMENT).max(1), SEGMENT) };
         Self { strips, pieces, segment, phase: team.phase(strips.len() * pieces, 1) }
     }
 

@@ -16,7 +16,7 @@ use anyhow::{Context as _, bail, ensure};
 use ir::op::{Activation, Then};
 
 use super::disjoint::DisjointMut;
-use super::encode::{Encoder, Rows, Strip};
+use super::encode::{Encoder, Rows, Strip, WHOLE};
 use super::epilogue::Target;
 use super::isa::Isa;
 use super::pack::{PANEL, PackedMatrix};
@@ -195,7 +195,7 @@ pub fn experts(team: &Team, isa: Isa, inputs: &Experts<'_>, out: &mut [f32]) -> 
                     let to = DisjointMut::new(to);
                     for strip in down_kernel.strips(0, count) {
                         // SAFETY: there is room for the group's slots, which are this member's.
-                        unsafe { rows.encode(strip, 0, usize::MAX / 2, to) };
+                        unsafe { rows.encode(strip, 0, WHOLE, to) };
                     }
                 }
                 inners.open(group);
