@@ -25,7 +25,8 @@ else
 fi
 export HYBRID_TEST_GPU=cuda
 for name in "${names[@]}"; do
-  for test in "${tests[@]}"; do "$test" --list --format terse "$name"; done | grep -q ': test$' ||
+  listed=$(for test in "${tests[@]}"; do "$test" --list --format terse "$name"; done)
+  [[ $listed == *": test"* ]] ||
     { echo "no test is named $name: a test program is missing, or it has another name" >&2; exit 1; }
 done
 # Each in a process of its own, some at a time: most of what they take is the compiling of kernels, on one core each.
