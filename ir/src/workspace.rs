@@ -4,6 +4,7 @@
 //! - NUMA nodes have none: their kernels use buffers.
 
 pub mod experts;
+mod run;
 pub mod shortlist;
 
 use std::collections::BTreeSet;
@@ -14,6 +15,8 @@ use crate::op::{Attention, Experts, Linear, NormKind, Op, Products, Then};
 use crate::packing::{has_panels, has_whole_loads};
 use crate::plan::{Action, Plan, Program, Step};
 use crate::tensor::{DType, Dim, Format};
+
+pub use run::{RunPart, RunSizes};
 
 /// The most rows that a GPU's own kernels multiply with floats, and with any format where there are no matrix
 /// instructions; more are multiplied by the vendor's library where it is there, but for those of small matrices and of
@@ -78,19 +81,6 @@ pub struct Workspace {
     pub exchange_bytes: u64,
     /// The keys of a cache that is borrowed from a NUMA node; the values take as much again.
     pub borrowed_bytes: u64,
-}
-
-/// The most of each thing that a run tells a device.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct RunSizes {
-    /// Tokens of all sequences.
-    pub tokens: u32,
-    /// Rows whose logits are wanted.
-    pub rows: u32,
-    /// Sequences.
-    pub sequences: u32,
-    /// Cache blocks of one sequence.
-    pub blocks: u32,
 }
 
 impl Workspace {
@@ -201,29 +191,6 @@ pub fn attention_terms(attention: &Attention, tokens: u32, splits: u32) -> [u64;
 pub fn rotation_rows(plan: &Plan, rope: RopeId) -> u32 {
     let follows = plan.ropes.get(rope).is_some_and(|rope| rope.frequencies.follow_length());
     if follows { RunSizes::of(plan).tokens } else { plan.model.context }
-}
-
-impl RunSizes {
-    /// The largest over all programs.
-    pub fn of(plan: &Plan) -> Self {
-        let most = |size: fn(&Program) -> u32| plan.programs.iter().map(size).max().unwrap_or(0);
-        Self {
-            tokens: most(|program| program.max.tokens),
-            rows: most(|program| program.max.rows),
-            sequences: most(|program| program.max_sequences),
-            blocks: plan.model.context.div_ceil(plan.model.block_tokens.max(1)),
-        }
-    }
-
-    /// Bytes of all parts, each a list of 32-bit integers: token ids, positions, sequences and numbers of the tokens;
-    /// wanted rows; first token, tokens and past of each sequence; its temperature; its blocks; the run's number.
-    pub fn bytes(self) -> u64 {
-        let Self { tokens, rows, sequences, blocks } = self;
-        let of_tokens = aligned(product(&[tokens], 4)).saturating_mul(4);
-        let others = [product(&[rows], 4), product(&[sequences, 3], 4), product(&[sequences], 4)];
-        let blocks = product(&[sequences, blocks], 4);
-        others.into_iter().chain([blocks, 4]).map(aligned).fold(of_tokens, u64::saturating_add)
-    }
 }
 
 /// Bytes of the pieces in which GPUs pass each other terms: the same for all sums of a plan.

@@ -5,13 +5,13 @@
 
 use anyhow::{Result, ensure};
 use ir::plan::Plan;
-use ir::workspace::RunSizes;
+use ir::workspace::{RunPart, RunSizes};
 
 use super::mail::Mail;
 use super::memory::Memory;
 use crate::batch::Batch;
 use crate::kernels::gpu::attention::{Reach, Tokens};
-use crate::kernels::gpu::device::{ALIGNMENT, Gpu, Span};
+use crate::kernels::gpu::device::{Gpu, Span};
 
 /// Places of the parts, and what they hold of the run under way.
 pub(super) struct Inputs {
@@ -21,58 +21,6 @@ pub(super) struct Inputs {
     tokens: usize,
     sequences: usize,
     reach: Reach,
-}
-
-/// Parts in the order in which they lie.
-#[derive(Clone, Copy)]
-enum Part {
-    Token,
-    Position,
-    Sequence,
-    Wanted,
-    /// One over the temperature of each wanted row, where the run gives shortlists.
-    InverseTemperature,
-    Parts,
-    Blocks,
-    /// Numbers from 0 on: the rows of a rotation table that is made for one run.
-    Counting,
-    /// The run's own number, which is never 0.
-    Turn,
-}
-
-const PARTS: [Part; 9] = [
-    Part::Token,
-    Part::Position,
-    Part::Sequence,
-    Part::Wanted,
-    Part::InverseTemperature,
-    Part::Parts,
-    Part::Blocks,
-    Part::Counting,
-    Part::Turn,
-];
-
-impl Part {
-    /// Numbers of 32 bits in it.
-    fn count(self, sizes: RunSizes) -> usize {
-        let count = match self {
-            Part::Token | Part::Position | Part::Sequence | Part::Counting => sizes.tokens,
-            Part::Wanted => sizes.rows,
-            Part::InverseTemperature => sizes.sequences,
-            Part::Parts => sizes.sequences * 3,
-            Part::Blocks => sizes.sequences * sizes.blocks,
-            Part::Turn => 1,
-        };
-        count as usize
-    }
-
-    fn start(self, sizes: RunSizes) -> usize {
-        PARTS.iter().take(self as usize).map(|part| part.bytes(sizes)).sum()
-    }
-
-    fn bytes(self, sizes: RunSizes) -> usize {
-        (self.count(sizes) * size_of::<i32>()).next_multiple_of(ALIGNMENT)
-    }
 }
 
 impl Inputs {
@@ -97,29 +45,29 @@ impl Inputs {
     ) -> Result<()> {
         let sizes = self.sizes;
         let mut words = vec![0_i32; self.all.bytes() / size_of::<i32>()];
-        let mut put = |part: Part, values: &mut dyn Iterator<Item = i32>| {
-            let start = part.start(sizes) / size_of::<i32>();
-            let place = &mut words[start..start + part.count(sizes)];
+        let mut put = |part: RunPart, values: &mut dyn Iterator<Item = i32>| {
+            let start = part.start(sizes) as usize / size_of::<i32>();
+            let place = &mut words[start..start + part.count(sizes) as usize];
             place.iter_mut().zip(values).for_each(|(place, value)| *place = value);
         };
         let number = |value: &u32| value.cast_signed();
-        put(Part::Token, &mut batch.tokens().iter().map(number));
-        put(Part::Position, &mut batch.positions().iter().map(number));
-        put(Part::Wanted, &mut batch.rows().iter().map(number));
+        put(RunPart::Token, &mut batch.tokens().iter().map(number));
+        put(RunPart::Position, &mut batch.positions().iter().map(number));
+        put(RunPart::Wanted, &mut batch.rows().iter().map(number));
         let inverse_temperatures = batch.inverse_temperatures().unwrap_or_default().iter();
         put(
-            Part::InverseTemperature,
+            RunPart::InverseTemperature,
             &mut inverse_temperatures.map(|inverse| inverse.to_bits().cast_signed()),
         );
-        put(Part::Counting, &mut (0..sizes.tokens.cast_signed()));
-        put(Part::Turn, &mut std::iter::once(turn.cast_signed()));
+        put(RunPart::Counting, &mut (0..sizes.tokens.cast_signed()));
+        put(RunPart::Turn, &mut std::iter::once(turn.cast_signed()));
         let parts = batch.parts();
         let sequences =
             (0_i32..).zip(parts).flat_map(|(i, part)| std::iter::repeat_n(i, part.tokens));
         // What follows them belongs to no sequence.
-        put(Part::Sequence, &mut sequences.chain(std::iter::repeat(-1)));
+        put(RunPart::Sequence, &mut sequences.chain(std::iter::repeat(-1)));
         put(
-            Part::Parts,
+            RunPart::Parts,
             &mut parts
                 .iter()
                 .flat_map(|part| [part.first_token, part.tokens, part.past])
@@ -133,7 +81,7 @@ impl Inputs {
             );
         }
         put(
-            Part::Blocks,
+            RunPart::Blocks,
             &mut parts.iter().flat_map(|part| {
                 let blocks = part.blocks.iter().map(number);
                 blocks.chain(std::iter::repeat(0)).take(sizes.blocks as usize)
@@ -154,32 +102,32 @@ impl Inputs {
 
     /// The number of the run.
     pub(super) fn turn(&self) -> Span {
-        self.part(Part::Turn)
+        self.part(RunPart::Turn)
     }
 
     /// Token ids of the run.
     pub(super) fn token(&self) -> Span {
-        self.part(Part::Token)
+        self.part(RunPart::Token)
     }
 
     /// The position of each token in its sequence.
     pub(super) fn position(&self) -> Span {
-        self.part(Part::Position)
+        self.part(RunPart::Position)
     }
 
     /// Which rows are wanted.
     pub(super) fn wanted(&self) -> Span {
-        self.part(Part::Wanted)
+        self.part(RunPart::Wanted)
     }
 
     /// One over the temperature of each wanted row.
     pub(super) fn inverse_temperatures(&self) -> Span {
-        self.part(Part::InverseTemperature)
+        self.part(RunPart::InverseTemperature)
     }
 
     /// The number of each token in the run.
     pub(super) fn counting(&self) -> Span {
-        self.part(Part::Counting)
+        self.part(RunPart::Counting)
     }
 
     /// Hands what attention reads to `with`.
@@ -187,17 +135,17 @@ impl Inputs {
         with(Tokens {
             tokens: self.tokens,
             sequences: self.sequences,
-            sequence: &self.part(Part::Sequence),
-            position: &self.part(Part::Position),
-            parts: &self.part(Part::Parts),
-            blocks: &self.part(Part::Blocks),
+            sequence: &self.part(RunPart::Sequence),
+            position: &self.part(RunPart::Position),
+            parts: &self.part(RunPart::Parts),
+            blocks: &self.part(RunPart::Blocks),
             max_blocks: self.sizes.blocks as usize,
             reach: self.reach,
         })
     }
 
-    fn part(&self, part: Part) -> Span {
-        self.all.part(part.start(self.sizes), part.bytes(self.sizes))
+    fn part(&self, part: RunPart) -> Span {
+        self.all.part(part.start(self.sizes) as usize, part.bytes(self.sizes) as usize)
     }
 }
 
