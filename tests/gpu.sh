@@ -5,7 +5,8 @@
 # else, such as a second GPU, is skipped and says so.
 #
 # PROGRAMS=FOLDER takes what was built elsewhere: hybridc, hybrid-exec and, in FOLDER/tests, the test programs of the
-# executor and of golden.rs, running.rs and narrow.rs in tests/tests. ROUNDS=N runs several GPUs N times instead of a hundred.
+# executor and of golden.rs, running.rs and narrow.rs in tests/tests. ROUNDS=N runs several GPUs N times instead of a
+# hundred.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -25,7 +26,9 @@ else
 fi
 export HYBRID_TEST_GPU=cuda
 for name in "${names[@]}"; do
-  listed=$(for test in "${tests[@]}"; do "$test" --list --format terse "$name"; done)
+  listed=$(for test in "${tests[@]}"; do
+    "$test" --list --format terse "$name" || { echo "$test lists no tests" >&2; exit 1; }
+  done)
   [[ $listed == *": test"* ]] ||
     { echo "no test is named $name: a test program is missing, or it has another name" >&2; exit 1; }
 done

@@ -15,9 +15,9 @@ use crate::options::{DEFAULT_CONTEXT, Objective, Options};
 pub(crate) const BLOCK_TOKENS: u32 = 32;
 /// Rows of logits in one prefill, by which texts are scored: as many as GPUs multiply in one launch.
 const GPU_PREFILL_ROWS: u32 = 64;
-/// The same where only processors compute. Whole strips of 12, 8 and 6 rows; beyond them rates hardly grow, and logits
-/// count twice, for a run and for the next one.
-const CPU_PREFILL_ROWS: u32 = 24;
+/// The same on a machine without GPUs: as many as tiles of AMX take at once. Logits count twice, for a run and for the
+/// next one.
+const CPU_PREFILL_ROWS: u32 = 32;
 
 /// Everything about a compilation but the placement itself.
 #[derive(Clone, Debug)]

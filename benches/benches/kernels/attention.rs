@@ -14,7 +14,7 @@ const LAYERS: usize = 16;
 
 pub(crate) fn measure(bench: &mut Bench) -> Result<()> {
     for element in [Element::F32, Element::F16, Element::Bf16, Element::Int8] {
-        let layer = |_| Layer::new(&bench.team, element, PAST + 1);
+        let layer = |_| Layer::new(&bench.team, element, PAST + 1, 1);
         let mut layers = (0..LAYERS).map(layer).collect::<Result<Vec<_>>>()?;
         let amount = Amount::Bytes(layers.iter().map(Layer::bytes).sum::<usize>() as u64);
         let name = format!("attention of one token after {PAST}, {element:?}");
@@ -22,7 +22,7 @@ pub(crate) fn measure(bench: &mut Bench) -> Result<()> {
             let mut layers = layers.iter_mut();
             layers.try_for_each(|layer| layer.attend(team, isa, 1, PAST)).expect("it has room");
         });
-        let mut layer = Layer::new(&bench.team, element, PROMPT)?;
+        let mut layer = Layer::new(&bench.team, element, PROMPT, PROMPT)?;
         let arithmetic = match element {
             Element::F32 | Element::F16 => Arithmetic::F32,
             Element::Bf16 => Arithmetic::Bf16,

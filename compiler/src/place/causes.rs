@@ -3,10 +3,11 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use anyhow::Result;
+use ir::dag::Node;
 use ir::forecast::DeviceForecast;
 use ir::graph::{Cause, Reason, RunnerUp};
 use ir::id::{DeviceId, NodeId, Table, WeightId};
-use ir::op::Products;
+use ir::op::{Op, Products};
 use ir::plan::Phase;
 
 use crate::cost::fetch_nanos;
@@ -178,17 +179,23 @@ fn staying(task: &Task<'_>, arrangement: &Arrangement, units: &Units) -> Result<
         Some(times.as_ref()?[id] as i64)
     };
     let nodes = || task.model.layers.nodes();
-    // Vectors may be those of what the GPU does as well.
-    let beside = nodes().filter(|&(id, _)| hosted.nodes[id].is_none());
-    let held: BTreeSet<WeightId> = beside.flat_map(|(_, node)| node.work.weights()).collect();
+    // Vectors may be those of what the GPU does as well, and of what is fetched they alone are there.
+    let is_matrix = |weight: WeightId| task.model.weights[weight].shape.len() > 1;
+    let is_there = |id: NodeId, weight: WeightId| {
+        let hosting = hosted.nodes[id];
+        hosting.is_none_or(|hosting| !is_matrix(weight) && hosting.is_fetched(Phase::Prefill))
+    };
+    let weights_of = |(id, node): (NodeId, &Node<Op>)| {
+        node.work.weights().into_iter().map(move |weight| (id, weight))
+    };
+    let there = nodes().flat_map(weights_of).filter(|&(id, weight)| is_there(id, weight));
+    let mut counted: BTreeSet<WeightId> = there.map(|(_, weight)| weight).collect();
     for (id, node) in nodes() {
         let Some(hosting) = hosted.nodes[id] else { continue };
         let gpu = arrangement.group_of(units.of[id]).devices[0];
-        let bytes_on = |device| -> u64 {
-            let weights = node.work.weights().into_iter();
-            let weights = weights.filter(|weight| !held.contains(weight));
-            weights.map(|weight| WeightKey::whole(task, weight, device).bytes(task)).sum()
-        };
+        let weights = node.work.weights();
+        let more = weights.iter().filter(|&&weight| counted.insert(weight));
+        let bytes: u64 = more.map(|&weight| WeightKey::whole(task, weight, gpu).bytes(task)).sum();
         let cache = match node.work.products() {
             Some(Products::Attention(attention)) => {
                 task.target.cache_bytes(gpu, (attention.kv_heads, attention.head_dim))
@@ -196,16 +203,21 @@ fn staying(task: &Task<'_>, arrangement: &Arrangement, units: &Units) -> Result<
             Some(Products::Linear(_) | Products::Experts(_)) | None => 0,
         };
         let there = nanos(gpu, id);
-        let here = if hosting.is_fetched(Phase::Decode) {
-            // The link works while the GPU does.
-            let bytes = bytes_on(hosting.home);
-            let crossing = fetch_nanos(task.target, hosting.home, gpu, bytes, true)? as i64;
-            there.map(|there| there.max(crossing))
-        } else {
+        let here = if !hosting.is_fetched(Phase::Decode) {
             nanos(hosting.home, id)
+        } else if node.work.takes_fetched() {
+            // The link works while the GPU does.
+            let mut crossing = 0.0;
+            for &weight in weights.iter().filter(|&&weight| is_matrix(weight)) {
+                let bytes = WeightKey::whole(task, weight, hosting.home).bytes(task);
+                crossing += fetch_nanos(task.target, hosting.home, gpu, bytes, true)?;
+            }
+            there.map(|there| there.max(crossing as i64))
+        } else {
+            there
         };
         let staying = &mut all[units.of[id]];
-        staying.bytes += bytes_on(gpu) + cache;
+        staying.bytes += bytes + cache;
         staying.gap_nanos =
             staying.gap_nanos.zip(there).zip(here).map(|((gap, there), here)| gap + there - here);
     }

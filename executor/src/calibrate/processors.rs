@@ -124,7 +124,7 @@ impl Memory {
 
     /// Whether no cache holds `bytes` bytes that have been read, so that they can be read again at once.
     fn is_above_caches(&self, bytes: usize) -> bool {
-        bytes >= CACHES * self.cached
+        self.cached > 0 && bytes >= CACHES * self.cached
     }
 
     /// Median times, in nanoseconds, of parts of some work, before each of which memory is read, so that no cache holds
@@ -180,7 +180,7 @@ fn many_rows(format: Format, memory: &Memory) -> usize {
 /// Operations per second of a prefill of 512 tokens.
 fn attention_rate(team: &Team, isa: Isa, element: Element) -> Result<f64> {
     const TOKENS: usize = 512;
-    let mut layer = Layer::new(team, element, TOKENS)?;
+    let mut layer = Layer::new(team, element, TOKENS, TOKENS)?;
     let nanos = typical(|| layer.attend(team, isa, TOKENS, 0))?;
     Ok(prompt_flops(TOKENS) / nanos * 1e9)
 }
@@ -190,10 +190,10 @@ fn cache_rate(team: &Team, isa: Isa, memory: &Memory, element: Element) -> Resul
     const PAST: usize = 4095;
     /// Together 134 MB in 16 bits.
     const LAYERS: usize = 8;
-    let first = Layer::new(team, element, PAST + 1)?;
+    let first = Layer::new(team, element, PAST + 1, 1)?;
     // No layer is still in a small cache when its turn comes again.
     let count = LAYERS.max(memory.least_bytes().div_ceil(first.bytes()));
-    let others = (1..count).map(|_| Layer::new(team, element, PAST + 1));
+    let others = (1..count).map(|_| Layer::new(team, element, PAST + 1, 1));
     let mut layers = [Ok(first)].into_iter().chain(others).collect::<Result<Vec<_>>>()?;
     let [nanos] = memory
         .cold(team, |_| layers.iter_mut().try_for_each(|layer| layer.attend(team, isa, 1, PAST)))?;

@@ -154,11 +154,11 @@ pub struct Layer {
 }
 
 impl Layer {
-    /// A layer for a context of `tokens` tokens, whose pages the team touches.
+    /// A layer for a context of `tokens` tokens, of which up to `fed` are fed at once; the team touches its pages.
     ///
     /// # Errors
     /// When there is no memory.
-    pub fn new(team: &Team, element: Element, tokens: usize) -> Result<Self> {
+    pub fn new(team: &Team, element: Element, tokens: usize, fed: usize) -> Result<Self> {
         let blocks = tokens.div_ceil(BLOCK_TOKENS);
         let shape = CacheShape {
             element,
@@ -177,8 +177,8 @@ impl Layer {
             keys: region()?,
             values: region()?,
             blocks: (0..blocks as u32).collect(),
-            activations: (0..tokens * HEADS * HEAD_DIM).map(made_up).collect(),
-            out: vec![0.0; tokens * HEADS * HEAD_DIM],
+            activations: (0..fed * HEADS * HEAD_DIM).map(made_up).collect(),
+            out: vec![0.0; fed * HEADS * HEAD_DIM],
         })
     }
 

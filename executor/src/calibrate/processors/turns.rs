@@ -27,8 +27,10 @@ const EXPERT_FORMATS: [Format; 5] =
 const EXPERTS: usize = 2 * USED;
 /// Tokens that share an expert, in the mean.
 const SHARING: [u32; 8] = [1, 2, 4, 8, 16, 32, 64, 128];
-/// From so many tokens on, arithmetic bounds what they are multiplied with, wherever that is read from.
-const BOUND_BY_ARITHMETIC: u32 = 64;
+/// From so many tokens on, arithmetic bounds what they are multiplied with, wherever that is read from: small matrices
+/// of linears, and all of a mixture's, which AMX multiplies by fewer as fast as they are read.
+const LINEARS_BOUND_BY_ARITHMETIC: u32 = 64;
+const EXPERTS_BOUND_BY_ARITHMETIC: u32 = 128;
 /// Times that each is measured, and what each of them takes but for its last round.
 const VISITS: usize = 5;
 const VISIT_TIME: Duration = Duration::from_millis(15);
@@ -54,12 +56,13 @@ pub(super) fn streaming(team: &Team, isa: Isa, memory: &Memory) -> Result<Stream
             [(many_rows(format, memory), &FEW_TOKENS[..]), (FEW_ROWS, &MANY_TOKENS)]
         {
             let work = LinearWork::new(made_up_matrix(team, format, rows, COLUMNS)?, tokens);
-            linears.push(Measured::new(format, work));
+            linears.push(Measured::new(format, work, LINEARS_BOUND_BY_ARITHMETIC));
         }
     }
     let mut mixtures = Vec::new();
     for format in EXPERT_FORMATS {
-        mixtures.push(Measured::new(format, ExpertWork::new(Mixture::new(team, format, EXPERTS)?)));
+        let work = ExpertWork::new(Mixture::new(team, format, EXPERTS)?);
+        mixtures.push(Measured::new(format, work, EXPERTS_BOUND_BY_ARITHMETIC));
     }
     let turns = FEW_TOKENS.len().max(MANY_TOKENS.len()).max(SHARING.len());
     let mut reads = Vec::new();
@@ -122,6 +125,8 @@ struct ExpertWork {
 struct Measured<W> {
     format: Format,
     work: W,
+    /// From so many tokens on it may be repeated in a cache.
+    bound_from: u32,
     points: Vec<Point>,
 }
 
@@ -178,8 +183,8 @@ impl Work for ExpertWork {
     }
 }
 
-/// Tokens of which `share` choose each expert in the mean, and as unevenly as if each chose at random: half of the
-/// experts that many more, and half that many fewer, as is that number's square root.
+/// Tokens of which `share` choose each expert in the mean: half of the experts as many more, and half as many fewer, as
+/// is that number's square root, by which they would differ if each chose at random. One shares none.
 fn sharing(share: u32) -> MixtureTokens {
     if share == 1 {
         return MixtureTokens::new(1, |_, rank| rank);
@@ -189,9 +194,10 @@ fn sharing(share: u32) -> MixtureTokens {
 }
 
 impl<W: Work> Measured<W> {
-    fn new(format: Format, work: W) -> Self {
+    fn new(format: Format, work: W, bound_from: u32) -> Self {
         let point = |(tokens, weights)| Point { tokens, weights, visits: Vec::new() };
-        Self { format, points: work.points().into_iter().map(point).collect(), work }
+        let points = work.points().into_iter().map(point).collect();
+        Self { format, work, bound_from, points }
     }
 
     /// Measures the point of that turn, if there is one, after all memory was read in `read` nanoseconds.
@@ -204,7 +210,7 @@ impl<W: Work> Measured<W> {
     ) -> Result<()> {
         let Some(point) = self.points.get_mut(turn) else { return Ok(()) };
         let bytes = self.format.bytes(1, point.weights) as usize;
-        let may_repeat = point.tokens >= BOUND_BY_ARITHMETIC || memory.is_above_caches(bytes);
+        let may_repeat = point.tokens >= self.bound_from || memory.is_above_caches(bytes);
         let time = if may_repeat { VISIT_TIME } else { Duration::ZERO };
         let nanos = timed(1, time, || self.work.run(team, isa, turn))?;
         point.visits.push(Visit { nanos, read });

@@ -12,7 +12,7 @@
 //! | `Blocks` | 32 | words of four signed bytes, `[group][row]`; then `[row]` f32 scales; then for each row minus the sum of its bytes times the code of zero |
 //!
 //! Every row takes the same bytes, so strip `s` starts at its first row times [`Encoding::row_bytes`]. Strips of tiles
-//! lie in *blocks*: of [`BLOCK_COLUMNS`] columns those of all its strips, one behind the other, then of the next
+//! whose products are in blocks lie in *blocks*: of [`BLOCK_COLUMNS`] columns those of all its strips, one behind the other, then of the next
 //! columns. Products of blocks go through them in that order, and strides of powers of two would leave them few places
 //! in a cache. For each row, the bytes of a block's columns have one scale, an f32: behind the bytes of a block lie the
 //! scales of its rows, then the bytes of the next columns.
@@ -51,7 +51,7 @@ pub(super) enum Encoding {
 pub(super) struct Strip {
     pub(super) first: usize,
     pub(super) rows: usize,
-    /// First row and number of rows of the block that it lies in, for vectors the strip itself.
+    /// First row and number of rows of the block that it lies in; the strip itself where products are not in blocks.
     pub(super) block: (usize, usize),
 }
 
@@ -86,7 +86,7 @@ impl Encoding {
         }
     }
 
-    /// Whether products are made in tiles, whose strips' columns lie in blocks.
+    /// Whether products are made in tiles.
     pub(super) fn is_tiles(self) -> bool {
         match self {
             Encoding::Tiles | Encoding::ByteTiles => true,

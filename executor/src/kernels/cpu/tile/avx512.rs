@@ -54,9 +54,7 @@ pub(super) unsafe fn multiply(
                 by_shape!(pairs, operands, tile, [1 2 3 4 5 6 7 8 9 10 11 12], [])
             }
             Format::Bf16 => by_shape!(floats, operands, tile, [1 2 3 4 5 6 7 8 9 10 11 12], [BF16]),
-            Format::Bf12 => {
-                by_shape!(small_floats, operands, tile, [1 2 3 4 5 6 7 8 9 10 11 12], [])
-            }
+            Format::Bf12 => by_shape!(small_floats, operands, tile, [1 2 3 4 5 6 7 8], []),
             Format::Q8 => by_shape!(blocks, operands, tile, [1 2 3 4 5 6 7 8], [8]),
             Format::Q4 => by_shape!(blocks, operands, tile, [1 2 3 4 5 6 7 8], [4]),
         }
