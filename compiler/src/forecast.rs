@@ -6,7 +6,7 @@ use ir::plan::{Action, Phase, Program, Queue};
 use ir::workspace::most_fused_rows;
 
 use crate::bind::Bound;
-use crate::cost::rows_of;
+use crate::cost::{nanos_at, rows_of};
 use crate::task::Task;
 
 /// How long one run takes, alone on the machine.
@@ -63,7 +63,7 @@ pub(crate) fn contend(task: &Task<'_>, bound: &Bound, program: &mut Program) {
             Action::Run(op) if !fetches[device].is_empty() => {
                 let rates = &task.target.machine.devices[device].rates;
                 let bytes: u64 = op.weights().iter().map(|&id| bound.weights[id].bytes(task)).sum();
-                let reading = bytes as f64 / rates.read_bytes_per_sec * 1e9;
+                let reading = nanos_at(bytes as f64, rates.read_bytes_per_sec);
                 let alone = step.estimate_nanos;
                 let slowed = reading.min(alone as f64) * (1.0 / rates.beside_fetch - 1.0);
                 let end = start + alone;

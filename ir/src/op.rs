@@ -195,7 +195,8 @@ impl Experts {
         self.part.map_or(0, |part| part.first)
     }
 
-    /// Of `held` experts, `used` of which each of `tokens` tokens chooses as if at random, those that any token chooses.
+    /// Of `held` experts, `used` of which each of `tokens` tokens chooses as if at random, those that any token
+    /// chooses.
     pub fn chosen(held: f64, used: f64, tokens: f64) -> f64 {
         held * (1.0 - (1.0 - (used / held).min(1.0)).powf(tokens))
     }

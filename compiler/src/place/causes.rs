@@ -161,7 +161,7 @@ fn lacks(task: &Task<'_>, taken: &Table<DeviceId, u64>, other: &Priced, unit: us
 }
 
 /// What of a unit stays beside the GPU of its stage.
-#[derive(Clone, Default)]
+#[derive(Clone)]
 struct Staying {
     /// Its bytes, were it on the GPU.
     bytes: u64,

@@ -8,6 +8,7 @@ use ir::machine::Machine;
 use ir::plan::{Plan, Program};
 use ir::tensor::TensorType;
 
+use crate::cost::nanos_at;
 use crate::emit::emit;
 use crate::graphs::{Graphs, Phases};
 use crate::options::Objective;
@@ -225,7 +226,7 @@ pub(crate) fn handover(
     let batches = priced_batches(target);
     let nanos = |batch: &Batch| {
         let bytes = value.bytes(batch.extent) as f64;
-        (link.latency_nanos + bytes / link.bytes_per_sec * 1e9) as u64
+        (link.latency_nanos + nanos_at(bytes, link.bytes_per_sec)) as u64
             + machine.devices[to].rates.step_nanos as u64
     };
     Some(Times { prefill: nanos(&batches[0]), decode: nanos(judged_decode(target, &batches)) })

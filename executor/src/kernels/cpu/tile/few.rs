@@ -1,9 +1,9 @@
 //! Tiles of AMX for few rows, whose weights come straight from memory: one panel along all its columns.
 //!
 //! Dot products of vectors are the limit from a few rows on (of bf16 one takes two cycles, for each row), while tiles
-//! multiply sixteen rows as fast as one. What is left is to keep memory busy: a panel is read in its order, and is asked
-//! for ahead; where it has to be unpacked, that is done a step ahead of the tiles, so that both go on at once. Further
-//! strips find it in a cache.
+//! multiply sixteen rows as fast as one. What is left is to keep memory busy: a panel is read in its order, and is
+//! asked for ahead; where it has to be unpacked, that is done a step ahead of the tiles, so that both go on at once.
+//! Further strips find it in a cache.
 //!
 //! Sums of bf16 stay in the tile registers from step to step, between which the compiler's code runs. It has no use for
 //! them: nothing here is compiled for AMX.
