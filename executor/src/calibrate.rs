@@ -2,6 +2,7 @@
 //!
 //! Every figure is the median of a few rounds: what plans will find, also on a machine that others use too.
 
+mod compiled;
 mod gpu;
 mod links;
 mod peers;
@@ -22,6 +23,8 @@ use crate::locked;
 use crate::team::Team;
 use processors::device_rates;
 
+pub use compiled::{compile, compiling};
+pub use gpu::Share;
 pub use processors::read_rate;
 
 /// Rounds of a measurement end at the first of these: enough of them, or enough of them for the time that has passed.

@@ -5,6 +5,7 @@
 mod attention;
 mod experts;
 
+use std::cell::Cell;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result};
@@ -84,6 +85,19 @@ struct Meter<'a> {
     gpu: &'a Gpu,
     vendor: Option<Vendor>,
     sizes: Sizes,
+    /// Which launches are made once, to be compiled, and nothing else is done; all are measured where there is none.
+    compiled: Option<Share>,
+    /// Launches that were to be timed so far.
+    timed: Cell<u32>,
+}
+
+/// Every `shares`-th of the launches that are measured, from number `number` on.
+#[derive(Clone, Copy, Debug)]
+pub struct Share {
+    /// Its number, from 0.
+    pub number: u32,
+    /// How many there are: at least 1.
+    pub shares: u32,
 }
 
 /// The rates of a GPU.
@@ -91,42 +105,72 @@ struct Meter<'a> {
 /// # Errors
 /// When it has no memory to measure with, or fails.
 pub(super) fn rates(gpu: &Gpu, sizes: Sizes) -> Result<Rates> {
-    let library = gpu.ordinal().map(|ordinal| Library::load(gpu, ordinal)).transpose()?.flatten();
-    let vendor =
-        library.map(|library| Vendor::new(gpu, library, gpu.allocate(WORKSPACE_BYTES)?, false));
-    let mut meter = Meter { gpu, vendor: vendor.transpose()?, sizes };
-    let read_bytes_per_sec = meter.read_rate()?;
-    let step_nanos = meter.step_nanos(read_bytes_per_sec)?;
-    let linear = Format::ALL.into_iter().map(|format| meter.linear(format, step_nanos));
-    let linear = linear.collect::<Result<_>>()?;
-    let (mut experts, mut shared_experts) = (Vec::new(), Vec::new());
-    for format in EXPERT_FORMATS {
-        let mixture = meter.mixture(format)?;
-        experts.push(meter.experts(&mixture, step_nanos)?);
-        shared_experts.push(meter.shared_experts(&mixture, step_nanos)?);
+    Meter::new(gpu, sizes, None)?.rates()
+}
+
+/// Compiles the kernels of a share of what [`rates()`] launches.
+///
+/// # Errors
+/// As there.
+pub(super) fn compile(gpu: &Gpu, sizes: Sizes, share: Share) -> Result<()> {
+    Meter::new(gpu, sizes, Some(share))?.rates().map(drop)
+}
+
+impl<'a> Meter<'a> {
+    fn new(gpu: &'a Gpu, sizes: Sizes, compiled: Option<Share>) -> Result<Self> {
+        let library =
+            gpu.ordinal().map(|ordinal| Library::load(gpu, ordinal)).transpose()?.flatten();
+        let vendor =
+            library.map(|library| Vendor::new(gpu, library, gpu.allocate(WORKSPACE_BYTES)?, false));
+        Ok(Self { gpu, vendor: vendor.transpose()?, sizes, compiled, timed: Cell::new(0) })
     }
-    let (cache_bytes_per_sec, attention_nanos) = meter.cache(step_nanos)?;
-    Ok(Rates {
-        source: RateSource::Calibrated,
-        read_bytes_per_sec,
-        step_nanos,
-        linear,
-        experts,
-        shared_experts,
-        attention_nanos,
-        attention_flops_per_sec: meter.attention_flops()?,
-        cache_bytes_per_sec,
-        other_caches: Vec::new(),
-        beside_fetch: 1.0,
-    })
 }
 
 impl Meter<'_> {
+    fn rates(&mut self) -> Result<Rates> {
+        let read_bytes_per_sec = self.read_rate()?;
+        let step_nanos = self.step_nanos(read_bytes_per_sec)?;
+        let linear = Format::ALL.into_iter().map(|format| self.linear(format, step_nanos));
+        let linear = linear.collect::<Result<_>>()?;
+        let (mut experts, mut shared_experts) = (Vec::new(), Vec::new());
+        for format in EXPERT_FORMATS {
+            let mixture = self.mixture(format)?;
+            experts.push(self.experts(&mixture, step_nanos)?);
+            shared_experts.push(self.shared_experts(&mixture, step_nanos)?);
+        }
+        let (cache_bytes_per_sec, attention_nanos) = self.cache(step_nanos)?;
+        Ok(Rates {
+            source: RateSource::Calibrated,
+            read_bytes_per_sec,
+            step_nanos,
+            linear,
+            experts,
+            shared_experts,
+            attention_nanos,
+            attention_flops_per_sec: self.attention_flops()?,
+            cache_bytes_per_sec,
+            other_caches: Vec::new(),
+            beside_fetch: 1.0,
+        })
+    }
+
+    /// Whether the next launches that are to be timed are made here.
+    fn has_turn(&self) -> bool {
+        let number = self.timed.replace(self.timed.get() + 1);
+        self.compiled.is_none_or(|share| number % share.shares == share.number)
+    }
+
     /// Nanoseconds of one launch of many, captured and replayed as decode steps are.
     fn time(&self, launches: usize, mut launch: impl FnMut() -> Result<()>) -> Result<f64> {
+        if !self.has_turn() {
+            return Ok(1.0);
+        }
         // The first launch compiles the kernel.
         launch()?;
         self.gpu.sync()?;
+        if self.compiled.is_some() {
+            return Ok(1.0);
+        }
         let graph = match self.gpu.client.graph_prepare() {
             Ok(()) => self.gpu.capture(|| (0..launches).try_for_each(|_| launch()))?,
             Err(error) => Err(error),
@@ -257,6 +301,9 @@ impl Meter<'_> {
     /// and, where tokens are few, the cast of activations for one that is not, since the GPU then waits between
     /// launches and the library's stream for a good part of what reading the matrix takes.
     fn product(&mut self, matrix: &Matrix, tokens: usize, out: &Span) -> Result<f64> {
+        if !self.has_turn() {
+            return Ok(1.0);
+        }
         let (inputs, outputs) = (matrix.columns(), matrix.rows());
         let format = workspace::product_format(matrix.format(), self.vendor.is_some());
         let element = format.float().context("products are made in floats")?;
@@ -309,6 +356,9 @@ impl Meter<'_> {
         };
         // The first launch compiles kernels or chooses an algorithm.
         work(1)?;
+        if self.compiled.is_some() {
+            return Ok(1.0);
+        }
         let repeats = SUSTAINED.div_duration_f64(work(launches)?).ceil().max(1.0) as usize;
         Ok(work(repeats * launches)?.as_nanos() as f64 / (repeats * launches) as f64)
     }
@@ -411,5 +461,18 @@ mod tests {
         let all: Vec<f64> = points.map(|point| point.weights_per_sec).chain(others).collect();
         assert_eq!(all.len(), Format::ALL.len() * 3 + EXPERT_FORMATS.len() * (2 + 4) + 4);
         assert!(all.iter().all(|rate| rate.is_finite() && *rate > 0.0), "{all:?}");
+    }
+    #[test]
+    fn shares_of_what_is_compiled_are_all_of_it() {
+        const SHARES: u32 = 3;
+        let Some(gpu) = gpu() else { return };
+        let mut measured = Meter::new(&gpu, Sizes::SMALL, None).unwrap();
+        measured.rates().unwrap();
+        for number in 0..SHARES {
+            let share = Share { number, shares: SHARES };
+            let mut compiled = Meter::new(&gpu, Sizes::SMALL, Some(share)).unwrap();
+            compiled.rates().unwrap();
+            assert_eq!(compiled.timed, measured.timed, "share {number}");
+        }
     }
 }

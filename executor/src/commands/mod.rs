@@ -49,6 +49,9 @@ enum Command {
     Features(FeaturesArguments),
     /// Measures this machine's rates and writes them as a machine file for hybridc
     Calibrate(CalibrateArguments),
+    /// Compiles a share of the kernels that calibrate measures a GPU with
+    #[command(hide = true)]
+    CompileKernels(CompileArguments),
 }
 
 #[derive(Args)]
@@ -223,6 +226,17 @@ struct CalibrateArguments {
     machine: Option<PathBuf>,
 }
 
+#[derive(Args)]
+struct CompileArguments {
+    /// The driver's number of the GPU
+    ordinal: u32,
+    /// Number of the share, from 0
+    number: u32,
+    /// How many shares there are
+    #[arg(value_parser = clap::value_parser!(u32).range(1..))]
+    shares: u32,
+}
+
 /// Parses a number that is never 0.
 fn at_least_one(text: &str) -> Result<usize, Box<dyn Error + Send + Sync>> {
     let number: usize = text.parse()?;
@@ -241,6 +255,7 @@ impl Cli {
             Some(Command::Bench(arguments)) => bench::run(arguments),
             Some(Command::Features(arguments)) => features::run(arguments),
             Some(Command::Calibrate(arguments)) => calibrate::run(arguments),
+            Some(Command::CompileKernels(arguments)) => calibrate::compile_share(&arguments),
         };
         match outcome {
             Err(error) if error.is::<answer::ReaderGone>() => Ok(()),
