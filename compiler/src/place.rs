@@ -6,6 +6,7 @@
 //! - Matrices and caches stay on NUMA nodes beside a GPU only where the model fits no GPUs that are about as fast.
 //! - A price is that of the finished schedule, so byte limits are exact.
 
+mod arrangement;
 mod candidates;
 mod causes;
 pub(crate) mod group;
@@ -34,10 +35,10 @@ use rayon::prelude::*;
 
 use crate::graphs::Phases;
 use crate::options::{Options, Request};
-use crate::place::candidates::{Arrangement, Prices};
+use crate::place::arrangement::Arrangement;
 use crate::place::offer::{Offer, layouts, offer, requested_offer};
-use crate::place::prices::Pins;
 pub(crate) use crate::place::prices::missing;
+use crate::place::prices::{Pins, Prices};
 use crate::place::too_large::too_large;
 use crate::place::units::Units;
 use crate::target::BLOCK_TOKENS;

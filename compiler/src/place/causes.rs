@@ -13,9 +13,9 @@ use ir::plan::Phase;
 use crate::cost::fetch_nanos;
 use crate::options::{Options, Request};
 use crate::part::WeightKey;
-use crate::place::candidates::{Arrangement, Prices, handover_of};
+use crate::place::arrangement::Arrangement;
 use crate::place::group::Group;
-use crate::place::prices::{Priced, decode_nanos};
+use crate::place::prices::{Priced, Prices, decode_nanos, handover};
 use crate::place::units::Units;
 use crate::place::{Layouts, Offer, Pins};
 use crate::task::Task;
@@ -265,10 +265,10 @@ fn unit_cause(
     let handovers = |device| -> Option<i64> {
         let mut nanos = 0;
         if unit > 0 {
-            nanos += handover_of(task, leader(stage(unit - 1)), device)?.decode as i64;
+            nanos += handover(task, leader(stage(unit - 1)), device)?.decode as i64;
         }
         if unit < last {
-            nanos += handover_of(task, device, leader(stage(unit + 1)))?.decode as i64;
+            nanos += handover(task, device, leader(stage(unit + 1)))?.decode as i64;
         }
         Some(nanos)
     };

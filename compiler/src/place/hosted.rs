@@ -23,8 +23,8 @@ use rayon::prelude::*;
 
 use self::search::{Kept, Search};
 use crate::cost::nanos_at;
-use crate::place::candidates::{Arrangement, Prices};
-use crate::place::prices::Times;
+use crate::place::arrangement::Arrangement;
+use crate::place::prices::{Prices, Times};
 use crate::place::{Offer, Room, are_alike, is_numa};
 use crate::task::Task;
 

@@ -9,7 +9,7 @@ use ir::plan::Phase;
 use crate::emit::emit;
 use crate::graphs::{Graphs, Phases};
 use crate::options::Objective;
-use crate::place::candidates::Arrangement;
+use crate::place::arrangement::Arrangement;
 use crate::place::lay_out::{lay_out, set_homes};
 use crate::place::prices::{Pins, Times, judged_decode, missing, priced_batches};
 use crate::place::units::Units;

@@ -1,18 +1,17 @@
 //! What each unit costs and takes on each group of devices.
 
 use std::collections::HashMap;
+use std::sync::{Mutex, PoisonError};
 
 use anyhow::Result;
 use ir::id::{DeviceId, NodeId, Table};
-use ir::machine::Machine;
 use ir::plan::{Plan, Program};
-use ir::tensor::TensorType;
 
 use crate::cost::nanos_at;
 use crate::emit::emit;
 use crate::graphs::{Graphs, Phases};
 use crate::options::Objective;
-use crate::part::{computations, parts};
+use crate::part::{WeightKey, computations, parts};
 use crate::place::Layouts;
 use crate::place::group::Group;
 use crate::place::lay_out::lay_out;
@@ -100,13 +99,62 @@ pub(crate) struct Priced {
 /// Where nodes run, and whether the user said so.
 pub(crate) type Pins = Table<NodeId, Option<(DeviceId, String)>>;
 
+/// What groups of devices are priced with.
+pub(crate) struct Prices<'a> {
+    pub(super) task: &'a Task<'a>,
+    pub(super) units: &'a Units,
+    pub(super) pins: &'a Pins,
+    /// Bytes that pinned nodes take are not there for stages.
+    pub(super) free: Table<DeviceId, u64>,
+    /// Groups that were priced before.
+    known: Mutex<Vec<Priced>>,
+}
+
+impl<'a> Prices<'a> {
+    /// Prices of the task.
+    pub(crate) fn new(task: &'a Task<'a>, units: &'a Units, pins: &'a Pins) -> Self {
+        let mut free: Table<DeviceId, u64> =
+            task.target.machine.devices.rows().iter().map(|device| device.memory_bytes).collect();
+        let mut seen = Vec::new();
+        for (id, node) in task.model.layers.nodes() {
+            let Some((device, _)) = pins[id] else { continue };
+            for weight in node.work.weights() {
+                let key = WeightKey::whole(task, weight, device);
+                if !seen.contains(&key) {
+                    free[device] = free[device].saturating_sub(key.bytes(task));
+                    seen.push(key);
+                }
+            }
+            if let Some(cache) = node.work.cache() {
+                let cache = &task.model.caches[cache];
+                let heads = (cache.kv_heads, cache.head_dim);
+                let bytes = task.target.cache_bytes(device, heads);
+                free[device] = free[device].saturating_sub(bytes);
+            }
+        }
+        Self { task, units, pins, free, known: Mutex::default() }
+    }
+
+    /// All units on one group, each with its neighbours there. A group is priced once.
+    pub(super) fn price(&self, group: &Group) -> Result<Priced> {
+        let known = || self.known.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(priced) = known().iter().find(|priced| priced.group == *group) {
+            return Ok(priced.clone());
+        }
+        let priced = price_group(self.task, self.units, self.pins, group)?;
+        known().push(priced.clone());
+        Ok(priced)
+    }
+
+    /// Work per time, in any scale.
+    pub(super) fn speed(&self, priced: &Priced) -> f64 {
+        let all = priced.times.iter().map(|times| times.request(self.task.target)).sum::<u64>();
+        1.0 / (all.max(1) as f64)
+    }
+}
+
 /// Prices all units on one group, each with its neighbours on the same group.
-pub(crate) fn price_group(
-    task: &Task<'_>,
-    units: &Units,
-    pins: &Pins,
-    group: &Group,
-) -> Result<Priced> {
+fn price_group(task: &Task<'_>, units: &Units, pins: &Pins, group: &Group) -> Result<Priced> {
     let group_of = task.model.layers.nodes().map(|_| 0).collect();
     let graphs = arrange(task, std::slice::from_ref(group), &group_of)?;
     let plan = emit(task, &graphs, &priced_batches(task.target))?;
@@ -209,25 +257,22 @@ pub(crate) fn missing(plan: &Plan) -> Option<(DeviceId, u64)> {
     lacking.max_by_key(|&(device, bytes)| (bytes, std::cmp::Reverse(device)))
 }
 
-/// Nanoseconds to hand the activations of one unit to the next, for prefill and decode.
+/// Nanoseconds to hand the activations of one unit, of the model's width, to the next, for prefill and decode.
 ///
 /// `None` where no link leads from one device to the other.
-pub(crate) fn handover(
-    machine: &Machine,
-    target: &Target,
-    value: &TensorType,
-    from: DeviceId,
-    to: DeviceId,
-) -> Option<Times> {
+pub(crate) fn handover(task: &Task<'_>, from: DeviceId, to: DeviceId) -> Option<Times> {
+    let (_, first) = task.model.layers.nodes().next()?;
     if from == to {
         return Some(Times::default());
     }
+    let value = &task.model.layers.value(first.outputs[0]).ty;
+    let (machine, batches) = (&task.target.machine, priced_batches(task.target));
     let link = machine.link(from, to)?;
-    let batches = priced_batches(target);
     let nanos = |batch: &Batch| {
         let bytes = value.bytes(batch.extent) as f64;
         (link.latency_nanos + nanos_at(bytes, link.bytes_per_sec)) as u64
             + machine.devices[to].rates.step_nanos as u64
     };
-    Some(Times { prefill: nanos(&batches[0]), decode: nanos(judged_decode(target, &batches)) })
+    let decode = nanos(judged_decode(task.target, &batches));
+    Some(Times { prefill: nanos(&batches[0]), decode })
 }

@@ -4,9 +4,9 @@ use anyhow::Result;
 use ir::id::DeviceId;
 
 use super::are_alike;
-use super::candidates::{Arrangement, Prices};
+use super::arrangement::Arrangement;
 use super::group::Group;
-use super::prices::Priced;
+use super::prices::{Priced, Prices};
 
 /// Pairs are shared only among so few GPUs, nodes, or devices; beyond, groups of one kind come first.
 const MOST_DEVICES_FOR_PAIRS: usize = 4;

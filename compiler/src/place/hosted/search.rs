@@ -2,6 +2,7 @@
 //! fetches.
 
 mod arrange;
+mod blocks;
 mod caches;
 mod fewest;
 mod head;
@@ -9,63 +10,18 @@ mod head;
 use std::collections::BTreeSet;
 use std::ops::Range;
 
-use ir::dag::Node;
-use ir::graph::LayerGraph;
-use ir::id::{DeviceId, NodeId, ValueId, WeightId};
-use ir::op::Op;
+use ir::id::{DeviceId, NodeId, WeightId};
 use rayon::prelude::*;
 
+pub(super) use self::blocks::Kept;
+use self::blocks::{Beside, Block, Member};
 use self::caches::is_chosen;
 use self::head::Head;
 use super::share::share;
 use super::{Hosted, Price, host_cost, hosts};
-use crate::cost::fetch_nanos;
-use crate::part::WeightKey;
-use crate::place::candidates::Prices;
-use crate::place::prices::{Times, decode_nanos};
+use crate::place::prices::{Prices, Times};
 use crate::place::{Offer, Room};
-use crate::shards::shard;
 use crate::task::Task;
-use crate::window::aligned;
-
-/// What of a block stays on a NUMA node.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Kept {
-    /// A mixture's experts.
-    Experts,
-    /// The MLPs that are in shards.
-    Mlps,
-    /// All linears and experts, with what lies between them.
-    Matrices,
-}
-
-/// A block that may stay.
-struct Block {
-    /// The stage that it belongs to.
-    stage: usize,
-    /// Its nodes in the order they run; those without a matrix go with the others.
-    nodes: Vec<Member>,
-    /// Bytes of its matrices at home, at most.
-    bytes: u64,
-    /// Bytes of them on the stage's GPU.
-    gpu_bytes: u64,
-    /// Its nodes with caches.
-    attentions: Vec<NodeId>,
-}
-
-struct Member {
-    node: NodeId,
-    /// Of a shard, the host that it is for.
-    host: Option<usize>,
-    /// Bytes of its matrices at home, at most.
-    bytes: u64,
-    /// Bytes of its matrices in a fetch window, at most.
-    window_bytes: u64,
-    /// What fetching them takes while the home computes.
-    fetch_nanos: f64,
-    /// What the home takes for them in decode.
-    home_nanos: f64,
-}
 
 /// How much decode fetches.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -116,127 +72,23 @@ pub(super) struct Search<'a> {
 impl<'a> Search<'a> {
     /// `None` where nothing can stay, or no NUMA node computes its format.
     pub(super) fn new(prices: &Prices<'a>, gpus: &[DeviceId], kept: Kept) -> Option<Self> {
-        let &Prices { task, units, pins, .. } = prices;
+        let &Prices { task, units, .. } = prices;
         let hosts = hosts(task, gpus);
-        let free = hosts.iter().map(|&host| prices.free[host]).collect();
         let stages = share(task, units, gpus)?;
-        let stage_of = |unit: usize| stages.iter().position(|(_, units)| units.contains(&unit));
-        let graph = &task.model.layers;
-        // Where some layers are in shards, those are the ones to stay.
-        let is_cut = |(_, node): (NodeId, &Node<Op>)| shard(&node.name).is_some();
-        let has_shards = graph.nodes().any(is_cut);
-        let shards = graph.nodes().filter_map(|(_, node)| Some(shard(&node.name)?.1));
-        let shards: BTreeSet<usize> = shards.collect();
-        // What is in no shard goes to any of them; the best stands for all.
-        let mut home_nanos = vec![None; hosts.len()];
-        for &host in shards.iter().chain([&0]) {
-            let home = *hosts.get(host)?;
-            home_nanos[host] = Some(decode_nanos(task, home)?);
+        let beside = Beside { prices, stages: &stages, hosts: &hosts };
+        let blocks = beside.blocks(kept)?;
+        if blocks.is_empty() {
+            return None;
         }
-        let mut blocks: Vec<Option<Block>> = (0..units.len()).map(|_| None).collect();
-        let mut lookups = Vec::new();
-        for (id, node) in graph.nodes().filter(|(id, _)| pins[*id].is_none()) {
-            if let Op::Embed { table, .. } | Op::AddPosition { table, .. } = &node.work {
-                let mut users =
-                    graph.nodes().filter(|(_, node)| node.work.weights().contains(table));
-                // Another stage's GPU has one of its own.
-                let stage = |node: NodeId| stage_of(units.of[node]);
-                let is_elsewhere = |user| pins[user].is_none() && stage(user) != stage(id);
-                if users.all(|(user, _)| user == id || is_elsewhere(user)) {
-                    lookups.push((id, *table));
-                }
-                continue;
-            }
-            let stays = match kept {
-                // Where experts are split, the first are those to have on the GPU.
-                Kept::Experts => {
-                    let Op::Experts(experts) = &node.work else { continue };
-                    let is_beside = experts.part.is_none_or(|part| part.first > 0);
-                    is_beside && (!has_shards || shard(&node.name).is_some())
-                }
-                Kept::Mlps => matches!(node.work, Op::Linear(_)) && shard(&node.name).is_some(),
-                // Shards are added up where both sums arrive soonest.
-                Kept::Matrices => {
-                    !matches!(node.work, Op::Attention(_)) && !sums_shards(graph, node)
-                }
-            };
-            if !stays || Task::block(&node.name).is_none() {
-                continue;
-            }
-            let shard = shard(&node.name).map(|(_, shard)| shard);
-            let host = shard.unwrap_or(0);
-            let (home, home_nanos) = (hosts[host], home_nanos[host].as_ref()?[id]);
-            let mut member = Member {
-                node: id,
-                host: shard,
-                bytes: 0,
-                window_bytes: 0,
-                fetch_nanos: 0.0,
-                // Shards are computed at the same time.
-                home_nanos: home_nanos as f64
-                    / if shard.is_some() { shards.len() as f64 } else { 1.0 },
-            };
-            let stage = stage_of(units.of[id])?;
-            let gpu = stages[stage].0;
-            let block = blocks[units.of[id]].get_or_insert_with(|| Block {
-                stage,
-                nodes: Vec::new(),
-                bytes: 0,
-                gpu_bytes: 0,
-                attentions: Vec::new(),
-            });
-            if node.work.takes_fetched() {
-                for weight in node.work.weights() {
-                    // Homes may hold it in different formats; the largest is what there must be room for.
-                    let packed = |&device: &DeviceId| {
-                        WeightKey::whole(task, weight, device).packed_bytes(task)
-                    };
-                    if task.model.weights[weight].shape.len() > 1 {
-                        let bytes = hosts.iter().map(packed).max().unwrap_or(0);
-                        block.bytes += bytes;
-                        block.gpu_bytes += packed(&gpu);
-                        member.bytes += bytes;
-                        member.window_bytes += aligned(bytes);
-                        member.fetch_nanos +=
-                            fetch_nanos(task.target, home, gpu, bytes, true).ok()?;
-                    }
-                }
-            }
-            block.nodes.push(member);
-        }
-        for (id, node) in graph.nodes().filter(|(id, _)| pins[*id].is_none()) {
-            if let (Op::Attention(_), Some(block)) = (&node.work, &mut blocks[units.of[id]]) {
-                block.attentions.push(id);
-            }
-        }
-        let blocks: Vec<Block> =
-            blocks.into_iter().flatten().filter(|block| block.bytes > 0).collect();
-        let some = !blocks.is_empty();
+        let lookups = beside.lookups();
+        let head = Head::new(&beside, &lookups);
         let of_stage = |stage: usize| blocks.iter().filter(move |block| block.stage == stage);
         let rungs = (0..stages.len()).map(|stage| rungs(of_stage(stage))).collect();
-        let attentions = |(_, units_of_stage): &(DeviceId, Range<usize>)| {
-            let attends = |(id, node): &(NodeId, &Node<Op>)| {
-                matches!(node.work, Op::Attention(_)) && units_of_stage.contains(&units.of[*id])
-            };
-            graph.nodes().filter(attends).count()
-        };
-        let layers = stages.iter().map(attentions).collect();
+        let layers = (0..stages.len()).map(|stage| beside.attentions(stage)).collect();
         let cost = |gpu: DeviceId| hosts.iter().map(move |&host| host_cost(task, host, gpu));
         let costs = stages.iter().map(|(gpu, _)| cost(*gpu).collect()).collect();
-        let head = Head::new(prices, stage_of, &lookups);
-        some.then_some(Self {
-            task,
-            stages,
-            hosts,
-            free,
-            costs,
-            kept,
-            blocks,
-            lookups,
-            head,
-            rungs,
-            layers,
-        })
+        let free = hosts.iter().map(|&host| prices.free[host]).collect();
+        Some(Self { task, stages, hosts, free, costs, kept, blocks, lookups, head, rungs, layers })
     }
 
     /// The offers that are worth comparing with one of score `best`, or a rough one of them.
@@ -443,11 +295,4 @@ fn rungs<'b>(blocks: impl Iterator<Item = &'b Block>) -> Vec<u64> {
     nodes.extend(blocks.flat_map(|block| &block.nodes).map(|member| member.window_bytes));
     let two = nodes.last().map(|largest| 2 * largest);
     two.into_iter().chain(nodes.into_iter().rev()).collect()
-}
-
-/// Whether a node adds up shards.
-fn sums_shards(graph: &LayerGraph, node: &Node<Op>) -> bool {
-    let is_shard =
-        |&input: &ValueId| shard(&graph.node(graph.value(input).producer).name).is_some();
-    matches!(node.work, Op::Add) && node.inputs.iter().any(is_shard)
 }

@@ -10,7 +10,7 @@ use ir::tensor::DType;
 use super::{Fetching, Frame, Kept, Member, Search};
 use crate::explain::bytes;
 use crate::part::WeightKey;
-use crate::place::candidates::Arrangement;
+use crate::place::arrangement::Arrangement;
 use crate::place::group::Group;
 use crate::place::hosted::{ALIKE, Hosted, Hosting, fillable_bytes};
 use crate::task::Task;

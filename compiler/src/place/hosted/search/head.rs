@@ -4,10 +4,10 @@
 use ir::id::{DeviceId, NodeId, WeightId};
 use ir::op::Op;
 
-use super::{Frame, Kept, Search, best};
+use super::blocks::{Beside, Kept};
+use super::{Frame, Search, best};
 use crate::part::WeightKey;
 use crate::place::Offer;
-use crate::place::candidates::Prices;
 use crate::place::hosted::{Hosted, Hosting, Price};
 use crate::task::Task;
 
@@ -27,12 +27,9 @@ pub(super) struct Head {
 }
 
 impl Head {
-    /// `None` where it is pinned or part of a block. `beside` are lookups that leave without it.
-    pub(super) fn new(
-        prices: &Prices<'_>,
-        stage_of: impl Fn(usize) -> Option<usize>,
-        beside: &[(NodeId, WeightId)],
-    ) -> Option<Self> {
+    /// `None` where it is pinned or part of a block. `without` are lookups that leave without it.
+    pub(super) fn new(beside: &Beside<'_>, without: &[(NodeId, WeightId)]) -> Option<Self> {
+        let prices = beside.prices;
         let graph = &prices.task.model.layers;
         let &[logits] = graph.outputs() else { return None };
         let mut nodes = Vec::new();
@@ -50,13 +47,13 @@ impl Head {
             let Op::SoftCap { .. } = &node.work else { return None };
             value = node.inputs[0];
         };
-        let stage = stage_of(prices.units.of[*nodes.last()?])?;
+        let stage = beside.stage_of(*nodes.last()?)?;
         let looks_up = |id: NodeId| {
             let is_there = |work: &Op| work.weights().iter().any(|table| matrices.contains(table));
             let Op::Embed { .. } = graph.node(id).work else { return false };
             prices.pins[id].is_none()
                 && is_there(&graph.node(id).work)
-                && beside.iter().all(|(lookup, _)| *lookup != id)
+                && without.iter().all(|(lookup, _)| *lookup != id)
         };
         let lookups = graph.nodes().map(|(id, _)| id).filter(|&id| looks_up(id)).collect();
         Some(Self { nodes, matrices, stage, lookups })

@@ -1,0 +1,160 @@
+//! Which groups of devices take which units, and what stays beside them.
+
+use std::ops::Range;
+
+use ir::forecast::DeviceForecast;
+use ir::id::{DeviceId, NodeId, Table};
+use ir::plan::Phase;
+
+use crate::place::group::Group;
+use crate::place::hosted::Hosted;
+use crate::place::prices::Pins;
+use crate::place::units::Units;
+use crate::task::Task;
+
+/// Groups of devices, each with a range of units.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Arrangement {
+    /// In the order they run.
+    pub(crate) stages: Vec<(Group, Range<usize>)>,
+    /// Whether the user fixed the shares of groups.
+    pub(crate) has_fixed_shares: bool,
+    /// What stays beside the GPUs, each of which is a stage.
+    pub(crate) hosted: Option<Hosted>,
+}
+
+impl Arrangement {
+    /// The group of every node in a phase: its stage's, or that of its pin or of the home that computes it.
+    pub(crate) fn groups(
+        &self,
+        units: &Units,
+        pins: &Pins,
+        phase: Phase,
+    ) -> (Vec<Group>, Table<NodeId, usize>) {
+        let mut groups: Vec<Group> = self.stages.iter().map(|(group, _)| group.clone()).collect();
+        let mut group_of = Table::default();
+        for (id, pin) in pins.iter() {
+            let unit = units.of[id];
+            let stage = self.stages.iter().position(|(_, range)| range.contains(&unit));
+            let stage = stage.expect("stages cover all units");
+            let hosting = self.hosted.as_ref().and_then(|hosted| hosted.nodes[id]);
+            let home = hosting.filter(|hosting| !hosting.is_fetched(phase));
+            let Some(device) = pin.as_ref().map(|pin| pin.0).or(home.map(|home| home.home)) else {
+                group_of.push(stage);
+                continue;
+            };
+            let alone = Group::one(device);
+            let known = groups.iter().position(|group| *group == alone);
+            group_of.push(known.unwrap_or_else(|| {
+                groups.push(alone);
+                groups.len() - 1
+            }));
+        }
+        (groups, group_of)
+    }
+
+    /// The group of a unit's stage.
+    pub(crate) fn group_of(&self, unit: usize) -> &Group {
+        let stage = self.stages.iter().find(|(_, range)| range.contains(&unit));
+        &stage.expect("stages cover all units").0
+    }
+
+    /// What it is, for people; pins that lead elsewhere are not passed over.
+    pub(crate) fn name(&self, task: &Task<'_>, units: &Units, pins: &Pins) -> String {
+        if pins.rows().iter().all(Option::is_some) {
+            return "all as pinned".into();
+        }
+        let leads_elsewhere = pins.iter().any(|(id, pin)| {
+            let group = self.group_of(units.of[id]);
+            pin.as_ref().is_some_and(|(device, _)| group.devices != [*device])
+        });
+        let shape = self.shape(task);
+        if leads_elsewhere { format!("{shape} but for pins") } else { shape }
+    }
+
+    /// Its stages, for people.
+    fn shape(&self, task: &Task<'_>) -> String {
+        let group = |group: &Group| {
+            let names: Vec<&str> =
+                group.devices.iter().map(|&device| task.target.name(device)).collect();
+            names.join("+")
+        };
+        if let Some(hosted) = &self.hosted {
+            return hosted.name.clone();
+        }
+        match self.stages.as_slice() {
+            [(only, _)] if only.devices.len() == 1 => format!("all on {}", group(only)),
+            [(only, _)] => format!("tensor parallel {}", group(only)),
+            stages => {
+                let names: Vec<String> = stages.iter().map(|(stage, _)| group(stage)).collect();
+                format!("pipeline {}", names.join(" → "))
+            }
+        }
+    }
+
+    /// Whether other shares could help where memory lacks.
+    fn can_shift(&self) -> bool {
+        !self.has_fixed_shares && self.stages.iter().any(|(group, _)| group.devices.len() > 1)
+    }
+
+    /// The same with shares halfway to those of the other.
+    pub(crate) fn halfway_to(&self, other: &Self) -> Self {
+        let mut half = self.clone();
+        for ((group, _), (to, _)) in half.stages.iter_mut().zip(&other.stages) {
+            let [own, theirs] =
+                [&group.shares, &to.shares].map(|shares| shares.iter().sum::<f64>());
+            let shares = group.shares.iter().zip(&to.shares);
+            let shares = shares.map(|(from, to)| (from / own + to / theirs) / 2.0);
+            group.shares = shares.collect();
+        }
+        half
+    }
+
+    /// Gives the work that members of shared groups lack memory for to the members that have some left: as much as they
+    /// are expected to lack, or all but what no member can do without.
+    ///
+    /// False where nothing can change.
+    pub(crate) fn shift_shares(
+        &mut self,
+        held: &Table<DeviceId, DeviceForecast>,
+        all: bool,
+    ) -> bool {
+        /// Parts are whole heads and blocks, so a share aims a little below the limit.
+        const MARGIN: f64 = 0.97;
+        /// A share of which every axis gives one part.
+        const LEAST: f64 = 1e-6;
+        if !self.can_shift() {
+            return false;
+        }
+        let mut changed = false;
+        for (group, _) in self.stages.iter_mut().filter(|(group, _)| group.devices.len() > 1) {
+            let sum: f64 = group.shares.iter().sum();
+            // How much of its own share each member has room for.
+            let room = |device: &DeviceId| {
+                let bytes = &held[*device];
+                let own = (bytes.weight_bytes + bytes.cache_bytes).max(1) as f64;
+                let other = bytes.needed_bytes() - bytes.weight_bytes - bytes.cache_bytes;
+                bytes.capacity_bytes.saturating_sub(other) as f64 / own
+            };
+            let members = group.devices.iter().map(room).zip(&group.shares);
+            // Of those that lack memory.
+            let kept = |(room, share): (f64, &f64)| {
+                let kept = if all { 0.0 } else { share / sum * room * MARGIN };
+                (room < 1.0).then_some(kept.max(LEAST))
+            };
+            let kept: Vec<Option<f64>> = members.map(kept).collect();
+            let others = group.shares.iter().zip(&kept).filter(|(_, kept)| kept.is_none());
+            let others: f64 = others.map(|(share, _)| share / sum).sum();
+            let all_kept: f64 = kept.iter().flatten().sum();
+            if all_kept == 0.0 || others == 0.0 {
+                continue;
+            }
+            let shifted = group.shares.iter().zip(kept);
+            let shifted = shifted
+                .map(|(share, kept)| kept.unwrap_or(share / sum * (1.0 - all_kept) / others));
+            group.shares = shifted.collect();
+            changed = true;
+        }
+        changed
+    }
+}
