@@ -205,8 +205,8 @@ pub(crate) fn move_nanos(
 /// Nanoseconds of a sum over so many GPUs, of terms of `bytes` bytes, by the vendor's library; `None` where the machine
 /// has none.
 ///
-/// Each GPU adds up one part of the terms and passes that on, so 2·(n − 1)/n of a term crosses each link, where a direct
-/// sum has n − 1 terms cross.
+/// Each GPU adds up one part of the terms and passes that on, so 2·(n − 1)/n of a term crosses each link, where a
+/// direct sum has n − 1 terms cross.
 pub(crate) fn library_sum_nanos(target: &Target, members: usize, bytes: u64) -> Option<f64> {
     let collectives = target.machine.collectives.as_ref()?;
     let members = members as f64;

@@ -76,7 +76,8 @@ fn uses_hosts(decided: &Decided) -> bool {
     held.any(|(id, held)| !devices[id].kind.is_gpu() && held.weight_bytes + held.cache_bytes > 0)
 }
 
-/// Tokens of runs beside hosts; of a mixture fewer, too, as many as let each expert's matrices be multiplied as they lie.
+/// Tokens of runs beside hosts; of a mixture fewer, too, as many as let each expert's matrices be multiplied as they
+/// lie.
 fn other_tokens(model: &Model) -> Vec<u32> {
     let nodes = || model.layers.nodes().map(|(_, node)| &node.work);
     let used =
@@ -88,8 +89,8 @@ fn other_tokens(model: &Model) -> Vec<u32> {
     [TOKENS_BESIDE_HOSTS].into_iter().chain(fused).collect()
 }
 
-/// The most tokens that leave each of `all` experts, of which each token has `used`, rows that are multiplied with matrices
-/// as they lie, if their choices are even; `None` where others are tried that are as few.
+/// The most tokens that leave each of `all` experts, of which each token has `used`, rows that are multiplied with
+/// matrices as they lie, if their choices are even; `None` where others are tried that are as few.
 fn fused_tokens(used: u32, all: u32) -> Option<u32> {
     let tokens = u64::from(MAX_FUSED_ROWS) * u64::from(all) / u64::from(used.max(1));
     u32::try_from(tokens).ok().filter(|tokens| (1..PREFILL_TOKENS[0]).contains(tokens))

@@ -49,7 +49,8 @@ pub(crate) fn groups(
     Ok((by_groups < slowest(at_once)).then_some(groups))
 }
 
-/// Whose sums a member of group number `own` adds up, one for each group: its own, and the first member's of each other.
+/// Whose sums a member of group number `own` adds up, one for each group: its own, and the first member's of each
+/// other.
 pub(crate) fn terms(groups: &[Vec<usize>], own: usize, member: usize) -> Vec<usize> {
     let speaker =
         |(index, group): (usize, &Vec<usize>)| if index == own { member } else { group[0] };

@@ -20,8 +20,8 @@ pub struct Options {
     /// The most tokens of one prefill run; `None` is 512, with GPUs more, such as 1024 or 2048, where that is
     /// predicted to be better.
     pub prefill_tokens: Option<u32>,
-    /// The most bytes of all KV caches together, those that several devices hold counted once; `None` is what context and
-    /// sequences need.
+    /// The most bytes of all KV caches together, those that several devices hold counted once; `None` is what context
+    /// and sequences need.
     pub kv_cache_bytes: Option<u64>,
     /// Element type of the KV caches; `None` follows the weights.
     pub kv_type: Option<DType>,

@@ -1,8 +1,8 @@
 //! The program for short prompts.
 //!
 //! Where prefill fetches weights it takes as long as all that is fetched is under way, however few the tokens. Decode
-//! computes most of it in place, which is sooner done for few tokens too: so there is a second program for prompts, placed
-//! as decode is.
+//! computes most of it in place, which is sooner done for few tokens too: so there is a second program for prompts,
+//! placed as decode is.
 
 use anyhow::Result;
 use ir::plan::{Phase, Plan};
@@ -46,8 +46,8 @@ fn most_tokens(task: &Task<'_>, graphs: &Graphs) -> Result<Option<u32>> {
     let fewer = TOKENS.into_iter().filter(|&tokens| tokens < all);
     let offered: Vec<u32> = fewer.chain((all <= TOKENS[TOKENS.len() - 1]).then_some(all)).collect();
     let (mut offered, mut most) = (offered.as_slice(), None);
-    // What is fetched takes the same time for more tokens, and computing and memory grow: what does not serve some tokens
-    // does not serve more.
+    // What is fetched takes the same time for more tokens, and computing and memory grow: what does not serve some
+    // tokens does not serve more.
     while let Some(&tokens) = offered.get(offered.len() / 2) {
         let (fewer, more) = (&offered[..offered.len() / 2], &offered[offered.len() / 2 + 1..]);
         if serves(task, graphs, tokens)? {

@@ -335,8 +335,8 @@ fn reduced(machine: &Machine, options: &Options) -> Result<Machine> {
     Ok(reduced)
 }
 
-/// Whether a device may be better off with 12 bits. For a NUMA node this is a question of speed: decoding may take longer
-/// than the bytes that it saves. The decode of one sequence and of the most weigh alike, as in
+/// Whether a device may be better off with 12 bits. For a NUMA node this is a question of speed: decoding may take
+/// longer than the bytes that it saves. The decode of one sequence and of the most weigh alike, as in
 /// [`decide`](crate::decide::decide). A GPU may also need the memory, so placements are compared.
 fn gains_by_bf12(device: &Device, max_sequences: u32) -> bool {
     let time = |format| {

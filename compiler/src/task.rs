@@ -68,8 +68,8 @@ impl<'a> Task<'a> {
     /// How a weight is held on a device.
     ///
     /// Vectors are 32-bit, and so are sensitive weights: they decide which weights are read at all (routers) or scale a
-    /// whole branch, and are less than a thousandth of their layer. The matrices of a gate have one format: where they are
-    /// stored in two, the one that holds both exactly.
+    /// whole branch, and are less than a thousandth of their layer. The matrices of a gate have one format: where they
+    /// are stored in two, the one that holds both exactly.
     pub(crate) fn format(&self, weight: WeightId, device: DeviceId) -> Format {
         let ModelWeight { shape, stored, .. } = &self.model.weights[weight];
         if shape.len() < 2 || self.sensitive[weight] {

@@ -56,8 +56,8 @@ impl Batch {
         });
     }
 
-    /// Appends tokens of no sequence up to `count` in all, so that runs of prompts of other lengths make the same launches.
-    /// Nobody reads what is made of them.
+    /// Appends tokens of no sequence up to `count` in all, so that runs of prompts of other lengths make the same
+    /// launches. Nobody reads what is made of them.
     pub fn pad(&mut self, count: usize) {
         let count = count.max(self.tokens.len());
         self.tokens.resize(count, 0);

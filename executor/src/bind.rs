@@ -29,7 +29,8 @@ use crate::team::{Team, bind};
 /// one for CubeCL's thread, one for fetches. The others read memory as fast as all of them.
 const SPARED_CPUS: usize = 3;
 
-/// The processors that are left to the threads that drive GPUs: a member of a team that loses its own holds up all others.
+/// The processors that are left to the threads that drive GPUs: a member of a team that loses its own holds up all
+/// others.
 pub(crate) struct SparedCpus {
     topology: Topology,
     /// None where no NUMA node is of the plan's machine.
@@ -90,8 +91,8 @@ pub(crate) fn team_cpus<'a>(plan: &Plan, cpus: &'a [u32], options: &Options) -> 
     &cpus[..threads.clamp(1, cpus.len())]
 }
 
-/// What each rank of a plan is, in their order: the devices that compute, with the GPU or the NUMA node and processors that
-/// they are bound to.
+/// What each rank of a plan is, in their order: the devices that compute, with the GPU or the NUMA node and processors
+/// that they are bound to.
 pub(crate) fn ranks(plan: &Plan, options: &Options) -> Vec<String> {
     let lanes = plan.programs.iter().flat_map(|program| &program.lanes);
     let computing: BTreeSet<DeviceId> = lanes.map(|lane| lane.device).collect();

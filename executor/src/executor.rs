@@ -135,8 +135,8 @@ impl Executor {
     }
 }
 
-/// Whether it costs nothing to compute a few tokens more: processors take longer for them, and matrices in 16 and 32 bits
-/// are the vendor library's from some tokens on, whose products are not captured.
+/// Whether it costs nothing to compute a few tokens more: processors take longer for them, and matrices in 16 and 32
+/// bits are the vendor library's from some tokens on, whose products are not captured.
 fn pads_prompts(plan: &Plan) -> bool {
     let is_packed = |&weight: &WeightId| plan.weights[weight].format.float().is_none();
     let is_free = |program: &Program, step: &Step| {

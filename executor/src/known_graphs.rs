@@ -43,8 +43,8 @@ impl KnownGraphs {
         Self { most, known: Mutex::default() }
     }
 
-    /// Lets in a run whose launches can be captured, in the order in which lanes work through runs. A decode is captured
-    /// at once, a prompt when it comes the second time, since many lengths are met only once.
+    /// Lets in a run whose launches can be captured, in the order in which lanes work through runs. A decode is
+    /// captured at once, a prompt when it comes the second time, since many lengths are met only once.
     pub(crate) fn admit(&self, key: GraphKey, is_decode: bool) -> Admission {
         let mut known = self.lock();
         if let Some(position) = known.held.iter().position(|held| held.key == key) {

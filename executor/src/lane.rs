@@ -273,8 +273,8 @@ impl Lane {
         let now = || recorder.as_ref().map_or(0, |recorder| recorder.now());
         let steps = &program.lanes[lane].steps;
         let is_cpu = matches!(self.device.form, Form::Cpu(_));
-        // Whoever waits for the lane to leave knows that steps of processors end, however long one takes; what they wait
-        // for may not.
+        // Whoever waits for the lane to leave knows that steps of processors end, however long one takes; what they
+        // wait for may not.
         let mut at_work: Option<Work<'_>> = None;
         for stretch in self.stretches[run.program].clone().unwrap_or_default() {
             let stretch = &steps[stretch];

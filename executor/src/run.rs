@@ -56,8 +56,8 @@ pub(crate) struct Run {
     pub(crate) pulse: Arc<Pulse>,
     /// Where lanes wait for steps of others.
     steps_bell: Bell,
-    /// Where the caller waits for the end, and lanes that begin the next run alone: kept apart, for a waker pays for every
-    /// sleeper.
+    /// Where the caller waits for the end, and lanes that begin the next run alone: kept apart, for a waker pays for
+    /// every sleeper.
     end_bell: Bell,
 }
 

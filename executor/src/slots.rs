@@ -1,8 +1,8 @@
 //! The tensors of one run: one slot for each buffer of its program.
 //!
-//! - A slot is filled by the step that writes its buffer, and emptied when every lane that writes or reads the buffer has
-//!   come past its last step that does. That is no later than the step that the plan lets free it, and holds where the host
-//!   does not see that step's waits: GPUs that sum among themselves wait for each other on the devices.
+//! - A slot is filled by the step that writes its buffer, and emptied when every lane that writes or reads the buffer
+//!   has come past its last step that does. That is no later than the step that the plan lets free it, and holds where
+//!   the host does not see that step's waits: GPUs that sum among themselves wait for each other on the devices.
 //! - The checker has proved that no two lanes use a slot at a time, so its lock is never waited for.
 
 use std::mem;

@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 /// How long a waiter spins at first: longer than the gap between two steps of a lane (below 10 µs) and between steps of
 /// unlike lanes of a tensor-parallel layer, shorter than a scheduler's slice.
 pub(crate) const SPIN: Duration = Duration::from_micros(50);
-/// How long a waiter spins between two yields once it knows that its CPU is its own: a yield is a system call, and those
-/// of many threads stand in each other's way.
+/// How long a waiter spins between two yields once it knows that its CPU is its own: a yield is a system call, and
+/// those of many threads stand in each other's way.
 const LONG_SPIN: Duration = Duration::from_millis(1);
 /// A yield that takes longer than this gave the CPU to somebody else (alone it takes below 1 µs).
 const SHARED_CPU: Duration = Duration::from_micros(5);
@@ -33,8 +33,8 @@ pub(crate) fn spin_for(limit: Duration, is_done: impl Fn() -> bool) -> bool {
     }
 }
 
-/// Spins and gives way in turn until `is_done`, for `limit` at most; whether somebody else wanted the CPU, which ends it
-/// at once.
+/// Spins and gives way in turn until `is_done`, for `limit` at most; whether somebody else wanted the CPU, which ends
+/// it at once.
 pub(crate) fn give_way(limit: Duration, is_done: impl Fn() -> bool) -> bool {
     let start = Instant::now();
     let (mut yields, mut taken) = (0, 0);
@@ -52,8 +52,8 @@ pub(crate) fn give_way(limit: Duration, is_done: impl Fn() -> bool) -> bool {
     taken > 1
 }
 
-/// Looks until `is_done` or `limit` is over: for `spin` without a system call, then without sleeping for as long as nobody
-/// else wants the CPU; says which.
+/// Looks until `is_done` or `limit` is over: for `spin` without a system call, then without sleeping for as long as
+/// nobody else wants the CPU; says which.
 pub(crate) fn look_for(spin: Duration, limit: Duration, is_done: impl Fn() -> bool) -> bool {
     let start = Instant::now();
     if !spin_for(spin, &is_done) && give_way(limit, &is_done) {

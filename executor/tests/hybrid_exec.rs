@@ -1,5 +1,5 @@
-//! `hybrid-exec` as its users call it wrongly: one line that says what is wrong, and exit code 1, or 2 where it does not
-//! take its arguments.
+//! `hybrid-exec` as its users call it wrongly: one line that says what is wrong, and exit code 1, or 2 where it does
+//! not take its arguments.
 
 use std::fs;
 use std::path::Path;

@@ -1,5 +1,5 @@
-//! A launch that is lost in a panic of the thread that drives a GPU ends the run. In a process of its own, which no other
-//! test can use a GPU in afterwards.
+//! A launch that is lost in a panic of the thread that drives a GPU ends the run. In a process of its own, which no
+//! other test can use a GPU in afterwards.
 
 use std::thread;
 

@@ -1,7 +1,7 @@
 //! Launches that GPUs capture and replay: for how many kinds of runs they are held, and the memory that they take.
 //!
-//! A captured launch takes memory of the device, from the driver, until its graph is dropped; the driver keeps it for the
-//! next one. So the executor holds a number of graphs that is known, and what they take is counted.
+//! A captured launch takes memory of the device, from the driver, until its graph is dropped; the driver keeps it for
+//! the next one. So the executor holds a number of graphs that is known, and what they take is counted.
 
 use crate::id::{BufferId, DeviceId, Id as _, StepId};
 use crate::machine::DeviceKind;
@@ -23,9 +23,9 @@ pub fn most_kinds(plan: &Plan) -> u64 {
     OTHER_KINDS.saturating_add(sequences.unwrap_or(0).saturating_mul(SEQUENCE_KINDS))
 }
 
-/// Whether short prompts of a plan are captured: where one GPU works on them, by launches of its own. Several would have
-/// to wait for each other while prompts pass in parts, what brings a borrowed cache is launched anew for each run, and
-/// experts would be read for tokens of no sequence.
+/// Whether short prompts of a plan are captured: where one GPU works on them, by launches of its own. Several would
+/// have to wait for each other while prompts pass in parts, what brings a borrowed cache is launched anew for each run,
+/// and experts would be read for tokens of no sequence.
 pub fn includes_prompts(plan: &Plan) -> bool {
     let mut steps = plan.programs.iter().flat_map(|program| program.steps.rows());
     let has_experts = |step: &Step| matches!(step.action, Action::Run(Op::Experts(_)));

@@ -129,7 +129,8 @@ pub struct Rates {
     /// Linears, one curve for each format. A missing format is not computed on this device.
     pub linear: Vec<LinearRate>,
     /// The chosen experts of a mixture for few tokens, which read them one by one; one curve for each format. Their
-    /// weights are those of one token's experts, `tokens` those of a run. Where there is no curve, they are as for many.
+    /// weights are those of one token's experts, `tokens` those of a run. Where there is no curve, they are as for
+    /// many.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub experts: Vec<LinearRate>,
     /// The same for many tokens, which share what is read: weights of all experts that any of them chose, and as

@@ -284,8 +284,8 @@ impl Frequencies {
         }
     }
 
-    /// Whether keys, of which the first and the latest were rotated when the sequence had as many tokens as `before` says,
-    /// serve when it has `now`.
+    /// Whether keys, of which the first and the latest were rotated when the sequence had as many tokens as `before`
+    /// says, serve when it has `now`.
     ///
     /// - Beside keys of the other set LongRoPE means nothing, and models that use it compute all of them anew.
     /// - With NTK scaling a token that was chosen (`is_decode`) goes on behind the keys of shorter lengths, as in

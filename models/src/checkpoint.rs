@@ -7,6 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io::ErrorKind;
 use std::ops::Range;
+use std::os::unix::fs::FileExt as _;
 use std::path::{Component, Path, PathBuf};
 
 use anyhow::{Context as _, Result, anyhow, bail, ensure};
@@ -100,8 +101,8 @@ impl Checkpoint {
         self.get(name).ok_or_else(|| self.missing(name))
     }
 
-    /// Names of tensors that no weight of a model comes from, but for those that checkpoints hold for no use: tables that
-    /// follow from the configuration, and the copy of a table that serves as the head, too.
+    /// Names of tensors that no weight of a model comes from, but for those that checkpoints hold for no use: tables
+    /// that follow from the configuration, and the copy of a table that serves as the head, too.
     pub fn unused<'a>(&'a self, model: &Model) -> impl Iterator<Item = &'a str> {
         const IDLE: [&str; 6] = [
             "rotary_emb.inv_freq",
@@ -132,7 +133,7 @@ impl Checkpoint {
             return Ok(false);
         }
         let map = |tensor: &StoredTensor| {
-            let file = map(&self.files[tensor.file].path)?;
+            let (_, file) = map(&self.files[tensor.file].path)?;
             file.advise(Advice::Sequential).context("reading two tensors that may be one")?;
             anyhow::Ok(file)
         };
@@ -224,10 +225,11 @@ impl Checkpoint {
     }
 
     fn read_file(&mut self, path: PathBuf) -> Result<(FileId, BTreeMap<String, header::Entry>)> {
-        let contents = map(&path)?;
+        let (file, contents) = map(&path)?;
         let entries = header::read(&contents).with_context(|| path.display().to_string())?;
         let bytes = contents.len() as u64;
-        let fingerprint = ir::fingerprint(&contents);
+        let fingerprint = ir::fingerprint_of_file(bytes, |at, piece| file.read_exact_at(piece, at))
+            .with_context(|| format!("reading {}", path.display()))?;
         Ok((self.files.push(CheckpointFile { path, bytes, fingerprint }), entries))
     }
 }
@@ -268,7 +270,7 @@ fn entrance(folder: &Path) -> Result<PathBuf> {
     )
 }
 
-fn map(path: &Path) -> Result<Mmap> {
+fn map(path: &Path) -> Result<(File, Mmap)> {
     let reading = || format!("reading {}", path.display());
     let file = File::open(path).with_context(reading)?;
     ensure!(file.metadata().with_context(reading)?.is_file(), "{}: not a file", path.display());
@@ -276,10 +278,5 @@ fn map(path: &Path) -> Result<Mmap> {
     // SAFETY: the map is read-only and private to this module. Another process that shortens the file
     // meanwhile ends this one with SIGBUS, which no reader of mapped files can rule out.
     let contents = unsafe { Mmap::map(&file) };
-    let contents = contents.with_context(reading)?;
-    if ir::is_sampled(contents.len() as u64) {
-        // With 8 MiB of read-ahead, which some systems have, the pages of a fingerprint would read it all.
-        contents.advise(Advice::Random).with_context(reading)?;
-    }
-    Ok(contents)
+    Ok((file, contents.with_context(reading)?))
 }

@@ -35,8 +35,8 @@ pub fn lower(path: &Path) -> Result<Model> {
     lower_and_list_unused(path).map(|(model, _)| model)
 }
 
-/// What [`lower`] gives, and the names of tensors that no node of the graph uses, but for those of a vision tower: where
-/// there are any, the configuration may be of another model.
+/// What [`lower`] gives, and the names of tensors that no node of the graph uses, but for those of a vision tower:
+/// where there are any, the configuration may be of another model.
 ///
 /// # Errors
 ///

@@ -1,6 +1,7 @@
 //! Which caches stay with hosts where a GPU has no room for them, and what plans that borrow them must keep to.
 //!
-//! The machine is an H200 with as much memory as a test gives it, and its host; the model has contexts of 128 Ki tokens.
+//! The machine is an H200 with as much memory as a test gives it, and its host; the model has contexts of 128 Ki
+//! tokens.
 
 use std::collections::BTreeMap;
 

@@ -16,8 +16,8 @@ const PROCESS_BYTES: u64 = 40 << 20;
 /// How far off the plan may be, in percent.
 const TOLERANCE: u64 = 3;
 
-/// Two layers and large tables: one that stayed in memory while it is read would be as much as the whole plan. With less
-/// than 256 MiB the checkpoint, which has holes for data, would be hashed whole when it is opened.
+/// Two layers and large tables: one that stayed in memory while it is read would be as much as the whole plan. With
+/// less than 256 MiB the checkpoint, which has holes for data, would be hashed whole when it is opened.
 const SHAPE: LlamaShape = LlamaShape {
     vocabulary: 65_536,
     hidden: 1024,

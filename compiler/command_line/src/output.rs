@@ -26,8 +26,8 @@ pub fn write(path: &Path, contents: &[u8]) -> Result<()> {
     written.with_context(context)
 }
 
-/// Fails where [`write()`] would, before the work whose results are to be written, and where one would replace a file that
-/// the work reads, a file of a checkpoint, or another of its results. Changes nothing.
+/// Fails where [`write()`] would, before the work whose results are to be written, and where one would replace a file
+/// that the work reads, a file of a checkpoint, or another of its results. Changes nothing.
 pub fn check_outputs<'a>(
     outputs: impl IntoIterator<Item = &'a Path>,
     inputs: impl IntoIterator<Item = &'a Path>,

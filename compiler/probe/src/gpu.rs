@@ -1,7 +1,7 @@
 //! GPUs, numbered as the driver numbers them for programs, and what its management library knows of each.
 //!
-//! - The management library lists all GPUs by their slots. Programs see those that `CUDA_VISIBLE_DEVICES` names, or all,
-//!   the fastest first; so GPUs are asked for by slot.
+//! - The management library lists all GPUs by their slots. Programs see those that `CUDA_VISIBLE_DEVICES` names, or
+//!   all, the fastest first; so GPUs are asked for by slot.
 
 #![expect(unsafe_code, reason = "the driver is asked through its C interface")]
 
@@ -100,8 +100,8 @@ impl Seen {
     }
 }
 
-/// The memory of a GPU of which programs see so much: it keeps a little of the whole for itself, and where it is divided
-/// (MIG) a part is much less.
+/// The memory of a GPU of which programs see so much: it keeps a little of the whole for itself, and where it is
+/// divided (MIG) a part is much less.
 fn whole_or_part(whole_bytes: u64, seen_bytes: u64) -> u64 {
     let is_part = seen_bytes < whole_bytes - whole_bytes / 10;
     if is_part { seen_bytes } else { whole_bytes }

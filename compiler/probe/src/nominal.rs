@@ -55,8 +55,8 @@ pub(crate) fn node_rates(cores: u32, node_cores: u32, flags: &[String]) -> Rates
     } else {
         f32
     };
-    // Without AVX-512, too, blocks multiply as bytes: kernels reach 122 G in 8 bits and 196 G in 4 bits on a core of Zen 3
-    // whose f32 reaches 97 G, and 2.5 times its f32 with AVX-VNNI.
+    // Without AVX-512, too, blocks multiply as bytes: kernels reach 122 G in 8 bits and 196 G in 4 bits on a core of
+    // Zen 3 whose f32 reaches 97 G, and 2.5 times its f32 with AVX-VNNI.
     let (q8, q4) = if has("amx_int8") {
         (1600e9, 1600e9)
     } else if has("avx512_vnni") {

@@ -1,8 +1,8 @@
 //! Arrangements of a model that is larger than the GPUs' memory: matrices that stay on NUMA nodes.
 //!
 //! - Several GPUs are stages, each with a share of the layers like its share of the memory.
-//! - GPUs keep all attention and its caches, so that only activations of linears cross the links, but for caches that are
-//!   better with the nodes: those attend in decode, and GPUs borrow the caches in prefill.
+//! - GPUs keep all attention and its caches, so that only activations of linears cross the links, but for caches that
+//!   are better with the nodes: those attend in decode, and GPUs borrow the caches in prefill.
 //! - In each phase either the node computes with a matrix in place or its stage's GPU fetches it. Prefill has enough
 //!   arithmetic to hide fetches behind; decode fetches as much as the link carries while the node computes.
 //! - Blocks that stay are spread evenly over the model, and so are fetches among them: the link then works without
@@ -63,8 +63,8 @@ impl Hosting {
 /// Prices an arrangement exactly.
 pub(crate) type Price<'a> = dyn Fn(&Arrangement) -> anyhow::Result<Offer> + Sync + 'a;
 
-/// Every arrangement of this kind that is worth pricing beside one of score `best`, priced. Those that are impossible are
-/// left out.
+/// Every arrangement of this kind that is worth pricing beside one of score `best`, priced. Those that are impossible
+/// are left out.
 pub(crate) fn offers(
     prices: &Prices<'_>,
     gpu_sets: &[Vec<DeviceId>],
@@ -125,8 +125,8 @@ pub(crate) fn rooms(
     search.map_or_else(Vec::new, |search| search.rooms(hosted, price))
 }
 
-/// The GPUs that arrangements of this kind are for: all of them, those with at least as much memory as each, all of each
-/// kind, and one of each kind.
+/// The GPUs that arrangements of this kind are for: all of them, those with at least as much memory as each, all of
+/// each kind, and one of each kind.
 pub(crate) fn gpu_sets(task: &Task<'_>) -> Vec<Vec<DeviceId>> {
     let all: Vec<DeviceId> = gpus(task).collect();
     let kinds = kinds_of_gpus(task);

@@ -174,7 +174,8 @@ fn cut_heads(node: &Node<Op>, attention: &Attention, group: &Group, cuts: &mut C
         parts.into_iter().map(|part| part * factor).collect()
     };
     let head_dim = attention.head_dim;
-    // Where it can be, in parts whose columns of the next matrix are whole loads of 16 bytes, in 16 bits: GPUs want them.
+    // Where it can be, in parts whose columns of the next matrix are whole loads of 16 bytes, in 16 bits: GPUs want
+    // them.
     let parts = |heads: u32, features: u32| {
         let whole = [1, 2, 4, 8].into_iter().find(|grain| (grain * features).is_multiple_of(8));
         whole.into_iter().chain([1]).find_map(|grain| group.parts(heads, grain))

@@ -36,9 +36,8 @@ pub(crate) struct Times {
 impl Times {
     /// Time of a prompt and an answer of 128 tokens: of parts of a model it adds up.
     ///
-    /// Latency: `prefill + 128 · decode`.
-    /// Throughput: what one such request adds to the time of all, `prefill + 128 · decode / sequences`, where prefill is
-    /// the busiest lane's work, since runs of prompts overlap.
+    /// Latency: `prefill + 128 · decode`. Throughput: what one such request adds to the time of all, `prefill + 128 ·
+    /// decode / sequences`, where prefill is the busiest lane's work, since runs of prompts overlap.
     pub(crate) fn request(self, target: &Target) -> u64 {
         let sequences = match target.objective {
             Objective::Latency => 1,
@@ -49,8 +48,8 @@ impl Times {
 
     /// What is minimised, of a whole model.
     ///
-    /// Latency: the time of a request and, with less weight, of its prompt and of its answer, in proportion: where hosts
-    /// decode, an answer takes seconds, and prompts that take tenths of one would count for nothing in a sum.
+    /// Latency: the time of a request and, with less weight, of its prompt and of its answer, in proportion: where
+    /// hosts decode, an answer takes seconds, and prompts that take tenths of one would count for nothing in a sum.
     /// Throughput: the time of a request.
     pub(crate) fn score(self, target: &Target) -> u64 {
         let request = self.request(target);

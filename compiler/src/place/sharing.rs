@@ -16,8 +16,8 @@ const MOST_KINDS: usize = 3;
 const MOST_UNEVEN: usize = 3;
 
 impl Prices<'_> {
-    /// Groups that share layers: all GPUs, all NUMA nodes, everything, the fastest half of each, quarter and so on, GPUs
-    /// of one kind, those of all kinds but one, and pairs where GPUs, nodes or all devices are few.
+    /// Groups that share layers: all GPUs, all NUMA nodes, everything, the fastest half of each, quarter and so on,
+    /// GPUs of one kind, those of all kinds but one, and pairs where GPUs, nodes or all devices are few.
     pub(super) fn groups(&self, singles: &[Priced]) -> Vec<Priced> {
         let machine = &self.task.target.machine;
         let device = |priced: &Priced| priced.group.devices[0];
@@ -25,7 +25,8 @@ impl Prices<'_> {
         let gpus: Vec<&Priced> = singles.iter().filter(is_gpu).collect();
         let nodes: Vec<&Priced> = singles.iter().filter(|priced| !is_gpu(priced)).collect();
         let mut sets = vec![gpus.clone(), nodes.clone(), singles.iter().collect()];
-        // Fewer may be better: where heads are few, sums cost more with each member, or one has no memory for its share.
+        // Fewer may be better: where heads are few, sums cost more with each member, or one has no memory for its
+        // share.
         for all in [&gpus, &nodes] {
             let has_room = |priced: &&&Priced| self.free[device(priced)] > priced.buffers[0];
             let mut fastest: Vec<&Priced> = all.iter().filter(has_room).copied().collect();

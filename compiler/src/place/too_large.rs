@@ -9,8 +9,8 @@ use crate::place::Offer;
 use crate::target::Target;
 use crate::task::Task;
 
-/// Why none of the offers, which lack memory, is taken. Those with the fewest cache blocks say whether the cache is what
-/// does not fit, those with fewer tokens of a prefill whether what it computes with is.
+/// Why none of the offers, which lack memory, is taken. Those with the fewest cache blocks say whether the cache is
+/// what does not fit, those with fewer tokens of a prefill whether what it computes with is.
 pub(super) fn too_large(
     task: &Task<'_>,
     options: &Options,

@@ -208,7 +208,8 @@ impl Draft<'_> {
         self.push_move(node, device, action, reads, written, cause)
     }
 
-    /// The receiver copies, in the queue that uses the copy: the sender is done when its value is where others can read it.
+    /// The receiver copies, in the queue that uses the copy: the sender is done when its value is where others can read
+    /// it.
     fn push_move(
         &mut self,
         node: &Node<Placed>,

@@ -1,8 +1,8 @@
 //! Values that GPUs hold in 16 bits: those between two linears of many tokens.
 //!
-//! Matrix instructions take them in bfloat16 anyway. Held so, they and the products of a gate take half the memory and half
-//! the time of being written and read, and nothing narrows them in between: of a block with 8 B weights and 2048 tokens
-//! 350 instead of 820 MB go by.
+//! Matrix instructions take them in bfloat16 anyway. Held so, they and the products of a gate take half the memory and
+//! half the time of being written and read, and nothing narrows them in between: of a block with 8 B weights and 2048
+//! tokens 350 instead of 820 MB go by.
 
 use std::collections::HashMap;
 

@@ -19,8 +19,8 @@ use crate::task::Task;
 
 /// `(spread, pieces)`: a layer that is cut leaves `spread` times the share to the hosts that it would if all layers
 /// were cut, in `pieces` pieces. A little above 1 nearly all layers are cut: how much above leaves room for windows and
-/// for what is in no layer. With 2 about half of them are. The more are cut, the less GPUs wait while NUMA nodes compute,
-/// and the more activations cross.
+/// for what is in no layer. With 2 about half of them are. The more are cut, the less GPUs wait while NUMA nodes
+/// compute, and the more activations cross.
 const SPREADS: [(f64, usize); 3] = [(1.04, 1), (1.15, 1), (2.0, 2)];
 /// The same where hosts keep all caches.
 const SPREADS_BESIDE_CACHES: [f64; 2] = [1.05, 1.15];
@@ -113,8 +113,8 @@ impl Way {
     }
 }
 
-/// The ways to cut that are worth comparing beside these GPUs, where they lack so many bytes; and the bytes of all layers
-/// that can be cut on a GPU. `None` where nothing can be cut or stays.
+/// The ways to cut that are worth comparing beside these GPUs, where they lack so many bytes; and the bytes of all
+/// layers that can be cut on a GPU. `None` where nothing can be cut or stays.
 fn ways(
     task: &Task<'_>,
     gpus: &[DeviceId],
@@ -187,9 +187,9 @@ fn ways_among(nodes: &[(usize, f64)], share: f64, beside_caches: f64) -> Vec<Way
     several.into_iter().chain([pieces]).chain(residents).collect()
 }
 
-/// The share of what stays that each node gets, with its number: as it reads, but no more than it has memory for, and the
-/// rest to the others. A node is the rate at which it reads and the share that fits its memory. One that would get next
-/// to nothing is left out; all are where they have too little memory together.
+/// The share of what stays that each node gets, with its number: as it reads, but no more than it has memory for, and
+/// the rest to the others. A node is the rate at which it reads and the share that fits its memory. One that would get
+/// next to nothing is left out; all are where they have too little memory together.
 fn shares(nodes: &[(f64, f64)]) -> Vec<(usize, f64)> {
     let mut is_full = vec![false; nodes.len()];
     loop {

@@ -13,12 +13,12 @@ use crate::kernels::gpu::device::Gpu;
 /// Memory of a GPU for each process that compiles for it: its context and libraries take 0.6 GiB of an H200 (driver
 /// 580), the largest mixture that is measured 1.1.
 const PROCESS_BYTES: u64 = 3 << 30;
-/// On an H200 whose host has 16 cores 8 processes take 11.4 s for what one takes 30 to 35 for, 16 take 10.8; where all is
-/// compiled already 16 take 6.7 s to start and to end, one after the other in the driver.
+/// On an H200 whose host has 16 cores 8 processes take 11.4 s for what one takes 30 to 35 for, 16 take 10.8; where all
+/// is compiled already 16 take 6.7 s to start and to end, one after the other in the driver.
 const MOST_PROCESSES: u32 = 8;
 
-/// The driver's ordinal of each kind of GPU of a machine, with the number of processes, several, among which its kernels
-/// are best shared out; none of GPUs that have not the memory for two.
+/// The driver's ordinal of each kind of GPU of a machine, with the number of processes, several, among which its
+/// kernels are best shared out; none of GPUs that have not the memory for two.
 pub fn compiling(machine: &Machine) -> Vec<(u32, u32)> {
     let threads = thread::available_parallelism().map_or(1, |threads| threads.get() as u32);
     let mut seen = Vec::new();

@@ -47,8 +47,8 @@ pub(super) fn run(arguments: CalibrateArguments) -> Result<()> {
     }
 }
 
-/// Lets processes of this program compile the kernels of a GPU. What one of them fails to compile is compiled when it is
-/// measured, which then says what is wrong.
+/// Lets processes of this program compile the kernels of a GPU. What one of them fails to compile is compiled when it
+/// is measured, which then says what is wrong.
 fn compile_side_by_side(ordinal: u32, shares: u32) {
     let Ok(program) = env::current_exe() else { return };
     let start = |number: u32| {

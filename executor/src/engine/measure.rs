@@ -143,8 +143,8 @@ impl Engine {
         Ok(is_fed.then(|| start.elapsed()))
     }
 
-    /// The token at a place of a made-up sequence: a prime step visits all of the vocabulary. At one place all sequences
-    /// have others, since those of a mixture that are alike would choose the same experts.
+    /// The token at a place of a made-up sequence: a prime step visits all of the vocabulary. At one place all
+    /// sequences have others, since those of a mixture that are alike would choose the same experts.
     fn made_up(&self, number: usize, place: usize) -> u32 {
         /// Places from a sequence to the next.
         const APART: usize = 1021;

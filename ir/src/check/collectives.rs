@@ -1,5 +1,6 @@
-//! A collective is one alike step on each member, issued by all in one order. Members of a sum may read their own copies
-//! of what several of them have summed before; nothing else reads the terms of a sum, which are parts of a value.
+//! A collective is one alike step on each member, issued by all in one order. Members of a sum may read their own
+//! copies of what several of them have summed before; nothing else reads the terms of a sum, which are parts of a
+//! value.
 
 use std::collections::{BTreeMap, BTreeSet};
 

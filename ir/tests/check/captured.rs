@@ -32,8 +32,8 @@ fn on_gpu(mut plan: Plan) -> Plan {
 #[test]
 fn every_launch_of_every_kind_is_counted_beside_what_the_driver_takes_by_itself() {
     let plan = decoding(on_gpu(one_device()), 1);
-    // The batch's numbers and six more; six linears of eight rows; what else is one launch: embedding, norm, sum, router
-    // and wanted rows; attention; experts.
+    // The batch's numbers and six more; six linears of eight rows; what else is one launch: embedding, norm, sum,
+    // router and wanted rows; attention; experts.
     let launches = 7 + 6 + 5 + 3 + 6;
     assert_eq!(captured_bytes(&plan, d(0)), launches * 18 * LAUNCH_BYTES);
     assert_eq!(memory(&plan)[d(0)].reserved_bytes, launches * 18 * LAUNCH_BYTES);

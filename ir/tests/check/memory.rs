@@ -108,8 +108,8 @@ proptest! {
     }
 }
 
-/// The most bytes each device holds in so many runs of the first program, of which no more are under way than may be, when
-/// `choices` say which of the lanes that can go on does.
+/// The most bytes each device holds in so many runs of the first program, of which no more are under way than may be,
+/// when `choices` say which of the lanes that can go on does.
 fn held_by_runs(plan: &Plan, runs: usize, choices: &[usize]) -> BTreeMap<DeviceId, u64> {
     let program = &plan.programs[0];
     let most_under_way = plan.queues().len() + 1;

@@ -271,7 +271,8 @@ impl<'a> Search<'a> {
         self.blocks.iter().filter(move |block| block.stage == stage)
     }
 
-    /// The blocks that stay, so many of each stage, evenly spread; the first ones come late, so that the link has a lead.
+    /// The blocks that stay, so many of each stage, evenly spread; the first ones come late, so that the link has a
+    /// lead.
     fn staying(&self, counts: &[usize]) -> impl Iterator<Item = &Block> {
         counts.iter().enumerate().flat_map(|(stage, &count)| {
             let all = self.blocks_of(stage).count();

@@ -8,7 +8,8 @@ use ir::op::Op;
 use crate::place::units::Units;
 use crate::task::Task;
 
-/// Units for each GPU in turn: its share of the weights is like its share of the memory. `None` where there are too few.
+/// Units for each GPU in turn: its share of the weights is like its share of the memory. `None` where there are too
+/// few.
 pub(super) fn share(
     task: &Task<'_>,
     units: &Units,

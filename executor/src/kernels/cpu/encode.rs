@@ -13,9 +13,9 @@
 //!
 //! Every row takes the same bytes, so strip `s` starts at its first row times [`Encoding::row_bytes`]. Strips of tiles
 //! whose products are in blocks lie in *blocks*: of [`BLOCK_COLUMNS`] columns those of all its strips, one behind the
-//! other, then of the next columns. Products of blocks go through them in that order, and strides of powers of two would
-//! leave them few places in a cache. For each row, the bytes of a block's columns have one scale, an f32: behind the bytes
-//! of a block lie the scales of its rows, then the bytes of the next columns.
+//! other, then of the next columns. Products of blocks go through them in that order, and strides of powers of two
+//! would leave them few places in a cache. For each row, the bytes of a block's columns have one scale, an f32: behind
+//! the bytes of a block lie the scales of its rows, then the bytes of the next columns.
 
 #![expect(unsafe_code, reason = "members write disjoint parts of one buffer")]
 

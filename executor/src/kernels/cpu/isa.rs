@@ -1,7 +1,7 @@
 //! Levels of the instruction set that kernels are written for.
 //!
-//! A level holds all lower ones, but that those with AVX-512 need not hold AVX-VNNI, which has wider dot products there.
-//! So a kernel that has nothing for a level runs the next lower one it has.
+//! A level holds all lower ones, but that those with AVX-512 need not hold AVX-VNNI, which has wider dot products
+//! there. So a kernel that has nothing for a level runs the next lower one it has.
 
 use std::fmt;
 use std::str::FromStr;

@@ -7,7 +7,8 @@
 //! - 4 bits: offset 8, codes 0 to 15; the scale may be negative, so that the element of largest magnitude
 //!   gets code 0, eight steps from the offset.
 //!
-//! A block with an element that is infinite or not a number has no number for its scale, so that no product of it is one.
+//! A block with an element that is infinite or not a number has no number for its scale, so that no product of it is
+//! one.
 //!
 //! Sixteen rows are quantised at a time, a row in each lane. Nothing is rounded but as a single element would be, so
 //! that a matrix has the same bits on every processor.
@@ -76,8 +77,8 @@ impl Kernel for Quantize4<'_> {
     }
 }
 
-/// From this magnitude on no scale is tried that half precision holds: the first number that it does not, times the most
-/// of [`STEPS_4`].
+/// From this magnitude on no scale is tried that half precision holds: the first number that it does not, times the
+/// most of [`STEPS_4`].
 const BEYOND_4: f32 = 65_520.0 * 9.2;
 /// The least and the largest 4-bit code, less the offset.
 const RANGE_4: [f32; 2] = [-8.0, 7.0];

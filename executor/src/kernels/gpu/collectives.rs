@@ -1,5 +1,5 @@
-//! Sums over GPUs by the vendor's library of collectives (NCCL). CubeCL loads it at run time, keeps what its members share,
-//! and puts its work between launches.
+//! Sums over GPUs by the vendor's library of collectives (NCCL). CubeCL loads it at run time, keeps what its members
+//! share, and puts its work between launches.
 
 use anyhow::{Result, ensure};
 use cubecl::device::DeviceId;
@@ -14,8 +14,8 @@ impl Gpu {
         self.is_cuda() && self.client.has_device_transport()
     }
 
-    /// Queues `out = ` the sum of `count` numbers, f32, of each member. Members are GPUs by the driver's ordinals, in one
-    /// order, and each queues the same sums: it waits on the device until all others have come.
+    /// Queues `out = ` the sum of `count` numbers, f32, of each member. Members are GPUs by the driver's ordinals, in
+    /// one order, and each queues the same sums: it waits on the device until all others have come.
     ///
     /// # Errors
     /// When the library is not there, or a span is shorter.

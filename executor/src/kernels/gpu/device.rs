@@ -150,8 +150,8 @@ impl Gpu {
         self.check_launches().map(|()| bytes)
     }
 
-    /// Captures what `queue` queues, which is not done: launches that have run since `graph_prepare`. Inside it is why the
-    /// device captured nothing.
+    /// Captures what `queue` queues, which is not done: launches that have run since `graph_prepare`. Inside it is why
+    /// the device captured nothing.
     ///
     /// # Errors
     /// Those of `queue`; a panic of its passes on once the capture has ended.
@@ -187,8 +187,8 @@ impl Gpu {
         self.check_launches()
     }
 
-    /// Passes launches on to the device, and says of those that write to some memory whether they could be made: for what
-    /// reads it by address, which CubeCL knows nothing of.
+    /// Passes launches on to the device, and says of those that write to some memory whether they could be made: for
+    /// what reads it by address, which CubeCL knows nothing of.
     ///
     /// # Errors
     /// When one could not be made.

@@ -48,8 +48,8 @@ pub const MAX_TOKENS: usize = ir::workspace::UNPACKED_ROWS as usize;
 /// Tokens that one launch takes at most, of bf16 or with small matrices: with more, a library's tiles of 128 rows read
 /// the activations less often.
 pub const MAX_FUSED_TOKENS: usize = ir::workspace::MAX_FUSED_ROWS as usize;
-/// Weights of a matrix, at most, of which [`MAX_FUSED_TOKENS`] tokens of floats are taken, some after others: their sums
-/// take an H200 5 µs at least, as a call of a library does, and a cache holds the matrix. Routers have as many.
+/// Weights of a matrix, at most, of which [`MAX_FUSED_TOKENS`] tokens of floats are taken, some after others: their
+/// sums take an H200 5 µs at least, as a call of a library does, and a cache holds the matrix. Routers have as many.
 const MOST_SMALL_WEIGHTS: usize = 2 << 20;
 
 /// Planes that share a panel: with a task of each of their units on its way, 32 KB. Memory that delivers

@@ -38,8 +38,8 @@ const NOBODY: u32 = 0x00ff_ffff;
 
 impl Gpu {
     /// A list for each of `rows` rows of logits `[rows, vocabulary]`, made in `scratch`, which is as long as
-    /// [`ir::workspace::shortlist::bytes`] says: `[rows, LIST_WORDS]`. `inverse_temperatures` has one over the temperature
-    /// of each row.
+    /// [`ir::workspace::shortlist::bytes`] says: `[rows, LIST_WORDS]`. `inverse_temperatures` has one over the
+    /// temperature of each row.
     pub fn shortlist(
         &self,
         logits: &Span,
@@ -222,8 +222,8 @@ impl Shown {
         }
     }
 
-    /// Keeps the earlier or, where `keeps_later` is 1, the later of this unit's token and of that of the unit whose number
-    /// differs in one bit.
+    /// Keeps the earlier or, where `keeps_later` is 1, the later of this unit's token and of that of the unit whose
+    /// number differs in one bit.
     fn step(&mut self, token: &mut Token, #[comptime] distance: u32, keeps_later: u32) {
         let other = self.swap(token.logit, token.id, distance);
         let mut is_earlier = 0u32.runtime();

@@ -29,8 +29,8 @@ struct Held {
 }
 
 impl Caches {
-    /// Takes the memory of every cache that the plan puts on a device, and of a window of `borrowed_bytes` bytes for keys
-    /// and as many for values.
+    /// Takes the memory of every cache that the plan puts on a device, and of a window of `borrowed_bytes` bytes for
+    /// keys and as many for values.
     pub(super) fn new(
         plan: &Plan,
         device: DeviceId,

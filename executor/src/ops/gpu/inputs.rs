@@ -1,5 +1,5 @@
-//! What a run is about, in device memory: tokens, positions, sequences, cache blocks, wanted rows and their temperatures,
-//! and the run's number.
+//! What a run is about, in device memory: tokens, positions, sequences, cache blocks, wanted rows and their
+//! temperatures, and the run's number.
 //!
 //! - Every part keeps its place and its largest size, so that captured launches find it in every run.
 

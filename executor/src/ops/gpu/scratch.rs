@@ -12,8 +12,8 @@ pub(super) struct Scratch {
     pub(super) input: Span,
     /// A matrix, unpacked.
     pub(super) matrix: Span,
-    /// Products that a gate is multiplied with; outputs of 16 bits that are made in f32 first; queries before attention;
-    /// an expert's inner activations; what a movement brings.
+    /// Products that a gate is multiplied with; outputs of 16 bits that are made in f32 first; queries before
+    /// attention; an expert's inner activations; what a movement brings.
     pub(super) inner: Span,
     /// What the splits of a context leave.
     pub(super) partial: Span,

@@ -158,8 +158,8 @@ impl<'a> Beside<'a> {
         matches!(node.work, Op::Add) && node.inputs.iter().any(is_shard)
     }
 
-    /// Adds a node to its block: of `host`, beside `shards` that are computed at the same time, which takes `home_nanos`
-    /// for each node. `None` where no link leads from there to the GPU.
+    /// Adds a node to its block: of `host`, beside `shards` that are computed at the same time, which takes
+    /// `home_nanos` for each node. `None` where no link leads from there to the GPU.
     fn add(
         &self,
         block: &mut Block,

@@ -1,7 +1,7 @@
 //! How many caches are tried with hosts: a layer's weights may be worth more in their place on a GPU.
 //!
-//! - Decode attends where the cache is: beside matrices that stay as well, that spares activations a crossing. In prefill
-//!   the GPU borrows the cache.
+//! - Decode attends where the cache is: beside matrices that stay as well, that spares activations a crossing. In
+//!   prefill the GPU borrows the cache.
 //! - Those that are small beside a GPU's memory stay only where it lacks that.
 
 use ir::id::DeviceId;

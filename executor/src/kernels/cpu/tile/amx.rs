@@ -68,11 +68,12 @@ macro_rules! prefetch_lines {
     };
 }
 
-/// Multiplies a strip with a panel by the instruction named, and writes the sums, which go on from those there if `$goes_on`.
+/// Multiplies a strip with a panel by the instruction named, and writes the sums, which go on from those there if
+/// `$goes_on`.
 ///
 /// A step is 64 bytes of each of the strip's rows, and 16 rows of the panel's vectors. Where another program has the
-/// core's other thread, tiles are not loaded while products are made. So the first cache is asked meanwhile for the rows
-/// of the next step, and for what lies at `next`, as much as the sums take where there are 8 steps.
+/// core's other thread, tiles are not loaded while products are made. So the first cache is asked meanwhile for the
+/// rows of the next step, and for what lies at `next`, as much as the sums take where there are 8 steps.
 macro_rules! multiply {
     ($instruction:literal, $operands:expr, $step_columns:expr, $goes_on:expr, $sums:expr) => {{
         let Operands { panel, vectors, strip, rows, columns, next } = $operands;

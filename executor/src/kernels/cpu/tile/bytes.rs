@@ -2,9 +2,9 @@
 //!
 //! Sums of bytes would have to leave the tiles for every block of 32 columns to be scaled, which costs more than the
 //! tiles save. So the columns of a block of products, a *group*, get one scale for each row: its codes are multiplied
-//! once, when they are unpacked, with what their block's scale is of the largest one, and rounded to bytes again.
-//! The rounding is at most half a group's scale, 1/254 of the largest weight that the group could hold: that of a quantisation
-//! to 8 bits in groups of 256.
+//! once, when they are unpacked, with what their block's scale is of the largest one, and rounded to bytes again. The
+//! rounding is at most half a group's scale, 1/254 of the largest weight that the group could hold: that of a
+//! quantisation to 8 bits in groups of 256.
 //!
 //! Activations are quantised in the same groups (see [`crate::kernels::cpu::encode`]).
 

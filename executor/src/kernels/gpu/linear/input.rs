@@ -60,7 +60,8 @@ impl<N: Size> Input<N> {
         read_four(&self.x, row, column, columns, covered)
     }
 
-    /// Four columns of a row, multiplied with the norm's factors; the sum of their squares is added to `squares[token]`.
+    /// Four columns of a row, multiplied with the norm's factors; the sum of their squares is added to
+    /// `squares[token]`.
     pub(in crate::kernels::gpu) fn four(
         &self,
         row: usize,

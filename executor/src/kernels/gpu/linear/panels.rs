@@ -1,5 +1,6 @@
 //! A few rows of activations through packed matrices: a cube for each vector of a panel, whose units share out its
-//! tasks. (Cubes of whole panels are so few that processors get uneven shares: of 448, some of 132 four and some three.)
+//! tasks. (Cubes of whole panels are so few that processors get uneven shares: of 448, some of 132 four and some
+//! three.)
 
 use cubecl::prelude::*;
 use ir::op::Then;

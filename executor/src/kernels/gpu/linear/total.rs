@@ -137,7 +137,8 @@ impl Totals {
         }
     }
 
-    /// Puts a unit's sums of one matrix, `[token][row]` from `sums[first]` on, as one of the `slots` units of its group.
+    /// Puts a unit's sums of one matrix, `[token][row]` from `sums[first]` on, as one of the `slots` units of its
+    /// group.
     pub(in crate::kernels::gpu) fn put(
         &mut self,
         group: usize,
@@ -205,7 +206,8 @@ impl Totals {
         self.squares[token * cells + group * shape.slots + slot] = square;
     }
 
-    /// Writes an output's rows from `first_row` on, for all tokens that it has, as rows `first_token` and those after it.
+    /// Writes an output's rows from `first_row` on, for all tokens that it has, as rows `first_token` and those after
+    /// it.
     ///
     /// A tile of fewer than the shape's slots has as many more groups.
     #[expect(clippy::too_many_arguments, reason = "a kernel's parts have no state of their own")]
