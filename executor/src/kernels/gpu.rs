@@ -18,6 +18,7 @@ mod panel;
 mod panics;
 mod portion;
 mod registers;
+mod staged;
 pub mod warpgroup;
 mod words;
 

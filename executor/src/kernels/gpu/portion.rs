@@ -389,6 +389,18 @@ pub(super) fn add_block(
     }
 }
 
+/// Of the sums of two pairs of rows those of four neighbouring rows, for the first or the second of a lane's two rows of
+/// activations.
+#[cube]
+pub(super) fn four_rows(upper: Sums, lower: Sums, #[comptime] of_two: usize) -> Array<f32> {
+    let mut rows = Array::<f32>::new(4usize);
+    rows[0] = upper.extract(of_two);
+    rows[1] = upper.extract(comptime!(2 + of_two));
+    rows[2] = lower.extract(of_two);
+    rows[3] = lower.extract(comptime!(2 + of_two));
+    rows
+}
+
 /// Puts the four neighbouring columns of a word as two pairs of bf16: codes less the one that stands for zero.
 ///
 /// A byte that becomes the lower half of 128 adds to it, up to seven bits. Of eight, the uppermost chooses what is

@@ -18,7 +18,7 @@ use crate::kernels::gpu::bf12::{row_factors, scaled};
 use crate::kernels::gpu::instructions::{Sums, multiply};
 use crate::kernels::gpu::matrix::Layout;
 use crate::kernels::gpu::panel::{Panel, Walk, panel_vectors};
-use crate::kernels::gpu::portion::{Portion, portion_blocks, portion_columns, portions};
+use crate::kernels::gpu::portion::{Portion, four_rows, portion_blocks, portion_columns, portions};
 use crate::kernels::gpu::words::Words;
 
 /// Rows of a lane's sums: neighbours.
@@ -320,15 +320,4 @@ pub(super) fn lane_walk(number: usize, rows: usize, lane: usize, #[comptime] pan
         vectors,
         slot: lane / 4 % (vectors * comptime!(VECTOR / LANE_ROWS)),
     }
-}
-
-/// A lane's rows for the first or the second of its two tokens.
-#[cube]
-pub(super) fn four_rows(upper: Sums, lower: Sums, #[comptime] token: usize) -> Array<f32> {
-    let mut rows = Array::<f32>::new(LANE_ROWS);
-    rows[0] = upper.extract(token);
-    rows[1] = upper.extract(comptime!(2 + token));
-    rows[2] = lower.extract(token);
-    rows[3] = lower.extract(comptime!(2 + token));
-    rows
 }

@@ -5,41 +5,33 @@
 //! - A plane takes 32 rows of one matrix for all tokens, and some of the columns, step after step; what it loads of the
 //!   weights is portions ahead of what it multiplies.
 //! - Planes of other rows and matrices that take the same columns are a *team*, which copies those columns of the
-//!   activations once, two steps ahead into one of three stages, with one barrier of its own a step.
-//! - Rows of a stage are 64 bytes longer than a step, so that lanes read from different banks.
+//!   activations once, with one barrier of its own a step.
 //! - Teams add their sums through shared memory, always in the same order.
 
 mod groups;
 mod share;
 
-use cubecl::prelude::barrier::copy_async_checked;
 use cubecl::prelude::*;
 use ir::op::Then;
 use ir::tensor::Format;
 
 use self::share::TileShare;
 use super::Linear;
-use super::matrix::{LANE_ROWS, LANE_SLOTS, four_rows, lane_walk};
+use super::matrix::{LANE_ROWS, LANE_SLOTS, lane_walk};
 use super::rights::{OPERAND_TOKENS, PLANE};
 use super::total::{Output, Shape, Totals, finish_outputs};
-use crate::kernels::cpu::pack::{BLOCK_PAIR, PANEL};
+use crate::kernels::cpu::pack::PANEL;
 use crate::kernels::gpu::bf12::{ENLARGED_PAIR, row_factors, scaled};
 use crate::kernels::gpu::device::Gpu;
 use crate::kernels::gpu::instructions::{Packed, Sums, multiply_pairs};
 use crate::kernels::gpu::matrix::{LOAD_BYTES, Layout};
 use crate::kernels::gpu::panel::Walk;
-use crate::kernels::gpu::portion::{Portion, add_block, portion_blocks, portions};
+use crate::kernels::gpu::portion::{Portion, add_block, four_rows, portion_blocks, portions};
 use crate::kernels::gpu::registers::held;
+use crate::kernels::gpu::staged::{
+    STAGES, STRIDE, VECTORS, copy_vector, end_copies, stage_after, stage_before, wait_for_copies,
+};
 use crate::kernels::gpu::words::Words;
-
-/// Columns of a step.
-const STEP: usize = BLOCK_PAIR;
-/// Steps of activations that have a place in shared memory.
-const STAGES: usize = 3;
-/// 16-byte vectors of a token's columns in a step.
-const VECTORS: usize = STEP / 8;
-/// 16-byte vectors from token to token.
-const STRIDE: usize = VECTORS + 4;
 
 impl Gpu {
     /// Queues a linear of bf16 activations.
@@ -177,11 +169,9 @@ fn multiply_band(
         #[unroll]
         for turn in 0..unrolled {
             if round < comptime!(share.rounds()) {
-                // Of the copies under way only the newest step's is not waited for.
-                gpu_asm!("cp.async.wait_group 1;");
+                wait_for_copies();
                 sync_team(place.team, share);
-                let last = comptime!((STAGES - 1) * share.stage());
-                let behind = select(stage == 0, last.runtime(), stage - comptime!(share.stage()));
+                let behind = stage_before(stage, share.stage());
                 let next = round + comptime!(STAGES - 1);
                 copy_step(input, staged, of_team + behind, next, place, share);
                 #[unroll]
@@ -209,7 +199,7 @@ fn multiply_band(
                         share,
                     );
                 }
-                stage = select(stage == last, 0usize.runtime(), stage + comptime!(share.stage()));
+                stage = stage_after(stage, share.stage());
                 round += 1;
             }
         }
@@ -267,18 +257,13 @@ fn copy_step(
         // Tokens behind the last are copies of that one.
         let row = (place.first_token + token).min(place.last_token);
         let from = select(is_inside, row * comptime!(share.panel.columns / 8) + vector, 0usize);
-        let count = select(is_inside, 1usize, 0usize);
         let to = to + token * STRIDE + at;
         let is_whole = comptime!((share.tokens * VECTORS).is_multiple_of(share.members() * PLANE));
         if is_whole || index < comptime!(share.tokens * VECTORS) {
-            copy_async_checked(
-                &input[from..from + count],
-                &mut staged[to..to + 1],
-                comptime!(4u32),
-            );
+            copy_vector(input, from, is_inside, staged, to);
         }
     }
-    gpu_asm!("cp.async.commit_group;");
+    end_copies();
 }
 
 /// Loads the portion of that number, counted from a round's first; behind a team's last, any portion.

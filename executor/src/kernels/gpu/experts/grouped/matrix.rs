@@ -2,19 +2,21 @@
 //!
 //! - A plane computes 32 rows for all slots of the tile, so that a tile's cubes decode every weight once. With two
 //!   stacks these are 16 rows of the gate and the same of up, which are neighbours within the plane.
-//! - Input is copied two steps ahead into one of three stages, with one barrier a step; weights are loaded some portions
-//!   ahead: more where there are few slots, since memory is what these wait for.
-//! - Rows of a stage are 64 bytes longer than a step, so that lanes read from different banks.
+//! - Input passes shared memory with one barrier a step; weights are loaded some portions ahead: more where there are few
+//!   slots, since memory is what these wait for.
 
-use cubecl::prelude::barrier::copy_async_checked;
 use cubecl::prelude::*;
 use ir::op::Then;
 
-use crate::kernels::cpu::pack::{BLOCK_PAIR, PANEL};
+use crate::kernels::cpu::pack::PANEL;
 use crate::kernels::gpu::activation::activate;
 use crate::kernels::gpu::instructions::{self, Packed, Sums, pack};
 use crate::kernels::gpu::panel::{Panel, Walk, panel_vectors};
-use crate::kernels::gpu::portion::{Portion, add_block, portion_blocks};
+use crate::kernels::gpu::portion::{Portion, add_block, four_rows, portion_blocks};
+use crate::kernels::gpu::staged::{
+    STAGES, STEP, STRIDE, VECTORS, copy_vector, end_copies, stage_after, stage_before,
+    wait_for_copies,
+};
 use crate::kernels::gpu::words::Words;
 
 /// Lanes of a plane.
@@ -23,15 +25,6 @@ pub(super) const PLANE: usize = instructions::PLANE as usize;
 pub(super) const PLANES: usize = 4;
 /// Rows of a plane, of all stacks.
 const PLANE_ROWS: usize = PANEL;
-/// Columns of a step.
-const STEP: usize = BLOCK_PAIR;
-/// Steps of input that have a place in shared memory.
-const STAGES: usize = 3;
-/// 16-byte vectors of a slot's columns in a step.
-const VECTORS: usize = STEP / 8;
-/// 16-byte vectors from slot to slot.
-const STRIDE: usize = VECTORS + 4;
-
 /// What is known of a tile when a kernel is compiled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Tile {
@@ -147,7 +140,7 @@ pub(super) fn multiply_tiles<N: Size>(
                 panel,
             );
         }
-        gpu_asm!("cp.async.commit_group;");
+        end_copies();
     }
 
     // Four neighbouring rows of a stack are the lane's; those beyond the last are computed as others and not stored.
@@ -191,16 +184,14 @@ pub(super) fn multiply_tiles<N: Size>(
         #[unroll]
         for turn in 0..comptime!(count_kept / portions) {
             if step < steps {
-                // Of the copies under way only the newest step's is not waited for.
-                gpu_asm!("cp.async.wait_group 1;");
+                wait_for_copies();
                 sync_cube();
                 if step + comptime!(STAGES - 1) < steps {
-                    let last = comptime!((STAGES - 1) * tile.stage()).runtime();
-                    let behind = select(stage == 0, last, stage - comptime!(tile.stage()));
+                    let behind = stage_before(stage, tile.stage());
                     let next = step + comptime!(STAGES - 1);
                     copy_step(input, &mut staged, &copied, behind, next, tile, panel);
                 }
-                gpu_asm!("cp.async.commit_group;");
+                end_copies();
                 #[unroll]
                 for part in 0..portions {
                     let now = comptime!(turn * portions + part);
@@ -219,10 +210,7 @@ pub(super) fn multiply_tiles<N: Size>(
                         }
                     }
                 }
-                stage += comptime!(tile.stage());
-                if stage == comptime!(STAGES * tile.stage()) {
-                    stage = 0;
-                }
+                stage = stage_after(stage, tile.stage());
                 step += 1;
             }
         }
@@ -236,8 +224,8 @@ pub(super) fn multiply_tiles<N: Size>(
         let slot = comptime!(8 * i) + 2 * t;
         match then {
             Then::Nothing => {
-                store(out, order, first, slot, count, row, rows, even);
-                store(out, order, first, slot + 1, count, row, rows, odd);
+                store(out, order, first, slot, count, row, rows, &even);
+                store(out, order, first, slot + 1, count, row, rows, &odd);
             }
             Then::Activate(_) => comptime!(unreachable!("experts are gated or not at all")),
             Then::Gate(activation) => {
@@ -246,8 +234,8 @@ pub(super) fn multiply_tiles<N: Size>(
                 let mut values = Array::<f32>::new(4usize);
                 #[unroll]
                 for j in 0..4usize {
-                    let kept = select(is_up, odd.extract(j), even.extract(j));
-                    let sent = select(is_up, even.extract(j), odd.extract(j));
+                    let kept = select(is_up, odd[j], even[j]);
+                    let sent = select(is_up, even[j], odd[j]);
                     let other = plane_shuffle_xor(sent, 16u32);
                     let gate = select(is_up, other, kept);
                     let up = select(is_up, kept, other);
@@ -301,7 +289,6 @@ fn copy_step(
     let vector = step * VECTORS + unit % VECTORS;
     let is_inside = vector < comptime!(panel.columns / 8);
     let vector = select(is_inside, vector, 0usize);
-    let count = select(is_inside, 1usize, 0usize);
     #[unroll]
     for i in 0..comptime!(tile.copies()) {
         let slot = unit / VECTORS + comptime!(i * PLANE * PLANES / VECTORS);
@@ -309,21 +296,9 @@ fn copy_step(
         let to = stage + slot * STRIDE + unit % VECTORS;
         let is_whole = comptime!(tile.vectors().is_multiple_of(PLANE * PLANES));
         if is_whole || slot < tile.slots {
-            let from = &input[from..from + count];
-            copy_async_checked(from, &mut staged[to..to + 1], comptime!(4u32));
+            copy_vector(input, from, is_inside, staged, to);
         }
     }
-}
-
-/// A lane's rows for the first or the second of its two slots.
-#[cube]
-fn four_rows(upper: Sums, lower: Sums, #[comptime] slot: usize) -> Sums {
-    let mut rows = Sums::empty();
-    rows.insert(0usize, upper.extract(slot));
-    rows.insert(1usize, upper.extract(comptime!(2 + slot)));
-    rows.insert(2usize, lower.extract(slot));
-    rows.insert(3usize, lower.extract(comptime!(2 + slot)));
-    rows
 }
 
 /// Stores four rows of a slot of the tile, where the slots are, if there is such a slot and such rows.
@@ -336,13 +311,13 @@ fn store<N: Size>(
     count: usize,
     row: usize,
     rows: usize,
-    values: Sums,
+    values: &Array<f32>,
 ) {
     if slot < count && row < rows {
         let mut words = Vector::<u32, N>::empty();
         #[unroll]
         for i in 0..4usize {
-            words.insert(i, u32::reinterpret(values.extract(i)));
+            words.insert(i, u32::reinterpret(values[i]));
         }
         out[(order[first + slot] as usize * rows + row) / 4] = words;
     }

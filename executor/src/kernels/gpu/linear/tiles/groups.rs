@@ -15,7 +15,7 @@ use ir::tensor::Format;
 use ir::workspace::operand_rows;
 
 use super::share::TileShare;
-use super::{Place, STEP, VECTORS, put, scale_sums};
+use super::{Place, put, scale_sums};
 use crate::kernels::cpu::pack::{PANEL, packed_bytes};
 use crate::kernels::gpu::bf12::{ENLARGED, VECTOR_LOADS};
 use crate::kernels::gpu::device::Gpu;
@@ -27,6 +27,7 @@ use crate::kernels::gpu::linear::total::{Output, Shape, Totals, finish_outputs};
 use crate::kernels::gpu::matrix::{LOAD_BYTES, Matrix};
 use crate::kernels::gpu::panel::{Panel, Walk, panel_vectors};
 use crate::kernels::gpu::portion::{BLOCK, Portion, portion_blocks};
+use crate::kernels::gpu::staged::{STEP, VECTORS};
 use crate::kernels::gpu::warpgroup::{
     GROUP, RightOperands, announce, arrive, clear_sums, copy_in_bulk, declare_sums, lane_sums,
     make_barrier, multiply_group, read_sum, right_operand, shared_address, show_barriers,

@@ -1,6 +1,5 @@
 //! How the matrices, tokens and columns of a launch are shared out among cubes and planes.
 
-use super::{STAGES, STEP, STRIDE, VECTORS};
 use crate::kernels::cpu::pack::{PANEL, packed_bytes};
 use crate::kernels::gpu::device::Gpu;
 use crate::kernels::gpu::linear::Linear;
@@ -8,6 +7,7 @@ use crate::kernels::gpu::linear::rights::{OPERAND_TOKENS, PLANE};
 use crate::kernels::gpu::matrix::Layout;
 use crate::kernels::gpu::panel::Panel;
 use crate::kernels::gpu::portion::portion_columns;
+use crate::kernels::gpu::staged::{STAGES, STEP, STRIDE, VECTORS};
 
 /// Tokens of a cube: few kinds, since each is compiled for itself.
 const CUBE_TOKENS: [usize; 3] = [16, 32, 64];
