@@ -5,11 +5,9 @@ mod common;
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
 
-use common::{
-    Shape, compile, distance, engine, fetches, golden, gpu_machine, gpu_options, largest,
-};
+use common::expected::{self, Tolerance, expected, goldens, ids, logits_of};
+use common::{Shape, compile, distance, engine, fetches, golden, gpu_machine, gpu_options};
 use compiler::options::{CountedExperts, Request};
 use executor::counting::ExpertCounter;
 use executor::engine::Engine;
@@ -21,10 +19,9 @@ use ir::id::{BufferId, DeviceId};
 use ir::layout::Move;
 use ir::machine::DeviceKind;
 use ir::op::{Op, Then};
-use ir::plan::{Action, Phase, Plan, Queue, Weight};
+use ir::plan::{Action, Phase, Queue, Weight};
 use ir::tensor::DType;
 use ir::workspace::workspaces;
-use serde_json::Value;
 
 /// What the issue of this project promises of f32.
 const LOGITS: f32 = 2e-3;
@@ -37,63 +34,9 @@ const CACHE_NLL: f64 = 0.02;
 /// order cost both.
 const MARGIN: f64 = 2e-3;
 
-fn expected(name: &str) -> Value {
-    let text = std::fs::read_to_string(golden(name).join("golden.json")).unwrap();
-    serde_json::from_str(&text).unwrap()
-}
-
-fn ids(value: &Value) -> Vec<u32> {
-    value.as_array().unwrap().iter().map(|id| id.as_u64().unwrap() as u32).collect()
-}
-
-fn floats(value: &Value) -> Vec<f64> {
-    value.as_array().unwrap().iter().map(|number| number.as_f64().unwrap()).collect()
-}
-
-fn argmax(logits: &[f32]) -> u32 {
-    let best = (0..logits.len()).max_by(|&a, &b| logits[a].total_cmp(&logits[b]).then(b.cmp(&a)));
-    best.unwrap() as u32
-}
-
 /// The largest distance of any logit from its golden value; fails on other tokens and another likelihood.
 fn check(name: &str, engine: &mut Engine) -> f32 {
-    let expected = expected(name);
-    let mut deviations = Vec::new();
-    for prompt in expected["prompts"].as_array().unwrap() {
-        let at = format!("{name} {}", prompt["name"]);
-        let id = engine.open();
-        engine.append(id, &ids(&prompt["ids"])).unwrap();
-        let golden_tokens = ids(&prompt["greedy"]);
-        let mut tokens = Vec::new();
-        engine
-            .generate(&[id], &AtomicBool::new(false), |_, logits| {
-                if tokens.is_empty() {
-                    deviations.push(deviation(prompt, logits));
-                }
-                tokens.push(argmax(logits));
-                Ok((tokens.len() < golden_tokens.len()).then(|| tokens[tokens.len() - 1]))
-            })
-            .unwrap();
-        engine.close(id);
-        let margins = floats(&prompt["margins"]);
-        let certain = margins.iter().position(|&margin| margin < MARGIN).unwrap_or(margins.len());
-        assert!(certain > 0, "{at}: no token is certain");
-        assert_eq!(tokens[..certain], golden_tokens[..certain], "{at}");
-    }
-    let nll = engine.perplexity(&ids(&expected["nll"]["ids"])).unwrap().nll;
-    let golden = expected["nll"]["mean"].as_f64().unwrap();
-    assert!((nll - golden).abs() < NLL, "{name}: nll {nll}, golden {golden}");
-    largest(deviations)
-}
-
-/// The largest distance of a logit after `prompt` from its golden value.
-fn deviation(prompt: &Value, logits: &[f32]) -> f32 {
-    let (mut tokens, mut golden) = (ids(&prompt["top_ids"]), floats(&prompt["top_logits"]));
-    tokens.extend(0..8);
-    golden.extend(floats(&prompt["logits_first8"]));
-    let given: Vec<f32> = tokens.iter().map(|&token| logits[token as usize]).collect();
-    let golden: Vec<f32> = golden.into_iter().map(|golden| golden as f32).collect();
-    distance(&golden, &given)
+    expected::check(name, engine, Tolerance { margin: MARGIN, nll: NLL })
 }
 
 fn check_all(shape: Shape, options: &Options) {
@@ -148,28 +91,6 @@ fn the_ndarray_backend_gives_the_golden_tokens() {
 }
 
 #[test]
-fn bf16_deviates_little_more_than_that_of_torch() {
-    for shape in Shape::ALL {
-        for name in goldens() {
-            let plan = compile(&name, shape, |options| {
-                options.formats = vec!["bf16".parse().unwrap()];
-                options.kv_type = Some(DType::Bf16);
-            });
-            let mut engine = engine(&plan, &Options::default());
-            for prompt in expected(&name)["prompts"].as_array().unwrap() {
-                let id = engine.open();
-                engine.append(id, &ids(&prompt["ids"])).unwrap();
-                let off = deviation(prompt, &engine.advance(&[id]).unwrap()[0]);
-                engine.close(id);
-                let torch = prompt["torch_bf16"]["max_abs_logit_diff"].as_f64().unwrap() as f32;
-                let at = &prompt["name"];
-                assert!(off <= 2.0 * torch, "{name} {at} {shape:?}: {off}, torch {torch}");
-            }
-        }
-    }
-}
-
-#[test]
 fn a_cache_of_bytes_costs_little_likelihood() {
     for shape in [Shape::One, Shape::Shared] {
         for name in goldens() {
@@ -197,19 +118,6 @@ fn a_cache_of_bytes_costs_little_likelihood() {
 fn logits(name: &str, format: &str, shape: Shape, options: &Options) -> Vec<f32> {
     let plan = compile(name, shape, |options| options.formats = vec![format.parse().unwrap()]);
     logits_of(name, &plan, options)
-}
-
-fn logits_of(name: &str, plan: &Plan, options: &Options) -> Vec<f32> {
-    let mut engine = engine(plan, options);
-    let prompts = &expected(name)["prompts"];
-    let after = |prompt: &Value| {
-        let id = engine.open();
-        engine.append(id, &ids(&prompt["ids"])).unwrap();
-        let logits = engine.advance(&[id]).unwrap().remove(0);
-        engine.close(id);
-        logits
-    };
-    prompts.as_array().unwrap().iter().flat_map(after).collect()
 }
 
 #[test]
@@ -441,20 +349,6 @@ fn the_most_used_experts_on_a_gpu_and_the_others_beside_it_give_the_golden_token
     assert!(least.iter().any(|&on_gpu| !on_gpu));
     let worst = check(name, &mut engine(&plan, &gpu_options()));
     assert!(worst < CLOSE, "a logit is off by {worst}");
-}
-
-/// Every golden checkpoint in the tree.
-fn goldens() -> Vec<String> {
-    let folder = golden("");
-    let mut names: Vec<String> = std::fs::read_dir(folder)
-        .unwrap()
-        .map(|entry| entry.unwrap().path())
-        .filter(|path| path.join("golden.json").exists())
-        .map(|path| path.file_name().unwrap().to_string_lossy().into_owned())
-        .collect();
-    names.sort();
-    assert!(!names.is_empty(), "golden checkpoints are in the tree");
-    names
 }
 
 #[test]

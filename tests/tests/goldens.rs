@@ -5,9 +5,7 @@
 #[expect(dead_code, reason = "each test file uses a part")]
 mod common;
 
-use std::fs;
-use std::path::PathBuf;
-
+use common::expected::{expected, goldens, ids};
 use common::{distance, golden};
 use serde_json::Value;
 use tests::interpreter::Interpreter;
@@ -18,22 +16,8 @@ const LOGIT_TOLERANCE: f32 = 1e-3;
 /// Largest difference of a token's negative log-likelihood.
 const NLL_TOLERANCE: f32 = 1e-3;
 
-/// Every folder with a golden.json, in order.
-fn goldens() -> Vec<PathBuf> {
-    let mut folders: Vec<PathBuf> =
-        fs::read_dir(golden("")).unwrap().map(|entry| entry.unwrap().path()).collect();
-    folders.retain(|folder| folder.join("golden.json").exists());
-    folders.sort();
-    assert!(!folders.is_empty(), "golden checkpoints are in the tree");
-    folders
-}
-
 fn numbers(value: &Value) -> Vec<f32> {
     value.as_array().unwrap().iter().map(|item| item.as_f64().unwrap() as f32).collect()
-}
-
-fn ids(value: &Value) -> Vec<u32> {
-    value.as_array().unwrap().iter().map(|id| id.as_u64().unwrap() as u32).collect()
 }
 
 fn log_likelihood(logits: &[f32], id: u32) -> f64 {
@@ -44,12 +28,10 @@ fn log_likelihood(logits: &[f32], id: u32) -> f64 {
 
 #[test]
 fn interpreted_logits_are_those_of_transformers() {
-    for folder in goldens() {
-        let name = folder.file_name().unwrap().to_string_lossy().into_owned();
-        let golden: Value =
-            serde_json::from_slice(&fs::read(folder.join("golden.json")).unwrap()).unwrap();
-        let model = Interpreter::load(models::lower(&folder).unwrap()).unwrap();
-        for prompt in golden["prompts"].as_array().unwrap() {
+    for name in goldens() {
+        let expected = expected(&name);
+        let model = Interpreter::load(models::lower(&golden(&name)).unwrap()).unwrap();
+        for prompt in expected["prompts"].as_array().unwrap() {
             let tokens = ids(&prompt["ids"]);
             let logits = model.logits(&tokens, &[tokens.len() - 1]).unwrap();
             let logits = logits.row(0);
@@ -60,7 +42,7 @@ fn interpreted_logits_are_those_of_transformers() {
                 assert!(off < LOGIT_TOLERANCE, "{name}, prompt {}, {kind}: {off}", prompt["name"]);
             }
         }
-        let nll = &golden["nll"];
+        let nll = &expected["nll"];
         let tokens = ids(&nll["ids"]);
         let rows: Vec<usize> = (0..tokens.len() - 1).collect();
         let logits = model.logits(&tokens, &rows).unwrap();

@@ -1,5 +1,6 @@
 //! How plans are run: batches, runs in flight, failures, and what is refused.
 
+#[expect(dead_code, reason = "each test file uses a part")]
 mod common;
 
 use std::sync::Arc;

@@ -2,9 +2,9 @@
 
 use anyhow::Result;
 use executor::calibrate::work::{Layer, prompt_flops};
+use executor::kernels::cpu::arithmetic::Arithmetic;
 use executor::kernels::cpu::cache::Element;
 
-use crate::limits::Arithmetic;
 use crate::{Amount, Bench};
 
 const PAST: usize = 4095;
@@ -23,11 +23,7 @@ pub(crate) fn measure(bench: &mut Bench) -> Result<()> {
             layers.try_for_each(|layer| layer.attend(team, isa, 1, PAST)).expect("it has room");
         });
         let mut layer = Layer::new(&bench.team, element, PROMPT, PROMPT)?;
-        let arithmetic = match element {
-            Element::F32 | Element::F16 => Arithmetic::F32,
-            Element::Bf16 => Arithmetic::Bf16,
-            Element::Int8 => Arithmetic::Int8,
-        };
+        let arithmetic = Arithmetic::of_attention(bench.isa, element);
         let amount = Amount::Operations(prompt_flops(PROMPT) as u64, arithmetic);
         bench.measure(
             &format!("attention of {PROMPT} tokens, {element:?}"),

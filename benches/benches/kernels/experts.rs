@@ -2,9 +2,9 @@
 
 use anyhow::Result;
 use executor::calibrate::work::{Mixture, MixtureTokens, USED};
+use executor::kernels::cpu::arithmetic::Arithmetic;
 use ir::tensor::Format;
 
-use crate::linears::arithmetic;
 use crate::{Amount, Bench};
 
 /// Half of those of a 15 B mixture.
@@ -25,7 +25,9 @@ pub(crate) fn measure(bench: &mut Bench) -> Result<()> {
         });
         let mut tokens = MixtureTokens::new(PROMPT, |token, rank| (token * USED + rank) % EXPERTS);
         let operations = 2 * (PROMPT * USED) as u64 * mixture.weights();
-        let amount = Amount::Operations(operations, arithmetic(format));
+        // As many choose each expert.
+        let arithmetic = Arithmetic::of_linear(bench.isa, format, PROMPT * USED / EXPERTS);
+        let amount = Amount::Operations(operations, arithmetic);
         bench.measure(&format!("experts of {PROMPT} tokens, {format}"), amount, |team, isa| {
             mixture.compute(team, isa, &mut tokens).expect("the sizes fit together");
         });

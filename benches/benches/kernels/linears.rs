@@ -2,9 +2,9 @@
 
 use anyhow::Result;
 use executor::calibrate::work::{made_up_matrix, multiply};
+use executor::kernels::cpu::arithmetic::Arithmetic;
 use ir::tensor::Format;
 
-use crate::limits::Arithmetic;
 use crate::{Amount, Bench};
 
 const COLUMNS: usize = 2048;
@@ -29,19 +29,11 @@ pub(crate) fn measure(bench: &mut Bench) -> Result<()> {
         let few = made_up_matrix(&bench.team, format, FEW_ROWS, COLUMNS)?;
         let (x, mut out) = (vec![0.1; TOKENS * COLUMNS], vec![0.0; TOKENS * FEW_ROWS]);
         let operations = (2 * TOKENS * FEW_ROWS * COLUMNS) as u64;
-        let amount = Amount::Operations(operations, arithmetic(format));
+        let amount =
+            Amount::Operations(operations, Arithmetic::of_linear(bench.isa, format, TOKENS));
         bench.measure(&format!("linear of {TOKENS} rows, {format}"), amount, |team, isa| {
             multiply(team, isa, &few, &x, TOKENS, &mut out).expect("the sizes fit together");
         });
     }
     Ok(())
-}
-
-/// What products with a format are made of.
-pub(crate) fn arithmetic(format: Format) -> Arithmetic {
-    match format {
-        Format::F32 | Format::F16 => Arithmetic::F32,
-        Format::Bf16 | Format::Bf12 => Arithmetic::Bf16,
-        Format::Q8 | Format::Q4 => Arithmetic::Int8,
-    }
 }

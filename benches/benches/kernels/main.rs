@@ -1,5 +1,8 @@
 //! CPU kernels against limits measured in the same run: criterion reports bytes or operations per second, and the last
-//! lines say which share of the read bandwidth or of the arithmetic each kernel reached.
+//! lines say which share of the read bandwidth, or of what their instructions do at most, each kernel reached.
+//!
+//! They are measured at the highest level of the instruction set. A filter of names that ends in a lower one, as the
+//! names then do, measures them at that: `cargo bench --workspace --bench kernels -- /avx2`.
 
 #![expect(clippy::print_stdout, reason = "a bench prints what it measures")]
 
@@ -8,14 +11,17 @@ mod experts;
 mod limits;
 mod linears;
 mod norms;
+mod registers;
 
+use std::env;
 use std::time::Instant;
 
-use anyhow::Result;
+use anyhow::{Result, ensure};
 use criterion::{BenchmarkId, Criterion, Throughput};
+use executor::kernels::cpu::arithmetic::Arithmetic;
 use executor::kernels::cpu::isa::Isa;
 use executor::team::Team;
-use limits::{Arithmetic, Limits};
+use limits::Limits;
 
 /// What bounds a kernel, and how much of it one round takes.
 enum Amount {
@@ -37,9 +43,10 @@ struct Bench {
 fn main() -> Result<()> {
     let cpus: Vec<u32> = (0..std::thread::available_parallelism()?.get() as u32).collect();
     let team = Team::new(&cpus)?;
+    let isa = level(env::args().skip(1))?;
     let limits = Limits::measure(&team)?;
     let criterion = Criterion::default().configure_from_args().sample_size(10);
-    let mut bench = Bench { criterion, team, isa: Isa::detect(), limits, shares: Vec::new() };
+    let mut bench = Bench { criterion, team, isa, limits, shares: Vec::new() };
     linears::measure(&mut bench)?;
     attention::measure(&mut bench)?;
     experts::measure(&mut bench)?;
@@ -50,21 +57,30 @@ fn main() -> Result<()> {
     Ok(())
 }
 
+/// The level that a filter of names ends in, else the highest. Criterion refuses options that it does not know.
+fn level(mut arguments: impl Iterator<Item = String>) -> Result<Isa> {
+    let highest = Isa::detect();
+    let Some(filter) = arguments.find(|argument| argument.contains('/')) else {
+        return Ok(highest);
+    };
+    let last = filter.rsplit('/').next().unwrap_or_default();
+    let isa: Isa = last.trim_end_matches('$').parse()?;
+    ensure!(
+        isa.is_available(),
+        "this processor does not have {isa}; its highest level is {highest}"
+    );
+    Ok(isa)
+}
+
 impl Bench {
     /// Measures rounds of a kernel, and its share of what bounds it in the shortest.
     fn measure(&mut self, name: &str, amount: Amount, mut round: impl FnMut(&Team, Isa)) {
         let (team, isa) = (&self.team, self.isa);
         let mut group = self.criterion.benchmark_group(name);
-        let (count, limit, unit) = match amount {
-            Amount::Bytes(bytes) => {
-                group.throughput(Throughput::Bytes(bytes));
-                (bytes, Some(self.limits.read_bytes_per_sec), "the read bandwidth")
-            }
-            Amount::Operations(operations, arithmetic) => {
-                group.throughput(Throughput::Elements(operations));
-                (operations, self.limits.operations_per_sec(arithmetic), arithmetic.name())
-            }
-        };
+        group.throughput(match amount {
+            Amount::Bytes(bytes) => Throughput::Bytes(bytes),
+            Amount::Operations(operations, _) => Throughput::Elements(operations),
+        });
         let mut shortest = f64::INFINITY;
         group.bench_function(BenchmarkId::from_parameter(isa), |bencher| {
             bencher.iter(|| {
@@ -74,10 +90,24 @@ impl Bench {
             });
         });
         group.finish();
-        if let Some(limit) = limit.filter(|_| shortest.is_finite()) {
-            let share = count as f64 / shortest / limit * 100.0;
-            self.shares.push(format!("{name}: {share:.0} % of {unit}"));
+        if shortest.is_infinite() {
+            return;
         }
+        let share = |count: u64, limit: f64| count as f64 / shortest / limit * 100.0;
+        self.shares.push(match amount {
+            Amount::Bytes(bytes) => {
+                let share = share(bytes, self.limits.read_bytes_per_sec);
+                format!("{name}: {share:.0} % of the read bandwidth")
+            }
+            Amount::Operations(operations, arithmetic) => {
+                match self.limits.operations_per_sec(team, arithmetic) {
+                    Some(limit) => {
+                        format!("{name}: {:.0} % of {arithmetic}", share(operations, limit))
+                    }
+                    None => format!("{name}: {arithmetic} has no limit that could be measured"),
+                }
+            }
+        });
     }
 }
 

@@ -1,5 +1,6 @@
 //! CPU kernels: free functions on slices, done by a team at one level of the instruction set.
 
+pub mod arithmetic;
 pub mod describe;
 mod disjoint;
 pub mod isa;

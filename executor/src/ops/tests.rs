@@ -70,7 +70,7 @@ fn batches(vocabulary: u32) -> Vec<(Phase, Batch)> {
 
 /// How far the kernels of an operation may be off, as a share of the largest element: sums are in another order, and
 /// activations and caches have fewer bits than Burn's.
-fn tolerance(plan: &Plan, op: &Op) -> f64 {
+fn tolerance(plan: &Plan, op: &Op, isa: Isa) -> f64 {
     if let Op::Attention(attention) = op {
         return match plan.caches[attention.cache].dtype {
             DType::F16 => 2e-3,
@@ -84,6 +84,8 @@ fn tolerance(plan: &Plan, op: &Op) -> f64 {
     let most = formats.filter(|_| multiplies).map(|format| match format {
         Format::F32 | Format::F16 => 2e-5,
         Format::Bf16 | Format::Bf12 => 5e-3,
+        // Tiles round the weights once more: by 0.0215 of a gate on Emerald Rapids.
+        Format::Q8 | Format::Q4 if isa == Isa::Amx => 3e-2,
         Format::Q8 | Format::Q4 => 2e-2,
     });
     // Experts multiply twice.
@@ -134,7 +136,7 @@ fn walk(plan: &Plan, folder: &Path, isa: Isa) {
             let made = super::run(op, &mut ours, scope, inputs()).expect(&at);
             assert_eq!(made.len(), expected.len(), "{at}");
             for (made, expected) in made.into_iter().zip(&expected) {
-                compare(made, expected, tolerance(plan, op), &at);
+                compare(made, expected, tolerance(plan, op, isa), &at);
             }
             for (&buffer, value) in step.writes.iter().zip(expected) {
                 slots.write(buffer, value);

@@ -1,5 +1,7 @@
 //! What tests of whole runs share: golden checkpoints, machines of this host, plans on disk, distances of logits.
 
+pub(crate) mod expected;
+
 use std::path::{Path, PathBuf};
 
 use compiler::Options;

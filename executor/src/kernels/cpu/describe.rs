@@ -2,7 +2,8 @@
 
 use ir::tensor::Format;
 
-use super::encode::Encoding;
+use super::arithmetic::Arithmetic;
+use super::cache::Element;
 use super::isa::Isa;
 use super::tile::Kernel;
 
@@ -25,9 +26,9 @@ pub fn describe(isa: Isa) -> Vec<(String, String)> {
     };
     let vectors: String = if isa == Isa::Portable { lanes.into() } else { format!("{lanes}, FMA") };
     rows.push(("experts".into(), "those of their formats' linears".into()));
-    rows.push(("attention, f32 and f16 cache".into(), vectors.clone()));
-    rows.push(("attention, bf16 cache".into(), bf16_attention(isa).unwrap_or(&vectors).into()));
-    rows.push(("attention, i8 cache".into(), i8_attention(isa).into()));
+    rows.push(("attention, f32 and f16 cache".into(), attention(isa, Element::F32)));
+    rows.push(("attention, bf16 cache".into(), attention(isa, Element::Bf16)));
+    rows.push(("attention, i8 cache".into(), attention(isa, Element::Int8)));
     // Elements that turn together lie apart in most models; neighbours are turned one pair at a time.
     let neighbours = if isa == Isa::Portable { "" } else { "; pairs of neighbours in plain Rust" };
     rows.push(("rotary".into(), format!("{lanes}{neighbours}")));
@@ -37,44 +38,18 @@ pub fn describe(isa: Isa) -> Vec<(String, String)> {
     rows
 }
 
-/// Where products with a cache in bf16 are not those of floats that it is widened to.
-fn bf16_attention(isa: Isa) -> Option<&'static str> {
-    match isa {
-        Isa::Portable | Isa::Avx2 | Isa::Avx2Vnni | Isa::Avx512 | Isa::Avx512Vnni => None,
-        Isa::Avx512Bf16Vnni => Some("AVX-512 dot products of bf16"),
-        Isa::Amx => Some("AMX tiles of bf16 for many queries, AVX-512 dot products for few"),
-    }
-}
-
-fn i8_attention(isa: Isa) -> &'static str {
-    match isa {
-        Isa::Portable => "plain Rust",
-        Isa::Avx2 => "AVX2 products of 16-bit integers",
-        Isa::Avx2Vnni => "AVX-VNNI dot products of 8-bit integers",
-        Isa::Avx512 => "AVX-512 products of 16-bit integers",
-        Isa::Avx512Vnni | Isa::Avx512Bf16Vnni | Isa::Amx => {
-            "AVX-512 VNNI dot products of 8-bit integers"
-        }
+fn attention(isa: Isa, element: Element) -> String {
+    let many = Arithmetic::of_attention(isa, element);
+    if many == Arithmetic::AmxBf16 {
+        format!("{many} for many queries, {} for few", Arithmetic::Avx512Bf16)
+    } else {
+        many.to_string()
     }
 }
 
 fn linear(isa: Isa, format: Format, tokens: usize) -> String {
-    let kernel = Kernel::choose(isa, format, tokens);
-    let products = match (kernel.encoding, isa) {
-        (_, Isa::Portable) => "plain Rust",
-        (Encoding::Tiles, _) => "AMX tiles of bf16",
-        (Encoding::ByteTiles, _) => "AMX tiles of 8-bit integers",
-        (Encoding::Pairs, _) => "AVX-512 dot products of bf16",
-        (Encoding::Blocks { .. }, Isa::Avx512Vnni | Isa::Avx512Bf16Vnni | Isa::Amx) => {
-            "AVX-512 VNNI dot products of 8-bit integers"
-        }
-        (Encoding::Blocks { .. }, Isa::Avx2Vnni) => "AVX-VNNI dot products of 8-bit integers",
-        (Encoding::Blocks { .. }, Isa::Avx2 | Isa::Avx512) => "AVX2 products of 8-bit integers",
-        (Encoding::Float | Encoding::Rounded, Isa::Avx2 | Isa::Avx2Vnni) => "AVX2 FMA of f32",
-        (Encoding::Rounded, _) if format == Format::Bf12 && !kernel.unpacks => "AVX2 FMA of f32",
-        (Encoding::Float | Encoding::Rounded, _) => "AVX-512 FMA of f32",
-    };
-    format!("{products}, {} tokens at a time", kernel.rows)
+    let arithmetic = Arithmetic::of_linear(isa, format, tokens);
+    format!("{arithmetic}, {} tokens at a time", Kernel::choose(isa, format, tokens).rows)
 }
 
 #[cfg(test)]
@@ -90,9 +65,11 @@ mod tests {
     #[test]
     fn attention_is_told_by_what_the_cache_holds() {
         check(Isa::Portable, "attention, bf16 cache", "plain Rust");
-        check(Isa::Avx2Vnni, "attention, bf16 cache", "vectors of 8 floats, FMA");
+        check(Isa::Avx2Vnni, "attention, bf16 cache", "AVX2 FMA of f32");
         check(Isa::Avx512Bf16Vnni, "attention, bf16 cache", "AVX-512 dot products of bf16");
-        check(Isa::Amx, "attention, f32 and f16 cache", "vectors of 16 floats, FMA");
+        let tiles = "AMX tiles of bf16 for many queries, AVX-512 dot products of bf16 for few";
+        check(Isa::Amx, "attention, bf16 cache", tiles);
+        check(Isa::Amx, "attention, f32 and f16 cache", "AVX-512 FMA of f32");
         check(Isa::Avx2, "attention, i8 cache", "AVX2 products of 16-bit integers");
         check(Isa::Avx2Vnni, "attention, i8 cache", "AVX-VNNI dot products of 8-bit integers");
         check(Isa::Amx, "attention, i8 cache", "AVX-512 VNNI dot products of 8-bit integers");

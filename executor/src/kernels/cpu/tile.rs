@@ -72,7 +72,7 @@ const MOST_BF12_ROWS_BY_VECTORS: usize = 4;
 /// Most rows that tiles of bf16 and of 12 bits multiply along one panel after the other. On 16 cores of Emerald Rapids
 /// prompts of 36 to 128 tokens are 1.2 to 1.6 times as fast so as in blocks, of 256 1.1 times; of 512 they were as fast
 /// in 16 bits and slower in 12.
-const MOST_ROWS_ALONG_PANELS: usize = 256;
+pub(super) const MOST_ROWS_ALONG_PANELS: usize = 256;
 /// Most rows for which kernels without dot products of bf16 decode 12 bits on the way. With that, and with panels asked
 /// for ahead, one sequence decodes 53.7 instead of 27.4 tok/s.
 const MOST_DECODED_ROWS: usize = 8;

@@ -389,8 +389,8 @@ pub(super) fn add_block(
     }
 }
 
-/// Of the sums of two pairs of rows those of four neighbouring rows, for the first or the second of a lane's two rows of
-/// activations.
+/// Of the sums of two pairs of rows those of four neighbouring rows, for the first or the second of a lane's two rows
+/// of activations.
 #[cube]
 pub(super) fn four_rows(upper: Sums, lower: Sums, #[comptime] of_two: usize) -> Array<f32> {
     let mut rows = Array::<f32>::new(4usize);

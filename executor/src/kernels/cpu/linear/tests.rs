@@ -1,3 +1,5 @@
+mod tiles;
+
 use half::{bf16, f16};
 use ir::op::{Activation, NormKind};
 use ir::tensor::Format;
@@ -9,7 +11,6 @@ use crate::kernels::cpu::product::BLOCK_COLUMNS as GROUP;
 use crate::kernels::cpu::quantize::tests::{quantize_4, quantize_8};
 use crate::kernels::cpu::quantize::{BLOCK, OFFSET_4, OFFSET_8};
 use crate::kernels::cpu::testing::{Random, with_team};
-use crate::kernels::cpu::tile::MOST_ROWS;
 
 /// Numbers between -1 and 1 that look random.
 pub(in super::super) fn numbers(seed: u32, count: usize) -> Vec<f32> {
@@ -226,61 +227,6 @@ fn weights_far_below_the_largest_of_their_row_count() {
                 assert!(magnitude > 20.0 * tolerance, "{magnitude}");
                 let off = (f64::from(found) - wanted).abs();
                 assert!(off <= tolerance, "{isa} {tokens}: {found} for {wanted}");
-            }
-        }
-    });
-}
-
-/// Blocks of products in tiles, which any processor can multiply plainly: several groups of strips and of panels, and
-/// several parts of the columns.
-#[test]
-fn blocks_of_tiles_multiply_right() {
-    let sizes = [(1, 49, 700), (17, 49, 200), (70, 530, 600), (530, 40, 300), (64, 16, 256)];
-    let formats = [Format::Bf16, Format::Bf12, Format::Q8, Format::Q4];
-    with_team(2, |team| {
-        for (&format, (tokens, rows, columns)) in formats.iter().flat_map(|f| sizes.map(|s| (f, s)))
-        {
-            let x = numbers(1, tokens * columns);
-            let w = [2, 3].map(|seed| numbers(seed, rows * columns));
-            let matrices = w.each_ref().map(|w| packed(team, format, rows, columns, w));
-            let below = Isa::detect().min(Isa::Avx512Bf16Vnni);
-            for isa in Isa::available().into_iter().filter(|&isa| isa >= below) {
-                let has_blocks = matches!(format, Format::Q8 | Format::Q4);
-                let kernel = Kernel {
-                    isa,
-                    format,
-                    encoding: if has_blocks { Encoding::ByteTiles } else { Encoding::Tiles },
-                    rows: MOST_ROWS,
-                    unpacks: format != Format::Bf16,
-                    in_blocks: true,
-                };
-                let x_heard = heard(kernel, columns, &x);
-                let wanted =
-                    w.each_ref().map(|w| products(&x_heard, &held(kernel, columns, w), columns));
-                let mut layer = Linear {
-                    x: &x,
-                    tokens,
-                    norm: None,
-                    weights: &matrices.each_ref(),
-                    biases: &[],
-                    then: Then::Nothing,
-                    residual: None,
-                };
-                let mut outs = [(); 2].map(|()| vec![f32::NAN; tokens * rows]);
-                let mut slices = outs.each_mut().map(Vec::as_mut_slice);
-                linear_by(team, kernel, &layer, &mut slices).unwrap();
-                for (out, wanted) in outs.iter().zip(&wanted) {
-                    for (&found, (wanted, magnitude)) in out.iter().zip(wanted) {
-                        let error = (f64::from(found) - wanted).abs();
-                        assert!(error <= 1e-6 * magnitude, "{isa} {format}: {found} for {wanted}");
-                    }
-                }
-                layer.then = Then::Gate(Activation::Relu);
-                let mut gated = vec![f32::NAN; tokens * rows];
-                linear_by(team, kernel, &layer, &mut [&mut gated]).unwrap();
-                for (i, &found) in gated.iter().enumerate() {
-                    assert_eq!(found, outs[0][i].max(0.0) * outs[1][i], "{isa} {format} at {i}");
-                }
             }
         }
     });

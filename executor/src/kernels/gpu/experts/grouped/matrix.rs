@@ -2,8 +2,8 @@
 //!
 //! - A plane computes 32 rows for all slots of the tile, so that a tile's cubes decode every weight once. With two
 //!   stacks these are 16 rows of the gate and the same of up, which are neighbours within the plane.
-//! - Input passes shared memory with one barrier a step; weights are loaded some portions ahead: more where there are few
-//!   slots, since memory is what these wait for.
+//! - Input passes shared memory with one barrier a step; weights are loaded some portions ahead: more where there are
+//!   few slots, since memory is what these wait for.
 
 use cubecl::prelude::*;
 use ir::op::Then;
