@@ -1,11 +1,16 @@
-//! The checkpoint's files, mapped while weights are read from them.
+//! The checkpoint's files, from which weights are read piece by piece.
+//!
+//! No file is mapped: of a mapped one the system counts as this process's memory whatever it holds in one piece, up to
+//! 2 MiB for a byte that is touched.
 
-#![expect(unsafe_code, reason = "files are read through memory maps")]
+mod view;
 
 use std::fs::{self, File};
 use std::io::ErrorKind;
+use std::mem;
 use std::ops::Range;
-use std::path::Path;
+use std::os::unix::fs::FileExt as _;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result, anyhow, bail, ensure};
 use half::{bf16, f16};
@@ -13,12 +18,16 @@ use ir::id::{FileId, Table};
 use ir::model::CheckpointFile;
 use ir::plan::Weight;
 use ir::tensor::DType;
-use ir::weight::{Source, Stride};
-use memmap2::{Mmap, UncheckedAdvice};
+use ir::weight::Source;
 
-/// How much of a matrix is read before its pages are given back. Each time all threads lose translations, which takes
-/// 20 to 90 µs on virtual machines: for every 128 KiB it made loading a third slower.
-const FORGOTTEN_BYTES: usize = 8 << 20;
+use self::view::View;
+use crate::memory::Region;
+
+/// Bytes that are read at a time and then converted: they stay in a core's first cache, and copying them takes some ten
+/// times as long as a call of the system.
+const PIECE_BYTES: usize = 32 << 10;
+/// Bytes between the columns of two rows that are read with them, which takes no longer than another call.
+const SKIPPED_BYTES: usize = 4 << 10;
 
 /// A matrix or vector as a checkpoint has it.
 #[derive(Clone, Debug)]
@@ -29,28 +38,130 @@ pub(crate) enum Stored {
     Rows(Vec<Source>),
 }
 
-/// Every file of a checkpoint, mapped.
+/// Every file of a checkpoint, open.
 pub(crate) struct Checkpoint {
-    maps: Table<FileId, Mmap>,
+    files: Table<FileId, Opened>,
+}
+
+/// A matrix or vector that a checkpoint has, to be read by any threads.
+pub(crate) struct Matrix<'a> {
+    checkpoint: &'a Checkpoint,
+    stored: &'a Stored,
+    /// Of one that is stored transposed all columns, one after another.
+    columns: Option<Region>,
+}
+
+struct Opened {
+    file: File,
+    bytes: u64,
+    path: PathBuf,
 }
 
 impl Checkpoint {
-    /// Maps the files of a plan that lies in `folder`.
+    /// Opens the files of a plan that lies in `folder`.
     ///
     /// # Errors
     /// When a file is missing, or is not what it was when the plan was made.
     pub(crate) fn open(files: &Table<FileId, CheckpointFile>, folder: &Path) -> Result<Self> {
-        let maps = files.rows().iter().map(|file| map(file, folder)).collect::<Result<_>>()?;
-        Ok(Self { maps })
+        let files = files.rows().iter().map(|file| open(file, folder)).collect::<Result<_>>()?;
+        Ok(Self { files })
     }
 
-    /// Elements of rows `rows`, as f32, row-major. A weight is read once, by threads that take its rows in order: every
-    /// few megabytes the pages of rows in front are given back, but for transposed matrices and rows that lie apart.
+    /// A matrix of `rows` rows and `columns` columns; a vector is one row. One that is stored transposed is in memory
+    /// for as long as the result lives, since each of its rows lies all over it.
     ///
     /// # Errors
-    /// When there are no such rows, or they lie beyond the end of the file.
-    pub(crate) fn read(&self, stored: &Stored, rows: Range<usize>, out: &mut [f32]) -> Result<()> {
-        match stored {
+    /// When it has another shape, or lies beyond the end of a file.
+    pub(crate) fn matrix<'a>(
+        &'a self,
+        stored: &'a Stored,
+        rows: usize,
+        columns: usize,
+    ) -> Result<Matrix<'a>> {
+        let shape = stored.shape();
+        let is_vector = rows == 1 && shape == [columns as u32];
+        ensure!(
+            is_vector || shape == [rows as u32, columns as u32],
+            "its source has shape {shape:?}"
+        );
+        for source in stored.sources() {
+            let is_inside = source.span().1 <= self.opened(source)?.bytes;
+            ensure!(is_inside, "a weight lies beyond the end of its file");
+        }
+        let columns = match stored {
+            Stored::Whole(source) if View::of(source)?.is_transposed() => {
+                Some(self.columns(source)?)
+            }
+            Stored::Whole(_) | Stored::Rows(_) => None,
+        };
+        Ok(Matrix { checkpoint: self, stored, columns })
+    }
+
+    /// All columns of a matrix, one after another.
+    fn columns(&self, source: &Source) -> Result<Region> {
+        let source = source.clone().transposed();
+        let view = View::of(&source)?;
+        let elements = view.rows * view.columns;
+        let mut region = Region::new(elements * source.dtype.bytes() as usize)?;
+        self.copy(&source, &view, 0..view.rows, region.as_mut_slice())?;
+        Ok(region)
+    }
+
+    /// Writes rows of a view as they are stored, one after another.
+    fn copy(
+        &self,
+        source: &Source,
+        view: &View<'_>,
+        rows: Range<usize>,
+        mut out: &mut [u8],
+    ) -> Result<()> {
+        let (file, element_bytes) = (self.opened(source)?, source.dtype.bytes() as usize);
+        for (stretch, _) in view.stretches(rows, usize::MAX, 0) {
+            let bytes = stretch.len() * element_bytes;
+            let (now, later) = mem::take(&mut out).split_at_mut(bytes);
+            file.read(source, stretch.start, now)?;
+            out = later;
+        }
+        Ok(())
+    }
+
+    /// Writes elements of rows of a view, each decoded from `N` bytes, row-major.
+    fn decode<const N: usize>(
+        &self,
+        source: &Source,
+        view: &View<'_>,
+        rows: Range<usize>,
+        mut out: &mut [f32],
+        decode: impl Fn([u8; N]) -> f32,
+    ) -> Result<()> {
+        let file = self.opened(source)?;
+        let mut piece = [0; PIECE_BYTES];
+        for (stretch, runs) in view.stretches(rows, PIECE_BYTES / N, SKIPPED_BYTES / N) {
+            let piece = &mut piece[..stretch.len() * N];
+            file.read(source, stretch.start, piece)?;
+            let (elements, _) = piece.as_chunks::<N>();
+            for run in runs {
+                let (now, later) = mem::take(&mut out).split_at_mut(run.len());
+                let elements = &elements[run.start - stretch.start..run.end - stretch.start];
+                now.iter_mut().zip(elements).for_each(|(out, element)| *out = decode(*element));
+                out = later;
+            }
+        }
+        Ok(())
+    }
+
+    fn opened(&self, source: &Source) -> Result<&Opened> {
+        self.files.get(source.file).context("a weight names a file that is not there")
+    }
+}
+
+impl Matrix<'_> {
+    /// Writes elements of rows `rows`, as f32, row-major.
+    ///
+    /// # Errors
+    /// When there are no such rows, or they cannot be read.
+    pub(crate) fn read(&self, rows: Range<usize>, out: &mut [f32]) -> Result<()> {
+        match self.stored {
             Stored::Whole(source) => self.read_view(source, rows, out),
             Stored::Rows(sources) => {
                 let sources =
@@ -62,94 +173,61 @@ impl Checkpoint {
         }
     }
 
-    /// Elements of rows `rows` of a view of two axes, as f32, row-major.
-    fn read_view(&self, source: &Source, rows: Range<usize>, out: &mut [f32]) -> Result<()> {
+    /// Writes rows as they are stored, one after another; `false`, and nothing is written, where they are stored as
+    /// other numbers, or not as rows.
+    ///
+    /// # Errors
+    /// When there are no such rows, or they cannot be read.
+    pub(crate) fn copy(&self, dtype: DType, rows: Range<usize>, out: &mut [u8]) -> Result<bool> {
+        let Stored::Whole(source) = self.stored else { return Ok(false) };
+        if source.dtype != dtype || self.columns.is_some() {
+            return Ok(false);
+        }
         let view = View::of(source)?;
-        ensure!(rows.end <= view.rows && out.len() == rows.len() * view.columns, "rows {rows:?}");
-        let map = self.contents(source)?;
-        self.fault_in(source, &view, &rows);
+        let bytes = rows.len() * view.columns * dtype.bytes() as usize;
+        ensure!(rows.end <= view.rows && out.len() == bytes, "rows {rows:?}");
+        self.checkpoint.copy(source, &view, rows, out)?;
+        Ok(true)
+    }
+
+    fn read_view(&self, source: &Source, rows: Range<usize>, out: &mut [f32]) -> Result<()> {
         match source.dtype {
-            DType::F32 => view.read(map, &rows, out, |bytes: [u8; 4]| f32::from_le_bytes(bytes)),
-            DType::F16 => view.read(map, &rows, out, |bytes| f16::from_le_bytes(bytes).to_f32()),
-            DType::Bf16 => view.read(map, &rows, out, |bytes| bf16::from_le_bytes(bytes).to_f32()),
+            DType::F32 => self.read_as(source, rows, out, f32::from_le_bytes),
+            DType::F16 => self.read_as(source, rows, out, |x| f16::from_le_bytes(x).to_f32()),
+            DType::Bf16 => self.read_as(source, rows, out, |x| bf16::from_le_bytes(x).to_f32()),
             DType::I32 | DType::U8 | DType::I8 => bail!("a weight is stored as integers"),
         }
-        if view.column_stride() == Some(1) {
-            self.forget_up_to(source, &view, &rows);
+    }
+
+    fn read_as<const N: usize>(
+        &self,
+        source: &Source,
+        rows: Range<usize>,
+        out: &mut [f32],
+        decode: impl Fn([u8; N]) -> f32,
+    ) -> Result<()> {
+        let view = View::of(source)?;
+        ensure!(rows.end <= view.rows && out.len() == rows.len() * view.columns, "rows {rows:?}");
+        let Some(columns) = &self.columns else {
+            return self.checkpoint.decode(source, &view, rows, out, decode);
+        };
+        // Neighbours in memory are neighbours in a column, so columns go outside.
+        let (elements, _) = columns.as_slice::<u8>().as_chunks::<N>();
+        for (column, elements) in elements.chunks_exact(view.rows).enumerate() {
+            let out = out[column..].iter_mut().step_by(view.columns);
+            out.zip(&elements[rows.clone()]).for_each(|(out, element)| *out = decode(*element));
         }
         Ok(())
     }
+}
 
-    /// The bytes of rows that lie one after another in the file; `None` where they do not.
-    pub(crate) fn rows(&self, stored: &Stored, rows: &Range<usize>) -> Option<&[u8]> {
-        let Stored::Whole(source) = stored else { return None };
-        let view = View::of(source).ok()?;
-        let is_dense = view.column_stride() == Some(1)
-            && matches!(view.row_axis, [stride] if stride.stride as usize == view.columns);
-        if !is_dense || rows.end > view.rows {
-            return None;
-        }
-        self.fault_in(source, &view, rows);
-        let row_bytes = view.columns * source.dtype.bytes() as usize;
-        self.contents(source).ok()?.get(rows.start * row_bytes..rows.end * row_bytes)
-    }
-
-    /// Maps the pages of neighbouring rows in one call instead of one fault each.
-    fn fault_in(&self, source: &Source, view: &View<'_>, rows: &Range<usize>) {
-        if rows.is_empty() || view.column_stride() != Some(1) || view.row_axis.len() > 1 {
-            return;
-        }
-        #[cfg(target_os = "linux")]
-        if let Some(map) = self.maps.get(source.file) {
-            let bytes = view.bytes(source, rows);
-            // An older system refuses, and then pages are mapped as they are touched.
-            drop(map.advise_range(memmap2::Advice::PopulateRead, bytes.start, bytes.len()));
-        }
-    }
-
-    /// Gives back the pages of the rows up to `rows`, if these complete another few megabytes. A thread that still
-    /// reads there faults its pages in again, and they stay until the next time. Hence each range is given back twice.
-    fn forget_up_to(&self, source: &Source, view: &View<'_>, rows: &Range<usize>) {
-        let row_bytes = view.columns * source.dtype.bytes() as usize;
-        let step = FORGOTTEN_BYTES.div_ceil(row_bytes.max(1));
-        if rows.start / step != rows.end / step {
-            let first = rows.start.min(rows.end.saturating_sub(2 * step));
-            self.forget_bytes(source, view.bytes(source, &(first..rows.end)));
-        }
-    }
-
-    /// Gives all pages of a matrix back.
-    pub(crate) fn forget(&self, stored: &Stored) {
-        for source in stored.sources() {
-            let (start, end) = source.span();
-            self.forget_bytes(source, start as usize..end as usize);
-        }
-    }
-
-    fn forget_bytes(&self, source: &Source, bytes: Range<usize>) {
-        if let Some(map) = self.maps.get(source.file) {
-            give_back(map, bytes);
-        }
-    }
-
-    /// Checks that all of a matrix of `rows` rows and `columns` columns is there.
-    ///
-    /// # Errors
-    /// When it has another shape, or lies beyond the end of a file.
-    pub(crate) fn check(&self, stored: &Stored, rows: usize, columns: usize) -> Result<()> {
-        let shape = stored.shape();
-        ensure!(shape == [rows as u32, columns as u32], "its source has shape {shape:?}");
-        stored.sources().iter().try_for_each(|source| self.contents(source).map(drop))
-    }
-
-    /// The bytes of the file from the view's first to its last.
-    ///
-    /// # Errors
-    /// When they lie beyond the end of the file.
-    fn contents(&self, source: &Source) -> Result<&[u8]> {
-        let map = self.maps.get(source.file).context("a weight names a file that is not there")?;
-        let (start, end) = source.span();
-        map.get(start as usize..end as usize).context("a weight lies beyond the end of its file")
+impl Opened {
+    /// Fills `out` from element number `first` on, counted from where the view starts.
+    fn read(&self, source: &Source, first: usize, out: &mut [u8]) -> Result<()> {
+        let at = source.offset + first as u64 * source.dtype.bytes();
+        self.file
+            .read_exact_at(out, at)
+            .with_context(|| format!("reading {} bytes of {}", out.len(), self.path.display()))
     }
 }
 
@@ -188,7 +266,7 @@ pub(crate) fn matrices(weight: &Weight) -> Result<Vec<Stored>> {
     (0..weight.shape[0]).map(matrix).collect()
 }
 
-fn map(file: &CheckpointFile, folder: &Path) -> Result<Mmap> {
+fn open(file: &CheckpointFile, folder: &Path) -> Result<Opened> {
     let path = folder.join(&file.path);
     let name = path.display();
     let opening = || format!("opening checkpoint file {name}");
@@ -209,100 +287,14 @@ fn map(file: &CheckpointFile, folder: &Path) -> Result<Mmap> {
          compile it again",
         file.bytes
     );
-    // SAFETY: the map is read only; a file that is changed meanwhile gives other numbers, nothing worse,
-    // and one that is cut short ends the process.
-    let map = unsafe { Mmap::map(&opened) }.with_context(|| format!("mapping {name}"))?;
+    let fingerprint = ir::fingerprint_of_file(bytes, |at, piece| opened.read_exact_at(piece, at))
+        .with_context(|| format!("reading {name}"))?;
     ensure!(
-        ir::fingerprint(&map) == file.fingerprint,
+        fingerprint == file.fingerprint,
         "checkpoint changed since it was compiled: {name} has other contents than the plan expects: \
          compile it again"
     );
-    give_back(&map, 0..map.len());
-    Ok(map)
-}
-
-/// Takes the pages of some bytes out of memory.
-fn give_back(map: &Mmap, bytes: Range<usize>) {
-    let end = bytes.end.min(map.len());
-    let start = bytes.start.min(end);
-    // SAFETY: the map is of a file and read only: its pages come back from there on the next access.
-    let advised =
-        unsafe { map.unchecked_advise_range(UncheckedAdvice::DontNeed, start, end - start) };
-    // It only saves memory; where the system refuses, nothing is lost.
-    drop(advised);
-}
-
-/// A source of one or two axes, seen as rows of columns.
-struct View<'a> {
-    rows: usize,
-    columns: usize,
-    row_axis: &'a [Stride],
-    column_axis: &'a [Stride],
-}
-
-impl<'a> View<'a> {
-    fn of(source: &'a Source) -> Result<Self> {
-        let (row_axis, column_axis): (&[Stride], &[Stride]) = match source.axes.as_slice() {
-            [columns] => (&[], columns),
-            [rows, columns] => (rows, columns),
-            axes => bail!("a view of {} axes is read as a matrix", axes.len()),
-        };
-        let size = |axis: &[Stride]| axis.iter().map(|stride| stride.size as usize).product();
-        Ok(Self { rows: size(row_axis), columns: size(column_axis), row_axis, column_axis })
-    }
-
-    /// The distance of neighbouring columns, where it is the same for all.
-    fn column_stride(&self) -> Option<usize> {
-        if let [stride] = self.column_axis { Some(stride.stride as usize) } else { None }
-    }
-
-    fn row_offset(&self, row: usize) -> usize {
-        offset(self.row_axis, row)
-    }
-
-    /// Where some rows lie in the file, from the first row's first column to the last row's last one.
-    fn bytes(&self, source: &Source, rows: &Range<usize>) -> Range<usize> {
-        let at = |element: usize| source.offset as usize + element * source.dtype.bytes() as usize;
-        at(self.row_offset(rows.start))..at(self.row_offset(rows.end - 1) + self.columns)
-    }
-
-    fn read<const N: usize>(
-        &self,
-        bytes: &[u8],
-        rows: &Range<usize>,
-        out: &mut [f32],
-        decode: impl Fn([u8; N]) -> f32,
-    ) {
-        let (elements, _) = bytes.as_chunks::<N>();
-        let first = rows.start;
-        if self.column_stride() == Some(1) {
-            for (row, out) in rows.clone().zip(out.chunks_exact_mut(self.columns)) {
-                let start = self.row_offset(row);
-                for (out, element) in out.iter_mut().zip(&elements[start..start + self.columns]) {
-                    *out = decode(*element);
-                }
-            }
-            return;
-        }
-        // A transposed matrix: neighbours in memory are neighbours in a column, so columns go outside.
-        for column in 0..self.columns {
-            let start = offset(self.column_axis, column);
-            for row in rows.clone() {
-                out[(row - first) * self.columns + column] =
-                    decode(elements[start + self.row_offset(row)]);
-            }
-        }
-    }
-}
-
-/// Elements from the first of an axis to number `index`; inner strides run fastest.
-fn offset(axis: &[Stride], mut index: usize) -> usize {
-    let mut offset = 0;
-    for stride in axis.iter().rev() {
-        offset += index % stride.size as usize * stride.stride as usize;
-        index /= stride.size as usize;
-    }
-    offset
+    Ok(Opened { file: opened, bytes, path })
 }
 
 #[cfg(test)]
@@ -310,6 +302,7 @@ mod tests {
     use std::io::Write as _;
 
     use ir::id::Id as _;
+    use ir::weight::{Slice, Stride};
 
     use super::*;
 
@@ -325,80 +318,86 @@ mod tests {
         Checkpoint::open(&[entry].into_iter().collect(), Path::new("."))
     }
 
-    fn counting() -> Checkpoint {
-        let contents: Vec<u8> = (0..24).flat_map(|i| (i as f32).to_le_bytes()).collect();
+    /// The numbers from 0 on, in f32.
+    fn counting(count: usize) -> Checkpoint {
+        let contents: Vec<u8> = (0..count).flat_map(|i| (i as f32).to_le_bytes()).collect();
         checkpoint(&contents, |_| ()).unwrap()
+    }
+
+    /// A matrix of f32 in the only file.
+    fn matrix(offset: u64, rows: usize, columns: usize) -> Source {
+        let shape = [rows as u32, columns as u32];
+        Source::contiguous(FileId::from_index(0), DType::F32, offset, &shape)
+    }
+
+    fn read(
+        checkpoint: &Checkpoint,
+        stored: &Stored,
+        (rows, columns): (usize, usize),
+        range: Range<usize>,
+    ) -> Result<Vec<f32>> {
+        let mut out = vec![f32::NAN; range.len() * columns];
+        checkpoint.matrix(stored, rows, columns)?.read(range, &mut out)?;
+        Ok(out)
     }
 
     #[test]
     fn rows_transposes_and_interleaved_axes_are_read() {
-        let (file, checkpoint) = (FileId::from_index(0), counting());
-        let matrix = Source::contiguous(file, DType::F32, 0, &[4, 6]);
-        let mut out = vec![0.0; 12];
-        checkpoint.read(&Stored::Whole(matrix.clone()), 1..3, &mut out).unwrap();
+        let checkpoint = counting(24);
+        let (matrix, beyond) = (matrix(0, 4, 6), Stored::Whole(matrix(4, 4, 6)));
+        let whole = Stored::Whole(matrix.clone());
+        let out = read(&checkpoint, &whole, (4, 6), 1..3).unwrap();
         assert_eq!(out, (6..18).map(|i| i as f32).collect::<Vec<_>>());
 
-        let mut out = vec![0.0; 8];
         let transposed = Stored::Whole(matrix.clone().transposed());
-        checkpoint.read(&transposed, 1..3, &mut out).unwrap();
+        let out = read(&checkpoint, &transposed, (6, 4), 1..3).unwrap();
         assert_eq!(out, [1.0, 7.0, 13.0, 19.0, 2.0, 8.0, 14.0, 20.0]);
 
         // Rows 0, 1 of every group of 2 × 3 rows of 2 columns.
-        let interleaved = Source {
-            axes: vec![
-                vec![Stride { size: 2, stride: 12 }, Stride { size: 2, stride: 2 }],
-                vec![Stride { size: 2, stride: 1 }],
-            ],
-            ..matrix.clone()
+        let strides = |outer, inner| {
+            vec![Stride { size: 2, stride: outer }, Stride { size: 2, stride: inner }]
         };
-        let mut out = vec![0.0; 8];
-        checkpoint.read(&Stored::Whole(interleaved), 0..4, &mut out).unwrap();
-        assert_eq!(out, [0.0, 1.0, 2.0, 3.0, 12.0, 13.0, 14.0, 15.0]);
+        let columns = vec![Stride { size: 2, stride: 1 }];
+        let interleaved = Source { axes: vec![strides(12, 2), columns], ..matrix.clone() };
+        let numbers = [0.0, 1.0, 2.0, 3.0, 12.0, 13.0, 14.0, 15.0];
+        let out = read(&checkpoint, &Stored::Whole(interleaved.clone()), (4, 2), 0..4).unwrap();
+        assert_eq!(out, numbers);
+        let out = read(&checkpoint, &Stored::Whole(interleaved.transposed()), (2, 4), 0..2);
+        assert_eq!(out.unwrap(), [0.0, 2.0, 12.0, 14.0, 1.0, 3.0, 13.0, 15.0]);
+        let columns = Source { axes: vec![strides(12, 1)], ..matrix.clone() };
+        let out = read(&checkpoint, &Stored::Whole(columns), (1, 4), 0..1).unwrap();
+        assert_eq!(out, [0.0, 1.0, 12.0, 13.0]);
 
         let reordered = Stored::Rows([3, 0, 2].map(|row| matrix.part(row).unwrap()).to_vec());
-        assert_eq!(reordered.shape(), [3, 6]);
-        let mut out = vec![0.0; 12];
-        checkpoint.read(&reordered, 1..3, &mut out).unwrap();
+        let out = read(&checkpoint, &reordered, (3, 6), 1..3).unwrap();
         assert_eq!(out[..6], (0..6).map(|i| i as f32).collect::<Vec<_>>());
         assert_eq!(out[6..], (12..18).map(|i| i as f32).collect::<Vec<_>>());
-        assert!(checkpoint.read(&reordered, 2..4, &mut out).is_err());
-    }
-
-    /// Bytes of a checkpoint's only file that are in this process's memory.
-    #[cfg(target_os = "linux")]
-    fn resident_bytes(checkpoint: &Checkpoint) -> usize {
-        let start = checkpoint.maps.rows()[0].as_ptr().addr();
-        let maps = std::fs::read_to_string("/proc/self/smaps").unwrap();
-        let mut lines = maps.lines().skip_while(|line| !line.starts_with(&format!("{start:x}-")));
-        let resident = lines.find_map(|line| line.strip_prefix("Rss:")).unwrap();
-        resident.trim().trim_end_matches(" kB").parse::<usize>().unwrap() * 1024
+        assert!(read(&checkpoint, &reordered, (3, 6), 2..4).is_err());
+        assert!(read(&checkpoint, &whole, (6, 4), 0..1).is_err());
+        assert!(read(&checkpoint, &beyond, (4, 6), 0..1).is_err());
     }
 
     #[test]
-    #[cfg(target_os = "linux")]
-    fn what_has_been_read_does_not_stay() {
-        let (rows, columns) = (6144, 1024);
-        let contents: Vec<u8> =
-            (0..rows * columns).flat_map(|i| (i as f32).to_le_bytes()).collect();
-        let checkpoint = checkpoint(&contents, |_| ()).unwrap();
-        let file = FileId::from_index(0);
-        let matrix = Source::contiguous(file, DType::F32, 0, &[rows as u32, columns as u32]);
-        // Two readers, one of them behind the other.
-        let stored = Stored::Whole(matrix);
-        let mut out = vec![0.0; 32 * columns];
-        let mut most = 0;
-        for first in (0..rows).step_by(32) {
-            for first in [first, first.saturating_sub(32)] {
-                checkpoint.read(&stored, first..first + 32, &mut out).unwrap();
-                let values = (first * columns..).map(|i| i as f32);
-                assert!(out.iter().zip(values).all(|(&read, value)| read == value), "{first}");
+    fn parts_of_rows_are_read_however_far_they_lie_apart() {
+        // Rows of more than a piece, some in a piece with little between them, and some with much.
+        for row in [PIECE_BYTES / 4 * 2 + 5, 700, 2500] {
+            let rows = 7;
+            let checkpoint = counting(rows * row);
+            let matrix = matrix(0, rows, row);
+            for (start, size) in [(0, row), (0, row / 2), (row / 3, row - row / 3), (5, 3)] {
+                let slice = Slice { axis: 1, start: start as u32, size: size as u32 };
+                let part = Stored::Whole(matrix.sliced(slice).unwrap());
+                let out = read(&checkpoint, &part, (rows, size), 1..6).unwrap();
+                let numbers = (1..6).flat_map(|at| (at * row + start..).take(size));
+                assert!(out.iter().copied().eq(numbers.map(|i| i as f32)), "{row} {start} {size}");
+
+                let mut bytes = vec![0; 5 * size * 4];
+                let found = checkpoint.matrix(&part, rows, size).unwrap();
+                assert!(found.copy(DType::F32, 1..6, &mut bytes).unwrap());
+                assert_eq!(bytemuck::cast_slice::<f32, u8>(&out), bytes);
+                assert!(!found.copy(DType::F16, 1..6, &mut bytes).unwrap());
             }
-            most = most.max(resident_bytes(&checkpoint));
         }
-        assert!(contents.len() > 2 * FORGOTTEN_BYTES);
-        assert!(most <= FORGOTTEN_BYTES + (1 << 20), "{most} bytes stayed");
-        checkpoint.forget(&stored);
-        assert_eq!(resident_bytes(&checkpoint), 0);
     }
 
     #[test]
@@ -410,5 +409,20 @@ mod tests {
         assert!(contents.contains("changed since it was compiled"), "{contents}");
         let missing = message(checkpoint(&[1; 16], |file| file.path = "no/such/file".into()));
         assert!(missing.contains("no/such/file"), "{missing}");
+    }
+
+    #[test]
+    fn a_file_that_is_cut_short_meanwhile_is_an_error() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        file.as_file().write_all_at(&[0; 64], 0).unwrap();
+        let (path, fingerprint) = (file.path().to_owned(), ir::fingerprint(&[0; 64]));
+        let files = [CheckpointFile { path, bytes: 64, fingerprint }];
+        let checkpoint = Checkpoint::open(&files.into_iter().collect(), Path::new(".")).unwrap();
+        let matrix = Stored::Whole(matrix(0, 4, 4));
+        read(&checkpoint, &matrix, (4, 4), 0..4).unwrap();
+        file.as_file().set_len(32).unwrap();
+        read(&checkpoint, &matrix, (4, 4), 0..2).unwrap();
+        let error = format!("{:#}", read(&checkpoint, &matrix, (4, 4), 0..4).unwrap_err());
+        assert!(error.contains(&file.path().display().to_string()), "{error}");
     }
 }

@@ -381,7 +381,7 @@ impl Starter {
             expert_counter: self.options.expert_counter,
             fault: self.options.fault,
         };
-        // The maps are closed before the lane says that it is ready.
+        // The files are closed before the lane says that it is ready.
         drop(self.checkpoint);
         drop(self.events.send(Event::Ready(held)));
         drop(self.events);

@@ -33,4 +33,4 @@ pub mod trace;
 pub mod weight;
 pub mod workspace;
 
-pub use fingerprint::{fingerprint, is_sampled};
+pub use fingerprint::{fingerprint, fingerprint_of_file, is_sampled};

@@ -62,6 +62,38 @@ impl LlamaShape {
         Self { vocabulary: 32, hidden: 16, intermediate: 24, layers: 2, heads: 4, kv_heads: 2 };
 }
 
+/// The sizes of a mixture of Qwen3's kind.
+#[derive(Clone, Copy, Debug)]
+pub struct MixtureShape {
+    /// Rows of the embedding.
+    pub vocabulary: u64,
+    /// Features of the residual stream.
+    pub hidden: u64,
+    /// Features inside an expert.
+    pub inner: u64,
+    /// Experts of a block.
+    pub experts: u64,
+    /// Transformer blocks.
+    pub layers: u64,
+    /// Query heads.
+    pub heads: u64,
+    /// Key and value heads.
+    pub kv_heads: u64,
+}
+
+impl MixtureShape {
+    /// The blocks of Qwen3 30B-A3B, half as many.
+    pub const QWEN3_15B: Self = Self {
+        vocabulary: 151_936,
+        hidden: 2048,
+        inner: 768,
+        experts: 128,
+        layers: 24,
+        heads: 32,
+        kv_heads: 4,
+    };
+}
+
 impl MadeUp {
     /// An untied Llama in bfloat16.
     pub fn llama(shape: LlamaShape) -> Self {
@@ -105,48 +137,47 @@ impl MadeUp {
 
     /// A mixture of Qwen3's kind with 15 B parameters in bfloat16: 24 blocks of 128 experts, 8 of them used.
     pub fn mixture() -> Self {
-        const VOCABULARY: u64 = 151_936;
-        const HIDDEN: u64 = 2048;
-        const EXPERTS: u64 = 128;
-        const INNER: u64 = 768;
-        const HEADS: u64 = 32;
-        const KV_HEADS: u64 = 4;
+        Self::mixture_of(MixtureShape::QWEN3_15B)
+    }
+
+    /// A mixture of Qwen3's kind in bfloat16, of whose experts each token uses eight.
+    pub fn mixture_of(shape: MixtureShape) -> Self {
         const HEAD_DIM: u64 = 128;
-        const LAYERS: u64 = 24;
+        let MixtureShape { vocabulary, hidden, inner, experts, layers, heads, kv_heads } = shape;
         let mut tensors = vec![
-            ("model.embed_tokens.weight".to_owned(), vec![VOCABULARY, HIDDEN]),
-            ("lm_head.weight".to_owned(), vec![VOCABULARY, HIDDEN]),
-            ("model.norm.weight".to_owned(), vec![HIDDEN]),
+            ("model.embed_tokens.weight".to_owned(), vec![vocabulary, hidden]),
+            ("lm_head.weight".to_owned(), vec![vocabulary, hidden]),
+            ("model.norm.weight".to_owned(), vec![hidden]),
         ];
-        for layer in 0..LAYERS {
+        for layer in 0..layers {
             let mut push = |part: &str, shape: &[u64]| {
                 tensors.push((format!("model.layers.{layer}.{part}.weight"), shape.to_vec()));
             };
-            push("input_layernorm", &[HIDDEN]);
-            push("post_attention_layernorm", &[HIDDEN]);
-            push("self_attn.q_proj", &[HEADS * HEAD_DIM, HIDDEN]);
-            push("self_attn.k_proj", &[KV_HEADS * HEAD_DIM, HIDDEN]);
-            push("self_attn.v_proj", &[KV_HEADS * HEAD_DIM, HIDDEN]);
-            push("self_attn.o_proj", &[HIDDEN, HEADS * HEAD_DIM]);
+            push("input_layernorm", &[hidden]);
+            push("post_attention_layernorm", &[hidden]);
+            push("self_attn.q_proj", &[heads * HEAD_DIM, hidden]);
+            push("self_attn.k_proj", &[kv_heads * HEAD_DIM, hidden]);
+            push("self_attn.v_proj", &[kv_heads * HEAD_DIM, hidden]);
+            push("self_attn.o_proj", &[hidden, heads * HEAD_DIM]);
             push("self_attn.q_norm", &[HEAD_DIM]);
             push("self_attn.k_norm", &[HEAD_DIM]);
-            push("mlp.gate", &[EXPERTS, HIDDEN]);
-            for expert in 0..EXPERTS {
-                push(&format!("mlp.experts.{expert}.gate_proj"), &[INNER, HIDDEN]);
-                push(&format!("mlp.experts.{expert}.up_proj"), &[INNER, HIDDEN]);
-                push(&format!("mlp.experts.{expert}.down_proj"), &[HIDDEN, INNER]);
+            push("mlp.gate", &[experts, hidden]);
+            for expert in 0..experts {
+                push(&format!("mlp.experts.{expert}.gate_proj"), &[inner, hidden]);
+                push(&format!("mlp.experts.{expert}.up_proj"), &[inner, hidden]);
+                push(&format!("mlp.experts.{expert}.down_proj"), &[hidden, inner]);
             }
         }
         let config = json!({
             "architectures": ["Qwen3MoeForCausalLM"],
-            "vocab_size": VOCABULARY,
-            "hidden_size": HIDDEN,
-            "moe_intermediate_size": INNER,
-            "num_experts": EXPERTS,
+            "vocab_size": vocabulary,
+            "hidden_size": hidden,
+            "moe_intermediate_size": inner,
+            "num_experts": experts,
             "num_experts_per_tok": 8,
-            "num_hidden_layers": LAYERS,
-            "num_attention_heads": HEADS,
-            "num_key_value_heads": KV_HEADS,
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads,
             "head_dim": HEAD_DIM,
             "max_position_embeddings": 8192,
         });

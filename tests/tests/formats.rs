@@ -111,8 +111,9 @@ fn rounding_weights_to_blocks_costs_no_more_than_it_did() {
 /// Bounds are for distances of logits, and of the mean negative log-likelihood of 128 tokens.
 #[test]
 fn kernels_add_little_to_the_rounding_of_weights() {
-    // Logits and likelihoods are off by up to 0.0014 and 0.0003 (0.0023 where a router then chooses other experts), 0.0142
-    // and 0.0044 (0.0122), 0.0378 and 0.0134 on two cores of Zen 5, by tiles of bytes on Emerald Rapids 0.0674 and 0.0281.
+    // Logits and likelihoods are off by up to 0.0014 and 0.0003 (0.0023 where a router then chooses other experts),
+    // 0.0142 and 0.0044 (0.0122), 0.0378 and 0.0134 on two cores of Zen 5, by tiles of bytes on Emerald Rapids 0.0674
+    // and 0.0281.
     let blocks = |isa: Isa| if isa == Isa::Amx { [0.1, 0.05] } else { [0.05, 0.02] };
     let bounds = |format: &str, isa: Isa| match format {
         "f16" => [0.002, 0.004],
@@ -192,9 +193,9 @@ fn heard(format: &str, texts: &[Vec<u32>]) -> (Vec<f32>, f64) {
     (logits, nll.exp())
 }
 
-/// README tells of logits that are off by 1.3 and 10 % in q8 and q4, and of perplexities of 4.436 in bf16, 4.437 in f32 and
-/// f16, 4.438 and 4.704. These texts gave 1.4 and 12.7 %, and 1.0000, 1.0000, 1.0007 and 1.0601 times the perplexity, by
-/// tiles of bytes 2.1 % and 1.0028 in q8.
+/// README tells of logits that are off by 1.3 and 10 % in q8 and q4, and of perplexities of 4.436 in bf16, 4.437 in f32
+/// and f16, 4.438 and 4.704. These texts gave 1.4 and 12.7 %, and 1.0000, 1.0000, 1.0007 and 1.0601 times the
+/// perplexity, by tiles of bytes 2.1 % and 1.0028 in q8.
 #[test]
 fn formats_cost_the_demo_model_what_the_readme_says() {
     let texts = sampled();

@@ -100,7 +100,8 @@ fn captured_runs_of_a_gpu_are_the_same_bit_for_bit() {
 
 #[test]
 fn captured_runs_of_prompts_serve_unlike_lengths() {
-    // Of blocks a processor's inputs have 8 bits, which moves logits by up to a third; another token moves them by more.
+    // Of blocks a processor's inputs have 8 bits, which moves logits by up to a third; another token moves them by
+    // more.
     for (format, most) in [("f32", 1e-3), ("q8", 0.5)] {
         let with_format = |options: &mut compiler::Options| {
             options.formats = vec![format.parse().unwrap()];
@@ -108,8 +109,8 @@ fn captured_runs_of_prompts_serve_unlike_lengths() {
         let mut alone = engine(&compile(MODEL, Shape::One, with_format), &Options::default());
         for shape in Shape::GPU {
             let mut engine = engine(&compile(MODEL, shape, with_format), &gpu_options());
-            // A GPU alone runs all blocks with eight tokens: as they are, captured, then replayed, first and behind what
-            // is cached.
+            // A GPU alone runs all blocks with eight tokens: as they are, captured, then replayed, first and behind
+            // what is cached.
             for length in [5, 5, 3, 8, 5, 2] {
                 let id = engine.open();
                 let tokens = prompt(length + 4);

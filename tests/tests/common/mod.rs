@@ -177,8 +177,8 @@ pub(crate) fn compile(name: &str, shape: Shape, change: impl FnOnce(&mut Options
     compile(&machine, &options)
 }
 
-/// Takes so much memory from the GPU that two fifths of the weights of `alone`, which is all on it, do not fit, or all of
-/// them and a part of the caches.
+/// Takes so much memory from the GPU that two fifths of the weights of `alone`, which is all on it, do not fit, or all
+/// of them and a part of the caches.
 fn leave_out(machine: &mut Machine, alone: &Plan, caches: f64) {
     let gpu = machine.device("gpu0").unwrap();
     let held = &alone.forecast.devices[alone.machine.device("gpu0").unwrap()];

@@ -59,6 +59,24 @@ pub struct PackedMatrix {
     start: usize,
 }
 
+/// Room for the rows of a panel in f32, before they are packed, for each member of a team.
+pub struct WideRows {
+    region: Region,
+    columns: usize,
+}
+
+impl WideRows {
+    /// For matrices of so many columns.
+    ///
+    /// # Errors
+    /// When there is no memory.
+    pub fn new(team: &Team, columns: usize) -> anyhow::Result<Self> {
+        let bytes = team.members() * PANEL * columns * size_of::<f32>();
+        let region = Region::new(bytes).with_context(|| format!("rows of {columns} columns"))?;
+        Ok(Self { region, columns })
+    }
+}
+
 /// Packs a matrix of `rows` × `columns`: see [`PackedMatrix::fill()`].
 ///
 /// # Errors
@@ -71,7 +89,7 @@ pub fn pack(
     fill: &Fill<'_>,
 ) -> anyhow::Result<PackedMatrix> {
     let mut matrix = stack(format, rows, columns, 1)?.remove(0);
-    matrix.fill(team, fill)?;
+    matrix.fill(team, &mut WideRows::new(team, columns)?, fill);
     Ok(matrix)
 }
 
@@ -116,14 +134,12 @@ pub fn pack_rows(format: Format, columns: usize, wide: &[f32], packed: &mut [u8]
 impl PackedMatrix {
     /// Packs the matrix; free members of the team pack, and so touch first, some panels each.
     ///
-    /// # Errors
-    /// When there is no memory.
-    pub fn fill(&mut self, team: &Team, fill: &Fill<'_>) -> anyhow::Result<()> {
+    /// # Panics
+    /// When `wide` is for another number of columns or fewer members.
+    pub fn fill(&mut self, team: &Team, wide: &mut WideRows, fill: &Fill<'_>) {
         let (format, rows, columns) = (self.format, self.rows, self.columns);
-        let context = || format!("packing a matrix of {rows} by {columns} in {format}");
-        let wide_bytes = team.members() * PANEL * columns * size_of::<f32>();
-        let mut wide = Region::new(wide_bytes).with_context(context)?;
-        let parts = DisjointMut::new(wide.as_mut_slice::<f32>());
+        assert_eq!(wide.columns, columns, "rows of other matrices");
+        let parts = DisjointMut::new(wide.region.as_mut_slice::<f32>());
         let start = self.region.as_ptr().wrapping_add(self.start);
         // SAFETY: these bytes of the region are this matrix's, which is borrowed exclusively.
         let packed = unsafe { slice::from_raw_parts_mut(start, self.bytes()) };
@@ -146,7 +162,6 @@ impl PackedMatrix {
                 }
             }
         });
-        Ok(())
     }
 
     /// The rows of `panels` whole panels from the one numbered `first` on, as a matrix of their own in the same memory.

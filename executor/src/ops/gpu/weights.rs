@@ -1,18 +1,18 @@
 //! The weights of one GPU: floats row after row, as vendor libraries take them; blocks in the CPU's panels.
 
 use std::collections::BTreeMap;
+use std::sync::OnceLock;
 
 use anyhow::{Context as _, Result, bail};
 use ir::id::{Table, WeightId};
 use ir::packing::gpu_has_panels;
 use ir::plan::Weight;
-use ir::tensor::{DType, Format};
-use ir::weight::Source;
+use ir::tensor::Format;
 use ir::workspace::product_format;
 
 use super::memory::Memory;
 use super::upload::Upload;
-use crate::checkpoint::{Checkpoint, Stored, matrices};
+use crate::checkpoint::{self, Checkpoint, matrices};
 use crate::kernels::cpu::pack::{PANEL, pack_rows, packed_bytes};
 use crate::kernels::gpu::device::{Gpu, Span};
 use crate::kernels::gpu::matrix::{Layout, Matrix, Stack};
@@ -67,14 +67,11 @@ impl Weights {
         let first = sources.first().context("it has no source")?;
         if weight.shape.len() < 2 {
             let mut vector = vec![0.0_f32; columns];
-            checkpoint.read(first, 0..1, &mut vector)?;
+            checkpoint.matrix(first, 1, columns)?.read(0..1, &mut vector)?;
             let span = memory.take(columns * size_of::<f32>())?;
             gpu.write(&span, bytemuck::cast_slice(&vector))?;
             self.held.push(Held::Vector(span));
             return Ok(());
-        }
-        for source in &sources {
-            checkpoint.check(source, rows, columns)?;
         }
         let format = weight.format;
         let is_stack = weight.shape.len() > 2;
@@ -84,8 +81,12 @@ impl Weights {
         };
         let bytes = layout.bytes(format, rows, columns)?;
         let span = memory.take(sources.len() * bytes)?;
-        let read = |source| Read { checkpoint, source, format, columns };
-        let matrices: Vec<Read<'_>> = sources.iter().map(read).collect();
+        let failed = OnceLock::new();
+        let read = |source| {
+            let matrix = checkpoint.matrix(source, rows, columns)?;
+            Ok(Read { matrix, format, columns, failed: &failed })
+        };
+        let matrices = sources.iter().map(read).collect::<Result<Vec<Read<'_>>>>()?;
         match (layout, matrices.as_slice()) {
             (Layout::RowMajor, [matrix]) => {
                 self.upload.rows(gpu, &span, rows, bytes / rows, matrix)?;
@@ -94,7 +95,8 @@ impl Weights {
                 self.upload.panels(gpu, &span, rows, matrices)?;
             }
         }
-        sources.iter().for_each(|source| checkpoint.forget(source));
+        drop(matrices);
+        failed.into_inner().map_or(Ok(()), Err)?;
         let id = self.held.push(if is_stack {
             Held::Stack(Stack::new(format, sources.len(), rows, columns, span)?)
         } else {
@@ -162,24 +164,22 @@ impl Weights {
 
 /// A matrix of the checkpoint and what becomes of it.
 pub(super) struct Read<'a> {
-    checkpoint: &'a Checkpoint,
-    source: &'a Stored,
+    matrix: checkpoint::Matrix<'a>,
     format: Format,
     columns: usize,
+    /// Why something could not be read; the first is told.
+    failed: &'a OnceLock<anyhow::Error>,
 }
 
 impl Read<'_> {
     /// Writes rows in the matrix's float format, one after another.
     pub(super) fn rows(&self, rows: std::ops::Range<usize>, bytes: &mut [u8]) {
-        let is_as_stored = matches!(
-            (self.source, self.format),
-            (Stored::Whole(Source { dtype: DType::F32, .. }), Format::F32)
-                | (Stored::Whole(Source { dtype: DType::F16, .. }), Format::F16)
-                | (Stored::Whole(Source { dtype: DType::Bf16, .. }), Format::Bf16)
-        );
-        if is_as_stored && let Some(contents) = self.checkpoint.rows(self.source, &rows) {
-            bytes.copy_from_slice(contents);
-            return;
+        let is_copied =
+            self.format.float().map(|dtype| self.matrix.copy(dtype, rows.clone(), bytes));
+        match is_copied.transpose() {
+            Ok(None | Some(false)) => (),
+            Ok(Some(true)) => return,
+            Err(error) => return drop(self.failed.set(error)),
         }
         let values = self.values(rows);
         match self.format {
@@ -205,9 +205,9 @@ impl Read<'_> {
 
     fn values(&self, rows: std::ops::Range<usize>) -> Vec<f32> {
         let mut values = vec![0.0; rows.len() * self.columns];
-        self.checkpoint
-            .read(self.source, rows, &mut values)
-            .expect("shape and file have been checked");
+        if let Err(error) = self.matrix.read(rows, &mut values) {
+            drop(self.failed.set(error));
+        }
         values
     }
 }

@@ -1,5 +1,7 @@
 //! The weights of one device, packed for the kernels.
 
+use std::sync::OnceLock;
+
 use anyhow::{Context as _, Result, bail};
 use ir::id::{Table, WeightId};
 use ir::op;
@@ -8,7 +10,7 @@ use ir::plan::Weight;
 use crate::checkpoint::{Checkpoint, Stored, matrices};
 use crate::fetch::Home;
 use crate::kernels::cpu::norm::Norm;
-use crate::kernels::cpu::pack::{Fill, PackedMatrix, stack};
+use crate::kernels::cpu::pack::{Fill, PackedMatrix, WideRows, stack};
 use crate::kernels::cpu::table::RowTable;
 use crate::team::Team;
 
@@ -54,13 +56,17 @@ impl Weights {
         let first = sources.first().context("it has no source")?;
         if weight.shape.len() < 2 {
             let mut vector = vec![0.0; columns];
-            checkpoint.read(first, 0..1, &mut vector)?;
+            checkpoint.matrix(first, 1, columns)?.read(0..1, &mut vector)?;
             self.held.push(Held::Vector(vector));
             return Ok(());
         }
         let mut stack = stack(weight.format, rows, columns, sources.len())?;
+        let mut wide = WideRows::new(team, columns)?;
         for (matrix, source) in stack.iter_mut().zip(&sources) {
-            read(checkpoint, source, (rows, columns), |fill| matrix.fill(team, fill))?;
+            read(checkpoint, source, (rows, columns), |fill| {
+                matrix.fill(team, &mut wide, fill);
+                Ok(())
+            })?;
         }
         self.held.push(Held::Matrices(stack.into()));
         Ok(())
@@ -158,19 +164,22 @@ impl Weights {
     }
 }
 
-/// Hands `make` the rows of a source, `(rows, columns)`, whose pages are not needed any more when it is done.
+/// Hands `make` the rows of a source, `(rows, columns)`.
 fn read<T>(
     checkpoint: &Checkpoint,
     source: &Stored,
     (rows, columns): (usize, usize),
     make: impl FnOnce(&Fill<'_>) -> Result<T>,
 ) -> Result<T> {
-    checkpoint.check(source, rows, columns)?;
+    let matrix = checkpoint.matrix(source, rows, columns)?;
+    let failed = OnceLock::new();
     let made = make(&|range, values| {
-        checkpoint.read(source, range, values).expect("shape and file have been checked");
+        if let Err(error) = matrix.read(range, values) {
+            // The first is told.
+            drop(failed.set(error));
+        }
     })?;
-    checkpoint.forget(source);
-    Ok(made)
+    failed.into_inner().map_or(Ok(made), Err)
 }
 
 impl Lookup<'_> {
