@@ -75,7 +75,8 @@ pub fn calibrate(machine: &mut Machine, isa: Isa, mut progress: impl FnMut(&str)
             let label = label(machine, *node, id);
             progress(&label);
             let cached = last_caches(&machine.devices[*node]);
-            let bus = on_team(cpus, |team| links::bus(&gpu, ordinal, team, cached));
+            let driving = driving(machine, *node);
+            let bus = on_team(cpus, |team| links::bus((&gpu, ordinal), team, &driving, cached));
             let bus = bus.with_context(|| format!("measuring {label}"))?;
             set(machine, *node, id, bus.to_gpu);
             set(machine, id, *node, bus.from_gpu);
@@ -133,11 +134,23 @@ pub fn reads_now(machine: &Machine, id: DeviceId) -> Result<Option<f64>> {
 /// plans of such a machine use.
 fn computing(machine: &Machine, id: DeviceId) -> Option<Vec<u32>> {
     let has_gpus = machine.devices.rows().iter().any(|device| device.kind.is_gpu());
-    match &machine.devices[id].kind {
-        DeviceKind::Numa { cpus, .. } => {
-            let spared = if has_gpus { spared_beside_gpus(cpus.len()) } else { 0 };
-            Some(cpus[..cpus.len() - spared].to_vec())
-        }
+    let cpus = cpus(&machine.devices[id])?;
+    let spared = if has_gpus { spared_beside_gpus(cpus.len()) } else { 0 };
+    Some(cpus[..cpus.len() - spared].to_vec())
+}
+
+/// The processors of a NUMA node for the threads that drive GPUs: those that do not compute beside them, or all.
+fn driving(machine: &Machine, id: DeviceId) -> Vec<u32> {
+    let cpus = cpus(&machine.devices[id]).unwrap_or_default();
+    let spared = spared_beside_gpus(cpus.len());
+    let first = if spared == 0 { 0 } else { cpus.len() - spared };
+    cpus[first..].to_vec()
+}
+
+/// The processors of a NUMA node; `None` for a GPU.
+fn cpus(device: &Device) -> Option<&[u32]> {
+    match &device.kind {
+        DeviceKind::Numa { cpus, .. } => Some(cpus),
         DeviceKind::Gpu { .. } => None,
     }
 }

@@ -49,9 +49,9 @@ impl fmt::Display for Limits {
     }
 }
 
-/// Operations per second in the shortest of some rounds.
+/// Operations per second in the shortest of some rounds: of many, since the slowest core ends a round.
 fn peak(team: &Team, turns: Turns) -> f64 {
-    const ROUNDS: usize = 10;
+    const ROUNDS: usize = 30;
     /// Some milliseconds of each round.
     const COUNT: usize = 1 << 20;
     let mut shortest = f64::INFINITY;

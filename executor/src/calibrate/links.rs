@@ -7,13 +7,14 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::thread;
 use std::time::Instant;
 
-use anyhow::{Result, anyhow, ensure};
+use anyhow::{Context as _, Result, anyhow, ensure};
+use hwlocality::Topology;
 
 use super::{Pieces, on_team, read_rate, touch, typical};
 use crate::fetch::Link;
 use crate::kernels::gpu::device::Gpu;
 use crate::memory::Region;
-use crate::team::Team;
+use crate::team::{Team, bind};
 
 /// One direction of a link.
 #[derive(Clone, Copy, Debug)]
@@ -32,8 +33,14 @@ pub(super) struct Bus {
     pub(super) beside_fetch: f64,
 }
 
-/// Weights are copied from pinned memory, activations as runs move them.
-pub(super) fn bus(gpu: &Gpu, ordinal: usize, team: &Team, cached: usize) -> Result<Bus> {
+/// Weights are copied from pinned memory, activations as runs move them. Processors `driving` drive what copies while
+/// the team reads.
+pub(super) fn bus(
+    (gpu, ordinal): (&Gpu, usize),
+    team: &Team,
+    driving: &[u32],
+    cached: usize,
+) -> Result<Bus> {
     const BYTES: usize = 128 << 20;
     /// Activations of one token.
     const FEW_BYTES: usize = 16 << 10;
@@ -61,6 +68,9 @@ pub(super) fn bus(gpu: &Gpu, ordinal: usize, team: &Team, cached: usize) -> Resu
     let has_ended = AtomicBool::new(false);
     let beside = thread::scope(|scope| {
         let copies = scope.spawn(|| {
+            // By itself it would share the processor of the member that began it, which all others wait for.
+            let topology = Topology::new().context("reading the machine's topology")?;
+            bind(&topology, driving)?;
             while !has_ended.load(Ordering::Relaxed) {
                 copy()?;
             }
