@@ -41,7 +41,7 @@ pub use self::phase::{Phase, Turn};
 use self::seat::{Rest, Seat};
 pub use self::shares::{Claim, Shares};
 use crate::locked;
-use crate::memory::Arena;
+use crate::memory::{Arena, Regions};
 use crate::waiting::{NAP, SPIN, give_way, spin_for};
 
 /// How long an idle worker gives way before it parks: longer than a lane waits for a GPU within one run, since
@@ -59,6 +59,7 @@ pub struct Team {
     shared: Arc<Shared>,
     workers: Vec<Worker>,
     arena: Arena,
+    regions: Box<Regions>,
     places: Box<Mutex<Places>>,
 }
 
@@ -130,7 +131,13 @@ impl Team {
             delays: Delays::of_this_thread(),
         };
         let places = Box::new(Mutex::new(places));
-        let mut team = Self { shared, workers: Vec::new(), arena: Arena::default(), places };
+        let mut team = Self {
+            shared,
+            workers: Vec::new(),
+            arena: Arena::default(),
+            regions: Box::default(),
+            places,
+        };
         for (member, &cpu) in cpus.iter().enumerate().skip(1) {
             let (report, bound) = mpsc::channel();
             let (shared, topology) = (Arc::clone(&team.shared), Arc::clone(&topology));
@@ -160,6 +167,11 @@ impl Team {
     /// Memory for what lives as long as a step or a few, recycled so that steps do not fault pages in.
     pub fn arena(&self) -> &Arena {
         &self.arena
+    }
+
+    /// Where weights and caches get their memory.
+    pub fn regions(&self) -> &Regions {
+        &self.regions
     }
 
     /// Runs `work(member)` once on every member and returns when all are done.

@@ -88,7 +88,7 @@ pub fn pack(
     columns: usize,
     fill: &Fill<'_>,
 ) -> anyhow::Result<PackedMatrix> {
-    let mut matrix = stack(format, rows, columns, 1)?.remove(0);
+    let mut matrix = stack(team, format, rows, columns, 1)?.remove(0);
     matrix.fill(team, &mut WideRows::new(team, columns)?, fill);
     Ok(matrix)
 }
@@ -98,13 +98,16 @@ pub fn pack(
 /// # Errors
 /// When there is no memory.
 pub fn stack(
+    team: &Team,
     format: Format,
     rows: usize,
     columns: usize,
     count: usize,
 ) -> anyhow::Result<Vec<PackedMatrix>> {
     let bytes = packed_bytes(format, rows, columns);
-    let region = Region::new(count * bytes)
+    let region = team
+        .regions()
+        .take(count * bytes)
         .with_context(|| format!("{count} matrices of {rows} by {columns} in {format}"))?;
     let region = Arc::new(region);
     let matrix = |index: usize| {

@@ -43,7 +43,9 @@ impl RowTable {
             }
         };
         let row_bytes = columns * element_bytes;
-        let mut region = Region::new(rows * row_bytes)
+        let mut region = team
+            .regions()
+            .take(rows * row_bytes)
             .with_context(|| format!("a table of {rows} by {columns} in {format}"))?;
         let table = DisjointMut::new(region.as_mut_slice::<u8>());
         let chunks = Chunks::new(rows, GRAIN);

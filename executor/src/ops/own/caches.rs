@@ -70,7 +70,7 @@ impl Caches {
 /// A region of zeros whose pages the team's members have touched.
 fn touched(bytes: usize, team: &Team) -> Result<Region> {
     let whole_pages = bytes.next_multiple_of(PAGE_FLOATS * size_of::<f32>());
-    let mut region = Region::new(whole_pages)?;
+    let mut region = team.regions().take(whole_pages)?;
     for_each_row(team, PAGE_FLOATS, region.as_mut_slice::<f32>(), |_, pages| pages.fill(0.0));
     Ok(region)
 }

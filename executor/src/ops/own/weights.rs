@@ -60,7 +60,7 @@ impl Weights {
             self.held.push(Held::Vector(vector));
             return Ok(());
         }
-        let mut stack = stack(weight.format, rows, columns, sources.len())?;
+        let mut stack = stack(team, weight.format, rows, columns, sources.len())?;
         let mut wide = WideRows::new(team, columns)?;
         for (matrix, source) in stack.iter_mut().zip(&sources) {
             read(checkpoint, source, (rows, columns), |fill| {
