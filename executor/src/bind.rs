@@ -9,10 +9,11 @@ use std::sync::Arc;
 use anyhow::{Context as _, Result, ensure};
 use burn::tensor::Device as BurnDevice;
 use hwlocality::Topology;
+use hwlocality::cpu::binding::CpuBindingFlags;
 use ir::id::{DeviceId, WeightId};
 use ir::machine::DeviceKind;
 use ir::op::Op;
-use ir::plan::{Action, Plan, Weight};
+use ir::plan::{Action, Lane, Plan, Weight};
 use ir::tensor::{DType, Format};
 
 use crate::checkpoint::Checkpoint;
@@ -35,6 +36,8 @@ pub(crate) struct SparedCpus {
     topology: Topology,
     /// None where no NUMA node is of the plan's machine.
     cpus: Vec<u32>,
+    /// Those that the thread that found them may use.
+    all: Vec<u32>,
 }
 
 impl SparedCpus {
@@ -43,18 +46,20 @@ impl SparedCpus {
     /// # Errors
     /// When the system does not tell its topology.
     pub(crate) fn find(plan: &Plan) -> Result<Self> {
-        let computes = |id| {
-            plan.programs.iter().flat_map(|program| &program.lanes).any(|lane| lane.device == id)
-        };
+        let computes = |id| lanes(plan).any(|lane| lane.device == id);
         let cpus = plan.machine.devices.iter().flat_map(|(id, device)| match &device.kind {
             DeviceKind::Numa { cpus, .. } if computes(id) => {
-                cpus[cpus.len() - spared(plan, cpus.len())..].to_vec()
+                let [_, spared] = shared_out(plan, cpus);
+                spared.to_vec()
             }
             DeviceKind::Numa { cpus, .. } => cpus.clone(),
             DeviceKind::Gpu { .. } => Vec::new(),
         });
         let topology = Topology::new().context("reading the machine's topology")?;
-        Ok(Self { cpus: cpus.collect(), topology })
+        let all = topology.cpu_binding(CpuBindingFlags::THREAD);
+        let all = all.context("asking where this thread may run")?;
+        let all = all.iter_set().map(|cpu| usize::from(cpu) as u32).collect();
+        Ok(Self { topology, cpus: cpus.collect(), all })
     }
 
     /// Keeps the calling thread, and those that it starts from now on, on them.
@@ -65,37 +70,50 @@ impl SparedCpus {
         if self.cpus.is_empty() { Ok(()) } else { bind(&self.topology, &self.cpus) }
     }
 
-    /// Lets the calling thread, and those that it starts from now on, use all processors again.
+    /// Lets the calling thread, and those that it starts from now on, use all processors that it might before.
     fn unbind(&self) -> Result<()> {
-        let all = self.topology.cpuset();
-        let all: Vec<u32> = all.iter_set().map(|cpu| usize::from(cpu) as u32).collect();
-        bind(&self.topology, &all)
+        bind(&self.topology, &self.all)
     }
 }
 
-/// How many of the processors of a NUMA node that computes are left to the threads that drive GPUs.
-fn spared(plan: &Plan, cpus: usize) -> usize {
-    let mut lanes = plan.programs.iter().flat_map(|program| &program.lanes);
-    let drives_gpus = lanes.any(|lane| plan.machine.devices[lane.device].kind.is_gpu());
-    if drives_gpus { spared_beside_gpus(cpus) } else { 0 }
+/// The processors of a NUMA node that compute, and those that are left to the threads that drive GPUs.
+fn shared_out<'a>(plan: &Plan, cpus: &'a [u32]) -> [&'a [u32]; 2] {
+    let drives_gpus = lanes(plan).any(|lane| plan.machine.devices[lane.device].kind.is_gpu());
+    if drives_gpus { beside_gpus(cpus) } else { [cpus, &[]] }
 }
 
 /// The same where GPUs are driven.
-pub(crate) fn spared_beside_gpus(cpus: usize) -> usize {
-    SPARED_CPUS.min(cpus / 4)
+pub(crate) fn beside_gpus(cpus: &[u32]) -> [&[u32]; 2] {
+    let (computing, spared) = cpus.split_at(cpus.len() - SPARED_CPUS.min(cpus.len() / 4));
+    [computing, spared]
+}
+
+fn lanes(plan: &Plan) -> impl Iterator<Item = &Lane> {
+    plan.programs.iter().flat_map(|program| &program.lanes)
 }
 
 /// The processors of a NUMA node that compute, one for each thread.
 pub(crate) fn team_cpus<'a>(plan: &Plan, cpus: &'a [u32], options: &Options) -> &'a [u32] {
-    let threads = options.threads.unwrap_or(cpus.len() - spared(plan, cpus.len()));
+    let [computing, _] = shared_out(plan, cpus);
+    let threads = options.threads.unwrap_or(computing.len());
     &cpus[..threads.clamp(1, cpus.len())]
+}
+
+/// Whether every NUMA node that computes has as many threads as if nothing were said of them.
+pub(crate) fn has_usual_threads(plan: &Plan, options: &Options) -> bool {
+    let usual = Options { threads: None, ..options.clone() };
+    let devices = lanes(plan).map(|lane| &plan.machine.devices[lane.device].kind);
+    let mut nodes = devices.filter_map(|kind| match kind {
+        DeviceKind::Numa { cpus, .. } => Some(cpus),
+        DeviceKind::Gpu { .. } => None,
+    });
+    nodes.all(|cpus| team_cpus(plan, cpus, options) == team_cpus(plan, cpus, &usual))
 }
 
 /// What each rank of a plan is, in their order: the devices that compute, with the GPU or the NUMA node and processors
 /// that they are bound to.
 pub(crate) fn ranks(plan: &Plan, options: &Options) -> Vec<String> {
-    let lanes = plan.programs.iter().flat_map(|program| &program.lanes);
-    let computing: BTreeSet<DeviceId> = lanes.map(|lane| lane.device).collect();
+    let computing: BTreeSet<DeviceId> = lanes(plan).map(|lane| lane.device).collect();
     let describe = |(rank, &id): (usize, &DeviceId)| {
         let device = &plan.machine.devices[id];
         let place = match &device.kind {

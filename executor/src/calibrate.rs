@@ -16,15 +16,14 @@ use anyhow::{Context as _, Result, anyhow};
 use ir::id::DeviceId;
 use ir::machine::{Device, DeviceKind, Machine};
 
-use crate::bind::spared_beside_gpus;
+use crate::bind::beside_gpus;
 use crate::kernels::cpu::isa::Isa;
 use crate::kernels::gpu::device::Gpu;
 use crate::locked;
 use crate::team::Team;
 use processors::device_rates;
 
-pub use compiled::{compile, compiling};
-pub use gpu::Share;
+pub use compiled::{Share, compile, compiling};
 pub use processors::read_rate;
 
 /// Rounds of a measurement end at the first of these: enough of them, or enough of them for the time that has passed.
@@ -135,16 +134,14 @@ pub fn reads_now(machine: &Machine, id: DeviceId) -> Result<Option<f64>> {
 fn computing(machine: &Machine, id: DeviceId) -> Option<Vec<u32>> {
     let has_gpus = machine.devices.rows().iter().any(|device| device.kind.is_gpu());
     let cpus = cpus(&machine.devices[id])?;
-    let spared = if has_gpus { spared_beside_gpus(cpus.len()) } else { 0 };
-    Some(cpus[..cpus.len() - spared].to_vec())
+    Some(if has_gpus { beside_gpus(cpus)[0] } else { cpus }.to_vec())
 }
 
 /// The processors of a NUMA node for the threads that drive GPUs: those that do not compute beside them, or all.
 fn driving(machine: &Machine, id: DeviceId) -> Vec<u32> {
     let cpus = cpus(&machine.devices[id]).unwrap_or_default();
-    let spared = spared_beside_gpus(cpus.len());
-    let first = if spared == 0 { 0 } else { cpus.len() - spared };
-    cpus[first..].to_vec()
+    let [_, spared] = beside_gpus(cpus);
+    if spared.is_empty() { cpus } else { spared }.to_vec()
 }
 
 /// The processors of a NUMA node; `None` for a GPU.
@@ -231,11 +228,16 @@ fn timed(least: usize, most_time: Duration, mut round: impl FnMut() -> Result<()
     let mut times = Vec::with_capacity(MOST_ROUNDS);
     let begun = Instant::now();
     while times.len() < least || times.len() < MOST_ROUNDS && begun.elapsed() < most_time {
-        let start = Instant::now();
-        round()?;
-        times.push(start.elapsed().as_nanos() as f64);
+        times.push(nanos(&mut round)?);
     }
     Ok(median(times).max(1.0))
+}
+
+/// Time of some work, in nanoseconds.
+fn nanos(work: impl FnOnce() -> Result<()>) -> Result<f64> {
+    let start = Instant::now();
+    work()?;
+    Ok(start.elapsed().as_nanos() as f64)
 }
 
 fn median(mut values: Vec<f64>) -> f64 {

@@ -53,6 +53,13 @@ pub struct Options {
     pub fault: Option<Fault>,
 }
 
+impl Options {
+    /// Whether every NUMA node of a plan that computes has as many threads as if nothing were said of them.
+    pub fn has_usual_threads(&self, plan: &Plan) -> bool {
+        bind::has_usual_threads(plan, self)
+    }
+}
+
 /// Forms of the operations on a CPU device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Kernels {
@@ -174,6 +181,7 @@ pub fn load(
         !(is_plain && file.plan.borrows()),
         "GPUs borrow caches of NUMA nodes in this plan, which takes CPU devices with kernels of our own"
     );
+    ensure_host_memory(&file.plan, probe::available_memory())?;
     let checkpoint = Arc::new(Checkpoint::open(&file.plan.files, &file.folder)?);
     let plan = Arc::new(file.plan);
     // One device alone needs no telling.
@@ -250,6 +258,22 @@ fn required(machine: &Machine, gpu_driver: GpuDriver) -> Machine {
     };
     let devices = machine.devices.rows().iter().filter(is_required).cloned().collect();
     Machine { devices, ..machine.clone() }
+}
+
+/// Memory of NUMA nodes is taken page by page while weights are read: what is too much would end this process, or
+/// another, then.
+fn ensure_host_memory(plan: &Plan, available: Option<u64>) -> Result<()> {
+    let counted = ir::check::memory(plan);
+    let nodes = counted.iter().filter(|(id, _)| !plan.machine.devices[*id].kind.is_gpu());
+    let needed = nodes.map(|(_, device)| device.needed_bytes()).fold(0, u64::saturating_add);
+    if let Some(available) = available {
+        ensure!(
+            needed <= available,
+            "the plan takes {needed} bytes of the host's memory and {available} are available: end other programs, or \
+             compile with --without for a NUMA node, a smaller --context or another --format"
+        );
+    }
+    Ok(())
 }
 
 enum Event {

@@ -1,7 +1,5 @@
 //! NUMA nodes, cores, caches and memory, as hwloc sees them.
 
-use std::path::Path;
-
 use anyhow::{Context as _, Result, ensure};
 use hwlocality::Topology;
 use hwlocality::bitmap::BitmapIndex;
@@ -12,7 +10,7 @@ use hwlocality::object::attributes::ObjectAttributes;
 use hwlocality::object::depth::Depth;
 use hwlocality::object::types::ObjectType;
 
-use crate::kernel_file;
+use crate::{field, kernel_file, memory};
 
 /// The processors of this machine.
 #[derive(Clone, Debug)]
@@ -126,46 +124,14 @@ fn data_cache(object: &TopologyObject) -> Option<DataCache> {
 ///
 /// Sandboxes tell of a node only the memory that has been used so far, and of the system all there is.
 fn limit_memory(nodes: &mut [Node]) {
-    let groups = kernel_file("/proc/self/cgroup").unwrap_or_default();
-    let limit = memory_limit(&groups, Path::new("/sys/fs/cgroup"));
-    let system = kernel_file("/proc/meminfo").ok().and_then(|text| total_bytes(&text));
     let told: u64 = nodes.iter().map(|node| node.memory_bytes).sum();
-    let total = told.max(system.unwrap_or(0)).min(limit.unwrap_or(u64::MAX));
+    let total = told.max(memory::of_system().unwrap_or(0)).min(memory::limit().unwrap_or(u64::MAX));
     if total != told {
         for node in nodes {
             let share = node.memory_bytes as f64 / told.max(1) as f64;
             node.memory_bytes = (total as f64 * share) as u64;
         }
     }
-}
-
-/// The least memory that the control groups of a process, as `/proc/self/cgroup` lists them, and those around them may
-/// take. Inside a container the outermost is the container's, whatever path the list names.
-fn memory_limit(groups: &str, mounted: &Path) -> Option<u64> {
-    let limit = |folder: &Path, name: &str| {
-        // Beyond what there is, or the word `max`, where nothing is limited.
-        std::fs::read_to_string(folder.join(name)).ok()?.trim().parse::<u64>().ok()
-    };
-    let least = |line: &str| {
-        let [_, controllers, path] = line.splitn(3, ':').collect::<Vec<_>>().try_into().ok()?;
-        let (root, name) = match controllers {
-            "" => (mounted.to_owned(), "memory.max"),
-            _ if controllers.split(',').any(|controller| controller == "memory") => {
-                (mounted.join("memory"), "memory.limit_in_bytes")
-            }
-            _ => return None,
-        };
-        let inside = root.join(path.trim_start_matches('/'));
-        let around = inside.ancestors().take_while(|folder| folder.starts_with(&root));
-        around.filter_map(|folder| limit(folder, name)).min()
-    };
-    groups.lines().filter_map(least).min()
-}
-
-/// The system's memory, as `/proc/meminfo` tells it.
-fn total_bytes(meminfo: &str) -> Option<u64> {
-    let kibibytes: u64 = field(meminfo, "MemTotal")?.trim_end_matches("kB").trim().parse().ok()?;
-    kibibytes.checked_mul(1024)
 }
 
 fn model(topology: &Topology, cpuinfo: &str) -> String {
@@ -180,44 +146,4 @@ fn model(topology: &Topology, cpuinfo: &str) -> String {
 fn flags(cpuinfo: &str) -> Vec<String> {
     let flags = field(cpuinfo, "flags").or(field(cpuinfo, "Features")).unwrap_or("");
     flags.split_whitespace().map(str::to_owned).collect()
-}
-
-fn field<'a>(cpuinfo: &'a str, name: &str) -> Option<&'a str> {
-    cpuinfo
-        .lines()
-        .filter_map(|line| line.split_once(':'))
-        .find(|(key, _)| key.trim() == name)
-        .map(|(_, value)| value.trim())
-}
-
-#[cfg(test)]
-mod tests {
-    use std::fs;
-
-    use super::*;
-
-    #[test]
-    fn the_least_limit_around_a_process_holds() {
-        let mounted = tempfile::tempdir().unwrap();
-        let write = |path: &str, text: &str| {
-            let file = mounted.path().join(path);
-            fs::create_dir_all(file.parent().unwrap()).unwrap();
-            fs::write(file, text).unwrap();
-        };
-        let found = |groups: &str| memory_limit(groups, mounted.path());
-        assert_eq!(found("0::/"), None);
-        write("memory.max", "max\n");
-        write("jobs/memory.max", "4096\n");
-        write("jobs/step/memory.max", "max\n");
-        write("jobs/more/memory.max", "512\n");
-        assert_eq!(found("0::/jobs/step\n"), Some(4096));
-        assert_eq!(found("0::/jobs/more"), Some(512));
-        // A path of the host, of which a container sees nothing but its own group.
-        assert_eq!(found("0::/elsewhere"), None);
-        write("memory.max", "65536");
-        assert_eq!(found("0::/elsewhere/inside"), Some(65536));
-        write("memory/memory.limit_in_bytes", "1024");
-        assert_eq!(found("5:cpu,memory:/docker/1\n1:cpuset:/\n"), Some(1024));
-        assert_eq!(found("12:hugetlb:/jobs/more"), None);
-    }
 }

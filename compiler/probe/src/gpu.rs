@@ -2,6 +2,7 @@
 //!
 //! - The management library lists all GPUs by their slots. Programs see those that `CUDA_VISIBLE_DEVICES` names, or
 //!   all, the fastest first; so GPUs are asked for by slot.
+//! - Containers may lack the library: what it does not tell is `None`, or what is usual.
 
 #![expect(unsafe_code, reason = "the driver is asked through its C interface")]
 
@@ -41,32 +42,38 @@ pub(crate) fn read() -> Vec<Gpu> {
     if !is_there || result::init().is_err() {
         return Vec::new();
     }
-    let Ok(nvml) = Nvml::init() else { return Vec::new() };
+    let nvml = Nvml::init().ok();
     let count = result::device::get_count().unwrap_or(0);
-    (0..count.cast_unsigned()).filter_map(|ordinal| gpu(&nvml, ordinal)).collect()
+    (0..count.cast_unsigned()).filter_map(|ordinal| gpu(nvml.as_ref(), ordinal)).collect()
 }
 
-fn gpu(nvml: &Nvml, ordinal: u32) -> Option<Gpu> {
+fn gpu(nvml: Option<&Nvml>, ordinal: u32) -> Option<Gpu> {
     let Seen { name, slot, memory_bytes } = Seen::of(ordinal)?;
-    let device = nvml.device_by_pci_bus_id(slot).ok()?;
-    let hertz = |clock| device.max_clock_info(clock).ok().map(|mega| f64::from(mega) * 1e6);
-    let width_bytes = device.memory_bus_width().ok().map(|bits| f64::from(bits) / 8.0);
-    // Two transfers a clock, as the driver states memory clocks.
-    let memory = hertz(Clock::Memory).zip(width_bytes).map(|(hertz, bytes)| 2.0 * hertz * bytes);
-    let cores = device.num_cores().ok().map(f64::from);
-    let generation = device.max_pcie_link_gen().unwrap_or(3);
-    let lanes = device.max_pcie_link_width().unwrap_or(16);
+    let device = nvml.and_then(|nvml| nvml.device_by_pci_bus_id(slot).ok());
+    let device = device.as_ref();
+    let hertz = |clock| Some(f64::from(device?.max_clock_info(clock).ok()?) * 1e6);
+    let width_bytes = || Some(f64::from(device?.memory_bus_width().ok()?) / 8.0);
+    let cores = || Some(f64::from(device?.num_cores().ok()?));
+    let total_bytes = || Some(device?.memory_info().ok()?.total);
+    let generation = || device?.max_pcie_link_gen().ok();
+    let lanes = || device?.max_pcie_link_width().ok();
     /// The most links that any GPU has had so far.
     const MOST_NVLINKS: u32 = 18;
+    let is_active = |link| {
+        device.is_some_and(|device| device.link_wrapper_for(link).is_active().unwrap_or(false))
+    };
     Some(Gpu {
         ordinal,
         name,
-        memory_bytes: whole_or_part(device.memory_info().ok()?.total, memory_bytes),
-        memory_bytes_per_sec: memory,
-        core_hertz: cores.zip(hertz(Clock::SM)).map(|(cores, hertz)| cores * hertz),
-        pcie_bytes_per_sec: pcie_bytes_per_sec(generation, lanes),
-        has_nvlink: (0..MOST_NVLINKS)
-            .any(|link| device.link_wrapper_for(link).is_active().unwrap_or(false)),
+        memory_bytes: total_bytes()
+            .map_or(memory_bytes, |whole_bytes| whole_or_part(whole_bytes, memory_bytes)),
+        // Two transfers a clock, as the driver states memory clocks.
+        memory_bytes_per_sec: hertz(Clock::Memory)
+            .zip(width_bytes())
+            .map(|(hertz, bytes)| 2.0 * hertz * bytes),
+        core_hertz: cores().zip(hertz(Clock::SM)).map(|(cores, hertz)| cores * hertz),
+        pcie_bytes_per_sec: pcie_bytes_per_sec(generation().unwrap_or(3), lanes().unwrap_or(16)),
+        has_nvlink: (0..MOST_NVLINKS).any(is_active),
     })
 }
 

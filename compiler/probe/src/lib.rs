@@ -5,6 +5,7 @@
 mod cpu;
 mod gpu;
 mod links;
+mod memory;
 mod nominal;
 
 use std::cmp::Reverse;
@@ -15,6 +16,8 @@ use ir::machine::{CpuCache, Device, DeviceKind, Host, Machine};
 
 use crate::cpu::{DataCache, Node, Processors};
 use crate::gpu::Gpu;
+
+pub use crate::memory::available_memory;
 
 /// Share of a node's memory that plans may fill: the rest is for the system and for what the plan does not count.
 const USABLE_NODE_MEMORY: f64 = 0.9;
@@ -202,6 +205,14 @@ fn usable(bytes: u64, share: f64) -> u64 {
 fn kernel_file(path: &str) -> Result<String> {
     let text = std::fs::read_to_string(path).with_context(|| format!("reading {path}"))?;
     Ok(text.trim().to_owned())
+}
+
+/// A value of a text of lines such as `name: value`.
+fn field<'a>(text: &'a str, name: &str) -> Option<&'a str> {
+    text.lines()
+        .filter_map(|line| line.split_once(':'))
+        .find(|(key, _)| key.trim() == name)
+        .map(|(_, value)| value.trim())
 }
 
 #[cfg(test)]

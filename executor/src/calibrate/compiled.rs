@@ -2,12 +2,13 @@
 //! it, compiles one kernel of a process after the other, and what one process compiled the next finds in the user's
 //! cache folder.
 
+use std::cell::Cell;
 use std::thread;
 
 use anyhow::{Context as _, Result};
 use ir::machine::{DeviceKind, Machine};
 
-use super::gpu::{self, Share, Sizes};
+use super::gpu::{self, Sizes};
 use crate::kernels::gpu::device::Gpu;
 
 /// Memory of a GPU for each process that compiles for it: its context and libraries take 0.6 GiB of an H200 (driver
@@ -16,6 +17,44 @@ const PROCESS_BYTES: u64 = 3 << 30;
 /// On an H200 whose host has 16 cores 8 processes take 11.4 s for what one takes 30 to 35 for, 16 take 10.8; where all
 /// is compiled already 16 take 6.7 s to start and to end, one after the other in the driver.
 const MOST_PROCESSES: u32 = 8;
+
+/// Every `shares`-th of the launches that are measured, from number `number` on.
+#[derive(Clone, Copy, Debug)]
+pub struct Share {
+    /// Its number, from 0.
+    pub number: u32,
+    /// How many there are: at least 1.
+    pub shares: u32,
+}
+
+/// Whose turn it is to make the launches that are measured.
+pub(super) struct Turns {
+    /// Which launches are made once, to be compiled, and nothing else is done; all are measured where there is none.
+    compiled: Option<Share>,
+    /// Measurements so far.
+    begun: Cell<u32>,
+}
+
+impl Turns {
+    pub(super) fn new(compiled: Option<Share>) -> Self {
+        Self { compiled, begun: Cell::new(0) }
+    }
+
+    /// Makes the first launch of the next measurement, which compiles a kernel or chooses an algorithm, if it is to be
+    /// made here. Returns whether others are to be timed.
+    pub(super) fn begin(&self, first: impl FnOnce() -> Result<()>) -> Result<bool> {
+        let number = self.begun.replace(self.begun() + 1);
+        let is_made = self.compiled.is_none_or(|share| number % share.shares == share.number);
+        if is_made {
+            first()?;
+        }
+        Ok(self.compiled.is_none())
+    }
+
+    pub(super) fn begun(&self) -> u32 {
+        self.begun.get()
+    }
+}
 
 /// The driver's ordinal of each kind of GPU of a machine, with the number of processes, several, among which its
 /// kernels are best shared out; none of GPUs that have not the memory for two.

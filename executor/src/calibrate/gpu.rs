@@ -5,7 +5,6 @@
 mod attention;
 mod experts;
 
-use std::cell::Cell;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result};
@@ -16,6 +15,7 @@ use ir::tensor::{DType, Format};
 use ir::workspace;
 
 use self::experts::EXPERT_FORMATS;
+use super::compiled::{Share, Turns};
 use super::{made_up, typical};
 use crate::kernels::cpu::pack::{PANEL, pack_rows, packed_bytes};
 use crate::kernels::gpu::cast::Cast;
@@ -85,19 +85,7 @@ struct Meter<'a> {
     gpu: &'a Gpu,
     vendor: Option<Vendor>,
     sizes: Sizes,
-    /// Which launches are made once, to be compiled, and nothing else is done; all are measured where there is none.
-    compiled: Option<Share>,
-    /// Launches that were to be timed so far.
-    timed: Cell<u32>,
-}
-
-/// Every `shares`-th of the launches that are measured, from number `number` on.
-#[derive(Clone, Copy, Debug)]
-pub struct Share {
-    /// Its number, from 0.
-    pub number: u32,
-    /// How many there are: at least 1.
-    pub shares: u32,
+    turns: Turns,
 }
 
 /// The rates of a GPU.
@@ -122,7 +110,7 @@ impl<'a> Meter<'a> {
             gpu.ordinal().map(|ordinal| Library::load(gpu, ordinal)).transpose()?.flatten();
         let vendor =
             library.map(|library| Vendor::new(gpu, library, gpu.allocate(WORKSPACE_BYTES)?, false));
-        Ok(Self { gpu, vendor: vendor.transpose()?, sizes, compiled, timed: Cell::new(0) })
+        Ok(Self { gpu, vendor: vendor.transpose()?, sizes, turns: Turns::new(compiled) })
     }
 }
 
@@ -154,21 +142,13 @@ impl Meter<'_> {
         })
     }
 
-    /// Whether the next launches that are to be timed are made here.
-    fn has_turn(&self) -> bool {
-        let number = self.timed.replace(self.timed.get() + 1);
-        self.compiled.is_none_or(|share| number % share.shares == share.number)
-    }
-
     /// Nanoseconds of one launch of many, captured and replayed as decode steps are.
     fn time(&self, launches: usize, mut launch: impl FnMut() -> Result<()>) -> Result<f64> {
-        if !self.has_turn() {
-            return Ok(1.0);
-        }
-        // The first launch compiles the kernel.
-        launch()?;
-        self.gpu.sync()?;
-        if self.compiled.is_some() {
+        let first = || {
+            launch()?;
+            self.gpu.sync()
+        };
+        if !self.turns.begin(first)? {
             return Ok(1.0);
         }
         let graph = match self.gpu.client.graph_prepare() {
@@ -301,9 +281,6 @@ impl Meter<'_> {
     /// and, where tokens are few, the cast of activations for one that is not, since the GPU then waits between
     /// launches and the library's stream for a good part of what reading the matrix takes.
     fn product(&mut self, matrix: &Matrix, tokens: usize, out: &Span) -> Result<f64> {
-        if !self.has_turn() {
-            return Ok(1.0);
-        }
         let (inputs, outputs) = (matrix.columns(), matrix.rows());
         let format = workspace::product_format(matrix.format(), self.vendor.is_some());
         let element = format.float().context("products are made in floats")?;
@@ -354,9 +331,7 @@ impl Meter<'_> {
             gpu.sync()?;
             anyhow::Ok(start.elapsed())
         };
-        // The first launch compiles kernels or chooses an algorithm.
-        work(1)?;
-        if self.compiled.is_some() {
+        if !self.turns.begin(|| work(1).map(drop))? {
             return Ok(1.0);
         }
         let repeats = SUSTAINED.div_duration_f64(work(launches)?).ceil().max(1.0) as usize;
@@ -472,7 +447,7 @@ mod tests {
             let share = Share { number, shares: SHARES };
             let mut compiled = Meter::new(&gpu, Sizes::SMALL, Some(share)).unwrap();
             compiled.rates().unwrap();
-            assert_eq!(compiled.timed, measured.timed, "share {number}");
+            assert_eq!(compiled.turns.begun(), measured.turns.begun(), "share {number}");
         }
     }
 }

@@ -4,13 +4,15 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::mpsc;
 use std::thread;
 use std::time::Instant;
 
 use anyhow::{Context as _, Result, anyhow, ensure};
 use hwlocality::Topology;
 
-use super::{Pieces, on_team, read_rate, touch, typical};
+use super::processors::Memory;
+use super::{Pieces, median, nanos, on_team, touch, typical};
 use crate::fetch::Link;
 use crate::kernels::gpu::device::Gpu;
 use crate::memory::Region;
@@ -44,6 +46,8 @@ pub(super) fn bus(
     const BYTES: usize = 128 << 20;
     /// Activations of one token.
     const FEW_BYTES: usize = 16 << 10;
+    /// How often the node reads alone and beside a fetch.
+    const PAIRS: usize = 15;
     let mut source = Region::new(BYTES)?;
     touch(team, source.as_mut_slice());
     let source = Arc::new(source);
@@ -64,27 +68,48 @@ pub(super) fn bus(
         gpu.write(&few, &contents[..FEW_BYTES])?;
         gpu.read(&few).map(drop)
     })?;
-    let alone = read_rate(team, cached)?;
+    let topology = Topology::new().context("reading the machine's topology")?;
+    let memory = Memory::new(team, cached)?;
+    let mut shares = Vec::with_capacity(PAIRS);
+    // In turn: a machine that others use is not as fast at all times.
+    for _ in 0..PAIRS {
+        let alone = nanos(|| memory.read(team))?;
+        // By itself it would share the processor of the member that began it, which all others wait for.
+        let prepare = || bind(&topology, driving);
+        shares.push(alone / beside(prepare, &mut copy, || nanos(|| memory.read(team)))?);
+    }
+    Ok(Bus {
+        to_gpu: Speed { bytes_per_sec: to_gpu, latency_nanos: (both - back).max(1.0) },
+        from_gpu: Speed { bytes_per_sec: from_gpu, latency_nanos: back },
+        beside_fetch: median(shares).min(1.0),
+    })
+}
+
+/// Does `work` while another thread, after it has prepared, copies again and again.
+fn beside<T>(
+    prepare: impl FnOnce() -> Result<()> + Send,
+    mut copy: impl FnMut() -> Result<()> + Send,
+    work: impl FnOnce() -> Result<T>,
+) -> Result<T> {
     let has_ended = AtomicBool::new(false);
-    let beside = thread::scope(|scope| {
+    let (begins, begun) = mpsc::channel::<()>();
+    thread::scope(|scope| {
         let copies = scope.spawn(|| {
-            // By itself it would share the processor of the member that began it, which all others wait for.
-            let topology = Topology::new().context("reading the machine's topology")?;
-            bind(&topology, driving)?;
+            // Gone also where the first copy fails.
+            let begins = begins;
+            prepare()?;
+            copy()?;
+            drop(begins);
             while !has_ended.load(Ordering::Relaxed) {
                 copy()?;
             }
             Ok::<(), anyhow::Error>(())
         });
-        let beside = read_rate(team, cached);
+        begun.recv().unwrap_or_default();
+        let done = work();
         has_ended.store(true, Ordering::Relaxed);
         copies.join().map_err(|_| anyhow!("a thread panicked"))??;
-        beside
-    })?;
-    Ok(Bus {
-        to_gpu: Speed { bytes_per_sec: to_gpu, latency_nanos: (both - back).max(1.0) },
-        from_gpu: Speed { bytes_per_sec: from_gpu, latency_nanos: back },
-        beside_fetch: (beside / alone).min(1.0),
+        done
     })
 }
 

@@ -3,14 +3,13 @@
 mod turns;
 
 use std::hint::black_box;
-use std::time::Instant;
 
 use anyhow::Result;
 use ir::machine::{CacheRate, Device, RateSource, Rates};
 use ir::tensor::{DType, Format};
 
 use super::work::{Layer, made_up_matrix, multiply, prompt_flops};
-use super::{last_caches, median, touch, typical};
+use super::{last_caches, median, nanos, touch, typical};
 use crate::kernels::cpu::cache::Element;
 use crate::kernels::cpu::isa::Isa;
 use crate::kernels::cpu::pack::{PANEL, PackedMatrix};
@@ -87,7 +86,7 @@ pub fn read_rate(team: &Team, cached: usize) -> Result<f64> {
 }
 
 /// Memory that no cache holds.
-struct Memory {
+pub(super) struct Memory {
     region: Region,
     bytes: usize,
     /// Bytes of the last-level caches.
@@ -95,7 +94,7 @@ struct Memory {
 }
 
 impl Memory {
-    fn new(team: &Team, cached: usize) -> Result<Self> {
+    pub(super) fn new(team: &Team, cached: usize) -> Result<Self> {
         let bytes = STREAMED_BYTES.max(CACHES * cached);
         let mut region = Region::new(bytes)?;
         touch(team, region.as_mut_slice());
@@ -103,7 +102,7 @@ impl Memory {
     }
 
     /// Lets all members read their parts.
-    fn read(&self, team: &Team) -> Result<()> {
+    pub(super) fn read(&self, team: &Team) -> Result<()> {
         let words: &[u64] = self.region.as_slice();
         team.run(|member| {
             let mut sums = [0u64; 8];
@@ -139,10 +138,9 @@ impl Memory {
         for round in 0..=COLD_ROUNDS {
             for (index, times) in times.iter_mut().enumerate() {
                 self.read(team)?;
-                let start = Instant::now();
-                part(index)?;
+                let nanos = nanos(|| part(index))?;
                 if round > 0 {
-                    times.push(start.elapsed().as_nanos() as f64);
+                    times.push(nanos);
                 }
             }
         }

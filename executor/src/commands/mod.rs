@@ -294,12 +294,13 @@ impl RunArguments {
 
     /// Whether the devices of a plan compute as it expects them to: with all of their threads and the fastest kernels.
     fn is_as_forecast(&self, plan: &Plan) -> bool {
+        let options = self.options();
         let mut lanes = plan.programs.iter().flat_map(|program| &program.lanes);
         let has_processors = lanes.any(|lane| !plan.machine.devices[lane.device].kind.is_gpu());
         let are_as_forecast = self.kernels == Kernels::default()
             && self.cpu_backend == CpuBackend::default()
             && self.isa.is_none_or(|isa| isa == Isa::detect())
-            && self.threads.is_none();
+            && options.has_usual_threads(plan);
         self.gpu_driver == GpuDriver::default() && (are_as_forecast || !has_processors)
     }
 

@@ -8,6 +8,10 @@ use ir::workspace::Workspace;
 
 use crate::kernels::gpu::device::{ALIGNMENT, Gpu, Span};
 
+/// Kernels of ours that are loaded when they are launched first, of what a plan counts for a context: the rest is taken
+/// when a plan's memory is.
+const KERNELS_BYTES: usize = 48 << 20;
+
 /// What is left of it.
 pub(super) struct Memory {
     all: Span,
@@ -15,11 +19,17 @@ pub(super) struct Memory {
 }
 
 impl Memory {
-    /// Takes all that is `counted` for a device, but for what the driver takes by itself, and its scratch memory.
+    /// Takes all that is `counted` for a device, but for what the driver takes by itself, and its scratch memory. Of
+    /// that, `context_bytes` are counted for its context.
     ///
     /// # Errors
-    /// When there is not as much.
-    pub(super) fn new(counted: &DeviceForecast, space: &Workspace, gpu: &Gpu) -> Result<Self> {
+    /// When there is not as much, with what the driver takes later.
+    pub(super) fn new(
+        counted: &DeviceForecast,
+        context_bytes: u64,
+        space: &Workspace,
+        gpu: &Gpu,
+    ) -> Result<Self> {
         let parts = [
             counted.weight_bytes,
             counted.cache_bytes,
@@ -27,14 +37,18 @@ impl Memory {
             counted.fetch_bytes,
             space.bytes(),
         ];
-        let bytes = parts.into_iter().map(|part| (part as usize).next_multiple_of(ALIGNMENT)).sum();
+        let bytes: usize =
+            parts.into_iter().map(|part| (part as usize).next_multiple_of(ALIGNMENT)).sum();
         if let Some(ordinal) = gpu.ordinal() {
             let context = CudaContext::new(ordinal).context("opening the GPU's context")?;
             let (free, _) = context.mem_get_info().context("asking for free memory")?;
+            // Captured launches and sums by the vendor's library.
+            let later = counted.reserved_bytes.saturating_sub(context_bytes) as usize;
+            let later = later.saturating_add(KERNELS_BYTES);
             ensure!(
-                bytes <= free,
-                "the plan takes {bytes} bytes and {free} are free: end other programs on this GPU, or compile \
-                 with a smaller --gpu-memory"
+                bytes.saturating_add(later) <= free,
+                "the plan takes {bytes} bytes, the driver {later} more for launches, and {free} are free: end other \
+                 programs on this GPU, or compile with a smaller --gpu-memory"
             );
         }
         Ok(Self { all: gpu.allocate(bytes).with_context(|| format!("{bytes} bytes"))?, used: 0 })

@@ -3,7 +3,7 @@
 #![expect(unsafe_code, reason = "replayed launches find their memory by address")]
 
 use std::collections::BTreeMap;
-use std::sync::Mutex;
+use std::sync::{Mutex, Once};
 
 use anyhow::{Context as _, Result};
 use cubecl::client::Graph;
@@ -94,8 +94,14 @@ impl Replays {
     pub(super) fn capture(gpu: &Gpu, queue: impl FnOnce() -> Result<()>) -> Result<Option<Graph>> {
         let _alone = locked(&CAPTURING);
         let captured = gpu.capture(queue)?;
+        // Devices in software capture nothing.
+        static TOLD: Once = Once::new();
         let told = captured.inspect_err(|error| {
-            tracing::debug!("a run's launches could not be captured: {error:?}");
+            let tell =
+                || tracing::warn!("launches are not captured, so runs take longer: {error:?}");
+            if gpu.is_cuda() {
+                TOLD.call_once(tell);
+            }
         });
         Ok(told.ok())
     }

@@ -121,7 +121,11 @@ impl State {
         let library_bytes = library.as_ref().map_or(0, |(_, bytes)| *bytes);
         let space = workspace(plan, device, library_bytes);
         let counted = ir::check::memory(plan)[device];
-        let mut memory = Memory::new(&counted, &space, &gpu)?;
+        let context_bytes = match plan.machine.devices[device].kind {
+            DeviceKind::Gpu { reserved_bytes, .. } => reserved_bytes,
+            DeviceKind::Numa { .. } => 0,
+        };
+        let mut memory = Memory::new(&counted, context_bytes, &space, &gpu)?;
         let programs = plan.programs.iter().enumerate();
         let exported = programs.map(|(index, program)| exported(program, device, &peers, index));
         let exported: Vec<Table<BufferId, bool>> = exported.collect();
