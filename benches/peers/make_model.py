@@ -1,7 +1,8 @@
-"""make_model.py SHAPE FOLDER: one random bf16 model as safetensors and as GGUF (bf16, Q8_0, Q4_K_M), for measuring.
+"""make_model.py SHAPE FOLDER [--plain]: one random bf16 model as safetensors and as GGUF (bf16, Q8_0, Q4_K_M), for
+measuring; with --plain as safetensors only, which is all there is of mixtures.
 
 Both hold the same shapes; the values are random, so nothing but speed can be compared.
-Needs numpy, gguf and llama-cpp-python from pip.
+Needs numpy from pip, and gguf and llama-cpp-python without --plain.
 """
 
 import ctypes
@@ -10,8 +11,6 @@ import pathlib
 import struct
 import sys
 
-import gguf
-import llama_cpp
 import numpy as np
 
 # hidden, intermediate, layers, heads, key-value heads, vocabulary, tied embeddings, biases on q, k and v
@@ -21,12 +20,20 @@ SHAPES = {
     "llama-8b": (4096, 14336, 32, 32, 8, 128256, False, False),
     "llama-160m": (768, 2048, 12, 12, 12, 32000, False, False),
 }
+# The same of mixtures, whose experts have the intermediate size, then experts and how many of them a token uses.
+MIXTURES = {
+    "moe-15b": ((2048, 768, 24, 32, 4, 151936, False, False), (128, 8)),
+    "moe-30b": ((2048, 768, 48, 32, 4, 151936, False, False), (128, 8)),
+}
+# Of a mixture's heads; others have hidden / heads.
+MIXTURE_HEAD = 128
+POOL = 1 << 24
 
 
-def tensors(shape):
+def tensors(shape, experts):
     """(safetensors name, GGUF name, shape) of every weight."""
     hidden, inner, layers, heads, kv_heads, vocabulary, tied, biased = shape
-    head = hidden // heads
+    head = MIXTURE_HEAD if experts else hidden // heads
     yield "model.embed_tokens.weight", "token_embd.weight", (vocabulary, hidden)
     if not tied:
         yield "lm_head.weight", "output.weight", (vocabulary, hidden)
@@ -40,28 +47,80 @@ def tensors(shape):
             if biased:
                 yield ours + f"self_attn.{name}_proj.bias", theirs + f"attn_{name}.bias", (rows,)
         yield ours + "self_attn.o_proj.weight", theirs + "attn_output.weight", (hidden, heads * head)
-        yield ours + "mlp.gate_proj.weight", theirs + "ffn_gate.weight", (inner, hidden)
-        yield ours + "mlp.up_proj.weight", theirs + "ffn_up.weight", (inner, hidden)
-        yield ours + "mlp.down_proj.weight", theirs + "ffn_down.weight", (hidden, inner)
+        if experts:
+            for name in ("q_norm", "k_norm"):
+                yield ours + f"self_attn.{name}.weight", None, (head,)
+            yield ours + "mlp.gate.weight", None, (experts[0], hidden)
+        of_each = [f"experts.{expert}." for expert in range(experts[0])] if experts else [""]
+        for expert in of_each:
+            yield ours + f"mlp.{expert}gate_proj.weight", theirs + "ffn_gate.weight", (inner, hidden)
+            yield ours + f"mlp.{expert}up_proj.weight", theirs + "ffn_up.weight", (inner, hidden)
+            yield ours + f"mlp.{expert}down_proj.weight", theirs + "ffn_down.weight", (hidden, inner)
 
 
-def main(name, folder):
-    shape = SHAPES[name]
+def config(shape, experts):
+    """What config.json says."""
     hidden, inner, layers, heads, kv_heads, vocabulary, tied, biased = shape
-    folder = pathlib.Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    family = "Qwen2ForCausalLM" if biased else "LlamaForCausalLM"
-    config = {
-        "architectures": [family], "model_type": "qwen2" if biased else "llama", "hidden_size": hidden,
+    family, kind = ("Qwen2ForCausalLM", "qwen2") if biased else ("LlamaForCausalLM", "llama")
+    said = {
+        "architectures": [family], "model_type": kind, "hidden_size": hidden,
         "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": heads,
         "num_key_value_heads": kv_heads, "vocab_size": vocabulary, "tie_word_embeddings": tied,
         "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "max_position_embeddings": 8192,
         "torch_dtype": "bfloat16",
     }
-    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    if experts:
+        said |= {
+            "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "head_dim": MIXTURE_HEAD,
+            "moe_intermediate_size": inner, "num_experts": experts[0], "num_experts_per_tok": experts[1],
+            "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+        }
+    return said
 
-    arch = "qwen2" if biased else "llama"
-    w = gguf.GGUFWriter(str(folder / "bf16.gguf"), arch)
+
+class Values:
+    """Made-up numbers in bf16, from a pool that is used again and again."""
+
+    def __init__(self):
+        self.rng = np.random.default_rng(0)
+        pool = (self.rng.standard_normal(POOL).astype(np.float32) * 0.02).view(np.uint32) >> 16
+        self.pool = pool.astype(np.uint16)
+
+    def of(self, name, dims):
+        """Those of a weight, in pieces."""
+        left = int(np.prod(dims))
+        if "norm" in name:
+            yield np.full(left, 0x3F80, np.uint16)
+            return
+        start = int(self.rng.integers(0, 1 << 16))
+        while left > 0:
+            piece = self.pool[start : start + left]
+            yield piece
+            left -= len(piece)
+            start = 0
+
+
+def write_safetensors(path, weights, values):
+    header, end = {}, 0
+    for name, _, dims in weights:
+        bytes_of_it = 2 * int(np.prod(dims))
+        header[name] = {"dtype": "BF16", "shape": list(dims), "data_offsets": [end, end + bytes_of_it]}
+        end += bytes_of_it
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as file:
+        file.write(struct.pack("<Q", len(text)))
+        file.write(text)
+        for name, _, dims in weights:
+            for piece in values.of(name, dims):
+                file.write(piece.data)
+
+
+def write_gguf(folder, name, shape, weights, values):
+    import gguf
+
+    hidden, inner, layers, heads, kv_heads, vocabulary, _, biased = shape
+    w = gguf.GGUFWriter(str(folder / "bf16.gguf"), "qwen2" if biased else "llama")
     w.add_name(name)
     w.add_context_length(8192)
     w.add_embedding_length(hidden)
@@ -75,35 +134,21 @@ def main(name, folder):
     w.add_vocab_size(vocabulary)
     w.add_tokenizer_model("no_vocab")
     w.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
-
-    rng = np.random.default_rng(0)
-    pool = (rng.standard_normal(1 << 24).astype(np.float32) * 0.02).view(np.uint32) >> 16
-    pool = pool.astype(np.uint16)
-    ones = np.full(1 << 18, 0x3F80, np.uint16)
-    header, end, data = {}, 0, []
-    for ours, theirs, dims in tensors(shape):
-        count = int(np.prod(dims))
-        start = int(rng.integers(0, 1 << 16))
-        values = ones[:count] if "norm" in ours else np.resize(pool[start:], count)
-        header[ours] = {"dtype": "BF16", "shape": list(dims), "data_offsets": [end, end + 2 * count]}
-        end += 2 * count
-        data.append(values)
+    for ours, theirs, dims in weights:
+        numbers = np.concatenate(list(values.of(ours, dims)))
         if len(dims) == 1:
-            w.add_tensor(theirs, (values.astype(np.uint32) << 16).view(np.float32))
+            w.add_tensor(theirs, (numbers.astype(np.uint32) << 16).view(np.float32))
         else:
-            rows = values.reshape(dims).view(np.uint8).reshape(dims[0], dims[1] * 2)
+            rows = numbers.reshape(dims).view(np.uint8).reshape(dims[0], dims[1] * 2)
             w.add_tensor(theirs, rows, raw_dtype=gguf.GGMLQuantizationType.BF16)
     w.write_header_to_file()
     w.write_kv_data_to_file()
     w.write_tensors_to_file()
     w.close()
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with open(folder / "model.safetensors", "wb") as file:
-        file.write(struct.pack("<Q", len(text)))
-        file.write(text)
-        for values in data:
-            file.write(values.tobytes())
+
+
+def quantise(folder):
+    import llama_cpp
 
     llama_cpp.llama_backend_init()
     quiet = llama_cpp.llama_log_callback(lambda *_: None)
@@ -116,7 +161,22 @@ def main(name, folder):
             sys.exit(f"llama.cpp could not quantise {source} to {label}")
 
 
+def main(name, folder, is_plain):
+    shape, experts = MIXTURES.get(name) or (SHAPES[name], None)
+    folder = pathlib.Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config(shape, experts), indent=2))
+    weights, values = list(tensors(shape, experts)), Values()
+    write_safetensors(folder / "model.safetensors", weights, values)
+    if not is_plain:
+        write_gguf(folder, name, shape, weights, values)
+        quantise(folder)
+
+
 if __name__ == "__main__":
-    if len(sys.argv) != 3 or sys.argv[1] not in SHAPES:
-        sys.exit(f"usage: make_model.py {{{','.join(SHAPES)}}} FOLDER")
-    main(sys.argv[1], sys.argv[2])
+    arguments = [argument for argument in sys.argv[1:] if argument != "--plain"]
+    is_plain = len(arguments) < len(sys.argv) - 1
+    if len(arguments) != 2 or arguments[0] not in (SHAPES if not is_plain else SHAPES | MIXTURES):
+        sys.exit(f"usage: make_model.py {{{','.join(SHAPES)}}} FOLDER\n"
+                 f"       make_model.py {{{','.join(SHAPES | MIXTURES)}}} FOLDER --plain")
+    main(*arguments, is_plain)

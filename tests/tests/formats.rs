@@ -1,4 +1,4 @@
-//! Golden checkpoints on processors in formats of fewer bits than f32.
+//! Golden checkpoints in formats of fewer bits than f32.
 
 #[expect(dead_code, reason = "each test file uses a part")]
 mod common;
@@ -6,16 +6,16 @@ mod common;
 use std::sync::atomic::AtomicBool;
 
 use common::expected::{Tolerance, check, deviation, expected, goldens, ids, logits_of};
-use common::{Shape, compile, engine};
+use common::{Shape, compile, engine, gpu_options};
 use executor::kernels::cpu::isa::Isa;
-use executor::load::{Kernels, Options};
+use executor::load::{GpuDriver, Kernels, Options};
 use executor::sample::{Sampler, SamplingOptions};
 use ir::plan::Plan;
 
 /// A plan of a checkpoint in a format, with caches in the type that follows from it.
 fn plan(name: &str, format: &str, shape: Shape) -> Plan {
     compile(name, shape, |options| {
-        options.formats = vec![format!("numa*={format}").parse().unwrap()];
+        options.formats = vec![format.parse().unwrap()];
         options.kv_type = None;
         options.max_sequences = TEXTS as u32;
     })
@@ -39,9 +39,9 @@ fn distance(given: &[f32], expected: &[f32]) -> f64 {
 }
 
 /// Checks that no logit after a prompt is further off than `most` times what rounding to bf16 costs torch.
-fn deviates_little(name: &str, format: &str, most: f32) {
-    for shape in Shape::ALL {
-        let mut engine = engine(&plan(name, format, shape), &Options::default());
+fn deviates_little(name: &str, format: &str, shapes: &[Shape], options: &Options, most: f32) {
+    for &shape in shapes {
+        let mut engine = engine(&plan(name, format, shape), options);
         for prompt in expected(name)["prompts"].as_array().unwrap() {
             let id = engine.open();
             engine.append(id, &ids(&prompt["ids"])).unwrap();
@@ -56,7 +56,8 @@ fn deviates_little(name: &str, format: &str, most: f32) {
 
 #[test]
 fn bf16_deviates_little_more_than_that_of_torch() {
-    goldens().iter().for_each(|name| deviates_little(name, "bf16", 2.0));
+    let options = Options::default();
+    goldens().iter().for_each(|name| deviates_little(name, "bf16", &Shape::ALL, &options, 2.0));
 }
 
 #[test]
@@ -67,7 +68,7 @@ fn f16_deviates_an_eighth_as_much_as_bf16_and_gives_the_golden_tokens() {
     const NLL: f64 = 0.005;
     for name in goldens() {
         // Mantissas have three more bits.
-        deviates_little(&name, "f16", 2.0 / 8.0);
+        deviates_little(&name, "f16", &Shape::ALL, &Options::default(), 2.0 / 8.0);
         let tolerance = Tolerance { margin: MARGIN, nll: NLL };
         for isa in Isa::available() {
             let options = Options { isa: Some(isa), ..Options::default() };
@@ -106,6 +107,11 @@ fn rounding_weights_to_blocks_costs_no_more_than_it_did() {
     }
 }
 
+/// Of logits and of likelihoods, in blocks.
+fn of_blocks(isa: Isa) -> [f64; 2] {
+    if isa == Isa::Amx { [0.1, 0.05] } else { [0.05, 0.02] }
+}
+
 /// What kernels add to the rounding of weights: they round activations, keys and values.
 ///
 /// Bounds are for distances of logits, and of the mean negative log-likelihood of 128 tokens.
@@ -114,11 +120,10 @@ fn kernels_add_little_to_the_rounding_of_weights() {
     // Logits and likelihoods are off by up to 0.0014 and 0.0003 (0.0023 where a router then chooses other experts),
     // 0.0142 and 0.0044 (0.0122), 0.0378 and 0.0134 on two cores of Zen 5, by tiles of bytes on Emerald Rapids 0.0674
     // and 0.0281.
-    let blocks = |isa: Isa| if isa == Isa::Amx { [0.1, 0.05] } else { [0.05, 0.02] };
     let bounds = |format: &str, isa: Isa| match format {
         "f16" => [0.002, 0.004],
         "bf16" => [0.02, 0.02],
-        _ => blocks(isa),
+        _ => of_blocks(isa),
     };
     let mut failures = Vec::new();
     for name in goldens() {
@@ -144,6 +149,47 @@ fn kernels_add_little_to_the_rounding_of_weights() {
                         let at = format!("{name} in {format}, {shape:?} by {isa}");
                         failures.push(format!("{at}: logits {off}, likelihood {nll_off}"));
                     }
+                }
+            }
+        }
+    }
+    assert!(failures.is_empty(), "off by: {failures:#?}");
+}
+
+/// Shapes with a GPU, and those that place the same without one.
+const WITH_GPU: [(Shape, Shape); 3] = [
+    (Shape::Gpu, Shape::One),
+    (Shape::GpuPipeline, Shape::Pipeline),
+    (Shape::GpuShared, Shape::Shared),
+];
+
+/// By itself, in stages with a NUMA node, and sharing every layer with one.
+#[test]
+fn a_gpu_deviates_as_little_as_processors() {
+    let options = gpu_options();
+    let has_cuda = options.gpu_driver == GpuDriver::Cuda;
+    // A device in software compiles kernels for minutes, and knows no bf16.
+    let names = if has_cuda { goldens() } else { vec!["llama3".to_owned()] };
+    let floats =
+        if has_cuda { &[("f16", 2.0 / 8.0), ("bf16", 2.0)][..] } else { &[("f16", 2.0 / 8.0)] };
+    let [most_of_blocks, _] = of_blocks(Isa::detect());
+    let mut failures = Vec::new();
+    for name in names {
+        for (format, most) in floats {
+            deviates_little(&name, format, &WITH_GPU.map(|(shape, _)| shape), &options, *most);
+        }
+        for format in ["q8", "q4"] {
+            for (shape, alike) in WITH_GPU {
+                // With caches in f32.
+                let plan = |shape| {
+                    compile(&name, shape, |options| options.formats = vec![format.parse().unwrap()])
+                };
+                let by_plain = logits_of(&name, &plan(alike), &plain());
+                let given = logits_of(&name, &plan(shape), &options);
+                let off = distance(&given, &by_plain);
+                eprintln!("{name} {format} {shape:?}: {off:.5}");
+                if off.is_nan() || off >= most_of_blocks {
+                    failures.push(format!("{name} in {format}, {shape:?}: logits {off}"));
                 }
             }
         }
