@@ -132,6 +132,11 @@ impl Target {
         let gains =
             |device: &Device| !options.plain_bf16 && gains_by_bf12(device, options.max_sequences);
         let has_bf12 = machine.devices.rows().iter().map(gains).collect();
+        let cannot_store = |dtype: DType| {
+            let is_stored =
+                |cache: &&ModelCache| cache.head_dim.is_multiple_of(stored_together(dtype));
+            model.caches.rows().iter().find(|cache| !is_stored(cache))
+        };
         let kv_types: Table<DeviceId, DType> = formats
             .rows()
             .iter()
@@ -140,14 +145,15 @@ impl Target {
                 // Kernels of GPUs read no bytes.
                 let is_gpu = device.kind.is_gpu();
                 let asked = options.kv_type.filter(|&dtype| !is_gpu || dtype != DType::I8);
-                asked.unwrap_or_else(|| kv_type(format, stored))
+                asked.unwrap_or_else(|| match kv_type(format, stored) {
+                    usual if is_gpu || cannot_store(usual).is_none() => usual,
+                    // Any head's.
+                    _ => DType::F32,
+                })
             })
             .collect();
         for (device, &dtype) in machine.devices.rows().iter().zip(kv_types.rows()) {
-            let is_stored =
-                |cache: &ModelCache| cache.head_dim.is_multiple_of(stored_together(dtype));
-            let wrong = model.caches.rows().iter().find(|cache| !is_stored(cache));
-            if let Some(cache) = wrong.filter(|_| !device.kind.is_gpu()) {
+            if let Some(cache) = cannot_store(dtype).filter(|_| !device.kind.is_gpu()) {
                 bail!(
                     "{} stores no keys of {} features in {dtype}: give another --kv-type, such as f32",
                     device.name,

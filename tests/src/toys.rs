@@ -108,8 +108,9 @@ impl Toy {
             ..Model::default()
         };
         model.files.push(file);
-        let frequencies = Frequencies::Fixed(unscaled_frequencies(1e4, self.head_dim));
-        let (pairing, dims) = (Pairing::Halves, self.head_dim);
+        // Of an odd head all but the last feature.
+        let (pairing, dims) = (Pairing::Halves, self.head_dim / 2 * 2);
+        let frequencies = Frequencies::Fixed(unscaled_frequencies(1e4, dims));
         let rope = model.ropes.push(Rope { pairing, dims, magnitude: 1.0, frequencies });
         let mut made = Made { toy: self, model, graph: LayerGraph::default(), file_bytes: 0 };
         made.all_layers(rope)?;

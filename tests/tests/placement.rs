@@ -1,5 +1,7 @@
 //! What placement decides, and what it says when it cannot.
 
+use std::collections::BTreeSet;
+
 use compiler::Options;
 use compiler::options::{
     CountedExperts, Objective, Request, parse_pipeline, parse_tensor_parallel,
@@ -240,6 +242,13 @@ fn a_cache_that_nodes_cannot_store_is_refused() {
         refusal(&toy, &machines::two_numa(), &options),
         "numa0 stores no keys of 6 features in i8: give another --kv-type, such as f32"
     );
+    // Two keys of bfloat16 are stored together; where nothing is asked for, odd ones are stored in f32.
+    let stored = |head_dim| {
+        let toy = Toy { head_dim, stored: DType::Bf16, ..Toy::llama() };
+        let plan = plan(&toy, &machines::two_numa(), &Options::default());
+        plan.caches.rows().iter().map(|cache| cache.dtype).collect::<BTreeSet<DType>>()
+    };
+    assert_eq!([stored(6), stored(5)], [[DType::Bf16].into(), [DType::F32].into()]);
 }
 
 #[test]

@@ -21,7 +21,7 @@ pub(crate) fn measure(bench: &mut Bench) -> Result<()> {
         bench.measure(&name, amount, |team, isa| {
             let mut layers = layers.iter_mut();
             layers.try_for_each(|layer| layer.attend(team, isa, 1, PAST)).expect("it has room");
-        });
+        })?;
         let mut layer = Layer::new(&bench.team, element, PROMPT, PROMPT)?;
         let arithmetic = Arithmetic::of_attention(bench.isa, element);
         let amount = Amount::Operations(prompt_flops(PROMPT) as u64, arithmetic);
@@ -31,7 +31,7 @@ pub(crate) fn measure(bench: &mut Bench) -> Result<()> {
             |team, isa| {
                 layer.attend(team, isa, PROMPT, 0).expect("it has room");
             },
-        );
+        )?;
     }
     Ok(())
 }

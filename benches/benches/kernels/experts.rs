@@ -22,7 +22,7 @@ pub(crate) fn measure(bench: &mut Bench) -> Result<()> {
             for tokens in &mut turns {
                 mixture.compute(team, isa, tokens).expect("the sizes fit together");
             }
-        });
+        })?;
         let mut tokens = MixtureTokens::new(PROMPT, |token, rank| (token * USED + rank) % EXPERTS);
         let operations = 2 * (PROMPT * USED) as u64 * mixture.weights();
         // As many choose each expert.
@@ -30,7 +30,7 @@ pub(crate) fn measure(bench: &mut Bench) -> Result<()> {
         let amount = Amount::Operations(operations, arithmetic);
         bench.measure(&format!("experts of {PROMPT} tokens, {format}"), amount, |team, isa| {
             mixture.compute(team, isa, &mut tokens).expect("the sizes fit together");
-        });
+        })?;
     }
     Ok(())
 }

@@ -12,14 +12,25 @@ use crate::registers::Turns;
 
 /// Of all cores together.
 pub(crate) struct Limits {
-    pub(crate) read_bytes_per_sec: f64,
+    /// The least and the most that was seen.
+    read_bytes_per_sec: [f64; 2],
+    /// Bytes of the last-level caches.
+    cached: u64,
     /// Of what kernels were found to multiply with.
     operations_per_sec: Vec<(Arithmetic, f64)>,
 }
 
 impl Limits {
-    pub(crate) fn measure(team: &Team) -> Result<Self> {
-        Ok(Self { read_bytes_per_sec: read_rate(team, 0)?, operations_per_sec: Vec::new() })
+    pub(crate) fn new(cached: u64) -> Self {
+        Self { read_bytes_per_sec: [f64::INFINITY, 0.0], cached, operations_per_sec: Vec::new() }
+    }
+
+    /// Bytes per second that are read from memory now.
+    pub(crate) fn read(&mut self, team: &Team) -> Result<f64> {
+        let rate = read_rate(team, self.cached as usize)?;
+        let [least, most] = self.read_bytes_per_sec;
+        self.read_bytes_per_sec = [least.min(rate), most.max(rate)];
+        Ok(rate)
     }
 
     /// Operations per second, measured when it is first asked for; none of plain Rust, whose instructions are the
@@ -41,7 +52,8 @@ impl Limits {
 
 impl fmt::Display for Limits {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "memory is read at {:.1} GB/s", self.read_bytes_per_sec / 1e9)?;
+        let [least, most] = self.read_bytes_per_sec.map(|rate| rate / 1e9);
+        write!(f, "memory is read at {least:.1} to {most:.1} GB/s")?;
         for (arithmetic, rate) in &self.operations_per_sec {
             write!(f, ", {arithmetic} do {:.0} G/s", rate / 1e9)?;
         }

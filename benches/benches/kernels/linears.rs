@@ -25,7 +25,7 @@ pub(crate) fn measure(bench: &mut Bench) -> Result<()> {
             |team, isa| {
                 multiply(team, isa, &many, &x, 1, &mut out).expect("the sizes fit together");
             },
-        );
+        )?;
         let few = made_up_matrix(&bench.team, format, FEW_ROWS, COLUMNS)?;
         let (x, mut out) = (vec![0.1; TOKENS * COLUMNS], vec![0.0; TOKENS * FEW_ROWS]);
         let operations = (2 * TOKENS * FEW_ROWS * COLUMNS) as u64;
@@ -33,7 +33,7 @@ pub(crate) fn measure(bench: &mut Bench) -> Result<()> {
             Amount::Operations(operations, Arithmetic::of_linear(bench.isa, format, TOKENS));
         bench.measure(&format!("linear of {TOKENS} rows, {format}"), amount, |team, isa| {
             multiply(team, isa, &few, &x, TOKENS, &mut out).expect("the sizes fit together");
-        });
+        })?;
     }
     Ok(())
 }

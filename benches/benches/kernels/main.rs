@@ -1,5 +1,6 @@
 //! CPU kernels against limits measured in the same run: criterion reports bytes or operations per second, and the last
-//! lines say which share of the read bandwidth, or of what their instructions do at most, each kernel reached.
+//! lines say which share of the read bandwidth, as it was right before or after, or of what their instructions do at
+//! most, each kernel reached.
 //!
 //! They are measured at the highest level of the instruction set. A filter of names that ends in a lower one, as the
 //! names then do, measures them at that: `cargo bench --workspace --bench kernels -- /avx2`.
@@ -16,11 +17,12 @@ mod registers;
 use std::env;
 use std::time::Instant;
 
-use anyhow::{Result, ensure};
+use anyhow::{Context as _, Result, ensure};
 use criterion::{BenchmarkId, Criterion, Throughput};
 use executor::kernels::cpu::arithmetic::Arithmetic;
 use executor::kernels::cpu::isa::Isa;
 use executor::team::Team;
+use ir::machine::DeviceKind;
 use limits::Limits;
 
 /// What bounds a kernel, and how much of it one round takes.
@@ -41,16 +43,23 @@ struct Bench {
 }
 
 fn main() -> Result<()> {
-    let cpus: Vec<u32> = (0..std::thread::available_parallelism()?.get() as u32).collect();
-    let team = Team::new(&cpus)?;
     let isa = level(env::args().skip(1))?;
-    let limits = Limits::measure(&team)?;
+    // One thread on each core that this process may use, as plans have.
+    let machine = probe::machine(None)?;
+    let node = machine.devices.rows().iter().find_map(|device| match &device.kind {
+        DeviceKind::Numa { cpus, .. } => Some((cpus, &device.cpu_caches)),
+        DeviceKind::Gpu { .. } => None,
+    });
+    let (cpus, caches) = node.context("there is no NUMA node here")?;
+    let team = Team::new(cpus)?;
+    let last = caches.iter().max_by_key(|cache| cache.level);
+    let limits = Limits::new(last.map_or(0, |cache| cache.bytes * u64::from(cache.count)));
     let criterion = Criterion::default().configure_from_args().sample_size(10);
     let mut bench = Bench { criterion, team, isa, limits, shares: Vec::new() };
     linears::measure(&mut bench)?;
     attention::measure(&mut bench)?;
     experts::measure(&mut bench)?;
-    norms::measure(&mut bench);
+    norms::measure(&mut bench)?;
     println!("{}", bench.limits);
     bench.shares.iter().for_each(|share| println!("{share}"));
     bench.criterion.final_summary();
@@ -60,10 +69,11 @@ fn main() -> Result<()> {
 /// The level that a filter of names ends in, else the highest. Criterion refuses options that it does not know.
 fn level(mut arguments: impl Iterator<Item = String>) -> Result<Isa> {
     let highest = Isa::detect();
-    let Some(filter) = arguments.find(|argument| argument.contains('/')) else {
-        return Ok(highest);
-    };
+    let filter = arguments.find(|argument| argument.contains('/')).unwrap_or_default();
     let last = filter.rsplit('/').next().unwrap_or_default();
+    if last.is_empty() {
+        return Ok(highest);
+    }
     let isa: Isa = last.trim_end_matches('$').parse()?;
     ensure!(
         isa.is_available(),
@@ -74,13 +84,26 @@ fn level(mut arguments: impl Iterator<Item = String>) -> Result<Isa> {
 
 impl Bench {
     /// Measures rounds of a kernel, and its share of what bounds it in the shortest.
-    fn measure(&mut self, name: &str, amount: Amount, mut round: impl FnMut(&Team, Isa)) {
+    ///
+    /// # Errors
+    /// When there is no memory to measure reads with.
+    fn measure(
+        &mut self,
+        name: &str,
+        amount: Amount,
+        mut round: impl FnMut(&Team, Isa),
+    ) -> Result<()> {
         let (team, isa) = (&self.team, self.isa);
         let mut group = self.criterion.benchmark_group(name);
         group.throughput(match amount {
             Amount::Bytes(bytes) => Throughput::Bytes(bytes),
             Amount::Operations(operations, _) => Throughput::Elements(operations),
         });
+        let reads = |limits: &mut Limits| match amount {
+            Amount::Bytes(_) => limits.read(team),
+            Amount::Operations(..) => Ok(0.0),
+        };
+        let before = reads(&mut self.limits)?;
         let mut shortest = f64::INFINITY;
         group.bench_function(BenchmarkId::from_parameter(isa), |bencher| {
             bencher.iter(|| {
@@ -91,12 +114,13 @@ impl Bench {
         });
         group.finish();
         if shortest.is_infinite() {
-            return;
+            return Ok(());
         }
         let share = |count: u64, limit: f64| count as f64 / shortest / limit * 100.0;
         self.shares.push(match amount {
             Amount::Bytes(bytes) => {
-                let share = share(bytes, self.limits.read_bytes_per_sec);
+                // The shortest round met memory at its faster moment.
+                let share = share(bytes, before.max(reads(&mut self.limits)?));
                 format!("{name}: {share:.0} % of the read bandwidth")
             }
             Amount::Operations(operations, arithmetic) => {
@@ -108,6 +132,7 @@ impl Bench {
                 }
             }
         });
+        Ok(())
     }
 }
 

@@ -1,5 +1,6 @@
 //! Norms of more rows than the caches hold.
 
+use anyhow::Result;
 use executor::kernels::cpu::norm::{Norm, norm};
 use ir::op::NormKind;
 
@@ -8,7 +9,7 @@ use crate::{Amount, Bench, made_up};
 const FEATURES: usize = 2048;
 const TOKENS: usize = 16_384;
 
-pub(crate) fn measure(bench: &mut Bench) {
+pub(crate) fn measure(bench: &mut Bench) -> Result<()> {
     let x: Vec<f32> = (0..TOKENS * FEATURES).map(made_up).collect();
     let (scale, mut out) = (vec![1.0; FEATURES], vec![0.0; TOKENS * FEATURES]);
     let rms = Norm {
@@ -22,5 +23,5 @@ pub(crate) fn measure(bench: &mut Bench) {
     let bytes = (2 * x.len() * size_of::<f32>()) as u64;
     bench.measure(&format!("norm of {TOKENS} rows"), Amount::Bytes(bytes), |team, isa| {
         norm(team, isa, &rms, FEATURES, &x, None, &mut out);
-    });
+    })
 }
