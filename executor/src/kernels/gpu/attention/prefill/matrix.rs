@@ -14,7 +14,7 @@ use half::bf16;
 use super::tiles::{Tile, tile};
 use crate::kernels::gpu::attention::Shape;
 use crate::kernels::gpu::attention::paging::{cache_row, first_seen};
-use crate::kernels::gpu::attention::scores::{UNSEEN, score, weight};
+use crate::kernels::gpu::attention::scores::{LEAST, UNSEEN, score, weight};
 use crate::kernels::gpu::instructions::{
     PLANE, Packed, Sums, left, multiply, pack, quad_max, quad_sum, right,
 };
@@ -180,7 +180,7 @@ pub(super) fn prefill(
     let mut total = Array::<f32>::new(comptime!((2 * stacks) as usize));
     #[unroll]
     for half in 0..comptime!((2 * stacks) as usize) {
-        largest[half] = UNSEEN;
+        largest[half] = LEAST;
         total[half] = 0.0;
     }
     let position = tile.position + row;

@@ -60,8 +60,8 @@ fn tokens_see_their_own_sequence_up_to_themselves() {
 
 #[test]
 fn heads_have_many_sizes() {
-    let run = Run::new(&[(40, 9), (77, 33)]);
-    for head_dim in [4, 32, 80, 96, 128, 256] {
+    let run = Run::new(&[(40, 9), (77, 133)]);
+    for head_dim in [4, 16, 32, 48, 80, 96, 128, 256] {
         check(&plain(2, 1, head_dim), &run, &format!("{head_dim}"));
     }
 }
@@ -77,9 +77,13 @@ fn a_split_may_cut_a_group() {
 fn windows_hide_earlier_tokens() {
     let run = Run::new(&[(5, 2), (31, 40), (200, 100), (0, 290)]);
     for window in [1, 7, 32, 100] {
-        let attention = Attention { window: Some(window), ..plain(4, 2, 32) };
-        check(&attention, &run, &format!("window {window}"));
+        for (kv_heads, head_dim) in [(2, 32), (4, 16)] {
+            let attention = Attention { window: Some(window), ..plain(4, kv_heads, head_dim) };
+            check(&attention, &run, &format!("window {window}, heads of {head_dim}"));
+        }
     }
+    let one = Run::new(&[(0, 65)]);
+    check(&Attention { window: Some(24), ..plain(4, 4, 16) }, &one, "a window of 24");
 }
 
 #[test]
