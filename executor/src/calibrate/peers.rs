@@ -55,7 +55,14 @@ pub(super) fn between_gpus(gpus: [(&Gpu, usize); 2], rates: &Rates) -> Result<Op
 /// # Errors
 /// When a GPU has no memory to measure with, or fails.
 pub(super) fn by_library(gpus: &[(&Gpu, usize)]) -> Result<Option<Collectives>> {
-    if gpus.len() < 2 || !gpus.iter().all(|(gpu, _)| gpu.has_collectives()) {
+    if gpus.len() < 2 {
+        return Ok(None);
+    }
+    if !gpus.iter().all(|(gpu, _)| gpu.has_collectives()) {
+        tracing::warn!(
+            "there is no libnccl.so, so plans will sum over GPUs without NCCL: install its development package, or \
+             link that name to libnccl.so.2 in a folder of LD_LIBRARY_PATH, and calibrate again"
+        );
         return Ok(None);
     }
     let ordinals: Vec<usize> = gpus.iter().map(|(_, ordinal)| *ordinal).collect();
