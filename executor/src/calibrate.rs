@@ -181,7 +181,7 @@ fn on_team<T: Send>(cpus: &[u32], work: impl FnOnce(&Team) -> Result<T> + Send) 
 }
 
 /// Bytes of a device's last-level caches.
-fn last_caches(device: &Device) -> usize {
+pub fn last_caches(device: &Device) -> usize {
     let caches = device.cpu_caches.iter();
     let last = caches.max_by_key(|cache| cache.level);
     last.map_or(0, |cache| cache.bytes as usize * cache.count as usize)

@@ -15,19 +15,19 @@ pub(crate) struct Limits {
     /// The least and the most that was seen.
     read_bytes_per_sec: [f64; 2],
     /// Bytes of the last-level caches.
-    cached: u64,
+    cached: usize,
     /// Of what kernels were found to multiply with.
     operations_per_sec: Vec<(Arithmetic, f64)>,
 }
 
 impl Limits {
-    pub(crate) fn new(cached: u64) -> Self {
+    pub(crate) fn new(cached: usize) -> Self {
         Self { read_bytes_per_sec: [f64::INFINITY, 0.0], cached, operations_per_sec: Vec::new() }
     }
 
     /// Bytes per second that are read from memory now.
     pub(crate) fn read(&mut self, team: &Team) -> Result<f64> {
-        let rate = read_rate(team, self.cached as usize)?;
+        let rate = read_rate(team, self.cached)?;
         let [least, most] = self.read_bytes_per_sec;
         self.read_bytes_per_sec = [least.min(rate), most.max(rate)];
         Ok(rate)

@@ -19,6 +19,7 @@ use std::time::Instant;
 
 use anyhow::{Context as _, Result, ensure};
 use criterion::{BenchmarkId, Criterion, Throughput};
+use executor::calibrate::last_caches;
 use executor::kernels::cpu::arithmetic::Arithmetic;
 use executor::kernels::cpu::isa::Isa;
 use executor::team::Team;
@@ -47,13 +48,12 @@ fn main() -> Result<()> {
     // One thread on each core that this process may use, as plans have.
     let machine = probe::machine(None)?;
     let node = machine.devices.rows().iter().find_map(|device| match &device.kind {
-        DeviceKind::Numa { cpus, .. } => Some((cpus, &device.cpu_caches)),
+        DeviceKind::Numa { cpus, .. } => Some((device, cpus)),
         DeviceKind::Gpu { .. } => None,
     });
-    let (cpus, caches) = node.context("there is no NUMA node here")?;
+    let (node, cpus) = node.context("there is no NUMA node here")?;
     let team = Team::new(cpus)?;
-    let last = caches.iter().max_by_key(|cache| cache.level);
-    let limits = Limits::new(last.map_or(0, |cache| cache.bytes * u64::from(cache.count)));
+    let limits = Limits::new(last_caches(node));
     let criterion = Criterion::default().configure_from_args().sample_size(10);
     let mut bench = Bench { criterion, team, isa, limits, shares: Vec::new() };
     linears::measure(&mut bench)?;

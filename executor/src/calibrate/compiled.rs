@@ -40,14 +40,24 @@ impl Turns {
         Self { compiled, begun: Cell::new(0) }
     }
 
+    /// Leaves the next measurement out if another process compiles for it, so that nothing is prepared for it here.
+    pub(super) fn leave(&self) -> bool {
+        let is_others =
+            self.compiled.is_some_and(|share| self.begun() % share.shares != share.number);
+        if is_others {
+            self.begun.set(self.begun() + 1);
+        }
+        is_others
+    }
+
     /// Makes the first launch of the next measurement, which compiles a kernel or chooses an algorithm, if it is to be
     /// made here. Returns whether others are to be timed.
     pub(super) fn begin(&self, first: impl FnOnce() -> Result<()>) -> Result<bool> {
-        let number = self.begun.replace(self.begun() + 1);
-        let is_made = self.compiled.is_none_or(|share| number % share.shares == share.number);
-        if is_made {
-            first()?;
+        if self.leave() {
+            return Ok(false);
         }
+        self.begun.set(self.begun() + 1);
+        first()?;
         Ok(self.compiled.is_none())
     }
 
