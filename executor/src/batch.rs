@@ -1,7 +1,9 @@
 //! What one run is fed: the tokens of one or several sequences, laid out one after another.
 
-use anyhow::{Result, ensure};
-use ir::plan::Program;
+use std::collections::BTreeSet;
+
+use anyhow::{Result, bail, ensure};
+use ir::plan::{ModelInfo, Program};
 use ir::tensor::Extent;
 
 /// Implicit input of every operation of a run.
@@ -110,13 +112,8 @@ impl Batch {
         Extent { tokens: self.tokens.len() as u32, rows: self.rows.len() as u32 }
     }
 
-    /// Whether a program takes it.
-    pub(crate) fn check(
-        &self,
-        program: &Program,
-        vocabulary: u32,
-        block_tokens: u32,
-    ) -> Result<()> {
+    /// Whether a program of a model takes it: kernels go to the rows of tokens, positions and blocks without looking.
+    pub(crate) fn check(&self, program: &Program, model: &ModelInfo) -> Result<()> {
         let (extent, name) = (self.extent(), &program.name);
         ensure!(extent.tokens > 0 && extent.rows > 0, "a run of {name} is fed no tokens");
         ensure!(
@@ -143,16 +140,35 @@ impl Batch {
                 self.parts.len()
             );
         }
+        let vocabulary = model.vocabulary;
         if let Some(token) = self.tokens.iter().find(|&&token| token >= vocabulary) {
-            anyhow::bail!("token id {token} is not in the vocabulary of {vocabulary}");
+            bail!("token id {token} is not in the vocabulary of {vocabulary}");
         }
+        self.check_blocks(model)
+    }
+
+    /// Whether each sequence has blocks that exist, and each block that is written belongs to one of them.
+    fn check_blocks(&self, model: &ModelInfo) -> Result<()> {
+        let block_tokens = model.block_tokens as usize;
+        let mut written = BTreeSet::new();
         for part in &self.parts {
             let length = part.past + part.tokens;
             ensure!(
-                part.tokens > 0 && length <= part.blocks.len() * block_tokens as usize,
+                length <= model.context as usize,
+                "{length} tokens of a sequence are more than the context of {}",
+                model.context
+            );
+            ensure!(
+                part.tokens > 0 && length <= part.blocks.len() * block_tokens,
                 "{length} tokens of a sequence lie beyond its {} cache blocks",
                 part.blocks.len()
             );
+            if let Some(block) = part.blocks.iter().find(|&&block| block >= model.blocks) {
+                bail!("there are {} cache blocks, and none with id {block}", model.blocks);
+            }
+            for &block in &part.blocks[part.past / block_tokens..length.div_ceil(block_tokens)] {
+                ensure!(written.insert(block), "cache block {block} would be written twice");
+            }
         }
         Ok(())
     }

@@ -102,9 +102,8 @@ impl Executor {
     /// # Errors
     /// When there is no such program, the batch is more than it takes, or a device never ended an earlier run.
     pub fn start(&self, program: usize, batch: Batch) -> Result<RunHandle> {
-        let model = &self.plan.model;
         let schedule = self.plan.programs.get(program).context("the plan lacks the program")?;
-        batch.check(schedule, model.vocabulary, model.block_tokens)?;
+        batch.check(schedule, &self.plan.model)?;
         let mut started = locked(&self.started);
         ensure!(!started.is_stuck(), "some devices never ended an earlier run: start again");
         // Flags that GPUs raise for each other hold a run's number, and later ones are larger.

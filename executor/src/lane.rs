@@ -123,7 +123,7 @@ impl Lane {
                 }
                 Ok(())
             });
-            if run.is_aborted() && self.peers.have_sums(run.program) {
+            if run.is_aborted() {
                 self.attend(&run, |this| this.leave(&run));
             }
         }
@@ -144,10 +144,13 @@ impl Lane {
         state.discard_captured(key)
     }
 
-    /// Tells the GPUs that meet this one in a run that ended early.
+    /// Leaves a run that ended early: tells the GPUs that meet this one in it, and waits for what this one has queued.
     fn leave(&mut self, run: &Run) -> Result<()> {
         let Form::Gpu(state) = &mut self.device.form else { return Ok(()) };
-        state.leave(Scope { plan: &self.plan, batch: &run.batch, run: run.number }, run.program)
+        let scope = Scope { plan: &self.plan, batch: &run.batch, run: run.number };
+        let told = state.leave_sums(scope, run.program);
+        state.let_through(scope, run.program);
+        told
     }
 
     /// Works through one run, or leaves it early when it is aborted.
@@ -226,7 +229,6 @@ impl Lane {
         let Some(&first) = steps.first() else { return };
         let scope = Scope { plan: &self.plan, batch: &run.batch, run: run.number };
         let mut at = first;
-        let mut has_ended = false;
         let outcome = guarded(|| {
             for &id in steps {
                 at = id;
@@ -249,15 +251,10 @@ impl Lane {
                     run.finish(id);
                 }
             }
-            has_ended = true;
             state.check_output(scope, run)
         });
-        // Others learn of it before this lane waits for its device.
         if let Err(cause) = outcome {
             self.fail(run, program, at, cause);
-        }
-        if let (false, Form::Gpu(state)) = (has_ended, &mut self.device.form) {
-            state.stop_ahead(scope, run.program);
         }
     }
 

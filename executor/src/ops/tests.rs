@@ -123,7 +123,7 @@ fn walk(plan: &Plan, folder: &Path, isa: Isa) {
             .iter()
             .find(|program| program.phase == phase && program.max_sequences >= parts)
             .unwrap();
-        batch.check(program, plan.model.vocabulary, plan.model.block_tokens).unwrap();
+        batch.check(program, &plan.model).unwrap();
         let scope = Scope { plan, batch: &batch, run: run as u32 };
         let slots = Slots::new(&Arc::new(Uses::of(program)));
         for step in program.steps.rows() {

@@ -35,7 +35,7 @@ pub enum RunPart {
     Blocks,
     /// Numbers from 0 on: the rows of a rotation table that is made for one run.
     Counting,
-    /// The run's own number, which is never 0.
+    /// One more than the run's number: flags are 0 at first.
     Turn,
 }
 

@@ -42,7 +42,7 @@ pub(crate) enum Shape {
 
 impl Shape {
     /// Those of a host without a GPU.
-    pub(crate) const ALL: [Shape; 3] = [Shape::One, Shape::Pipeline, Shape::Shared];
+    pub(crate) const CPU: [Shape; 3] = [Shape::One, Shape::Pipeline, Shape::Shared];
     /// Those with a GPU.
     pub(crate) const GPU: [Shape; 8] = [
         Shape::Gpu,
@@ -55,18 +55,13 @@ impl Shape {
         Shape::GpuCaches,
     ];
 
+    /// Whether a GPU takes part.
+    pub(crate) fn has_gpu(self) -> bool {
+        Self::GPU.contains(&self)
+    }
+
     fn request(self) -> Request {
-        let first = match self {
-            Shape::One | Shape::Pipeline | Shape::Shared => "numa0",
-            Shape::Gpu
-            | Shape::GpuPipeline
-            | Shape::GpuShared
-            | Shape::GpuFetching
-            | Shape::GpuHosted
-            | Shape::GpuShards
-            | Shape::GpuResident
-            | Shape::GpuCaches => "gpu0",
-        };
+        let first = if self.has_gpu() { "gpu0" } else { "numa0" };
         let [first, second] = [first, "numa1"].map(str::to_owned);
         match self {
             Shape::One | Shape::Gpu => Request::Pipeline(vec![first]),
@@ -149,7 +144,7 @@ pub(crate) fn compile(name: &str, shape: Shape, change: impl FnOnce(&mut Options
         ..Options::default()
     };
     change(&mut options);
-    let mut machine = if Shape::ALL.contains(&shape) { machine() } else { gpu_machine() };
+    let mut machine = if shape.has_gpu() { gpu_machine() } else { machine() };
     let compile = |machine: &Machine, options: &Options| {
         compiler::compile(&model, machine, options, &mut |_, _| ()).unwrap()
     };
@@ -228,6 +223,31 @@ pub(crate) fn written(plan: &Plan) -> (tempfile::TempDir, PlanFile) {
 pub(crate) fn engine(plan: &Plan, options: &load::Options) -> Engine {
     let (_folder, file) = written(plan);
     Engine::new(load::load(file, options, |_, _| ()).unwrap())
+}
+
+/// A prompt of so many tokens.
+pub(crate) fn prompt(length: usize) -> Vec<u32> {
+    (0..length).map(|i| (i * 37 % 700) as u32 + 3).collect()
+}
+
+/// Logits after each of some prompts, fed together.
+pub(crate) fn logits(engine: &mut Engine, prompts: &[Vec<u32>]) -> Vec<Vec<f32>> {
+    let ids: Vec<_> = prompts
+        .iter()
+        .map(|prompt| {
+            let id = engine.open();
+            engine.append(id, prompt).unwrap();
+            id
+        })
+        .collect();
+    let logits = engine.advance(&ids).unwrap();
+    ids.into_iter().for_each(|id| engine.close(id));
+    logits
+}
+
+/// Whether two lists of numbers are the same bit for bit.
+pub(crate) fn is_same(a: &[f32], b: &[f32]) -> bool {
+    a.iter().map(|x| x.to_bits()).eq(b.iter().map(|x| x.to_bits()))
 }
 
 /// The largest distance of two lists of numbers; not a number where one of them is none.

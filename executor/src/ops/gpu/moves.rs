@@ -8,7 +8,7 @@ use ir::id::{BufferId, DeviceId, StepId};
 use ir::layout::Move;
 use ir::plan::{Program, Queue};
 
-use super::runs::with_bytes;
+use super::runs::{turn, with_bytes};
 use super::state::{Operand, State, dims};
 use crate::kernels::gpu::device::{ALIGNMENT, Span};
 use crate::kernels::gpu::peers::Group;
@@ -148,12 +148,15 @@ impl State {
         self.sums.next(&self.gpu, &members, self.inputs.turn())
     }
 
-    /// Lets GPUs that sum with this one in a run wait for no more than it has queued; what the vendor's library sums is
+    /// Lets GPUs that sum with this one in a run that ended early wait for no more than it has queued; what the vendor's library sums is
     /// queued to the end of the run, whatever there is to be summed: it cannot be told.
     ///
     /// # Errors
     /// When they cannot be told.
-    pub(super) fn leave_sums(&mut self, scope: Scope<'_>, program: usize, turn: u32) -> Result<()> {
+    pub(crate) fn leave_sums(&mut self, scope: Scope<'_>, program: usize) -> Result<()> {
+        if !self.sums.peers.have_sums(program) {
+            return Ok(());
+        }
         let schedule = &scope.plan.programs[program];
         let steps =
             schedule.lane(self.device, Queue::Compute).into_iter().flat_map(|lane| &lane.steps);
@@ -163,7 +166,9 @@ impl State {
         let (by_library, sums): (Vec<StepId>, Vec<StepId>) = sums.partition(is_by_library);
         let groups: BTreeSet<Vec<DeviceId>> =
             sums.iter().map(|&step| members(schedule, &schedule.steps[step].reads)).collect();
-        groups.iter().try_for_each(|members| self.sums.leave(&self.gpu, members, turn))?;
+        groups
+            .iter()
+            .try_for_each(|members| self.sums.leave(&self.gpu, members, turn(scope.run)))?;
         let queued = if self.run == Some(scope.run) { self.sums.by_library() } else { 0 };
         let missing: Vec<StepId> = by_library.into_iter().skip(queued).collect();
         for step in missing {

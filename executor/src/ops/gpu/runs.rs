@@ -26,9 +26,9 @@ use crate::ops::own::Input;
 use crate::run::Run;
 use crate::slots::{Slots, Value};
 
-/// What the launches of a run tell letters by: the run's number, which is never 0.
-fn turn(run: u32) -> u32 {
-    run.wrapping_add(1).max(1)
+/// What the launches of a run tell letters by: one more than its number, since flags are 0 at first.
+pub(super) fn turn(run: u32) -> u32 {
+    run + 1
 }
 
 impl State {
@@ -171,22 +171,15 @@ impl State {
         })
     }
 
-    /// Lets the launches of a run that was queued ahead end, whatever they compute, and waits for that.
-    pub(crate) fn stop_ahead(&mut self, scope: Scope<'_>, program: usize) {
+    /// Lets the queued launches of a run that ended early go through, whatever they compute, and waits for that: they
+    /// would take the letters of the next run for their own.
+    pub(crate) fn let_through(&mut self, scope: Scope<'_>, program: usize) {
         if let Some(mail) = &self.mail {
             mail.release(program, turn(scope.run));
         }
         if let Err(error) = self.gpu.sync() {
             tracing::debug!("a run that ended early: {error:#}");
         }
-    }
-
-    /// Lets GPUs that meet this one in a run that ended early wait no longer than for what it has queued of it.
-    ///
-    /// # Errors
-    /// When they cannot be told.
-    pub(crate) fn leave(&mut self, scope: Scope<'_>, program: usize) -> Result<()> {
-        self.leave_sums(scope, program, turn(scope.run))
     }
 
     /// Works through a stretch of a lane. `at` is kept at the step that is queued. What other devices read is on
