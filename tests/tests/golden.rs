@@ -24,8 +24,6 @@ use ir::plan::{Action, Phase, Queue, Weight};
 use ir::tensor::DType;
 use ir::workspace::workspaces;
 
-/// What the issue of this project promises of f32.
-const LOGITS: f32 = 2e-3;
 /// What sums in another order cost; these models' logits are below 10.
 const CLOSE: f32 = 2e-4;
 const NLL: f64 = 1e-4;
@@ -47,8 +45,7 @@ fn check_all(shape: Shape, options: &Options) {
         let plan = compile(&name, shape, |_| ());
         fetching += usize::from(plan.programs.iter().all(fetches));
         let worst = check(&name, &mut engine(&plan, options));
-        assert!(worst < LOGITS, "{name}: a logit is off by {worst}");
-        if worst > CLOSE {
+        if worst.is_nan() || worst > CLOSE {
             failures.push(format!("{name}: {worst}"));
         }
     }

@@ -33,13 +33,18 @@ pub fn rope_table(
     for_each_row(team, 2 * pairs, table, |first, table| {
         let positions = &positions[first / (2 * pairs)..];
         for (row, &position) in table.chunks_exact_mut(2 * pairs).zip(positions) {
-            let (cos, sin) = row.split_at_mut(pairs);
-            for ((cos, sin), frequency) in cos.iter_mut().zip(sin).zip(frequencies) {
-                let (s, c) = (position as f32 * frequency).sin_cos();
-                (*cos, *sin) = (c * magnitude, s * magnitude);
-            }
+            rope_row(position, frequencies, magnitude, row);
         }
     });
+}
+
+/// Writes the row of one position: all cosines, then all sines.
+pub(crate) fn rope_row(position: u32, frequencies: &[f32], magnitude: f32, row: &mut [f32]) {
+    let (cos, sin) = row.split_at_mut(frequencies.len());
+    for ((cos, sin), frequency) in cos.iter_mut().zip(sin).zip(frequencies) {
+        let (s, c) = (position as f32 * frequency).sin_cos();
+        (*cos, *sin) = (c * magnitude, s * magnitude);
+    }
 }
 
 /// Turns one head of `token` in place.

@@ -15,6 +15,7 @@ mod turns;
 
 use std::collections::BTreeMap;
 use std::ffi::c_void;
+use std::ptr;
 use std::sync::Arc;
 
 use anyhow::{Context as _, Result, bail, ensure};
@@ -219,7 +220,7 @@ impl Vendor {
                 self.library.handle,
                 plan.description,
                 (&raw const one).cast(),
-                std::ptr::from_ref(add).cast(),
+                ptr::from_ref(add).cast(),
                 pointer(product.w)?,
                 plan.w,
                 pointer(product.x)?,
@@ -238,16 +239,17 @@ impl Vendor {
     }
 }
 
-impl Drop for Vendor {
+impl Drop for Plan {
     fn drop(&mut self) {
         // What the library answers helps nobody now.
-        for plan in self.plans.values() {
-            // SAFETY: each was made once by the library and is not used again.
-            unsafe {
-                let _ = result::destroy_matmul_desc(plan.description);
-                for layout in [plan.w, plan.x, plan.out] {
-                    let _ = result::destroy_matrix_layout(layout);
-                }
+        // SAFETY: those that are there were made once by the library and are not used again.
+        unsafe {
+            if !self.description.is_null() {
+                let _ = result::destroy_matmul_desc(self.description);
+            }
+            for layout in [self.w, self.x, self.out].into_iter().filter(|layout| !layout.is_null())
+            {
+                let _ = result::destroy_matrix_layout(layout);
             }
         }
     }
@@ -287,24 +289,31 @@ impl Plan {
         let (element, made) = (type_of(shape.element)?, type_of(shape.made)?);
         let (tokens, inputs, outputs) =
             (shape.tokens as u64, shape.inputs as u64, shape.outputs as u64);
-        let description = result::create_matmul_desc(
-            sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
-            sys::cudaDataType_t::CUDA_R_32F,
-        )?;
+        // What is made of it is destroyed where the rest fails.
+        let mut plan = Self {
+            description: result::create_matmul_desc(
+                sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
+                sys::cudaDataType_t::CUDA_R_32F,
+            )?,
+            w: ptr::null_mut(),
+            x: ptr::null_mut(),
+            out: ptr::null_mut(),
+            algorithm: sys::cublasLtMatmulAlgo_t { data: [0; 8] },
+        };
         // CUBLAS_OP_T of the library's enumeration of operations.
         let transposed = 1_i32;
         // SAFETY: the attribute is read before the call returns.
         unsafe {
             result::set_matmul_desc_attribute(
-                description,
+                plan.description,
                 sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_TRANSA,
                 (&raw const transposed).cast(),
                 size_of_val(&transposed),
             )?;
         }
-        let w = result::create_matrix_layout(element, inputs, outputs, inputs as i64)?;
-        let x = result::create_matrix_layout(element, inputs, tokens, inputs as i64)?;
-        let out = result::create_matrix_layout(made, outputs, tokens, shape.stride as i64)?;
+        plan.w = result::create_matrix_layout(element, inputs, outputs, inputs as i64)?;
+        plan.x = result::create_matrix_layout(element, inputs, tokens, inputs as i64)?;
+        plan.out = result::create_matrix_layout(made, outputs, tokens, shape.stride as i64)?;
         let (preference, workspace_bytes) = (result::create_matmul_pref()?, LIBRARY_BYTES);
         // SAFETY: attributes are read before the calls return; what is destroyed is not used again.
         let heuristic = unsafe {
@@ -314,15 +323,24 @@ impl Plan {
                 (&raw const workspace_bytes).cast(),
                 size_of_val(&workspace_bytes),
             )?;
-            let heuristic =
-                result::get_matmul_algo_heuristic(handle, description, w, x, out, out, preference);
+            let (w, x, out) = (plan.w, plan.x, plan.out);
+            let heuristic = result::get_matmul_algo_heuristic(
+                handle,
+                plan.description,
+                w,
+                x,
+                out,
+                out,
+                preference,
+            );
             result::destroy_matmul_pref(preference)?;
             heuristic
         };
         let heuristic = heuristic.with_context(|| {
             format!("cuBLASLt has no algorithm for {tokens} × {inputs} × {outputs}")
         })?;
-        Ok(Self { description, w, x, out, algorithm: heuristic.algo })
+        plan.algorithm = heuristic.algo;
+        Ok(plan)
     }
 }
 

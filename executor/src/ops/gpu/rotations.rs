@@ -13,6 +13,7 @@ use ir::workspace::rotation_rows;
 
 use super::inputs::Inputs;
 use super::memory::Memory;
+use crate::kernels::cpu::rope::rope_row;
 use crate::kernels::gpu::attention::append::Rotation;
 use crate::kernels::gpu::device::{Gpu, Span};
 use crate::ops::Scope;
@@ -100,8 +101,8 @@ fn used(plan: &Plan, device: DeviceId) -> BTreeSet<RopeId> {
 fn fill(rope: &Rope, positions: std::ops::Range<u32>, length: u32, values: &mut Vec<f32>) {
     let frequencies = rope.frequencies.at(rope.dims, length);
     for position in positions {
-        let angles = || frequencies.iter().map(|frequency| position as f32 * frequency);
-        values.extend(angles().map(|angle| angle.cos() * rope.magnitude));
-        values.extend(angles().map(|angle| angle.sin() * rope.magnitude));
+        let start = values.len();
+        values.resize(start + 2 * frequencies.len(), 0.0);
+        rope_row(position, &frequencies, rope.magnitude, &mut values[start..]);
     }
 }
