@@ -277,14 +277,15 @@ fn attention_nanos(attention: &Attention, head_bytes: u64, batch: &Batch, rate: 
     let sequences = f64::from(batch.sequences);
     let fed = f64::from(batch.extent.tokens) / sequences;
     let seen = sequences * attention.seen(fed, f64::from(batch.past));
+    let scores = seen * f64::from(attention.heads);
     if fed <= 1.0 {
         // Decode reads the keys and values that a token sees, once for all query heads that share them.
         let bytes = 2.0 * f64::from(attention.kv_heads) * head_bytes as f64;
-        return nanos_at(seen * bytes, rate.cache_bytes_per_sec);
+        return nanos_at(seen * bytes, rate.cache_bytes_per_sec) + scores * rate.score_nanos;
     }
-    // A multiplication and an addition for the score, and the same for the value.
-    let flops = seen * 4.0 * f64::from(attention.heads) * f64::from(attention.head_dim);
-    nanos_at(flops, rate.attention_flops_per_sec)
+    // A multiplication and an addition for each element of the score, and the same for those of the value.
+    let flops = scores * 4.0 * f64::from(attention.head_dim);
+    nanos_at(flops, rate.attention_flops_per_sec) + scores * rate.prompt_score_nanos
 }
 
 fn experts_nanos(

@@ -61,6 +61,8 @@ fn two_nodes() -> Machine {
             experts: Vec::new(),
             shared_experts: Vec::new(),
             attention_nanos: 0.0,
+            prompt_score_nanos: 0.0,
+            score_nanos: 0.0,
             attention_flops_per_sec: 1e12,
             cache_bytes_per_sec: 1e11,
             other_caches: Vec::new(),

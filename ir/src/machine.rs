@@ -140,6 +140,13 @@ pub struct Rates {
     /// Time of one token's attention beside the cache that it reads, and beyond that of a step.
     #[serde(default)]
     pub attention_nanos: f64,
+    /// Time of one score, of one query head and one token that it sees, beside arithmetic when many tokens are fed, with
+    /// caches in bf16.
+    #[serde(default)]
+    pub prompt_score_nanos: f64,
+    /// The same beside the cache that is read when one token a sequence is fed.
+    #[serde(default)]
+    pub score_nanos: f64,
     /// Attention arithmetic when many tokens are fed, with caches in bf16.
     pub attention_flops_per_sec: f64,
     /// KV cache read when one token a sequence is fed, with caches in bf16.
@@ -192,8 +199,14 @@ pub struct CacheRate {
     pub kv_type: DType,
     /// Arithmetic when many tokens are fed.
     pub attention_flops_per_sec: f64,
+    /// Time of one score beside that.
+    #[serde(default)]
+    pub prompt_score_nanos: f64,
     /// Cache read when one token a sequence is fed.
     pub cache_bytes_per_sec: f64,
+    /// Time of one score beside that.
+    #[serde(default)]
+    pub score_nanos: f64,
 }
 
 /// A one-way path between two devices.
@@ -282,7 +295,9 @@ impl Rates {
         other.copied().unwrap_or(CacheRate {
             kv_type,
             attention_flops_per_sec: self.attention_flops_per_sec,
+            prompt_score_nanos: self.prompt_score_nanos,
             cache_bytes_per_sec: self.cache_bytes_per_sec,
+            score_nanos: self.score_nanos,
         })
     }
 

@@ -105,6 +105,7 @@ fn forecasts_know_how_fast_caches_of_a_type_are() {
         kv_type: DType::F32,
         attention_flops_per_sec: usual.attention_flops_per_sec / 1e3,
         cache_bytes_per_sec: usual.cache_bytes_per_sec / 1e3,
+        ..usual
     });
     let rates = |kv_type| {
         let options = Options { kv_type: Some(kv_type), ..Options::default() };

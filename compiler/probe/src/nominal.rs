@@ -84,6 +84,8 @@ pub(crate) fn node_rates(cores: u32, node_cores: u32, flags: &[String]) -> Rates
         // Attention scores go through exponentials: half of what a plain product reaches.
         attention_flops_per_sec: f32 * cores * REACHED / 2.0,
         attention_nanos: 0.0,
+        prompt_score_nanos: 0.0,
+        score_nanos: 0.0,
         experts: Vec::new(),
         shared_experts: Vec::new(),
         cache_bytes_per_sec: read_bytes_per_sec * REACHED,
@@ -164,6 +166,8 @@ pub(crate) fn gpu_rates(gpu: &Gpu, has_library: bool) -> Rates {
         // A vendor's attention reaches 411 of 989 T on an H200.
         attention_flops_per_sec: bf16 * 0.4,
         attention_nanos: ATTENTION_NANOS,
+        prompt_score_nanos: 0.0,
+        score_nanos: 0.0,
         experts: Vec::new(),
         shared_experts: Vec::new(),
         cache_bytes_per_sec: read_bytes_per_sec * REACHED,

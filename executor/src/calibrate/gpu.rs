@@ -135,6 +135,8 @@ impl Meter<'_> {
             experts,
             shared_experts,
             attention_nanos,
+            prompt_score_nanos: 0.0,
+            score_nanos: 0.0,
             attention_flops_per_sec: self.attention_flops()?,
             cache_bytes_per_sec,
             other_caches: Vec::new(),

@@ -1,14 +1,15 @@
 //! Rates of the processors of a NUMA node.
 
+mod attention;
 mod turns;
 
 use std::hint::black_box;
 
 use anyhow::Result;
-use ir::machine::{CacheRate, Device, RateSource, Rates};
+use ir::machine::{Device, RateSource, Rates};
 use ir::tensor::{DType, Format};
 
-use super::work::{Layer, made_up_matrix, multiply, prompt_flops};
+use super::work::{made_up_matrix, multiply};
 use super::{last_caches, median, nanos, touch, typical};
 use crate::kernels::cpu::cache::Element;
 use crate::kernels::cpu::isa::Isa;
@@ -54,25 +55,24 @@ pub(super) fn device_rates(team: &Team, isa: Isa, device: &Device) -> Result<Rat
             most / 1e9
         );
     }
-    let [usual, others @ ..] = CACHES_OF.map(|(kv_type, element)| {
-        anyhow::Ok(CacheRate {
-            kv_type,
-            attention_flops_per_sec: attention_rate(team, isa, element)?,
-            cache_bytes_per_sec: cache_rate(team, isa, &memory, element)?,
-        })
-    });
+    let step_nanos = step_nanos(team, isa, &memory)?;
+    let [usual, others @ ..] =
+        CACHES_OF.map(|(kv_type, element)| attention::rates(team, isa, &memory, kv_type, element));
     let usual = usual?;
+    let others = others.into_iter().map(|other| Ok(other?.rate)).collect::<Result<_>>()?;
     Ok(Rates {
         source: RateSource::Calibrated,
         read_bytes_per_sec,
-        step_nanos: step_nanos(team, isa, &memory)?,
+        step_nanos,
         linear: measured.linear,
         experts: Vec::new(),
         shared_experts: measured.shared_experts,
-        attention_nanos: 0.0,
-        attention_flops_per_sec: usual.attention_flops_per_sec,
-        cache_bytes_per_sec: usual.cache_bytes_per_sec,
-        other_caches: others.into_iter().collect::<Result<_>>()?,
+        attention_nanos: (usual.nanos - step_nanos).max(0.0),
+        attention_flops_per_sec: usual.rate.attention_flops_per_sec,
+        prompt_score_nanos: usual.rate.prompt_score_nanos,
+        cache_bytes_per_sec: usual.rate.cache_bytes_per_sec,
+        score_nanos: usual.rate.score_nanos,
+        other_caches: others,
         beside_fetch: device.rates.beside_fetch,
     })
 }
@@ -173,28 +173,4 @@ fn step_nanos(team: &Team, isa: Isa, memory: &Memory) -> Result<f64> {
 fn many_rows(format: Format, memory: &Memory) -> usize {
     let row_bytes = format.bytes(1, COLUMNS as u64) as usize;
     MANY_ROWS.max((memory.least_bytes() / row_bytes).next_multiple_of(PANEL))
-}
-
-/// Operations per second of a prefill of 512 tokens.
-fn attention_rate(team: &Team, isa: Isa, element: Element) -> Result<f64> {
-    const TOKENS: usize = 512;
-    let mut layer = Layer::new(team, element, TOKENS, TOKENS)?;
-    let nanos = typical(|| layer.attend(team, isa, TOKENS, 0))?;
-    Ok(prompt_flops(TOKENS) / nanos * 1e9)
-}
-
-/// Bytes of keys and values per second when one token looks back.
-fn cache_rate(team: &Team, isa: Isa, memory: &Memory, element: Element) -> Result<f64> {
-    const PAST: usize = 4095;
-    /// Together 134 MB in 16 bits.
-    const LAYERS: usize = 8;
-    let first = Layer::new(team, element, PAST + 1, 1)?;
-    // No layer is still in a small cache when its turn comes again.
-    let count = LAYERS.max(memory.least_bytes().div_ceil(first.bytes()));
-    let others = (1..count).map(|_| Layer::new(team, element, PAST + 1, 1));
-    let mut layers = [Ok(first)].into_iter().chain(others).collect::<Result<Vec<_>>>()?;
-    let [nanos] = memory
-        .cold(team, |_| layers.iter_mut().try_for_each(|layer| layer.attend(team, isa, 1, PAST)))?;
-    let bytes: usize = layers.iter().map(Layer::bytes).sum();
-    Ok(bytes as f64 / nanos.max(1.0) * 1e9)
 }

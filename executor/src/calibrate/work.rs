@@ -16,11 +16,47 @@ use crate::kernels::cpu::pack::{PackedMatrix, pack};
 use crate::memory::Region;
 use crate::team::Team;
 
-/// Heads of the measured attention: those of an 8 B model.
-pub(super) const HEADS: usize = 32;
-pub(super) const KV_HEADS: usize = 8;
-pub(super) const HEAD_DIM: usize = 128;
+/// Tokens of a block of the measured caches.
 pub(super) const BLOCK_TOKENS: usize = 32;
+
+/// Heads of a measured attention.
+#[derive(Clone, Copy, Debug)]
+pub struct Heads {
+    /// Query heads.
+    pub queries: usize,
+    /// Heads of keys and values.
+    pub keys: usize,
+    /// Elements of each.
+    pub elements: usize,
+}
+
+impl Heads {
+    /// Those of an 8 B model.
+    pub const WIDE: Self = Self { queries: 32, keys: 8, elements: 128 };
+    /// Those of a 1 B model.
+    pub const NARROW: Self = Self { queries: 32, keys: 4, elements: 64 };
+
+    /// Query heads that share one of keys and values.
+    pub fn group(self) -> usize {
+        self.queries / self.keys
+    }
+
+    /// Bytes of a token's keys and values, without what elements share.
+    pub fn token_bytes(self, element: Element) -> usize {
+        2 * self.keys * self.elements * element.bytes()
+    }
+
+    /// Scores of a prompt: the triangle that is seen, for each query head.
+    pub fn prompt_scores(self, tokens: usize) -> f64 {
+        (self.queries * (tokens * (tokens + 1) / 2)) as f64
+    }
+
+    /// Operations of a prompt's attention: a multiplication and an addition for each element of each score and each
+    /// value.
+    pub fn prompt_flops(self, tokens: usize) -> f64 {
+        4.0 * self.elements as f64 * self.prompt_scores(tokens)
+    }
+}
 
 /// A packed matrix of made-up weights.
 ///
@@ -61,12 +97,6 @@ pub fn multiply(
         residual: None,
     };
     linear(team, isa, &work, &mut [out])
-}
-
-/// Operations of a prompt's attention: a multiplication and an addition for each score and each value, for the triangle
-/// that is seen.
-pub fn prompt_flops(tokens: usize) -> f64 {
-    (4 * HEADS * HEAD_DIM * (tokens * (tokens + 1) / 2)) as f64
 }
 
 /// Features of the measured mixture, and of each expert's middle: those of a 15 B mixture.
@@ -145,6 +175,7 @@ impl MixtureTokens {
 
 /// One layer's cache for one sequence, and activations to feed it.
 pub struct Layer {
+    heads: Heads,
     shape: CacheShape,
     keys: Region,
     values: Region,
@@ -158,27 +189,35 @@ impl Layer {
     ///
     /// # Errors
     /// When there is no memory.
-    pub fn new(team: &Team, element: Element, tokens: usize, fed: usize) -> Result<Self> {
+    pub fn new(
+        team: &Team,
+        heads: Heads,
+        element: Element,
+        tokens: usize,
+        fed: usize,
+    ) -> Result<Self> {
         let blocks = tokens.div_ceil(BLOCK_TOKENS);
         let shape = CacheShape {
             element,
             blocks,
-            kv_heads: KV_HEADS,
+            kv_heads: heads.keys,
             block_tokens: BLOCK_TOKENS,
-            head_dim: HEAD_DIM,
+            head_dim: heads.elements,
         };
         let region = || -> Result<Region> {
             let mut region = Region::new(shape.region_bytes().next_multiple_of(8))?;
             touch(team, region.as_mut_slice());
             Ok(region)
         };
+        let width = heads.queries * heads.elements;
         Ok(Self {
+            heads,
             shape,
             keys: region()?,
             values: region()?,
             blocks: (0..blocks as u32).collect(),
-            activations: (0..fed * HEADS * HEAD_DIM).map(made_up).collect(),
-            out: vec![0.0; fed * HEADS * HEAD_DIM],
+            activations: (0..fed * width).map(made_up).collect(),
+            out: vec![0.0; fed * width],
         })
     }
 
@@ -192,17 +231,18 @@ impl Layer {
     /// # Errors
     /// When they are more than the context.
     pub fn attend(&mut self, team: &Team, isa: Isa, tokens: usize, past: usize) -> Result<()> {
-        let (q, kv) = (tokens * HEADS * HEAD_DIM, tokens * KV_HEADS * HEAD_DIM);
+        let Heads { queries, keys, elements } = self.heads;
+        let (q, kv) = (tokens * queries * elements, tokens * keys * elements);
         let sequences = [Sequence { first_token: 0, tokens, past, blocks: &self.blocks }];
         let work = Attention {
             q: &self.activations[..q],
             k: &self.activations[..kv],
             v: &self.activations[..kv],
             sequences: &sequences,
-            heads: HEADS,
-            group: HEADS / KV_HEADS,
+            heads: queries,
+            group: self.heads.group(),
             first_head: 0,
-            scale: 1.0 / (HEAD_DIM as f32).sqrt(),
+            scale: 1.0 / (elements as f32).sqrt(),
             window: None,
             soft_cap: None,
             q_norm: None,

@@ -4,8 +4,9 @@ use std::collections::BTreeSet;
 
 use anyhow::{Result, bail, ensure};
 
-use super::{Device, DeviceKind, LinearRate, Machine, Rates};
+use super::{CacheRate, Device, DeviceKind, LinearRate, Machine, Rates};
 use crate::id::Id as _;
+use crate::tensor::DType;
 
 /// The least rate a second of anything: what is smaller was meant in larger units, and times by it are beyond 64 bits.
 const LEAST_RATE: f64 = 1e3;
@@ -61,15 +62,20 @@ impl Machine {
     }
 }
 
+/// The rates of attention of that name.
+fn check_cache_rate(name: &str, rate: &CacheRate) -> Result<()> {
+    check_rate("attention_flops_per_sec", name, rate.attention_flops_per_sec)?;
+    check_nanos("prompt_score_nanos", name, rate.prompt_score_nanos)?;
+    check_rate("cache_bytes_per_sec", name, rate.cache_bytes_per_sec)?;
+    check_nanos("score_nanos", name, rate.score_nanos)
+}
+
 /// The rates of the device of that name.
 fn check_rates(name: &str, rates: &Rates) -> Result<()> {
     check_rate("read_bytes_per_sec", name, rates.read_bytes_per_sec)?;
-    check_rate("attention_flops_per_sec", name, rates.attention_flops_per_sec)?;
-    check_rate("cache_bytes_per_sec", name, rates.cache_bytes_per_sec)?;
+    check_cache_rate(name, &rates.attention(DType::Bf16))?;
     for rate in &rates.other_caches {
-        let cache_name = format!("{} caches of {name}", rate.kv_type);
-        check_rate("attention_flops_per_sec", &cache_name, rate.attention_flops_per_sec)?;
-        check_rate("cache_bytes_per_sec", &cache_name, rate.cache_bytes_per_sec)?;
+        check_cache_rate(&format!("{} caches of {name}", rate.kv_type), rate)?;
     }
     check_nanos("step_nanos", name, rates.step_nanos)?;
     check_nanos("attention_nanos", name, rates.attention_nanos)?;

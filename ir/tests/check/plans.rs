@@ -127,6 +127,8 @@ impl Builder {
             linear: vec![],
             attention_flops_per_sec: 1e10,
             attention_nanos: 0.0,
+            prompt_score_nanos: 0.0,
+            score_nanos: 0.0,
             experts: Vec::new(),
             shared_experts: Vec::new(),
             cache_bytes_per_sec: 1e10,

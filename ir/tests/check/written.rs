@@ -16,13 +16,15 @@ use crate::named;
 use crate::plans::{d, one_device, streamed, tensor_parallel};
 
 /// Fields that say something only where they are written.
-const OPTIONAL: [&str; 9] = [
+const OPTIONAL: [&str; 11] = [
     "collectives",
     "cpu_caches",
     "other_caches",
     "experts",
     "shared_experts",
     "attention_nanos",
+    "prompt_score_nanos",
+    "score_nanos",
     "nanos",
     "also_unpacked",
     "part",
@@ -42,7 +44,9 @@ fn plans() -> [Plan; 3] {
     device.rates.other_caches.push(CacheRate {
         kv_type: DType::I8,
         attention_flops_per_sec: 1e10,
+        prompt_score_nanos: 0.1,
         cache_bytes_per_sec: 1e10,
+        score_nanos: 0.1,
     });
     plan.ropes[RopeId::from_index(0)].frequencies =
         Frequencies::Switched { short: vec![1.0; 2], long: vec![1.0; 2], original_tokens: 8 };
@@ -131,9 +135,8 @@ fn a_machine_need_not_tell_what_nothing_depends_on() {
     let machine = plans()[0].machine.clone();
     let mut text = machine.to_ron().unwrap();
     let curves = ["experts", "shared_experts", "other_caches"];
-    for optional in
-        ["collectives", "cpu_caches", "attention_nanos", "nanos"].into_iter().chain(curves)
-    {
+    let times = ["attention_nanos", "prompt_score_nanos", "score_nanos", "nanos"];
+    for optional in ["collectives", "cpu_caches"].into_iter().chain(times).chain(curves) {
         let name = fields(&text).into_iter().find(|name| &text[name.clone()] == optional).unwrap();
         text.replace_range(name.start..end_of_value(&text, name.end), "");
     }

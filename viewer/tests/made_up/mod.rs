@@ -132,6 +132,8 @@ fn machine(wish: Wish) -> Machine {
             }],
             attention_flops_per_sec: speed * 10.0,
             attention_nanos: 0.0,
+            prompt_score_nanos: 0.0,
+            score_nanos: 0.0,
             experts: Vec::new(),
             shared_experts: Vec::new(),
             cache_bytes_per_sec: speed,

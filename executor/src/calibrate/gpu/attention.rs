@@ -7,11 +7,13 @@ use ir::tensor::DType;
 use ir::workspace;
 
 use super::{Meter, rate};
-use crate::calibrate::work::{BLOCK_TOKENS, HEAD_DIM, HEADS, KV_HEADS, prompt_flops};
+use crate::calibrate::work::{BLOCK_TOKENS, Heads};
 use crate::kernels::gpu::attention::decode::Decode;
 use crate::kernels::gpu::attention::prefill::Prefill;
 use crate::kernels::gpu::attention::{Cache, Reach, Tokens};
 use crate::kernels::gpu::device::Span;
+
+const HEADS: Heads = Heads::WIDE;
 
 impl Meter<'_> {
     /// Operations a second of a prompt's attention.
@@ -24,13 +26,13 @@ impl Meter<'_> {
             self.gpu.prefill(&Prefill { attention, cache, tokens, queries }, out);
             Ok(())
         })?;
-        Ok(prompt_flops(prompt) / nanos * 1e9)
+        Ok(HEADS.prompt_flops(prompt) / nanos * 1e9)
     }
 
     /// Bytes of keys and values per second when one token looks back, and what that takes beside them.
     pub(super) fn cache(&self, step_nanos: f64) -> Result<(f64, f64)> {
         let pasts = [2 * self.sizes.prompt, self.sizes.prompt / 8];
-        let bytes = pasts.map(|past| (past * 2 * KV_HEADS * HEAD_DIM * 2) as f64);
+        let bytes = pasts.map(|past| (past * 2 * HEADS.keys * HEADS.elements * 2) as f64);
         let nanos = [self.look_back(pasts[0])?, self.look_back(pasts[1])?];
         Ok(rate(bytes, nanos, step_nanos))
     }
@@ -43,7 +45,7 @@ impl Meter<'_> {
         let [values, stats] = workspace::attention_terms(
             &layers[0].attention,
             1,
-            workspace::attention_splits(KV_HEADS as u32, 1),
+            workspace::attention_splits(HEADS.keys as u32, 1),
         );
         let workspace = self.gpu.allocate((values + stats) as usize)?;
         let mut turns = layers.iter().cycle();
@@ -86,8 +88,8 @@ impl Layer {
     fn new(meter: &Meter<'_>, tokens: usize, length: usize) -> Result<Self> {
         let gpu = meter.gpu;
         let cached = length.div_ceil(BLOCK_TOKENS);
-        let elements = cached * BLOCK_TOKENS * KV_HEADS * HEAD_DIM;
-        let width = HEADS * HEAD_DIM;
+        let elements = cached * BLOCK_TOKENS * HEADS.keys * HEADS.elements;
+        let width = HEADS.queries * HEADS.elements;
         let integers = |values: &[i32]| -> Result<Span> {
             let span = gpu.allocate(size_of_val(values))?;
             gpu.write(&span, bytemuck::cast_slice(values))?;
@@ -97,12 +99,12 @@ impl Layer {
         Ok(Self {
             attention: op::Attention {
                 cache: CacheId::from_index(0),
-                heads: HEADS as u32,
-                kv_heads: KV_HEADS as u32,
-                head_dim: HEAD_DIM as u32,
-                group: (HEADS / KV_HEADS) as u32,
+                heads: HEADS.queries as u32,
+                kv_heads: HEADS.keys as u32,
+                head_dim: HEADS.elements as u32,
+                group: HEADS.group() as u32,
                 first_head: 0,
-                scale: 1.0 / (HEAD_DIM as f32).sqrt(),
+                scale: 1.0 / (HEADS.elements as f32).sqrt(),
                 window: None,
                 soft_cap: None,
                 q_norm: None,
