@@ -178,9 +178,7 @@ pub(crate) fn move_nanos(
     let Device { rates, kind, .. } = &target.machine.devices[device];
     let (mut latency, mut crossing) = (0f64, 0.0);
     for &(from, bytes) in incoming.iter().filter(|(from, _)| *from != device) {
-        let link = target.machine.link(from, device).with_context(|| {
-            format!("no link leads from {} to {}", target.name(from), target.name(device))
-        })?;
+        let link = target.machine.need_link(from, device)?;
         // Messages of several peers are under way at once; their bytes share the receiver's port.
         latency = latency.max(link.latency_nanos);
         crossing += nanos_at(bytes as f64, link.bytes_per_sec);
@@ -224,9 +222,7 @@ pub(crate) fn fetch_nanos(
     bytes: u64,
     is_shared: bool,
 ) -> Result<f64> {
-    let link = target.machine.link(home, device).with_context(|| {
-        format!("no link leads from {} to {}", target.name(home), target.name(device))
-    })?;
+    let link = target.machine.need_link(home, device)?;
     let share = if is_shared { target.machine.devices[home].rates.beside_fetch } else { 1.0 };
     Ok(link.latency_nanos + nanos_at(bytes as f64, link.bytes_per_sec * share))
 }

@@ -2,7 +2,7 @@
 
 use std::path::{Component, Path, PathBuf};
 
-use anyhow::Result;
+use anyhow::{Result, ensure};
 use ir::asked::Asked;
 use ir::forecast::{Candidate, Forecast, ProgramForecast};
 use ir::model::CheckpointFile;
@@ -117,6 +117,14 @@ pub(crate) fn complete(
             *file = CheckpointFile { path: relative(&file.path, folder), ..file.clone() };
         }
         plan.model.folder = relative(&plan.model.folder, folder);
+    }
+    let files = plan.files.rows().iter().map(|file| &file.path);
+    for path in files.chain([&plan.model.folder]) {
+        ensure!(
+            path.to_str().is_some(),
+            "a plan is text and cannot name {}, which is not in UTF-8: rename it, or write the plan into that folder",
+            path.display()
+        );
     }
     plan.asked = options.asked();
     plan.forecast.candidates = candidates;

@@ -359,7 +359,7 @@ fn first(task: &Task<'_>, ranks: usize) -> Result<Vec<DeviceId>> {
     });
     ensure!(
         ranks <= devices.len(),
-        "{ranks} ranks need as many devices; the machine has {}{}",
+        "{ranks} ranks need as many devices; {} are there{}",
         devices.len(),
         advice_to_split(machine, ranks)
     );
@@ -388,6 +388,7 @@ fn advice_to_split(machine: &Machine, ranks: usize) -> String {
         return String::new();
     }
     format!(
-        ": `hybridc probe --split {parts} -o machine.ron` divides its nodes, for --machine machine.ron"
+        ": `hybridc probe --split {parts} -o machine.ron`, on the machine that is planned for, divides its nodes, and \
+         --machine machine.ron plans with them"
     )
 }

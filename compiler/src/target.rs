@@ -98,6 +98,13 @@ impl Target {
             file.map_or("the machine".to_owned(), |file| file.display().to_string())
         })?;
         let machine = reduced(machine, options)?;
+        let most_sequences = u32::MAX / (context.div_ceil(BLOCK_TOKENS)).max(1);
+        ensure!(
+            options.max_sequences <= most_sequences,
+            "{} sequences of {context} tokens have more cache blocks than are counted: lower --max-sequences to \
+             {most_sequences}",
+            options.max_sequences
+        );
         let has_gpu = machine.devices.rows().iter().any(|device| device.kind.is_gpu());
         let most_tokens = if has_gpu { most_tokens(model) } else { u32::MAX };
         let most_sequences = if has_gpu { most_tokens.min(most_rows(model)) } else { u32::MAX };

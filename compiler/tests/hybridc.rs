@@ -191,7 +191,7 @@ fn what_is_wrong_with_a_machine_is_told_by_file_and_field() {
     };
     check(
         |machine| machine.devices.rows_mut()[0].rates.read_bytes_per_sec = 0.0,
-        "read_bytes_per_sec of numa0 is 0; at least 1000 is meant",
+        "read_bytes_per_sec of numa0 is 0.0; at least 1000 is meant",
     );
     check(
         |machine| machine.devices.rows_mut()[1].rates.step_nanos = -5.0,
@@ -199,7 +199,7 @@ fn what_is_wrong_with_a_machine_is_told_by_file_and_field() {
     );
     check(
         |machine| machine.devices.rows_mut()[1].rates.linear[0].points[0].weights_per_sec = 7.0,
-        "weights_per_sec of f32 (tokens: 1) in linear of numa1 is 7; at least 1000 is meant",
+        "weights_per_sec of f32 (tokens: 1) in linear of numa1 is 7.0; at least 1000 is meant",
     );
     check(
         |machine| machine.devices.rows_mut()[0].rates.linear[0].points.clear(),
@@ -211,7 +211,7 @@ fn what_is_wrong_with_a_machine_is_told_by_file_and_field() {
     );
     check(
         |machine| machine.links[1].bytes_per_sec = 24.0,
-        "bytes_per_sec of link 1 (from 1 to 0) is 24; at least 1000 is meant",
+        "bytes_per_sec of link 1 (from 1 to 0) is 24.0; at least 1000 is meant",
     );
 }
 

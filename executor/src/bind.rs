@@ -6,7 +6,7 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Context as _, Result, bail, ensure};
 use burn::tensor::Device as BurnDevice;
 use hwlocality::Topology;
 use hwlocality::cpu::binding::CpuBindingFlags;
@@ -97,6 +97,30 @@ pub(crate) fn team_cpus<'a>(plan: &Plan, cpus: &'a [u32], options: &Options) -> 
     let [computing, _] = shared_out(plan, cpus);
     let threads = options.threads.unwrap_or(computing.len());
     &cpus[..threads.clamp(1, cpus.len())]
+}
+
+/// Whether this process may use all processors that a plan's teams are bound to.
+///
+/// # Errors
+/// When it may not: a member that shares a processor with another holds up all of its team.
+pub(crate) fn ensure_processors(plan: &Plan, options: &Options) -> Result<()> {
+    let topology = Topology::new().context("reading the machine's topology")?;
+    // Where the system does not tell, threads are bound as far as it binds them.
+    let Ok(allowed) = topology.cpu_binding(CpuBindingFlags::PROCESS) else { return Ok(()) };
+    let allowed: BTreeSet<u32> = allowed.iter_set().map(|cpu| usize::from(cpu) as u32).collect();
+    for lane in lanes(plan) {
+        let device = &plan.machine.devices[lane.device];
+        let DeviceKind::Numa { cpus, .. } = &device.kind else { continue };
+        let cpus = team_cpus(plan, cpus, options);
+        if let Some(cpu) = cpus.iter().find(|cpu| !allowed.contains(cpu)) {
+            bail!(
+                "{} computes on processor {cpu} in this plan, and this process may not use that: start it without \
+                 the limit (taskset, a container's cpuset), or compile the plan under the same one",
+                device.name
+            );
+        }
+    }
+    Ok(())
 }
 
 /// Whether every NUMA node that computes has as many threads as if nothing were said of them.

@@ -181,6 +181,7 @@ pub fn load(
         !(is_plain && file.plan.borrows()),
         "GPUs borrow caches of NUMA nodes in this plan, which takes CPU devices with kernels of our own"
     );
+    bind::ensure_processors(&file.plan, options)?;
     ensure_host_memory(&file.plan, probe::available_memory())?;
     let checkpoint = Arc::new(Checkpoint::open(&file.plan.files, &file.folder)?);
     let plan = Arc::new(file.plan);

@@ -318,7 +318,7 @@ fn highest(logits: &[f32]) -> Result<Candidate> {
         let id = logits.iter().position(|&logit| !is_usable(logit)).unwrap_or_default();
         bail!(
             "the logit of token {id} is {}: the checkpoint has weights that are no numbers, or the model overflows in \
-             the plan's formats; compile it with --format f32 to see which",
+             formats of less than 32 bits, which a plan compiled with --format f32 does not have",
             logits[id]
         );
     }

@@ -247,6 +247,21 @@ impl Machine {
     pub fn link(&self, from: DeviceId, to: DeviceId) -> Option<&Link> {
         self.links.iter().find(|link| link.from == from && link.to == to)
     }
+
+    /// The same.
+    ///
+    /// # Errors
+    /// When there is none.
+    pub fn need_link(&self, from: DeviceId, to: DeviceId) -> Result<&Link> {
+        let name = |id: DeviceId| &self.devices[id].name;
+        self.link(from, to).with_context(|| {
+            format!(
+                "no link leads from {} to {}: add one to the machine's links, or ask for devices that have them",
+                name(from),
+                name(to)
+            )
+        })
+    }
 }
 
 impl LinearRate {

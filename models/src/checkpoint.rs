@@ -49,6 +49,7 @@ impl Checkpoint {
         let path =
             std::path::absolute(path).with_context(|| format!("reading {}", path.display()))?;
         let name = path.display();
+        ensure_link_leads_somewhere(&path)?;
         let kind = std::fs::metadata(&path).map_err(|error| {
             if error.kind() == ErrorKind::NotFound {
                 // Other programs take a name of the hub here.
@@ -243,6 +244,7 @@ const WEIGHT_ENDINGS: [&str; 5] = [".safetensors", ".gguf", ".bin", ".pth", ".pt
 fn entrance(folder: &Path) -> Result<PathBuf> {
     for name in ["model.safetensors", INDEX] {
         let path = folder.join(name);
+        ensure_link_leads_somewhere(&path)?;
         if path.exists() {
             return Ok(path);
         }
@@ -270,10 +272,25 @@ fn entrance(folder: &Path) -> Result<PathBuf> {
     )
 }
 
+/// A cache of the hub that was copied in part has links to files that were not.
+fn ensure_link_leads_somewhere(path: &Path) -> Result<()> {
+    if let (Ok(target), Err(error)) = (std::fs::read_link(path), std::fs::metadata(path)) {
+        let target = target.display();
+        return Err(anyhow!(error).context(format!(
+            "{}: a link to {target}, which cannot be read; copy what it leads to as well",
+            path.display()
+        )));
+    }
+    Ok(())
+}
+
 fn map(path: &Path) -> Result<(File, Mmap)> {
     let reading = || format!("reading {}", path.display());
+    ensure_link_leads_somewhere(path)?;
+    // To open a pipe would wait for whoever writes to it.
+    let kind = std::fs::metadata(path).with_context(reading)?;
+    ensure!(kind.is_file(), "{}: not a file", path.display());
     let file = File::open(path).with_context(reading)?;
-    ensure!(file.metadata().with_context(reading)?.is_file(), "{}: not a file", path.display());
     #[expect(unsafe_code, reason = "a checkpoint can exceed memory, so it is mapped and not read")]
     // SAFETY: the map is read-only and private to this module. Another process that shortens the file
     // meanwhile ends this one with SIGBUS, which no reader of mapped files can rule out.

@@ -5,7 +5,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use compiler::Options;
 use ir::graph::{Cause, Reason};
 use ir::id::{DeviceId, Id as _, WeightId};
+use ir::machine::{Device, Link, Machine};
 use ir::plan::{Action, Plan};
+use tests::first_decode;
 use tests::machines::{gpu, h200, linked, numa};
 use tests::made_up::{LlamaShape, MadeUp};
 use tests::toys::Toy;
@@ -64,4 +66,55 @@ fn what_stays_says_what_the_gpu_lacks_for_it() {
         lacking += 1;
     }
     assert!(lacking > 0);
+}
+
+/// Causes speak of blocks one by one, and those of a plan are added up for people.
+#[test]
+fn what_more_memory_would_save_is_what_it_saves() {
+    let options = Options { prefill_tokens: Some(2048), ..Options::default() };
+    let model = MadeUp::llama(LlamaShape::LLAMA_8B).model();
+    let compile = |machine: &Machine| {
+        compiler::compile(&model, machine, &options, &mut |_, _| ()).expect("it fits")
+    };
+    let decode = |plan: &Plan| plan.forecast.programs[first_decode(plan)].nanos as f64;
+    let least = decode(&compile(&h200(120 * GIB)));
+    for (gib, nodes) in [(5, 1), (10, 1), (5, 2), (10, 2)] {
+        let mut machine = h200(gib * GIB);
+        if nodes == 2 {
+            add_node(&mut machine);
+        }
+        let plan = compile(&machine);
+        let mut savings: BTreeMap<&str, i64> = BTreeMap::new();
+        for step in plan.programs[0].steps.rows() {
+            let layer = step.name.split('.').find(|part| part.parse::<u32>().is_ok());
+            if let (Some(layer), Some(other)) = (layer, &plan.causes[step.cause].runner_up)
+                && other.devices[0].index() == 0
+            {
+                savings.insert(layer, -other.gap_nanos);
+            }
+        }
+        let saving = savings.values().sum::<i64>() as f64;
+        let real = decode(&plan) - least;
+        assert!((0.7..1.2).contains(&(saving / real)), "{gib} GiB, {nodes}: {saving} of {real}");
+    }
+}
+
+/// A second node like the first, linked as that is.
+fn add_node(machine: &mut Machine) {
+    let node = Device { name: "numa1".into(), ..machine.devices.rows()[1].clone() };
+    let node = machine.devices.push(node);
+    let [gpu, first] = [0, 1].map(DeviceId::from_index);
+    let links = machine.links.clone();
+    let of = |id: DeviceId| if id == first { node } else { id };
+    machine.links.extend(links.iter().map(|link| Link {
+        from: of(link.from),
+        to: of(link.to),
+        ..link.clone()
+    }));
+    let between = links.iter().find(|link| link.from == gpu).cloned().expect("the GPU has a link");
+    machine.links.extend([(first, node), (node, first)].map(|(from, to)| Link {
+        from,
+        to,
+        ..between
+    }));
 }

@@ -86,6 +86,24 @@ fn a_folder_without_checkpoint_is_refused() {
 }
 
 #[test]
+#[cfg(unix)]
+fn links_to_nothing_and_what_is_no_file_are_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.safetensors");
+    std::os::unix::fs::symlink("../blobs/abc", &path).unwrap();
+    for named in [folder.path(), &path] {
+        let error = format!("{:#}", models::lower(named).unwrap_err());
+        let expected = format!("{}: a link to ../blobs/abc, which cannot be read", path.display());
+        assert!(error.starts_with(&expected), "{error}");
+    }
+    fs::remove_file(&path).unwrap();
+    // It would be waited for whoever writes to it.
+    assert!(std::process::Command::new("mkfifo").arg(&path).status().unwrap().success());
+    let error = format!("{:#}", models::lower(folder.path()).unwrap_err());
+    assert_eq!(error, format!("{}: not a file", path.display()));
+}
+
+#[test]
 fn a_missing_file_is_named() {
     assert_eq!(
         format!("{:#}", models::lower(Path::new("/nowhere/model.safetensors")).unwrap_err()),

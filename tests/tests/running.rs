@@ -3,6 +3,9 @@
 #[expect(dead_code, reason = "each test file uses a part")]
 mod common;
 
+use std::collections::BTreeSet;
+use std::path::Path;
+use std::process::Command;
 use std::sync::atomic::AtomicBool;
 
 use common::{
@@ -10,6 +13,7 @@ use common::{
 };
 use executor::batch::Batch;
 use executor::load::{self, GpuDriver, Options, PlanFile};
+use ir::machine::DeviceKind;
 use ir::plan::Plan;
 
 const MODEL: &str = "llama3";
@@ -317,4 +321,47 @@ fn plans_that_do_not_fit_their_surroundings_are_refused() {
     assert!(message.contains("plan.ron") && message.contains("version 999"), "{message}");
     let message = opened(text[..text.len() / 2].to_owned());
     assert!(message.contains("plan.ron"), "{message}");
+}
+
+/// Where a plan lies that this process, bound to its first processor, is to refuse.
+const BOUND: &str = "HYBRID_TEST_BOUND_PLAN";
+
+#[test]
+fn processors_that_the_process_may_not_use_are_named() {
+    if let Ok(path) = std::env::var(BOUND) {
+        let file = PlanFile::open(Path::new(&path)).unwrap();
+        let error = load::load(file, &Options::default(), |_, _| ()).err().unwrap().to_string();
+        assert!(error.contains("numa1 computes on processor"), "{error}");
+        assert!(error.contains("this process may not use that"), "{error}");
+        return;
+    }
+    let plan = compile(MODEL, Shape::Shared, |_| ());
+    let cpus: BTreeSet<u32> = plan
+        .machine
+        .devices
+        .rows()
+        .iter()
+        .flat_map(|device| match &device.kind {
+            DeviceKind::Numa { cpus, .. } => cpus.clone(),
+            DeviceKind::Gpu { .. } => Vec::new(),
+        })
+        .collect();
+    let DeviceKind::Numa { cpus: first, .. } = &plan.machine.devices.rows()[0].kind else {
+        panic!("the first device is a node")
+    };
+    if cpus.len() < 2 {
+        return eprintln!("skipped: this process may use one processor");
+    }
+    let (folder, _file) = written(&plan);
+    let first: Vec<String> = first.iter().map(u32::to_string).collect();
+    let again = Command::new("taskset")
+        .args(["-c", &first.join(",")])
+        .arg(std::env::current_exe().unwrap())
+        .args(["--exact", "processors_that_the_process_may_not_use_are_named"])
+        .env(BOUND, folder.path().join("plan.ron"))
+        .output();
+    match again {
+        Ok(output) => assert!(output.status.success(), "{output:?}"),
+        Err(error) => eprintln!("skipped: taskset: {error}"),
+    }
 }

@@ -1,6 +1,6 @@
 //! The arrangements worth pricing: one device, pipelines of devices and groups, shared layers.
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Result, ensure};
 use ir::id::DeviceId;
 use rayon::prelude::*;
 
@@ -105,9 +105,7 @@ impl Prices<'_> {
             devices.iter().map(|&device| self.price(&Group::one(device))).collect::<Result<_>>()?;
         let sequence: Vec<&Priced> = priced.iter().collect();
         for pair in devices.windows(2) {
-            let names = (self.task.target.name(pair[0]), self.task.target.name(pair[1]));
-            handover(self.task, pair[0], pair[1])
-                .with_context(|| format!("no link leads from {} to {}", names.0, names.1))?;
+            self.task.target.machine.need_link(pair[0], pair[1])?;
         }
         // Nothing fits: stages by memory alone show how much is missing where.
         let pipeline = self.pipeline(&sequence, Goal::Busiest, true);

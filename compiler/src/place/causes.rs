@@ -8,14 +8,14 @@ use ir::forecast::DeviceForecast;
 use ir::graph::{Cause, Reason, RunnerUp};
 use ir::id::{DeviceId, NodeId, Table, WeightId};
 use ir::op::{Op, Products};
-use ir::plan::Phase;
+use ir::plan::{Phase, Queue};
 
-use crate::cost::fetch_nanos;
+use crate::graphs::Graphs;
 use crate::options::{Options, Request};
 use crate::part::WeightKey;
 use crate::place::arrangement::Arrangement;
 use crate::place::group::Group;
-use crate::place::prices::{Priced, Prices, decode_nanos, handover};
+use crate::place::prices::{Priced, Prices, decode_nanos, handover, judged_decode_plan};
 use crate::place::units::Units;
 use crate::place::{Layouts, Offer, Pins};
 use crate::task::Task;
@@ -88,7 +88,7 @@ pub(crate) fn explain(
         causes.push(cause);
     }
     let torn = torn_units(task, units, pins);
-    let staying = staying(task, arrangement, units)?;
+    let staying = staying(task, arrangement, units, layouts)?;
     for nodes in layouts.nodes.iter_mut() {
         for (id, placed) in nodes.ids().zip(nodes.rows_mut()) {
             if placed.cause.reason == Reason::FollowsInput {
@@ -165,19 +165,19 @@ fn lacks(task: &Task<'_>, taken: &Table<DeviceId, u64>, other: &Priced, unit: us
 struct Staying {
     /// Its bytes, were it on the GPU.
     bytes: u64,
-    /// What a decode step would take longer with it there; `None` where that cannot be told.
+    /// What a decode step would take longer with all of the unit there; `None` where that cannot be told.
     gap_nanos: Option<i64>,
 }
 
 /// For each unit what stays: weights, and caches that hosts attend to.
-fn staying(task: &Task<'_>, arrangement: &Arrangement, units: &Units) -> Result<Vec<Staying>> {
+fn staying(
+    task: &Task<'_>,
+    arrangement: &Arrangement,
+    units: &Units,
+    layouts: &Layouts,
+) -> Result<Vec<Staying>> {
     let Some(hosted) = &arrangement.hosted else { return Ok(Vec::new()) };
-    let mut all = vec![Staying { bytes: 0, gap_nanos: Some(0) }; units.len()];
-    let mut times: BTreeMap<DeviceId, Option<Table<NodeId, u64>>> = BTreeMap::new();
-    let mut nanos = |device: DeviceId, id: NodeId| -> Option<i64> {
-        let times = times.entry(device).or_insert_with(|| decode_nanos(task, device));
-        Some(times.as_ref()?[id] as i64)
-    };
+    let mut all = vec![Staying { bytes: 0, gap_nanos: None }; units.len()];
     let nodes = || task.model.layers.nodes();
     // Vectors may be those of what the GPU does as well, and of what is fetched they alone are there.
     let is_matrix = |weight: WeightId| task.model.weights[weight].shape.len() > 1;
@@ -191,7 +191,9 @@ fn staying(task: &Task<'_>, arrangement: &Arrangement, units: &Units) -> Result<
     let there = nodes().flat_map(weights_of).filter(|&(id, weight)| is_there(id, weight));
     let mut counted: BTreeSet<WeightId> = there.map(|(_, weight)| weight).collect();
     for (id, node) in nodes() {
-        let Some(hosting) = hosted.nodes[id] else { continue };
+        if hosted.nodes[id].is_none() {
+            continue;
+        }
         let gpu = arrangement.group_of(units.of[id]).devices[0];
         let weights = node.work.weights();
         let more = weights.iter().filter(|&&weight| counted.insert(weight));
@@ -202,26 +204,37 @@ fn staying(task: &Task<'_>, arrangement: &Arrangement, units: &Units) -> Result<
             }
             Some(Products::Linear(_) | Products::Experts(_)) | None => 0,
         };
-        let there = nanos(gpu, id);
-        let here = if !hosting.is_fetched(Phase::Decode) {
-            nanos(hosting.home, id)
-        } else if node.work.takes_fetched() {
-            // The link works while the GPU does.
-            let mut crossing = 0.0;
-            for &weight in weights.iter().filter(|&&weight| is_matrix(weight)) {
-                let bytes = WeightKey::whole(task, weight, hosting.home).bytes(task);
-                crossing += fetch_nanos(task.target, hosting.home, gpu, bytes, true)?;
-            }
-            there.map(|there| there.max(crossing as i64))
-        } else {
-            there
-        };
-        let staying = &mut all[units.of[id]];
-        staying.bytes += bytes + cache;
-        staying.gap_nanos =
-            staying.gap_nanos.zip(there).zip(here).map(|((gap, there), here)| gap + there - here);
+        all[units.of[id]].bytes += bytes + cache;
+    }
+    let here = busiest(task, units, layouts)?;
+    let mut times: BTreeMap<DeviceId, Option<Table<NodeId, u64>>> = BTreeMap::new();
+    for (unit, staying) in all.iter_mut().enumerate() {
+        let gpu = arrangement.group_of(unit).devices[0];
+        let times = times.entry(gpu).or_insert_with(|| decode_nanos(task, gpu));
+        let Some(times) = times else { continue };
+        let of_unit = times.iter().filter(|(id, _)| units.of[*id] == unit);
+        let there: u64 = of_unit.map(|(_, nanos)| nanos).sum();
+        staying.gap_nanos = Some(there as i64 - here[unit] as i64);
     }
     Ok(all)
+}
+
+/// What the busiest device does for each unit in a decode step, in nanoseconds: the others work at the same time.
+fn busiest(task: &Task<'_>, units: &Units, layouts: &Layouts) -> Result<Vec<u64>> {
+    let nodes = task.model.layers.nodes();
+    let of_name: BTreeMap<&str, usize> =
+        nodes.map(|(id, node)| (node.name.as_str(), units.of[id])).collect();
+    let plan = judged_decode_plan(task, &Graphs::new(task.model, layouts, &mut |_, _| ())?)?;
+    let program = &plan.programs[0];
+    let mut busy = vec![task.per_device(0u64); units.len()];
+    for lane in program.lanes.iter().filter(|lane| lane.queue == Queue::Compute) {
+        for step in lane.steps.iter().map(|&step| &program.steps[step]) {
+            if let Some(&unit) = of_name.get(step.name.as_str()) {
+                busy[unit][lane.device] += step.estimate_nanos;
+            }
+        }
+    }
+    Ok(busy.iter().map(|busy| busy.rows().iter().copied().max().unwrap_or(0)).collect())
 }
 
 /// Why some of a unit stays beside the GPU of its stage: that has no room for it, with everything else where it is.

@@ -197,13 +197,20 @@ pub(crate) fn decode_nanos(task: &Task<'_>, device: DeviceId) -> Option<Table<No
     let layers = &task.model.layers;
     let group_of = layers.nodes().map(|_| 0).collect();
     let graphs = arrange(task, &[Group::one(device)], &group_of).ok()?;
-    let batches = priced_batches(task.target);
-    let batch = judged_decode(task.target, &batches).clone();
-    let plan = emit(task, &graphs, &[batch]).ok()?;
+    let plan = judged_decode_plan(task, &graphs).ok()?;
     // Without movement there is one step for each node, in the same order.
     let steps = plan.programs[0].steps.rows();
     assert_eq!(steps.len(), layers.len(), "insert_moves moved something on one device");
     Some(steps.iter().map(|step| step.estimate_nanos).collect())
+}
+
+/// A plan of the decode alone that placements are judged by.
+///
+/// # Errors
+/// When a device does not compute what it is to.
+pub(crate) fn judged_decode_plan(task: &Task<'_>, graphs: &Graphs) -> Result<Plan> {
+    let batches = priced_batches(task.target);
+    emit(task, graphs, &[judged_decode(task.target, &batches).clone()])
 }
 
 /// The placed graphs of nodes on groups, with their moves.

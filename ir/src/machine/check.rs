@@ -24,6 +24,11 @@ impl Machine {
         ensure!(devices > 0, "there are no devices");
         for (id, device) in self.devices.iter() {
             let name = &device.name;
+            // Options list devices between commas, and give them shares and formats.
+            ensure!(
+                !name.is_empty() && name.chars().all(|c| c.is_alphanumeric() || "-_.".contains(c)),
+                "a device is named {name:?}; letters, digits, hyphens, underscores and points are meant, one at least"
+            );
             ensure!(self.device(name) == Some(id), "two devices are named {name}");
             if let DeviceKind::Numa { cpus, .. } = &device.kind {
                 ensure!(
@@ -53,6 +58,11 @@ impl Machine {
             ensure!(from != to, "{link_name}: a device needs none to itself");
             check_rate("bytes_per_sec", &link_name, link.bytes_per_sec)?;
             check_nanos("latency_nanos", &link_name, link.latency_nanos)?;
+            let others = &self.links[..index];
+            ensure!(
+                others.iter().all(|other| (other.from, other.to) != (link.from, link.to)),
+                "{link_name}: another leads there, too; one each way is meant"
+            );
         }
         if let Some(collectives) = &self.collectives {
             check_rate("bytes_per_sec", "collectives", collectives.bytes_per_sec)?;
@@ -87,8 +97,10 @@ fn check_rates(name: &str, rates: &Rates) -> Result<()> {
     let linear = rates.linear.iter().map(|rate| ("linear", rate));
     let experts = rates.experts.iter().map(|rate| ("experts", rate));
     let shared = rates.shared_experts.iter().map(|rate| ("shared_experts", rate));
+    let mut seen = BTreeSet::new();
     for (field, LinearRate { format, points }) in linear.chain(experts).chain(shared) {
         let curve = format!("{format} in {field} of {name}");
+        ensure!(seen.insert((field, *format)), "{curve} has two curves; one is meant");
         ensure!(
             !points.is_empty() && points[0].tokens > 0,
             "points of {curve}: one at least is meant, of one token or more"
@@ -109,7 +121,7 @@ fn check_rates(name: &str, rates: &Rates) -> Result<()> {
 fn check_rate(field: &str, name: &str, rate: f64) -> Result<()> {
     ensure!(
         rate.is_finite() && rate >= LEAST_RATE,
-        "{field} of {name} is {rate}; at least {LEAST_RATE} is meant"
+        "{field} of {name} is {rate:?}; at least {LEAST_RATE} is meant"
     );
     Ok(())
 }
