@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, anyhow};
 use ir::id::DeviceId;
-use ir::machine::{Device, DeviceKind, Machine};
+use ir::machine::{Device, DeviceKind, Machine, Rates};
 
 use crate::bind::beside_gpus;
 use crate::kernels::cpu::isa::Isa;
@@ -40,11 +40,17 @@ const MOST_TIME: Duration = Duration::from_millis(150);
 pub fn calibrate(machine: &mut Machine, isa: Isa, mut progress: impl FnMut(&str)) -> Result<()> {
     let nodes = machine.devices.ids().filter_map(|id| Some((id, computing(machine, id)?)));
     let devices: Vec<(DeviceId, Vec<u32>)> = nodes.collect();
-    for (id, cpus) in &devices {
+    for (at, (id, cpus)) in devices.iter().enumerate() {
         let device = &machine.devices[*id];
         progress(&device.name);
-        let rates = on_team(cpus, |team| device_rates(team, isa, device))
-            .with_context(|| format!("measuring {}", device.name))?;
+        let rates = match alike(machine, &devices[..at], (*id, cpus))? {
+            Some(other) => Rates {
+                beside_fetch: device.rates.beside_fetch,
+                ..machine.devices[other].rates.clone()
+            },
+            None => on_team(cpus, |team| device_rates(team, isa, device))
+                .with_context(|| format!("measuring {}", device.name))?,
+        };
         machine.devices[*id].rates = rates;
     }
     for (from, from_cpus) in &devices {
@@ -117,6 +123,33 @@ pub fn calibrate(machine: &mut Machine, isa: Isa, mut progress: impl FnMut(&str)
         None
     });
     Ok(())
+}
+
+/// The first device of those measured that is like another: with as many processors, the same caches, and memory that
+/// is read as fast. What it does is not measured once more: most machines have several such nodes.
+fn alike(
+    machine: &Machine,
+    measured: &[(DeviceId, Vec<u32>)],
+    (id, cpus): (DeviceId, &[u32]),
+) -> Result<Option<DeviceId>> {
+    /// Rates that differ by no more than this part are the same: runs on one node differ by as much.
+    const ALIKE: f64 = 0.1;
+    /// Comparisons, in turn: a machine that others use is not as fast at all times.
+    const TURNS: usize = 3;
+    let caches = |id: DeviceId| &machine.devices[id].cpu_caches;
+    let is_like = |other: &&(DeviceId, Vec<u32>)| {
+        other.1.len() == cpus.len() && caches(other.0) == caches(id)
+    };
+    for (other, other_cpus) in measured.iter().filter(is_like) {
+        let reads =
+            |cpus: &[u32]| on_team(cpus, |team| read_rate(team, last_caches(&machine.devices[id])));
+        let ratios = (0..TURNS).map(|_| Ok(reads(cpus)? / reads(other_cpus)?));
+        let ratio = median(ratios.collect::<Result<_>>()?);
+        if (ratio - 1.0).abs() <= ALIKE {
+            return Ok(Some(*other));
+        }
+    }
+    Ok(None)
 }
 
 /// Bytes per second that the cores of a NUMA node read from its memory at the moment; `None` for a GPU.

@@ -19,7 +19,7 @@ pub(super) fn run(arguments: FeaturesArguments) -> Result<()> {
     }
     text += "operations\n";
     for (operation, kernel) in describe(isa) {
-        text += &format!("  {operation:<28} {kernel}\n");
+        text += &format!("  {operation:<30} {kernel}\n");
     }
     print(&text)
 }

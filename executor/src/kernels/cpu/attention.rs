@@ -17,7 +17,7 @@ mod plan;
 mod span;
 #[cfg(test)]
 mod tests;
-mod tiles;
+pub(super) mod tiles;
 
 use std::mem::MaybeUninit;
 use std::ops::Range;

@@ -15,7 +15,7 @@ use super::packing::Packing;
 use super::span::{Rows, SPAN_TILES, SPAN_TOKENS, Scores, Span, weigh};
 
 /// Fewer rows leave most of a tile idle, and wait for memory.
-pub(super) const LEAST_ROWS: usize = 16;
+pub(in super::super) const LEAST_ROWS: usize = 16;
 /// Tokens whose values are one step of a product.
 const CHUNK_TOKENS: usize = TILE_DEPTH;
 /// Cache tiles of such tokens.
