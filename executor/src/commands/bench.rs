@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
 use command_line::{misuse, tell};
+use ir::forecast::ProgramForecast;
 use ir::id::DeviceId;
 use ir::machine::{Device, RateSource};
 use ir::plan::{Phase, Plan, Queue};
@@ -99,7 +100,7 @@ fn measure_all(
     if arguments.prompt_tokens > 0 {
         let tokens = arguments.prompt_tokens;
         let prefill = |engine: &mut Engine| engine.time_prefill(tokens, abort);
-        let forecast = forecast_prefill(engine.plan(), tokens);
+        let forecast = forecast_prefill(engine.plan(), tokens, engine.share(tokens));
         let test = Test {
             name: format!("pp{tokens}"),
             kind: "prefill",
@@ -244,16 +245,33 @@ fn measure(
     Ok(Some(test))
 }
 
-/// Predicted prompt tokens per second, with nothing cached: of the prompt, or of a full run where it takes several.
-fn forecast_prefill(plan: &Plan, prompt_tokens: usize) -> Option<Forecast> {
-    let index = plan.program_for(Phase::Prefill, prompt_tokens, 1, false)?;
+/// Predicted prompt tokens per second, with nothing cached: of the prompt, also where stages work on parts of at most
+/// `share` tokens side by side, or of a full run where it takes several.
+fn forecast_prefill(plan: &Plan, prompt_tokens: usize, share: u32) -> Option<Forecast> {
+    let run_tokens = prompt_tokens.min(share as usize);
+    let index = plan.program_for(Phase::Prefill, run_tokens, 1, false)?;
     let most = plan.programs[index].max.tokens;
-    let tokens = u32::try_from(prompt_tokens).map_or(most, |tokens| tokens.min(most));
-    let nanos = plan.forecast.programs.get(index)?.nanos_of(tokens);
+    let tokens = u32::try_from(run_tokens).map_or(most, |tokens| tokens.min(most));
+    let forecast = plan.forecast.programs.get(index)?;
+    if prompt_tokens > share as usize {
+        let nanos = nanos_in_stages(forecast, prompt_tokens, tokens);
+        let tokens_per_sec = prompt_tokens as f64 * 1e9 / nanos;
+        return (nanos > 0.0).then_some(Forecast { tokens_per_sec, of: None });
+    }
+    let nanos = forecast.nanos_of(tokens);
     (nanos > 0.0).then(|| Forecast {
         tokens_per_sec: f64::from(tokens) * 1e9 / nanos,
         of: (tokens as usize != prompt_tokens).then(|| format!("pp{tokens}")),
     })
+}
+
+/// Nanoseconds of a prompt in runs of `run_tokens` tokens: the first passes all stages, and each other ends as much later
+/// as the busiest of them works on it.
+fn nanos_in_stages(forecast: &ProgramForecast, prompt_tokens: usize, run_tokens: u32) -> f64 {
+    let first = forecast.nanos_of(run_tokens);
+    let busiest = first * forecast.busiest_lane_nanos as f64 / forecast.nanos.max(1) as f64;
+    let others = prompt_tokens as f64 / f64::from(run_tokens) - 1.0;
+    first + others.max(0.0) * busiest
 }
 
 /// Sequences that a plan decodes at a time.
@@ -361,6 +379,7 @@ mod tests {
     use ::tests::machines::{linked, numa};
     use ::tests::toys::Toy;
     use clap::Parser as _;
+    use ir::forecast::RunForecast;
 
     use super::super::{Cli, Command};
     use super::*;
@@ -391,6 +410,26 @@ mod tests {
         };
         assert!(is_marked(RateSource::Nominal));
         assert!(!is_marked(RateSource::Calibrated));
+    }
+
+    #[test]
+    fn parts_of_a_prompt_pass_stages_one_behind_the_other() {
+        let runs = [(64, 200), (128, 360)].map(|(tokens, nanos)| RunForecast { tokens, nanos });
+        let forecast = ProgramForecast {
+            program: "prefill".into(),
+            tokens: 512,
+            nanos: 1200,
+            busiest_lane_nanos: 400,
+            others: runs.to_vec(),
+        };
+        // Three stages: the last three of four parts end 120 after each other.
+        assert!((nanos_in_stages(&forecast, 512, 128) - (360.0 + 3.0 * 120.0)).abs() < 1e-9);
+        assert!((nanos_in_stages(&forecast, 512, 512) - 1200.0).abs() < 1e-9);
+        let mut plan = plan();
+        let most = plan.programs[0].max.tokens;
+        plan.forecast.programs[0] = ProgramForecast { tokens: most, ..forecast };
+        let rate = |share| forecast_prefill(&plan, most as usize, share).unwrap().tokens_per_sec;
+        assert!(rate(most / 4) > 1.5 * rate(u32::MAX));
     }
 
     #[test]

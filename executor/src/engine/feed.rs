@@ -174,9 +174,9 @@ impl Engine {
         Ok(Pending { handle, wanted })
     }
 
-    /// The most tokens of one run when `tokens` are to be fed: less than programs take where stages can then work on
-    /// different runs at a time.
-    fn share(&self, tokens: usize) -> u32 {
+    /// The most tokens of one run when `tokens` are to be fed: fewer than these where stages can then work on different
+    /// runs at a time.
+    pub fn share(&self, tokens: usize) -> u32 {
         if self.stages < 2 {
             return u32::MAX;
         }
