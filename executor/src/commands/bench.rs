@@ -8,7 +8,6 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
 use command_line::{misuse, tell};
-use ir::forecast::ProgramForecast;
 use ir::id::DeviceId;
 use ir::machine::{Device, RateSource};
 use ir::plan::{Phase, Plan, Queue};
@@ -16,7 +15,7 @@ use ir::tensor::Format;
 use serde_json::{Value, json};
 
 use executor::calibrate::reads_now;
-use executor::engine::{Engine, check_cache};
+use executor::engine::{Engine, check_cache, nanos_in_stages};
 
 use super::BenchArguments;
 use super::answer::{print, with_records};
@@ -265,15 +264,6 @@ fn forecast_prefill(plan: &Plan, prompt_tokens: usize, share: u32) -> Option<For
     })
 }
 
-/// Nanoseconds of a prompt in runs of `run_tokens` tokens: the first passes all stages, and each other ends as much later
-/// as the busiest of them works on it.
-fn nanos_in_stages(forecast: &ProgramForecast, prompt_tokens: usize, run_tokens: u32) -> f64 {
-    let first = forecast.nanos_of(run_tokens);
-    let busiest = first * forecast.busiest_lane_nanos as f64 / forecast.nanos.max(1) as f64;
-    let others = prompt_tokens as f64 / f64::from(run_tokens) - 1.0;
-    first + others.max(0.0) * busiest
-}
-
 /// Sequences that a plan decodes at a time.
 fn most_sequences(plan: &Plan) -> usize {
     let decodes = plan.programs.iter().filter(|program| program.phase == Phase::Decode);
@@ -379,7 +369,7 @@ mod tests {
     use ::tests::machines::{linked, numa};
     use ::tests::toys::Toy;
     use clap::Parser as _;
-    use ir::forecast::RunForecast;
+    use ir::forecast::{ProgramForecast, RunForecast};
 
     use super::super::{Cli, Command};
     use super::*;
@@ -413,23 +403,22 @@ mod tests {
     }
 
     #[test]
-    fn parts_of_a_prompt_pass_stages_one_behind_the_other() {
-        let runs = [(64, 200), (128, 360)].map(|(tokens, nanos)| RunForecast { tokens, nanos });
-        let forecast = ProgramForecast {
+    fn a_prompt_that_passes_stages_in_parts_is_forecast_so() {
+        let mut plan = plan();
+        let tokens = plan.programs[0].max.tokens;
+        plan.forecast.programs[0] = ProgramForecast {
             program: "prefill".into(),
-            tokens: 512,
+            tokens,
             nanos: 1200,
             busiest_lane_nanos: 400,
-            others: runs.to_vec(),
+            others: vec![RunForecast { tokens: tokens / 4, nanos: 300 }],
         };
-        // Three stages: the last three of four parts end 120 after each other.
-        assert!((nanos_in_stages(&forecast, 512, 128) - (360.0 + 3.0 * 120.0)).abs() < 1e-9);
-        assert!((nanos_in_stages(&forecast, 512, 512) - 1200.0).abs() < 1e-9);
-        let mut plan = plan();
-        let most = plan.programs[0].max.tokens;
-        plan.forecast.programs[0] = ProgramForecast { tokens: most, ..forecast };
-        let rate = |share| forecast_prefill(&plan, most as usize, share).unwrap().tokens_per_sec;
-        assert!(rate(most / 4) > 1.5 * rate(u32::MAX));
+        let nanos = |share| {
+            let forecast = forecast_prefill(&plan, tokens as usize, share).unwrap();
+            f64::from(tokens) * 1e9 / forecast.tokens_per_sec
+        };
+        assert!((nanos(u32::MAX) - 1200.0).abs() < 1e-6);
+        assert!((nanos(tokens / 4) - (300.0 + 3.0 * 100.0)).abs() < 1e-6);
     }
 
     #[test]

@@ -18,6 +18,7 @@ use ir::plan::{ModelInfo, Plan};
 
 use self::blocks::Blocks;
 use self::feed::Wants;
+pub use self::feed::nanos_in_stages;
 pub use self::generate::{Choice, Chooser, Timings};
 pub use self::measure::Perplexity;
 use crate::executor::Executor;
