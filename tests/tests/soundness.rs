@@ -66,7 +66,7 @@ fn plans_that_fetch_weights_are_as_sound() {
         }
     }
     assert!(fetching >= 8, "{fetching} plans fetch weights, so this tests little");
-    assert!(FETCH_HARMS.iter().all(|kind| done.contains(kind)));
+    assert!(Harm::OF_FETCHES.iter().all(|harm| done.contains(harm)));
 }
 
 /// Random plans are hardly ever harmed in each of these ways.
@@ -86,8 +86,8 @@ fn every_kind_of_harm_is_done_and_noticed() {
         done.append(&mut check_harms(&plan, 0));
     }
     // Only fetches are harmed in the other ways.
-    let others: Vec<u8> = (0..HARMS).filter(|kind| !done.contains(kind)).collect();
-    assert_eq!(others, FETCH_HARMS);
+    let others: Vec<Harm> = Harm::ALL.into_iter().filter(|harm| !done.contains(harm)).collect();
+    assert_eq!(others, Harm::OF_FETCHES);
 }
 
 /// Rows of 100 features in 16 bits are no whole loads.
@@ -169,14 +169,14 @@ fn check_waits(plan: &Plan, program: usize) {
 }
 
 /// No step can be harmed unnoticed; the kinds of harm that are done.
-fn check_harms(plan: &Plan, program: usize) -> BTreeSet<u8> {
+fn check_harms(plan: &Plan, program: usize) -> BTreeSet<Harm> {
     let mut done = BTreeSet::new();
     for step in plan.programs[program].steps.ids() {
-        for kind in 0..HARMS {
+        for harm in Harm::ALL {
             let mut harmed = plan.clone();
-            if let Some(harm) = harm(&mut harmed, program, kind, step) {
-                assert!(!check(&harmed).is_empty(), "{harm} goes unnoticed");
-                done.insert(kind);
+            if let Some(what) = harm.strike(&mut harmed, program, step) {
+                assert!(!check(&harmed).is_empty(), "{what} goes unnoticed");
+                done.insert(harm);
             }
         }
     }
@@ -225,113 +225,159 @@ proptest! {
         machine in machine(),
         wishes in wishes(),
         program in any::<Index>(),
-        harms in prop::collection::vec((0..HARMS, any::<Index>()), 8),
+        harms in prop::collection::vec((prop::sample::select(&Harm::ALL[..]), any::<Index>()), 8),
     ) {
         let plan = had(&toy, &machine, &wishes)?;
         let program = program.index(plan.programs.len());
-        for (kind, at) in harms {
+        for (harm, at) in harms {
             let mut harmed = plan.clone();
             let step = StepId::from_index(at.index(plan.programs[program].steps.len()));
-            if let Some(harm) = harm(&mut harmed, program, kind, step) {
-                prop_assert!(!check(&harmed).is_empty(), "{harm} goes unnoticed");
+            if let Some(what) = harm.strike(&mut harmed, program, step) {
+                prop_assert!(!check(&harmed).is_empty(), "{what} goes unnoticed");
             }
         }
     }
 }
 
-/// Kinds of harm.
-const HARMS: u8 = 12;
-
-/// Those that are done to fetches.
-const FETCH_HARMS: [u8; 2] = [5, 6];
-
-/// Does one step of a program some harm, and says what; nothing where the step cannot be harmed so.
-fn harm(plan: &mut Plan, program: usize, kind: u8, id: StepId) -> Option<String> {
-    if kind == HARMS - 1 {
-        return harm_sum(plan, program, id);
-    }
-    let program = &mut plan.programs[program];
-    let lane = program.lanes.iter().position(|lane| lane.steps.contains(&id))?;
-    match kind {
-        0..=3 => harm_order(program, kind, lane, id),
-        4 => {
-            let last = *program.lanes[lane].steps.last()?;
-            program.steps[id].waits.push(last);
-            Some(format!("a wait of {id} for the end of its lane"))
-        }
-        5 | 6 => harm_fetch(program, kind, id),
-        7 => {
-            let buffer = *program.steps[id].writes.first()?;
-            let device = program.buffers[buffer].device;
-            let other = DeviceId::from_index(device.index() + 1);
-            program.buffers[buffer].device = other;
-            Some(format!("{buffer} on {other}"))
-        }
-        8 => harm_cache(program, id, plan.caches.len()),
-        9 => harm_experts(program, id),
-        _ => harm_transfer(program, lane, id),
-    }
+/// A kind of harm to one step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Harm {
+    /// A buffer that it frees stays.
+    Leak,
+    /// A buffer that it reads ends with the step before it.
+    EarlyEnd,
+    /// It comes before the step that makes what it reads.
+    Swap,
+    /// It is not done.
+    Loss,
+    /// It waits for the end of its lane.
+    Circle,
+    /// What it fetches lies where no library reads.
+    Misplaced,
+    /// What it fetches lies over another weight that is read with it.
+    Overlap,
+    /// What it writes lies on another device.
+    Elsewhere,
+    /// It attends to another's cache.
+    Cache,
+    /// Its mixture begins with another expert.
+    Experts,
+    /// The sender does it.
+    Sender,
+    /// Its sum's members are turned around.
+    Sum,
 }
 
-/// Harm to what is done when, and to where buffers end.
-fn harm_order(program: &mut Program, kind: u8, lane: usize, id: StepId) -> Option<String> {
-    let place = program.lanes[lane].steps.iter().position(|&step| step == id)?;
-    let before = place.checked_sub(1).map(|before| program.lanes[lane].steps[before]);
-    let step = program.steps[id].clone();
-    Some(match kind {
-        0 => {
-            let buffer = *step.frees.first()?;
-            program.steps[id].frees.remove(0);
-            format!("a leak of {buffer}")
-        }
-        1 => {
-            let before = before?;
-            let buffer = *step.frees.iter().find(|buffer| step.reads.contains(buffer))?;
-            program.steps[id].frees.retain(|&freed| freed != buffer);
-            program.steps[before].frees.push(buffer);
-            format!("an early end of {buffer}")
-        }
-        2 => {
-            let before = before?;
-            let made = &program.steps[before].writes;
-            step.reads.iter().find(|read| made.contains(read))?;
-            program.lanes[lane].steps.swap(place - 1, place);
-            format!("{id} before {before}")
-        }
-        _ => {
-            program.lanes[lane].steps.remove(place);
-            format!("a lost {id}")
-        }
-    })
-}
+impl Harm {
+    const ALL: [Self; 12] = [
+        Self::Leak,
+        Self::EarlyEnd,
+        Self::Swap,
+        Self::Loss,
+        Self::Circle,
+        Self::Misplaced,
+        Self::Overlap,
+        Self::Elsewhere,
+        Self::Cache,
+        Self::Experts,
+        Self::Sender,
+        Self::Sum,
+    ];
+    /// Those to fetches.
+    const OF_FETCHES: [Self; 2] = [Self::Misplaced, Self::Overlap];
 
-/// Harm to where a weight is fetched to.
-fn harm_fetch(program: &mut Program, kind: u8, id: StepId) -> Option<String> {
-    let Action::Fetch { offset, .. } = program.steps[id].action else { return None };
-    let (to, harm) = if kind == 5 {
-        (offset + 128, format!("{id} at a byte that no library reads from"))
-    } else {
-        // Whoever reads the weight reads another at the same time.
-        let weight = *program.steps[id].writes.first()?;
-        let reads_it = |step: &&Step| step.reads.contains(&weight);
-        let reads = program.steps.rows().iter().find(reads_it)?.reads.clone();
-        let beside = program.steps.iter().find_map(|(other, step)| match step.action {
-            Action::Fetch { offset, .. } if other != id => {
-                step.writes.iter().any(|made| reads.contains(made)).then_some((other, offset))
+    /// Does it to a step of a program, and says what; nothing where the step cannot be harmed so.
+    fn strike(self, plan: &mut Plan, program: usize, id: StepId) -> Option<String> {
+        let caches = plan.caches.len();
+        let schedule = &mut plan.programs[program];
+        let lane = schedule.lanes.iter().position(|lane| lane.steps.contains(&id))?;
+        match self {
+            Self::Leak => leak(schedule, id),
+            Self::EarlyEnd => end_early(schedule, lane, id),
+            Self::Swap => swap(schedule, lane, id),
+            Self::Loss => {
+                schedule.lanes[lane].steps.retain(|&step| step != id);
+                Some(format!("a lost {id}"))
             }
-            Action::Run(_) | Action::Move { .. } | Action::Fetch { .. } => None,
-        });
-        let (other, to) = beside?;
-        (to, format!("{id} over {other}"))
-    };
+            Self::Circle => {
+                let last = *schedule.lanes[lane].steps.last()?;
+                schedule.steps[id].waits.push(last);
+                Some(format!("a wait of {id} for the end of its lane"))
+            }
+            Self::Misplaced => {
+                let Action::Fetch { offset, .. } = &mut schedule.steps[id].action else {
+                    return None;
+                };
+                *offset += 128;
+                Some(format!("{id} at a byte that no library reads from"))
+            }
+            Self::Overlap => overlap(schedule, id),
+            Self::Elsewhere => {
+                let buffer = *schedule.steps[id].writes.first()?;
+                let device = &mut schedule.buffers[buffer].device;
+                *device = DeviceId::from_index(device.index() + 1);
+                Some(format!("{buffer} on {device}"))
+            }
+            Self::Cache => exchange_caches(schedule, id, caches),
+            Self::Experts => shift_experts(schedule, id),
+            Self::Sender => let_sender_drive(schedule, lane, id),
+            Self::Sum => turn_sum_around(plan, program, id),
+        }
+    }
+}
+
+/// The step before one in its lane.
+fn before(program: &Program, lane: usize, id: StepId) -> Option<StepId> {
+    let steps = &program.lanes[lane].steps;
+    let place = steps.iter().position(|&step| step == id)?;
+    Some(steps[place.checked_sub(1)?])
+}
+
+fn leak(program: &mut Program, id: StepId) -> Option<String> {
+    let frees = &mut program.steps[id].frees;
+    let buffer = (!frees.is_empty()).then(|| frees.remove(0))?;
+    Some(format!("a leak of {buffer}"))
+}
+
+fn end_early(program: &mut Program, lane: usize, id: StepId) -> Option<String> {
+    let before = before(program, lane, id)?;
+    let step = &mut program.steps[id];
+    let buffer = *step.frees.iter().find(|buffer| step.reads.contains(buffer))?;
+    step.frees.retain(|&freed| freed != buffer);
+    program.steps[before].frees.push(buffer);
+    Some(format!("an early end of {buffer}"))
+}
+
+fn swap(program: &mut Program, lane: usize, id: StepId) -> Option<String> {
+    let before = before(program, lane, id)?;
+    let made = &program.steps[before].writes;
+    program.steps[id].reads.iter().find(|read| made.contains(read))?;
+    let steps = &mut program.lanes[lane].steps;
+    let place = steps.iter().position(|&step| step == id)?;
+    steps.swap(place - 1, place);
+    Some(format!("{id} before {before}"))
+}
+
+/// Whoever reads the weight reads another at the same time.
+fn overlap(program: &mut Program, id: StepId) -> Option<String> {
+    let Action::Fetch { .. } = program.steps[id].action else { return None };
+    let weight = *program.steps[id].writes.first()?;
+    let reads_it = |step: &&Step| step.reads.contains(&weight);
+    let reads = program.steps.rows().iter().find(reads_it)?.reads.clone();
+    let (other, to) = program.steps.iter().find_map(|(other, step)| match step.action {
+        Action::Fetch { offset, .. } if other != id => {
+            step.writes.iter().any(|made| reads.contains(made)).then_some((other, offset))
+        }
+        Action::Run(_) | Action::Move { .. } | Action::Fetch { .. } => None,
+    })?;
     if let Action::Fetch { offset, .. } = &mut program.steps[id].action {
         *offset = to;
     }
-    Some(harm)
+    Some(format!("{id} over {other}"))
 }
 
 /// Exchanges the cache of a step with the next one.
-fn harm_cache(program: &mut Program, id: StepId, caches: usize) -> Option<String> {
+fn exchange_caches(program: &mut Program, id: StepId, caches: usize) -> Option<String> {
     let Action::Run(Op::Attention(attention)) = &program.steps[id].action else { return None };
     let own = attention.cache;
     let next = CacheId::from_index((own.index() + 1) % caches);
@@ -348,7 +394,7 @@ fn harm_cache(program: &mut Program, id: StepId, caches: usize) -> Option<String
 }
 
 /// Lets a mixture begin with another expert.
-fn harm_experts(program: &mut Program, id: StepId) -> Option<String> {
+fn shift_experts(program: &mut Program, id: StepId) -> Option<String> {
     let Action::Run(Op::Experts(experts)) = &mut program.steps[id].action else { return None };
     let first = experts.first() + 1;
     experts.part = Some(ExpertPart { first, load: 0.5 });
@@ -356,7 +402,7 @@ fn harm_experts(program: &mut Program, id: StepId) -> Option<String> {
 }
 
 /// Lets the sender drive a transfer, as soon as it has made the value.
-fn harm_transfer(program: &mut Program, lane: usize, id: StepId) -> Option<String> {
+fn let_sender_drive(program: &mut Program, lane: usize, id: StepId) -> Option<String> {
     let step = program.steps[id].clone();
     let Action::Move { movement: Move::Transfer { from, .. }, .. } = step.action else {
         return None;
@@ -377,7 +423,7 @@ fn harm_transfer(program: &mut Program, lane: usize, id: StepId) -> Option<Strin
 }
 
 /// Turns the members of a sum over GPUs around, where they make others.
-fn harm_sum(plan: &mut Plan, program: usize, id: StepId) -> Option<String> {
+fn turn_sum_around(plan: &mut Plan, program: usize, id: StepId) -> Option<String> {
     let schedule = &plan.programs[program];
     let sum = |step: &Step| match step.action {
         Action::Move { collective, .. } if plan.is_peer_sum(schedule, step) => collective,
