@@ -27,7 +27,7 @@ fn plain() -> Options {
 }
 
 /// Root mean square of the distances of some logits, of the standard deviation of those that are expected.
-fn distance(given: &[f32], expected: &[f32]) -> f64 {
+fn relative_distance(given: &[f32], expected: &[f32]) -> f64 {
     assert_eq!(given.len(), expected.len());
     let mean = expected.iter().copied().map(f64::from).sum::<f64>() / expected.len() as f64;
     let squares = |distances: &mut dyn Iterator<Item = f64>| -> f64 {
@@ -77,7 +77,7 @@ fn f16_deviates_an_eighth_as_much_as_bf16_and_gives_the_golden_tokens() {
     }
 }
 
-/// How far rounding the weights to q8 and to q4 moves logits, by [`distance`]: in f32, as measured with these
+/// How far rounding the weights to q8 and to q4 moves logits, by [`relative_distance`]: in f32, as measured with these
 /// checkpoints, and so the same on every processor but for the order of sums.
 const ROUNDING: [(&str, [f64; 2]); 12] = [
     ("gemma2", [0.0272, 0.4060]),
@@ -100,7 +100,10 @@ fn rounding_weights_to_blocks_costs_no_more_than_it_did() {
     for (name, expected) in ROUNDING {
         let wide = logits_of(name, &plan(name, "f32", Shape::One), &Options::default());
         for (format, most) in ["q8", "q4"].into_iter().zip(expected) {
-            let off = distance(&logits_of(name, &plan(name, format, Shape::One), &plain()), &wide);
+            let off = relative_distance(
+                &logits_of(name, &plan(name, format, Shape::One), &plain()),
+                &wide,
+            );
             // What a router makes of sums in another order.
             assert!(off < 1.02 * most, "{name} in {format}: {off}, was {most}");
         }
@@ -142,7 +145,7 @@ fn kernels_add_little_to_the_rounding_of_weights() {
                 for isa in levels {
                     let [most, most_nll] = bounds(format, isa);
                     let options = Options { isa: Some(isa), ..Options::default() };
-                    let off = distance(&logits_of(&name, &plan, &options), &by_plain);
+                    let off = relative_distance(&logits_of(&name, &plan, &options), &by_plain);
                     let nll_off = (nll(&plan, &options) - plain_nll).abs();
                     eprintln!("{name} {format} {shape:?} {isa}: {off:.5} {nll_off:.5}");
                     if !(off < most && nll_off < most_nll) {
@@ -186,7 +189,7 @@ fn a_gpu_deviates_as_little_as_processors() {
                 };
                 let by_plain = logits_of(&name, &plan(alike), &plain());
                 let given = logits_of(&name, &plan(shape), &options);
-                let off = distance(&given, &by_plain);
+                let off = relative_distance(&given, &by_plain);
                 eprintln!("{name} {format} {shape:?}: {off:.5}");
                 if off.is_nan() || off >= most_of_blocks {
                     failures.push(format!("{name} in {format}, {shape:?}: logits {off}"));
@@ -253,7 +256,7 @@ fn formats_cost_the_demo_model_what_the_readme_says() {
         [("f32", 0.006, 1.001), ("f16", 0.006, 1.001), q8, ("q4", 0.15, 1.08)]
     {
         let (given, cost) = heard(format, &texts);
-        let (off, cost) = (distance(&given, &logits), cost / perplexity);
+        let (off, cost) = (relative_distance(&given, &logits), cost / perplexity);
         eprintln!("{format}: {off} {cost}");
         if !(off < most && cost < most_cost) {
             failures.push(format!("{format}: logits {off}, {cost} times the perplexity"));

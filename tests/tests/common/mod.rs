@@ -164,7 +164,7 @@ pub(crate) fn compile(name: &str, shape: Shape, change: impl FnOnce(&mut Options
         let alone = Options { request: Shape::Gpu.request(), ..options.clone() };
         let alone = compile(&machine, &alone);
         leave_out(&mut machine, &alone, if shape == Shape::GpuCaches { 0.5 } else { 0.0 });
-        slow_down(&mut machine, times, link_bytes_per_sec);
+        set_speeds(&mut machine, times, link_bytes_per_sec);
         if shape != Shape::GpuCaches {
             machine = tests::machines::keeping_caches(machine);
         }
@@ -185,7 +185,7 @@ fn leave_out(machine: &mut Machine, alone: &Plan, caches: f64) {
 
 /// Makes steps and products of NUMA nodes so many times slower than a core's, whatever this host's are, products of the
 /// GPU so many times slower than a GPU's, and links so fast, that weights are fetched or not.
-fn slow_down(machine: &mut Machine, [steps, weights, of_gpu]: [f64; 3], link_bytes_per_sec: f64) {
+fn set_speeds(machine: &mut Machine, [steps, weights, of_gpu]: [f64; 3], link_bytes_per_sec: f64) {
     let divide = |rates: &mut Rates, by: f64| {
         let points = rates.linear.iter_mut().flat_map(|linear| &mut linear.points);
         points.for_each(|point| point.weights_per_sec /= by);
