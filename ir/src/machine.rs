@@ -140,8 +140,8 @@ pub struct Rates {
     /// Time of one token's attention beside the cache that it reads, and beyond that of a step.
     #[serde(default)]
     pub attention_nanos: f64,
-    /// Time of one score, of one query head and one token that it sees, beside arithmetic when many tokens are fed, with
-    /// caches in bf16.
+    /// Time of one score, of one query head and one token that it sees, beside arithmetic when many tokens are fed,
+    /// with caches in bf16.
     #[serde(default)]
     pub prompt_score_nanos: f64,
     /// The same beside the cache that is read when one token a sequence is fed.

@@ -83,8 +83,8 @@ fn level(mut arguments: impl Iterator<Item = String>) -> Result<Isa> {
 }
 
 impl Bench {
-    /// Measures rounds of a kernel, and its share of what bounds it: of memory in the middle one, as reads are measured,
-    /// of arithmetic in the shortest.
+    /// Measures rounds of a kernel, and its share of what bounds it: of memory in the middle one, as reads are
+    /// measured, of arithmetic in the shortest.
     ///
     /// # Errors
     /// When there is no memory to measure reads with.

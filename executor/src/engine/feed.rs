@@ -13,8 +13,9 @@ use super::{Engine, SequenceId};
 use crate::batch::Batch;
 use crate::run::{Row, RunHandle};
 
-/// The fewest tokens of the runs that a prompt is cut into for stages to work side by side. Fewer wait for their weights:
-/// in bf16 two Zen 5 cores take 8 rows in the time of one and 16 in 1.3 of it, and only from 64 on in proportion.
+/// The fewest tokens of the runs that a prompt is cut into for stages to work side by side. Fewer wait for their
+/// weights: in bf16 two Zen 5 cores take 8 rows in the time of one and 16 in 1.3 of it, and only from 64 on in
+/// proportion.
 const LEAST_SHARE: usize = 64;
 
 /// The longest prompts, in tokens, that are padded to fewer lengths where their runs are captured.

@@ -57,8 +57,8 @@ pub(super) fn rates(
     Ok(Attention { rate, nanos })
 }
 
-/// What is done a second of the first of two amounts, and the nanoseconds of each of the second, from two times of both.
-/// The first amounts are unlike.
+/// What is done a second of the first of two amounts, and the nanoseconds of each of the second, from two times of
+/// both. The first amounts are unlike.
 fn apart([a, b]: [[f64; 2]; 2], nanos: [f64; 2]) -> (f64, f64) {
     let ratio = b[1] / a[1];
     let first = (nanos[1] - ratio * nanos[0]) / (b[0] - ratio * a[0]);

@@ -148,8 +148,8 @@ impl State {
         self.sums.next(&self.gpu, &members, self.inputs.turn())
     }
 
-    /// Lets GPUs that sum with this one in a run that ended early wait for no more than it has queued; what the vendor's library sums is
-    /// queued to the end of the run, whatever there is to be summed: it cannot be told.
+    /// Lets GPUs that sum with this one in a run that ended early wait for no more than it has queued; what the
+    /// vendor's library sums is queued to the end of the run, whatever there is to be summed: it cannot be told.
     ///
     /// # Errors
     /// When they cannot be told.
