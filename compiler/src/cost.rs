@@ -212,7 +212,7 @@ pub(crate) fn library_sum_nanos(target: &Target, members: usize, bytes: u64) -> 
     Some(collectives.latency_nanos + nanos_at(crossing, collectives.bytes_per_sec))
 }
 
-/// Nanoseconds of bringing a weight from its home to a GPU; `is_shared` where the home computes at the same time.
+/// Nanoseconds of bringing a weight from its home to a GPU, while nothing else reads the home's memory.
 ///
 /// Fails when no link leads there.
 pub(crate) fn fetch_nanos(
@@ -220,11 +220,15 @@ pub(crate) fn fetch_nanos(
     home: DeviceId,
     device: DeviceId,
     bytes: u64,
-    is_shared: bool,
 ) -> Result<f64> {
     let link = target.machine.need_link(home, device)?;
-    let share = if is_shared { target.machine.devices[home].rates.beside_fetch } else { 1.0 };
-    Ok(link.latency_nanos + nanos_at(bytes as f64, link.bytes_per_sec * share))
+    Ok(link.latency_nanos + nanos_at(bytes as f64, link.bytes_per_sec))
+}
+
+/// Part of its rate that a link from a home keeps while the home's cores read their memory.
+pub(crate) fn fetch_share(target: &Target, home: DeviceId, device: DeviceId) -> f64 {
+    let measured = target.machine.link(home, device).and_then(|link| link.beside_reads);
+    measured.unwrap_or(target.machine.devices[home].rates.beside_fetch)
 }
 
 /// Nanoseconds of bringing what is cached from a cache's home to a GPU and what is new back.
@@ -242,8 +246,8 @@ fn borrowing_nanos(
     let cached = u64::from(seen) * u64::from(batch.sequences);
     let tokens = [(home, gpu, cached), (gpu, home, u64::from(batch.extent.tokens))];
     let crossings = tokens.into_iter().filter(|(_, _, tokens)| *tokens > 0);
-    let nanos = crossings
-        .map(|(from, to, tokens)| fetch_nanos(target, from, to, tokens * token_bytes, false));
+    let nanos =
+        crossings.map(|(from, to, tokens)| fetch_nanos(target, from, to, tokens * token_bytes));
     nanos.sum()
 }
 

@@ -10,7 +10,8 @@ use ir::plan::{ModelInfo, Plan, Program, VERSION, Weight};
 use ir::weight::Source;
 
 use crate::bind::{Bound, bind};
-use crate::forecast::{contend, simulate};
+use crate::contend::contend;
+use crate::forecast::simulate;
 use crate::graphs::Graphs;
 use crate::options::Options;
 use crate::part::WeightKey;

@@ -16,6 +16,7 @@ mod place;
 
 mod bind;
 mod clock;
+mod contend;
 mod cost;
 mod emit;
 mod experts;

@@ -130,12 +130,11 @@ impl Draft<'_> {
         window_bytes: &Table<DeviceId, u64>,
         causes: &mut Causes,
     ) -> Result<()> {
-        let computing = self.computing(parts);
         for (id, node) in graph.nodes() {
             for part in parts[id].iter().filter(|part| !part.fetched.is_empty()) {
                 let nanos = |fetched: &Fetched| {
                     let (home, bytes) = (fetched.home, self.bytes(fetched));
-                    fetch_nanos(self.task.target, home, part.device, bytes, computing[home])
+                    fetch_nanos(self.task.target, home, part.device, bytes)
                 };
                 let weights =
                     part.fetched.iter().map(|fetched| Ok((fetched.clone(), nanos(fetched)?)));
@@ -158,15 +157,6 @@ impl Draft<'_> {
             self.fetch(device);
         }
         Ok(())
-    }
-
-    /// The devices that compute with matrices of their own.
-    fn computing(&self, parts: &Table<NodeId, Vec<BoundPart>>) -> Table<DeviceId, bool> {
-        let mut computing = self.task.per_device(false);
-        for part in parts.rows().iter().flatten() {
-            computing[part.device] |= part.op.takes_fetched() && part.fetched.is_empty();
-        }
-        computing
     }
 
     /// Starts the fetches that the window has room for.

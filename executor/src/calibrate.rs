@@ -193,6 +193,7 @@ fn set(machine: &mut Machine, from: DeviceId, to: DeviceId, speed: links::Speed)
     for link in machine.links.iter_mut().filter(|link| link.from == from && link.to == to) {
         link.bytes_per_sec = speed.bytes_per_sec;
         link.latency_nanos = speed.latency_nanos;
+        link.beside_reads = speed.beside_reads;
     }
 }
 
@@ -202,6 +203,7 @@ fn through(machine: &Machine, [from, by, to]: [DeviceId; 3]) -> Option<links::Sp
     Some(links::Speed {
         bytes_per_sec: 1.0 / (1.0 / first.bytes_per_sec + 1.0 / second.bytes_per_sec),
         latency_nanos: first.latency_nanos + second.latency_nanos,
+        beside_reads: None,
     })
 }
 

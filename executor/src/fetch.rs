@@ -2,8 +2,8 @@
 //!
 //! - What a run may fetch is pinned once, when the plan is loaded, where it lies: a pinned page is read over the link
 //!   at its full rate, beside all computing.
-//! - Copies are queued on a stream of their own and in pieces, few at a time, so that activations on their way to the
-//!   same GPU stand behind some pieces, not behind a layer.
+//! - Copies are queued on a stream of their own, few at a time, so that a run that is aborted has few to wait for.
+//!   Activations on their way to the same GPU do not stand behind them: launches take those from pinned memory.
 
 #![expect(unsafe_code, reason = "host memory is copied by the driver's C interface")]
 
@@ -20,8 +20,10 @@ use crate::kernels::gpu::device::{Gpu, Span};
 use crate::memory::Region;
 use crate::pinned::Pinned;
 
-/// Bytes that are copied at once: 40 µs of a PCIe 5 link, many times the cost of a copy's start.
-const PIECE_BYTES: usize = 2 << 20;
+/// Bytes that are copied at once, at most: most weights as a whole, 2.5 ms of a PCIe 5 link. Each piece begins tens of
+/// microseconds late while a node's cores read the same memory and launches look for letters: pieces of 2 MiB made
+/// decode a fifth slower on an H200.
+const PIECE_BYTES: usize = 128 << 20;
 /// Pieces that are queued at once: while the host learns of the end of one, the link works on the others.
 const QUEUED_PIECES: usize = 3;
 
@@ -104,7 +106,7 @@ impl Fetcher {
         &mut self,
         weight: WeightId,
         offset: u64,
-        mut between: impl FnMut(),
+        between: impl FnMut(),
     ) -> Result<Fetch> {
         let home = self.homes.get(&weight).with_context(|| format!("{weight} is not fetched"))?;
         let contents: &[u8] = home.first().map_or(&[], |first| first.region().as_slice());
@@ -114,16 +116,10 @@ impl Fetcher {
             self.window.gpu.sync()?;
             return Ok(Fetch(None));
         };
-        let mut target = place.address()?;
-        for piece in contents.chunks(PIECE_BYTES) {
-            // SAFETY: the target lies in the window, whose bytes nobody reads until the step that this belongs to has
-            // ended. Window and source are held by `self`, which drops its link before both, and that waits for its
-            // copies.
-            unsafe { link.copy(target, piece) }
-                .with_context(|| format!("copying {weight} to the GPU"))?;
-            target += piece.len() as u64;
-            between();
-        }
+        // SAFETY: the target lies in the window, whose bytes nobody reads until the step that this belongs to has
+        // ended. Window and source are held by `self`, which drops its link before both, and that waits for its copies.
+        unsafe { link.copy(place.address()?, contents, between) }
+            .with_context(|| format!("copying {weight} to the GPU"))?;
         Ok(Fetch(link.queued.back().cloned()))
     }
 }
@@ -154,23 +150,32 @@ impl Link {
         Ok(())
     }
 
-    /// Queues a copy to an address of the GPU once there is room for it.
+    /// Queues copies to an address of the GPU, each once there is room for it; `between` is called after each.
     ///
     /// # Safety
-    /// The target has as many bytes, which nobody uses until the copy has ended, and the source lives until then.
+    /// The target has as many bytes, which nobody uses until the copies have ended, and the source lives until then.
     ///
     /// # Errors
     /// When the driver refuses.
-    pub(crate) unsafe fn copy(&mut self, target: u64, source: &[u8]) -> Result<()> {
+    pub(crate) unsafe fn copy(
+        &mut self,
+        mut target: u64,
+        source: &[u8],
+        mut between: impl FnMut(),
+    ) -> Result<()> {
         self.stream.context().bind_to_thread().context("binding the GPU's context")?;
-        while self.queued.len() >= QUEUED_PIECES
-            && let Some(first) = self.queued.pop_front()
-        {
-            first.synchronize()?;
+        for piece in source.chunks(PIECE_BYTES) {
+            while self.queued.len() >= QUEUED_PIECES
+                && let Some(first) = self.queued.pop_front()
+            {
+                first.synchronize()?;
+            }
+            // SAFETY: as the caller says.
+            unsafe { result::memcpy_htod_async(target, piece, self.stream.cu_stream()) }?;
+            self.queued.push_back(Arc::new(self.stream.record_event(None)?));
+            target += piece.len() as u64;
+            between();
         }
-        // SAFETY: as the caller says.
-        unsafe { result::memcpy_htod_async(target, source, self.stream.cu_stream()) }?;
-        self.queued.push_back(Arc::new(self.stream.record_event(None)?));
         Ok(())
     }
 

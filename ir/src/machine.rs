@@ -154,8 +154,8 @@ pub struct Rates {
     /// The same with caches of other types. Where a type is missing, it is as bf16.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub other_caches: Vec<CacheRate>,
-    /// What a NUMA node's cores keep of their read rate while a GPU fetches from the same memory, and what the link
-    /// keeps of its own: more than 0, at most 1.
+    /// What a NUMA node's cores keep of their read rate while a GPU fetches from the same memory: more than 0, at
+    /// most 1.
     pub beside_fetch: f64,
 }
 
@@ -221,6 +221,10 @@ pub struct Link {
     pub bytes_per_sec: f64,
     /// Time of an empty transfer.
     pub latency_nanos: f64,
+    /// What a link from a NUMA node to a GPU keeps of its rate while the node's cores read their memory: more than 0,
+    /// at most 1. Where it is missing, as much as they keep of theirs.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub beside_reads: Option<f64>,
 }
 
 impl Machine {

@@ -150,7 +150,8 @@ pub fn two_sockets(gpu_bytes: u64) -> Machine {
             Link { from: socket(link.from), to: socket(link.to), ..link.clone() }
         })
         .collect();
-    let between = |from, to| Link { from, to, bytes_per_sec: 60e9, latency_nanos: 500.0 };
+    let between =
+        |from, to| Link { from, to, bytes_per_sec: 60e9, latency_nanos: 500.0, beside_reads: None };
     machine.links.extend(of_second);
     machine.links.extend([between(first, second), between(second, first)]);
     machine
@@ -196,7 +197,7 @@ pub fn linked(devices: Vec<Device>) -> Machine {
                 (false, false) => (6e10, 1e3),
                 (true, false) | (false, true) => (5e10, 1e4),
             };
-            links.push(Link { from, to, bytes_per_sec, latency_nanos });
+            links.push(Link { from, to, bytes_per_sec, latency_nanos, beside_reads: None });
         }
     }
     links.iter_mut().for_each(|link| link.bytes_per_sec /= SLOWER);

@@ -5,7 +5,7 @@ use compiler::options::{Objective, Request};
 use ir::id::{DeviceId, Id as _};
 use ir::machine::{Device, DeviceKind, Link, Machine};
 use ir::model::Model;
-use ir::plan::Plan;
+use ir::plan::{Action, Phase, Plan};
 use ir::tensor::Format;
 use tests::machines::{h200, two_sockets};
 use tests::made_up::{LlamaShape, MadeUp};
@@ -45,7 +45,13 @@ fn add_like(machine: &mut Machine, name: &str, changes: impl Fn(usize, &mut Devi
             (1..number).map(|before| (DeviceId::from_index(another.index() - before), another)),
         );
         for (from, to) in between {
-            let link = |from, to| Link { from, to, bytes_per_sec: 60e9, latency_nanos: 500.0 };
+            let link = |from, to| Link {
+                from,
+                to,
+                bytes_per_sec: 60e9,
+                latency_nanos: 500.0,
+                beside_reads: None,
+            };
             machine.links.extend([link(from, to), link(to, from)]);
         }
         machine.links.extend(
@@ -214,6 +220,33 @@ fn a_time_of_hours_is_refused() {
     let refusal = format!("{:#}", refusal.expect_err("no link is so slow"));
     assert!(refusal.contains("latency_nanos"), "{refusal}");
     assert!(refusal.contains("1000000000000"), "{refusal}");
+}
+
+#[test]
+fn a_link_that_cores_slow_down_carries_less_in_decode() {
+    let fetched = |kept: f64| {
+        let mut machine = h200(8 * GIB);
+        machine.links.iter_mut().for_each(|link| link.beside_reads = Some(kept));
+        let plan = compile(&llama_8b(), &machine, &options());
+        let decode = plan.programs.iter().find(|program| program.phase == Phase::Decode);
+        let steps = decode.expect("a decode").steps.rows().iter();
+        let bytes = steps.map(|step| match step.action {
+            Action::Fetch { weight, .. } => plan.weight_bytes(&plan.weights[weight]),
+            Action::Run(_) | Action::Move { .. } => 0,
+        });
+        bytes.sum::<u64>()
+    };
+    let (much, little) = (fetched(1.0), fetched(0.5));
+    assert!(little > 0 && 4 * little < 3 * much, "{little} and {much} bytes");
+}
+
+#[test]
+fn a_link_that_keeps_nothing_is_refused() {
+    let mut machine = h200(10 * GIB);
+    machine.links[0].beside_reads = Some(0.0);
+    let refusal = compiler::compile(&llama_8b(), &machine, &options(), &mut |_, _| ());
+    let refusal = format!("{:#}", refusal.expect_err("it carries something"));
+    assert!(refusal.contains("beside_reads"), "{refusal}");
 }
 
 #[test]

@@ -48,7 +48,7 @@ pub(crate) fn all(devices: &Table<DeviceId, Device>, gpus: &[Gpu]) -> Vec<Link> 
                     }
                 }
             };
-            links.push(Link { from, to, bytes_per_sec, latency_nanos });
+            links.push(Link { from, to, bytes_per_sec, latency_nanos, beside_reads: None });
         }
     }
     links

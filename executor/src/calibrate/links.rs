@@ -2,9 +2,9 @@
 
 #![expect(unsafe_code, reason = "pinned memory is copied by the driver")]
 
-use std::sync::Arc;
+use std::mem;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::mpsc;
+use std::sync::{Arc, Mutex, mpsc};
 use std::thread;
 use std::time::Instant;
 
@@ -15,6 +15,7 @@ use super::processors::Memory;
 use super::{Pieces, median, nanos, on_team, touch, typical};
 use crate::fetch::Link;
 use crate::kernels::gpu::device::Gpu;
+use crate::locked;
 use crate::memory::Region;
 use crate::team::{Team, bind};
 
@@ -24,6 +25,8 @@ pub(super) struct Speed {
     pub(super) bytes_per_sec: f64,
     /// Of an empty message.
     pub(super) latency_nanos: f64,
+    /// Part of its rate that it keeps while the sender's cores read their memory, where that was measured.
+    pub(super) beside_reads: Option<f64>,
 }
 
 /// The bus between a NUMA node and a GPU.
@@ -35,8 +38,8 @@ pub(super) struct Bus {
     pub(super) beside_fetch: f64,
 }
 
-/// Weights are copied from pinned memory, activations as runs move them. Processors `driving` drive what copies while
-/// the team reads.
+/// Weights are copied from pinned memory, and activations are moved, as runs do that. Processors `driving` drive what
+/// copies while the team reads.
 pub(super) fn bus(
     (gpu, ordinal): (&Gpu, usize),
     team: &Team,
@@ -46,7 +49,7 @@ pub(super) fn bus(
     const BYTES: usize = 128 << 20;
     /// Activations of one token.
     const FEW_BYTES: usize = 16 << 10;
-    /// How often the node reads alone and beside a fetch.
+    /// How often the node reads alone and beside copies.
     const PAIRS: usize = 15;
     let mut source = Region::new(BYTES)?;
     touch(team, source.as_mut_slice());
@@ -55,12 +58,17 @@ pub(super) fn bus(
     let mut link = Link::new(ordinal)?;
     link.pin(&source)?;
     let (address, contents) = (target.address()?, source.as_slice::<u8>());
+    let copies = Mutex::new(Vec::new());
     let mut copy = || {
-        // SAFETY: both are as long, nobody reads the target, and the copy ends before they do.
-        unsafe { link.copy(address, contents) }?;
-        link.wait()
+        let start = Instant::now();
+        // SAFETY: both are as long, nobody reads the target, and the copies end before they do.
+        unsafe { link.copy(address, contents, || ()) }?;
+        link.wait()?;
+        locked(&copies).push(start..Instant::now());
+        Ok(())
     };
-    let to_gpu = BYTES as f64 / typical(&mut copy)? * 1e9;
+    let copying_alone = typical(&mut copy)?;
+    let to_gpu = BYTES as f64 / copying_alone * 1e9;
     let from_gpu = BYTES as f64 / typical(|| gpu.read(&target).map(drop))? * 1e9;
     let few = target.part(0, FEW_BYTES);
     let back = typical(|| gpu.read(&few).map(drop))?;
@@ -70,18 +78,31 @@ pub(super) fn bus(
     })?;
     let topology = Topology::new().context("reading the machine's topology")?;
     let memory = Memory::new(team, cached)?;
-    let mut shares = Vec::with_capacity(PAIRS);
+    let (mut reading, mut copying) = (Vec::new(), Vec::new());
     // In turn: a machine that others use is not as fast at all times.
     for _ in 0..PAIRS {
         let alone = nanos(|| memory.read(team))?;
         // By itself it would share the processor of the member that began it, which all others wait for.
         let prepare = || bind(&topology, driving);
-        shares.push(alone / beside(prepare, &mut copy, || nanos(|| memory.read(team)))?);
+        let read = || {
+            let start = Instant::now();
+            memory.read(team).map(|()| start..Instant::now())
+        };
+        let read = beside(prepare, &mut copy, read)?;
+        reading.push(alone / (read.end - read.start).as_nanos() as f64);
+        let within = mem::take(&mut *locked(&copies)).into_iter();
+        let within = within.filter(|copy| read.start <= copy.start && copy.end <= read.end);
+        copying.extend(within.map(|copy| (copy.end - copy.start).as_nanos() as f64));
     }
+    let beside_reads = (!copying.is_empty()).then(|| (copying_alone / median(copying)).min(1.0));
     Ok(Bus {
-        to_gpu: Speed { bytes_per_sec: to_gpu, latency_nanos: (both - back).max(1.0) },
-        from_gpu: Speed { bytes_per_sec: from_gpu, latency_nanos: back },
-        beside_fetch: median(shares).min(1.0),
+        to_gpu: Speed {
+            bytes_per_sec: to_gpu,
+            latency_nanos: (both - back).max(1.0),
+            beside_reads,
+        },
+        from_gpu: Speed { bytes_per_sec: from_gpu, latency_nanos: back, beside_reads: None },
+        beside_fetch: median(reading).min(1.0),
     })
 }
 
@@ -135,6 +156,7 @@ pub(super) fn between_nodes(from: &[u32], to: &[u32]) -> Result<Speed> {
     Ok(Speed {
         bytes_per_sec: BYTES as f64 / nanos * 1e9,
         latency_nanos: round_trip_nanos(from, to)? / 2.0,
+        beside_reads: None,
     })
 }
 

@@ -58,6 +58,9 @@ impl Machine {
             ensure!(from != to, "{link_name}: a device needs none to itself");
             check_rate("bytes_per_sec", &link_name, link.bytes_per_sec)?;
             check_nanos("latency_nanos", &link_name, link.latency_nanos)?;
+            if let Some(part) = link.beside_reads {
+                check_part("beside_reads", &link_name, part)?;
+            }
             let others = &self.links[..index];
             ensure!(
                 others.iter().all(|other| (other.from, other.to) != (link.from, link.to)),
@@ -89,11 +92,7 @@ fn check_rates(name: &str, rates: &Rates) -> Result<()> {
     }
     check_nanos("step_nanos", name, rates.step_nanos)?;
     check_nanos("attention_nanos", name, rates.attention_nanos)?;
-    ensure!(
-        rates.beside_fetch > 0.0 && rates.beside_fetch <= 1.0,
-        "beside_fetch of {name} is {}; a part above 0, at most 1, is meant",
-        rates.beside_fetch
-    );
+    check_part("beside_fetch", name, rates.beside_fetch)?;
     let linear = rates.linear.iter().map(|rate| ("linear", rate));
     let experts = rates.experts.iter().map(|rate| ("experts", rate));
     let shared = rates.shared_experts.iter().map(|rate| ("shared_experts", rate));
@@ -130,6 +129,14 @@ fn check_nanos(field: &str, name: &str, nanos: f64) -> Result<()> {
     ensure!(
         (0.0..=MOST_NANOS).contains(&nanos),
         "{field} of {name} is {nanos:?}; 0 to {MOST_NANOS} is meant"
+    );
+    Ok(())
+}
+
+fn check_part(field: &str, name: &str, part: f64) -> Result<()> {
+    ensure!(
+        part > 0.0 && part <= 1.0,
+        "{field} of {name} is {part}; a part above 0, at most 1, is meant"
     );
     Ok(())
 }

@@ -150,6 +150,7 @@ impl Builder {
                 to: d(to),
                 bytes_per_sec: 1e10,
                 latency_nanos: 1e3,
+                beside_reads: None,
             })
             .collect();
         let machine =

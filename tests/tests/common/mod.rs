@@ -121,7 +121,13 @@ pub(crate) fn gpu_machine() -> Machine {
             ..machine.devices[numa[0]].clone()
         });
         for numa in numa {
-            let link = |from, to| Link { from, to, bytes_per_sec: 1e10, latency_nanos: 1e4 };
+            let link = |from, to| Link {
+                from,
+                to,
+                bytes_per_sec: 1e10,
+                latency_nanos: 1e4,
+                beside_reads: None,
+            };
             machine.links.extend([link(gpu, numa), link(numa, gpu)]);
         }
     }

@@ -157,7 +157,13 @@ fn machine(wish: Wish) -> Machine {
     let mut links = Vec::new();
     for from in devices.ids() {
         for to in devices.ids().filter(|&to| to != from) {
-            links.push(Link { from, to, bytes_per_sec: 1e9, latency_nanos: 4e3 });
+            links.push(Link {
+                from,
+                to,
+                bytes_per_sec: 1e9,
+                latency_nanos: 4e3,
+                beside_reads: None,
+            });
         }
     }
     let host =

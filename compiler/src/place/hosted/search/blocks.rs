@@ -7,7 +7,7 @@ use ir::dag::Node;
 use ir::id::{DeviceId, NodeId, Table, ValueId, WeightId};
 use ir::op::Op;
 
-use crate::cost::fetch_nanos;
+use crate::cost::{fetch_nanos, fetch_share};
 use crate::part::WeightKey;
 use crate::place::prices::{Prices, decode_nanos};
 use crate::shards::shard;
@@ -192,7 +192,8 @@ impl<'a> Beside<'a> {
             block.gpu_bytes += packed(&gpu);
             member.bytes += bytes;
             member.window_bytes += aligned(bytes);
-            member.fetch_nanos += fetch_nanos(task.target, home, gpu, bytes, true).ok()?;
+            let alone = fetch_nanos(task.target, home, gpu, bytes).ok()?;
+            member.fetch_nanos += alone / fetch_share(task.target, home, gpu);
         }
         block.nodes.push(member);
         Some(())

@@ -1,0 +1,233 @@
+//! How much longer steps take that share a node's memory: its cores read it, and links fetch from it.
+
+use ir::id::{DeviceId, StepId, Table};
+use ir::op::Op;
+use ir::plan::{Action, Phase, Program, Queue, Step};
+use ir::workspace::most_fused_rows;
+
+use crate::bind::Bound;
+use crate::cost::{fetch_share, nanos_at, rows_of};
+use crate::task::Task;
+
+/// What a product of the vendor's library takes longer on a GPU while weights are copied to it: products and launches
+/// take turns by flags, and copies take some of the memory's time. Measured on an H200: see benches/RESULTS.md.
+const BESIDE_COPIES_NANOS: u64 = 100_000;
+
+/// What a step does.
+#[derive(Clone, Copy, Debug)]
+struct Work {
+    /// What it takes when nothing else uses the memory that it does.
+    nanos: f64,
+    memory: Memory,
+}
+
+/// How a step uses the memory of a node that weights are fetched from.
+#[derive(Clone, Copy, Debug)]
+enum Memory {
+    /// Not at all.
+    Unused,
+    /// The node's cores read it.
+    Read {
+        node: DeviceId,
+        /// Part of the step's time that reading alone would take: the rest is arithmetic in whose shadow it reads.
+        part: f64,
+        /// Part of its rate that reading keeps beside a fetch.
+        kept: f64,
+    },
+    /// A link fetches from it.
+    Fetched {
+        node: DeviceId,
+        /// Part of its rate that the link keeps while cores do nothing but read.
+        kept: f64,
+    },
+}
+
+/// Lengthens what GPUs and NUMA nodes do while weights are fetched.
+pub(crate) fn contend(task: &Task<'_>, bound: &Bound, program: &mut Program) {
+    let has_fetches = program.steps.rows().iter().any(|s| matches!(s.action, Action::Fetch { .. }));
+    if !has_fetches {
+        return;
+    }
+    let mut works: Table<StepId, Work> =
+        program.steps.ids().map(|_| Work { nanos: 0.0, memory: Memory::Unused }).collect();
+    for lane in &program.lanes {
+        for &id in &lane.steps {
+            works[id] = work(task, bound, program, lane.device, &program.steps[id]);
+        }
+    }
+    let nanos = flow(program, &works);
+    for (id, nanos) in nanos.iter() {
+        program.steps[id].estimate_nanos = *nanos;
+    }
+}
+
+/// What a step of a device does.
+fn work(task: &Task<'_>, bound: &Bound, program: &Program, device: DeviceId, step: &Step) -> Work {
+    let machine = &task.target.machine;
+    let nanos = step.estimate_nanos as f64;
+    match &step.action {
+        Action::Fetch { weight, .. } => {
+            let node = bound.weights[*weight].device;
+            let kept = fetch_share(task.target, node, device);
+            Work { nanos, memory: Memory::Fetched { node, kept } }
+        }
+        Action::Run(op) if !machine.devices[device].kind.is_gpu() => {
+            let rates = &machine.devices[device].rates;
+            let is_decode = program.phase == Phase::Decode;
+            let part = if op.takes_fetched() {
+                let weights = op.weights();
+                let bytes: u64 = weights.iter().map(|&id| bound.weights[id].bytes(task)).sum();
+                (nanos_at(bytes as f64, rates.read_bytes_per_sec) / nanos.max(1.0)).min(1.0)
+            } else if is_decode && matches!(op, Op::Attention(_)) {
+                // One token reads what all before it left.
+                1.0
+            } else {
+                0.0
+            };
+            Work { nanos, memory: Memory::Read { node: device, part, kept: rates.beside_fetch } }
+        }
+        Action::Run(Op::Linear(linear))
+            if program.phase == Phase::Prefill && program.lane(device, Queue::Copy).is_some() =>
+        {
+            let formats = linear.weights.iter().map(|&id| bound.weights[id].format);
+            let most = formats.map(most_fused_rows).min().unwrap_or(0);
+            let rows = step.reads.first().map(|&x| rows_of(&program.buffers[x].ty, program.max));
+            let beside = if rows > Some(most) { BESIDE_COPIES_NANOS } else { 0 };
+            Work { nanos: nanos + beside as f64, memory: Memory::Unused }
+        }
+        Action::Run(_) | Action::Move { .. } => Work { nanos, memory: Memory::Unused },
+    }
+}
+
+/// Runs a program in thought, with steps that slow each other down; what each takes.
+///
+/// From one start or end of a step to the next all go on at an even rate.
+fn flow(program: &Program, works: &Table<StepId, Work>) -> Table<StepId, u64> {
+    /// Nanoseconds: what is left of a step that is over but for rounding.
+    const NOTHING: f64 = 1e-3;
+    let mut nanos: Table<StepId, u64> = works.rows().iter().map(|_| 0).collect();
+    let mut is_over: Table<StepId, bool> = works.rows().iter().map(|_| false).collect();
+    let mut next = vec![0_usize; program.lanes.len()];
+    // For each lane the step under way, when it began and what is left of it.
+    let mut running: Vec<Option<(StepId, f64, f64)>> = vec![None; program.lanes.len()];
+    let mut now = 0.0;
+    loop {
+        for (lane, running) in running.iter_mut().enumerate().filter(|(_, step)| step.is_none()) {
+            let Some(&id) = program.lanes[lane].steps.get(next[lane]) else { continue };
+            if program.steps[id].waits.iter().all(|&wait| is_over[wait]) {
+                *running = Some((id, now, works[id].nanos));
+                next[lane] += 1;
+            }
+        }
+        let under_way = || running.iter().flatten().map(|(id, _, left)| (works[*id].memory, left));
+        let speed = |memory: Memory| {
+            let others = under_way().map(|(other, _)| other);
+            match memory {
+                Memory::Unused => 1.0,
+                Memory::Read { node, part, kept } => {
+                    let is_fetched =
+                        |other| matches!(other, Memory::Fetched { node: of, .. } if of == node);
+                    let longer =
+                        if others.into_iter().any(is_fetched) { 1.0 / kept - 1.0 } else { 0.0 };
+                    1.0 / (1.0 + part * longer)
+                }
+                Memory::Fetched { node, kept } => {
+                    let read = others.map(|other| match other {
+                        Memory::Read { node: of, part, .. } if of == node => part,
+                        Memory::Unused | Memory::Read { .. } | Memory::Fetched { .. } => 0.0,
+                    });
+                    1.0 - (1.0 - kept) * read.fold(0.0, f64::max)
+                }
+            }
+        };
+        let ends = under_way().map(|(memory, left)| left / speed(memory));
+        let Some(passing) = ends.min_by(f64::total_cmp) else { return nanos };
+        let speeds: Vec<f64> = running
+            .iter()
+            .map(|step| step.map_or(1.0, |(id, ..)| speed(works[id].memory)))
+            .collect();
+        now += passing;
+        for (step, speed) in running.iter_mut().zip(speeds) {
+            let Some((id, start, left)) = step else { continue };
+            *left -= passing * speed;
+            if *left <= NOTHING {
+                nanos[*id] = (now - *start).round() as u64;
+                is_over[*id] = true;
+                *step = None;
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use ir::id::{BufferId, CauseId, Id as _, WeightId};
+    use ir::plan::Lane;
+    use ir::tensor::Extent;
+
+    use super::*;
+
+    /// Steps of a lane of its own each.
+    fn alone(steps: usize) -> Program {
+        let step = |_| Step {
+            name: String::new(),
+            action: Action::Fetch { weight: WeightId::from_index(0), offset: 0 },
+            reads: Vec::new(),
+            writes: Vec::new(),
+            waits: Vec::new(),
+            frees: Vec::new(),
+            estimate_nanos: 0,
+            cause: CauseId::from_index(0),
+        };
+        let lane = |at: usize| Lane {
+            device: DeviceId::from_index(at),
+            queue: Queue::Compute,
+            steps: vec![StepId::from_index(at)],
+        };
+        Program {
+            name: "decode1".into(),
+            phase: Phase::Decode,
+            max: Extent { tokens: 1, rows: 1 },
+            max_sequences: 1,
+            buffers: Table::default(),
+            steps: (0..steps).map(step).collect(),
+            lanes: (0..steps).map(lane).collect(),
+            output: BufferId::from_index(0),
+        }
+    }
+
+    fn flows(program: &Program, works: &[(f64, Memory)]) -> Vec<u64> {
+        let works = works.iter().map(|&(nanos, memory)| Work { nanos, memory }).collect();
+        flow(program, &works).rows().to_vec()
+    }
+
+    #[test]
+    fn links_and_cores_slow_each_other_down_while_both_use_a_memory() {
+        let [node, other] = [0, 1].map(DeviceId::from_index);
+        let read = |part| Memory::Read { node, part, kept: 0.8 };
+        let fetched = |node| Memory::Fetched { node, kept: 0.5 };
+        let both = alone(2);
+        // The cores are done after 125; then the link has 37.5 of 100 left, and the memory for itself.
+        let times = flows(&both, &[(100.0, read(1.0)), (100.0, fetched(node))]);
+        assert_eq!(times, [125, 163]);
+        // The link is done first: 80 of 100 nanoseconds' work is done by then.
+        let times = flows(&both, &[(100.0, read(1.0)), (50.0, fetched(node))]);
+        assert_eq!(times, [120, 100]);
+        // Where reading is half of the time, the link keeps three quarters, and a quarter of a half is added.
+        let times = flows(&both, &[(100.0, read(0.5)), (300.0, fetched(node))]);
+        assert_eq!(times, [113, 328]);
+        let times = flows(&both, &[(100.0, read(1.0)), (100.0, fetched(other))]);
+        assert_eq!(times, [100, 100]);
+    }
+
+    #[test]
+    fn a_step_that_waits_slows_nothing_down() {
+        let node = DeviceId::from_index(0);
+        let mut program = alone(3);
+        program.steps[StepId::from_index(1)].waits = vec![StepId::from_index(2)];
+        let fetched = Memory::Fetched { node, kept: 0.5 };
+        let read = Memory::Read { node, part: 1.0, kept: 0.5 };
+        let times = flows(&program, &[(100.0, read), (30.0, fetched), (100.0, Memory::Unused)]);
+        assert_eq!(times, [100, 30, 100]);
+    }
+}
