@@ -10,6 +10,7 @@ use anyhow::{Context as _, Result, bail, ensure};
 use burn::tensor::Device as BurnDevice;
 use hwlocality::Topology;
 use hwlocality::cpu::binding::CpuBindingFlags;
+use hwlocality::cpu::cpuset::CpuSet;
 use ir::id::{DeviceId, WeightId};
 use ir::machine::DeviceKind;
 use ir::op::Op;
@@ -57,8 +58,7 @@ impl SparedCpus {
         });
         let topology = Topology::new().context("reading the machine's topology")?;
         let all = topology.cpu_binding(CpuBindingFlags::THREAD);
-        let all = all.context("asking where this thread may run")?;
-        let all = all.iter_set().map(|cpu| usize::from(cpu) as u32).collect();
+        let all = numbers_of(&all.context("asking where this thread may run")?);
         Ok(Self { topology, cpus: cpus.collect(), all })
     }
 
@@ -99,6 +99,10 @@ pub(crate) fn team_cpus<'a>(plan: &Plan, cpus: &'a [u32], options: &Options) -> 
     &cpus[..threads.clamp(1, cpus.len())]
 }
 
+fn numbers_of(cpus: &CpuSet) -> Vec<u32> {
+    cpus.iter_set().map(|cpu| usize::from(cpu) as u32).collect()
+}
+
 /// Whether this process may use all processors that a plan's teams are bound to.
 ///
 /// # Errors
@@ -107,7 +111,7 @@ pub(crate) fn ensure_processors(plan: &Plan, options: &Options) -> Result<()> {
     let topology = Topology::new().context("reading the machine's topology")?;
     // Where the system does not tell, threads are bound as far as it binds them.
     let Ok(allowed) = topology.cpu_binding(CpuBindingFlags::PROCESS) else { return Ok(()) };
-    let allowed: BTreeSet<u32> = allowed.iter_set().map(|cpu| usize::from(cpu) as u32).collect();
+    let allowed: BTreeSet<u32> = numbers_of(&allowed).into_iter().collect();
     for lane in lanes(plan) {
         let device = &plan.machine.devices[lane.device];
         let DeviceKind::Numa { cpus, .. } = &device.kind else { continue };

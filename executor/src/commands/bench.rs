@@ -99,7 +99,8 @@ fn measure_all(
     if arguments.prompt_tokens > 0 {
         let tokens = arguments.prompt_tokens;
         let prefill = |engine: &mut Engine| engine.time_prefill(tokens, abort);
-        let forecast = forecast_prefill(engine.plan(), tokens, engine.share(tokens));
+        let forecast =
+            forecast_prefill(engine.plan(), tokens, (engine.share(tokens), engine.stages()));
         let test = Test {
             name: format!("pp{tokens}"),
             kind: "prefill",
@@ -244,23 +245,23 @@ fn measure(
     Ok(Some(test))
 }
 
-/// Predicted prompt tokens per second, with nothing cached: of the prompt, also where stages work on parts of at most
-/// `share` tokens side by side, or of a full run where it takes several.
-fn forecast_prefill(plan: &Plan, prompt_tokens: usize, share: u32) -> Option<Forecast> {
+/// Predicted prompt tokens per second, with nothing cached: of the prompt where it is one run of at most `share` tokens
+/// or `stages` work on its runs side by side, else of a full run.
+fn forecast_prefill(
+    plan: &Plan,
+    prompt_tokens: usize,
+    (share, stages): (u32, usize),
+) -> Option<Forecast> {
     let run_tokens = prompt_tokens.min(share as usize);
     let index = plan.program_for(Phase::Prefill, run_tokens, 1, false)?;
     let most = plan.programs[index].max.tokens;
-    let tokens = u32::try_from(run_tokens).map_or(most, |tokens| tokens.min(most));
+    let run_tokens = u32::try_from(run_tokens).map_or(most, |tokens| tokens.min(most));
     let forecast = plan.forecast.programs.get(index)?;
-    if prompt_tokens > share as usize {
-        let nanos = nanos_in_stages(forecast, prompt_tokens, tokens);
-        let tokens_per_sec = prompt_tokens as f64 * 1e9 / nanos;
-        return (nanos > 0.0).then_some(Forecast { tokens_per_sec, of: None });
-    }
-    let nanos = forecast.nanos_of(tokens);
+    let tokens = if stages > 1 { prompt_tokens } else { run_tokens as usize };
+    let nanos = nanos_in_stages(forecast, tokens, run_tokens);
     (nanos > 0.0).then(|| Forecast {
-        tokens_per_sec: f64::from(tokens) * 1e9 / nanos,
-        of: (tokens as usize != prompt_tokens).then(|| format!("pp{tokens}")),
+        tokens_per_sec: tokens as f64 * 1e9 / nanos,
+        of: (tokens != prompt_tokens).then(|| format!("pp{tokens}")),
     })
 }
 
@@ -413,12 +414,21 @@ mod tests {
             busiest_lane_nanos: 400,
             others: vec![RunForecast { tokens: tokens / 4, nanos: 300 }],
         };
-        let nanos = |share| {
-            let forecast = forecast_prefill(&plan, tokens as usize, share).unwrap();
-            f64::from(tokens) * 1e9 / forecast.tokens_per_sec
+        let nanos = |prompt_tokens: u32, share, stages| {
+            let forecast = forecast_prefill(&plan, prompt_tokens as usize, (share, stages));
+            let forecast = forecast.unwrap();
+            (f64::from(prompt_tokens) * 1e9 / forecast.tokens_per_sec, forecast.of)
         };
-        assert!((nanos(u32::MAX) - 1200.0).abs() < 1e-6);
-        assert!((nanos(tokens / 4) - (300.0 + 3.0 * 100.0)).abs() < 1e-6);
+        let is = |(nanos, of): (f64, Option<String>), expected: f64| {
+            (nanos - expected).abs() < 1e-6 && of.is_none()
+        };
+        assert!(is(nanos(tokens, u32::MAX, 3), 1200.0));
+        assert!(is(nanos(tokens, tokens / 4, 3), 300.0 + 3.0 * 100.0));
+        // What no run takes as a whole passes in full runs; without stages one of them stands for all.
+        assert!(is(nanos(3 * tokens, u32::MAX, 3), 1200.0 + 2.0 * 400.0));
+        let (of_all, of) = nanos(3 * tokens, u32::MAX, 1);
+        assert!((of_all - 3.0 * 1200.0).abs() < 1e-6);
+        assert_eq!(of, Some(format!("pp{tokens}")));
     }
 
     #[test]

@@ -8,6 +8,7 @@ mod blocks;
 mod feed;
 mod generate;
 mod measure;
+mod stages;
 
 use std::collections::BTreeMap;
 use std::sync::atomic::AtomicBool;
@@ -18,9 +19,9 @@ use ir::plan::{ModelInfo, Plan};
 
 use self::blocks::Blocks;
 use self::feed::Wants;
-pub use self::feed::nanos_in_stages;
 pub use self::generate::{Choice, Chooser, Timings};
 pub use self::measure::Perplexity;
+pub use self::stages::nanos_in_stages;
 use crate::executor::Executor;
 
 /// Sequences over one executor.
@@ -70,7 +71,7 @@ impl Engine {
     pub fn new(executor: Executor) -> Self {
         let model = &executor.plan().model;
         let blocks = Blocks::new(model.blocks, model.block_tokens);
-        let stages = feed::stages(executor.plan());
+        let stages = stages::stages(executor.plan());
         let pads_prompts = executor.pads_prompts();
         Self { executor, blocks, sequences: BTreeMap::new(), next: 0, stages, pads_prompts }
     }
@@ -78,6 +79,11 @@ impl Engine {
     /// The plan that is run.
     pub fn plan(&self) -> &Plan {
         self.executor.plan()
+    }
+
+    /// Stages that can work on different runs of a prompt at a time.
+    pub fn stages(&self) -> usize {
+        self.stages
     }
 
     /// What runs the plan.
