@@ -1,6 +1,6 @@
 //! How much longer steps take that share a node's memory: its cores read it, and links fetch from it.
 
-use ir::id::{DeviceId, StepId, Table};
+use ir::id::{DeviceId, Id as _, StepId, Table};
 use ir::op::Op;
 use ir::plan::{Action, Phase, Program, Queue, Step};
 use ir::workspace::most_fused_rows;
@@ -40,6 +40,16 @@ enum Memory {
         /// Part of its rate that the link keeps while cores do nothing but read.
         kept: f64,
     },
+}
+
+impl Memory {
+    /// Whose it is.
+    fn node(self) -> Option<DeviceId> {
+        match self {
+            Self::Unused => None,
+            Self::Read { node, .. } | Self::Fetched { node, .. } => Some(node),
+        }
+    }
 }
 
 /// Lengthens what GPUs and NUMA nodes do while weights are fetched.
@@ -99,6 +109,48 @@ fn work(task: &Task<'_>, bound: &Bound, program: &Program, device: DeviceId, ste
     }
 }
 
+/// A step under way.
+struct Running {
+    id: StepId,
+    start: f64,
+    /// What is left of it, in nanoseconds of its own.
+    left: f64,
+}
+
+/// Who uses a node's memory.
+#[derive(Clone, Copy, Default)]
+struct Users {
+    /// Part of its time that its cores' step would need for reading alone.
+    read: f64,
+    /// Links that fetch from it.
+    links: u32,
+}
+
+impl Users {
+    /// What a step keeps of its speed beside these, itself among them.
+    fn speed(self, memory: Memory) -> f64 {
+        match memory {
+            Memory::Unused => 1.0,
+            Memory::Read { part, kept, .. } if self.links > 0 => {
+                1.0 / (1.0 + part * (1.0 / kept - 1.0))
+            }
+            Memory::Read { .. } => 1.0,
+            Memory::Fetched { kept, .. } => 1.0 - (1.0 - kept) * self.read,
+        }
+    }
+
+    /// Counts a step that begins, or one that ends.
+    fn count(&mut self, memory: Memory, begins: bool) {
+        match memory {
+            Memory::Unused => (),
+            // The cores of a node are at one step at a time.
+            Memory::Read { part, .. } => self.read = if begins { part } else { 0.0 },
+            Memory::Fetched { .. } if begins => self.links += 1,
+            Memory::Fetched { .. } => self.links -= 1,
+        }
+    }
+}
+
 /// Runs a program in thought, with steps that slow each other down; what each takes.
 ///
 /// From one start or end of a step to the next all go on at an even rate.
@@ -107,61 +159,45 @@ fn flow(program: &Program, works: &Table<StepId, Work>) -> Table<StepId, u64> {
     const NOTHING: f64 = 1e-3;
     let mut nanos: Table<StepId, u64> = works.rows().iter().map(|_| 0).collect();
     let mut is_over: Table<StepId, bool> = works.rows().iter().map(|_| false).collect();
+    let nodes = works.rows().iter().filter_map(|work| work.memory.node());
+    let mut users = vec![Users::default(); nodes.map(|node| node.index() + 1).max().unwrap_or(0)];
     let mut next = vec![0_usize; program.lanes.len()];
-    // For each lane the step under way, when it began and what is left of it.
-    let mut running: Vec<Option<(StepId, f64, f64)>> = vec![None; program.lanes.len()];
+    let mut running: Vec<Option<Running>> = program.lanes.iter().map(|_| None).collect();
     let mut now = 0.0;
     loop {
         for (lane, running) in running.iter_mut().enumerate().filter(|(_, step)| step.is_none()) {
             let Some(&id) = program.lanes[lane].steps.get(next[lane]) else { continue };
             if program.steps[id].waits.iter().all(|&wait| is_over[wait]) {
-                *running = Some((id, now, works[id].nanos));
+                let Work { nanos, memory } = works[id];
+                *running = Some(Running { id, start: now, left: nanos });
                 next[lane] += 1;
+                if let Some(node) = memory.node() {
+                    users[node.index()].count(memory, true);
+                }
             }
         }
-        let under_way = || running.iter().flatten().map(|(id, _, left)| (works[*id].memory, left));
-        let speed = |memory: Memory| {
-            let others = under_way().map(|(other, _)| other);
-            match memory {
-                Memory::Unused => 1.0,
-                Memory::Read { node, part, kept } => {
-                    let is_fetched =
-                        |other| matches!(other, Memory::Fetched { node: of, .. } if of == node);
-                    let longer =
-                        if others.into_iter().any(is_fetched) { 1.0 / kept - 1.0 } else { 0.0 };
-                    1.0 / (1.0 + part * longer)
-                }
-                Memory::Fetched { node, kept } => {
-                    let read = others.map(|other| match other {
-                        Memory::Read { node: of, part, .. } if of == node => part,
-                        Memory::Unused | Memory::Read { .. } | Memory::Fetched { .. } => 0.0,
-                    });
-                    1.0 - (1.0 - kept) * read.fold(0.0, f64::max)
-                }
-            }
+        let speed = |id: StepId| {
+            let memory = works[id].memory;
+            memory.node().map_or(1.0, |node| users[node.index()].speed(memory))
         };
-        let ends = under_way().map(|(memory, left)| left / speed(memory));
+        let ends = running.iter().flatten().map(|step| step.left / speed(step.id));
         let Some(passing) = ends.min_by(f64::total_cmp) else { return nanos };
-        let speeds: Vec<f64> = running
-            .iter()
-            .map(|step| step.map_or(1.0, |(id, ..)| speed(works[id].memory)))
-            .collect();
+        running.iter_mut().flatten().for_each(|step| step.left -= passing * speed(step.id));
         now += passing;
-        for (step, speed) in running.iter_mut().zip(speeds) {
-            let Some((id, start, left)) = step else { continue };
-            *left -= passing * speed;
-            if *left <= NOTHING {
-                nanos[*id] = (now - *start).round() as u64;
-                is_over[*id] = true;
-                *step = None;
+        for ended in running.iter_mut().filter_map(|step| step.take_if(|s| s.left <= NOTHING)) {
+            let memory = works[ended.id].memory;
+            if let Some(node) = memory.node() {
+                users[node.index()].count(memory, false);
             }
+            nanos[ended.id] = (now - ended.start).round() as u64;
+            is_over[ended.id] = true;
         }
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use ir::id::{BufferId, CauseId, Id as _, WeightId};
+    use ir::id::{BufferId, CauseId, WeightId};
     use ir::plan::Lane;
     use ir::tensor::Extent;
 

@@ -6,18 +6,16 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use anyhow::{Context as _, Result, bail, ensure};
+use anyhow::{Context as _, Result, ensure};
 use burn::tensor::Device as BurnDevice;
-use hwlocality::Topology;
-use hwlocality::cpu::binding::CpuBindingFlags;
-use hwlocality::cpu::cpuset::CpuSet;
 use ir::id::{DeviceId, WeightId};
 use ir::machine::DeviceKind;
 use ir::op::Op;
-use ir::plan::{Action, Lane, Plan, Weight};
+use ir::plan::{Action, Plan, Weight};
 use ir::tensor::{DType, Format};
 
 use crate::checkpoint::Checkpoint;
+use crate::cpus::{SparedCpus, team_cpus};
 use crate::fetch::{Homes, Window, fetched};
 use crate::home_caches::HomeCaches;
 use crate::kernels::cpu::isa::Isa;
@@ -25,140 +23,7 @@ use crate::kernels::gpu::device::Gpu;
 use crate::load::{CpuBackend, GpuDriver, Kernels, Options};
 use crate::ops::{gpu, own, plain};
 use crate::peers::Peers;
-use crate::team::{Team, bind};
-
-/// Processors that a NUMA node leaves to the threads that drive GPUs, a quarter of its own at most: one for letters,
-/// one for CubeCL's thread, one for fetches. The others read memory as fast as all of them.
-const SPARED_CPUS: usize = 3;
-
-/// The processors that are left to the threads that drive GPUs: a member of a team that loses its own holds up all
-/// others.
-pub(crate) struct SparedCpus {
-    topology: Topology,
-    /// None where no NUMA node is of the plan's machine.
-    cpus: Vec<u32>,
-    /// Those that the thread that found them may use.
-    all: Vec<u32>,
-}
-
-impl SparedCpus {
-    /// Those of the NUMA nodes of a plan's machine.
-    ///
-    /// # Errors
-    /// When the system does not tell its topology.
-    pub(crate) fn find(plan: &Plan) -> Result<Self> {
-        let computes = |id| lanes(plan).any(|lane| lane.device == id);
-        let cpus = plan.machine.devices.iter().flat_map(|(id, device)| match &device.kind {
-            DeviceKind::Numa { cpus, .. } if computes(id) => {
-                let [_, spared] = shared_out(plan, cpus);
-                spared.to_vec()
-            }
-            DeviceKind::Numa { cpus, .. } => cpus.clone(),
-            DeviceKind::Gpu { .. } => Vec::new(),
-        });
-        let topology = Topology::new().context("reading the machine's topology")?;
-        let all = topology.cpu_binding(CpuBindingFlags::THREAD);
-        let all = numbers_of(&all.context("asking where this thread may run")?);
-        Ok(Self { topology, cpus: cpus.collect(), all })
-    }
-
-    /// Keeps the calling thread, and those that it starts from now on, on them.
-    ///
-    /// # Errors
-    /// When the system does not bind threads.
-    pub(crate) fn bind(&self) -> Result<()> {
-        if self.cpus.is_empty() { Ok(()) } else { bind(&self.topology, &self.cpus) }
-    }
-
-    /// Lets the calling thread, and those that it starts from now on, use all processors that it might before.
-    fn unbind(&self) -> Result<()> {
-        bind(&self.topology, &self.all)
-    }
-}
-
-/// The processors of a NUMA node that compute, and those that are left to the threads that drive GPUs.
-fn shared_out<'a>(plan: &Plan, cpus: &'a [u32]) -> [&'a [u32]; 2] {
-    let drives_gpus = lanes(plan).any(|lane| plan.machine.devices[lane.device].kind.is_gpu());
-    if drives_gpus { beside_gpus(cpus) } else { [cpus, &[]] }
-}
-
-/// The same where GPUs are driven.
-pub(crate) fn beside_gpus(cpus: &[u32]) -> [&[u32]; 2] {
-    let (computing, spared) = cpus.split_at(cpus.len() - SPARED_CPUS.min(cpus.len() / 4));
-    [computing, spared]
-}
-
-fn lanes(plan: &Plan) -> impl Iterator<Item = &Lane> {
-    plan.programs.iter().flat_map(|program| &program.lanes)
-}
-
-/// The processors of a NUMA node that compute, one for each thread.
-pub(crate) fn team_cpus<'a>(plan: &Plan, cpus: &'a [u32], options: &Options) -> &'a [u32] {
-    let [computing, _] = shared_out(plan, cpus);
-    let threads = options.threads.unwrap_or(computing.len());
-    &cpus[..threads.clamp(1, cpus.len())]
-}
-
-fn numbers_of(cpus: &CpuSet) -> Vec<u32> {
-    cpus.iter_set().map(|cpu| usize::from(cpu) as u32).collect()
-}
-
-/// Whether this process may use all processors that a plan's teams are bound to.
-///
-/// # Errors
-/// When it may not: a member that shares a processor with another holds up all of its team.
-pub(crate) fn ensure_processors(plan: &Plan, options: &Options) -> Result<()> {
-    let topology = Topology::new().context("reading the machine's topology")?;
-    // Where the system does not tell, threads are bound as far as it binds them.
-    let Ok(allowed) = topology.cpu_binding(CpuBindingFlags::PROCESS) else { return Ok(()) };
-    let allowed: BTreeSet<u32> = numbers_of(&allowed).into_iter().collect();
-    for lane in lanes(plan) {
-        let device = &plan.machine.devices[lane.device];
-        let DeviceKind::Numa { cpus, .. } = &device.kind else { continue };
-        let cpus = team_cpus(plan, cpus, options);
-        if let Some(cpu) = cpus.iter().find(|cpu| !allowed.contains(cpu)) {
-            bail!(
-                "{} computes on processor {cpu} in this plan, and this process may not use that: start it without \
-                 the limit (taskset, a container's cpuset), or compile the plan under the same one",
-                device.name
-            );
-        }
-    }
-    Ok(())
-}
-
-/// Whether every NUMA node that computes has as many threads as if nothing were said of them.
-pub(crate) fn has_usual_threads(plan: &Plan, options: &Options) -> bool {
-    let usual = Options { threads: None, ..options.clone() };
-    let devices = lanes(plan).map(|lane| &plan.machine.devices[lane.device].kind);
-    let mut nodes = devices.filter_map(|kind| match kind {
-        DeviceKind::Numa { cpus, .. } => Some(cpus),
-        DeviceKind::Gpu { .. } => None,
-    });
-    nodes.all(|cpus| team_cpus(plan, cpus, options) == team_cpus(plan, cpus, &usual))
-}
-
-/// What each rank of a plan is, in their order: the devices that compute, with the GPU or the NUMA node and processors
-/// that they are bound to.
-pub(crate) fn ranks(plan: &Plan, options: &Options) -> Vec<String> {
-    let computing: BTreeSet<DeviceId> = lanes(plan).map(|lane| lane.device).collect();
-    let describe = |(rank, &id): (usize, &DeviceId)| {
-        let device = &plan.machine.devices[id];
-        let place = match &device.kind {
-            DeviceKind::Gpu { ordinal, .. } => {
-                let model = plan.machine.host.gpus.get(*ordinal as usize);
-                format!("GPU {ordinal}, {}", model.map_or("of unknown model", String::as_str))
-            }
-            DeviceKind::Numa { node, cpus } => {
-                let cpus: Vec<String> =
-                    team_cpus(plan, cpus, options).iter().map(u32::to_string).collect();
-                format!("bound to NUMA node {node}, a thread on each of cpus {}", cpus.join(" "))
-            }
-        };
-        format!("rank {rank} of {}: {}, {place}", computing.len(), device.name)
-    };
-    computing.iter().enumerate().map(describe).collect()
-}
+use crate::team::Team;
 
 /// One device, ready to compute.
 pub(crate) struct Device {

@@ -16,7 +16,7 @@ use anyhow::{Context as _, Result, anyhow};
 use ir::id::DeviceId;
 use ir::machine::{Device, DeviceKind, Machine, Rates};
 
-use crate::bind::beside_gpus;
+use crate::cpus::beside_gpus;
 use crate::kernels::cpu::isa::Isa;
 use crate::kernels::gpu::device::Gpu;
 use crate::locked;

@@ -15,7 +15,7 @@ use ir::tensor::Dim;
 use ir::trace::Trace;
 
 use crate::batch::Batch;
-use crate::bind::team_cpus;
+use crate::cpus::team_cpus;
 use crate::known_graphs::KnownGraphs;
 use crate::lane::Inbox;
 use crate::lane::pulse::Pulse;

@@ -18,6 +18,7 @@ use ir::plan::{Plan, Queue};
 use crate::bind::{self, Form};
 use crate::checkpoint::Checkpoint;
 use crate::counting::ExpertCounter;
+use crate::cpus::{self, SparedCpus};
 use crate::executor::{Executor, LaneThread};
 use crate::fetch::{Fetcher, Homes, Window, fetched};
 use crate::home_caches::HomeCaches;
@@ -28,6 +29,7 @@ use crate::lane::pulse::Pulse;
 use crate::lane::{Inbox, Lane};
 use crate::ops::gpu;
 use crate::peers::Peers;
+use crate::ranks::ranks;
 use crate::run::panic_message;
 use crate::trace::Recorder;
 
@@ -56,7 +58,7 @@ pub struct Options {
 impl Options {
     /// Whether every NUMA node of a plan that computes has as many threads as if nothing were said of them.
     pub fn has_usual_threads(&self, plan: &Plan) -> bool {
-        bind::has_usual_threads(plan, self)
+        cpus::has_usual_threads(plan, self)
     }
 }
 
@@ -181,12 +183,12 @@ pub fn load(
         !(is_plain && file.plan.borrows()),
         "GPUs borrow caches of NUMA nodes in this plan, which takes CPU devices with kernels of our own"
     );
-    bind::ensure_processors(&file.plan, options)?;
+    cpus::ensure_processors(&file.plan, options)?;
     ensure_host_memory(&file.plan, probe::available_memory())?;
     let checkpoint = Arc::new(Checkpoint::open(&file.plan.files, &file.folder)?);
     let plan = Arc::new(file.plan);
     // One device alone needs no telling.
-    let ranks = bind::ranks(&plan, options);
+    let ranks = ranks(&plan, options);
     ranks.iter().filter(|_| ranks.len() > 1).for_each(|rank| tracing::info!("{rank}"));
     let recorder = options.trace.then(|| Arc::new(Recorder::new(file.fingerprint)));
     let total = plan.weights.rows().iter().map(|weight| plan.weight_bytes(weight)).sum();
@@ -416,7 +418,7 @@ impl Starter {
     /// Pins what is fetched and serves; tells how the pinning went.
     fn fetch(self, device: DeviceId, window: Window, homes: Homes, inbox: Arc<Inbox>) {
         let work = self.pulse.work();
-        let bound = bind::SparedCpus::find(&self.plan).and_then(|spared| spared.bind());
+        let bound = SparedCpus::find(&self.plan).and_then(|spared| spared.bind());
         let fetcher = bound.and_then(|()| Fetcher::new(window, homes));
         drop(work);
         let fetcher = match fetcher {

@@ -9,6 +9,7 @@ use compiler::options::Request;
 use executor::engine::Engine;
 use executor::load::{self, PlanFile};
 use executor::memory::Region;
+use ir::id::DeviceId;
 use ir::machine::DeviceKind;
 use tests::made_up::{LlamaShape, MadeUp};
 
@@ -126,12 +127,12 @@ fn a_loaded_plan_is_on_huge_pages_and_on_its_nodes() {
     MadeUp::llama(LLAMA).write(folder.path(), 1).unwrap();
     let model = models::lower(folder.path()).unwrap();
     let machine = probe::machine(None).unwrap();
-    let nodes = machine.devices.rows().iter().filter_map(|device| match &device.kind {
-        DeviceKind::Numa { node, .. } => Some((*node, device.name.as_str())),
+    let nodes = machine.devices.iter().filter_map(|(id, device)| match &device.kind {
+        DeviceKind::Numa { node, .. } => Some((id, *node, device.name.as_str())),
         DeviceKind::Gpu { .. } => None,
     });
-    let nodes: Vec<(u32, &str)> = nodes.collect();
-    let members = nodes.iter().map(|&(_, name)| (name.to_owned(), None)).collect();
+    let nodes: Vec<(DeviceId, u32, &str)> = nodes.collect();
+    let members = nodes.iter().map(|&(_, _, name)| (name.to_owned(), None)).collect();
     let options = Options {
         context: Some(1024),
         formats: vec!["q8".parse().unwrap()],
@@ -147,8 +148,8 @@ fn a_loaded_plan_is_on_huge_pages_and_on_its_nodes() {
     engine.append(id, &[7; 1000]).unwrap();
     engine.advance(&[id]).unwrap();
     let held = Advised::read();
-    let forecasts = plan.forecast.devices.rows();
-    let weights: u64 = forecasts.iter().map(|device| device.weight_bytes).sum();
+    let forecasts = &plan.forecast.devices;
+    let weights: u64 = forecasts.rows().iter().map(|device| device.weight_bytes).sum();
     assert!(held.bytes >= weights, "{held:?} for {weights} bytes of weights");
     if share(&given) < 0.5 {
         eprintln!("skipped: the system gives few huge pages: {given:?}");
@@ -158,7 +159,8 @@ fn a_loaded_plan_is_on_huge_pages_and_on_its_nodes() {
     let [_, _, ..] = &nodes[..] else {
         return eprintln!("skipped: this machine has one NUMA node");
     };
-    for (&(node, device), forecast) in nodes.iter().zip(forecasts) {
+    for &(id, node, device) in &nodes {
+        let forecast = &forecasts[id];
         let bytes = held.node_bytes.get(node as usize).copied().unwrap_or(0);
         let allowed = forecast.needed_bytes() * 103 / 100 + SLACK_BYTES;
         assert!(
