@@ -1,14 +1,15 @@
 //! Which step is certainly over when another begins: vector clocks over lanes.
 
-use ir::id::{StepId, Table};
+use ir::id::{Id as _, StepId, Table};
 
 /// The order that lanes and waits give to steps.
 ///
 /// Steps are numbered so that each comes after everything it depends on.
 #[derive(Clone, Debug)]
 pub(crate) struct Clocks {
-    /// For each step and lane, how many steps of that lane are over when the step is.
-    over: Table<StepId, Vec<u32>>,
+    lanes: usize,
+    /// For each step and lane, how many steps of that lane are over when the step is: one row of `lanes` a step.
+    over: Vec<u32>,
     lane: Table<StepId, usize>,
     /// Position of each step in its lane.
     position: Table<StepId, u32>,
@@ -24,24 +25,30 @@ impl Clocks {
         after: &Table<StepId, Vec<StepId>>,
     ) -> Self {
         let mut clocks = Self {
-            over: Table::default(),
+            lanes,
+            over: Vec::with_capacity(lane.len() * lanes),
             lane: lane.clone(),
-            position: Table::default(),
-            waits: Table::default(),
+            position: Table::with_capacity(lane.len()),
+            waits: Table::with_capacity(lane.len()),
         };
-        let mut now = vec![vec![0u32; lanes]; lanes];
+        // The latest step of each lane.
+        let mut latest: Vec<Option<StepId>> = vec![None; lanes];
+        let (mut clock, mut depends) = (vec![0u32; lanes], Vec::new());
         for step in lane.ids() {
             let own = lane[step];
-            let mut clock = now[own].clone();
+            match latest[own] {
+                Some(step) => clock.copy_from_slice(clocks.over(step)),
+                None => clock.fill(0),
+            }
             // The latest first: what it implies needs no wait of its own.
-            let mut depends = after[step].clone();
+            depends.clone_from(&after[step]);
             depends.sort_by(|a, b| b.cmp(a));
             let mut waits = Vec::new();
-            for on in depends {
+            for &on in &depends {
                 assert!(on < step, "the scheduler numbered {step} before {on}, which it needs");
                 if clock[lane[on]] <= clocks.position[on] {
                     waits.push(on);
-                    for (mine, theirs) in clock.iter_mut().zip(&clocks.over[on]) {
+                    for (mine, theirs) in clock.iter_mut().zip(clocks.over(on)) {
                         *mine = (*mine).max(*theirs);
                     }
                 }
@@ -49,16 +56,21 @@ impl Clocks {
             waits.reverse();
             clocks.position.push(clock[own]);
             clock[own] += 1;
-            now[own].clone_from(&clock);
-            clocks.over.push(clock);
+            latest[own] = Some(step);
+            clocks.over.extend_from_slice(&clock);
             clocks.waits.push(waits);
         }
         clocks
     }
 
+    /// How many steps of each lane are over when the step is.
+    fn over(&self, step: StepId) -> &[u32] {
+        &self.over[step.index() * self.lanes..][..self.lanes]
+    }
+
     /// Whether `first` is over before `then` begins, or is the same step.
     pub(crate) fn is_before(&self, first: StepId, then: StepId) -> bool {
-        self.over[then][self.lane[first]] > self.position[first]
+        self.over(then)[self.lane[first]] > self.position[first]
     }
 
     /// The earliest of a lane's steps that begins after all of `steps`. `lane` is in lane order.
@@ -76,8 +88,6 @@ impl Clocks {
 
 #[cfg(test)]
 mod tests {
-    use ir::id::Id as _;
-
     use super::*;
 
     fn step(index: usize) -> StepId {

@@ -160,7 +160,8 @@ fn flow(program: &Program, works: &Table<StepId, Work>) -> Table<StepId, u64> {
     let mut nanos: Table<StepId, u64> = works.rows().iter().map(|_| 0).collect();
     let mut is_over: Table<StepId, bool> = works.rows().iter().map(|_| false).collect();
     let nodes = works.rows().iter().filter_map(|work| work.memory.node());
-    let mut users = vec![Users::default(); nodes.map(|node| node.index() + 1).max().unwrap_or(0)];
+    let nodes = nodes.map(|node| node.index() + 1).max().unwrap_or(0);
+    let mut users: Table<DeviceId, Users> = (0..nodes).map(|_| Users::default()).collect();
     let mut next = vec![0_usize; program.lanes.len()];
     let mut running: Vec<Option<Running>> = program.lanes.iter().map(|_| None).collect();
     let mut now = 0.0;
@@ -172,13 +173,13 @@ fn flow(program: &Program, works: &Table<StepId, Work>) -> Table<StepId, u64> {
                 *running = Some(Running { id, start: now, left: nanos });
                 next[lane] += 1;
                 if let Some(node) = memory.node() {
-                    users[node.index()].count(memory, true);
+                    users[node].count(memory, true);
                 }
             }
         }
         let speed = |id: StepId| {
             let memory = works[id].memory;
-            memory.node().map_or(1.0, |node| users[node.index()].speed(memory))
+            memory.node().map_or(1.0, |node| users[node].speed(memory))
         };
         let ends = running.iter().flatten().map(|step| step.left / speed(step.id));
         let Some(passing) = ends.min_by(f64::total_cmp) else { return nanos };
@@ -187,7 +188,7 @@ fn flow(program: &Program, works: &Table<StepId, Work>) -> Table<StepId, u64> {
         for ended in running.iter_mut().filter_map(|step| step.take_if(|s| s.left <= NOTHING)) {
             let memory = works[ended.id].memory;
             if let Some(node) = memory.node() {
-                users[node.index()].count(memory, false);
+                users[node].count(memory, false);
             }
             nanos[ended.id] = (now - ended.start).round() as u64;
             is_over[ended.id] = true;

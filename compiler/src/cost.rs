@@ -16,9 +16,9 @@ pub(crate) struct Operands<'a> {
     /// Each of the operation's weights, in their order.
     pub(crate) weights: &'a [Held],
     /// Tensors read.
-    pub(crate) reads: Vec<TensorType>,
+    pub(crate) reads: Vec<&'a TensorType>,
     /// Tensors written.
-    pub(crate) writes: Vec<TensorType>,
+    pub(crate) writes: Vec<&'a TensorType>,
     /// Whether the matrices were fetched, packed as another device holds them.
     pub(crate) is_fetched: bool,
     /// Whose cache is borrowed.
@@ -70,7 +70,7 @@ pub(crate) fn run_nanos(
     };
     let work = match op.products() {
         Some(Products::Linear(linear)) => {
-            let rows = rows_of(&operands.reads[0], batch.extent);
+            let rows = rows_of(operands.reads[0], batch.extent);
             if is_gpu {
                 let features = operands.reads[0].features(batch.extent);
                 let held = operands.weights.iter().filter(|held| held.shape.len() > 1);
@@ -119,7 +119,7 @@ pub(crate) fn run_nanos(
 /// Bytes that a GPU moves before and after the products of a linear of many rows: the input is narrowed to 16 bits if
 /// it is not held so, and what follows a product reads it again.
 fn pass_bytes(linear: &Linear, operands: &Operands<'_>, batch: &Batch) -> u64 {
-    let x = &operands.reads[0];
+    let x = operands.reads[0];
     let input = if x.dtype == DType::F32 { x.bytes(batch.extent) } else { 0 };
     let outputs: u64 = operands.writes.iter().map(|ty| ty.bytes(batch.extent)).sum();
     let has_bias = linear.biases.iter().any(Option::is_some);
@@ -137,7 +137,7 @@ fn pass_bytes(linear: &Linear, operands: &Operands<'_>, batch: &Batch) -> u64 {
 /// Bytes that a GPU moves before the attention of a prompt: queries, keys and values are read, queries written again,
 /// and keys and values into the cache, which takes 16 bits for each of their elements.
 fn append_bytes(operands: &Operands<'_>, batch: &Batch) -> u64 {
-    let bytes = |ty: &TensorType| ty.bytes(batch.extent);
+    let bytes = |ty: &&TensorType| ty.bytes(batch.extent);
     let (queries, others) = operands.reads.split_first().map_or((0, 0), |(queries, others)| {
         (bytes(queries), others.iter().map(bytes).sum::<u64>())
     });
@@ -150,7 +150,7 @@ fn unpacked_bytes(operands: &Operands<'_>, batch: &Batch) -> u64 {
     if !operands.is_fetched {
         return 0;
     }
-    let rows = rows_of(&operands.reads[0], batch.extent);
+    let rows = rows_of(operands.reads[0], batch.extent);
     // Rates of the others are those of panels.
     let is_unpacked = |format: Format| format.float().is_some() && rows > most_fused_rows(format);
     let matrices = operands.weights.iter();
@@ -295,7 +295,7 @@ fn experts_nanos(
     operands: &Operands<'_>,
     batch: &Batch,
 ) -> Result<f64> {
-    let fed = rows_of(&operands.reads[0], batch.extent);
+    let fed = rows_of(operands.reads[0], batch.extent);
     let tokens = f64::from(fed);
     let load = op.part.map_or(1.0, |part| f64::from(part.load));
     let used = load * f64::from(operands.reads[1].features(batch.extent));

@@ -38,15 +38,19 @@ pub(crate) fn schedule(
 ) -> Result<Program> {
     let graph = graphs.placed.of(batch.placed_as);
     let parts = bound.parts.of(batch.placed_as);
+    // A step for each part and each copy that a move makes.
+    let made =
+        graph.nodes().map(|(id, node)| parts[id].len().max(node.work.layouts[0].devices.len()));
+    let most_steps = made.sum();
     let mut draft = Draft {
         task,
         batch,
         lanes: BTreeMap::new(),
-        lane_of: Table::default(),
-        steps: Table::default(),
-        buffers: Table::default(),
-        uses: Table::default(),
-        after: Table::default(),
+        lane_of: Table::with_capacity(most_steps),
+        steps: Table::with_capacity(most_steps),
+        buffers: Table::with_capacity(most_steps),
+        uses: Table::with_capacity(most_steps),
+        after: Table::with_capacity(most_steps),
         fetchers: BTreeMap::new(),
         held: graph.values().ids().map(|_| Vec::new()).collect(),
         narrow: narrow::values(task.target, graph, parts, batch),
@@ -212,8 +216,8 @@ impl Draft<'_> {
                 .collect();
             let operands = Operands {
                 weights: &part.weights,
-                reads: reads.iter().map(|&buffer| self.buffers[buffer].ty.clone()).collect(),
-                writes: writes.iter().map(|&buffer| self.buffers[buffer].ty.clone()).collect(),
+                reads: reads.iter().map(|&buffer| &self.buffers[buffer].ty).collect(),
+                writes: writes.iter().map(|&buffer| &self.buffers[buffer].ty).collect(),
                 is_fetched: !part.fetched.is_empty(),
                 borrows_from: part.borrows_from,
             };
@@ -256,23 +260,23 @@ impl Draft<'_> {
         let number = self.lanes.len();
         let lane = *self.lanes.entry(lane).or_insert(number);
         self.lane_of.push(lane);
-        let id = self.steps.push(Step {
-            name: name.to_owned(),
-            action,
-            reads: reads.clone(),
-            writes: writes.clone(),
-            frees: Vec::new(),
-            waits: Vec::new(),
-            estimate_nanos: nanos.round() as u64,
-            cause,
-        });
+        let id = StepId::from_index(self.steps.len());
         self.after.push(reads.iter().map(|&buffer| self.uses[buffer][0]).collect());
-        for buffer in writes.into_iter().chain(reads) {
+        for &buffer in writes.iter().chain(&reads) {
             if !self.uses[buffer].contains(&id) {
                 self.uses[buffer].push(id);
             }
         }
-        id
+        self.steps.push(Step {
+            name: name.to_owned(),
+            action,
+            reads,
+            writes,
+            frees: Vec::new(),
+            waits: Vec::new(),
+            estimate_nanos: nanos.round() as u64,
+            cause,
+        })
     }
 
     /// Adds waits and frees, and puts the lanes in the order of devices.

@@ -93,7 +93,7 @@ impl Arrangement {
     }
 
     /// Whether other shares could help where memory lacks.
-    fn can_shift(&self) -> bool {
+    pub(super) fn can_shift(&self) -> bool {
         !self.has_fixed_shares && self.stages.iter().any(|(group, _)| group.devices.len() > 1)
     }
 
@@ -110,17 +110,15 @@ impl Arrangement {
         half
     }
 
-    /// Gives the work that members of shared groups lack memory for to the members that have some left: as much as they
-    /// are expected to lack, or all but what no member can do without.
+    /// Gives work of the members of shared groups that lack memory to those that have some left, so that what a member
+    /// keeps is expected to fill that part of its room; 0 leaves it what no member can do without.
     ///
     /// False where nothing can change.
     pub(crate) fn shift_shares(
         &mut self,
         held: &Table<DeviceId, DeviceForecast>,
-        all: bool,
+        filled: f64,
     ) -> bool {
-        /// Parts are whole heads and blocks, so a share aims a little below the limit.
-        const MARGIN: f64 = 0.97;
         /// A share of which every axis gives one part.
         const LEAST: f64 = 1e-6;
         if !self.can_shift() {
@@ -139,8 +137,7 @@ impl Arrangement {
             let members = group.devices.iter().map(room).zip(&group.shares);
             // Of those that lack memory.
             let kept = |(room, share): (f64, &f64)| {
-                let kept = if all { 0.0 } else { share / sum * room * MARGIN };
-                (room < 1.0).then_some(kept.max(LEAST))
+                (room < 1.0).then_some((share / sum * room * filled).max(LEAST))
             };
             let kept: Vec<Option<f64>> = members.map(kept).collect();
             let others = group.shares.iter().zip(&kept).filter(|(_, kept)| kept.is_none());

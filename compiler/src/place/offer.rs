@@ -4,7 +4,7 @@ use anyhow::Result;
 use ir::forecast::{Candidate, DeviceForecast, ProgramForecast};
 use ir::graph::Placed;
 use ir::id::{DeviceId, NodeId, Table};
-use ir::plan::Phase;
+use ir::plan::{Phase, Plan};
 
 use crate::emit::emit;
 use crate::graphs::{Graphs, Phases};
@@ -51,25 +51,23 @@ pub(super) fn offer(
     pins: &Pins,
     arrangement: &Arrangement,
 ) -> Result<Offer> {
-    /// Shifts of shares that are tried: each takes what the last one found missing.
-    const SHIFTS: usize = 6;
-    let mut arrangement = arrangement.clone();
+    /// Parts are whole heads and blocks, so shares aim a little below the limit.
+    const FILLED: f64 = 0.97;
     let batches = priced_batches(task.target);
-    let plan_of = |arrangement: &Arrangement, batches: &[Batch]| {
+    let graphs_of = |arrangement: &Arrangement| {
         let layouts = layouts(task, units, pins, arrangement)?;
-        let graphs = Graphs::new(task.model, &layouts, &mut |_, _| ())?;
-        emit(task, &graphs, batches)
+        Graphs::new(task.model, &layouts, &mut |_, _| ())
     };
-    let mut plan = plan_of(&arrangement, &batches)?;
-    for _ in 0..SHIFTS {
-        let mut shifted = arrangement.clone();
-        if missing(&plan).is_none() || !shifted.shift_shares(&plan.forecast.devices, false) {
-            break;
-        }
+    let first = || anyhow::Ok((arrangement.clone(), graphs_of(arrangement)?));
+    let priced = |from| shifted(task, from, &batches, FILLED, graphs_of);
+    let ((arrangement, _), plan) = if arrangement.can_shift() {
+        // What is held is most of what lacks memory, and known before anything is scheduled.
+        let (by_held, _) = shifted(task, first()?, &[], 1.0, graphs_of)?;
         // Some shares cut what a device then does not compute.
-        let Ok(with_shifted) = plan_of(&shifted, &batches) else { break };
-        (arrangement, plan) = (shifted, with_shifted);
-    }
+        priced(by_held).or_else(|_| priced(first()?))?
+    } else {
+        priced(first()?)?
+    };
     let missing = missing(&plan);
     let forecast = &plan.forecast.programs;
     let prefill = &forecast[0];
@@ -113,6 +111,36 @@ pub(super) fn offer(
     })
 }
 
+/// An arrangement with its graphs, and its plan for `batches`, with shares shifted away from members that lack memory as
+/// far as that helps: so that these fill that part of their room.
+fn shifted(
+    task: &Task<'_>,
+    (mut arrangement, mut graphs): (Arrangement, Graphs),
+    batches: &[Batch],
+    filled: f64,
+    graphs_of: impl Fn(&Arrangement) -> Result<Graphs>,
+) -> Result<((Arrangement, Graphs), Plan)> {
+    /// Shifts of shares that are tried: each takes what the last one found missing.
+    const SHIFTS: usize = 6;
+    let mut plan = emit(task, &graphs, batches)?;
+    for _ in 0..SHIFTS {
+        let mut next = arrangement.clone();
+        if missing(&plan).is_none() || !next.shift_shares(&plan.forecast.devices, filled) {
+            break;
+        }
+        let next_graphs = graphs_of(&next);
+        // Some shares cut what a device then does not compute.
+        let Ok((next_graphs, next_plan)) = next_graphs.and_then(|graphs| {
+            let plan = emit(task, &graphs, batches)?;
+            Ok((graphs, plan))
+        }) else {
+            break;
+        };
+        (arrangement, graphs, plan) = (next, next_graphs, next_plan);
+    }
+    Ok(((arrangement, graphs), plan))
+}
+
 /// The exact price of an arrangement that is asked for. Where a member lacks memory whatever shifts, what fits, or what
 /// lacks least, is looked for between the shares that were tried last and the least that it can have.
 pub(super) fn requested_offer(
@@ -127,7 +155,7 @@ pub(super) fn requested_offer(
     let Some((lacking, _)) = best.candidate.missing else { return Ok(best) };
     let mut most = best.arrangement.clone();
     let mut least = most.clone();
-    if !least.shift_shares(&best.devices, true) {
+    if !least.shift_shares(&best.devices, 0.0) {
         return Ok(best);
     }
     let missing = |offer: &Offer| offer.candidate.missing.map_or(0, |(_, bytes)| bytes);
