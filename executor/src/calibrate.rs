@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, anyhow};
 use ir::id::DeviceId;
-use ir::machine::{Device, DeviceKind, Machine, Rates};
+use ir::machine::{Device, DeviceKind, Link, Machine, Rates};
 
 use crate::cpus::beside_gpus;
 use crate::kernels::cpu::isa::Isa;
@@ -23,7 +23,7 @@ use crate::locked;
 use crate::team::Team;
 use processors::device_rates;
 
-pub use compiled::{Share, compile, compiling};
+pub use compiled::{Share, compile, compiling, spared};
 pub use processors::read_rate;
 
 /// Rounds of a measurement end at the first of these: enough of them, or enough of them for the time that has passed.
@@ -33,11 +33,16 @@ const MOST_TIME: Duration = Duration::from_millis(150);
 
 /// Replaces the rates of all devices of `machine`, of their links and of sums by the vendor's library by measured ones.
 /// GPUs that do not reach each other's memory do so by way of the fastest NUMA node.
-/// `progress` is told what is measured next.
+/// `progress` is told what is measured next; `before_gpus` is called once nothing but GPUs is left to measure.
 ///
 /// # Errors
 /// When a device cannot be bound or has no memory to measure with.
-pub fn calibrate(machine: &mut Machine, isa: Isa, mut progress: impl FnMut(&str)) -> Result<()> {
+pub fn calibrate(
+    machine: &mut Machine,
+    isa: Isa,
+    mut progress: impl FnMut(&str),
+    before_gpus: impl FnOnce(),
+) -> Result<()> {
     let nodes = machine.devices.ids().filter_map(|id| Some((id, computing(machine, id)?)));
     let devices: Vec<(DeviceId, Vec<u32>)> = nodes.collect();
     for (at, (id, cpus)) in devices.iter().enumerate() {
@@ -69,6 +74,7 @@ pub fn calibrate(machine: &mut Machine, isa: Isa, mut progress: impl FnMut(&str)
             DeviceKind::Numa { .. } => None,
         })
         .collect();
+    before_gpus();
     let mut opened = Vec::new();
     for &(id, ordinal) in &gpus {
         let name = machine.devices[id].name.clone();
@@ -84,6 +90,7 @@ pub fn calibrate(machine: &mut Machine, isa: Isa, mut progress: impl FnMut(&str)
             let bus = on_team(cpus, |team| links::bus((&gpu, ordinal), team, &driving, cached));
             let bus = bus.with_context(|| format!("measuring {label}"))?;
             set(machine, *node, id, bus.to_gpu);
+            links_of(machine, *node, id).for_each(|link| link.beside_reads = bus.beside_reads);
             set(machine, id, *node, bus.from_gpu);
             // The GPU that is nearest disturbs a node most.
             let beside_fetch = &mut machine.devices[*node].rates.beside_fetch;
@@ -190,11 +197,19 @@ fn label(machine: &Machine, from: DeviceId, to: DeviceId) -> String {
 }
 
 fn set(machine: &mut Machine, from: DeviceId, to: DeviceId, speed: links::Speed) {
-    for link in machine.links.iter_mut().filter(|link| link.from == from && link.to == to) {
+    for link in links_of(machine, from, to) {
         link.bytes_per_sec = speed.bytes_per_sec;
         link.latency_nanos = speed.latency_nanos;
-        link.beside_reads = speed.beside_reads;
+        link.beside_reads = None;
     }
+}
+
+fn links_of(
+    machine: &mut Machine,
+    from: DeviceId,
+    to: DeviceId,
+) -> impl Iterator<Item = &mut Link> {
+    machine.links.iter_mut().filter(move |link| link.from == from && link.to == to)
 }
 
 /// A path whose halves are taken one after the other; `None` where one of them is missing.
@@ -203,7 +218,6 @@ fn through(machine: &Machine, [from, by, to]: [DeviceId; 3]) -> Option<links::Sp
     Some(links::Speed {
         bytes_per_sec: 1.0 / (1.0 / first.bytes_per_sec + 1.0 / second.bytes_per_sec),
         latency_nanos: first.latency_nanos + second.latency_nanos,
-        beside_reads: None,
     })
 }
 

@@ -3,13 +3,16 @@
 //! cache folder.
 
 use std::cell::Cell;
-use std::thread;
 
 use anyhow::{Context as _, Result};
+use hwlocality::Topology;
 use ir::machine::{DeviceKind, Machine};
 
+use super::cpus;
 use super::gpu::{self, Sizes};
+use crate::cpus::beside_gpus;
 use crate::kernels::gpu::device::Gpu;
+use crate::team::bind;
 
 /// Memory of a GPU for each process that compiles for it: its context and libraries take 0.6 GiB of an H200 (driver
 /// 580), the largest mixture that is measured 1.1.
@@ -66,10 +69,16 @@ impl Turns {
     }
 }
 
+/// The processors that measure nothing while others are measured: those that are left to threads that drive GPUs. None
+/// where nodes are too small to spare any.
+pub fn spared(machine: &Machine) -> Vec<u32> {
+    let nodes = machine.devices.rows().iter().filter_map(cpus);
+    nodes.flat_map(|cpus| beside_gpus(cpus)[1]).copied().collect()
+}
+
 /// The driver's ordinal of each kind of GPU of a machine, with the number of processes, several, among which its
-/// kernels are best shared out; none of GPUs that have not the memory for two.
-pub fn compiling(machine: &Machine) -> Vec<(u32, u32)> {
-    let threads = thread::available_parallelism().map_or(1, |threads| threads.get() as u32);
+/// kernels are best shared out on so many processors; none of GPUs that have not the memory for two.
+pub fn compiling(machine: &Machine, processors: usize) -> Vec<(u32, u32)> {
     let mut seen = Vec::new();
     let mut found = Vec::new();
     for device in machine.devices.rows() {
@@ -78,18 +87,22 @@ pub fn compiling(machine: &Machine) -> Vec<(u32, u32)> {
         if !seen.contains(&device.memory_bytes) {
             seen.push(device.memory_bytes);
             let fit = device.memory_bytes / PROCESS_BYTES;
-            let processes = threads.min(MOST_PROCESSES).min(fit as u32);
+            let processes = MOST_PROCESSES.min(processors as u32).min(fit as u32);
             found.extend((processes > 1).then_some((ordinal, processes)));
         }
     }
     found
 }
 
-/// Compiles a share of the kernels that a GPU is measured with.
+/// Compiles a share of the kernels that a GPU is measured with, on some processors; on any where none are named.
 ///
 /// # Errors
-/// When it cannot be opened, has no memory to measure with, or fails.
-pub fn compile(ordinal: u32, share: Share) -> Result<()> {
+/// When it cannot be opened, has no memory to measure with, or fails, and when the system does not bind threads.
+pub fn compile(ordinal: u32, share: Share, cpus: &[u32]) -> Result<()> {
+    if !cpus.is_empty() {
+        // Threads that it starts from now on are bound as it is.
+        bind(&Topology::new().context("reading the machine's topology")?, cpus)?;
+    }
     let gpu = Gpu::cuda(ordinal as usize).with_context(|| format!("opening gpu{ordinal}"))?;
     gpu::compile(&gpu, Sizes::FULL, share)
 }

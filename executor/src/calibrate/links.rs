@@ -25,8 +25,6 @@ pub(super) struct Speed {
     pub(super) bytes_per_sec: f64,
     /// Of an empty message.
     pub(super) latency_nanos: f64,
-    /// Part of its rate that it keeps while the sender's cores read their memory, where that was measured.
-    pub(super) beside_reads: Option<f64>,
 }
 
 /// The bus between a NUMA node and a GPU.
@@ -34,6 +32,9 @@ pub(super) struct Speed {
 pub(super) struct Bus {
     pub(super) to_gpu: Speed,
     pub(super) from_gpu: Speed,
+    /// Share of its rate that the way to the GPU keeps while the node's cores read their memory, where both could be
+    /// told.
+    pub(super) beside_reads: Option<f64>,
     /// Share of its rate at which the node reads its memory while the GPU fetches from there.
     pub(super) beside_fetch: f64,
 }
@@ -96,12 +97,9 @@ pub(super) fn bus(
     }
     let beside_reads = (!copying.is_empty()).then(|| (copying_alone / median(copying)).min(1.0));
     Ok(Bus {
-        to_gpu: Speed {
-            bytes_per_sec: to_gpu,
-            latency_nanos: (both - back).max(1.0),
-            beside_reads,
-        },
-        from_gpu: Speed { bytes_per_sec: from_gpu, latency_nanos: back, beside_reads: None },
+        to_gpu: Speed { bytes_per_sec: to_gpu, latency_nanos: (both - back).max(1.0) },
+        from_gpu: Speed { bytes_per_sec: from_gpu, latency_nanos: back },
+        beside_reads,
         beside_fetch: median(reading).min(1.0),
     })
 }
@@ -156,7 +154,6 @@ pub(super) fn between_nodes(from: &[u32], to: &[u32]) -> Result<Speed> {
     Ok(Speed {
         bytes_per_sec: BYTES as f64 / nanos * 1e9,
         latency_nanos: round_trip_nanos(from, to)? / 2.0,
-        beside_reads: None,
     })
 }
 

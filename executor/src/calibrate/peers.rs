@@ -47,7 +47,7 @@ pub(super) fn between_gpus(gpus: [(&Gpu, usize); 2], rates: &Rates) -> Result<Op
     let bytes_per_sec = bytes / crossing * 1e9;
     let rest = (FEW * size_of::<f32>()) as f64 / bytes_per_sec * 1e9 + local(FEW);
     let latency_nanos = (few - rates.step_nanos - rest).max(1.0);
-    Ok(Some(Speed { bytes_per_sec, latency_nanos, beside_reads: None }))
+    Ok(Some(Speed { bytes_per_sec, latency_nanos }))
 }
 
 /// Sums of all GPUs by the vendor's library; `None` where it is not installed.

@@ -1,13 +1,14 @@
 //! `calibrate`: a machine file with rates measured here.
 
-use std::env;
-use std::process::{Command, Stdio};
+use std::num::NonZero;
+use std::process::{Child, Command, Stdio};
+use std::{env, thread};
 
 use anyhow::{Context as _, Result, bail};
 use indicatif::ProgressBar;
 use ir::machine::Machine;
 
-use executor::calibrate::{Share, calibrate, compile, compiling};
+use executor::calibrate::{Share, calibrate, compile, compiling, spared};
 use executor::kernels::cpu::isa::Isa;
 
 use super::answer::print;
@@ -32,13 +33,19 @@ pub(super) fn run(arguments: CalibrateArguments) -> Result<()> {
         bail!("the machine file describes another machine: {}", differences.join("; "));
     }
     let spinner = ProgressBar::new_spinner();
-    for (ordinal, shares) in compiling(&machine) {
-        spinner.set_message(format!("compiling kernels of gpu{ordinal}"));
-        compile_side_by_side(ordinal, shares);
+    let spared = spared(&machine);
+    let compilers = compilers(&machine, &spared);
+    let wait_for_compilers = || {
+        spinner.set_message("compiling kernels");
+        compilers.into_iter().for_each(wait);
+    };
+    let progress = |what: &str| spinner.set_message(format!("measuring {what}"));
+    if spared.is_empty() {
+        wait_for_compilers();
+        calibrate(&mut machine, Isa::detect(), progress, || ())?;
+    } else {
+        calibrate(&mut machine, Isa::detect(), progress, wait_for_compilers)?;
     }
-    calibrate(&mut machine, Isa::detect(), |what| {
-        spinner.set_message(format!("measuring {what}"))
-    })?;
     spinner.finish_and_clear();
     let text = machine.to_ron()?;
     match output {
@@ -47,27 +54,35 @@ pub(super) fn run(arguments: CalibrateArguments) -> Result<()> {
     }
 }
 
-/// Lets processes of this program compile the kernels of a GPU. What one of them fails to compile is compiled when it
-/// is measured, which then says what is wrong.
-fn compile_side_by_side(ordinal: u32, shares: u32) {
-    let Ok(program) = env::current_exe() else { return };
-    let start = |number: u32| {
+/// Processes of this program that compile the kernels of each kind of GPU: on `cpus`, or, where there are none, on all
+/// processors.
+fn compilers(machine: &Machine, cpus: &[u32]) -> Vec<Child> {
+    let Ok(program) = env::current_exe() else { return Vec::new() };
+    let all = || thread::available_parallelism().map_or(1, NonZero::get);
+    let processors = if cpus.is_empty() { all() } else { cpus.len() };
+    let start = |ordinal: u32, number: u32, shares: u32| {
         let mut command = Command::new(&program);
         command.arg("compile-kernels").args([ordinal, number, shares].map(|n| n.to_string()));
+        command.args(cpus.iter().map(u32::to_string));
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
         command.spawn().ok()
     };
-    // All are begun before one is waited for.
-    let begun: Vec<_> = (0..shares).filter_map(start).collect();
-    for mut process in begun {
-        if !process.wait().is_ok_and(|status| status.success()) {
-            tracing::debug!("a process that compiles for gpu{ordinal} failed");
-        }
+    let kinds = compiling(machine, processors).into_iter();
+    kinds
+        .flat_map(|(ordinal, shares)| (0..shares).map(move |number| (ordinal, number, shares)))
+        .filter_map(|(ordinal, number, shares)| start(ordinal, number, shares))
+        .collect()
+}
+
+/// Waits for such a process. What it fails to compile is compiled when it is measured, which then says what is wrong.
+fn wait(mut process: Child) {
+    if !process.wait().is_ok_and(|status| status.success()) {
+        tracing::debug!("a process that compiles kernels failed");
     }
 }
 
 /// What such a process does.
 pub(super) fn compile_share(arguments: &CompileArguments) -> Result<()> {
-    let &CompileArguments { ordinal, number, shares } = arguments;
-    compile(ordinal, Share { number, shares })
+    let CompileArguments { ordinal, number, shares, cpus } = arguments;
+    compile(*ordinal, Share { number: *number, shares: *shares }, cpus)
 }

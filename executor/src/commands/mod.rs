@@ -235,6 +235,8 @@ struct CompileArguments {
     /// How many shares there are
     #[arg(value_parser = clap::value_parser!(u32).range(1..))]
     shares: u32,
+    /// The processors to do it on; default: any
+    cpus: Vec<u32>,
 }
 
 /// Parses a number that is never 0.

@@ -45,11 +45,12 @@ fn bound(plan: &Plan, checkpoint: &Checkpoint, options: &Options) -> Cpu {
     }
 }
 
-/// Two prompts at once, more of the first one, a token of it, and tokens of three sequences; with the phase of each.
-fn batches(vocabulary: u32) -> Vec<(Phase, Batch)> {
+/// Two prompts at once, more of the first one, a token of it, tokens of three sequences, and another prompt, of more
+/// tokens than GPUs multiply by kernels of their own; with the phase of each.
+pub(super) fn batches(vocabulary: u32) -> Vec<(Phase, Batch)> {
     let mut random = Random(7);
     // Of nine blocks of 32 tokens some, in no order.
-    let blocks: [&[u32]; 3] = [&[7, 0], &[3], &[5]];
+    let blocks: [&[u32]; 3] = [&[7, 0, 8], &[3], &[5]];
     let mut batch = |parts: &[(usize, usize, usize)], wants_all| {
         let mut batch = Batch::default();
         for &(sequence, tokens, past) in parts {
@@ -65,6 +66,7 @@ fn batches(vocabulary: u32) -> Vec<(Phase, Batch)> {
         (Phase::Prefill, batch(&[(0, 19, 37)], false)),
         (Phase::Decode, batch(&[(0, 1, 56)], true)),
         (Phase::Decode, batch(&[(0, 1, 57), (1, 1, 21), (2, 1, 0)], true)),
+        (Phase::Prefill, batch(&[(0, 90, 0)], false)),
     ]
 }
 
@@ -93,7 +95,7 @@ fn tolerance(plan: &Plan, op: &Op, isa: Isa) -> f64 {
     products * most.fold(2e-5, f64::max)
 }
 
-fn compare(value: Value, expected: &Value, most: f64, at: &str) {
+pub(super) fn compare(value: Value, expected: &Value, most: f64, at: &str) {
     if let Value::Int(_) = value {
         let [value, expected] = [value, expected.clone()].map(|value| {
             let data = value.into_data().convert::<i32>();
@@ -153,7 +155,7 @@ fn walk_at_every_level(plan: &Plan, folder: &Path) {
 }
 
 /// The toy with weights of a file: vectors of about one, and matrices that keep an activation's size.
-fn written(toy: &Toy, folder: &Path) -> Model {
+pub(super) fn written(toy: &Toy, folder: &Path) -> Model {
     let mut model = toy.model().unwrap();
     let bytes: usize = model.files.rows()[0].bytes as usize;
     let mut values = vec![0.0_f32; bytes / size_of::<f32>()];
@@ -185,7 +187,7 @@ fn agrees(toy: &Toy) {
 }
 
 /// Not whole in blocks, groups and panels, but that blocks are whole in rows.
-fn toy() -> Toy {
+pub(super) fn toy() -> Toy {
     Toy {
         features: 320,
         heads: 10,

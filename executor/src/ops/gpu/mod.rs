@@ -26,6 +26,9 @@ mod sums;
 mod upload;
 mod weights;
 
+#[cfg(test)]
+mod tests;
+
 pub(crate) use self::replay::GraphKey;
 pub(crate) use self::state::State;
 pub(crate) use self::stretches::stretches;
