@@ -23,7 +23,7 @@ use crate::locked;
 use crate::team::Team;
 use processors::device_rates;
 
-pub use compiled::{Share, compile, compiling, spared};
+pub use compiled::{Share, compile, compiling, spared, unbind};
 pub use processors::read_rate;
 
 /// Rounds of a measurement end at the first of these: enough of them, or enough of them for the time that has passed.

@@ -22,11 +22,9 @@ pub use run::{RunPart, RunSizes};
 /// instructions; more are multiplied by the vendor's library where it is there, but for those of small matrices and of
 /// [`most_fused_rows()`].
 pub const UNPACKED_ROWS: u32 = 8;
-/// The most rows for which a GPU with matrix instructions dequantises `q8`, `q4` and `bf12` inside the kernel; for more
-/// they are unpacked for the vendor's library. Also the most rows of floats that it multiplies with small matrices.
+/// The most rows for which a GPU with matrix instructions takes matrices in 16 bits and fewer as they lie; for more the
+/// vendor's library has them row after row. Also the most rows of floats that it multiplies with small matrices.
 pub const MAX_FUSED_ROWS: u32 = 64;
-/// The same for matrices in bf16: of more rows the vendor's library reads matrices faster.
-const MAX_FUSED_BF16_ROWS: u32 = 32;
 /// Bytes, about, of a piece of a packed matrix that is unpacked for the vendor's library: large enough that a product
 /// of one piece fills any GPU, small beside the memory of the smallest.
 const UNPACKED_BYTES: u64 = 128 << 20;
@@ -298,7 +296,8 @@ impl Need<'_> {
             let kind = self.plan.machine.devices.get(weight.device).map(|device| &device.kind);
             let is_packed = |kind| has_panels(kind, weight.format, &weight.shape);
             let operands = operand_rows(rows.min(MAX_FUSED_ROWS));
-            if let (Some(rows), true, None) = (operands, has_library, weight.format.float()) {
+            let is_ordered = product_format(weight.format, true) == Format::Bf16;
+            if let (Some(rows), true, true) = (operands, has_library, is_ordered) {
                 raise(&mut space.input_bytes, product(&[rows, features], Format::Bf16.bytes(1, 1)));
             }
             // Where the library that the plan counts is missing, nothing is held unpacked.
@@ -371,13 +370,12 @@ impl Need<'_> {
     }
 }
 
-/// The most rows that a GPU with matrix instructions multiplies with a matrix of that format as it lies; for more the
+/// The most rows that any GPU with matrix instructions multiplies with a matrix of that format as it lies; for more the
 /// vendor's library has it row after row.
 pub fn most_fused_rows(held: Format) -> u32 {
     match held {
         Format::F32 | Format::F16 => UNPACKED_ROWS,
-        Format::Bf16 => MAX_FUSED_BF16_ROWS,
-        Format::Bf12 | Format::Q8 | Format::Q4 => MAX_FUSED_ROWS,
+        Format::Bf16 | Format::Bf12 | Format::Q8 | Format::Q4 => MAX_FUSED_ROWS,
     }
 }
 

@@ -3,9 +3,11 @@
 //! cache folder.
 
 use std::cell::Cell;
+use std::thread;
 
 use anyhow::{Context as _, Result};
 use hwlocality::Topology;
+use hwlocality::cpu::binding::CpuBindingFlags;
 use ir::machine::{DeviceKind, Machine};
 
 use super::cpus;
@@ -77,8 +79,9 @@ pub fn spared(machine: &Machine) -> Vec<u32> {
 }
 
 /// The driver's ordinal of each kind of GPU of a machine, with the number of processes, several, among which its
-/// kernels are best shared out on so many processors; none of GPUs that have not the memory for two.
-pub fn compiling(machine: &Machine, processors: usize) -> Vec<(u32, u32)> {
+/// kernels are best shared out; none of GPUs that have not the memory for two.
+pub fn compiling(machine: &Machine) -> Vec<(u32, u32)> {
+    let threads = thread::available_parallelism().map_or(1, |threads| threads.get() as u32);
     let mut seen = Vec::new();
     let mut found = Vec::new();
     for device in machine.devices.rows() {
@@ -87,7 +90,7 @@ pub fn compiling(machine: &Machine, processors: usize) -> Vec<(u32, u32)> {
         if !seen.contains(&device.memory_bytes) {
             seen.push(device.memory_bytes);
             let fit = device.memory_bytes / PROCESS_BYTES;
-            let processes = MOST_PROCESSES.min(processors as u32).min(fit as u32);
+            let processes = threads.min(MOST_PROCESSES).min(fit as u32);
             found.extend((processes > 1).then_some((ordinal, processes)));
         }
     }
@@ -105,4 +108,16 @@ pub fn compile(ordinal: u32, share: Share, cpus: &[u32]) -> Result<()> {
     }
     let gpu = Gpu::cuda(ordinal as usize).with_context(|| format!("opening gpu{ordinal}"))?;
     gpu::compile(&gpu, Sizes::FULL, share)
+}
+
+/// Lets a process that compiles have all processors that this one may use.
+///
+/// # Errors
+/// When there is no such process, or the system binds none.
+pub fn unbind(process: u32) -> Result<()> {
+    let topology = Topology::new().context("reading the machine's topology")?;
+    let all = topology.cpu_binding(CpuBindingFlags::PROCESS);
+    let all = all.context("asking where this process may run")?;
+    let bound = topology.bind_process_cpu(process, &all, CpuBindingFlags::PROCESS);
+    bound.with_context(|| format!("unbinding process {process}"))
 }

@@ -270,7 +270,7 @@ impl Meter<'_> {
         if tokens <= MAX_TOKENS || takes_narrow(tokens) {
             return self.few(matrices, tokens, launches);
         }
-        let most = workspace::most_fused_rows(matrices[0].format()) as usize;
+        let most = self.gpu.most_narrow(&matrices[0]);
         if self.vendor.is_none() && takes_narrow(most) {
             // In parts, of which all but the last are as large as can be.
             return Ok(self.few(matrices, most, launches)? * tokens.div_ceil(most) as f64);

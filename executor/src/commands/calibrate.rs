@@ -1,14 +1,13 @@
 //! `calibrate`: a machine file with rates measured here.
 
-use std::num::NonZero;
+use std::env;
 use std::process::{Child, Command, Stdio};
-use std::{env, thread};
 
 use anyhow::{Context as _, Result, bail};
 use indicatif::ProgressBar;
 use ir::machine::Machine;
 
-use executor::calibrate::{Share, calibrate, compile, compiling, spared};
+use executor::calibrate::{Share, calibrate, compile, compiling, spared, unbind};
 use executor::kernels::cpu::isa::Isa;
 
 use super::answer::print;
@@ -35,11 +34,11 @@ pub(super) fn run(arguments: CalibrateArguments) -> Result<()> {
     let spinner = ProgressBar::new_spinner();
     let spared = spared(&machine);
     let compilers = compilers(&machine, &spared);
+    let progress = |what: &str| spinner.set_message(format!("measuring {what}"));
     let wait_for_compilers = || {
         spinner.set_message("compiling kernels");
-        compilers.into_iter().for_each(wait);
+        wait_for(compilers);
     };
-    let progress = |what: &str| spinner.set_message(format!("measuring {what}"));
     if spared.is_empty() {
         wait_for_compilers();
         calibrate(&mut machine, Isa::detect(), progress, || ())?;
@@ -58,8 +57,6 @@ pub(super) fn run(arguments: CalibrateArguments) -> Result<()> {
 /// processors.
 fn compilers(machine: &Machine, cpus: &[u32]) -> Vec<Child> {
     let Ok(program) = env::current_exe() else { return Vec::new() };
-    let all = || thread::available_parallelism().map_or(1, NonZero::get);
-    let processors = if cpus.is_empty() { all() } else { cpus.len() };
     let start = |ordinal: u32, number: u32, shares: u32| {
         let mut command = Command::new(&program);
         command.arg("compile-kernels").args([ordinal, number, shares].map(|n| n.to_string()));
@@ -67,17 +64,25 @@ fn compilers(machine: &Machine, cpus: &[u32]) -> Vec<Child> {
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
         command.spawn().ok()
     };
-    let kinds = compiling(machine, processors).into_iter();
+    let kinds = compiling(machine).into_iter();
     kinds
         .flat_map(|(ordinal, shares)| (0..shares).map(move |number| (ordinal, number, shares)))
         .filter_map(|(ordinal, number, shares)| start(ordinal, number, shares))
         .collect()
 }
 
-/// Waits for such a process. What it fails to compile is compiled when it is measured, which then says what is wrong.
-fn wait(mut process: Child) {
-    if !process.wait().is_ok_and(|status| status.success()) {
-        tracing::debug!("a process that compiles kernels failed");
+/// Waits for such processes, which may use all processors meanwhile. What one fails to compile is compiled when it is
+/// measured, which then says what is wrong.
+fn wait_for(processes: Vec<Child>) {
+    for process in &processes {
+        if let Err(error) = unbind(process.id()) {
+            tracing::debug!("a process compiles on few processors: {error:#}");
+        }
+    }
+    for mut process in processes {
+        if !process.wait().is_ok_and(|status| status.success()) {
+            tracing::debug!("a process that compiles kernels failed");
+        }
     }
 }
 

@@ -157,8 +157,16 @@ impl Gpu {
     pub fn takes_narrow(&self, matrix: &Matrix, tokens: usize) -> bool {
         self.multiplies(DType::Bf16)
             && product_format(matrix.format(), true) == Format::Bf16
-            && tokens <= most_fused_rows(matrix.format()) as usize
+            && tokens <= self.most_narrow(matrix)
             && matrix.columns().is_multiple_of(8)
+    }
+
+    /// The most tokens in bf16 that a matrix is multiplied with as it lies: of 16 bits, half as many where planes by
+    /// themselves multiply, since a library then reads matrices as fast.
+    pub fn most_narrow(&self, matrix: &Matrix) -> usize {
+        let most = most_fused_rows(matrix.format()) as usize;
+        let is_alone = matrix.format() == Format::Bf16 && !self.has_groups(matrix);
+        if is_alone { most / 2 } else { most }
     }
 
     /// Whether a linear of f32 is one for matrix instructions: they take bf16, and columns in fours.

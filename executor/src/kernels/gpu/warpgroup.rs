@@ -181,6 +181,26 @@ pub(super) fn copy_in_bulk(from: &[Packed], to: u32, bytes: u32, barrier: u32) {
     );
 }
 
+/// Begins to copy 16 bytes, the first of `from`, to shared memory. [`arrive_with_copies()`] tells a barrier.
+#[cube]
+pub(super) fn copy_load(from: &[Packed], to: u32) {
+    // SAFETY: the load is there.
+    let pointer = unsafe { from.as_ptr_unchecked() };
+    let to = held::<u32>(to);
+    gpu_asm!(
+        "{{ .reg .u64 global; cvta.to.global.u64 global, {from}; ",
+        "cp.async.cg.shared.global [{to}], [global], 16; }}",
+        from = in(_) pointer, to = in(_) to,
+    );
+}
+
+/// Arrives at a barrier, which counts each unit that does, once all loads are there that this unit has begun to copy.
+#[cube]
+pub(super) fn arrive_with_copies(barrier: u32) {
+    let barrier = held::<u32>(barrier);
+    gpu_asm!("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [{barrier}];", barrier = in(_) barrier);
+}
+
 /// The lower half of what describes a right operand of `columns` columns that begins at `address` in shared memory.
 #[cube]
 pub(super) fn right_operand(address: u32, #[comptime] columns: usize) -> u32 {

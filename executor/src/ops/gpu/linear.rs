@@ -7,7 +7,7 @@ use anyhow::{Context as _, Result, ensure};
 use ir::id::WeightId;
 use ir::op::{self, NormKind, Op, Then};
 use ir::tensor::{DType, Format};
-use ir::workspace::{most_fused_rows, piece_rows, product_format};
+use ir::workspace::{piece_rows, product_format};
 
 use super::scratch::Scratch;
 use super::state::{Operand, Operands, State};
@@ -119,7 +119,7 @@ impl State {
         outputs: &[Operand],
         matrices: &[Matrix],
     ) -> Option<usize> {
-        let most = matrices.iter().map(|matrix| most_fused_rows(matrix.format())).min()? as usize;
+        let most = matrices.iter().map(|matrix| self.gpu.most_narrow(matrix)).min()?;
         let is_aligned = |operand: &Operand| (most * operand.row_bytes()).is_multiple_of(ALIGNMENT);
         let mut operands = [x].into_iter().chain(residual).chain(outputs);
         let fits = self.vendor.is_none()

@@ -3,17 +3,21 @@
 //!
 //! - A cube is a group of four planes, each of which takes 32 rows of one matrix. All take the same columns, step after
 //!   step. A fifth plane lets the device copy whole steps to shared memory, as many ahead as there is room for: columns
-//!   of the activations, which lie as right operands do, and panels of the weights as they lie.
+//!   of the activations, which lie as right operands do, and panels of the weights as they lie. Of weights that lie row
+//!   after row it copies 16 bytes with each unit.
 //! - While the group of a cube waits for products, that of the other cube of the processor decodes weights; without
 //!   clusters it decodes the next ones itself while the newest products are under way.
 //! - Where rows are too few for all processors, cubes of a cluster share out the columns. Each writes some of the
 //!   outputs, from sums in the shared memory of all, always in the same order.
+
+mod copies;
 
 use cubecl::prelude::*;
 use ir::op::Then;
 use ir::tensor::Format;
 use ir::workspace::operand_rows;
 
+use self::copies::{Panels, copy_steps};
 use super::share::TileShare;
 use super::{Place, put, scale_sums};
 use crate::kernels::cpu::pack::{PANEL, packed_bytes};
@@ -24,14 +28,14 @@ use crate::kernels::gpu::linear::Linear;
 use crate::kernels::gpu::linear::matrix::{LANE_ROWS, LANE_SLOTS, lane_walk};
 use crate::kernels::gpu::linear::rights::PLANE;
 use crate::kernels::gpu::linear::total::{Output, Shape, Totals, finish_outputs};
-use crate::kernels::gpu::matrix::{LOAD_BYTES, Matrix};
-use crate::kernels::gpu::panel::{Panel, Walk, panel_vectors};
+use crate::kernels::gpu::matrix::{LOAD_BYTES, Layout, Matrix};
+use crate::kernels::gpu::panel::{Panel, Walk};
 use crate::kernels::gpu::portion::{BLOCK, Portion, portion_blocks};
 use crate::kernels::gpu::staged::{STEP, VECTORS};
 use crate::kernels::gpu::warpgroup::{
-    GROUP, RightOperands, announce, arrive, clear_sums, copy_in_bulk, declare_sums, lane_sums,
-    make_barrier, multiply_group, read_sum, right_operand, shared_address, show_barriers,
-    sync_cluster, wait_for_products, wait_for_turn,
+    GROUP, RightOperands, arrive, clear_sums, declare_sums, lane_sums, make_barrier,
+    multiply_group, read_sum, right_operand, shared_address, show_barriers, sync_cluster,
+    wait_for_products, wait_for_turn,
 };
 use crate::kernels::gpu::words::Words;
 
@@ -52,6 +56,8 @@ const STEPS_AT_ONCE: [usize; 3] = [4, 2, 1];
 const SUM_PADDING: usize = 1;
 /// The most outputs that a unit finishes at a time, in a cluster and else.
 const MOST_AT_ONCE: [usize; 2] = [4, 7];
+/// Loads from row to row of weights that lie row after row in a stage: lanes of other rows read from other banks.
+const ROW_STRIDE: usize = VECTORS + 1;
 /// What stages are aligned to.
 const ALIGNMENT: usize = 128;
 
@@ -74,7 +80,24 @@ impl GroupShare {
 
     /// Vectors of a stage.
     fn stage(self) -> usize {
-        self.x_vectors() + GROUP * 2 * step_loads(self.tile.panel)
+        self.x_vectors() + GROUP * self.panel_loads()
+    }
+
+    /// Loads from panel to panel in a stage.
+    fn panel_loads(self) -> usize {
+        match self.tile.layout {
+            Layout::Panels => 2 * step_loads(self.tile.panel),
+            Layout::RowMajor => PANEL * ROW_STRIDE,
+        }
+    }
+
+    /// Units that arrive at the barrier of what was copied.
+    fn copying_units(self) -> usize {
+        match self.tile.layout {
+            Layout::Panels => 1,
+            // All that copy, and the one that announces the activations.
+            Layout::RowMajor => PLANE + 1,
+        }
     }
 
     /// Steps of the columns.
@@ -109,13 +132,15 @@ impl Gpu {
     /// How the rows of `tokens` tokens lie for a matrix that [`Gpu::takes_narrow()`], where they do not lie row after
     /// row.
     pub fn right_operands(&self, matrix: &Matrix, tokens: usize) -> Option<RightOperands> {
-        let takes = self.has_warpgroups()
-            && self.takes_narrow(matrix, tokens)
-            && matrix.format() != Format::Bf16
-            && matrix.columns().is_multiple_of(STEP);
+        let takes = self.takes_narrow(matrix, tokens) && self.has_groups(matrix);
         let factor = if matches!(matrix.format(), Format::Bf12) { ENLARGED } else { 1.0 };
         let tokens = operand_rows(tokens as u32).filter(|_| takes)? as usize;
         Some(RightOperands { tokens, factor })
+    }
+
+    /// Whether groups of planes multiply a matrix.
+    pub(in crate::kernels::gpu::linear) fn has_groups(&self, matrix: &Matrix) -> bool {
+        self.has_warpgroups() && matrix.columns().is_multiple_of(STEP)
     }
 
     /// Queues a linear of activations that lie as right operands.
@@ -212,7 +237,8 @@ fn multiply_groups(
         barriers: shared_address::<u64>(&barriers[0..1]),
     };
     if plane == GROUP && lane < comptime!(share.stages * 2) {
-        let arrivals = select(lane % 2 == 1, comptime!(GROUP as u32).runtime(), 1u32);
+        let copied = comptime!(share.copying_units() as u32).runtime();
+        let arrivals = select(lane % 2 == 1, comptime!(GROUP as u32).runtime(), copied);
         make_barrier(ring.barriers + lane as u32 * 8, arrivals);
         show_barriers();
     }
@@ -248,8 +274,8 @@ fn multiply_groups(
                     scale_sums(&weights[output], &mut sums, place, tile_share);
                 }
                 put(&mut totals, &sums, band * LANE_SLOTS + lane / 4, place, shape, tile_share);
-            } else if lane == 0 {
-                let panels = Panels { rows, first: first_panel, last: last_panel };
+            } else if comptime!(matches!(tile_share.layout, Layout::RowMajor)) || lane == 0 {
+                let panels = Panels { rows, first: first_panel, last: last_panel, lane };
                 copy_steps(input, &weights[output], ring, panels, share);
             }
         }
@@ -270,17 +296,6 @@ fn multiply_groups(
     }
 }
 
-/// The panels of a cube.
-#[derive(CubeType, Clone, Copy)]
-#[expand(derive(Clone, Copy))]
-struct Panels {
-    /// Of each matrix.
-    rows: usize,
-    first: usize,
-    /// Of the matrix.
-    last: usize,
-}
-
 /// Makes the products of a plane: of its first pairs of rows for all tokens, then of the others.
 #[cube]
 fn multiply_band(
@@ -294,8 +309,14 @@ fn multiply_band(
     let panel = comptime!(tile.panel);
     clear_sums(comptime!(share.sums()));
     // The vector of this plane's panel in the first stage, as if a whole panel lay there.
-    let own = plane * comptime!(2 * step_loads(panel)) + comptime!(share.x_vectors());
-    let own = own - comptime!(loads_before(panel)) * place.walk.vectors;
+    let own = plane * comptime!(share.panel_loads()) + comptime!(share.x_vectors());
+    let own = match comptime!(tile.layout) {
+        Layout::Panels => own - comptime!(loads_before(panel)) * place.walk.vectors,
+        // The first load of the lane's first row.
+        Layout::RowMajor => {
+            own + place.lane / 4 * comptime!(LANE_ROWS * ROW_STRIDE) + place.lane % 4
+        }
+    };
     let operand = right_operand(ring.vectors, tile.tokens);
     let mut portion = Portion::new(panel);
     let mut stage = 0usize.runtime();
@@ -313,7 +334,15 @@ fn multiply_band(
             let blocks = comptime!(portion_blocks(panel));
             #[unroll]
             for part in 0..comptime!(tile.portions()) {
-                portion.load(staged, walk, place.lane % 4, part.runtime(), panel);
+                match comptime!(tile.layout) {
+                    Layout::Panels => {
+                        portion.load(staged, walk, place.lane % 4, part.runtime(), panel);
+                    }
+                    Layout::RowMajor => {
+                        let first = walk.start + comptime!(part * BLOCK / 8);
+                        portion.load_staged_rows(staged, first, ROW_STRIDE);
+                    }
+                }
                 #[unroll]
                 for block in 0..blocks {
                     let lefts = portion.scaled_codes(block, place.walk.slot, panel);
@@ -343,70 +372,6 @@ fn release(barrier: u32, lane: usize) {
     sync_plane();
     if lane == 0 {
         arrive(barrier + 8);
-    }
-}
-
-/// Lets all steps of a cube be copied, each when there is room for it.
-#[cube]
-fn copy_steps(
-    input: &[Packed],
-    weights: &Sequence<Box<[Words]>>,
-    ring: Ring,
-    panels: Panels,
-    #[comptime] share: GroupShare,
-) {
-    let mut stage = 0usize.runtime();
-    // The turn before the first counts as over.
-    let mut turn = 1u32.runtime();
-    let mut step = CUBE_POS_Z as usize;
-    while step < comptime!(share.steps()) {
-        wait_for_turn(ring.barriers + stage as u32 * 16 + 8, turn);
-        copy_step(input, weights, ring, panels, step, stage, share);
-        stage += 1;
-        if stage == share.stages {
-            stage = 0usize;
-            turn = 1u32 - turn;
-        }
-        step += share.tile.teams;
-    }
-}
-
-/// Lets a step of the activations and of the cube's panels be copied to a stage.
-#[cube]
-fn copy_step(
-    input: &[Packed],
-    weights: &Sequence<Box<[Words]>>,
-    ring: Ring,
-    panels: Panels,
-    step: usize,
-    stage: usize,
-    #[comptime] share: GroupShare,
-) {
-    let tile = comptime!(share.tile);
-    let barrier = ring.barriers + stage as u32 * 16;
-    let to = ring.vectors + (stage * comptime!(share.stage() * LOAD_BYTES)) as u32;
-    // Of a vector of rows; a panel has two, but for the last.
-    let loads = comptime!(step_loads(tile.panel));
-    let mut vectors = 0usize.runtime();
-    #[unroll]
-    for band in 0..tile.bands {
-        vectors += panel_vectors(panels.rows, (panels.first + band).min(panels.last));
-    }
-    let x_bytes = comptime!(share.x_vectors() * LOAD_BYTES);
-    let bytes = vectors * comptime!(tile.matrices * loads * LOAD_BYTES) + x_bytes;
-    announce(barrier, bytes as u32);
-    let first = step * comptime!(share.x_vectors());
-    copy_in_bulk(&input[first..first + 1], to, x_bytes as u32, barrier);
-    #[unroll]
-    for member in 0..GROUP {
-        let (matrix, band) = comptime!((member % tile.matrices, member / tile.matrices));
-        let number = (panels.first + band).min(panels.last);
-        let vectors = panel_vectors(panels.rows, number);
-        let before = comptime!(loads_before(tile.panel));
-        let from = number * comptime!(tile.panel.stride()) + (before + step * loads) * vectors;
-        let to = to + comptime!((x_bytes + member * 2 * loads * LOAD_BYTES) as u32);
-        let bytes = vectors * comptime!(loads * LOAD_BYTES);
-        copy_in_bulk(&weights[matrix][from..from + 1], to, bytes as u32, barrier);
     }
 }
 

@@ -1,0 +1,148 @@
+//! The plane of a cube that lets steps be copied to shared memory, each when there is room for it.
+
+use cubecl::prelude::*;
+
+use super::{GroupShare, ROW_STRIDE, Ring, loads_before, step_loads};
+use crate::kernels::cpu::pack::PANEL;
+use crate::kernels::gpu::instructions::Packed;
+use crate::kernels::gpu::linear::rights::PLANE;
+use crate::kernels::gpu::matrix::{LOAD_BYTES, Layout};
+use crate::kernels::gpu::panel::panel_vectors;
+use crate::kernels::gpu::staged::VECTORS;
+use crate::kernels::gpu::warpgroup::{
+    GROUP, announce, arrive_with_copies, copy_in_bulk, copy_load, wait_for_turn,
+};
+use crate::kernels::gpu::words::Words;
+
+/// The panels of a cube.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(super) struct Panels {
+    /// Of each matrix.
+    pub(super) rows: usize,
+    pub(super) first: usize,
+    /// Of the matrix.
+    pub(super) last: usize,
+    /// The unit that copies them.
+    pub(super) lane: usize,
+}
+
+/// Lets all steps of a cube be copied, each when there is room for it.
+#[cube]
+pub(super) fn copy_steps(
+    input: &[Packed],
+    weights: &Sequence<Box<[Words]>>,
+    ring: Ring,
+    panels: Panels,
+    #[comptime] share: GroupShare,
+) {
+    let mut stage = 0usize.runtime();
+    // The turn before the first counts as over.
+    let mut turn = 1u32.runtime();
+    let mut step = CUBE_POS_Z as usize;
+    while step < comptime!(share.steps()) {
+        wait_for_turn(ring.barriers + stage as u32 * 16 + 8, turn);
+        copy_step(input, weights, ring, panels, step, stage, share);
+        stage += 1;
+        if stage == share.stages {
+            stage = 0usize;
+            turn = 1u32 - turn;
+        }
+        step += share.tile.teams;
+    }
+}
+
+/// Lets a step of the activations and of the cube's panels be copied to a stage.
+#[cube]
+fn copy_step(
+    input: &[Packed],
+    weights: &Sequence<Box<[Words]>>,
+    ring: Ring,
+    panels: Panels,
+    step: usize,
+    stage: usize,
+    #[comptime] share: GroupShare,
+) {
+    let barrier = ring.barriers + stage as u32 * 16;
+    let to = ring.vectors + (stage * comptime!(share.stage() * LOAD_BYTES)) as u32;
+    match comptime!(share.tile.layout) {
+        Layout::Panels => copy_panels(input, weights, barrier, to, panels, step, share),
+        Layout::RowMajor => copy_rows(input, weights, barrier, to, panels, step, share),
+    }
+}
+
+/// Lets a step be copied from panels.
+#[cube]
+fn copy_panels(
+    input: &[Packed],
+    weights: &Sequence<Box<[Words]>>,
+    barrier: u32,
+    to: u32,
+    panels: Panels,
+    step: usize,
+    #[comptime] share: GroupShare,
+) {
+    let tile = comptime!(share.tile);
+    // Of a vector of rows; a panel has two, but for the last.
+    let loads = comptime!(step_loads(tile.panel));
+    let mut vectors = 0usize.runtime();
+    #[unroll]
+    for band in 0..tile.bands {
+        vectors += panel_vectors(panels.rows, (panels.first + band).min(panels.last));
+    }
+    let x_bytes = comptime!(share.x_vectors() * LOAD_BYTES);
+    let bytes = vectors * comptime!(tile.matrices * loads * LOAD_BYTES) + x_bytes;
+    announce(barrier, bytes as u32);
+    let first = step * comptime!(share.x_vectors());
+    copy_in_bulk(&input[first..first + 1], to, x_bytes as u32, barrier);
+    #[unroll]
+    for member in 0..GROUP {
+        let (matrix, band) = comptime!((member % tile.matrices, member / tile.matrices));
+        let number = (panels.first + band).min(panels.last);
+        let vectors = panel_vectors(panels.rows, number);
+        let before = comptime!(loads_before(tile.panel));
+        let from = number * comptime!(tile.panel.stride()) + (before + step * loads) * vectors;
+        let to = to + comptime!((x_bytes + member * share.panel_loads() * LOAD_BYTES) as u32);
+        let bytes = vectors * comptime!(loads * LOAD_BYTES);
+        copy_in_bulk(&weights[matrix][from..from + 1], to, bytes as u32, barrier);
+    }
+}
+
+/// Lets a step be copied from rows: each unit copies loads of every fourth row. Rows behind the last are copies of that
+/// one.
+#[cube]
+fn copy_rows(
+    input: &[Packed],
+    weights: &Sequence<Box<[Words]>>,
+    barrier: u32,
+    to: u32,
+    panels: Panels,
+    step: usize,
+    #[comptime] share: GroupShare,
+) {
+    let tile = comptime!(share.tile);
+    let x_bytes = comptime!(share.x_vectors() * LOAD_BYTES);
+    if panels.lane == 0 {
+        announce(barrier, comptime!(x_bytes as u32).runtime());
+        let first = step * comptime!(share.x_vectors());
+        copy_in_bulk(&input[first..first + 1], to, comptime!(x_bytes as u32).runtime(), barrier);
+    }
+    let (row, load) = (panels.lane / VECTORS, panels.lane % VECTORS);
+    let to = to + ((row * ROW_STRIDE + load) * LOAD_BYTES) as u32;
+    let load = step * VECTORS + load;
+    #[unroll]
+    for member in 0..GROUP {
+        let (matrix, band) = comptime!((member % tile.matrices, member / tile.matrices));
+        let first = (panels.first + band).min(panels.last) * PANEL + row;
+        let to = to + comptime!((x_bytes + member * share.panel_loads() * LOAD_BYTES) as u32);
+        #[unroll]
+        for turn in 0..comptime!(PANEL * VECTORS / PLANE) {
+            let rows = comptime!(turn * PLANE / VECTORS);
+            let from =
+                (first + rows).min(panels.rows - 1) * comptime!(tile.panel.columns / 8) + load;
+            let to = to + comptime!((rows * ROW_STRIDE * LOAD_BYTES) as u32);
+            copy_load(&weights[matrix][from..from + 1], to);
+        }
+    }
+    arrive_with_copies(barrier);
+}
