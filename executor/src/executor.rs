@@ -71,10 +71,11 @@ impl Executor {
         options: &Options,
     ) -> Self {
         let is_crowded = is_crowded(&plan, options);
-        let captures_prompts = options.gpu_driver == GpuDriver::Cuda
-            && !options.trace
-            && captured::includes_prompts(&plan);
+        let captures_prompts =
+            options.gpu_driver == GpuDriver::Cuda && captured::includes_prompts(&plan);
         let most = usize::try_from(captured::most_kinds(&plan)).unwrap_or(usize::MAX);
+        // What is traced launches up to three times as much.
+        let most = if options.trace { most / 3 } else { most };
         let known = Arc::new(KnownGraphs::new(most));
         let uses = plan.programs.iter().map(|program| Arc::new(Uses::of(program))).collect();
         let (lanes, started) = (Vec::new(), Mutex::default());

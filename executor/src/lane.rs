@@ -157,12 +157,12 @@ impl Lane {
     fn work(&mut self, run: &Run, lane: usize, spans: &mut Vec<Span>) {
         let plan = Arc::clone(&self.plan);
         let program = &plan.programs[run.program];
-        let steps = &program.lanes[lane].steps;
         let Form::Gpu(state) = &self.device.form else {
             self.work_in_stretches(run, program, lane, spans);
             return;
         };
-        let can_capture = self.recorder.is_none() && run.may_be_captured && state.can_capture();
+        let is_recorded = self.recorder.is_none() || state.traces_replays();
+        let can_capture = is_recorded && run.may_be_captured && state.can_capture();
         // All GPU lanes of a run decide alike here, so that all of them come to its meetings. A prompt that may be
         // captured has one GPU; a second run of its kind may start before the first is captured, and must not be
         // captured again.
@@ -170,7 +170,7 @@ impl Lane {
         if can_capture && run.captures && is_new {
             self.work_and_capture(run, program, lane, spans);
         } else if can_capture && state.is_captured(run.graph_key) {
-            self.work_ahead(run, program, steps);
+            self.work_ahead(run, program, lane, spans);
         } else {
             self.work_in_stretches(run, program, lane, spans);
         }
@@ -224,7 +224,8 @@ impl Lane {
     }
 
     /// Works through a run whose launches are queued ahead: what is left to do on the host is to carry letters.
-    fn work_ahead(&mut self, run: &Run, program: &Program, steps: &[StepId]) {
+    fn work_ahead(&mut self, run: &Run, program: &Program, lane: usize, spans: &mut Vec<Span>) {
+        let steps = &program.lanes[lane].steps;
         let Form::Gpu(state) = &mut self.device.form else { return };
         let Some(&first) = steps.first() else { return };
         let scope = Scope { plan: &self.plan, batch: &run.batch, run: run.number };
@@ -236,7 +237,7 @@ impl Lane {
                     fault.strike(&program.steps[id].name)?;
                 }
             }
-            state.start_ahead(scope, run.graph_key)?;
+            let began = state.start_ahead(scope, run.graph_key)?;
             for &id in steps {
                 at = id;
                 if state.expects_letter(run.program, id) {
@@ -251,7 +252,11 @@ impl Lane {
                     run.finish(id);
                 }
             }
-            state.check_output(scope, run)
+            state.check_output(scope, run)?;
+            if let Some(began) = began {
+                spans.append(&mut state.spans(run, lane as u32, steps, began)?);
+            }
+            Ok(())
         });
         if let Err(cause) = outcome {
             self.fail(run, program, at, cause);

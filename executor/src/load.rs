@@ -366,7 +366,13 @@ impl Starter {
             !inbox.is_closed()
         });
         drop(work);
-        let bound = match bound {
+        let traced = bound.and_then(|mut bound| {
+            if let (Form::Gpu(state), Some(recorder)) = (&mut bound.form, &self.recorder) {
+                state.trace(plan, recorder)?;
+            }
+            Ok(bound)
+        });
+        let bound = match traced {
             Ok(bound) => bound,
             Err(error) => return tell(Event::Failed(error)),
         };
@@ -381,7 +387,7 @@ impl Starter {
                 Form::Gpu(_) if self.recorder.is_none() => {
                     gpu::stretches(program, lane, &self.peers, index)
                 }
-                // A GPU's steps are recorded one by one, each with its end on the device.
+                // Steps that are not replayed are recorded one by one, each with its end on the device.
                 Form::Gpu(_) | Form::Cpu(_) => (0..lane.steps.len()).map(|at| at..at + 1).collect(),
             })
         };

@@ -15,6 +15,7 @@ use executor::batch::Batch;
 use executor::load::{self, GpuDriver, Options, PlanFile};
 use ir::machine::DeviceKind;
 use ir::plan::Plan;
+use ir::trace::Trace;
 
 const MODEL: &str = "llama3";
 
@@ -211,6 +212,23 @@ fn decoding_gives_what_feeding_again_gives() {
     }
 }
 
+/// Fails unless every step of every run has a span, behind those that it waits for.
+fn check_trace(plan: &Plan, trace: &Trace, of: &str) {
+    for (number, run) in (0..).zip(&trace.runs) {
+        let program = &plan.programs[run.program as usize];
+        let spans: Vec<_> = trace.spans.iter().filter(|span| span.run == number).collect();
+        assert_eq!(spans.len(), program.steps.len(), "{of}");
+        for span in &spans {
+            let times = [span.ready, span.start, span.end, run.end];
+            assert!(times.is_sorted(), "{of}: {span:?} of {run:?}");
+            for wait in &program.steps[span.step].waits {
+                let other = spans.iter().find(|other| other.step == *wait).unwrap();
+                assert!(other.end <= span.start, "{of}: {} starts before {wait}", span.step);
+            }
+        }
+    }
+}
+
 #[test]
 fn a_trace_has_every_step_of_every_run_in_order() {
     let plan = compile(MODEL, Shape::Shared, |_| ());
@@ -220,23 +238,28 @@ fn a_trace_has_every_step_of_every_run_in_order() {
     let trace = engine.executor().trace().unwrap();
     assert_eq!(trace.runs.len(), 2);
     assert_eq!((trace.runs[1].tokens, trace.runs[1].sequences), (7, 2));
-    for (number, run) in (0..).zip(&trace.runs) {
-        let program = &plan.programs[run.program as usize];
-        let spans: Vec<_> = trace.spans.iter().filter(|span| span.run == number).collect();
-        assert_eq!(spans.len(), program.steps.len());
-        for span in &spans {
-            assert!(span.ready <= span.start && span.start <= span.end && span.end <= run.end);
-            for wait in &program.steps[span.step].waits {
-                let other = spans.iter().find(|other| other.step == *wait).unwrap();
-                assert!(other.end <= span.start, "{} starts before {wait}", span.step);
-            }
-        }
-    }
+    check_trace(&plan, &trace, "shared");
     let text = trace.to_ron().unwrap();
-    assert_eq!(ir::trace::Trace::from_ron(&text).unwrap(), trace);
+    assert_eq!(Trace::from_ron(&text).unwrap(), trace);
     let perfetto = executor::trace::perfetto(&plan, &trace).unwrap();
     let events: serde_json::Value = serde_json::from_str(&perfetto).unwrap();
     assert!(events["traceEvents"].as_array().unwrap().len() > trace.spans.len());
+}
+
+#[test]
+fn captured_runs_of_a_gpu_are_traced_step_by_step() {
+    for shape in Shape::GPU {
+        let plan = compile(MODEL, shape, |_| ());
+        let mut engine = engine(&plan, &Options { trace: true, ..gpu_options() });
+        let id = engine.open();
+        engine.append(id, &prompt(9)).unwrap();
+        for token in 0..5 {
+            engine.advance(&[id]).unwrap();
+            engine.append(id, &[token]).unwrap();
+        }
+        let trace = engine.executor().trace().unwrap();
+        check_trace(&plan, &trace, &format!("{shape:?}"));
+    }
 }
 
 #[test]

@@ -118,6 +118,30 @@ pub fn unbind(process: u32) -> Result<()> {
     let topology = Topology::new().context("reading the machine's topology")?;
     let all = topology.cpu_binding(CpuBindingFlags::PROCESS);
     let all = all.context("asking where this process may run")?;
-    let bound = topology.bind_process_cpu(process, &all, CpuBindingFlags::PROCESS);
+    let bound = topology.bind_process_cpu(process, &all, CpuBindingFlags::empty());
     bound.with_context(|| format!("unbinding process {process}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::{Command, Stdio};
+
+    use super::*;
+
+    #[test]
+    fn a_process_gets_all_processors_back() {
+        let topology = Topology::new().unwrap();
+        let all = topology.cpu_binding(CpuBindingFlags::PROCESS).unwrap();
+        let mut process = Command::new("cat").stdin(Stdio::piped()).spawn().unwrap();
+        let (none, id) = (CpuBindingFlags::empty(), process.id());
+        let mut one = all.clone();
+        one.singlify();
+        topology.bind_process_cpu(id, &one, none).unwrap();
+        assert_eq!(topology.process_cpu_binding(id, none).unwrap(), one);
+        unbind(id).unwrap();
+        assert_eq!(topology.process_cpu_binding(id, none).unwrap(), all);
+        // Its input ends with the pipe.
+        drop(process.stdin.take());
+        assert!(process.wait().unwrap().success());
+    }
 }

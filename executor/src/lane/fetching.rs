@@ -183,9 +183,11 @@ impl Fetches<'_> {
             self.fail(step, cause);
             return false;
         }
+        // Others begin what waits for it as soon as they know of it.
+        let end = self.now();
         self.run.finish(step);
         if self.recorder.is_some() {
-            let (start, end) = (start.max(self.last_end), self.now());
+            let start = start.max(self.last_end);
             self.last_end = end;
             let (run, lane) = (self.run.number, self.lane as u32);
             self.spans.push(Span { run, step, lane, ready, start, end });

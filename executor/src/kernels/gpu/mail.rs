@@ -12,7 +12,7 @@
 use cubecl::prelude::*;
 use ir::letters::SENDING_CUBES;
 
-use super::addressed::{fence, load_four, look, raise, store_four};
+use super::addressed::{fence, load_four, look, raise, store_four, store_long};
 use super::device::{Gpu, Span};
 use super::words::Four;
 
@@ -96,6 +96,22 @@ impl Gpu {
         self.launch_take(from, turn, 0, Some(turn));
     }
 
+    /// Queues writing the device's clock, in nanoseconds, to the value at `to` when all launches made so far are done,
+    /// and raising its flag. The value takes 8 bytes, at a multiple of 8.
+    pub fn stamp(&self, to: Place, turn: &Span) {
+        // SAFETY: as above.
+        unsafe {
+            stamp::launch_unchecked(
+                &self.client,
+                CubeCount::new_single(),
+                CubeDim::new_single(),
+                turn.argument(1, size_of::<u32>()),
+                to.value,
+                to.flags,
+            );
+        }
+    }
+
     fn launch_take(&self, from: Place, span: &Span, bytes: usize, turn: Option<&Span>) {
         let vectors = bytes.div_ceil(UNIT_BYTES);
         let cubes = vectors.div_ceil(UNITS).clamp(1, TAKING_CUBES);
@@ -158,6 +174,14 @@ fn take(
         out[at as usize] = load_four(address + u64::cast_from(at) * 16);
         at += CUBE_COUNT_X * CUBE_DIM;
     }
+}
+
+#[cube(launch_unchecked)]
+fn stamp(turn: &[u32], address: u64, flag: u64) {
+    let nanos: u64;
+    gpu_asm!("mov.u64 {nanos}, %globaltimer;", nanos = out(_) nanos);
+    store_long(address, nanos);
+    raise(flag, turn[0]);
 }
 
 #[cfg(test)]

@@ -184,6 +184,11 @@ impl Mail {
         (values, letter.values.is_empty().then_some(flag))
     }
 
+    /// Whether a step sends a letter.
+    pub(super) fn sends(&self, program: usize, step: StepId) -> bool {
+        self.programs[program].outgoing.contains_key(&step)
+    }
+
     /// The buffers that come with a step's letter.
     pub(super) fn expected(&self, program: usize, step: StepId) -> Vec<BufferId> {
         let letter = self.programs[program].incoming.get(&step);

@@ -20,6 +20,7 @@ mod replay;
 mod rotations;
 mod runs;
 mod scratch;
+mod stamps;
 mod state;
 mod stretches;
 mod sums;

@@ -12,10 +12,13 @@ use ir::id::{BufferId, StepId};
 use ir::op::{Op, Products};
 use ir::plan::{Action, Phase, Program, Queue};
 use ir::tensor::{DType, Extent, TensorType};
+use ir::trace::Span;
 
 use super::copies::collect;
+use super::mail::Mail;
 use super::output::sent_type;
 use super::replay::{GraphKey, Replays};
+use super::stamps::{Moment, Stamps};
 use super::state::{Operands, State, dims};
 use crate::kernels::gpu::linear::MAX_TOKENS;
 use crate::kernels::gpu::matrix::Matrix;
@@ -98,6 +101,7 @@ impl State {
         let captured = Replays::capture(&gpu, || {
             let mut at = *steps.first().context("a run has no steps")?;
             self.queue_inputs()?;
+            self.queue_stamp(Moment::Start);
             self.queue(scope, program, steps, None, &mut at)
         })?;
         if let Some(graph) = captured {
@@ -114,14 +118,39 @@ impl State {
         self.gpu.sync()
     }
 
-    /// Queues a captured run.
+    /// Whether steps of replayed runs are traced.
+    pub(crate) fn traces_replays(&self) -> bool {
+        self.stamps.is_some()
+    }
+
+    /// Queues a captured run. Where steps are traced, says when.
     ///
     /// # Errors
     /// When the device failed.
-    pub(crate) fn start_ahead(&mut self, scope: Scope<'_>, key: GraphKey) -> Result<()> {
+    pub(crate) fn start_ahead(&mut self, scope: Scope<'_>, key: GraphKey) -> Result<Option<u64>> {
         self.fill(scope)?;
+        let began = self.stamps.as_mut().map(Stamps::begin);
         self.replays.replay(key)?;
-        self.gpu.check_launches()
+        self.gpu.check_launches()?;
+        Ok(began)
+    }
+
+    /// What `lane` did in a run that was queued ahead when [`State::start_ahead()`] said; all its letters have come.
+    ///
+    /// # Errors
+    /// When the device failed.
+    pub(crate) fn spans(
+        &mut self,
+        run: &Run,
+        lane: u32,
+        steps: &[StepId],
+        began: u64,
+    ) -> Result<Vec<Span>> {
+        self.gpu.sync()?;
+        let Some(stamps) = &mut self.stamps else { return Ok(Vec::new()) };
+        let mail = self.mail.as_ref();
+        let waits = |step| mail.is_some_and(|mail| mail.incoming(run.program, step).is_some());
+        stamps.spans((run.number, turn(run.number), lane), steps, waits, began)
     }
 
     /// Whether a step of a run that was queued ahead waits for a letter.
@@ -141,6 +170,9 @@ impl State {
                 mail.put(run.program, step, buffer, bytes)
             })?;
         }
+        if let Some(stamps) = &mut self.stamps {
+            stamps.deliver(step);
+        }
         mail.deliver(run.program, step, turn(run.number));
         Ok(())
     }
@@ -149,8 +181,14 @@ impl State {
     ///
     /// # Errors
     /// When the device failed.
-    pub(crate) fn receive(&self, scope: Scope<'_>, run: &Run, step: StepId) -> Result<()> {
-        self.receive_unless(scope, run, step, || Ok(run.is_aborted()))
+    pub(crate) fn receive(&mut self, scope: Scope<'_>, run: &Run, step: StepId) -> Result<()> {
+        self.receive_unless(scope, run, step, || Ok(run.is_aborted()))?;
+        let sends = |mail: &Mail| mail.sends(run.program, step);
+        if let Some(stamps) = self.stamps.as_mut().filter(|_| self.mail.as_ref().is_some_and(sends))
+        {
+            stamps.hear(step);
+        }
+        Ok(())
     }
 
     /// The same; `is_over` is asked now and then whether nothing more is to come.
@@ -268,6 +306,11 @@ impl State {
         for (position, &id) in (first..).zip(steps) {
             *at = id;
             let step = &schedule.steps[id];
+            let is_replayed = slots.is_none();
+            if is_replayed && self.stamps.is_some() && self.expects_letter(program, id) {
+                self.queue_wait(program, id);
+                self.queue_stamp(Moment::Arrival(id));
+            }
             match &step.action {
                 Action::Move { .. } if mem::take(&mut is_summed) => (),
                 Action::Run(op) => {
@@ -307,9 +350,19 @@ impl State {
                     bail!("a compute queue fetches no weights, so {weight} stays at home")
                 }
             }
+            if is_replayed {
+                self.queue_stamp(Moment::End(id));
+            }
             self.queue_letters(scope, program, id)?;
         }
         Ok(())
+    }
+
+    /// Queues leaving the time, where steps are traced.
+    fn queue_stamp(&self, moment: Moment) {
+        if let Some(stamps) = &self.stamps {
+            self.gpu.stamp(stamps.place(moment), &self.inputs.turn());
+        }
     }
 
     /// Queues a step's wait for a letter that brings no values.

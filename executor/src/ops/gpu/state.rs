@@ -19,6 +19,7 @@ use super::memory::Memory;
 use super::replay::Replays;
 use super::rotations::Rotations;
 use super::scratch::Scratch;
+use super::stamps::Stamps;
 use super::stretches::exported;
 use super::sums::Sums;
 use super::weights::Weights;
@@ -32,6 +33,7 @@ use crate::kernels::gpu::peers::Group;
 use crate::kernels::gpu::vendor::{Library, Vendor, WORKSPACE_BYTES};
 use crate::ops::Scope;
 use crate::peers::{Peers, members};
+use crate::trace::Recorder;
 
 /// One GPU's weights, caches and places of buffers.
 pub(crate) struct State {
@@ -59,6 +61,8 @@ pub(crate) struct State {
     /// Number of the run whose batch is on the device.
     pub(super) run: Option<u32>,
     pub(super) expert_counter: Option<Arc<ExpertCounter>>,
+    /// Where replayed runs leave the time; `None` where no steps are traced.
+    pub(super) stamps: Option<Stamps>,
 }
 
 /// A step's operands and where its results go.
@@ -177,6 +181,7 @@ impl State {
             replays: Replays::default(),
             run: None,
             expert_counter,
+            stamps: None,
             device,
             gpu,
         })
@@ -199,6 +204,15 @@ impl State {
     /// When it cannot be read or there is no memory for it.
     pub(crate) fn hold(&mut self, weight: &Weight, checkpoint: &Checkpoint) -> Result<()> {
         self.weights.hold(&self.gpu, &mut self.memory, weight, checkpoint)
+    }
+
+    /// Lets replayed runs leave the times of their steps for a recorder.
+    ///
+    /// # Errors
+    /// When there is no memory for them.
+    pub(crate) fn trace(&mut self, plan: &Plan, recorder: &Arc<Recorder>) -> Result<()> {
+        self.stamps = Stamps::new(plan, &self.gpu, Arc::clone(recorder))?;
+        Ok(())
     }
 
     /// Waits until everything that was loaded is there.
