@@ -61,12 +61,17 @@ fn many_rows_need_the_largest_packed_matrix_unpacked() {
     let space = workspaces(&plan)[d(0)];
     assert_eq!((space.matrix_bytes, space.library_bytes), (8 * 8 * 2, LIBRARY_BYTES));
     assert_eq!(space.input_bytes, 9 * 8 * 2);
+    // As right operands of matrix instructions rows come in thirty-twos.
+    for (rows, bytes) in [(17, 32 * 8 * 2), (40, 64 * 8 * 2), (70, 70 * 8 * 2)] {
+        let plan = with_tokens(on_gpu(streamed()), rows);
+        assert_eq!(workspaces(&plan)[d(0)].input_bytes, bytes, "{rows} rows");
+    }
     let mut quantised = plan;
     quantised.programs[0].max.rows = 9;
     let head = quantised.weights.ids().last().expect("there are weights");
     quantised.weights[head].format = Format::Q8;
     assert_eq!(workspaces(&quantised)[d(0)].matrix_bytes, 32 * 8 * 2);
-    // As right operands of matrix instructions rows of blocks come in thirty-twos.
+    // So do those of blocks.
     for (rows, bytes) in [(9, 9 * 8 * 2), (17, 32 * 8 * 2), (40, 64 * 8 * 2), (70, 70 * 8 * 2)] {
         let mut plan = with_tokens(quantised.clone(), rows);
         plan.programs[0].max.rows = rows;
@@ -104,8 +109,8 @@ fn without_the_library_f32_is_counted_and_parts_of_the_rows_in_16_bits() {
     };
     let space = without(9);
     assert_eq!((space.matrix_bytes, space.library_bytes), (8 * 8 * 4, 0));
-    // Rows as they lie, then as operands, of which bf16 has 32 at most.
-    for (rows, parts) in [(9, 9), (16, 16), (17, 32), (40, 32), (70, 32)] {
+    // Rows as they lie, then as operands, of which there are 64 at most.
+    for (rows, parts) in [(9, 9), (16, 16), (17, 32), (40, 64), (70, 64)] {
         assert_eq!(without(rows).input_bytes, parts * 8 * 2, "{rows} rows");
     }
 }
