@@ -79,6 +79,7 @@ pub(crate) fn emit(task: &Task<'_>, graphs: &Graphs, batches: &[Batch]) -> Resul
                 nanos: times.nanos,
                 busiest_lane_nanos: times.busiest_lane_nanos,
                 others: Vec::new(),
+                behind: None,
             }
         })
         .collect();

@@ -1,4 +1,4 @@
-//! How long other runs of a plan's programs take than those of the largest extent.
+//! How long other runs of a plan's programs take than those of the largest extent with nothing cached.
 
 use anyhow::Result;
 use ir::forecast::RunForecast;
@@ -17,7 +17,8 @@ use crate::task::Task;
 /// Tokens of prompts: what is said in a chat, where GPUs multiply in another way, and what people measure.
 const TOKENS: [u32; 5] = [8, MAX_FUSED_ROWS, MAX_FUSED_ROWS + 1, 128, 512];
 
-/// Adds to a plan's forecast what its programs, one for each batch, take for fewer tokens or with nothing cached.
+/// Adds to a plan's forecast what its programs, one for each batch, take for fewer tokens, with nothing cached or behind
+/// what prompts have cached.
 pub(crate) fn forecast(
     task: &Task<'_>,
     graphs: &Graphs,
@@ -25,11 +26,19 @@ pub(crate) fn forecast(
     batches: &[Batch],
     plan: &mut Plan,
 ) -> Result<()> {
+    let nanos = |batch: &Batch| {
+        let program = program(task, graphs, bound, batch, &mut Causes::default())?;
+        anyhow::Ok(simulate(&program).nanos)
+    };
     for (batch, forecast) in batches.iter().zip(&mut plan.forecast.programs) {
         for batch in others(batch) {
-            let program = program(task, graphs, bound, &batch, &mut Causes::default())?;
-            let (tokens, nanos) = (batch.varying_tokens(), simulate(&program).nanos);
+            let (tokens, nanos) = (batch.varying_tokens(), nanos(&batch)?);
             forecast.others.push(RunForecast { tokens, nanos });
+        }
+        let tokens = task.target.context.saturating_sub(batch.extent.tokens);
+        if batch.phase == Phase::Prefill && tokens > 0 {
+            let nanos = nanos(&Batch { past: tokens, ..batch.clone() })?;
+            forecast.behind = Some(RunForecast { tokens, nanos });
         }
     }
     Ok(())

@@ -237,7 +237,7 @@ impl Lane {
                     fault.strike(&program.steps[id].name)?;
                 }
             }
-            let began = state.start_ahead(scope, run.graph_key)?;
+            state.start_ahead(scope, run.graph_key)?;
             for &id in steps {
                 at = id;
                 if state.expects_letter(run.program, id) {
@@ -253,9 +253,7 @@ impl Lane {
                 }
             }
             state.check_output(scope, run)?;
-            if let Some(began) = began {
-                spans.append(&mut state.spans(run, lane as u32, steps, began)?);
-            }
+            spans.append(&mut state.spans(run, lane as u32, steps)?);
             Ok(())
         });
         if let Err(cause) = outcome {

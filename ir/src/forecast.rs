@@ -50,13 +50,17 @@ pub struct ProgramForecast {
     pub busiest_lane_nanos: u64,
     /// Runs with other numbers of such tokens.
     pub others: Vec<RunForecast>,
+    /// A run of prefill of the largest extent behind as many cached tokens as the context leaves; `None` where that
+    /// leaves none, and for decode.
+    #[serde(deserialize_with = "crate::ron_text::written")]
+    pub behind: Option<RunForecast>,
 }
 
 /// Time of a run of another size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct RunForecast {
-    /// Tokens that prefill feeds, or that each sequence has cached before decode.
+    /// Tokens that prefill feeds, or that each sequence has cached before.
     pub tokens: u32,
     /// Start to end.
     pub nanos: u64,
@@ -122,6 +126,14 @@ impl ProgramForecast {
             / (f64::from(above.tokens) - f64::from(below.tokens));
         below.nanos as f64 + part * (above.nanos as f64 - below.nanos as f64)
     }
+
+    /// Nanoseconds that a run of prefill of `tokens` takes longer behind `past` cached tokens than behind none: each
+    /// looks back on all of them.
+    pub fn look_back_nanos(&self, tokens: f64, past: f64) -> f64 {
+        let Some(behind) = &self.behind else { return 0.0 };
+        let longer = behind.nanos.saturating_sub(self.nanos) as f64;
+        longer * (tokens / f64::from(self.tokens.max(1))) * (past / f64::from(behind.tokens.max(1)))
+    }
 }
 
 #[cfg(test)]
@@ -137,6 +149,7 @@ mod tests {
             nanos: 500,
             busiest_lane_nanos: 0,
             others,
+            behind: None,
         };
         let known = forecast(512, vec![run(32, 100), run(128, 200)]);
         let times = [1, 32, 80, 128, 320, 512, 1024].map(|tokens| known.nanos_of(tokens));
@@ -145,5 +158,21 @@ mod tests {
         assert_eq!(forecast(128, vec![run(0, 300)]).nanos_of(64), 400.0);
         assert_eq!(forecast(512, Vec::new()).nanos_of(7), 500.0);
         assert_eq!(forecast(0, vec![run(0, 400)]).nanos_of(0), 500.0);
+    }
+
+    #[test]
+    fn a_run_takes_longer_behind_others_as_both_are_long() {
+        let mut forecast = ProgramForecast {
+            program: "prefill".into(),
+            tokens: 512,
+            nanos: 500,
+            busiest_lane_nanos: 500,
+            others: Vec::new(),
+            behind: None,
+        };
+        assert_eq!(forecast.look_back_nanos(512.0, 1024.0), 0.0);
+        forecast.behind = Some(RunForecast { tokens: 1024, nanos: 700 });
+        assert_eq!(forecast.look_back_nanos(512.0, 1024.0), 200.0);
+        assert_eq!(forecast.look_back_nanos(128.0, 2048.0), 100.0);
     }
 }

@@ -24,7 +24,7 @@ use crate::weight::Source;
 use crate::workspace::{EXCHANGE_MEMBERS, MOST_FLAGGED_TERM_BYTES, product_format};
 
 /// Raised whenever a field changes meaning; other plans are refused.
-pub const VERSION: u32 = 6;
+pub const VERSION: u32 = 7;
 
 /// Fetched weights begin at multiples of this: what vendor libraries ask of a matrix.
 pub const FETCH_ALIGNMENT: u64 = 256;

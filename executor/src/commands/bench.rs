@@ -15,7 +15,7 @@ use ir::tensor::Format;
 use serde_json::{Value, json};
 
 use executor::calibrate::reads_now;
-use executor::engine::{Engine, check_cache, nanos_in_stages};
+use executor::engine::{Engine, check_cache, nanos_in_stages, nanos_in_turn};
 
 use super::BenchArguments;
 use super::answer::{print, with_records};
@@ -32,15 +32,8 @@ struct Test {
     /// Tokens that count, over all sequences.
     tokens: usize,
     samples: Vec<f64>,
-    /// The plan's prediction, where it has one.
-    forecast: Option<Forecast>,
-}
-
-/// What a plan predicts.
-struct Forecast {
-    tokens_per_sec: f64,
-    /// `pp512`: the prompt that it is of, where that is not the one that is measured.
-    of: Option<String>,
+    /// Tokens per second by the plan's prediction, where it has one.
+    forecast: Option<f64>,
 }
 
 pub(super) fn run(arguments: BenchArguments) -> Result<()> {
@@ -245,24 +238,21 @@ fn measure(
     Ok(Some(test))
 }
 
-/// Predicted prompt tokens per second, with nothing cached: of the prompt where it is one run of at most `share` tokens
-/// or `stages` work on its runs side by side, else of a full run.
+/// Predicted prompt tokens per second, with nothing cached, of a prompt in runs of at most `share` tokens, on which
+/// `stages` work side by side.
 fn forecast_prefill(
     plan: &Plan,
     prompt_tokens: usize,
     (share, stages): (u32, usize),
-) -> Option<Forecast> {
+) -> Option<f64> {
     let run_tokens = prompt_tokens.min(share as usize);
     let index = plan.program_for(Phase::Prefill, run_tokens, 1, false)?;
     let most = plan.programs[index].max.tokens;
     let run_tokens = u32::try_from(run_tokens).map_or(most, |tokens| tokens.min(most));
     let forecast = plan.forecast.programs.get(index)?;
-    let tokens = if stages > 1 { prompt_tokens } else { run_tokens as usize };
-    let nanos = nanos_in_stages(forecast, tokens, run_tokens);
-    (nanos > 0.0).then(|| Forecast {
-        tokens_per_sec: tokens as f64 * 1e9 / nanos,
-        of: (tokens != prompt_tokens).then(|| format!("pp{tokens}")),
-    })
+    let nanos = if stages > 1 { nanos_in_stages } else { nanos_in_turn };
+    let nanos = nanos(forecast, prompt_tokens, run_tokens);
+    (nanos > 0.0).then(|| prompt_tokens as f64 * 1e9 / nanos)
 }
 
 /// Sequences that a plan decodes at a time.
@@ -272,15 +262,14 @@ fn most_sequences(plan: &Plan) -> usize {
 }
 
 /// Predicted generated tokens per second, over all sequences, with so many tokens cached of each.
-fn forecast_decode(plan: &Plan, sequences: usize, cached: usize) -> Option<Forecast> {
+fn forecast_decode(plan: &Plan, sequences: usize, cached: usize) -> Option<f64> {
     let index = plan.program_for(Phase::Decode, sequences, sequences, false)?;
     if (plan.programs[index].max_sequences as usize) < sequences {
         return None;
     }
     let cached = u32::try_from(cached).ok()?;
     let nanos = plan.forecast.programs.get(index)?.nanos_of(cached);
-    let tokens_per_sec = sequences as f64 * 1e9 / nanos;
-    (nanos > 0.0).then_some(Forecast { tokens_per_sec, of: None })
+    (nanos > 0.0).then(|| sequences as f64 * 1e9 / nanos)
 }
 
 fn to_markdown(plan: &Plan, tests: &[Test], reads: &[MemoryReads<'_>]) -> String {
@@ -289,10 +278,7 @@ fn to_markdown(plan: &Plan, tests: &[Test], reads: &[MemoryReads<'_>]) -> String
         "| model | format | devices | test | tok/s | forecast |\n| --- | --- | --- | --- | ---: | ---: |\n",
     );
     for test in tests {
-        let forecast = test.forecast.as_ref().map_or("–".into(), |forecast| {
-            let rate = format!("{:.1}", forecast.tokens_per_sec);
-            forecast.of.as_ref().map_or(rate.clone(), |of| format!("{rate} @ {of}"))
-        });
+        let forecast = test.forecast.map_or("–".into(), |rate| format!("{rate:.1}"));
         let (mean, deviation) = test.mean_and_deviation();
         text += &format!(
             "| {model} | {formats} | {devices} | {} | {mean:.2} ± {deviation:.2} | {forecast} |\n",
@@ -347,9 +333,8 @@ fn to_json(
             "tokens_per_sec": mean,
             "stddev": deviation,
             "samples": test.samples,
-            "forecast_tokens_per_sec": test.forecast.as_ref().map(|forecast| forecast.tokens_per_sec),
+            "forecast_tokens_per_sec": test.forecast,
             "forecast_is_guess": test.forecast.is_some() && !guessed(plan).is_empty(),
-            "forecast_of": test.forecast.as_ref().and_then(|forecast| forecast.of.as_ref()),
         })
     });
     tests.collect()
@@ -392,7 +377,7 @@ mod tests {
             depth: 0,
             tokens: 8,
             samples: vec![1.0],
-            forecast: Some(Forecast { tokens_per_sec: 1.0, of: None }),
+            forecast: Some(1.0),
         }];
         let mut is_marked = |source| {
             plan.machine.devices.rows_mut()[0].rates.source = source;
@@ -413,22 +398,18 @@ mod tests {
             nanos: 1200,
             busiest_lane_nanos: 400,
             others: vec![RunForecast { tokens: tokens / 4, nanos: 300 }],
+            behind: None,
         };
         let nanos = |prompt_tokens: u32, share, stages| {
             let forecast = forecast_prefill(&plan, prompt_tokens as usize, (share, stages));
-            let forecast = forecast.unwrap();
-            (f64::from(prompt_tokens) * 1e9 / forecast.tokens_per_sec, forecast.of)
+            f64::from(prompt_tokens) * 1e9 / forecast.unwrap()
         };
-        let is = |(nanos, of): (f64, Option<String>), expected: f64| {
-            (nanos - expected).abs() < 1e-6 && of.is_none()
-        };
+        let is = |nanos: f64, expected: f64| (nanos - expected).abs() < 1e-6;
         assert!(is(nanos(tokens, u32::MAX, 3), 1200.0));
         assert!(is(nanos(tokens, tokens / 4, 3), 300.0 + 3.0 * 100.0));
-        // What no run takes as a whole passes in full runs; without stages one of them stands for all.
+        // What no run takes as a whole passes in full runs, without stages one after another.
         assert!(is(nanos(3 * tokens, u32::MAX, 3), 1200.0 + 2.0 * 400.0));
-        let (of_all, of) = nanos(3 * tokens, u32::MAX, 1);
-        assert!((of_all - 3.0 * 1200.0).abs() < 1e-6);
-        assert_eq!(of, Some(format!("pp{tokens}")));
+        assert!(is(nanos(3 * tokens + tokens / 4, u32::MAX, 1), 3.0 * 1200.0 + 300.0));
     }
 
     #[test]

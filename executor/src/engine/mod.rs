@@ -21,7 +21,7 @@ use self::blocks::Blocks;
 use self::feed::Wants;
 pub use self::generate::{Choice, Chooser, Timings};
 pub use self::measure::Perplexity;
-pub use self::stages::nanos_in_stages;
+pub use self::stages::{nanos_in_stages, nanos_in_turn};
 use crate::executor::Executor;
 
 /// Sequences over one executor.

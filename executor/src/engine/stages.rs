@@ -32,12 +32,26 @@ pub(super) fn most_tokens_of_a_run(plan: &Plan, stages: usize, tokens: usize) ->
 }
 
 /// Nanoseconds of a prompt in runs of `run_tokens` tokens, by the forecast of its program: the first passes all stages,
-/// and each other ends as much later as the busiest of them works on it.
+/// and each other ends as much later as the busiest of them works on it, and looks back on those before.
 pub fn nanos_in_stages(forecast: &ProgramForecast, prompt_tokens: usize, run_tokens: u32) -> f64 {
     let first = forecast.nanos_of(run_tokens);
-    let busiest = first * forecast.busiest_lane_nanos as f64 / forecast.nanos.max(1) as f64;
-    let others = prompt_tokens as f64 / f64::from(run_tokens) - 1.0;
-    first + others.max(0.0) * busiest
+    let part_of_busiest = forecast.busiest_lane_nanos as f64 / forecast.nanos.max(1) as f64;
+    let (prompt, run) = (prompt_tokens as f64, f64::from(run_tokens));
+    let others = (prompt / run - 1.0).max(0.0);
+    // Behind one run, behind two, and so on.
+    let runs_behind = others * (others + 1.0) / 2.0;
+    first + part_of_busiest * (others * first + forecast.look_back_nanos(run, runs_behind * run))
+}
+
+/// The same of a prompt whose runs work one after another.
+pub fn nanos_in_turn(forecast: &ProgramForecast, prompt_tokens: usize, run_tokens: u32) -> f64 {
+    let step = run_tokens.max(1) as usize;
+    let run = |past: usize| {
+        let tokens = step.min(prompt_tokens - past);
+        let fed = u32::try_from(tokens).unwrap_or(run_tokens);
+        forecast.nanos_of(fed) + forecast.look_back_nanos(tokens as f64, past as f64)
+    };
+    (0..prompt_tokens).step_by(step).map(run).sum()
 }
 
 /// Stages that can work on different runs of a prompt at a time: a run takes this many times as long alone as the
@@ -72,6 +86,7 @@ mod tests {
             nanos: all,
             busiest_lane_nanos: all / 2,
             others: others.map(|(tokens, nanos)| RunForecast { tokens, nanos }).to_vec(),
+            behind: None,
         }
     }
 
@@ -82,6 +97,18 @@ mod tests {
         assert!((nanos_in_stages(&forecast, 2048, 2048) - 280.0).abs() < 1e-9);
         // A run that is longer than the prompt is all of it.
         assert!((nanos_in_stages(&forecast, 100, 256) - 36.0).abs() < 1e-9);
+    }
+
+    #[test]
+    fn runs_look_back_on_those_before() {
+        let mut forecast = forecast([20, 36, 70, 280]);
+        assert!((nanos_in_turn(&forecast, 4096 + 128, 2048) - (2.0 * 280.0 + 20.0)).abs() < 1e-9);
+        // 20 behind 2048 tokens, so 1.25 of 512 behind 512.
+        forecast.behind = Some(RunForecast { tokens: 4096, nanos: 280 + 40 });
+        let expected = 70.0 + 35.0 * 3.0 + (1.25 + 2.5 + 3.75) / 2.0;
+        assert!((nanos_in_stages(&forecast, 2048, 512) - expected).abs() < 1e-9);
+        let expected = 2.0 * 280.0 + 20.0 + 20.0 + 2.5;
+        assert!((nanos_in_turn(&forecast, 4096 + 128, 2048) - expected).abs() < 1e-9);
     }
 
     #[test]

@@ -61,6 +61,7 @@ fn plans() -> [Plan; 3] {
         nanos: 1,
         busiest_lane_nanos: 1,
         others: vec![RunForecast { tokens: 4, nanos: 1 }],
+        behind: Some(RunForecast { tokens: 4, nanos: 1 }),
     });
     plan.forecast.candidates.push(Candidate {
         name: "all on numa0".into(),

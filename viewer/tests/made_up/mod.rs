@@ -190,6 +190,7 @@ fn forecast(plan: &mut Plan) {
             tokens: if program.phase == Phase::Decode { CONTEXT / 2 } else { program.max.tokens },
             nanos,
             busiest_lane_nanos: nanos / 2,
+            behind: None,
             others: other_runs(program.phase, nanos),
         }
     });

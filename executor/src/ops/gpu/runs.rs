@@ -15,10 +15,9 @@ use ir::tensor::{DType, Extent, TensorType};
 use ir::trace::Span;
 
 use super::copies::collect;
-use super::mail::Mail;
 use super::output::sent_type;
 use super::replay::{GraphKey, Replays};
-use super::stamps::{Moment, Stamps};
+use super::stamps::Moment;
 use super::state::{Operands, State, dims};
 use crate::kernels::gpu::linear::MAX_TOKENS;
 use crate::kernels::gpu::matrix::Matrix;
@@ -123,34 +122,30 @@ impl State {
         self.stamps.is_some()
     }
 
-    /// Queues a captured run. Where steps are traced, says when.
+    /// Queues a captured run.
     ///
     /// # Errors
     /// When the device failed.
-    pub(crate) fn start_ahead(&mut self, scope: Scope<'_>, key: GraphKey) -> Result<Option<u64>> {
+    pub(crate) fn start_ahead(&mut self, scope: Scope<'_>, key: GraphKey) -> Result<()> {
         self.fill(scope)?;
-        let began = self.stamps.as_mut().map(Stamps::begin);
+        if let Some(stamps) = &mut self.stamps {
+            stamps.begin();
+        }
         self.replays.replay(key)?;
-        self.gpu.check_launches()?;
-        Ok(began)
+        self.gpu.check_launches()
     }
 
-    /// What `lane` did in a run that was queued ahead when [`State::start_ahead()`] said; all its letters have come.
+    /// What `lane` did in a run that was queued ahead and whose letters have all come; nothing where no steps are
+    /// traced.
     ///
     /// # Errors
     /// When the device failed.
-    pub(crate) fn spans(
-        &mut self,
-        run: &Run,
-        lane: u32,
-        steps: &[StepId],
-        began: u64,
-    ) -> Result<Vec<Span>> {
-        self.gpu.sync()?;
+    pub(crate) fn spans(&mut self, run: &Run, lane: u32, steps: &[StepId]) -> Result<Vec<Span>> {
         let Some(stamps) = &mut self.stamps else { return Ok(Vec::new()) };
+        self.gpu.sync()?;
         let mail = self.mail.as_ref();
         let waits = |step| mail.is_some_and(|mail| mail.incoming(run.program, step).is_some());
-        stamps.spans((run.number, turn(run.number), lane), steps, waits, began)
+        stamps.spans((run.number, turn(run.number), lane), steps, waits)
     }
 
     /// Whether a step of a run that was queued ahead waits for a letter.
@@ -183,8 +178,8 @@ impl State {
     /// When the device failed.
     pub(crate) fn receive(&mut self, scope: Scope<'_>, run: &Run, step: StepId) -> Result<()> {
         self.receive_unless(scope, run, step, || Ok(run.is_aborted()))?;
-        let sends = |mail: &Mail| mail.sends(run.program, step);
-        if let Some(stamps) = self.stamps.as_mut().filter(|_| self.mail.as_ref().is_some_and(sends))
+        if let (Some(stamps), Some(mail)) = (&mut self.stamps, &self.mail)
+            && mail.sends(run.program, step)
         {
             stamps.hear(step);
         }

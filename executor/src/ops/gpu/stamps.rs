@@ -31,7 +31,9 @@ pub(super) struct Stamps {
     recorder: Arc<Recorder>,
     /// What the recorder's nanoseconds are more than the device's, at least and at most.
     ahead: Bounds,
-    /// When the host delivered letters of the run under way, and when it heard of steps.
+    /// When the replayed run under way was queued; `None` where none is.
+    began: Option<u64>,
+    /// When the host delivered letters of it, and when it heard of steps.
     delivered: Vec<(StepId, u64)>,
     heard: Vec<(StepId, u64)>,
 }
@@ -93,8 +95,15 @@ impl Stamps {
         let context = CudaContext::new(ordinal).context("opening the GPU's context")?;
         let pinned = Pinned::new(&context, &region).context("pinning memory for times")?;
         let pinned = pinned.context("memory for times is pinned already")?;
-        let (delivered, heard) = (Vec::new(), Vec::new());
-        Ok(Some(Self { pinned, region, recorder, ahead: Bounds::ANY, delivered, heard }))
+        Ok(Some(Self {
+            pinned,
+            region,
+            recorder,
+            ahead: Bounds::ANY,
+            began: None,
+            delivered: Vec::new(),
+            heard: Vec::new(),
+        }))
     }
 
     /// Where a moment leaves its stamp.
@@ -105,24 +114,28 @@ impl Stamps {
         unsafe { Place::new(address + 8, address) }
     }
 
+    /// Notes that a replayed run is being queued.
+    pub(super) fn begin(&mut self) {
+        self.delivered.clear();
+        self.heard.clear();
+        self.began = Some(self.recorder.now());
+    }
+
     /// Notes that a letter is being delivered.
     pub(super) fn deliver(&mut self, step: StepId) {
-        self.delivered.push((step, self.recorder.now()));
+        if self.began.is_some() {
+            self.delivered.push((step, self.recorder.now()));
+        }
     }
 
     /// Notes that the host has heard of a step.
     pub(super) fn hear(&mut self, step: StepId) {
-        self.heard.push((step, self.recorder.now()));
+        if self.began.is_some() {
+            self.heard.push((step, self.recorder.now()));
+        }
     }
 
-    /// When a replayed run is queued.
-    pub(super) fn begin(&mut self) -> u64 {
-        self.delivered.clear();
-        self.heard.clear();
-        self.recorder.now()
-    }
-
-    /// What a lane did in a run that was queued at `began` and is over. `waits` tells which steps wait for letters.
+    /// What a lane did in the replayed run, which is over. `waits` tells which steps wait for letters.
     ///
     /// # Errors
     /// When a step left no stamp.
@@ -131,9 +144,9 @@ impl Stamps {
         (run, turn, lane): (u32, u32, u32),
         steps: &[StepId],
         waits: impl Fn(StepId) -> bool,
-        began: u64,
     ) -> Result<Vec<Span>> {
         let ended = self.recorder.now();
+        let began = self.began.take().context("no run was replayed")?;
         let start = self.nanos(Moment::Start, turn)?;
         let times = steps.iter().map(|&step| {
             let end = self.nanos(Moment::End(step), turn)?;
