@@ -38,19 +38,19 @@ pub(crate) fn schedule(
 ) -> Result<Program> {
     let graph = graphs.placed.of(batch.placed_as);
     let parts = bound.parts.of(batch.placed_as);
-    // A step for each part and each copy that a move makes.
+    // One for each part and each copy that a move makes; fetches come on top.
     let made =
         graph.nodes().map(|(id, node)| parts[id].len().max(node.work.layouts[0].devices.len()));
-    let most_steps = made.sum();
+    let usual_steps = made.sum();
     let mut draft = Draft {
         task,
         batch,
         lanes: BTreeMap::new(),
-        lane_of: Table::with_capacity(most_steps),
-        steps: Table::with_capacity(most_steps),
-        buffers: Table::with_capacity(most_steps),
-        uses: Table::with_capacity(most_steps),
-        after: Table::with_capacity(most_steps),
+        lane_of: Table::with_capacity(usual_steps),
+        steps: Table::with_capacity(usual_steps),
+        buffers: Table::with_capacity(usual_steps),
+        uses: Table::with_capacity(usual_steps),
+        after: Table::with_capacity(usual_steps),
         fetchers: BTreeMap::new(),
         held: graph.values().ids().map(|_| Vec::new()).collect(),
         narrow: narrow::values(task.target, graph, parts, batch),

@@ -287,19 +287,15 @@ impl Need<'_> {
             if format.float() != Some(input) || linear.norm.is_some() {
                 raise(&mut space.input_bytes, product(&[rows, features], element));
             }
-            if !has_library && product_format(weight.format, true) == Format::Bf16 {
-                // What has matrix instructions takes parts of the rows in 16 bits.
-                let most = rows.min(most_fused_rows(weight.format));
-                let rows = operand_rows(most).unwrap_or(most);
-                raise(&mut space.input_bytes, product(&[rows, features], Format::Bf16.bytes(1, 1)));
+            if product_format(weight.format, true) == Format::Bf16 {
+                // What has matrix instructions takes rows in 16 bits as operands; without the library any, in parts.
+                let most = rows.min(MAX_FUSED_ROWS);
+                let taken = operand_rows(most).or((!has_library).then_some(most)).unwrap_or(0);
+                let element = Format::Bf16.bytes(1, 1);
+                raise(&mut space.input_bytes, product(&[taken, features], element));
             }
             let kind = self.plan.machine.devices.get(weight.device).map(|device| &device.kind);
             let is_packed = |kind| has_panels(kind, weight.format, &weight.shape);
-            let operands = operand_rows(rows.min(MAX_FUSED_ROWS));
-            let is_ordered = product_format(weight.format, true) == Format::Bf16;
-            if let (Some(rows), true, true) = (operands, has_library, is_ordered) {
-                raise(&mut space.input_bytes, product(&[rows, features], Format::Bf16.bytes(1, 1)));
-            }
             // Where the library that the plan counts is missing, nothing is held unpacked.
             let is_as_planned = kind.is_some_and(|kind| kind.has_library() == has_library);
             let is_unpacked = weight.also_unpacked && is_as_planned;

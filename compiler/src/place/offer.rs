@@ -128,14 +128,9 @@ fn shifted(
         if missing(&plan).is_none() || !next.shift_shares(&plan.forecast.devices, filled) {
             break;
         }
-        let next_graphs = graphs_of(&next);
         // Some shares cut what a device then does not compute.
-        let Ok((next_graphs, next_plan)) = next_graphs.and_then(|graphs| {
-            let plan = emit(task, &graphs, batches)?;
-            Ok((graphs, plan))
-        }) else {
-            break;
-        };
+        let Ok(next_graphs) = graphs_of(&next) else { break };
+        let Ok(next_plan) = emit(task, &next_graphs, batches) else { break };
         (arrangement, graphs, plan) = (next, next_graphs, next_plan);
     }
     Ok(((arrangement, graphs), plan))

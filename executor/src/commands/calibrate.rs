@@ -1,7 +1,7 @@
 //! `calibrate`: a machine file with rates measured here.
 
-use std::env;
 use std::process::{Child, Command, Stdio};
+use std::{env, mem};
 
 use anyhow::{Context as _, Result, bail};
 use indicatif::ProgressBar;
@@ -33,18 +33,16 @@ pub(super) fn run(arguments: CalibrateArguments) -> Result<()> {
     }
     let spinner = ProgressBar::new_spinner();
     let spared = spared(&machine);
-    let compilers = compilers(&machine, &spared);
-    let progress = |what: &str| spinner.set_message(format!("measuring {what}"));
-    let wait_for_compilers = || {
+    let mut compilers = compilers(&machine, &spared);
+    let wait = |compilers: Vec<Child>| {
         spinner.set_message("compiling kernels");
         wait_for(compilers);
     };
     if spared.is_empty() {
-        wait_for_compilers();
-        calibrate(&mut machine, Isa::detect(), progress, || ())?;
-    } else {
-        calibrate(&mut machine, Isa::detect(), progress, wait_for_compilers)?;
+        wait(mem::take(&mut compilers));
     }
+    let progress = |what: &str| spinner.set_message(format!("measuring {what}"));
+    calibrate(&mut machine, Isa::detect(), progress, || wait(compilers))?;
     spinner.finish_and_clear();
     let text = machine.to_ron()?;
     match output {

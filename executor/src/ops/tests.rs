@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use ::tests::toys::{FeedForward, Habits, Toy};
 use compiler::options::Request;
+use ir::machine::Machine;
 use ir::model::{CheckpointFile, Model};
 use ir::plan::{Action, Phase};
 use ir::tensor::{DType, Format};
@@ -20,18 +21,22 @@ use crate::load::{Kernels, Options};
 use crate::peers::Peers;
 use crate::slots::{Slots, Uses};
 
-/// A plan for one NUMA node.
-fn plan(model: &Model, format: Format, kv_type: DType) -> Plan {
+/// A plan for one device of a machine.
+pub(super) fn plan(
+    model: &Model,
+    (machine, device): (&Machine, &str),
+    format: Format,
+    kv_type: DType,
+) -> Plan {
     let options = compiler::Options {
         formats: vec![format.to_string().parse().unwrap()],
         kv_type: Some(kv_type),
         max_sequences: 3,
         context: Some(96),
-        request: Request::Pipeline(vec!["numa0".to_owned()]),
+        request: Request::Pipeline(vec![device.to_owned()]),
         ..compiler::Options::default()
     };
-    let machine = probe::machine(None).unwrap();
-    compiler::compile(model, &machine, &options, &mut |_, _| ()).unwrap()
+    compiler::compile(model, machine, &options, &mut |_, _| ()).unwrap()
 }
 
 /// The plan's device with the kernels that the options name.
@@ -181,13 +186,15 @@ fn agrees(toy: &Toy) {
     let types = [DType::F32, DType::F16, DType::Bf16, DType::I8];
     let folder = tempfile::tempdir().unwrap();
     let model = written(toy, folder.path());
+    let machine = probe::machine(None).unwrap();
     for (format, kv_type) in Format::ALL.into_iter().zip(types.into_iter().cycle()) {
-        walk_at_every_level(&plan(&model, format, kv_type), folder.path());
+        let plan = plan(&model, (&machine, "numa0"), format, kv_type);
+        walk_at_every_level(&plan, folder.path());
     }
 }
 
 /// Not whole in blocks, groups and panels, but that blocks are whole in rows.
-pub(super) fn toy() -> Toy {
+fn toy() -> Toy {
     Toy {
         features: 320,
         heads: 10,
@@ -198,15 +205,14 @@ pub(super) fn toy() -> Toy {
     }
 }
 
-#[test]
-fn kernels_agree_with_burn_on_gated_layers() {
+/// Gated layers, without and with norms of heads and branches.
+pub(super) fn gated() -> [Toy; 2] {
     let habits = Habits { has_head_norms: true, has_branch_norms: true, ..Habits::default() };
-    agrees(&toy());
-    agrees(&Toy { habits, ..toy() });
+    [toy(), Toy { habits, ..toy() }]
 }
 
-#[test]
-fn kernels_agree_with_burn_on_plain_layers_with_biases() {
+/// Plain layers with biases.
+pub(super) fn plain_with_biases() -> Toy {
     let habits = Habits {
         has_biases: true,
         has_positions: true,
@@ -215,24 +221,41 @@ fn kernels_agree_with_burn_on_plain_layers_with_biases() {
         is_tied: true,
         ..Habits::default()
     };
-    agrees(&Toy { feed_forward: FeedForward::Plain, habits, ..toy() });
+    Toy { feed_forward: FeedForward::Plain, habits, ..toy() }
+}
+
+/// Experts, some of them shared.
+pub(super) fn mixture() -> Toy {
+    let feed_forward = FeedForward::Mixture { experts: 5, used: 2, is_shared: true };
+    Toy { feed_forward, intermediate: 96, ..toy() }
+}
+
+#[test]
+fn kernels_agree_with_burn_on_gated_layers() {
+    gated().iter().for_each(agrees);
+}
+
+#[test]
+fn kernels_agree_with_burn_on_plain_layers_with_biases() {
+    agrees(&plain_with_biases());
 }
 
 #[test]
 fn kernels_agree_with_burn_on_mixtures() {
-    let feed_forward = FeedForward::Mixture { experts: 5, used: 2, is_shared: true };
-    agrees(&Toy { feed_forward, intermediate: 96, ..toy() });
+    agrees(&mixture());
 }
 
 #[test]
 fn kernels_agree_with_burn_on_every_family() {
     let goldens = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/golden");
+    let machine = probe::machine(None).unwrap();
     let mut families = 0;
     for entry in fs::read_dir(goldens).unwrap() {
         let folder = entry.unwrap().path();
         if folder.is_dir() {
             let model = models::lower(&folder).unwrap();
-            walk_at_every_level(&plan(&model, Format::F32, DType::F32), &folder);
+            let plan = plan(&model, (&machine, "numa0"), Format::F32, DType::F32);
+            walk_at_every_level(&plan, &folder);
             families += 1;
         }
     }

@@ -143,9 +143,7 @@ impl State {
     pub(crate) fn spans(&mut self, run: &Run, lane: u32, steps: &[StepId]) -> Result<Vec<Span>> {
         let Some(stamps) = &mut self.stamps else { return Ok(Vec::new()) };
         self.gpu.sync()?;
-        let mail = self.mail.as_ref();
-        let waits = |step| mail.is_some_and(|mail| mail.incoming(run.program, step).is_some());
-        stamps.spans((run.number, turn(run.number), lane), steps, waits)
+        stamps.spans((run.number, turn(run.number), lane), steps)
     }
 
     /// Whether a step of a run that was queued ahead waits for a letter.

@@ -9,7 +9,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Context as _, Result};
 use cudarc::driver::CudaContext;
 use ir::id::{Id as _, StepId};
 use ir::plan::Plan;
@@ -135,7 +135,7 @@ impl Stamps {
         }
     }
 
-    /// What a lane did in the replayed run, which is over. `waits` tells which steps wait for letters.
+    /// What a lane did in the replayed run, which is over.
     ///
     /// # Errors
     /// When a step left no stamp.
@@ -143,49 +143,43 @@ impl Stamps {
         &mut self,
         (run, turn, lane): (u32, u32, u32),
         steps: &[StepId],
-        waits: impl Fn(StepId) -> bool,
     ) -> Result<Vec<Span>> {
         let ended = self.recorder.now();
         let began = self.began.take().context("no run was replayed")?;
-        let start = self.nanos(Moment::Start, turn)?;
-        let times = steps.iter().map(|&step| {
-            let end = self.nanos(Moment::End(step), turn)?;
-            let arrival = waits(step).then(|| self.nanos(Moment::Arrival(step), turn));
-            Ok((step, arrival.transpose()?, end))
-        });
-        let times: Vec<(StepId, Option<u64>, u64)> = times.collect::<Result<_>>()?;
-        let last = times.last().map_or(start, |&(.., end)| end);
+        let left = |moment| self.left(moment, turn).context("a step left no time");
+        let start = left(Moment::Start)?;
+        let ends = steps.iter().map(|&step| left(Moment::End(step)));
+        let ends: Vec<u64> = ends.collect::<Result<_>>()?;
         // The recorder's time is at least that of what came before, at most that of what came after.
         let mut least = i128::from(began) - i128::from(start);
-        let mut most = i128::from(ended) - i128::from(last);
+        let mut most = i128::from(ended) - i128::from(*ends.last().unwrap_or(&start));
         for &(step, at) in &self.delivered {
-            least =
-                least.max(i128::from(at) - i128::from(self.nanos(Moment::Arrival(step), turn)?));
+            least = least.max(i128::from(at) - i128::from(left(Moment::Arrival(step))?));
         }
         for &(step, at) in &self.heard {
-            most = most.min(i128::from(at) - i128::from(self.nanos(Moment::End(step), turn)?));
+            most = most.min(i128::from(at) - i128::from(left(Moment::End(step))?));
         }
         self.ahead = self.ahead.narrowed_by(Bounds { least, most });
         let mut ready = self.ahead.recorded(start);
-        let span = |(step, arrival, end): (StepId, Option<u64>, u64)| {
+        let span = |(&step, end): (&StepId, u64)| {
+            let arrival = self.left(Moment::Arrival(step), turn);
             let start = arrival.map_or(ready, |arrival| self.ahead.recorded(arrival).max(ready));
             let end = self.ahead.recorded(end).max(start);
             let span = Span { run, step, lane, ready, start, end };
             ready = end;
             span
         };
-        Ok(times.into_iter().map(span).collect())
+        Ok(steps.iter().zip(ends).map(span).collect())
     }
 
-    /// The device's nanoseconds that a moment of a run left.
-    fn nanos(&self, moment: Moment, turn: u32) -> Result<u64> {
+    /// The device's nanoseconds that a moment of a run left; `None` where it left none.
+    fn left(&self, moment: Moment, turn: u32) -> Option<u64> {
         // SAFETY: the stamp lies in the region, and the device writes it at its own pace: both are only used as atomics.
         let (nanos, left_by) = unsafe {
             let stamp = self.region.as_ptr().add(moment.index() * STAMP_BYTES);
             (AtomicU64::from_ptr(stamp.cast()), AtomicU32::from_ptr(stamp.add(8).cast()))
         };
-        ensure!(left_by.load(Ordering::Acquire) == turn, "a step left no time");
-        Ok(nanos.load(Ordering::Relaxed))
+        (left_by.load(Ordering::Acquire) == turn).then(|| nanos.load(Ordering::Relaxed))
     }
 }
 

@@ -5,12 +5,10 @@ use std::path::Path;
 use std::sync::Arc;
 
 use ::tests::machines::{gpu, linked};
-use ::tests::toys::{FeedForward, Habits, Toy};
+use ::tests::toys::Toy;
 use burn::tensor::Device as BurnDevice;
-use compiler::options::Request;
 use half::{bf16, f16};
 use ir::machine::{DeviceKind, Machine};
-use ir::model::Model;
 use ir::op::Op;
 use ir::plan::{Action, Plan};
 use ir::tensor::{DType, Format};
@@ -22,7 +20,7 @@ use crate::checkpoint::Checkpoint;
 use crate::kernels::gpu::testing;
 use crate::known_graphs::KnownGraphs;
 use crate::load::{GpuDriver, Options};
-use crate::ops::tests::{batches, compare, toy, written};
+use crate::ops::tests::{batches, compare, gated, mixture, plain_with_biases, plan, written};
 use crate::ops::{Scope, plain};
 use crate::peers::Peers;
 use crate::run::Run;
@@ -42,18 +40,6 @@ fn machine(has_library: bool) -> Machine {
         }
     }
     machine
-}
-
-fn plan(model: &Model, (format, kv_type): (Format, DType), has_library: bool) -> Plan {
-    let options = compiler::Options {
-        formats: vec![format.to_string().parse().unwrap()],
-        kv_type: Some(kv_type),
-        max_sequences: 3,
-        context: Some(96),
-        request: Request::Pipeline(vec!["gpu0".to_owned()]),
-        ..compiler::Options::default()
-    };
-    compiler::compile(model, &machine(has_library), &options, &mut |_, _| ()).unwrap()
 }
 
 /// What a buffer holds.
@@ -168,33 +154,24 @@ fn agrees(toy: &Toy) {
         }
         let libraries: &[bool] = if gpu.is_cuda() { &[true, false] } else { &[false] };
         for &has_library in libraries {
-            walk(&plan(&model, (format, kv_type), has_library), folder.path(), &options);
+            let machine = machine(has_library);
+            let plan = plan(&model, (&machine, "gpu0"), format, kv_type);
+            walk(&plan, folder.path(), &options);
         }
     }
 }
 
 #[test]
 fn kernels_agree_with_burn_on_gated_layers() {
-    let habits = Habits { has_head_norms: true, has_branch_norms: true, ..Habits::default() };
-    agrees(&toy());
-    agrees(&Toy { habits, ..toy() });
+    gated().iter().for_each(agrees);
 }
 
 #[test]
 fn kernels_agree_with_burn_on_plain_layers_with_biases() {
-    let habits = Habits {
-        has_biases: true,
-        has_positions: true,
-        is_parallel: true,
-        has_soft_cap: true,
-        is_tied: true,
-        ..Habits::default()
-    };
-    agrees(&Toy { feed_forward: FeedForward::Plain, habits, ..toy() });
+    agrees(&plain_with_biases());
 }
 
 #[test]
 fn kernels_agree_with_burn_on_mixtures() {
-    let feed_forward = FeedForward::Mixture { experts: 5, used: 2, is_shared: true };
-    agrees(&Toy { feed_forward, intermediate: 96, ..toy() });
+    agrees(&mixture());
 }
