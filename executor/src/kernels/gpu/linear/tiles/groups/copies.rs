@@ -71,22 +71,6 @@ fn copy_step(
     }
 }
 
-/// Lets a step of the activations be copied to the start of a stage, and announces so many bytes of weights with it.
-#[cube]
-fn copy_activations(
-    input: &[Packed],
-    barrier: u32,
-    to: u32,
-    step: usize,
-    weight_bytes: usize,
-    #[comptime] share: GroupShare,
-) {
-    let bytes = comptime!(share.x_vectors() * LOAD_BYTES).runtime();
-    announce(barrier, (bytes + weight_bytes) as u32);
-    let first = step * comptime!(share.x_vectors());
-    copy_in_bulk(&input[first..first + 1], to, bytes as u32, barrier);
-}
-
 /// Lets a step be copied from panels.
 #[cube]
 fn copy_panels(
@@ -107,8 +91,10 @@ fn copy_panels(
         vectors += panel_vectors(panels.rows, (panels.first + band).min(panels.last));
     }
     let x_bytes = comptime!(share.x_vectors() * LOAD_BYTES);
-    let bytes = vectors * comptime!(tile.matrices * loads * LOAD_BYTES);
-    copy_activations(input, barrier, to, step, bytes, share);
+    let bytes = vectors * comptime!(tile.matrices * loads * LOAD_BYTES) + x_bytes;
+    announce(barrier, bytes as u32);
+    let first = step * comptime!(share.x_vectors());
+    copy_in_bulk(&input[first..first + 1], to, x_bytes as u32, barrier);
     #[unroll]
     for member in 0..GROUP {
         let (matrix, band) = comptime!((member % tile.matrices, member / tile.matrices));
@@ -137,7 +123,9 @@ fn copy_rows(
     let tile = comptime!(share.tile);
     let x_bytes = comptime!(share.x_vectors() * LOAD_BYTES);
     if panels.lane == 0 {
-        copy_activations(input, barrier, to, step, 0usize.runtime(), share);
+        announce(barrier, comptime!(x_bytes as u32).runtime());
+        let first = step * comptime!(share.x_vectors());
+        copy_in_bulk(&input[first..first + 1], to, comptime!(x_bytes as u32).runtime(), barrier);
     }
     let (row, load) = (panels.lane / VECTORS, panels.lane % VECTORS);
     let to = to + ((row * ROW_STRIDE + load) * LOAD_BYTES) as u32;
