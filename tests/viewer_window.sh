@@ -16,7 +16,8 @@ for program in Xvfb xdotool; do
 done
 
 folder=$(mktemp -d)
-Xvfb -displayfd 3 -screen 0 1280x800x24 3>"$folder/display" 2>"$folder/xvfb.log" &
+# Without -noreset the server begins anew when its only client leaves, and turns away who comes meanwhile.
+Xvfb -noreset -displayfd 3 -screen 0 1280x800x24 3>"$folder/display" 2>"$folder/xvfb.log" &
 xvfb=$!
 window=""
 trap 'kill $xvfb $window 2>/dev/null || true; rm -rf "$folder"' EXIT
