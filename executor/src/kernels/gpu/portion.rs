@@ -215,6 +215,18 @@ impl Portion {
         self.put_rows(&pairs);
     }
 
+    /// Becomes another portion.
+    pub(super) fn take(&mut self, other: &Portion, #[comptime] panel: Panel) {
+        #[unroll]
+        for word in 0..comptime!(portion_words(panel)) {
+            self.words[word] = other.words[word];
+        }
+        #[unroll]
+        for block in 0..comptime!(panel.blocks()) {
+            self.scales[block] = other.scales[block];
+        }
+    }
+
     /// Eight columns of four rows as they are loaded from panels.
     fn put_rows(&mut self, pairs: &Array<Words>) {
         #[unroll]

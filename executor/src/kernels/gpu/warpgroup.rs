@@ -36,6 +36,8 @@ pub struct RightOperands {
 pub(super) const GROUP: usize = 4;
 /// Rows of the left operand that a plane holds.
 const ROWS: usize = 16;
+/// From eight columns of a right operand to the next, in 16 bytes: the upper half of what describes it.
+const EIGHT_COLUMNS: u32 = 8;
 
 impl Gpu {
     /// Whether it has these instructions: no GPU before Hopper, which first had clusters, and none after, which copy
@@ -95,24 +97,23 @@ pub(super) fn multiply_group(lefts: &Array<Packed>, right: u32, #[comptime] colu
     let (first, second) = comptime!((sums(0, columns), sums(1, columns)));
     let instruction =
         comptime!(format!("wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.bf16.bf16"));
-    // From eight columns to the next, in 16 bytes.
-    let stride = comptime!(8u64 << 32);
     // From 16 rows to the next.
     let step = comptime!(2 * columns);
     let (a, b) = (held::<Packed>(lefts[0]), held::<Packed>(lefts[1]));
     let (c, d) = (held::<Packed>(lefts[2]), held::<Packed>(lefts[3]));
     let right = held::<u32>(right);
     gpu_asm!(
-        "{{ .reg .pred adds; .reg .b64 right<2>; setp.eq.u32 adds, 0, 0; ",
-        "cvt.u64.u32 right0, {right}; or.b64 right0, right0, {stride}; ",
-        "add.u64 right1, right0, {step}; wgmma.fence.sync.aligned; ",
+        "{{ .reg .pred adds; .reg .b32 next, stride; .reg .b64 right<2>; setp.eq.u32 adds, 0, 0; ",
+        "mov.u32 stride, {EIGHT_COLUMNS}; add.u32 next, {right}, {step}; ",
+        "mov.b64 right0, {{{right}, stride}}; mov.b64 right1, {{next, stride}}; ",
+        "wgmma.fence.sync.aligned; ",
         "{instruction} {first}, {a}, right0, adds, 1, 1, 0; ",
         "{instruction} {second}, {b}, right0, adds, 1, 1, 0; ",
         "{instruction} {first}, {c}, right1, adds, 1, 1, 0; ",
         "{instruction} {second}, {d}, right1, adds, 1, 1, 0; ",
         "wgmma.commit_group.sync.aligned; }}",
         instruction = const instruction, first = const first, second = const second,
-        stride = const stride, step = const step,
+        EIGHT_COLUMNS = const EIGHT_COLUMNS, step = const step,
         right = in(_) right, a = in(_) a, b = in(_) b, c = in(_) c, d = in(_) d,
     );
 }

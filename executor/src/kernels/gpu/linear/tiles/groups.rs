@@ -5,8 +5,8 @@
 //!   step. A fifth plane lets the device copy whole steps to shared memory, as many ahead as there is room for: columns
 //!   of the activations, which lie as right operands do, and panels of the weights as they lie. Of weights that lie row
 //!   after row it copies 16 bytes with each unit.
-//! - While the group of a cube waits for products, that of the other cube of the processor decodes weights; without
-//!   clusters it decodes the next ones itself while the newest products are under way.
+//! - While the group of a cube waits for products, that of the other cube of the processor decodes weights, and it
+//!   decodes the next ones of the step itself while the newest products are under way.
 //! - Where rows are too few for all processors, cubes of a cluster share out the columns. Each writes some of the
 //!   outputs, from sums in the shared memory of all, always in the same order.
 
@@ -45,17 +45,18 @@ const EIGHTS: usize = BLOCK / 8;
 const RESERVED_BYTES: usize = 1 << 10;
 /// The most steps that have a place in shared memory.
 const MOST_STAGES: usize = 8;
-/// Cubes of a cluster; more than eight not every GPU has places for.
-const CLUSTERS: [usize; 4] = [8, 4, 2, 1];
+/// The most cubes of a cluster: more not every GPU has places for.
+const MOST_CUBES: usize = 8;
+/// Cubes that a processor has places for.
+const PLACES: u32 = 2;
+/// The part of all places that clusters find: processors come in groups that are no multiples of a cluster.
+const PLACES_OF_CLUSTERS: f64 = 0.9;
 /// The fewest steps of a cube.
 const LEAST_STEPS: usize = 4;
-/// Steps of a cube after which all products are waited for, where it has a whole number of such and no cluster: three
-/// cubes of a processor have 128 registers for a lane, which more than one step exceeds.
-const STEPS_AT_ONCE: [usize; 3] = [4, 2, 1];
 /// Numbers between the sums of tokens: a lane's lie two tokens apart from those of its neighbours.
 const SUM_PADDING: usize = 1;
-/// The most outputs that a unit finishes at a time, in a cluster and else.
-const MOST_AT_ONCE: [usize; 2] = [4, 7];
+/// The most outputs that a unit finishes at a time.
+const MOST_AT_ONCE: usize = 7;
 /// Loads from row to row of weights that lie row after row in a stage: lanes of other rows read from other banks.
 const ROW_STRIDE: usize = VECTORS + 1;
 /// What stages are aligned to.
@@ -68,8 +69,6 @@ pub(in crate::kernels::gpu::linear) struct GroupShare {
     tile: TileShare,
     /// Steps that have a place in shared memory.
     stages: usize,
-    /// Steps after which all products are waited for; between them the newest are under way.
-    steps_at_once: usize,
 }
 
 impl GroupShare {
@@ -98,6 +97,12 @@ impl GroupShare {
             // All that copy, and the one that announces the activations.
             Layout::RowMajor => PLANE + 1,
         }
+    }
+
+    /// Whether planes load a portion while they multiply the one before: of 12 and 16 bits, whose portions fill more
+    /// registers, they would gain less than they lose.
+    fn loads_ahead(self) -> bool {
+        self.tile.panel.blocks() > 0
     }
 
     /// Steps of the columns.
@@ -154,7 +159,7 @@ impl Gpu {
         let shape = linear.shape_of_lanes(tile.tokens, tile.bands, 1);
         let units = (GROUP + 1) * PLANE * tile.teams;
         let of_unit = (tile.bands * PANEL * tile.tokens).div_ceil(units);
-        let at_once = of_unit.min(MOST_AT_ONCE[usize::from(tile.teams == 1)]);
+        let at_once = of_unit.min(MOST_AT_ONCE);
         let shape = Shape { cubes: tile.teams, at_once, padding: SUM_PADDING, ..shape };
         let vectors = tile.tokens * tile.panel.columns * 2 / LOAD_BYTES;
         // SAFETY: the spans are as long as the shapes say, and the kernel stays within those.
@@ -173,30 +178,22 @@ impl Gpu {
         }
     }
 
-    /// How a launch is shared out: among as many cubes as processors have places for at a time, twice over.
+    /// How a launch is shared out: among as many cubes as processors have places for at a time.
     fn group_share(&self, linear: &Linear<'_>, tokens: usize) -> GroupShare {
         let (panel, layout) = (linear.matrices[0].panel(), linear.matrices[0].layout());
         let matrices = linear.matrices_of_output();
         let bands = GROUP / matrices;
-        let tiles = linear.cubes(bands * PANEL);
+        let tiles = f64::from(linear.cubes(bands * PANEL));
         let steps = panel.columns / STEP;
-        let fits = |&cubes: &usize| {
-            steps >= cubes * LEAST_STEPS && tiles * cubes as u32 <= 2 * self.processors()
-        };
-        let teams = CLUSTERS.into_iter().find(fits).unwrap_or(1);
+        let places = f64::from(PLACES * self.processors()) * PLACES_OF_CLUSTERS;
+        let fits = |&cubes: &usize| steps >= cubes * LEAST_STEPS && tiles * cubes as f64 <= places;
+        let teams = (2..=MOST_CUBES).rev().find(fits).unwrap_or(1);
         let tile = TileShare { panel, layout, matrices, bands, teams, tokens };
-        // Clusters find places where processors have some to spare.
-        let of_processor = if teams == 1 { 2 } else { 3 };
         let all_bytes = self.client.properties().hardware.max_shared_memory_size + RESERVED_BYTES;
-        let most_bytes = all_bytes / of_processor - RESERVED_BYTES;
-        let share = GroupShare { tile, stages: MOST_STAGES, steps_at_once: 1 };
+        let most_bytes = all_bytes / PLACES as usize - RESERVED_BYTES;
+        let share = GroupShare { tile, stages: MOST_STAGES };
         let room = most_bytes.saturating_sub(share.beside_bytes()) / LOAD_BYTES;
-        let stages = (room / share.stage()).clamp(1, MOST_STAGES);
-        // A step's stage is free once the next one's first products are begun.
-        let may_wait = teams == 1 && stages > 1;
-        let of_cube = |&at_once: &usize| may_wait && steps.is_multiple_of(at_once);
-        let steps_at_once = STEPS_AT_ONCE.into_iter().find(of_cube).unwrap_or(1);
-        GroupShare { stages, steps_at_once, ..share }
+        GroupShare { stages: (room / share.stage()).clamp(1, MOST_STAGES), ..share }
     }
 }
 
@@ -223,7 +220,8 @@ fn multiply_groups(
 ) {
     let cube = CUBE_POS_X as usize;
     let lane = UNIT_POS_X as usize;
-    let plane = UNIT_POS_Y as usize;
+    // Said so, all units of a plane are known to do the same: loops and addresses need no registers of each.
+    let plane = plane_broadcast(UNIT_POS_Y, 0u32) as usize;
     let tile_share = comptime!(share.tile);
     let tile = comptime!(tile_share.bands * PANEL);
     let mut totals = Totals::new(&outputs[0], shape);
@@ -318,60 +316,83 @@ fn multiply_band(
         }
     };
     let operand = right_operand(ring.vectors, tile.tokens);
+    let blocks = comptime!(portion_blocks(panel));
     let mut portion = Portion::new(panel);
+    let mut next = Portion::new(panel);
     let mut stage = 0usize.runtime();
     let mut turn = 0u32.runtime();
     let mut step = CUBE_POS_Z as usize;
+    if comptime!(share.loads_ahead()) {
+        wait_for_turn(ring.barriers, turn);
+        load_staged(&mut portion, staged, own, place, 0usize, share);
+    }
     while step < comptime!(share.steps()) {
-        let mut barrier = 0u32.runtime();
-        #[unroll]
-        for of_round in 0..share.steps_at_once {
-            let before = barrier;
-            barrier = ring.barriers + stage as u32 * 16;
+        step += tile.teams;
+        let barrier = ring.barriers + stage as u32 * 16;
+        let at = stage * comptime!(share.stage());
+        if comptime!(!share.loads_ahead()) {
             wait_for_turn(barrier, turn);
-            let at = stage * comptime!(share.stage());
-            let walk = Walk { start: own + at, vectors: place.walk.vectors, slot: place.walk.slot };
-            let blocks = comptime!(portion_blocks(panel));
-            #[unroll]
-            for part in 0..comptime!(tile.portions()) {
-                match comptime!(tile.layout) {
-                    Layout::Panels => {
-                        portion.load(staged, walk, place.lane % 4, part.runtime(), panel);
-                    }
-                    Layout::RowMajor => {
-                        let first = walk.start + comptime!(part * BLOCK / 8);
-                        portion.load_staged_rows(staged, first, ROW_STRIDE);
-                    }
-                }
-                #[unroll]
-                for block in 0..blocks {
-                    let lefts = portion.scaled_codes(block, place.walk.slot, panel);
-                    let first = comptime!(((part * blocks + block) * EIGHTS * tile.tokens) as u32);
-                    multiply_group(&lefts, operand + at as u32 + first, tile.tokens);
-                    // The next block's operands take the registers of the one before.
-                    wait_for_products(1u32);
-                    if comptime!(of_round > 0 && part == 0 && block == 0) {
-                        release(before, place.lane);
-                    }
-                }
+        }
+        let is_last = stage + 1 == share.stages;
+        let following = select(is_last, 0usize, stage + 1);
+        let following_turn = select(is_last, 1u32 - turn, turn);
+        #[unroll]
+        for part in 0..comptime!(tile.portions()) {
+            if comptime!(!share.loads_ahead()) {
+                load_staged(&mut portion, staged, own + at, place, part, share);
+            } else if comptime!(part + 1 < tile.portions()) {
+                load_staged(&mut next, staged, own + at, place, comptime!(part + 1), share);
+            } else {
+                // Behind the last step is that one again: nobody reads it.
+                let is_over = step >= comptime!(share.steps());
+                let from = select(is_over, stage, following);
+                let turn = select(is_over, turn, following_turn);
+                wait_for_turn(ring.barriers + from as u32 * 16, turn);
+                let from = from * comptime!(share.stage());
+                load_staged(&mut next, staged, own + from, place, 0usize, share);
             }
-            let is_last = stage + 1 == share.stages;
-            stage = select(is_last, 0usize, stage + 1);
-            turn = select(is_last, 1u32 - turn, turn);
+            #[unroll]
+            for block in 0..blocks {
+                let lefts = portion.scaled_codes(block, place.walk.slot, panel);
+                let first = comptime!(((part * blocks + block) * EIGHTS * tile.tokens) as u32);
+                multiply_group(&lefts, operand + at as u32 + first, tile.tokens);
+                // The next block's operands take the registers of the one before.
+                wait_for_products(1u32);
+            }
+            if comptime!(share.loads_ahead()) {
+                portion.take(&next, panel);
+            }
         }
         // Where some are under way while a loop goes round, the compiler lets each wait for the one before.
         wait_for_products(0u32);
-        release(barrier, place.lane);
-        step += comptime!(share.steps_at_once * tile.teams);
+        sync_plane();
+        // As far as this plane is concerned, the stage can be filled again.
+        if place.lane == 0 {
+            arrive(barrier + 8);
+        }
+        stage = following;
+        turn = following_turn;
     }
 }
 
-/// Lets the stage of a barrier be filled again, as far as this plane is concerned.
+/// Loads a portion of a step from shared memory; `own` is the first vector of the lane's.
 #[cube]
-fn release(barrier: u32, lane: usize) {
-    sync_plane();
-    if lane == 0 {
-        arrive(barrier + 8);
+fn load_staged(
+    portion: &mut Portion,
+    staged: &Shared<[Words]>,
+    own: usize,
+    place: Place,
+    #[comptime] part: usize,
+    #[comptime] share: GroupShare,
+) {
+    match comptime!(share.tile.layout) {
+        Layout::Panels => {
+            let walk = Walk { start: own, vectors: place.walk.vectors, slot: place.walk.slot };
+            portion.load(staged, walk, place.lane % 4, part.runtime(), share.tile.panel);
+        }
+        Layout::RowMajor => {
+            portion.load_staged_rows(staged, own + comptime!(part * BLOCK / 8), ROW_STRIDE);
+        }
     }
 }
 

@@ -71,6 +71,22 @@ fn copy_step(
     }
 }
 
+/// Lets a step of the activations be copied, and announces it with so many bytes of weights.
+#[cube]
+fn copy_activations(
+    input: &[Packed],
+    barrier: u32,
+    to: u32,
+    step: usize,
+    weight_bytes: u32,
+    #[comptime] share: GroupShare,
+) {
+    let bytes = comptime!((share.x_vectors() * LOAD_BYTES) as u32).runtime();
+    announce(barrier, weight_bytes + bytes);
+    let first = step * comptime!(share.x_vectors());
+    copy_in_bulk(&input[first..first + 1], to, bytes, barrier);
+}
+
 /// Lets a step be copied from panels.
 #[cube]
 fn copy_panels(
@@ -90,11 +106,9 @@ fn copy_panels(
     for band in 0..tile.bands {
         vectors += panel_vectors(panels.rows, (panels.first + band).min(panels.last));
     }
+    let bytes = vectors * comptime!(tile.matrices * loads * LOAD_BYTES);
+    copy_activations(input, barrier, to, step, bytes as u32, share);
     let x_bytes = comptime!(share.x_vectors() * LOAD_BYTES);
-    let bytes = vectors * comptime!(tile.matrices * loads * LOAD_BYTES) + x_bytes;
-    announce(barrier, bytes as u32);
-    let first = step * comptime!(share.x_vectors());
-    copy_in_bulk(&input[first..first + 1], to, x_bytes as u32, barrier);
     #[unroll]
     for member in 0..GROUP {
         let (matrix, band) = comptime!((member % tile.matrices, member / tile.matrices));
@@ -123,9 +137,7 @@ fn copy_rows(
     let tile = comptime!(share.tile);
     let x_bytes = comptime!(share.x_vectors() * LOAD_BYTES);
     if panels.lane == 0 {
-        announce(barrier, comptime!(x_bytes as u32).runtime());
-        let first = step * comptime!(share.x_vectors());
-        copy_in_bulk(&input[first..first + 1], to, comptime!(x_bytes as u32).runtime(), barrier);
+        copy_activations(input, barrier, to, step, 0u32, share);
     }
     let (row, load) = (panels.lane / VECTORS, panels.lane % VECTORS);
     let to = to + ((row * ROW_STRIDE + load) * LOAD_BYTES) as u32;
