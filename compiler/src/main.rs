@@ -1,5 +1,6 @@
 //! `hybridc`: compiles checkpoints to plans, and explains, compares and checks plans.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
@@ -12,7 +13,7 @@ use compiler::Objective;
 use compiler::explain::{diff, explain, summary};
 use compiler::options::{self, CountedExperts, FormatRule, Options, Pin, Request};
 use ir::counts::ExpertCounts;
-use ir::machine::Machine;
+use ir::machine::{DeviceKind, Machine};
 use ir::plan::Plan;
 use ir::tensor::DType;
 use mimalloc::MiMalloc;
@@ -166,7 +167,9 @@ fn run(command: Command) -> Result<ExitCode> {
         }
         Command::Check { plan } => return check(&plan),
         Command::Probe { output, split } => {
-            let text = probe::machine(split)?.to_ron()?;
+            let machine = probe::machine(split)?;
+            tell_of_shared_processors(&machine);
+            let text = machine.to_ron()?;
             match output.as_deref().and_then(command_line::output_file) {
                 Some(path) => {
                     command_line::check_outputs([path], [])?;
@@ -177,6 +180,24 @@ fn run(command: Command) -> Result<ExitCode> {
         }
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// Says which devices compute on the same processors: forecasts take devices to work side by side.
+fn tell_of_shared_processors(machine: &Machine) {
+    let mut users = BTreeMap::<u32, Vec<&str>>::new();
+    for device in machine.devices.rows() {
+        if let DeviceKind::Numa { cpus, .. } = &device.kind {
+            for &cpu in cpus {
+                users.entry(cpu).or_default().push(&device.name);
+            }
+        }
+    }
+    for (cpu, names) in users.iter().filter(|(_, names)| names.len() > 1) {
+        let names = names.join(", ");
+        command_line::tell(format_args!(
+            "{names} share processor {cpu}: what they do at the same time takes longer than is forecast"
+        ));
+    }
 }
 
 fn compile(arguments: &Compile) -> Result<()> {

@@ -128,6 +128,24 @@ fn the_status_tells_wrong_arguments_from_work_that_failed() {
 }
 
 #[test]
+fn options_that_leave_each_other_nothing_to_do_are_refused() {
+    let kernels = "--cpu-backend ndarray has plain kernels only, not --kernels own";
+    let level = "--isa portable changes the project's own kernels only";
+    for (wrong, expected) in [
+        (["--cpu-backend", "ndarray", "--kernels", "own"], kernels),
+        (["--cpu-backend", "ndarray", "--isa", "portable"], level),
+        (["--kernels", "plain", "--isa", "portable"], level),
+    ] {
+        for command in [&["none.ron", "--prompt", "a"][..], &["bench", "none.ron"]] {
+            let asked = [command, &wrong].concat();
+            assert_eq!(hybrid_exec(&asked).status.code(), Some(2), "{asked:?}");
+            check(&asked, expected);
+        }
+    }
+    check(&["none.ron", "--prompt", "a", "--cpu-backend", "ndarray"], "none.ron");
+}
+
+#[test]
 fn texts_may_begin_with_a_dash() {
     check(&["none.ron", "--prompt", "- one", "--stop", "---", "--system", "- be nice"], "none.ron");
 }

@@ -157,6 +157,9 @@ fn prompt_ids(opened: &Opened, arguments: &AnswerArguments) -> Result<Vec<u32>> 
         Some(text) => text.clone(),
         None => {
             let mut text = String::new();
+            if std::io::stdin().is_terminal() {
+                tell("the prompt is what is typed here, up to Ctrl-D");
+            }
             std::io::stdin().read_to_string(&mut text).context("reading the prompt")?;
             // The end of the line that `echo` writes is not part of the prompt.
             let line = text.strip_suffix('\n').unwrap_or(&text);

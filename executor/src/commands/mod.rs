@@ -15,6 +15,7 @@ use std::sync::Arc;
 
 use anyhow::Result;
 use clap::{Args, Parser, Subcommand};
+use command_line::misuse;
 
 use ir::plan::Plan;
 
@@ -99,9 +100,9 @@ struct RunArguments {
     /// Burn backend of CPU devices; ndarray computes with plain Burn operations
     #[arg(long, value_name = "NAME", value_enum, default_value_t)]
     cpu_backend: CpuBackend,
-    /// The project's own kernels, or plain Burn operations for comparison
-    #[arg(long, value_name = "KIND", value_enum, default_value_t)]
-    kernels: Kernels,
+    /// The project's own kernels, or plain Burn operations for comparison; default: own, with ndarray plain
+    #[arg(long, value_name = "KIND", value_enum)]
+    kernels: Option<Kernels>,
     /// What drives GPUs; vulkan is for tests without a GPU
     #[arg(long, value_name = "NAME", value_enum, default_value_t)]
     gpu_driver: GpuDriver,
@@ -283,6 +284,19 @@ impl SamplingArguments {
 }
 
 impl RunArguments {
+    /// Fails where one option leaves another nothing to do.
+    fn check(&self) -> Result<()> {
+        let (backend, kernels) = (self.cpu_backend, self.kernels);
+        if backend == CpuBackend::NdArray && kernels == Some(Kernels::Own) {
+            return Err(misuse("--cpu-backend ndarray has plain kernels only, not --kernels own"));
+        }
+        let is_plain = backend == CpuBackend::NdArray || kernels == Some(Kernels::Plain);
+        if let (true, Some(isa)) = (is_plain, self.isa) {
+            return Err(misuse(format_args!("--isa {isa} changes the project's own kernels only")));
+        }
+        Ok(())
+    }
+
     /// Fails now rather than after a long run when an output, one of these or of the run's own, cannot be written or
     /// would replace one of the inputs.
     fn check_outputs<'a>(
@@ -299,7 +313,7 @@ impl RunArguments {
         let options = self.options();
         let mut lanes = plan.programs.iter().flat_map(|program| &program.lanes);
         let has_processors = lanes.any(|lane| !plan.machine.devices[lane.device].kind.is_gpu());
-        let are_as_forecast = self.kernels == Kernels::default()
+        let are_as_forecast = self.kernels.unwrap_or_default() == Kernels::default()
             && self.cpu_backend == CpuBackend::default()
             && self.isa.is_none_or(|isa| isa == Isa::detect())
             && options.has_usual_threads(plan);
@@ -308,7 +322,7 @@ impl RunArguments {
 
     fn options(&self) -> executor::load::Options {
         executor::load::Options {
-            kernels: self.kernels,
+            kernels: self.kernels.unwrap_or_default(),
             gpu_driver: self.gpu_driver,
             backend: self.cpu_backend,
             isa: self.isa,

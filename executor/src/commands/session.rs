@@ -93,6 +93,7 @@ impl Opened {
     /// Reads a plan and the tokenizer of its checkpoint.
     pub(super) fn new(plan: &Path, arguments: &RunArguments) -> Result<Self> {
         let start = Instant::now();
+        arguments.check()?;
         if let Some(folder) = &arguments.model {
             let name = folder.display();
             ensure!(!folder.is_file(), "--model {name}: this is a file; name its folder");
