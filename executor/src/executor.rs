@@ -6,12 +6,8 @@ use std::thread::{self, JoinHandle};
 use std::time::Instant;
 
 use anyhow::{Context as _, Result, ensure};
-use ir::captured;
-use ir::id::WeightId;
 use ir::machine::DeviceKind;
-use ir::op::Op;
-use ir::plan::{Action, Plan, Program, Step};
-use ir::tensor::Dim;
+use ir::plan::Plan;
 use ir::trace::Trace;
 
 use crate::batch::Batch;
@@ -19,7 +15,7 @@ use crate::cpus::team_cpus;
 use crate::known_graphs::KnownGraphs;
 use crate::lane::Inbox;
 use crate::lane::pulse::Pulse;
-use crate::load::{GpuDriver, Options};
+use crate::load::Options;
 use crate::locked;
 use crate::run::{Failure, PATIENCE, Run, RunHandle};
 use crate::slots::Uses;
@@ -34,8 +30,6 @@ pub struct Executor {
     known: Arc<KnownGraphs>,
     /// For each program.
     uses: Vec<Arc<Uses>>,
-    /// Whether short prompts are captured and replayed as decode steps are.
-    captures_prompts: bool,
     /// Whether the lanes' teams have all processors, and none is left to look for the end of a run.
     is_crowded: bool,
     /// Locked while a run is handed out, so that all lanes see runs in one order.
@@ -71,15 +65,10 @@ impl Executor {
         options: &Options,
     ) -> Self {
         let is_crowded = is_crowded(&plan, options);
-        let captures_prompts =
-            options.gpu_driver == GpuDriver::Cuda && captured::includes_prompts(&plan);
-        let most = usize::try_from(captured::most_kinds(&plan)).unwrap_or(usize::MAX);
-        // What is traced launches up to three times as much.
-        let most = if options.trace { most / 3 } else { most };
-        let known = Arc::new(KnownGraphs::new(most));
+        let known = Arc::new(KnownGraphs::of(&plan, options));
         let uses = plan.programs.iter().map(|program| Arc::new(Uses::of(program))).collect();
         let (lanes, started) = (Vec::new(), Mutex::default());
-        Self { plan, lanes, recorder, known, uses, captures_prompts, is_crowded, started, pulse }
+        Self { plan, lanes, recorder, known, uses, is_crowded, started, pulse }
     }
 
     /// Takes over a lane that has started.
@@ -94,7 +83,7 @@ impl Executor {
 
     /// Whether short prompts are captured and replayed, and runs of many lengths are to have as many tokens for that.
     pub(crate) fn pads_prompts(&self) -> bool {
-        self.captures_prompts && pads_prompts(&self.plan)
+        self.known.pads_prompts()
     }
 
     /// Starts a run of a program and returns at once. Several runs may be under way; each lane works
@@ -115,7 +104,7 @@ impl Executor {
         if let Some(recorder) = &self.recorder {
             recorder.start_run(program, &batch);
         }
-        let (known, uses) = ((&*self.known, self.captures_prompts), &self.uses[program]);
+        let (known, uses) = (&self.known, &self.uses[program]);
         let run = Run::new(&self.plan, program, started.count, batch, known, uses, &self.pulse);
         let run = Arc::new(run);
         started.count += 1;
@@ -133,23 +122,6 @@ impl Executor {
     pub fn trace(&self) -> Option<Trace> {
         self.recorder.as_ref().map(|recorder| recorder.trace())
     }
-}
-
-/// Whether it costs nothing to compute a few tokens more: processors take longer for them, and matrices in 16 and 32
-/// bits are the vendor library's from some tokens on, whose products are not captured.
-fn pads_prompts(plan: &Plan) -> bool {
-    let is_packed = |&weight: &WeightId| plan.weights[weight].format.float().is_none();
-    let is_free = |program: &Program, step: &Step| {
-        let Action::Run(Op::Linear(linear)) = &step.action else { return true };
-        let read = &program.buffers[step.reads[0]];
-        // Of rows that are wanted there are no more.
-        let is_padded = read.ty.shape.first() == Some(&Dim::Tokens);
-        plan.machine.devices[read.device].kind.is_gpu()
-            && (!is_padded || linear.weights.iter().all(is_packed))
-    };
-    plan.programs
-        .iter()
-        .all(|program| program.steps.rows().iter().all(|step| is_free(program, step)))
 }
 
 /// Whether the teams of a plan's lanes have all processors of this machine. Where GPUs compute, some are left over.

@@ -1,8 +1,20 @@
 //! For which kinds of runs launches are captured, and which of these make room for others.
+//!
+//! What is decided here is the same for all devices of a run. A GPU may still have a reason of its own not to, see
+//! [`crate::ops::gpu`].
 
 use std::collections::BTreeSet;
 use std::sync::{Mutex, MutexGuard};
 
+use ir::captured;
+use ir::id::WeightId;
+use ir::op::Op;
+use ir::plan::{Action, Phase, Plan, Program, Step};
+use ir::tensor::Dim;
+use ir::workspace::MAX_FUSED_ROWS;
+
+use crate::batch::Batch;
+use crate::load::{GpuDriver, Options};
 use crate::locked;
 use crate::ops::gpu::GraphKey;
 
@@ -10,6 +22,10 @@ use crate::ops::gpu::GraphKey;
 pub(crate) struct KnownGraphs {
     /// The most that are captured at one time.
     most: usize,
+    /// Whether short prompts are captured and replayed as decode steps are.
+    captures_prompts: bool,
+    /// Whether short prompts are padded to few lengths, so that fewer are captured.
+    pads_prompts: bool,
     known: Mutex<Known>,
 }
 
@@ -28,8 +44,8 @@ struct Held {
     is_captured: bool,
 }
 
-/// What a run does about captured launches.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+/// What a run does about captured launches, where runs of its kind may be captured and replayed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Admission {
     /// Whether its launches are captured.
     pub(crate) captures: bool,
@@ -38,35 +54,57 @@ pub(crate) struct Admission {
 }
 
 impl KnownGraphs {
-    /// None yet, and never more than `most` captured at one time.
-    pub(crate) fn new(most: usize) -> Self {
-        Self { most, known: Mutex::default() }
+    /// None yet, and never more captured at one time than a plan counts memory for.
+    pub(crate) fn of(plan: &Plan, options: &Options) -> Self {
+        let captures_prompts =
+            options.gpu_driver == GpuDriver::Cuda && captured::includes_prompts(plan);
+        let most = usize::try_from(captured::most_kinds(plan)).unwrap_or(usize::MAX);
+        // What is traced launches up to three times as much.
+        let most = if options.trace { most / 3 } else { most };
+        let pads_prompts = captures_prompts && longer_runs_are_free(plan);
+        Self { pads_prompts, ..Self::new(most, captures_prompts) }
     }
 
-    /// Lets in a run whose launches can be captured, in the order in which lanes work through runs. A decode is
-    /// captured at once, a prompt when it comes the second time, since many lengths are met only once.
-    pub(crate) fn admit(&self, key: GraphKey, is_decode: bool) -> Admission {
+    /// None yet, and never more than `most` captured at one time.
+    pub(crate) fn new(most: usize, captures_prompts: bool) -> Self {
+        Self { most, captures_prompts, pads_prompts: false, known: Mutex::default() }
+    }
+
+    /// Whether runs of short prompts of many lengths are to have as many tokens.
+    pub(crate) fn pads_prompts(&self) -> bool {
+        self.pads_prompts
+    }
+
+    /// Lets in a run of a program in the order in which lanes work through runs; `None` where runs of its kind are
+    /// never captured. A decode is captured at once, a prompt when it comes the second time, since many lengths are met
+    /// only once.
+    pub(crate) fn admit(&self, key: GraphKey, phase: Phase, batch: &Batch) -> Option<Admission> {
+        let is_decode = phase == Phase::Decode;
+        let is_short = batch.tokens().len() <= MAX_FUSED_ROWS as usize;
+        if !(is_decode || self.captures_prompts && is_short) {
+            return None;
+        }
         let mut known = self.lock();
         if let Some(position) = known.held.iter().position(|held| held.key == key) {
             let held = known.held.remove(position);
             known.held.push(held);
-            return Admission { captures: !held.is_captured, replaces: None };
+            return Some(Admission { captures: !held.is_captured, replaces: None });
         }
         if self.most == 0 || !is_decode && !known.met.contains(&key) {
-            return Admission::default();
+            return Some(Admission { captures: false, replaces: None });
         }
         let is_full = known.held.len() >= self.most;
         let replaces = is_full.then(|| known.held.remove(0).key);
         known.held.push(Held { key, is_captured: false });
-        Admission { captures: true, replaces }
+        Some(Admission { captures: true, replaces })
     }
 
     /// A run that was let in has ended well.
-    pub(crate) fn note_end(&self, key: GraphKey, has_captured: bool) {
+    pub(crate) fn note_end(&self, key: GraphKey, admission: Admission) {
         let mut known = self.lock();
         known.met.insert(key);
         if let Some(held) = known.held.iter_mut().find(|held| held.key == key) {
-            held.is_captured |= has_captured;
+            held.is_captured |= admission.captures;
         }
     }
 
@@ -75,58 +113,99 @@ impl KnownGraphs {
     }
 }
 
+/// Whether it costs nothing to compute a few tokens more: processors take longer for them, and matrices in 16 and 32
+/// bits are the vendor library's from some tokens on, whose products are not captured.
+fn longer_runs_are_free(plan: &Plan) -> bool {
+    let is_packed = |&weight: &WeightId| plan.weights[weight].format.float().is_none();
+    let is_free = |program: &Program, step: &Step| {
+        let Action::Run(Op::Linear(linear)) = &step.action else { return true };
+        let read = &program.buffers[step.reads[0]];
+        // Of rows that are wanted there are no more.
+        let is_padded = read.ty.shape.first() == Some(&Dim::Tokens);
+        plan.machine.devices[read.device].kind.is_gpu()
+            && (!is_padded || linear.weights.iter().all(is_packed))
+    };
+    plan.programs
+        .iter()
+        .all(|program| program.steps.rows().iter().all(|step| is_free(program, step)))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::batch::Batch;
 
-    fn key(program: usize, tokens: usize) -> GraphKey {
+    /// A run of a program with a prompt of so many tokens.
+    fn run(program: usize, tokens: usize) -> (GraphKey, Batch) {
         let mut batch = Batch::default();
         batch.push(&vec![0; tokens], 0, tokens, &[0, 1, 2, 3, 4, 5, 6, 7], false);
-        GraphKey::of(program, &batch)
+        (GraphKey::of(program, &batch), batch)
     }
 
-    const REPLAYS: Admission = Admission { captures: false, replaces: None };
-    const CAPTURES: Admission = Admission { captures: true, replaces: None };
+    const REPLAYS: Option<Admission> = Some(Admission { captures: false, replaces: None });
+    const CAPTURES: Option<Admission> = Some(Admission { captures: true, replaces: None });
+
+    impl KnownGraphs {
+        fn admit_run(&self, run: &(GraphKey, Batch), phase: Phase) -> Option<Admission> {
+            self.admit(run.0, phase, &run.1)
+        }
+
+        fn note(&self, key: GraphKey, captures: bool) {
+            self.note_end(key, Admission { captures, replaces: None });
+        }
+    }
 
     #[test]
     fn decodes_are_captured_at_once_and_prompts_when_they_come_again() {
-        let known = KnownGraphs::new(8);
-        assert_eq!(known.admit(key(1, 1), true), CAPTURES);
-        assert_eq!(known.admit(key(0, 20), false), REPLAYS);
+        let known = KnownGraphs::new(8, true);
+        let (decode, prompt) = (run(1, 1), run(0, 20));
+        assert_eq!(known.admit_run(&decode, Phase::Decode), CAPTURES);
+        assert_eq!(known.admit_run(&prompt, Phase::Prefill), REPLAYS);
         // A run that did not end well says nothing of its kind, and its capture is made by the next.
-        assert_eq!(known.admit(key(0, 20), false), REPLAYS);
-        assert_eq!(known.admit(key(1, 1), true), CAPTURES);
-        known.note_end(key(1, 1), true);
-        known.note_end(key(0, 20), false);
-        assert_eq!(known.admit(key(1, 1), true), REPLAYS);
-        assert_eq!(known.admit(key(0, 20), false), CAPTURES);
-        known.note_end(key(0, 20), true);
-        assert_eq!(known.admit(key(0, 20), false), REPLAYS);
+        assert_eq!(known.admit_run(&prompt, Phase::Prefill), REPLAYS);
+        assert_eq!(known.admit_run(&decode, Phase::Decode), CAPTURES);
+        known.note(decode.0, true);
+        known.note(prompt.0, false);
+        assert_eq!(known.admit_run(&decode, Phase::Decode), REPLAYS);
+        assert_eq!(known.admit_run(&prompt, Phase::Prefill), CAPTURES);
+        known.note(prompt.0, true);
+        assert_eq!(known.admit_run(&prompt, Phase::Prefill), REPLAYS);
+    }
+
+    #[test]
+    fn long_prompts_are_never_captured_and_short_ones_where_the_plan_lets_them() {
+        let (short, long) = (run(0, 64), run(0, 65));
+        for (captures_prompts, expected) in [(true, REPLAYS), (false, None)] {
+            let known = KnownGraphs::new(8, captures_prompts);
+            assert_eq!(known.admit_run(&short, Phase::Prefill), expected);
+            assert_eq!(known.admit_run(&long, Phase::Prefill), None);
+            // Decodes are, however many sequences there are.
+            assert_eq!(known.admit_run(&long, Phase::Decode), CAPTURES);
+        }
     }
 
     #[test]
     fn the_least_recently_used_makes_room() {
-        let known = KnownGraphs::new(2);
-        let [first, second, third] = [1, 2, 3].map(|program| key(program, 1));
-        for key in [first, second] {
-            assert_eq!(known.admit(key, true), CAPTURES);
-            known.note_end(key, true);
+        let known = KnownGraphs::new(2, true);
+        let [first, second, third] = [1, 2, 3].map(|program| run(program, 1));
+        for decode in [&first, &second] {
+            assert_eq!(known.admit_run(decode, Phase::Decode), CAPTURES);
+            known.note(decode.0, true);
         }
-        assert_eq!(known.admit(first, true), REPLAYS);
-        let replaces = |key| Admission { captures: true, replaces: Some(key) };
-        assert_eq!(known.admit(third, true), replaces(second));
+        assert_eq!(known.admit_run(&first, Phase::Decode), REPLAYS);
+        let replaces = |key| Some(Admission { captures: true, replaces: Some(key) });
+        assert_eq!(known.admit_run(&third, Phase::Decode), replaces(second.0));
         // The end of a run that was let in before its kind was dropped brings nothing back.
-        known.note_end(second, true);
-        assert_eq!(known.admit(second, true), replaces(first));
+        known.note(second.0, true);
+        assert_eq!(known.admit_run(&second, Phase::Decode), replaces(first.0));
         assert_eq!(known.lock().held.len(), 2);
     }
 
     #[test]
     fn where_there_is_memory_for_none_none_is_captured() {
-        let known = KnownGraphs::new(0);
-        assert_eq!(known.admit(key(1, 1), true), REPLAYS);
-        known.note_end(key(1, 1), false);
-        assert_eq!(known.admit(key(1, 1), true), REPLAYS);
+        let known = KnownGraphs::new(0, true);
+        let decode = run(1, 1);
+        assert_eq!(known.admit_run(&decode, Phase::Decode), REPLAYS);
+        known.note(decode.0, false);
+        assert_eq!(known.admit_run(&decode, Phase::Decode), REPLAYS);
     }
 }

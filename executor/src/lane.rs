@@ -96,7 +96,7 @@ impl Lane {
         let (mut before, mut latest): (Option<Arc<Run>>, Option<Arc<Run>>) = (None, None);
         while let Some(run) = self.inbox.next() {
             let latest = latest.replace(Arc::clone(&run));
-            if let Some(key) = run.replaces {
+            if let Some(key) = run.admission.and_then(|admission| admission.replaces) {
                 self.attend(&run, |this| this.discard_captured(key));
             }
             let Some(lane) = self.lanes[run.program] else { continue };
@@ -162,17 +162,20 @@ impl Lane {
             return;
         };
         let is_recorded = self.recorder.is_none() || state.traces_replays();
-        let can_capture = is_recorded && run.may_be_captured && state.can_capture();
+        let admission = run.admission.filter(|_| is_recorded && state.can_capture());
+        let is_captured = state.is_captured(run.graph_key);
         // All GPU lanes of a run decide alike here, so that all of them come to its meetings. A prompt that may be
         // captured has one GPU; a second run of its kind may start before the first is captured, and must not be
         // captured again.
-        let is_new = program.phase == Phase::Decode || !state.is_captured(run.graph_key);
-        if can_capture && run.captures && is_new {
-            self.work_and_capture(run, program, lane, spans);
-        } else if can_capture && state.is_captured(run.graph_key) {
-            self.work_ahead(run, program, lane, spans);
-        } else {
-            self.work_in_stretches(run, program, lane, spans);
+        let is_new = program.phase == Phase::Decode || !is_captured;
+        match admission {
+            Some(admission) if admission.captures && is_new => {
+                self.work_and_capture(run, program, lane, spans);
+            }
+            Some(_) if is_captured => self.work_ahead(run, program, lane, spans),
+            Some(_) | None => {
+                self.work_in_stretches(run, program, lane, spans);
+            }
         }
     }
 

@@ -9,8 +9,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, Result, anyhow};
 use burn::tensor::TensorData;
 use ir::id::{Id as _, StepId};
-use ir::plan::{Phase, Plan};
-use ir::workspace::MAX_FUSED_ROWS;
+use ir::plan::Plan;
 use ir::workspace::shortlist::{LIST_WORDS, LISTED_TOKENS};
 
 use crate::batch::Batch;
@@ -37,12 +36,8 @@ pub(crate) struct Run {
     pub(crate) slots: Slots,
     /// Under what its captured graph is found.
     pub(crate) graph_key: GraphKey,
-    /// Whether runs of its kind are captured and replayed.
-    pub(crate) may_be_captured: bool,
-    /// Whether this one is to be captured.
-    pub(crate) captures: bool,
-    /// Whose captured launches it takes the place of.
-    pub(crate) replaces: Option<GraphKey>,
+    /// What it does about captured launches; `None` where runs of its kind are never captured.
+    pub(crate) admission: Option<Admission>,
     done: Vec<AtomicBool>,
     /// Lanes that have come to each of the places where they meet.
     met: [AtomicUsize; 2],
@@ -116,25 +111,18 @@ impl Run {
         program: usize,
         number: u32,
         batch: Batch,
-        (known, captures_prompts): (&KnownGraphs, bool),
+        known: &KnownGraphs,
         uses: &Arc<Uses>,
         pulse: &Arc<Pulse>,
     ) -> Self {
         let schedule = &plan.programs[program];
         let graph_key = GraphKey::of(program, &batch);
-        let is_decode = schedule.phase == Phase::Decode;
-        let may_be_captured =
-            is_decode || captures_prompts && batch.tokens().len() <= MAX_FUSED_ROWS as usize;
-        let Admission { captures, replaces } =
-            if may_be_captured { known.admit(graph_key, is_decode) } else { Admission::default() };
         Self {
             program,
             number,
+            admission: known.admit(graph_key, schedule.phase, &batch),
             batch,
             graph_key,
-            may_be_captured,
-            captures,
-            replaces,
             met: [const { AtomicUsize::new(0) }; 2],
             slots: Slots::new(uses),
             done: schedule.steps.ids().map(|_| AtomicBool::new(false)).collect(),
@@ -289,8 +277,8 @@ impl RunHandle {
         if let Some(failure) = self.failure() {
             return Err(self.error(&failure));
         }
-        if run.may_be_captured {
-            self.known.note_end(run.graph_key, run.captures);
+        if let Some(admission) = run.admission {
+            self.known.note_end(run.graph_key, admission);
         }
         match output.context("no step wrote the logits")? {
             Value::Float(logits) => {
@@ -380,9 +368,9 @@ mod tests {
         let machine = linked(vec![numa(0, 1 << 30)]);
         let (model, options) = (Toy::llama().model().unwrap(), compiler::Options::default());
         let plan = compiler::compile(&model, &machine, &options, &mut |_, _| ()).unwrap();
-        let known = Arc::new(KnownGraphs::new(1));
+        let known = Arc::new(KnownGraphs::new(1, false));
         let uses = Arc::new(Uses::of(&plan.programs[0]));
-        let run = Run::new(&plan, 0, 0, Batch::default(), (&known, false), &uses, &Arc::default());
+        let run = Run::new(&plan, 0, 0, Batch::default(), &known, &uses, &Arc::default());
         if let Some(failure) = failure {
             run.aborted.set(Instant::now().checked_sub(since).unwrap()).unwrap();
             run.abort(failure);

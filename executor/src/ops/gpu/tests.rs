@@ -93,7 +93,7 @@ fn walk(plan: &Plan, folder: &Path, options: &Options) {
     for weight in plan.weights.rows() {
         burn.hold(weight, &checkpoint, &team).unwrap();
     }
-    let known = KnownGraphs::new(0);
+    let known = KnownGraphs::new(0, false);
     for (number, (phase, batch)) in batches(plan.model.vocabulary).into_iter().enumerate() {
         let parts = batch.parts().len() as u32;
         let fits = |&program: &usize| {
@@ -105,7 +105,7 @@ fn walk(plan: &Plan, folder: &Path, options: &Options) {
         batch.check(schedule, &plan.model).unwrap();
         let uses = Arc::new(Uses::of(schedule));
         let number = number as u32;
-        let run = Run::new(plan, program, number, batch, (&known, false), &uses, &Arc::default());
+        let run = Run::new(plan, program, number, batch, &known, &uses, &Arc::default());
         let scope = Scope { plan, batch: &run.batch, run: number };
         let [lane] = schedule.lanes.as_slice() else { panic!("a GPU alone has one lane") };
         for &step in &lane.steps {
