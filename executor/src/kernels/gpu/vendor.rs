@@ -30,7 +30,7 @@ use super::device::{Gpu, Span};
 /// Device memory that the library may use while it multiplies, with the flags of turns.
 pub const WORKSPACE_BYTES: usize = workspace::LIBRARY_BYTES as usize;
 /// What the library has of it.
-const LIBRARY_BYTES: usize = WORKSPACE_BYTES - TURNS_BYTES;
+const PRODUCT_BYTES: usize = WORKSPACE_BYTES - TURNS_BYTES;
 
 /// The library, ready on one GPU.
 pub struct Vendor {
@@ -141,7 +141,7 @@ impl Vendor {
         let stream = context.new_stream().context("making a stream for cuBLASLt")?;
         let event = || context.new_event(None).context("making an event for cuBLASLt");
         let events = [event()?, event()?];
-        let flags = beside_copies.then(|| workspace.part(LIBRARY_BYTES, TURNS_BYTES));
+        let flags = beside_copies.then(|| workspace.part(PRODUCT_BYTES, TURNS_BYTES));
         let turns = flags.map(|flags| Turns::new(gpu, context, &flags)).transpose()?;
         let (plans, order) = (BTreeMap::new(), Order::Events);
         Ok(Self { library, stream, workspace, events, turns, plans, order })
@@ -231,7 +231,7 @@ impl Vendor {
                 plan.out,
                 &raw const plan.algorithm,
                 pointer(&self.workspace)?,
-                LIBRARY_BYTES,
+                PRODUCT_BYTES,
                 self.stream.cu_stream().cast(),
             )
         }
@@ -314,7 +314,7 @@ impl Plan {
         plan.w = result::create_matrix_layout(element, inputs, outputs, inputs as i64)?;
         plan.x = result::create_matrix_layout(element, inputs, tokens, inputs as i64)?;
         plan.out = result::create_matrix_layout(made, outputs, tokens, shape.stride as i64)?;
-        let (preference, workspace_bytes) = (result::create_matmul_pref()?, LIBRARY_BYTES);
+        let (preference, workspace_bytes) = (result::create_matmul_pref()?, PRODUCT_BYTES);
         // SAFETY: attributes are read before the calls return; what is destroyed is not used again.
         let heuristic = unsafe {
             result::set_matmul_pref_attribute(
