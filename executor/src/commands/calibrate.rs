@@ -52,7 +52,8 @@ pub(super) fn run(arguments: CalibrateArguments) -> Result<()> {
 }
 
 /// Processes of this program that compile the kernels of each kind of GPU: on `cpus`, or, where there are none, on all
-/// processors.
+/// processors. Where measuring fails they are left to their end: one that is stopped while it writes could leave half a
+/// kernel in the cache.
 fn compilers(machine: &Machine, cpus: &[u32]) -> Vec<Child> {
     let Ok(program) = env::current_exe() else { return Vec::new() };
     let start = |ordinal: u32, number: u32, shares: u32| {
