@@ -6,7 +6,7 @@ use ir::layout::Move;
 use ir::machine::{CacheRate, Device, LinearRate};
 use ir::op::{Attention, Experts, Linear, Op, Products, Then};
 use ir::tensor::{DType, Extent, Format, TensorType};
-use ir::workspace::{MAX_FUSED_ROWS, UNPACKED_ROWS, broken_loads, most_fused_rows, product_format};
+use ir::workspace::{FLOAT_ROWS, MAX_FUSED_ROWS, broken_loads, most_fused_rows, product_format};
 
 use crate::target::{Batch, Target};
 
@@ -64,7 +64,7 @@ pub(crate) fn run_nanos(
             nanos += nanos_at(elements, rate.weights_per_sec(tokens));
             // Few tokens go through all matrices in one launch.
             let own = rate.nanos(tokens);
-            beside = if tokens > UNPACKED_ROWS { beside + own } else { beside.max(own) };
+            beside = if tokens > FLOAT_ROWS { beside + own } else { beside.max(own) };
         }
         Ok(nanos + beside)
     };
@@ -81,7 +81,7 @@ pub(crate) fn run_nanos(
                     bail!("{name} does not multiply rows of {features} features in {format}");
                 }
             }
-            let beside = if is_gpu && rows > UNPACKED_ROWS {
+            let beside = if is_gpu && rows > FLOAT_ROWS {
                 streamed(pass_bytes(linear, operands, batch))
             } else {
                 activations
@@ -306,7 +306,7 @@ fn experts_nanos(
     let mut nanos = 0.0;
     let mut beside = 0f64;
     for Held { format, shape, .. } in operands.weights {
-        if let Some(rate) = rates.experts(*format).filter(|_| fed <= UNPACKED_ROWS) {
+        if let Some(rate) = rates.experts(*format).filter(|_| fed <= FLOAT_ROWS) {
             let elements = used * f64::from(shape[1]) * f64::from(shape[2]);
             nanos += nanos_at(elements, rate.weights_per_sec(fed));
             beside = beside.max(rate.nanos(fed));

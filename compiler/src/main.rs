@@ -168,7 +168,7 @@ fn run(command: Command) -> Result<ExitCode> {
         Command::Check { plan } => return check(&plan),
         Command::Probe { output, split } => {
             let machine = probe::machine(split)?;
-            tell_of_shared_processors(&machine);
+            shared_processors(&machine).iter().for_each(command_line::tell);
             let text = machine.to_ron()?;
             match output.as_deref().and_then(command_line::output_file) {
                 Some(path) => {
@@ -182,8 +182,9 @@ fn run(command: Command) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Says which devices compute on the same processors: forecasts take devices to work side by side.
-fn tell_of_shared_processors(machine: &Machine) {
+/// Which devices compute on the same processors, a line for each set of them: forecasts take devices to work side by
+/// side.
+fn shared_processors(machine: &Machine) -> Vec<String> {
     let mut users = BTreeMap::<u32, Vec<&str>>::new();
     for device in machine.devices.rows() {
         if let DeviceKind::Numa { cpus, .. } = &device.kind {
@@ -192,12 +193,17 @@ fn tell_of_shared_processors(machine: &Machine) {
             }
         }
     }
-    for (cpu, names) in users.iter().filter(|(_, names)| names.len() > 1) {
-        let names = names.join(", ");
-        command_line::tell(format_args!(
-            "{names} share processor {cpu}: what they do at the same time takes longer than is forecast"
-        ));
+    let mut shared = BTreeMap::<Vec<&str>, Vec<String>>::new();
+    for (cpu, names) in users.into_iter().filter(|(_, names)| names.len() > 1) {
+        shared.entry(names).or_default().push(cpu.to_string());
     }
+    let line = |(names, cpus): (Vec<&str>, Vec<String>)| {
+        let (names, cpus) = (names.join(", "), cpus.join(", "));
+        format!(
+            "{names} share processors {cpus}: at the same time they take longer than is forecast"
+        )
+    };
+    shared.into_iter().map(line).collect()
 }
 
 fn compile(arguments: &Compile) -> Result<()> {
@@ -340,5 +346,27 @@ fn print(text: &str) -> Result<()> {
             Err(error).context("writing to standard output")
         }
         Ok(()) | Err(_) => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn devices_that_share_processors_are_told_in_one_line() {
+        let mut machine = probe::machine(Some(2)).expect("the machine has a topology");
+        assert!(machine.devices.len() >= 2);
+        let mut set = |name: &str, numbers: &[u32]| {
+            let id = machine.device(name).expect("a node is divided");
+            if let DeviceKind::Numa { cpus, .. } = &mut machine.devices[id].kind {
+                *cpus = numbers.to_vec();
+            }
+            shared_processors(&machine)
+        };
+        set("numa0", &[1000, 1001, 1002]);
+        assert!(set("numa1", &[1003]).iter().all(|line| !line.contains("numa1")));
+        let told = "numa0, numa1 share processors 1001, 1002: at the same time they take longer than is forecast";
+        assert!(set("numa1", &[1002, 1003, 1001]).iter().any(|line| line == told));
     }
 }

@@ -117,19 +117,6 @@ fn the_nodes_of_this_machine_are_probed_and_divided() {
     };
     let whole = nodes(&success(&folder, &["probe"]));
     success(&folder, &["probe", "--split", "2", "-o", "halves.ron"]);
-    // More devices than a node has cores share them, which is said.
-    let shares = hybridc(&folder, &["probe", "--split", "64", "-o", "-"]);
-    let machine = Machine::from_ron(text(&shares.stdout)).expect("a probe is a machine");
-    let kinds = machine.devices.rows().iter().map(|device| &device.kind);
-    let mut cpus: Vec<u32> = kinds
-        .filter_map(|kind| if let DeviceKind::Numa { cpus, .. } = kind { Some(cpus) } else { None })
-        .flatten()
-        .copied()
-        .collect();
-    cpus.sort_unstable();
-    let are_shared = cpus.windows(2).any(|pair| pair[0] == pair[1]);
-    let told = text(&shares.stderr);
-    assert_eq!(told.contains("share processor"), are_shared, "{told}");
     let halves = fs::read_to_string(folder.path().join("halves.ron")).expect("it was written");
     assert_eq!(nodes(&halves), 2 * whole);
     let demo = demo();

@@ -1,7 +1,8 @@
-//! For which kinds of runs launches are captured, and which of these make room for others.
+//! For which kinds of runs launches are captured, which of these make room for others, and whether prompts are padded
+//! for that.
 //!
-//! What is decided here is the same for all devices of a run. A GPU may still have a reason of its own not to, see
-//! [`crate::ops::gpu`].
+//! What is decided here is the same for all devices of a run. A lane that is to record its steps, and a GPU some of whose
+//! launches cannot be captured (`State::prepare_capture`), may still leave it.
 
 use std::collections::BTreeSet;
 use std::sync::{Mutex, MutexGuard};
@@ -62,10 +63,11 @@ impl KnownGraphs {
         // What is traced launches up to three times as much.
         let most = if options.trace { most / 3 } else { most };
         let pads_prompts = captures_prompts && longer_runs_are_free(plan);
-        Self { pads_prompts, ..Self::new(most, captures_prompts) }
+        Self { most, captures_prompts, pads_prompts, known: Mutex::default() }
     }
 
     /// None yet, and never more than `most` captured at one time.
+    #[cfg(test)]
     pub(crate) fn new(most: usize, captures_prompts: bool) -> Self {
         Self { most, captures_prompts, pads_prompts: false, known: Mutex::default() }
     }
@@ -132,7 +134,11 @@ fn longer_runs_are_free(plan: &Plan) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use ::tests::machines::{gpu, linked};
+    use ir::tensor::{DType, Format};
+
     use super::*;
+    use crate::ops::tests::{gated, plan, written};
 
     /// A run of a program with a prompt of so many tokens.
     fn run(program: usize, tokens: usize) -> (GraphKey, Batch) {
@@ -169,6 +175,28 @@ mod tests {
         assert_eq!(known.admit_run(&prompt, Phase::Prefill), CAPTURES);
         known.note(prompt.0, true);
         assert_eq!(known.admit_run(&prompt, Phase::Prefill), REPLAYS);
+    }
+
+    #[test]
+    fn prompts_are_captured_through_cuda_and_padded_where_no_library_multiplies() {
+        let folder = tempfile::tempdir().unwrap();
+        let model = written(&gated()[0], folder.path());
+        let machine = probe::machine(None).unwrap();
+        let nodes = machine.devices.rows().iter().filter(|device| !device.kind.is_gpu());
+        let machine = linked([gpu(0, 4 << 30)].into_iter().chain(nodes.cloned()).collect());
+        let plan = |device, format| plan(&model, (&machine, device), format, DType::F32);
+        let found = |plan: &Plan, gpu_driver, trace| {
+            let known = KnownGraphs::of(plan, &Options { gpu_driver, trace, ..Options::default() });
+            (known.captures_prompts, known.pads_prompts(), known.most)
+        };
+        let [packed, floats] = [Format::Q8, Format::F16].map(|format| plan("gpu0", format));
+        // Sixteen kinds, and two for each sequence.
+        assert_eq!(found(&packed, GpuDriver::Cuda, false), (true, true, 22));
+        assert_eq!(found(&floats, GpuDriver::Cuda, false), (true, false, 22));
+        assert_eq!(found(&packed, GpuDriver::Cuda, true), (true, true, 7));
+        assert_eq!(found(&packed, GpuDriver::Vulkan, false), (false, false, 22));
+        let of_node = plan("numa0", Format::Q8);
+        assert_eq!(found(&of_node, GpuDriver::Cuda, false), (false, false, 22));
     }
 
     #[test]

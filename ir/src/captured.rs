@@ -9,7 +9,7 @@ use crate::op::{Linear, Op, Products};
 use crate::packing::gpu_has_panels;
 use crate::plan::{Action, Buffer, Phase, Plan, Program, Queue, Step, Weight};
 use crate::tensor::DType;
-use crate::workspace::{UNPACKED_ROWS, is_cast};
+use crate::workspace::{FLOAT_ROWS, is_cast};
 
 /// Kinds of runs held beside those of `SEQUENCE_KINDS`: lengths of short prompts, near and far contexts.
 const OTHER_KINDS: u64 = 16;
@@ -112,7 +112,7 @@ impl Launches<'_> {
         let rows = input.and_then(|input| input.ty.shape.first());
         let rows = rows.map_or(u32::MAX, |rows| rows.size(self.program.max));
         // Few rows of f32 are taken as they are; any other input is first brought in its form, but for small matrices.
-        let is_taken = rows <= UNPACKED_ROWS && !is_narrow(input) && !is_cast(linear);
+        let is_taken = rows <= FLOAT_ROWS && !is_narrow(input) && !is_cast(linear);
         kinds.len() as u64 * if is_taken { 1 } else { 2 } + u64::from(is_narrow(output))
     }
 }

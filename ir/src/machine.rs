@@ -9,6 +9,8 @@ use crate::id::{DeviceId, Table};
 use crate::ron_text;
 use crate::tensor::{DType, Format};
 
+pub(crate) use self::check::named_twice;
+
 /// Everything the compiler knows of the hardware: `machine.ron`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]

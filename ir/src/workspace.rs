@@ -21,7 +21,7 @@ pub use run::{RunPart, RunSizes};
 /// The most rows that a GPU's own kernels multiply with floats, and with any format where there are no matrix
 /// instructions; more are multiplied by the vendor's library where it is there, but for those of small matrices and of
 /// [`most_fused_rows()`].
-pub const UNPACKED_ROWS: u32 = 8;
+pub const FLOAT_ROWS: u32 = 8;
 /// The most rows for which a GPU with matrix instructions takes matrices in 16 bits and fewer as they lie; for more the
 /// vendor's library has them row after row. Also the most rows of floats that it multiplies with small matrices.
 pub const MAX_FUSED_ROWS: u32 = 64;
@@ -273,7 +273,7 @@ impl Need<'_> {
         if is_cast(linear) {
             raise(&mut space.input_bytes, product(&[rows.min(MAX_FUSED_ROWS), features], 4));
         }
-        if rows <= UNPACKED_ROWS {
+        if rows <= FLOAT_ROWS {
             return;
         }
         raise(&mut space.library_bytes, self.library_bytes);
@@ -370,7 +370,7 @@ impl Need<'_> {
 /// vendor's library has it row after row.
 pub fn most_fused_rows(held: Format) -> u32 {
     match held {
-        Format::F32 | Format::F16 => UNPACKED_ROWS,
+        Format::F32 | Format::F16 => FLOAT_ROWS,
         Format::Bf16 | Format::Bf12 | Format::Q8 | Format::Q4 => MAX_FUSED_ROWS,
     }
 }
@@ -395,7 +395,7 @@ pub fn broken_loads(
     (rows, features): (u32, u32),
     has_library: bool,
 ) -> Option<Format> {
-    let is_product = rows > UNPACKED_ROWS;
+    let is_product = rows > FLOAT_ROWS;
     let products = held.into_iter().filter(|_| is_product);
     let laid_out = products.map(|held| product_format(held, has_library));
     let mut laid_out = is_cast(linear).then_some(Format::F32).into_iter().chain(laid_out);

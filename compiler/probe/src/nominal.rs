@@ -120,7 +120,8 @@ const GPUS: &[(&str, f64, f64)] = &[
 ];
 
 /// What products of many rows reach without the vendor's library, of what they do with it: packed matrices a third to
-/// nine twentieths, others in bf16 a ninth on an H200 by 32 rows at a time (a quarter by 64); f16 is multiplied without tensor cores.
+/// nine twentieths on an H200, others in bf16 a ninth where 32 rows are multiplied at a time (Hopper, which takes 64,
+/// reaches a quarter); f16 is multiplied without tensor cores.
 const WITHOUT_LIBRARY: [(Format, f64); 5] = [
     (Format::F16, 1.0 / 15.0),
     (Format::Bf16, 1.0 / 9.0),

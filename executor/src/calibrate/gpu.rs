@@ -20,7 +20,7 @@ use super::{made_up, typical};
 use crate::kernels::cpu::pack::{PANEL, pack_rows, packed_bytes};
 use crate::kernels::gpu::cast::Cast;
 use crate::kernels::gpu::device::{Gpu, Span};
-use crate::kernels::gpu::linear::{Linear, MAX_FUSED_TOKENS, UNPACKED_TOKENS};
+use crate::kernels::gpu::linear::{FLOAT_TOKENS, Linear, MAX_FUSED_TOKENS};
 use crate::kernels::gpu::matrix::{Layout, Matrix};
 use crate::kernels::gpu::vendor::{Library, Product, Vendor, WORKSPACE_BYTES};
 
@@ -198,7 +198,7 @@ impl Meter<'_> {
         let order = self.gpu.right_operands(&matrices[0], tokens);
         let (element, x) = match order {
             Some(order) => (DType::Bf16, self.narrow(order.tokens * self.sizes.columns)?),
-            None if tokens <= UNPACKED_TOKENS => (DType::F32, self.floats(count)?),
+            None if tokens <= FLOAT_TOKENS => (DType::F32, self.floats(count)?),
             None => (DType::Bf16, self.narrow(count)?),
         };
         let mut turns = matrices.iter().cycle();
@@ -247,7 +247,7 @@ impl Meter<'_> {
         let (first, last) = (tokens[0], tokens[tokens.len() - 1]);
         let mut ends = Vec::new();
         for (&tokens, &nanos) in tokens.iter().zip(&whole) {
-            if [first, UNPACKED_TOKENS as u32, last].contains(&tokens) {
+            if [first, FLOAT_TOKENS as u32, last].contains(&tokens) {
                 let nanos = [nanos, self.whole(&small, tokens)?];
                 let (weights_per_sec, nanos) = rate(weights, nanos, step_nanos);
                 ends.push(RatePoint { tokens, weights_per_sec, nanos });
@@ -267,7 +267,7 @@ impl Meter<'_> {
         let tokens = tokens as usize;
         let takes_narrow = |tokens: usize| self.gpu.takes_narrow(&matrices[0], tokens);
         let launches = self.sizes.launches.next_multiple_of(matrices.len());
-        if tokens <= UNPACKED_TOKENS || takes_narrow(tokens) {
+        if tokens <= FLOAT_TOKENS || takes_narrow(tokens) {
             return self.few(matrices, tokens, launches);
         }
         let most = self.gpu.most_narrow(&matrices[0]);

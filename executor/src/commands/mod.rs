@@ -62,7 +62,7 @@ struct AnswerArguments {
     plan: Option<PathBuf>,
     #[command(flatten)]
     run: RunArguments,
-    /// Text to continue; without it an interactive chat, or from a pipe the prompt on standard input
+    /// Text to continue; without it an interactive chat, or from a pipe and with --json the prompt on standard input
     #[arg(long, allow_hyphen_values = true)]
     prompt: Option<String>,
     /// Token ids to continue, instead of text
@@ -80,7 +80,7 @@ struct AnswerArguments {
     system: Option<String>,
     #[command(flatten)]
     sampling: SamplingArguments,
-    /// Print one JSON object and nothing else
+    /// Print one JSON object and nothing else on standard output
     #[arg(long)]
     json: bool,
     /// Write what each lane did to this file
@@ -290,9 +290,13 @@ impl RunArguments {
         if backend == CpuBackend::NdArray && kernels == Some(Kernels::Own) {
             return Err(misuse("--cpu-backend ndarray has plain kernels only, not --kernels own"));
         }
-        let is_plain = backend == CpuBackend::NdArray || kernels == Some(Kernels::Plain);
-        if let (true, Some(isa)) = (is_plain, self.isa) {
-            return Err(misuse(format_args!("--isa {isa} changes the project's own kernels only")));
+        let plain = match (backend, kernels) {
+            (CpuBackend::NdArray, _) => "--cpu-backend ndarray",
+            (CpuBackend::Flex, Some(Kernels::Plain)) => "--kernels plain",
+            (CpuBackend::Flex, Some(Kernels::Own) | None) => return Ok(()),
+        };
+        if let Some(isa) = self.isa {
+            return Err(misuse(format_args!("--isa {isa} has nothing to change with {plain}")));
         }
         Ok(())
     }

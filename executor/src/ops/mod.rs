@@ -5,7 +5,7 @@ pub(crate) mod own;
 pub(crate) mod plain;
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 
 use anyhow::Result;
 use ir::op::Op;

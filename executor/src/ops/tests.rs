@@ -22,7 +22,7 @@ use crate::peers::Peers;
 use crate::slots::{Slots, Uses};
 
 /// A plan for one device of a machine.
-pub(super) fn plan(
+pub(crate) fn plan(
     model: &Model,
     (machine, device): (&Machine, &str),
     format: Format,
@@ -160,7 +160,7 @@ fn walk_at_every_level(plan: &Plan, folder: &Path) {
 }
 
 /// The toy with weights of a file: vectors of about one, and matrices that keep an activation's size.
-pub(super) fn written(toy: &Toy, folder: &Path) -> Model {
+pub(crate) fn written(toy: &Toy, folder: &Path) -> Model {
     let mut model = toy.model().unwrap();
     let bytes: usize = model.files.rows()[0].bytes as usize;
     let mut values = vec![0.0_f32; bytes / size_of::<f32>()];
@@ -206,7 +206,7 @@ fn toy() -> Toy {
 }
 
 /// Gated layers, without and with norms of heads and branches.
-pub(super) fn gated() -> [Toy; 2] {
+pub(crate) fn gated() -> [Toy; 2] {
     let habits = Habits { has_head_norms: true, has_branch_norms: true, ..Habits::default() };
     [toy(), Toy { habits, ..toy() }]
 }

@@ -1,9 +1,9 @@
 //! The machine's devices, the model's limits and the sequence of programs.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 
 use crate::check::Violation;
-use crate::machine::{Device, DeviceKind};
+use crate::machine::{DeviceKind, named_twice};
 use crate::plan::{CACHE_TILE_TOKENS, Phase, Plan, Program};
 
 pub(super) fn check(plan: &Plan, found: &mut Vec<Violation>) {
@@ -15,7 +15,7 @@ pub(super) fn check(plan: &Plan, found: &mut Vec<Violation>) {
             found.push(Violation::NoProcessors { device: device.name.clone() });
         }
     }
-    let problems = device_problems(devices).into_iter().chain(model_problems(plan));
+    let problems = named_twice(devices).into_iter().chain(model_problems(plan));
     found.extend(problems.map(|problem| Violation::Limits { problem }));
     for (index, program) in plan.programs.iter().enumerate() {
         let before = index.checked_sub(1).and_then(|index| plan.programs.get(index));
@@ -45,28 +45,6 @@ fn unique<'a>(
             found.push(Violation::DuplicateName { kind, name: name.into() });
         }
     }
-}
-
-/// GPUs and processors that are named twice. Parts of a NUMA node that has fewer cores share them.
-fn device_problems(devices: &[Device]) -> Vec<String> {
-    let mut problems = Vec::new();
-    let mut ordinals: BTreeMap<u32, &str> = BTreeMap::new();
-    for Device { name, kind, .. } in devices {
-        match kind {
-            DeviceKind::Gpu { ordinal, .. } => {
-                if let Some(other) = ordinals.insert(*ordinal, name.as_str()) {
-                    problems.push(format!("{other} and {name} have the same ordinal {ordinal}"));
-                }
-            }
-            DeviceKind::Numa { cpus, .. } => {
-                let mut seen = BTreeSet::new();
-                if let Some(cpu) = cpus.iter().find(|&cpu| !seen.insert(cpu)) {
-                    problems.push(format!("{name} has processor {cpu} twice"));
-                }
-            }
-        }
-    }
-    problems
 }
 
 fn model_problems(plan: &Plan) -> Vec<String> {

@@ -1,6 +1,6 @@
 //! What machines can be.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use anyhow::{Result, bail, ensure};
 
@@ -35,20 +35,11 @@ impl Machine {
                     !cpus.is_empty(),
                     "cpus of {name} is empty; one processor at least is meant"
                 );
-                if let Some(cpu) = first_repeated(cpus) {
-                    bail!("cpus of {name} has processor {cpu} twice; each is named once");
-                }
-            }
-            if let DeviceKind::Gpu { ordinal, .. } = device.kind {
-                let is_it = |other: &Device| matches!(other.kind, DeviceKind::Gpu { ordinal: o, .. } if o == ordinal);
-                let other = self.devices.rows()[..id.index()].iter().find(|other| is_it(other));
-                if let Some(Device { name: other, .. }) = other {
-                    bail!(
-                        "{other} and {name} have the same ordinal {ordinal}; each GPU has its own"
-                    );
-                }
             }
             check_rates(name, &device.rates)?;
+        }
+        if let Some(problem) = named_twice(self.devices.rows()).first() {
+            bail!("{problem}; each is named once");
         }
         for (index, link) in self.links.iter().enumerate() {
             let (from, to) = (link.from.index(), link.to.index());
@@ -141,8 +132,24 @@ fn check_part(field: &str, name: &str, part: f64) -> Result<()> {
     Ok(())
 }
 
-/// The first number that stands in a list before.
-fn first_repeated(numbers: &[u32]) -> Option<u32> {
-    let mut seen = BTreeSet::new();
-    numbers.iter().copied().find(|&number| !seen.insert(number))
+/// GPUs and processors that are named twice. Parts of a NUMA node that has fewer cores share them.
+pub(crate) fn named_twice(devices: &[Device]) -> Vec<String> {
+    let mut problems = Vec::new();
+    let mut ordinals: BTreeMap<u32, &str> = BTreeMap::new();
+    for Device { name, kind, .. } in devices {
+        match kind {
+            DeviceKind::Gpu { ordinal, .. } => {
+                if let Some(other) = ordinals.insert(*ordinal, name.as_str()) {
+                    problems.push(format!("{other} and {name} have the same ordinal {ordinal}"));
+                }
+            }
+            DeviceKind::Numa { cpus, .. } => {
+                let mut seen = BTreeSet::new();
+                if let Some(cpu) = cpus.iter().find(|&cpu| !seen.insert(cpu)) {
+                    problems.push(format!("{name} has processor {cpu} twice"));
+                }
+            }
+        }
+    }
+    problems
 }

@@ -1,6 +1,6 @@
 //! Memory that a mixture's experts take beside their inputs and outputs on a GPU.
 
-use super::{UNPACKED_ROWS, aligned, product};
+use super::{FLOAT_ROWS, aligned, product};
 
 /// Slots of the smallest tile; a slot is one token at one of its experts.
 pub const LEAST_TILE: u32 = 8;
@@ -43,7 +43,7 @@ impl Experts {
     /// Bytes of the whole workspace; with fewer tokens it is less.
     pub fn bytes(self) -> u64 {
         let Self { tokens, used, intermediate, .. } = self;
-        if tokens <= UNPACKED_ROWS {
+        if tokens <= FLOAT_ROWS {
             // Gated rows alone: each slot reads its expert's matrices by itself.
             return product(&[tokens, used, intermediate], 4);
         }

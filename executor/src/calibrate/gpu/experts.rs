@@ -9,7 +9,7 @@ use super::{Meter, rate};
 use crate::kernels::cpu::pack::packed_bytes;
 use crate::kernels::gpu::device::Span;
 use crate::kernels::gpu::experts::Experts;
-use crate::kernels::gpu::linear::UNPACKED_TOKENS;
+use crate::kernels::gpu::linear::FLOAT_TOKENS;
 use crate::kernels::gpu::matrix::Stack;
 
 /// Formats that experts are measured in: those that mixtures are held in.
@@ -71,7 +71,7 @@ impl Meter<'_> {
             let (weights_per_sec, nanos) = rate(weights, [all?, half?], step_nanos);
             anyhow::Ok(RatePoint { tokens: tokens as u32, weights_per_sec, nanos })
         };
-        let points = [1, UNPACKED_TOKENS].into_iter().map(point).collect::<Result<_>>()?;
+        let points = [1, FLOAT_TOKENS].into_iter().map(point).collect::<Result<_>>()?;
         Ok(LinearRate { format: mixture.gate.format(), points })
     }
 
@@ -82,7 +82,7 @@ impl Meter<'_> {
         let point = |sharing: usize| {
             let nanos = held.map(|held| {
                 let tokens = sharing * held;
-                ensure!(tokens > UNPACKED_TOKENS, "{tokens} tokens do not share experts");
+                ensure!(tokens > FLOAT_TOKENS, "{tokens} tokens do not share experts");
                 let choice = |number: usize, slot: usize| (slot + number * 5) * 7 % held;
                 self.time_experts(&mixture.first(held)?, [tokens, 1], &choice)
             });

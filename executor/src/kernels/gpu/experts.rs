@@ -14,7 +14,7 @@ use ir::op::Activation;
 use ir::workspace::experts as workspace;
 
 use super::device::{Gpu, Span};
-use super::linear::UNPACKED_TOKENS;
+use super::linear::FLOAT_TOKENS;
 use super::matrix::Stack;
 
 /// The inputs and outputs of a layer of experts.
@@ -74,7 +74,7 @@ impl Gpu {
                 && [up, down].iter().all(|stack| stack.experts() == gate.experts()),
             "the experts' stacks differ in shape or format"
         );
-        if tokens <= UNPACKED_TOKENS {
+        if tokens <= FLOAT_TOKENS {
             self.experts_of_few(experts);
             Ok(())
         } else {

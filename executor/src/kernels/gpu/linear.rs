@@ -44,7 +44,7 @@ use super::words::{Words, read_size};
 use crate::kernels::cpu::pack::{PANEL, VECTOR};
 
 /// Tokens of floats that a cube takes at most: with more, sums no longer fit a unit's registers.
-pub const UNPACKED_TOKENS: usize = ir::workspace::UNPACKED_ROWS as usize;
+pub const FLOAT_TOKENS: usize = ir::workspace::FLOAT_ROWS as usize;
 /// Tokens that one launch takes at most, of bf16 or with small matrices: with more, a library's tiles of 128 rows read
 /// the activations less often.
 pub const MAX_FUSED_TOKENS: usize = ir::workspace::MAX_FUSED_ROWS as usize;
@@ -92,7 +92,7 @@ pub struct Linear<'a> {
     pub element: DType,
     /// How `x` lies where that is not row after row: in bf16, as [`Gpu::right_operands()`] says.
     pub order: Option<RightOperands>,
-    /// Rows of `x`: 1 to [`UNPACKED_TOKENS`]; to [`MAX_FUSED_TOKENS`] in bf16 or with small matrices.
+    /// Rows of `x`: 1 to [`FLOAT_TOKENS`]; to [`MAX_FUSED_TOKENS`] in bf16 or with small matrices.
     pub tokens: usize,
     /// Applied to `x` first, which is f32 then.
     pub norm: Option<RmsNorm<'a>>,
@@ -144,7 +144,7 @@ impl Gpu {
             return Ok(());
         }
         match first.layout() {
-            _ if linear.tokens > UNPACKED_TOKENS => {
+            _ if linear.tokens > FLOAT_TOKENS => {
                 self.multiply_rows(linear, self.row_splits(linear))
             }
             _ if self.has_digits(linear) => self.multiply_blocks(linear),
@@ -324,7 +324,7 @@ impl Gpu {
     fn multiply_rows(&self, linear: &Linear<'_>, splits: usize) {
         let first = linear.matrices[0];
         let matrices = linear.matrices_of_output();
-        let tokens = linear.tokens.min(UNPACKED_TOKENS);
+        let tokens = linear.tokens.min(FLOAT_TOKENS);
         let share = RowShare {
             format: first.format(),
             columns: first.columns(),
@@ -374,7 +374,7 @@ impl Gpu {
     }
 }
 
-/// Whether a linear of that matrix takes up to [`MAX_FUSED_TOKENS`] tokens of floats, and not only [`UNPACKED_TOKENS`].
+/// Whether a linear of that matrix takes up to [`MAX_FUSED_TOKENS`] tokens of floats, and not only [`FLOAT_TOKENS`].
 pub fn takes_many_floats(matrix: &Matrix) -> bool {
     matrix.layout() == Layout::RowMajor && matrix.rows() * matrix.columns() <= MOST_SMALL_WEIGHTS
 }
@@ -384,7 +384,7 @@ impl<'a> Linear<'a> {
         let Some(first) = self.matrices.first() else { bail!("a linear has no matrix") };
         let takes_more =
             self.is_narrow() || self.matrices.iter().all(|matrix| takes_many_floats(matrix));
-        let most = if takes_more { MAX_FUSED_TOKENS } else { UNPACKED_TOKENS };
+        let most = if takes_more { MAX_FUSED_TOKENS } else { FLOAT_TOKENS };
         ensure!(
             (1..=most).contains(&self.tokens),
             "a launch takes 1 to {most} tokens, not {}",

@@ -7,7 +7,7 @@ use ir::plan::{Action, Program};
 
 use super::state::State;
 use crate::kernels::gpu::ahead::{ATTENTION_AHEAD_BYTES, LINEAR_AHEAD_BYTES, Region};
-use crate::kernels::gpu::linear::UNPACKED_TOKENS;
+use crate::kernels::gpu::linear::FLOAT_TOKENS;
 use crate::kernels::gpu::matrix::Matrix;
 
 impl State {
@@ -24,7 +24,7 @@ impl State {
             Some(Products::Linear(_)) => LINEAR_AHEAD_BYTES,
             Some(Products::Experts(_)) | None => return Ok(Vec::new()),
         };
-        if tokens > UNPACKED_TOKENS || !self.gpu.asks_ahead() {
+        if tokens > FLOAT_TOKENS || !self.gpu.asks_ahead() {
             return Ok(Vec::new());
         }
         let Some(next) = next_linear(program, after) else { return Ok(Vec::new()) };

@@ -15,7 +15,7 @@ use crate::kernels::gpu::cast::Cast;
 use crate::kernels::gpu::device::{ALIGNMENT, Gpu, Span};
 use crate::kernels::gpu::epilogue::Epilogue;
 use crate::kernels::gpu::linear::{
-    Linear, MAX_FUSED_TOKENS, RmsNorm, UNPACKED_TOKENS, takes_many_floats,
+    FLOAT_TOKENS, Linear, MAX_FUSED_TOKENS, RmsNorm, takes_many_floats,
 };
 use crate::kernels::gpu::matrix::{Layout, Matrix};
 use crate::kernels::gpu::vendor::Product;
@@ -98,7 +98,7 @@ impl State {
     ) -> Option<DType> {
         let takes_narrow = |matrix: &Matrix| self.gpu.takes_narrow(matrix, rows);
         match rows {
-            ..=UNPACKED_TOKENS if dtype == DType::F32 => Some(DType::F32),
+            ..=FLOAT_TOKENS if dtype == DType::F32 => Some(DType::F32),
             _ if matrices.clone().into_iter().all(takes_narrow) => Some(DType::Bf16),
             ..=MAX_FUSED_TOKENS
                 if dtype == DType::F32 && matrices.into_iter().all(takes_many_floats) =>

@@ -19,7 +19,7 @@ use super::output::sent_type;
 use super::replay::{GraphKey, Replays};
 use super::stamps::Moment;
 use super::state::{Operands, State, dims};
-use crate::kernels::gpu::linear::UNPACKED_TOKENS;
+use crate::kernels::gpu::linear::FLOAT_TOKENS;
 use crate::kernels::gpu::matrix::Matrix;
 use crate::kernels::gpu::shortlist::UNUSABLE;
 use crate::kernels::gpu::vendor::Order;
@@ -45,8 +45,7 @@ impl State {
         let program = &scope.plan.programs[run.program];
         let is_own = |&id: &StepId| !self.may_call_library(program, id, scope.batch.extent());
         // Only prompts have values of 16 bits between linears, for which the library may be called for few rows, too.
-        let is_few =
-            program.phase == Phase::Decode && scope.batch.tokens().len() <= UNPACKED_TOKENS;
+        let is_few = program.phase == Phase::Decode && scope.batch.tokens().len() <= FLOAT_TOKENS;
         let can_be_ahead = self.mail.as_ref().is_some_and(|mail| mail.can_be_ahead(run.program))
             && self.expert_counter.is_none()
             && (self.vendor.is_none() || is_few || steps.iter().all(is_own));

@@ -105,7 +105,7 @@ impl Layer {
             assert!(distance < tolerance, "{distance} away: {what}, {tokens} tokens, {form:?}");
             actual
         };
-        if tokens <= UNPACKED_TOKENS {
+        if tokens <= FLOAT_TOKENS {
             run(None, 5e-6);
         } else {
             run(Some(Form::Portable), 5e-6);

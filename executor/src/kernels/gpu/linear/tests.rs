@@ -4,7 +4,7 @@ use half::bf16;
 use ir::op::{Activation, Then};
 use ir::tensor::{DType, Format};
 
-use super::{Linear, MAX_FUSED_TOKENS, ROW_PLANES, RmsNorm, UNPACKED_TOKENS};
+use super::{FLOAT_TOKENS, Linear, MAX_FUSED_TOKENS, ROW_PLANES, RmsNorm};
 use crate::kernels::cpu::pack::PANEL;
 use crate::kernels::cpu::testing::{Random, distance, erf_in_64_bits};
 use crate::kernels::gpu::ahead::Region;
@@ -205,7 +205,7 @@ fn panels_of_every_format_and_shape() {
         for (rows, columns) in [(64, 256), (16, 128), (41, 96), (100, 36), (7, 31)] {
             check(&gpu, Case { format, rows: &[rows], columns, ..PLAIN }, None);
         }
-        for tokens in [2, 3, 5, UNPACKED_TOKENS] {
+        for tokens in [2, 3, 5, FLOAT_TOKENS] {
             check(&gpu, Case { format, rows: &[50], columns: 160, tokens, ..PLAIN }, None);
         }
     }
@@ -216,11 +216,11 @@ fn rows_of_every_format_and_split() {
     let Some(gpu) = gpu() else { return };
     for format in [Format::F32, Format::F16, Format::Bf16] {
         let case = Case { layout: Layout::RowMajor, format, ..PLAIN };
-        for tokens in [2, 3, 5, UNPACKED_TOKENS] {
+        for tokens in [2, 3, 5, FLOAT_TOKENS] {
             check(&gpu, Case { rows: &[61], columns: 264, tokens, ..case }, None);
         }
         // Some after others.
-        for tokens in [UNPACKED_TOKENS + 1, 2 * UNPACKED_TOKENS, MAX_FUSED_TOKENS - 3] {
+        for tokens in [FLOAT_TOKENS + 1, 2 * FLOAT_TOKENS, MAX_FUSED_TOKENS - 3] {
             let case = Case { tokens, biased: true, norm: Some(SCALED), ..case };
             check(&gpu, Case { rows: &[61], columns: 264, residual: true, ..case }, None);
             let gate = Then::Gate(Activation::Silu);
@@ -237,7 +237,7 @@ fn rows_of_every_format_and_split() {
 #[test]
 fn rows_for_a_part_of_shared_memory_and_for_more_than_all() {
     let Some(gpu) = gpu() else { return };
-    for (columns, tokens) in [(20_480, 1), (9000, UNPACKED_TOKENS)] {
+    for (columns, tokens) in [(20_480, 1), (9000, FLOAT_TOKENS)] {
         for format in [Format::Q8, Format::Q4] {
             let case = Case { format, rows: &[7], columns, tokens, norm: Some(SCALED), ..PLAIN };
             check(&gpu, case, None);
@@ -251,7 +251,7 @@ fn a_norm_in_front() {
     for format in Format::ALL {
         for columns in [128, 100, 37] {
             let norm = Some(Norm { scaled: true, scale_offset: 1.0 });
-            for tokens in [1, 2, UNPACKED_TOKENS - 1] {
+            for tokens in [1, 2, FLOAT_TOKENS - 1] {
                 check(&gpu, Case { format, columns, norm, tokens, rows: &[40], ..PLAIN }, None);
             }
         }
@@ -298,7 +298,11 @@ fn activations_in_16_bits() {
                 check(&gpu, Case { rows: &[300], columns, residual: true, ..case }, None);
             }
             check(&gpu, Case { rows: &[130, 130], columns: 2048, then: gate, ..case }, None);
-            // As many cubes as processors have places for, so that each takes all columns, and its stages in turns.
+            // Clusters of two, three, five, six and seven cubes, with uneven shares of the columns.
+            for columns in [512, 832, 1344, 1600, 1856].into_iter().filter(|_| tokens == 33) {
+                check(&gpu, Case { rows: &[300], columns, ..case }, None);
+            }
+            // Too many tiles for two cubes each, so that each takes all columns, and its stages in turns.
             if tokens > 16 {
                 let rows = 4 * PANEL * gpu.processors() as usize + 7;
                 check(&gpu, Case { rows: &[rows], columns: 1024, ..case }, None);
@@ -311,7 +315,7 @@ fn activations_in_16_bits() {
 fn rows_for_more_cubes_than_processors() {
     let Some(gpu) = gpu() else { return };
     let rows = 8 * PANEL * gpu.processors() as usize + 7;
-    for (rows, tokens) in [(rows, 1), (rows, 5), (rows / 2, UNPACKED_TOKENS)] {
+    for (rows, tokens) in [(rows, 1), (rows, 5), (rows / 2, FLOAT_TOKENS)] {
         let case = Case { columns: 64, tokens, norm: Some(SCALED), ..PLAIN };
         for format in [Format::Q8, Format::Q4] {
             check(&gpu, Case { format, rows: &[rows], ..case }, None);
@@ -387,7 +391,7 @@ fn what_does_not_fit_is_refused() {
     };
     assert!(linear(&[], 1, &[]).is_err());
     assert!(linear(&[&narrow, &wide], 1, &[&x, &x]).is_err());
-    assert!(linear(&[&narrow], UNPACKED_TOKENS + 1, &[&x]).is_err());
+    assert!(linear(&[&narrow], FLOAT_TOKENS + 1, &[&x]).is_err());
     assert!(linear(&[&narrow], 1, &[]).is_err());
 }
 

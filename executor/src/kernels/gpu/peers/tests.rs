@@ -9,7 +9,7 @@ use ir::workspace::exchange_bytes;
 
 use super::*;
 use crate::kernels::cpu::testing::Random;
-use crate::kernels::gpu::linear::{Linear, UNPACKED_TOKENS};
+use crate::kernels::gpu::linear::{FLOAT_TOKENS, Linear};
 use crate::kernels::gpu::matrix::Layout;
 use crate::kernels::gpu::matrix::testing::{panels, row_major};
 use crate::peers::grant;
@@ -126,7 +126,7 @@ fn linears_sum_what_they_make() {
                 Layout::Panels => panels(gpu, format, rows, columns, seed),
                 Layout::RowMajor => row_major(gpu, format, rows, columns, seed),
             };
-            let is_narrow = tokens > UNPACKED_TOKENS;
+            let is_narrow = tokens > FLOAT_TOKENS;
             let x = Random(7).floats(tokens * columns);
             let narrow: Vec<half::bf16> = x.iter().map(|&x| half::bf16::from_f32(x)).collect();
             let x = if is_narrow { gpu.upload(&narrow) } else { gpu.upload(&x) };

@@ -3,7 +3,7 @@
 use ir::op::Then;
 use ir::tensor::{DType, Format};
 
-use super::{Linear, MAX_FUSED_TOKENS, UNPACKED_TOKENS, activations};
+use super::{FLOAT_TOKENS, Linear, MAX_FUSED_TOKENS, activations};
 use crate::kernels::gpu::device::Gpu;
 use crate::kernels::gpu::matrix::testing::{Sample, panels_of, row_major_of, spoilt};
 use crate::kernels::gpu::testing::gpu;
@@ -71,13 +71,13 @@ fn products_are_numbers_where_weights_are() {
     let weights = spoilt(ROWS, COLUMNS, 3);
     for format in Format::ALL {
         let sample = panels_of(&gpu, format, ROWS, COLUMNS, &weights);
-        for tokens in [1, 2, 3, UNPACKED_TOKENS] {
+        for tokens in [1, 2, 3, FLOAT_TOKENS] {
             check(&gpu, &sample, DType::F32, tokens);
         }
         check_narrow(&gpu, &sample);
         if format.float().is_some() {
             let sample = row_major_of(&gpu, format, ROWS, COLUMNS, &weights);
-            for tokens in [1, 2, UNPACKED_TOKENS, MAX_FUSED_TOKENS] {
+            for tokens in [1, 2, FLOAT_TOKENS, MAX_FUSED_TOKENS] {
                 check(&gpu, &sample, DType::F32, tokens);
             }
             check_narrow(&gpu, &sample);

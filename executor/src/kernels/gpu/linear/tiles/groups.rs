@@ -5,8 +5,9 @@
 //!   step. A fifth plane lets the device copy whole steps to shared memory, as many ahead as there is room for: columns
 //!   of the activations, which lie as right operands do, and panels of the weights as they lie. Of weights that lie row
 //!   after row it copies 16 bytes with each unit.
-//! - While the group of a cube waits for products, that of the other cube of the processor decodes weights, and it
-//!   decodes the next ones of the step itself while the newest products are under way.
+//! - While the group of a cube waits for products, that of the other cube of the processor decodes weights. A plane
+//!   also decodes the second block of a step while the products of the first are under way, and loads the blocks of the
+//!   next while it multiplies: it waits for the next step before it gives its own stage back, so there are two at least.
 //! - Where rows are too few for all processors, cubes of a cluster share out the columns. Each writes some of the
 //!   outputs, from sums in the shared memory of all, always in the same order.
 
@@ -43,14 +44,17 @@ use crate::kernels::gpu::words::Words;
 const EIGHTS: usize = BLOCK / 8;
 /// Bytes of a processor's shared memory that a cube takes beside what it asks for.
 const RESERVED_BYTES: usize = 1 << 10;
-/// The most steps that have a place in shared memory.
+/// Steps that have a place in shared memory: three of 64 tokens fit beside the sums on every Hopper GPU, but for two of
+/// rows in 16 bits.
+const LEAST_STAGES: usize = 2;
 const MOST_STAGES: usize = 8;
 /// The most cubes of a cluster: more not every GPU has places for.
 const MOST_CUBES: usize = 8;
 /// Cubes that a processor has places for.
 const PLACES: u32 = 2;
-/// The part of all places that clusters find: processors come in groups that are no multiples of a cluster.
-const PLACES_OF_CLUSTERS: f64 = 0.9;
+/// The part of all places that clusters find: processors come in groups of unlike size, no multiples of a cluster. On an
+/// H200 clusters of seven find 32 · 7 of 264 places, of eight 45 · 8 of 396, which its profiler says.
+const PLACES_OF_CLUSTERS: f64 = 0.85;
 /// The fewest steps of a cube.
 const LEAST_STEPS: usize = 4;
 /// Numbers between the sums of tokens: a lane's lie two tokens apart from those of its neighbours.
@@ -183,18 +187,23 @@ impl Gpu {
         let (panel, layout) = (linear.matrices[0].panel(), linear.matrices[0].layout());
         let matrices = linear.matrices_of_output();
         let bands = GROUP / matrices;
-        let tiles = f64::from(linear.cubes(bands * PANEL));
-        let steps = panel.columns / STEP;
-        let places = f64::from(PLACES * self.processors()) * PLACES_OF_CLUSTERS;
-        let fits = |&cubes: &usize| steps >= cubes * LEAST_STEPS && tiles * cubes as f64 <= places;
-        let teams = (2..=MOST_CUBES).rev().find(fits).unwrap_or(1);
+        let tiles = linear.cubes(bands * PANEL);
+        let teams = cluster_cubes(tiles, panel.columns / STEP, self.processors());
         let tile = TileShare { panel, layout, matrices, bands, teams, tokens };
         let all_bytes = self.client.properties().hardware.max_shared_memory_size + RESERVED_BYTES;
         let most_bytes = all_bytes / PLACES as usize - RESERVED_BYTES;
         let share = GroupShare { tile, stages: MOST_STAGES };
         let room = most_bytes.saturating_sub(share.beside_bytes()) / LOAD_BYTES;
-        GroupShare { stages: (room / share.stage()).clamp(1, MOST_STAGES), ..share }
+        GroupShare { stages: (room / share.stage()).clamp(LEAST_STAGES, MOST_STAGES), ..share }
     }
+}
+
+/// Cubes of a cluster: the most that leave each enough of `steps`, and of which all of `tiles` clusters are there at once.
+fn cluster_cubes(tiles: u32, steps: usize, processors: u32) -> usize {
+    let places = f64::from(PLACES * processors) * PLACES_OF_CLUSTERS;
+    let fits =
+        |&cubes: &usize| steps >= cubes * LEAST_STEPS && f64::from(tiles) * cubes as f64 <= places;
+    (2..=MOST_CUBES).rev().find(fits).unwrap_or(1)
 }
 
 /// Addresses of stages.
@@ -327,7 +336,7 @@ fn multiply_band(
         load_staged(&mut portion, staged, own, place, 0usize, share);
     }
     while step < comptime!(share.steps()) {
-        step += tile.teams;
+        let next_step = step + tile.teams;
         let barrier = ring.barriers + stage as u32 * 16;
         let at = stage * comptime!(share.stage());
         if comptime!(!share.loads_ahead()) {
@@ -344,7 +353,7 @@ fn multiply_band(
                 load_staged(&mut next, staged, own + at, place, comptime!(part + 1), share);
             } else {
                 // Behind the last step is that one again: nobody reads it.
-                let is_over = step >= comptime!(share.steps());
+                let is_over = next_step >= comptime!(share.steps());
                 let from = select(is_over, stage, following);
                 let turn = select(is_over, turn, following_turn);
                 wait_for_turn(ring.barriers + from as u32 * 16, turn);
@@ -372,10 +381,12 @@ fn multiply_band(
         }
         stage = following;
         turn = following_turn;
+        step = next_step;
     }
 }
 
-/// Loads a portion of a step from shared memory; `own` is the first vector of the lane's.
+/// Loads a portion of a step from shared memory. At `own` begins the plane's panel, as if a whole one lay there, or,
+/// where rows lie one after the other, what the lane loads first.
 #[cube]
 fn load_staged(
     portion: &mut Portion,
@@ -408,5 +419,20 @@ fn take_sums(sums: &mut Array<Sums>, #[comptime] share: GroupShare) {
             sum.insert(i, read_sum(comptime!((at % 2 * groups + at / 2) * 4 + i)));
         }
         sums[at] = sum;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn clusters_fill_processors_and_leave_each_cube_some_steps() {
+        // Matrices of the 8 B shape on 132 processors: output, down, q with k and v, gate with up.
+        let of = |tiles, columns: usize| cluster_cubes(tiles, columns / STEP, 132);
+        assert_eq!([of(32, 4096), of(32, 14336), of(48, 4096), of(224, 4096)], [7, 7, 4, 1]);
+        // Few columns are shared by few.
+        let columns = [256, 512, 832, 1088, 1344, 1600, 1856, 2048];
+        assert_eq!(columns.map(|columns| of(3, columns)), [1, 2, 3, 4, 5, 6, 7, 8]);
     }
 }
