@@ -146,7 +146,7 @@ pub(crate) fn named_twice(devices: &[Device]) -> Vec<String> {
             DeviceKind::Numa { cpus, .. } => {
                 let mut seen = BTreeSet::new();
                 if let Some(cpu) = cpus.iter().find(|&cpu| !seen.insert(cpu)) {
-                    problems.push(format!("{name} has processor {cpu} twice"));
+                    problems.push(format!("cpus of {name} has processor {cpu} twice"));
                 }
             }
         }

@@ -46,7 +46,7 @@ fn a_numa_device_has_each_processor_once() {
     let on = |cpus: Vec<u32>| {
         move |plan: &mut Plan| plan.machine.devices[d(1)].kind = DeviceKind::Numa { node: 0, cpus }
     };
-    finds(pipeline(), on(vec![3, 4, 3]), &["numa1 has processor 3 twice"]);
+    finds(pipeline(), on(vec![3, 4, 3]), &["cpus of numa1 has processor 3 twice"]);
     // Parts of a node that has fewer cores than there are parts share them.
     finds(pipeline(), on(vec![0]), &[]);
 }
