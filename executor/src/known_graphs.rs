@@ -1,8 +1,8 @@
 //! For which kinds of runs launches are captured, which of these make room for others, and whether prompts are padded
 //! for that.
 //!
-//! What is decided here is the same for all devices of a run. A lane that is to record its steps, and a GPU some of whose
-//! launches cannot be captured (`State::prepare_capture`), may still leave it.
+//! What is decided here is the same for all devices of a run. A lane that is to record its steps, and a GPU some of
+//! whose launches cannot be captured (`State::prepare_capture`), may still leave it.
 
 use std::collections::BTreeSet;
 use std::sync::{Mutex, MutexGuard};
@@ -14,7 +14,6 @@ use ir::plan::{Action, Phase, Plan, Program, Step};
 use ir::tensor::Dim;
 use ir::workspace::MAX_FUSED_ROWS;
 
-use crate::batch::Batch;
 use crate::load::{GpuDriver, Options};
 use crate::locked;
 use crate::ops::gpu::GraphKey;
@@ -80,9 +79,9 @@ impl KnownGraphs {
     /// Lets in a run of a program in the order in which lanes work through runs; `None` where runs of its kind are
     /// never captured. A decode is captured at once, a prompt when it comes the second time, since many lengths are met
     /// only once.
-    pub(crate) fn admit(&self, key: GraphKey, phase: Phase, batch: &Batch) -> Option<Admission> {
+    pub(crate) fn admit(&self, key: GraphKey, phase: Phase) -> Option<Admission> {
         let is_decode = phase == Phase::Decode;
-        let is_short = batch.tokens().len() <= MAX_FUSED_ROWS as usize;
+        let is_short = key.tokens() <= MAX_FUSED_ROWS as usize;
         if !(is_decode || self.captures_prompts && is_short) {
             return None;
         }
@@ -134,27 +133,22 @@ fn longer_runs_are_free(plan: &Plan) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use ::tests::machines::{gpu, linked};
     use ir::tensor::{DType, Format};
 
     use super::*;
-    use crate::ops::tests::{gated, plan, written};
+    use crate::batch::Batch;
+    use crate::ops::tests::{beside_a_gpu, gated, plan, written};
 
-    /// A run of a program with a prompt of so many tokens.
-    fn run(program: usize, tokens: usize) -> (GraphKey, Batch) {
+    fn key(program: usize, tokens: usize) -> GraphKey {
         let mut batch = Batch::default();
         batch.push(&vec![0; tokens], 0, tokens, &[0, 1, 2, 3, 4, 5, 6, 7], false);
-        (GraphKey::of(program, &batch), batch)
+        GraphKey::of(program, &batch)
     }
 
     const REPLAYS: Option<Admission> = Some(Admission { captures: false, replaces: None });
     const CAPTURES: Option<Admission> = Some(Admission { captures: true, replaces: None });
 
     impl KnownGraphs {
-        fn admit_run(&self, run: &(GraphKey, Batch), phase: Phase) -> Option<Admission> {
-            self.admit(run.0, phase, &run.1)
-        }
-
         fn note(&self, key: GraphKey, captures: bool) {
             self.note_end(key, Admission { captures, replaces: None });
         }
@@ -163,27 +157,25 @@ mod tests {
     #[test]
     fn decodes_are_captured_at_once_and_prompts_when_they_come_again() {
         let known = KnownGraphs::new(8, true);
-        let (decode, prompt) = (run(1, 1), run(0, 20));
-        assert_eq!(known.admit_run(&decode, Phase::Decode), CAPTURES);
-        assert_eq!(known.admit_run(&prompt, Phase::Prefill), REPLAYS);
+        let (decode, prompt) = (key(1, 1), key(0, 20));
+        assert_eq!(known.admit(decode, Phase::Decode), CAPTURES);
+        assert_eq!(known.admit(prompt, Phase::Prefill), REPLAYS);
         // A run that did not end well says nothing of its kind, and its capture is made by the next.
-        assert_eq!(known.admit_run(&prompt, Phase::Prefill), REPLAYS);
-        assert_eq!(known.admit_run(&decode, Phase::Decode), CAPTURES);
-        known.note(decode.0, true);
-        known.note(prompt.0, false);
-        assert_eq!(known.admit_run(&decode, Phase::Decode), REPLAYS);
-        assert_eq!(known.admit_run(&prompt, Phase::Prefill), CAPTURES);
-        known.note(prompt.0, true);
-        assert_eq!(known.admit_run(&prompt, Phase::Prefill), REPLAYS);
+        assert_eq!(known.admit(prompt, Phase::Prefill), REPLAYS);
+        assert_eq!(known.admit(decode, Phase::Decode), CAPTURES);
+        known.note(decode, true);
+        known.note(prompt, false);
+        assert_eq!(known.admit(decode, Phase::Decode), REPLAYS);
+        assert_eq!(known.admit(prompt, Phase::Prefill), CAPTURES);
+        known.note(prompt, true);
+        assert_eq!(known.admit(prompt, Phase::Prefill), REPLAYS);
     }
 
     #[test]
     fn prompts_are_captured_through_cuda_and_padded_where_no_library_multiplies() {
         let folder = tempfile::tempdir().unwrap();
         let model = written(&gated()[0], folder.path());
-        let machine = probe::machine(None).unwrap();
-        let nodes = machine.devices.rows().iter().filter(|device| !device.kind.is_gpu());
-        let machine = linked([gpu(0, 4 << 30)].into_iter().chain(nodes.cloned()).collect());
+        let machine = beside_a_gpu();
         let plan = |device, format| plan(&model, (&machine, device), format, DType::F32);
         let found = |plan: &Plan, gpu_driver, trace| {
             let known = KnownGraphs::of(plan, &Options { gpu_driver, trace, ..Options::default() });
@@ -201,39 +193,39 @@ mod tests {
 
     #[test]
     fn long_prompts_are_never_captured_and_short_ones_where_the_plan_lets_them() {
-        let (short, long) = (run(0, 64), run(0, 65));
+        let (short, long) = (key(0, 64), key(0, 65));
         for (captures_prompts, expected) in [(true, REPLAYS), (false, None)] {
             let known = KnownGraphs::new(8, captures_prompts);
-            assert_eq!(known.admit_run(&short, Phase::Prefill), expected);
-            assert_eq!(known.admit_run(&long, Phase::Prefill), None);
+            assert_eq!(known.admit(short, Phase::Prefill), expected);
+            assert_eq!(known.admit(long, Phase::Prefill), None);
             // Decodes are, however many sequences there are.
-            assert_eq!(known.admit_run(&long, Phase::Decode), CAPTURES);
+            assert_eq!(known.admit(long, Phase::Decode), CAPTURES);
         }
     }
 
     #[test]
     fn the_least_recently_used_makes_room() {
         let known = KnownGraphs::new(2, true);
-        let [first, second, third] = [1, 2, 3].map(|program| run(program, 1));
-        for decode in [&first, &second] {
-            assert_eq!(known.admit_run(decode, Phase::Decode), CAPTURES);
-            known.note(decode.0, true);
+        let [first, second, third] = [1, 2, 3].map(|program| key(program, 1));
+        for decode in [first, second] {
+            assert_eq!(known.admit(decode, Phase::Decode), CAPTURES);
+            known.note(decode, true);
         }
-        assert_eq!(known.admit_run(&first, Phase::Decode), REPLAYS);
+        assert_eq!(known.admit(first, Phase::Decode), REPLAYS);
         let replaces = |key| Some(Admission { captures: true, replaces: Some(key) });
-        assert_eq!(known.admit_run(&third, Phase::Decode), replaces(second.0));
+        assert_eq!(known.admit(third, Phase::Decode), replaces(second));
         // The end of a run that was let in before its kind was dropped brings nothing back.
-        known.note(second.0, true);
-        assert_eq!(known.admit_run(&second, Phase::Decode), replaces(first.0));
+        known.note(second, true);
+        assert_eq!(known.admit(second, Phase::Decode), replaces(first));
         assert_eq!(known.lock().held.len(), 2);
     }
 
     #[test]
     fn where_there_is_memory_for_none_none_is_captured() {
         let known = KnownGraphs::new(0, true);
-        let decode = run(1, 1);
-        assert_eq!(known.admit_run(&decode, Phase::Decode), REPLAYS);
-        known.note(decode.0, false);
-        assert_eq!(known.admit_run(&decode, Phase::Decode), REPLAYS);
+        let decode = key(1, 1);
+        assert_eq!(known.admit(decode, Phase::Decode), REPLAYS);
+        known.note(decode, false);
+        assert_eq!(known.admit(decode, Phase::Decode), REPLAYS);
     }
 }

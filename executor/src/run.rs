@@ -120,7 +120,7 @@ impl Run {
         Self {
             program,
             number,
-            admission: known.admit(graph_key, schedule.phase, &batch),
+            admission: known.admit(graph_key, schedule.phase),
             batch,
             graph_key,
             met: [const { AtomicUsize::new(0) }; 2],

@@ -5,6 +5,7 @@ use std::fs;
 use std::path::Path;
 use std::sync::Arc;
 
+use ::tests::machines::{gpu, linked};
 use ::tests::toys::{FeedForward, Habits, Toy};
 use compiler::options::Request;
 use ir::machine::Machine;
@@ -37,6 +38,13 @@ pub(crate) fn plan(
         ..compiler::Options::default()
     };
     compiler::compile(model, machine, &options, &mut |_, _| ()).unwrap()
+}
+
+/// This machine's NUMA nodes beside a GPU that it need not have.
+pub(crate) fn beside_a_gpu() -> Machine {
+    let machine = probe::machine(None).unwrap();
+    let nodes = machine.devices.rows().iter().filter(|device| !device.kind.is_gpu());
+    linked([gpu(0, 4 << 30)].into_iter().chain(nodes.cloned()).collect())
 }
 
 /// The plan's device with the kernels that the options name.

@@ -52,6 +52,11 @@ impl GraphKey {
             reach: reach(batch),
         }
     }
+
+    /// Tokens of the run.
+    pub(crate) fn tokens(self) -> usize {
+        self.tokens
+    }
 }
 
 impl Replays {

@@ -4,7 +4,6 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use ::tests::machines::{gpu, linked};
 use ::tests::toys::Toy;
 use burn::tensor::Device as BurnDevice;
 use half::{bf16, f16};
@@ -20,7 +19,9 @@ use crate::checkpoint::Checkpoint;
 use crate::kernels::gpu::testing;
 use crate::known_graphs::KnownGraphs;
 use crate::load::{GpuDriver, Options};
-use crate::ops::tests::{batches, compare, gated, mixture, plain_with_biases, plan, written};
+use crate::ops::tests::{
+    batches, beside_a_gpu, compare, gated, mixture, plain_with_biases, plan, written,
+};
 use crate::ops::{Scope, plain};
 use crate::peers::Peers;
 use crate::run::Run;
@@ -31,8 +32,7 @@ use crate::team::Team;
 fn machine(has_library: bool) -> Machine {
     let mut machine = probe::machine(None).unwrap();
     if machine.device("gpu0").is_none() {
-        let numa = machine.devices.rows().iter().filter(|device| !device.kind.is_gpu());
-        machine = linked([gpu(0, 4 << 30)].into_iter().chain(numa.cloned()).collect());
+        machine = beside_a_gpu();
     }
     for device in machine.devices.rows_mut() {
         if let (DeviceKind::Gpu { library_bytes, .. }, false) = (&mut device.kind, has_library) {

@@ -6,8 +6,8 @@
 //!   of the activations, which lie as right operands do, and panels of the weights as they lie. Of weights that lie row
 //!   after row it copies 16 bytes with each unit.
 //! - While the group of a cube waits for products, that of the other cube of the processor decodes weights. A plane
-//!   also decodes the second block of a step while the products of the first are under way, and loads the blocks of the
-//!   next while it multiplies: it waits for the next step before it gives its own stage back, so there are two at least.
+//!   also decodes the second block of a step while the products of the first are under way, and loads blocks of the next
+//!   while it multiplies: it waits for the next step before it gives its own stage back, so there are two at least.
 //! - Where rows are too few for all processors, cubes of a cluster share out the columns. Each writes some of the
 //!   outputs, from sums in the shared memory of all, always in the same order.
 
@@ -52,8 +52,8 @@ const MOST_STAGES: usize = 8;
 const MOST_CUBES: usize = 8;
 /// Cubes that a processor has places for.
 const PLACES: u32 = 2;
-/// The part of all places that clusters find: processors come in groups of unlike size, no multiples of a cluster. On an
-/// H200 clusters of seven find 32 · 7 of 264 places, of eight 45 · 8 of 396, which its profiler says.
+/// The part of all places that clusters find: processors come in groups of unlike size, no multiples of a cluster. On
+/// an H200 clusters of seven find 32 · 7 of 264 places, of eight 45 · 8 of 396, which its profiler says.
 const PLACES_OF_CLUSTERS: f64 = 0.85;
 /// The fewest steps of a cube.
 const LEAST_STEPS: usize = 4;
@@ -198,7 +198,8 @@ impl Gpu {
     }
 }
 
-/// Cubes of a cluster: the most that leave each enough of `steps`, and of which all of `tiles` clusters are there at once.
+/// Cubes of a cluster: the most that leave each enough of `steps`, and of which all of `tiles` clusters are there at
+/// once.
 fn cluster_cubes(tiles: u32, steps: usize, processors: u32) -> usize {
     let places = f64::from(PLACES * processors) * PLACES_OF_CLUSTERS;
     let fits =
