@@ -3,12 +3,19 @@
 use anyhow::{Context as _, Result, bail};
 use ir::id::DeviceId;
 use ir::layout::Move;
+use ir::letters::SHARED_COPY_BYTES;
 use ir::machine::{CacheRate, Device, LinearRate};
 use ir::op::{Attention, Experts, Linear, Op, Products, Then};
 use ir::tensor::{DType, Extent, Format, TensorType};
 use ir::workspace::{FLOAT_ROWS, MAX_FUSED_ROWS, broken_loads, most_fused_rows, product_format};
 
 use crate::target::{Batch, Target};
+
+/// What one thread copies of a value that cores have just written, or that a GPU has sent. Measured on an H200's host,
+/// as the next: see benches/RESULTS.md.
+const LONE_COPY_BYTES_PER_SEC: f64 = 7.5e9;
+/// What several threads copy.
+const SHARED_COPY_BYTES_PER_SEC: f64 = 12.5e9;
 
 /// What one device computes with, as a price needs it.
 #[derive(Clone, Debug)]
@@ -182,6 +189,9 @@ pub(crate) fn move_nanos(
         // Messages of several peers are under way at once; their bytes share the receiver's port.
         latency = latency.max(link.latency_nanos);
         crossing += nanos_at(bytes as f64, link.bytes_per_sec);
+        if target.machine.devices[from].kind.is_gpu() != kind.is_gpu() {
+            crossing += letter_nanos(bytes);
+        }
     }
     let local = match movement {
         // The link writes what it brings.
@@ -198,6 +208,13 @@ pub(crate) fn move_nanos(
         (true, false) => 0.0,
     };
     Ok(beginning + crossing + nanos_at(local as f64, rates.read_bytes_per_sec))
+}
+
+/// Nanoseconds in which a GPU's lane copies a value into a letter, or out of one.
+fn letter_nanos(bytes: u64) -> f64 {
+    let is_shared = bytes >= SHARED_COPY_BYTES;
+    let rate = if is_shared { SHARED_COPY_BYTES_PER_SEC } else { LONE_COPY_BYTES_PER_SEC };
+    nanos_at(bytes as f64, rate)
 }
 
 /// Nanoseconds of a sum over so many GPUs, of terms of `bytes` bytes, by the vendor's library; `None` where the machine

@@ -26,6 +26,7 @@ mod graphs;
 mod groups;
 mod part;
 mod prompts;
+mod queueing;
 mod rewrite;
 mod schedule;
 mod shards;

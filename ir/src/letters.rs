@@ -14,6 +14,9 @@ use crate::workspace::{RunSizes, aligned};
 
 /// Bytes of values up to which every letter of a program has a place of its own.
 pub const OWN_PLACES_BYTES: u64 = 256 << 20;
+/// Bytes from which several threads copy what goes into a letter, or comes out of one: others wake up in the time in
+/// which one copies as much.
+pub const SHARED_COPY_BYTES: u64 = 2 << 20;
 /// Memory of a NUMA node that has room for the letters of several GPUs and what is taken out of them.
 const LEAST_HOME_BYTES: u64 = 8 * OWN_PLACES_BYTES;
 /// Bytes from one flag to another that the other side writes: the widest line of any cache.

@@ -2,10 +2,11 @@
 //! new pages, at a fraction of what a link carries.
 
 use bytemuck::Pod;
+use ir::letters::SHARED_COPY_BYTES;
 use rayon::prelude::*;
 
-/// Bytes that one thread copies no slower than others wake up to help: a quarter of a millisecond.
-const LONE_BYTES: usize = 2 << 20;
+/// Bytes from which several threads copy.
+const SHARED_BYTES: usize = SHARED_COPY_BYTES as usize;
 
 /// Copies all of `from` to `to`, which is as long.
 ///
@@ -13,10 +14,10 @@ const LONE_BYTES: usize = 2 << 20;
 /// When it is not.
 pub(super) fn copy(from: &[u8], to: &mut [u8]) {
     assert_eq!(from.len(), to.len(), "a copy is as long as what is copied");
-    if from.len() < LONE_BYTES {
+    if from.len() < SHARED_BYTES {
         return to.copy_from_slice(from);
     }
-    let piece = LONE_BYTES / 4;
+    let piece = SHARED_BYTES / 4;
     let pieces = to.par_chunks_mut(piece).zip(from.par_chunks(piece));
     pieces.for_each(|(to, from)| to.copy_from_slice(from));
 }
@@ -38,7 +39,7 @@ mod tests {
 
     #[test]
     fn copies_of_any_length_are_whole() {
-        for count in [0, 3, LONE_BYTES / 4, LONE_BYTES + 7] {
+        for count in [0, 3, SHARED_BYTES / 4, SHARED_BYTES + 7] {
             let elements: Vec<u32> =
                 (0..count as u32).map(|i| i.wrapping_mul(2_654_435_761)).collect();
             assert_eq!(collect::<u32>(bytemuck::cast_slice(&elements)), elements);
