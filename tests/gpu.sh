@@ -5,7 +5,7 @@
 # else, such as a second GPU, is skipped and says so.
 #
 # PROGRAMS=FOLDER takes what was built elsewhere: hybridc, hybrid-exec and, in FOLDER/tests, the test programs of the
-# executor, unit and integration, and of golden.rs, running.rs, failures.rs, narrow.rs and formats.rs in tests/tests.
+# executor, unit and integration, and of golden.rs, running.rs, failures.rs, bf12.rs and formats.rs in tests/tests.
 # ROUNDS=N runs several GPUs N times instead of a hundred.
 set -euo pipefail
 cd "$(dirname "$0")/.."

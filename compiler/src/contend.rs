@@ -1,12 +1,14 @@
-//! How much longer steps take that share a node's memory: its cores read it, and links fetch from it.
+//! How much longer steps take that wait for launches, or share a node's memory: its cores read it, and links fetch from
+//! it.
 
 use ir::id::{DeviceId, Id as _, StepId, Table};
 use ir::op::Op;
 use ir::plan::{Action, Phase, Program, Queue, Step};
-use ir::workspace::most_fused_rows;
+use ir::workspace::{MAX_FUSED_ROWS, most_fused_rows};
 
 use crate::bind::Bound;
 use crate::cost::{fetch_share, nanos_at, rows_of};
+use crate::queueing::waits_for_launches;
 use crate::task::Task;
 
 /// What a product of the vendor's library takes longer on a GPU while weights are copied to it: products and launches
@@ -52,17 +54,21 @@ impl Memory {
     }
 }
 
-/// Lengthens what GPUs and NUMA nodes do while weights are fetched.
+/// Lengthens steps by what they wait for their launches, and what GPUs and NUMA nodes do while weights are fetched.
 pub(crate) fn contend(task: &Task<'_>, bound: &Bound, program: &mut Program) {
+    let devices = &task.target.machine.devices;
+    let waits = waits_for_launches(|device| devices[device].kind.is_gpu(), program);
     let has_fetches = program.steps.rows().iter().any(|s| matches!(s.action, Action::Fetch { .. }));
     if !has_fetches {
+        let steps = program.steps.rows_mut().iter_mut().zip(waits.rows());
+        steps.for_each(|(step, wait)| step.estimate_nanos += wait);
         return;
     }
     let mut works: Table<StepId, Work> =
         program.steps.ids().map(|_| Work { nanos: 0.0, memory: Memory::Unused }).collect();
     for lane in &program.lanes {
         for &id in &lane.steps {
-            works[id] = work(task, bound, program, lane.device, &program.steps[id]);
+            works[id] = work(task, bound, program, lane.device, (&program.steps[id], waits[id]));
         }
     }
     let nanos = flow(program, &works);
@@ -71,8 +77,14 @@ pub(crate) fn contend(task: &Task<'_>, bound: &Bound, program: &mut Program) {
     }
 }
 
-/// What a step of a device does.
-fn work(task: &Task<'_>, bound: &Bound, program: &Program, device: DeviceId, step: &Step) -> Work {
+/// What a step of a device does that waits so many nanoseconds for its launches.
+fn work(
+    task: &Task<'_>,
+    bound: &Bound,
+    program: &Program,
+    device: DeviceId,
+    (step, wait): (&Step, u64),
+) -> Work {
     let machine = &task.target.machine;
     let nanos = step.estimate_nanos as f64;
     match &step.action {
@@ -103,9 +115,13 @@ fn work(task: &Task<'_>, bound: &Bound, program: &Program, device: DeviceId, ste
             let most = formats.map(most_fused_rows).min().unwrap_or(0);
             let rows = step.reads.first().map(|&x| rows_of(&program.buffers[x].ty, program.max));
             let beside = if rows > Some(most) { BESIDE_COPIES_NANOS } else { 0 };
-            Work { nanos: nanos + beside as f64, memory: Memory::Unused }
+            // What products of many rows take longer was measured where they wait for launches, too.
+            let longer = if rows > Some(MAX_FUSED_ROWS) { wait.max(beside) } else { wait + beside };
+            Work { nanos: nanos + longer as f64, memory: Memory::Unused }
         }
-        Action::Run(_) | Action::Move { .. } => Work { nanos, memory: Memory::Unused },
+        Action::Run(_) | Action::Move { .. } => {
+            Work { nanos: nanos + wait as f64, memory: Memory::Unused }
+        }
     }
 }
 

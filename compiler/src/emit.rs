@@ -15,7 +15,6 @@ use crate::forecast::simulate;
 use crate::graphs::Graphs;
 use crate::options::Options;
 use crate::part::WeightKey;
-use crate::queueing::queue;
 use crate::schedule::{Causes, schedule};
 use crate::sizes;
 use crate::target::{BLOCK_TOKENS, Batch};
@@ -96,7 +95,6 @@ pub(crate) fn program(
     causes: &mut Causes,
 ) -> Result<Program> {
     let mut program = schedule(task, graphs, bound, batch, causes)?;
-    queue(|device| task.target.machine.devices[device].kind.is_gpu(), &mut program);
     contend(task, bound, &mut program);
     Ok(program)
 }

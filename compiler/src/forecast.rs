@@ -14,12 +14,7 @@ pub(crate) struct Times {
 
 /// Runs a program in thought: a step begins when its lane is free and what it waits for is over.
 pub(crate) fn simulate(program: &Program) -> Times {
-    let mut lane_of: Table<StepId, usize> = program.steps.ids().map(|_| 0).collect();
-    for (lane, steps) in program.lanes.iter().enumerate() {
-        for &step in &steps.steps {
-            lane_of[step] = lane;
-        }
-    }
+    let lane_of = lane_of(program);
     let mut ends = Table::with_capacity(program.steps.len());
     let (mut free, mut busy) = (vec![0; program.lanes.len()], vec![0; program.lanes.len()]);
     // The scheduler numbers steps so that each comes after what it depends on, in its lane too.
@@ -35,4 +30,15 @@ pub(crate) fn simulate(program: &Program) -> Times {
         nanos: free.into_iter().max().unwrap_or(0),
         busiest_lane_nanos: busy.into_iter().max().unwrap_or(0),
     }
+}
+
+/// The lane of each step, by its number in the program.
+pub(crate) fn lane_of(program: &Program) -> Table<StepId, usize> {
+    let mut lane_of: Table<StepId, usize> = program.steps.ids().map(|_| 0).collect();
+    for (lane, steps) in program.lanes.iter().enumerate() {
+        for &step in &steps.steps {
+            lane_of[step] = lane;
+        }
+    }
+    lane_of
 }

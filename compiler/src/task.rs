@@ -17,7 +17,7 @@ pub(crate) struct Task<'a> {
     /// Weights that a block format would harm out of proportion to the bytes it saves.
     pub(crate) sensitive: Table<WeightId, bool>,
     /// Matrices of linears that gain by 12 bits where they would be held in bfloat16.
-    narrow: Table<WeightId, bool>,
+    saves_in_bf12: Table<WeightId, bool>,
     /// Weights that rows are looked up in.
     tables: Table<WeightId, bool>,
     /// For each matrix of a gate the one that it is multiplied together with, in one format.
@@ -30,7 +30,7 @@ impl<'a> Task<'a> {
         let mut sensitive: Table<WeightId, bool> =
             model.weights.rows().iter().map(|weight| matches!(*weight.shape, [1, _])).collect();
         let none = || model.weights.rows().iter().map(|_| false).collect::<Table<WeightId, bool>>();
-        let (mut narrow, mut tables) = (none(), none());
+        let (mut saves_in_bf12, mut tables) = (none(), none());
         let mut partners: Table<WeightId, Option<WeightId>> =
             model.weights.rows().iter().map(|_| None).collect();
         for (_, node) in model.layers.nodes() {
@@ -46,7 +46,7 @@ impl<'a> Task<'a> {
             }
             if let Op::Linear(linear) = &node.work {
                 for &weight in &linear.weights {
-                    narrow[weight] = gains_by_bf12(&model.weights[weight]);
+                    saves_in_bf12[weight] = gains_by_bf12(&model.weights[weight]);
                 }
             }
             if let Op::Embed { table, .. } = node.work {
@@ -62,7 +62,7 @@ impl<'a> Task<'a> {
                 }
             }
         }
-        Self { model, target, sensitive, narrow, tables, partners }
+        Self { model, target, sensitive, saves_in_bf12, tables, partners }
     }
 
     /// How a weight is held on a device.
@@ -83,8 +83,9 @@ impl<'a> Task<'a> {
                 // Rows are not looked up in 12 bits on GPUs.
                 let kind = &self.target.machine.devices[device].kind;
                 let is_table = self.tables[weight] && kind.is_gpu();
-                let is_narrow = self.narrow[weight] && self.target.has_bf12[device] && !is_table;
-                if is_narrow { Format::Bf12 } else { Format::Bf16 }
+                let is_bf12 =
+                    self.saves_in_bf12[weight] && self.target.has_bf12[device] && !is_table;
+                if is_bf12 { Format::Bf12 } else { Format::Bf16 }
             }
             format @ (Format::F32 | Format::F16 | Format::Q8 | Format::Q4) => format,
         }

@@ -172,7 +172,7 @@ impl Lane {
             Some(admission) if admission.captures && is_new => {
                 self.work_and_capture(run, program, lane, spans);
             }
-            Some(_) if is_captured => self.work_ahead(run, program, lane, spans),
+            Some(_) if is_captured => self.work_replayed(run, program, lane, spans),
             Some(_) | None => {
                 self.work_in_stretches(run, program, lane, spans);
             }
@@ -226,8 +226,8 @@ impl Lane {
         }
     }
 
-    /// Works through a run whose launches are queued ahead: what is left to do on the host is to carry letters.
-    fn work_ahead(&mut self, run: &Run, program: &Program, lane: usize, spans: &mut Vec<Span>) {
+    /// Works through a run that is replayed: what is left to do on the host is to carry letters.
+    fn work_replayed(&mut self, run: &Run, program: &Program, lane: usize, spans: &mut Vec<Span>) {
         let steps = &program.lanes[lane].steps;
         let Form::Gpu(state) = &mut self.device.form else { return };
         let Some(&first) = steps.first() else { return };
@@ -240,7 +240,7 @@ impl Lane {
                     fault.strike(&program.steps[id].name)?;
                 }
             }
-            state.start_ahead(scope, run.graph_key)?;
+            state.start_replay(scope, run.graph_key)?;
             for &id in steps {
                 at = id;
                 if state.expects_letter(run.program, id) {

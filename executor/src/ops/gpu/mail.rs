@@ -2,7 +2,7 @@
 //!
 //! - A step that waits for others has an incoming letter, a step that others wait for an outgoing one. Values of other
 //!   devices come with the first, what other devices read goes with the second.
-//! - A lane whose launches are queued ahead needs nothing from its host thread but letters, in the order of its steps.
+//! - A lane that replays what was captured needs nothing from its host thread but letters, in the order of its steps.
 //! - Steps of large runs share one place for their values, which is then used by one step after another.
 
 #![expect(unsafe_code, reason = "letters lie in memory that a GPU reads and writes, too")]
@@ -117,7 +117,7 @@ impl Mail {
     }
 
     /// Whether all launches of a run can be queued before its values exist.
-    pub(super) fn can_be_ahead(&self, program: usize) -> bool {
+    pub(super) fn can_be_replayed(&self, program: usize) -> bool {
         !self.programs[program].is_shared
     }
 

@@ -1,9 +1,10 @@
-//! How a GPU works through its lane: stretch by stretch, or with all launches queued ahead.
+//! How a GPU works through its lane: stretch by stretch, or by replaying what was captured.
 //!
 //! - Stretch by stretch, the lane's thread waits on the host for what a step waits for, queues launches, and waits
 //!   until the device is done with what others wait for.
-//! - Small runs are queued ahead as a whole, from what was captured in an earlier run of their kind. Then the device
-//!   waits by itself for what comes from the host, and the lane's thread only carries letters, in the order of steps.
+//! - Small runs are queued as a whole before their values exist, as captured in an earlier run of their kind. Then the
+//!   device waits by itself for what comes from the host, and the lane's thread only carries letters, in the order of
+//!   steps.
 
 use std::mem;
 
@@ -46,13 +47,14 @@ impl State {
         let is_own = |&id: &StepId| !self.may_call_library(program, id, scope.batch.extent());
         // Only prompts have values of 16 bits between linears, for which the library may be called for few rows, too.
         let is_few = program.phase == Phase::Decode && scope.batch.tokens().len() <= FLOAT_TOKENS;
-        let can_be_ahead = self.mail.as_ref().is_some_and(|mail| mail.can_be_ahead(run.program))
-            && self.expert_counter.is_none()
-            && (self.vendor.is_none() || is_few || steps.iter().all(is_own));
-        if can_be_ahead {
+        let can_be_replayed =
+            self.mail.as_ref().is_some_and(|mail| mail.can_be_replayed(run.program))
+                && self.expert_counter.is_none()
+                && (self.vendor.is_none() || is_few || steps.iter().all(is_own));
+        if can_be_replayed {
             self.replays.prepare(&self.gpu);
         }
-        can_be_ahead
+        can_be_replayed
     }
 
     /// Whether a step calls the vendor's library in a run of size `extent`, if there is one.
@@ -67,7 +69,7 @@ impl State {
         matrices.map_or(true, |matrices| self.own_element(rows, dtype, matrices).is_none())
     }
 
-    /// Whether a run can be queued ahead.
+    /// Whether a run can be replayed.
     pub(crate) fn is_captured(&self, key: GraphKey) -> bool {
         self.replays.holds(key)
     }
@@ -126,7 +128,7 @@ impl State {
     ///
     /// # Errors
     /// When the device failed.
-    pub(crate) fn start_ahead(&mut self, scope: Scope<'_>, key: GraphKey) -> Result<()> {
+    pub(crate) fn start_replay(&mut self, scope: Scope<'_>, key: GraphKey) -> Result<()> {
         self.fill(scope)?;
         if let Some(stamps) = &mut self.stamps {
             stamps.begin();
@@ -135,7 +137,7 @@ impl State {
         self.gpu.check_launches()
     }
 
-    /// What `lane` did in a run that was queued ahead and whose letters have all come; nothing where no steps are
+    /// What `lane` did in a replayed run whose letters have all come; nothing where no steps are
     /// traced.
     ///
     /// # Errors
@@ -146,7 +148,7 @@ impl State {
         stamps.spans((run.number, turn(run.number), lane), steps)
     }
 
-    /// Whether a step of a run that was queued ahead waits for a letter.
+    /// Whether a step of a replayed run waits for a letter.
     pub(crate) fn expects_letter(&self, program: usize, step: StepId) -> bool {
         self.mail.as_ref().is_some_and(|mail| mail.incoming(program, step).is_some())
     }
