@@ -58,10 +58,10 @@ impl Memory {
 pub(crate) fn contend(task: &Task<'_>, bound: &Bound, program: &mut Program) {
     let devices = &task.target.machine.devices;
     let waits = waits_for_launches(|device| devices[device].kind.is_gpu(), program);
+    let steps = program.steps.rows_mut().iter_mut().zip(waits.rows());
+    steps.for_each(|(step, wait)| step.estimate_nanos += wait);
     let has_fetches = program.steps.rows().iter().any(|s| matches!(s.action, Action::Fetch { .. }));
     if !has_fetches {
-        let steps = program.steps.rows_mut().iter_mut().zip(waits.rows());
-        steps.for_each(|(step, wait)| step.estimate_nanos += wait);
         return;
     }
     let mut works: Table<StepId, Work> =
@@ -77,7 +77,7 @@ pub(crate) fn contend(task: &Task<'_>, bound: &Bound, program: &mut Program) {
     }
 }
 
-/// What a step of a device does that waits so many nanoseconds for its launches.
+/// What a step of a device does, of which it waits so many nanoseconds for its launches.
 fn work(
     task: &Task<'_>,
     bound: &Bound,
@@ -116,12 +116,10 @@ fn work(
             let rows = step.reads.first().map(|&x| rows_of(&program.buffers[x].ty, program.max));
             let beside = if rows > Some(most) { BESIDE_COPIES_NANOS } else { 0 };
             // What products of many rows take longer was measured where they wait for launches, too.
-            let longer = if rows > Some(MAX_FUSED_ROWS) { wait.max(beside) } else { wait + beside };
-            Work { nanos: nanos + longer as f64, memory: Memory::Unused }
+            let counted = if rows > Some(MAX_FUSED_ROWS) { wait } else { 0 };
+            Work { nanos: nanos + beside.saturating_sub(counted) as f64, memory: Memory::Unused }
         }
-        Action::Run(_) | Action::Move { .. } => {
-            Work { nanos: nanos + wait as f64, memory: Memory::Unused }
-        }
+        Action::Run(_) | Action::Move { .. } => Work { nanos, memory: Memory::Unused },
     }
 }
 

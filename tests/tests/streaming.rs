@@ -89,10 +89,11 @@ fn short_prompts_beside_a_host_have_a_program_of_their_own() {
     let (fetches, on_host) = counts(short, 1);
     assert!(on_host > 0 && fetches < counts(prefill, 1).0);
     let nanos = |program: usize| plan.forecast.programs[program].nanos;
-    // The longest run of either; and a prompt that both take. The GPU waits for its launches in the shorter one.
+    // The longest run of either; and a prompt that both take, in 16 bits, where half of the model is fetched.
     assert!(4 * nanos(1) < 3 * nanos(0), "{} and {}", nanos(1), nanos(0));
-    let [whole, little] = [0, 1].map(|program| plan.forecast.programs[program].nanos_of(8));
-    assert!(4.0 * little < 3.0 * whole, "{little} and {whole}");
+    let half = compile(&model, &machine, &Options { plain_bf16: true, ..options() });
+    let [whole, little] = [0, 1].map(|program| half.forecast.programs[program].nanos_of(64));
+    assert!(3.0 * little < 2.0 * whole, "{little} and {whole}");
     // Where no prompt is longer, it is the only one.
     let options = Options { prefill_tokens: Some(short.max.tokens), ..options() };
     let only = compile(&model, &machine, &options);
