@@ -8,8 +8,8 @@ use burn::tensor::{Int, Tensor};
 use ir::layout::Move;
 
 use crate::bind::{Cpu, CpuForm};
+use crate::kernels::cpu::extension::{Input, Output};
 use crate::kernels::cpu::rows::for_each_row;
-use crate::ops::own::{Input, Output};
 use crate::slots::Value;
 use crate::team::Team;
 
@@ -50,7 +50,8 @@ fn own(
     team: &Team,
     inputs: Vec<Value>,
 ) -> Result<Value> {
-    let inputs = inputs.into_iter().map(Input::of).collect::<Result<Vec<_>>>()?;
+    let input = |value: Value| value.into_flex().map(Input::of);
+    let inputs = inputs.into_iter().map(input).collect::<Result<Vec<_>>>()?;
     let first = inputs.first().context("a movement reads nothing")?;
     let whole = Window { rows: (0, first.rows()), columns: (0, first.columns()) };
     let cut = |axis: u8| -> Result<Window> {
@@ -70,7 +71,7 @@ fn own(
         Move::AllGather { axis: 0 } => stack(team, &inputs)?,
         Move::AllGather { .. } => join(team, &inputs)?,
     };
-    Ok(out.into_floats())
+    Ok(Value::of_flex(out.into_floats()))
 }
 
 /// The sum of a window of all terms, first member first.

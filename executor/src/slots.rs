@@ -9,8 +9,9 @@ use std::mem;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use anyhow::{Context as _, Result};
+use anyhow::{Context as _, Result, anyhow};
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
+use burn_flex::{Flex, FlexTensor};
 use ir::id::{BufferId, StepId, Table};
 use ir::plan::Program;
 
@@ -121,6 +122,25 @@ impl Value {
     pub(crate) fn of_ints(values: Vec<i32>, rows: usize, columns: usize) -> Self {
         let data = TensorData::new(values, [rows, columns]);
         Value::Int(Tensor::from_data(data, (&Device::flex(), DType::I32)))
+    }
+
+    /// An activation of Burn's `flex` backend.
+    pub(crate) fn of_flex(tensor: FlexTensor) -> Self {
+        Value::Float(Tensor::from_primitive::<Flex>(tensor))
+    }
+
+    /// Ids of Burn's `flex` backend.
+    pub(crate) fn of_flex_ints(tensor: FlexTensor) -> Self {
+        Value::Int(Tensor::<2, Int>::from_primitive::<Flex>(tensor))
+    }
+
+    /// Its tensor, if it is one of Burn's `flex` backend.
+    pub(crate) fn into_flex(self) -> Result<FlexTensor> {
+        let tensor = match self {
+            Value::Float(tensor) => tensor.try_into_primitive::<Flex>(),
+            Value::Int(tensor) => tensor.try_into_primitive::<Flex>(),
+        };
+        tensor.map_err(|error| anyhow!("a tensor is not of flex: {error:?}"))
     }
 
     /// How many elements it has.

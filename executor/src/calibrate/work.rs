@@ -142,7 +142,7 @@ impl Mixture {
     pub fn compute(&self, team: &Team, isa: Isa, tokens: &mut MixtureTokens) -> Result<()> {
         let all = self.0.iter().map(|[gate, up, down]| Expert { gate, up, down });
         let all: Vec<Expert<'_>> = all.collect();
-        let inputs = Experts {
+        let inputs: Experts<'_> = Experts {
             x: &tokens.x,
             tokens: tokens.ids.len() / USED,
             ids: &tokens.ids,

@@ -21,6 +21,8 @@ mod tile;
 pub mod experts;
 pub mod linear;
 
+pub mod extension;
+
 mod lanes;
 mod math;
 

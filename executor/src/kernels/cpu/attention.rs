@@ -50,14 +50,16 @@ pub struct Sequence<'a> {
 }
 
 /// What an attention computes with, beside the cache.
+///
+/// Activations are of type `X`: slices for the kernel, tensors for [`super::extension`].
 #[derive(Clone, Copy, Debug)]
-pub struct Attention<'a> {
+pub struct Attention<'a, X = &'a [f32]> {
     /// `[tokens, heads · head_dim]`.
-    pub q: &'a [f32],
+    pub q: X,
     /// `[tokens, kv_heads · head_dim]`.
-    pub k: &'a [f32],
+    pub k: X,
     /// `[tokens, kv_heads · head_dim]`.
-    pub v: &'a [f32],
+    pub v: X,
     /// The batch; no two sequences share tokens, or blocks that are written.
     pub sequences: &'a [Sequence<'a>],
     /// Query heads.
@@ -78,6 +80,29 @@ pub struct Attention<'a> {
     pub k_norm: Option<Norm<'a>>,
     /// Turns queries and keys.
     pub rope: Option<RopeView<'a>>,
+}
+
+impl<'a, X> Attention<'a, X> {
+    /// The same of other queries, keys and values.
+    pub(super) fn with<Y>(&self, [q, k, v]: [Y; 3]) -> Attention<'a, Y> {
+        let Self { sequences, heads, group, first_head, scale, .. } = *self;
+        let Self { window, soft_cap, q_norm, k_norm, rope, .. } = *self;
+        Attention {
+            q,
+            k,
+            v,
+            sequences,
+            heads,
+            group,
+            first_head,
+            scale,
+            window,
+            soft_cap,
+            q_norm,
+            k_norm,
+            rope,
+        }
+    }
 }
 
 /// Appends the batch's keys and values to `cache` and writes the weighted values to `out`,

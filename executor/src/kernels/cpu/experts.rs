@@ -40,16 +40,18 @@ pub struct Expert<'a> {
 }
 
 /// The inputs of a layer of experts.
+///
+/// Activations are of type `X` and ids of type `I`: slices for the kernel, tensors for [`super::extension`].
 #[derive(Clone, Copy)]
-pub struct Experts<'a> {
+pub struct Experts<'a, X = &'a [f32], I = &'a [i32]> {
     /// `[tokens, features]`, row after row.
-    pub x: &'a [f32],
+    pub x: X,
     /// Rows of `x`.
     pub tokens: usize,
     /// The router's choice, `[tokens, used]`; ids of experts that are not in `experts` count for nothing.
-    pub ids: &'a [i32],
+    pub ids: I,
     /// What each chosen expert's output is multiplied with, `[tokens, used]`.
-    pub weights: &'a [f32],
+    pub weights: X,
     /// The id of `experts[0]`.
     pub first_expert: i32,
     /// Experts of one shape and format.

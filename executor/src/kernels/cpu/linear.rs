@@ -23,10 +23,12 @@ pub use super::norm::Norm;
 ///
 /// In bf16 the input is rounded to bf16 after the norm; for q8 and q4 it is quantised to 8 bits in blocks of 32, or
 /// for tiles in groups of 256 columns, as weights then are, too; sums are in f32.
+///
+/// Activations are of type `X`: slices for the kernel, tensors for [`super::extension`].
 #[derive(Clone, Copy)]
-pub struct Linear<'a> {
+pub struct Linear<'a, X = &'a [f32]> {
     /// `[tokens, inputs]`, row after row.
-    pub x: &'a [f32],
+    pub x: X,
     /// Rows of `x`.
     pub tokens: usize,
     /// Applied to each row of `x` first.
@@ -38,7 +40,7 @@ pub struct Linear<'a> {
     /// Applied to the products; for `Gate` the weights are the gate and what it multiplies.
     pub then: Then,
     /// `[tokens, outputs]`, added to the only output.
-    pub residual: Option<&'a [f32]>,
+    pub residual: Option<X>,
 }
 
 /// Computes the outputs, each `[tokens, outputs]` row after row: one for each weight, or one of a gate.

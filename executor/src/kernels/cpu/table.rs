@@ -8,7 +8,7 @@ use half::{bf16, f16};
 use ir::tensor::Format;
 
 use super::disjoint::DisjointMut;
-use super::pack::{Fill, PANEL};
+use super::pack::{Fill, PANEL, PackedMatrix};
 use crate::memory::Region;
 use crate::team::{Chunks, Team};
 
@@ -21,6 +21,15 @@ pub struct RowTable {
     rows: usize,
     columns: usize,
     region: Region,
+}
+
+/// A matrix whose rows are looked up.
+#[derive(Clone, Copy)]
+pub enum Lookup<'a> {
+    /// Nothing else is done with it.
+    Rows(&'a RowTable),
+    /// A head shares it, or it is held in blocks.
+    Packed(&'a PackedMatrix),
 }
 
 impl RowTable {
@@ -95,6 +104,35 @@ impl RowTable {
             Format::F32 | Format::Bf12 | Format::Q8 | Format::Q4 => {
                 out.copy_from_slice(&self.region.as_slice::<f32>()[range]);
             }
+        }
+    }
+}
+
+impl Lookup<'_> {
+    /// Rows of the table.
+    pub fn rows(self) -> usize {
+        match self {
+            Lookup::Rows(table) => table.rows(),
+            Lookup::Packed(matrix) => matrix.rows(),
+        }
+    }
+
+    /// Elements of a row.
+    pub fn columns(self) -> usize {
+        match self {
+            Lookup::Rows(table) => table.columns(),
+            Lookup::Packed(matrix) => matrix.columns(),
+        }
+    }
+
+    /// Writes a row to `out`, one element for each column.
+    ///
+    /// # Panics
+    /// When there is no such row, or `out` has another length.
+    pub fn read_row(self, row: usize, out: &mut [f32]) {
+        match self {
+            Lookup::Rows(table) => table.read_row(row, out),
+            Lookup::Packed(matrix) => matrix.read_row(row, out),
         }
     }
 }

@@ -20,12 +20,12 @@ use super::output::sent_type;
 use super::replay::{GraphKey, Replays};
 use super::stamps::Moment;
 use super::state::{Operands, State, dims};
+use crate::kernels::cpu::extension::Input;
 use crate::kernels::gpu::linear::FLOAT_TOKENS;
 use crate::kernels::gpu::matrix::Matrix;
 use crate::kernels::gpu::shortlist::UNUSABLE;
 use crate::kernels::gpu::vendor::Order;
 use crate::ops::Scope;
-use crate::ops::own::Input;
 use crate::run::Run;
 use crate::slots::{Slots, Value};
 
@@ -439,7 +439,7 @@ pub(super) fn with_bytes<T>(
         ensure!(bytes.len() == expected, "{buffer} has another size");
         with(bytes)
     };
-    match Input::of(value.clone()) {
+    match value.clone().into_flex().map(Input::of) {
         Ok(input) if ty.dtype == DType::I32 => with(bytemuck::cast_slice(input.ints()?)),
         Ok(input) => with(bytemuck::cast_slice(input.floats()?)),
         // Tensors of other backends are copied to be seen.

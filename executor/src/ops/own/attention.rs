@@ -1,50 +1,36 @@
 //! Attention over this device's caches.
 
-use anyhow::{Result, ensure};
+use anyhow::Result;
+use burn_flex::{Flex, FlexTensor};
 use ir::op;
 
-use super::{Input, Output, State};
-use crate::kernels::cpu::attention::{Attention, Sequence, attention as compute};
+use super::State;
+use crate::kernels::cpu::attention::{Attention, Sequence};
+use crate::kernels::cpu::extension::{Cores, Kernels};
 use crate::ops::Scope;
-use crate::team::Team;
 
 /// `[tokens, heads · head_dim]` of `q`, `k` and `v`.
 pub(super) fn attention(
     op: &op::Attention,
-    team: &Team,
+    cores: Cores<'_>,
     state: &mut State,
     scope: Scope<'_>,
-    inputs: &[Input],
-) -> Result<Output> {
-    let [q, k, v] = inputs else {
-        anyhow::bail!("attention reads {} tensors", inputs.len());
-    };
-    let State { isa, weights, caches, rotations } = state;
-    let mut cache = caches.view(op.cache)?;
-    let shape = *cache.shape();
-    let tokens = scope.batch.tokens().len();
-    let (width, kv_width) = (op.heads as usize * shape.head_dim, shape.kv_heads * shape.head_dim);
-    ensure!(
-        [q, k, v].iter().all(|x| x.rows() == tokens)
-            && [q.columns(), k.columns(), v.columns()] == [width, kv_width, kv_width],
-        "queries, keys and values do not fit the heads"
-    );
-    let sequences: Vec<Sequence<'_>> = scope
-        .batch
-        .parts()
-        .iter()
-        .map(|part| Sequence {
-            first_token: part.first_token,
-            tokens: part.tokens,
-            past: part.past,
-            blocks: &part.blocks,
-        })
-        .collect();
+    [q, k, v]: [FlexTensor; 3],
+) -> Result<FlexTensor> {
+    let State { weights, caches, rotations, .. } = state;
+    let parts = scope.batch.parts().iter();
+    let sequences = parts.map(|part| Sequence {
+        first_token: part.first_token,
+        tokens: part.tokens,
+        past: part.past,
+        blocks: &part.blocks,
+    });
+    let sequences: Vec<Sequence<'_>> = sequences.collect();
     let norm = |norm: &Option<op::Norm>| norm.as_ref().map(|norm| weights.norm(norm)).transpose();
     let call = Attention {
-        q: q.floats()?,
-        k: k.floats()?,
-        v: v.floats()?,
+        q,
+        k,
+        v,
         sequences: &sequences,
         heads: op.heads as usize,
         group: op.group as usize,
@@ -54,10 +40,7 @@ pub(super) fn attention(
         soft_cap: op.soft_cap,
         q_norm: norm(&op.q_norm)?,
         k_norm: norm(&op.k_norm)?,
-        rope: op.rope.map(|rope| rotations.view(rope, team, scope)),
+        rope: op.rope.map(|rope| rotations.view(rope, cores.team, scope)),
     };
-    let mut out = Output::new(team, tokens, width)?;
-    compute(team, *isa, &call, &mut cache, out.floats());
-    out.floats()[scope.batch.fed() * width..].fill(0.0);
-    Ok(out)
+    Flex::attention(cores, call, &mut caches.view(op.cache)?)
 }

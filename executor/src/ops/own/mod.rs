@@ -1,24 +1,19 @@
-//! Every operation with this project's CPU kernels, on the tensors of Burn's `flex` backend.
-//!
-//! - A kernel reads the elements of Burn tensors in place and writes a buffer of the team's arena, which
-//!   becomes the storage of the output tensor without a copy.
+//! Every operation with this project's CPU kernels, by their extension of Burn's `flex` backend.
 
 mod attention;
 mod caches;
 mod linear;
 mod rotations;
-mod rows;
 mod state;
-mod tensors;
 mod weights;
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Context as _, Result};
+use burn_flex::{Flex, FlexTensor};
 use ir::op::Op;
 
 pub(crate) use self::state::State;
-pub(crate) use self::tensors::{Input, Output};
 pub(crate) use self::weights::{Weights, weight_dims};
-use crate::kernels::cpu::{activation, norm, router};
+use crate::kernels::cpu::extension::{Cores, Kernels};
 use crate::ops::Scope;
 use crate::slots::Value;
 use crate::team::Team;
@@ -31,75 +26,46 @@ pub(crate) fn run(
     scope: Scope<'_>,
     inputs: Vec<Value>,
 ) -> Result<Vec<Value>> {
-    let isa = state.isa;
-    if let Op::SelectRows = op {
-        return Ok(vec![rows::select_rows(team, inputs, scope.batch)?]);
-    }
-    let inputs = inputs.into_iter().map(Input::of).collect::<Result<Vec<_>>>()?;
-    let x = |index: usize| inputs.get(index).with_context(|| format!("input {index} is missing"));
-    let like = |x: &Input| Output::new(team, x.rows(), x.columns());
+    let cores = Cores { team, isa: state.isa };
+    let batch = scope.batch;
+    let mut inputs = inputs.into_iter();
+    let mut next =
+        || -> Result<FlexTensor> { inputs.next().context("an input is missing")?.into_flex() };
     let out = match op {
-        Op::Embed { table, scale } => rows::embed(team, state, *table, *scale, scope.batch)?,
+        Op::Embed { table, scale } => {
+            Flex::look_up(cores, state.weights.lookup(*table)?, batch.tokens(), *scale)?
+        }
         Op::AddPosition { table, offset } => {
-            rows::add_position(team, state, *table, *offset, x(0)?, scope.batch)?
+            let table = state.weights.lookup(*table)?;
+            Flex::add_rows(cores, next()?, table, batch.positions(), *offset)?
         }
-        Op::Norm(weights) => {
-            let (x, mut out) = (x(0)?, like(x(0)?)?);
-            let residual = inputs.get(1).map(|residual| residual.floats()).transpose()?;
-            let weights = state.weights.norm(weights)?;
-            let (floats, features) = (x.floats()?, x.columns());
-            norm::norm(team, isa, &weights, features, floats, residual, out.floats());
-            out
+        Op::Norm(norm) => {
+            let x = next()?;
+            let residual = inputs.next().map(Value::into_flex).transpose()?;
+            Flex::norm(cores, x, &state.weights.norm(norm)?, residual)?
         }
-        Op::Linear(op) => return linear::linear(op, team, state, &inputs),
-        Op::Attention(op) => attention::attention(op, team, state, scope, &inputs)?,
-        Op::Activate(kind) => {
-            let mut out = like(x(0)?)?;
-            activation::activate(team, isa, *kind, x(0)?.floats()?, out.floats());
-            out
+        Op::Linear(op) => {
+            let x = next()?;
+            let residual = op.residual.then(next).transpose()?;
+            let outputs = linear::linear(op, cores, &state.weights, x, residual)?;
+            return Ok(outputs.into_iter().map(Value::of_flex).collect());
         }
-        Op::Gate(kind) => {
-            let mut out = like(x(0)?)?;
-            activation::gate(team, isa, *kind, x(0)?.floats()?, x(1)?.floats()?, out.floats());
-            out
+        Op::Attention(op) => {
+            attention::attention(op, cores, state, scope, [next()?, next()?, next()?])?
         }
-        Op::Add => {
-            let mut out = like(x(0)?)?;
-            activation::add(team, isa, x(0)?.floats()?, x(1)?.floats()?, out.floats());
-            out
-        }
-        Op::SigmoidGate => {
-            let (gate, x) = (x(0)?, x(1)?);
-            let mut out = like(x)?;
-            let features = x.columns();
-            activation::sigmoid_gate(
-                team,
-                isa,
-                gate.floats()?,
-                features,
-                x.floats()?,
-                out.floats(),
-            );
-            out
-        }
+        Op::Activate(kind) => Flex::activate(cores, *kind, next()?)?,
+        Op::Gate(kind) => Flex::gate(cores, *kind, next()?, next()?)?,
+        Op::Add => Flex::add_by_team(cores, next()?, next()?)?,
+        Op::SigmoidGate => Flex::sigmoid_gate(cores, next()?, next()?)?,
         Op::Route { used, renormalise } => {
-            let (logits, used) = (x(0)?, *used as usize);
-            let (tokens, experts) = (logits.rows(), logits.columns());
-            ensure!(used > 0 && used <= experts, "{used} of {experts} experts are used");
-            let mut ids = Output::new(team, tokens, used)?;
-            let mut weights = Output::new(team, tokens, used)?;
-            let logits = logits.floats()?;
-            let (sizes, weights_to) = ((experts, used), weights.floats());
-            router::route(team, logits, sizes, *renormalise, ids.ints(), weights_to);
-            return Ok(vec![ids.into_ints(), weights.into_floats()]);
+            let (ids, weights) = Flex::route(cores, next()?, *used as usize, *renormalise)?;
+            return Ok(vec![Value::of_flex_ints(ids), Value::of_flex(weights)]);
         }
-        Op::Experts(op) => linear::experts(op, team, state, [x(0)?, x(1)?, x(2)?])?,
-        Op::SelectRows => unreachable!("handled above"),
-        Op::SoftCap { cap } => {
-            let mut out = like(x(0)?)?;
-            activation::soft_cap(team, isa, *cap, x(0)?.floats()?, out.floats());
-            out
-        }
+        Op::Experts(op) => linear::experts(op, cores, &state.weights, [next()?, next()?, next()?])?,
+        // All rows are the input itself.
+        Op::SelectRows if batch.rows().len() == batch.tokens().len() => next()?,
+        Op::SelectRows => Flex::select_rows(cores, next()?, batch.rows())?,
+        Op::SoftCap { cap } => Flex::soft_cap(cores, *cap, next()?)?,
     };
-    Ok(vec![out.into_floats()])
+    Ok(vec![Value::of_flex(out)])
 }

@@ -11,7 +11,7 @@ use crate::checkpoint::{Checkpoint, Stored, matrices};
 use crate::fetch::Home;
 use crate::kernels::cpu::norm::Norm;
 use crate::kernels::cpu::pack::{Fill, PackedMatrix, WideRows, stack};
-use crate::kernels::cpu::table::RowTable;
+use crate::kernels::cpu::table::{Lookup, RowTable};
 use crate::team::Team;
 
 /// One row for each weight of the plan.
@@ -27,15 +27,6 @@ enum Held {
     Matrices(Home),
     /// What is only looked up.
     Table(RowTable),
-}
-
-/// A matrix whose rows are looked up.
-#[derive(Clone, Copy)]
-pub(super) enum Lookup<'a> {
-    /// Nothing else is done with it.
-    Rows(&'a RowTable),
-    /// A head shares it, or it is held in blocks.
-    Packed(&'a PackedMatrix),
 }
 
 impl Weights {
@@ -180,35 +171,6 @@ fn read<T>(
         }
     })?;
     failed.into_inner().map_or(Ok(made), Err)
-}
-
-impl Lookup<'_> {
-    /// Rows of the table.
-    pub(super) fn rows(self) -> usize {
-        match self {
-            Lookup::Rows(table) => table.rows(),
-            Lookup::Packed(matrix) => matrix.rows(),
-        }
-    }
-
-    /// Elements of a row.
-    pub(super) fn columns(self) -> usize {
-        match self {
-            Lookup::Rows(table) => table.columns(),
-            Lookup::Packed(matrix) => matrix.columns(),
-        }
-    }
-
-    /// Writes a row to `out`, one element for each column.
-    ///
-    /// # Panics
-    /// When there is no such row, or `out` has another length.
-    pub(super) fn read_row(self, row: usize, out: &mut [f32]) {
-        match self {
-            Lookup::Rows(table) => table.read_row(row, out),
-            Lookup::Packed(matrix) => matrix.read_row(row, out),
-        }
-    }
 }
 
 /// Rows and columns of a weight, or of one matrix of a stack; a vector is one row.

@@ -227,7 +227,7 @@ impl Case {
                 epsilon: EPSILON,
                 scale_offset: 1.0,
             };
-            let work = Attention {
+            let work: Attention<'_> = Attention {
                 q: &q,
                 k: &k,
                 v: &v,
@@ -355,7 +355,7 @@ fn sequence(first_token: usize, tokens: usize, past: usize, blocks: &[u32]) -> S
 
 /// Whether an attention of these sequences over blocks of 16 tokens is accepted.
 fn are_disjoint(sequences: &[Sequence<'_>]) -> bool {
-    let attention = Attention {
+    let attention: Attention<'_> = Attention {
         q: &[],
         k: &[],
         v: &[],
@@ -411,7 +411,7 @@ fn what_is_no_number_spoils_the_tokens_that_see_it() {
                 [&mut keys, &mut values].map(|region| bytemuck::cast_slice_mut(region));
             let mut cache = Cache::new(shape, keys, values).unwrap();
             let sequences = [Sequence { first_token: 0, tokens: TOKENS, past: 0, blocks: &[0] }];
-            let work = Attention {
+            let work: Attention<'_> = Attention {
                 q,
                 k,
                 v,

@@ -65,7 +65,7 @@ fn both_ways(
         matrices.iter().map(|[gate, up, down]| Expert { gate, up, down }).collect();
     let (x, weights) = (numbers(7, tokens * SIZES[0]), numbers(8, tokens * USED));
     let ids = (0..tokens * USED).map(|i| if i < USED { 8 } else { (i * 7 % 9) as i32 });
-    let inputs = Experts {
+    let inputs: Experts<'_> = Experts {
         x: &x,
         tokens,
         ids: &ids.collect::<Vec<i32>>(),
@@ -138,7 +138,7 @@ fn shapes_that_do_not_fit_are_errors() {
         let fits = Expert { gate: &up, up: &up, down: &down };
         let x = numbers(1, 8);
         let run = |all: &[Expert<'_>], ids: &[i32]| {
-            let inputs = Experts {
+            let inputs: Experts<'_> = Experts {
                 x: &x,
                 tokens: 1,
                 ids,

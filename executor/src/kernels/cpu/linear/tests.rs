@@ -118,7 +118,7 @@ fn products(x: &[f64], w: &[f64], columns: usize) -> Vec<(f64, f64)> {
 fn multiplied(team: &Team, isa: Isa, matrix: &PackedMatrix, x: &[f32]) -> Vec<f32> {
     let tokens = x.len() / matrix.columns();
     let mut out = vec![f32::NAN; tokens * matrix.rows()];
-    let layer = Linear {
+    let layer: Linear<'_> = Linear {
         x,
         tokens,
         norm: None,
@@ -315,7 +315,7 @@ fn what_surrounds_a_product_is_done_with_it() {
                         let is_gate = matches!(then, Then::Gate(_));
                         let count = if is_gate { 2 } else { 1 };
                         let mut out = vec![f32::NAN; tokens * rows];
-                        let inputs = Linear {
+                        let inputs: Linear<'_> = Linear {
                             x: &x,
                             tokens,
                             norm,
@@ -372,7 +372,7 @@ fn results_do_not_depend_on_who_computes_what() {
                     let mut outs: Vec<Vec<f32>> =
                         chosen.iter().map(|&i| vec![f32::NAN; tokens * sizes[i]]).collect();
                     let chosen: Vec<&PackedMatrix> = chosen.iter().map(|&i| &matrices[i]).collect();
-                    let inputs = Linear {
+                    let inputs: Linear<'_> = Linear {
                         x,
                         tokens,
                         norm: None,
@@ -408,7 +408,7 @@ fn sizes_that_do_not_fit_are_errors() {
         let matrix = packed(team, Format::F32, 4, 8, &numbers(1, 32));
         let other = packed(team, Format::F32, 4, 9, &numbers(1, 36));
         let x = numbers(2, 16);
-        let fits = Linear {
+        let fits: Linear<'_> = Linear {
             x: &x,
             tokens: 2,
             norm: None,

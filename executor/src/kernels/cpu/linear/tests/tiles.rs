@@ -9,7 +9,7 @@ fn both_multiply_right(team: &Team, kernel: Kernel, [tokens, rows, columns]: [us
     let x = numbers(1, tokens * columns);
     let w = [2, 3].map(|seed| numbers(seed, rows * columns));
     let matrices = w.each_ref().map(|w| packed(team, kernel.format, rows, columns, w));
-    let mut layer = Linear {
+    let mut layer: Linear<'_> = Linear {
         x: &x,
         tokens,
         norm: None,

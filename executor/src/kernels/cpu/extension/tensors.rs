@@ -1,11 +1,10 @@
-//! Between Burn tensors of the `flex` backend and what kernels take: slices in, buffers out.
+//! Between tensors of the `flex` backend and what kernels take: slices in, buffers out.
 
-use anyhow::{Context as _, Result, anyhow, ensure};
-use burn::tensor::{DType, Int, Shape, Tensor};
-use burn_flex::{Flex, FlexTensor, Layout};
+use anyhow::{Context as _, Result, ensure};
+use burn::tensor::{DType, Shape};
+use burn_flex::{FlexTensor, Layout};
 
 use crate::memory::Buffer;
-use crate::slots::Value;
 use crate::team::Team;
 
 /// A tensor whose elements a kernel reads: `[rows, columns]`, row after row.
@@ -24,15 +23,10 @@ pub(crate) struct Output {
 
 impl Input {
     /// Shares the tensor's elements; copies them only where they do not lie row after row.
-    pub(crate) fn of(value: Value) -> Result<Self> {
-        let tensor = match value {
-            Value::Float(tensor) => tensor.try_into_primitive::<Flex>(),
-            Value::Int(tensor) => tensor.try_into_primitive::<Flex>(),
-        };
-        let tensor = tensor.map_err(|error| anyhow!("a tensor is not of flex: {error:?}"))?;
+    pub(crate) fn of(tensor: FlexTensor) -> Self {
         let tensor = if tensor.is_contiguous() { tensor } else { tensor.to_contiguous() };
         let [rows, columns] = tensor.layout().shape().dims();
-        Ok(Self { tensor, rows, columns })
+        Self { tensor, rows, columns }
     }
 
     pub(crate) fn rows(&self) -> usize {
@@ -67,12 +61,12 @@ impl Output {
         self.buffer.as_mut_slice()
     }
 
-    pub(crate) fn into_floats(self) -> Value {
-        Value::Float(Tensor::from_primitive::<Flex>(self.into_tensor(DType::F32)))
+    pub(crate) fn into_floats(self) -> FlexTensor {
+        self.into_tensor(DType::F32)
     }
 
-    pub(crate) fn into_ints(self) -> Value {
-        Value::Int(Tensor::<2, Int>::from_primitive::<Flex>(self.into_tensor(DType::I32)))
+    pub(crate) fn into_ints(self) -> FlexTensor {
+        self.into_tensor(DType::I32)
     }
 
     fn into_tensor(self, dtype: DType) -> FlexTensor {
