@@ -41,5 +41,7 @@ mod router;
 pub mod rows;
 pub mod shortlist;
 
+pub mod extension;
+
 #[cfg(test)]
 pub(crate) mod testing;

@@ -16,7 +16,7 @@ pub mod prefill;
 mod scores;
 
 #[cfg(test)]
-mod testing;
+pub(super) mod testing;
 
 use ir::op::Attention;
 use ir::tensor::DType;

@@ -220,6 +220,12 @@ impl Gpu {
 }
 
 impl Span {
+    /// Memory that CubeCL manages, with all that belongs to it. Its address is not looked up.
+    pub(super) fn of(handle: Handle) -> Self {
+        let bytes = handle.size_in_used() as usize;
+        Self { handle, bytes, address: None }
+    }
+
     /// Its length.
     pub fn bytes(&self) -> usize {
         self.bytes
@@ -247,9 +253,9 @@ impl Span {
     /// Where CUDA sees its first byte.
     ///
     /// # Errors
-    /// On a device that is not driven through CUDA.
+    /// On a device that is not driven through CUDA, and of a tensor's memory.
     pub fn address(&self) -> Result<u64> {
-        self.address.context("this memory is not of a CUDA device")
+        self.address.context("this memory is not of a CUDA device, or a tensor's")
     }
 
     /// All of it as a kernel's argument: loads of [`LOAD_BYTES`].

@@ -11,7 +11,7 @@ use crate::kernels::gpu::device::{Gpu, Span};
 pub(super) const BLOCK_TOKENS: usize = 16;
 
 /// Attention without norms, rotation, window or cap.
-pub(super) fn plain(heads: u32, kv_heads: u32, head_dim: u32) -> Attention {
+pub(in crate::kernels::gpu) fn plain(heads: u32, kv_heads: u32, head_dim: u32) -> Attention {
     Attention {
         cache: CacheId::from_index(0),
         heads,
@@ -29,7 +29,7 @@ pub(super) fn plain(heads: u32, kv_heads: u32, head_dim: u32) -> Attention {
 }
 
 /// Numbers between −1 and 1 that look like noise.
-pub(super) fn noise(count: usize, seed: u32) -> Vec<f32> {
+pub(in crate::kernels::gpu) fn noise(count: usize, seed: u32) -> Vec<f32> {
     let mut state = seed.wrapping_mul(2_654_435_761).wrapping_add(12345);
     (0..count)
         .map(|_| {
