@@ -13,6 +13,7 @@ mod activation;
 mod addressed;
 pub mod ahead;
 mod bf12;
+mod given;
 mod instructions;
 mod panel;
 mod panics;

@@ -10,6 +10,7 @@ use ir::op::NormKind;
 use ir::tensor::{DType, Format};
 
 use super::device::{Gpu, Span, element};
+use super::given::given;
 use super::matrix::{float_bytes, float_type};
 use super::warpgroup::RightOperands;
 use super::words::read_size;
@@ -30,6 +31,13 @@ pub struct Norm<'a> {
     pub scale_offset: f32,
     /// Added to the variance.
     pub epsilon: f32,
+}
+
+impl Norm<'_> {
+    /// Which operands it has.
+    fn given(&self) -> [bool; 2] {
+        [self.scale.is_some(), self.bias.is_some()]
+    }
 }
 
 /// `out = norm(x) + residual`, in a float format.
@@ -102,6 +110,7 @@ impl Gpu {
                 norm.map_or(0.0, |norm| norm.epsilon),
                 features / size,
                 norm.map(|norm| norm.kind),
+                given([residual.is_some()].into_iter().chain(norm.iter().flat_map(Norm::given))),
                 self.plane() as usize,
                 element(taken),
                 element(float_type(format)?),
@@ -123,6 +132,7 @@ fn cast_rows<X: Float, F: Float, N: Size>(
     epsilon: f32,
     #[comptime] vectors: usize,
     #[comptime] norm: Option<NormKind>,
+    #[comptime] _given: u32,
     #[comptime] plane: usize,
     #[define(X)] _taken: ElemType,
     #[define(F)] _made: ElemType,

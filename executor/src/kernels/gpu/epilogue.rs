@@ -9,6 +9,7 @@ use ir::tensor::DType;
 
 use super::activation::activate;
 use super::device::{Gpu, Span, element};
+use super::given::given;
 use super::words::read_size;
 
 /// Units of a cube; any whole number of planes would do.
@@ -59,6 +60,8 @@ impl Gpu {
         };
         let floats = |span: &Span, count: usize| vectors_of(span, count, DType::F32);
         let all = |span: &Span| vectors_of(span, tokens * features, held);
+        let others = [products.is_some(), up.is_some(), epilogue.residual.is_some()];
+        let given = given(others.into_iter().chain(biases.iter().map(Option::is_some)));
         let biases = biases.iter().map(|bias| bias.map(|bias| floats(bias, features)).into());
         // SAFETY: the spans are as long as the shape says, and the kernel stays within it.
         unsafe {
@@ -74,6 +77,7 @@ impl Gpu {
                 all(epilogue.out),
                 features / size,
                 then,
+                given,
                 element(held),
             );
         }
@@ -94,6 +98,7 @@ fn finish<E: Float, N: Size>(
     out: &mut [Vector<E, N>],
     row_vectors: usize,
     #[comptime] then: Then,
+    #[comptime] _given: u32,
     #[define(E)] _held: ElemType,
 ) {
     let at = ABSOLUTE_POS;

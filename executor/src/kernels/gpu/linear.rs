@@ -7,6 +7,7 @@
 
 #![expect(unsafe_code, reason = "kernels are launched without checks of every index")]
 
+mod arguments;
 mod bytes;
 mod digits;
 pub(super) mod input;
@@ -21,26 +22,25 @@ pub(super) mod total;
 #[cfg(test)]
 pub(super) mod tests;
 
-use anyhow::{Result, bail, ensure};
-use cubecl::prelude::{CubeCount, CubeDim, Sequence, SequenceArg, Size};
+use anyhow::{Result, ensure};
+use cubecl::prelude::{CubeCount, CubeDim};
 use ir::op::Then;
 use ir::tensor::{DType, Format};
 use ir::workspace::{most_fused_rows, product_format};
 
 use self::bytes::ByteShare;
 use self::digits::{DIGIT_TOKENS, digit_bytes};
-use self::input::InputLaunch;
 use self::matrix::Share;
 use self::panels::PanelShare;
 use self::rights::WHOLE_TOKENS;
 use self::rows::RowShare;
-use self::total::{Output, OutputLaunch, Shape};
+use self::total::Shape;
 use super::ahead::{Region, argument};
 use super::device::{Gpu, Span};
 use super::matrix::{Layout, Matrix};
 use super::peers::Group;
 use super::warpgroup::RightOperands;
-use super::words::{Words, read_size};
+use super::words::read_size;
 use crate::kernels::cpu::pack::{PANEL, VECTOR};
 
 /// Tokens of floats that a cube takes at most: with more, sums no longer fit a unit's registers.
@@ -377,122 +377,4 @@ impl Gpu {
 /// Whether a linear of that matrix takes up to [`MAX_FUSED_TOKENS`] tokens of floats, and not only [`FLOAT_TOKENS`].
 pub fn takes_many_floats(matrix: &Matrix) -> bool {
     matrix.layout() == Layout::RowMajor && matrix.rows() * matrix.columns() <= MOST_SMALL_WEIGHTS
-}
-
-impl<'a> Linear<'a> {
-    fn check(&self) -> Result<()> {
-        let Some(first) = self.matrices.first() else { bail!("a linear has no matrix") };
-        let takes_more =
-            self.is_narrow() || self.matrices.iter().all(|matrix| takes_many_floats(matrix));
-        let most = if takes_more { MAX_FUSED_TOKENS } else { FLOAT_TOKENS };
-        ensure!(
-            (1..=most).contains(&self.tokens),
-            "a launch takes 1 to {most} tokens, not {}",
-            self.tokens
-        );
-        for matrix in self.matrices {
-            ensure!(
-                (matrix.format(), matrix.layout(), matrix.columns())
-                    == (first.format(), first.layout(), first.columns()),
-                "the matrices of one launch differ in format, layout or columns"
-            );
-        }
-        ensure!(self.biases.len() == self.matrices.len(), "every matrix has its bias or none");
-        if let Then::Gate(_) = self.then {
-            ensure!(
-                self.matrices.len() == 2 && self.matrices[1].rows() == first.rows(),
-                "a gate takes two matrices of one shape"
-            );
-        }
-        let outputs = self.matrices.len() / self.matrices_of_output();
-        ensure!(
-            self.outputs.len() == outputs,
-            "{} spans for {outputs} outputs",
-            self.outputs.len()
-        );
-        ensure!(self.residual.is_none() || outputs == 1, "a residual is added to one output");
-        if let Some(sum) = self.sum {
-            sum.check()?;
-            let count = self.tokens * first.rows();
-            ensure!(
-                outputs == 1 && sum.has_flags_for(count),
-                "a linear of {outputs} outputs sends no {count} numbers by itself"
-            );
-        }
-        Ok(())
-    }
-
-    /// The sums of cubes with matrix instructions, for `tokens` tokens each.
-    fn shape_of_lanes(&self, tokens: usize, bands: usize, splits: usize) -> Shape {
-        Shape {
-            tokens,
-            matrices: self.matrices_of_output(),
-            rows: matrix::LANE_ROWS,
-            slots: bands * matrix::LANE_SLOTS,
-            groups: splits,
-            is_normed: self.norm.is_some(),
-            ..Shape::ONE
-        }
-    }
-
-    /// That of the norm, where there is one.
-    fn epsilon(&self) -> f32 {
-        self.norm.map_or(0.0, |norm| norm.epsilon)
-    }
-
-    fn is_narrow(&self) -> bool {
-        self.element == DType::Bf16
-    }
-
-    fn matrices_of_output(&self) -> usize {
-        if matches!(self.then, Then::Gate(_)) { 2 } else { 1 }
-    }
-
-    /// Each output's matrices, with their biases.
-    fn parts(&self) -> impl Iterator<Item = (&'a [&'a Matrix], &'a [Option<&'a Span>])> {
-        let matrices = self.matrices_of_output();
-        self.matrices.chunks(matrices).zip(self.biases.chunks(matrices))
-    }
-
-    /// A cube for each `tile` rows of each output.
-    fn cubes(&self, tile: usize) -> u32 {
-        self.parts().map(|(matrices, _)| matrices[0].rows().div_ceil(tile) as u32).sum()
-    }
-
-    fn input<N: Size>(&self, covered: usize) -> InputLaunch<N> {
-        let columns = self.matrices[0].columns();
-        let size = read_size(columns);
-        let vectors = |span: &Span, rows: usize| {
-            span.argument(rows * columns / size, size * size_of::<f32>())
-        };
-        let scale = self.norm.and_then(|norm| norm.scale).map(|scale| vectors(scale, 1));
-        InputLaunch::new(
-            vectors(self.x, self.tokens),
-            scale.into(),
-            self.norm.map_or(0.0, |norm| norm.scale_offset),
-            columns,
-            covered,
-            self.norm.is_some(),
-        )
-    }
-
-    fn weights(&self) -> SequenceArg<Sequence<Box<[Words]>>> {
-        let loads = |matrix: &&Matrix| matrix.data().loads();
-        self.parts().map(|(matrices, _)| matrices.iter().map(loads).collect()).collect()
-    }
-
-    fn outputs(&self) -> SequenceArg<Output> {
-        let floats = |span: &Span, count: usize| span.argument(count, size_of::<f32>());
-        let output = |((matrices, biases), out): ((&[&Matrix], &[Option<&Span>]), &&Span)| {
-            let rows = matrices[0].rows();
-            OutputLaunch::new(
-                floats(out, self.tokens * rows),
-                biases.iter().map(|bias| bias.map(|bias| floats(bias, rows)).into()).collect(),
-                self.residual.map(|residual| floats(residual, self.tokens * rows)).into(),
-                self.sum.map(Group::meeting).into(),
-                rows,
-            )
-        };
-        self.parts().zip(self.outputs).map(output).collect()
-    }
 }

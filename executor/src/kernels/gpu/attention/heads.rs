@@ -5,6 +5,7 @@ use ir::op::{self, NormKind, Pairing};
 
 use super::append::{Append, NormWeights, Rotation};
 use crate::kernels::gpu::device::Span;
+use crate::kernels::gpu::given::given;
 
 /// Which norm heads have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -26,6 +27,10 @@ pub(super) struct HeadNorm {
     offset: f32,
     #[cube(comptime)]
     kind: Kind,
+    /// Which of `scale` and `bias` there are: see [`crate::kernels::gpu::given`].
+    #[expect(dead_code, reason = "kernels are told apart by it")]
+    #[cube(comptime)]
+    given: u32,
 }
 
 /// The rotation of heads.
@@ -84,7 +89,8 @@ impl Append<'_> {
                 }
             };
             let (scale, bias) = (floats(weights.scale), floats(weights.bias));
-            HeadNormLaunch::new(scale.into(), bias.into(), epsilon, offset, kind)
+            let given = given([scale.is_some(), bias.is_some()]);
+            HeadNormLaunch::new(scale.into(), bias.into(), epsilon, offset, kind, given)
         };
         let turn = |rotation: Rotation<'_>| {
             let Rotation { pairing, dims, table, table_rows, rows } = rotation;

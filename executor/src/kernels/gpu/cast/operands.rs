@@ -5,8 +5,9 @@ use cubecl::prelude::{Cast as _, *};
 use ir::op::NormKind;
 use ir::tensor::{DType, Format};
 
-use super::{Cast, cube_sum, normed};
+use super::{Cast, Norm, cube_sum, normed};
 use crate::kernels::gpu::device::{Gpu, Span, element};
+use crate::kernels::gpu::given::given;
 use crate::kernels::gpu::instructions::{Packed, pack};
 use crate::kernels::gpu::matrix::LOAD_BYTES;
 use crate::kernels::gpu::portion::BLOCK;
@@ -68,6 +69,7 @@ impl Gpu {
                 norm.map_or(0.0, |norm| norm.epsilon),
                 eights,
                 norm.map(|norm| norm.kind),
+                given(norm.iter().flat_map(Norm::given)),
                 order.tokens,
                 units,
                 cubes,
@@ -91,6 +93,7 @@ fn cast_operands<X: Float>(
     epsilon: f32,
     #[comptime] eights: usize,
     #[comptime] norm: Option<NormKind>,
+    #[comptime] _given: u32,
     #[comptime] tokens: usize,
     #[comptime] units: usize,
     #[comptime] cubes: usize,

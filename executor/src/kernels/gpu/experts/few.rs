@@ -94,7 +94,7 @@ fn shape(panel: Panel, matrices: usize, units: usize, plane: usize) -> Shape {
 fn input<N: Size>(x: &Span, rows: usize, panel: Panel) -> InputLaunch<N> {
     let size = read_size(panel.columns);
     let x = x.argument(rows * panel.columns / size, size * size_of::<f32>());
-    InputLaunch::new(x, None.into(), 0.0, panel.columns, panel.covered(), false)
+    InputLaunch::new(x, None.into(), 0.0, panel.columns, panel.covered(), false, 0)
 }
 
 fn integers(ids: &Span, count: usize) -> BufferArg {
@@ -109,6 +109,7 @@ fn output(out: &Span, tokens: usize, rows: usize, matrices: usize) -> OutputLaun
         None.into(),
         None.into(),
         rows,
+        0,
     )
 }
 

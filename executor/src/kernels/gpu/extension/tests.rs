@@ -172,6 +172,65 @@ fn linears_of_few_and_of_many_tokens() {
     }
 }
 
+/// Compiled kernels are found on disk by a hash, which must tell apart which operands there are.
+#[test]
+fn one_operand_is_not_taken_for_another() {
+    let Some(gpu) = gpu() else { return };
+    let (rows, columns) = (64, 64);
+    let weight = random(rows, columns, 1);
+    let matrix = CubeBackend::matrix(sent(&gpu, &weight)).unwrap();
+    for tokens in [5, 70] {
+        let x = random(tokens, columns, 2);
+        let [first, second] = [random(1, columns, 3), random(1, columns, 4)];
+        let term = random(tokens, columns, 5);
+        let send = |x: Option<&Tensor<2>>| x.map(|x| sent(&gpu, x));
+        let zero = Tensor::zeros([1, columns], &Device::flex());
+        for (bias, residual) in
+            [(None, Some(&term)), (Some(&first), None), (Some(&first), Some(&term)), (None, None)]
+        {
+            let linear = Linear {
+                x: sent(&gpu, &x),
+                norm: None,
+                matrices: &[&matrix],
+                biases: &[send(bias)],
+                then: Then::Nothing,
+                residual: send(residual),
+            };
+            let [made] = CubeBackend::linear(linear).unwrap().try_into().unwrap();
+            let product = x.clone().matmul(weight.clone().transpose());
+            let expected = product + bias.unwrap_or(&zero).clone();
+            let expected = expected + residual.unwrap_or(&zero).clone();
+            let what = format!("{tokens} tokens: {:?}", (bias.is_some(), residual.is_some()));
+            assert_near(made, &expected, rounded(&gpu, 2e-5), &what);
+        }
+        for (scale, bias, residual) in [
+            (Some(&first), None, None),
+            (None, Some(&second), None),
+            (None, None, Some(&term)),
+            (Some(&first), Some(&second), None),
+            (Some(&first), None, Some(&term)),
+            (None, Some(&second), Some(&term)),
+        ] {
+            let centred = x.clone() - x.clone().mean_dim(1);
+            let variance = (centred.clone() * centred.clone()).mean_dim(1);
+            let one = zero.clone() + 1.0;
+            let expected = centred / (variance + 1e-5).sqrt() * scale.unwrap_or(&one).clone()
+                + bias.unwrap_or(&zero).clone()
+                + residual.unwrap_or(&zero).clone();
+            let norm = Norm {
+                kind: NormKind::Layer,
+                scale: send(scale),
+                bias: send(bias),
+                scale_offset: 0.0,
+                epsilon: 1e-5,
+            };
+            let made = CubeBackend::norm(sent(&gpu, &x), &norm, send(residual)).unwrap();
+            let what = (scale.is_some(), bias.is_some(), residual.is_some());
+            assert_near(made, &expected, 1e-5, &format!("{tokens} tokens: {what:?}"));
+        }
+    }
+}
+
 /// Rotates the halves of every head of `x: [tokens, heads · dims]` by angles `[tokens, dims / 2]`.
 fn turned(x: &Tensor<2>, angles: &Tensor<2>) -> Tensor<2> {
     let ([_, width], [_, half]) = (x.dims(), angles.dims());

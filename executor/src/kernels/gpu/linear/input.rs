@@ -22,6 +22,10 @@ pub(in crate::kernels::gpu) struct Input<N: Size> {
     /// Whether there is a norm.
     #[cube(comptime)]
     pub(in crate::kernels::gpu) is_normed: bool,
+    /// Whether there is `scale`: see [`crate::kernels::gpu::given`].
+    #[expect(dead_code, reason = "kernels are told apart by it")]
+    #[cube(comptime)]
+    pub(in crate::kernels::gpu) given: u32,
 }
 
 #[cube]

@@ -20,6 +20,10 @@ pub(in crate::kernels::gpu) struct Output {
     pub(in crate::kernels::gpu) meeting: ComptimeOption<Meeting>,
     /// Features of a token.
     pub(in crate::kernels::gpu) rows: usize,
+    /// Which biases, `residual` and `meeting` there are: see [`crate::kernels::gpu::given`].
+    #[expect(dead_code, reason = "kernels are told apart by it")]
+    #[cube(comptime)]
+    pub(in crate::kernels::gpu) given: u32,
 }
 
 #[cube]
