@@ -32,18 +32,19 @@ for name in "${names[@]}"; do
   [[ $listed == *": test"* ]] ||
     { echo "no test is named $name: a test program is missing, or it has another name" >&2; exit 1; }
 done
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
 # Each in a process of its own, some at a time: most of what they take is the compiling of kernels, on one core each.
-# Processes that fill one cache of compiled kernels at the same time can lose a launch, so each has its own.
+# Processes that fill one cache of compiled kernels at the same time can lose a launch; those that come one after another
+# share one, as plans do, and must not take each other's kernels for their own.
 for test in "${tests[@]}"; do
   "$test" --list --format terse "${names[@]}" | sed -n 's/: test$//p' |
     while read -r name; do printf '%s\0%s\0' "$test" "$name"; done
-done | xargs -0 -P "$(($(nproc) / 2 + 1))" -n 2 sh -c '
-  export XDG_CACHE_HOME=$(mktemp -d); trap "rm -rf $XDG_CACHE_HOME" EXIT
+done | CACHES="$folder" xargs -0 -P "$(($(nproc) / 2 + 1))" --process-slot-var=SLOT -n 2 sh -c '
+  export XDG_CACHE_HOME="$CACHES/cache$SLOT"
   output=$("$0" --exact "$1" --show-output 2>&1) || { echo "$1: failed"; echo "$output"; exit 1; }
   skipped=$(printf "%s\n" "$output" | sed -n "s/^skipped/$1: &/p" | sort -u)
   echo "${skipped:-$1: ok}"'
-folder=$(mktemp -d)
-trap 'rm -rf "$folder"' EXIT
 compile() { "$programs/hybridc" compile tests/golden/llama3 --format f32 --kv-type f32 "$@"; }
 answer() { timeout 60 "$programs/hybrid-exec" "$1" --prompt "the quick brown fox" --max-tokens 24 --temperature 0; }
 
