@@ -119,16 +119,19 @@ const GPUS: &[(&str, f64, f64)] = &[
     ("T4", 0.32e12, 65e12),
 ];
 
-/// What products of many rows reach without the vendor's library, of what they do with it: packed matrices a third to
-/// nine twentieths on an H200, others in bf16 a ninth where 32 rows are multiplied at a time (Hopper, which takes 64,
-/// reaches a quarter); f16 is multiplied without tensor cores.
-const WITHOUT_LIBRARY: [(Format, f64); 5] = [
-    (Format::F16, 1.0 / 15.0),
-    (Format::Bf16, 1.0 / 9.0),
-    (Format::Bf12, 1.0 / 3.0),
-    (Format::Q8, 1.0 / 3.0),
-    (Format::Q4, 1.0 / 3.0),
-];
+/// Part of what products of many rows reach with the vendor's library that is left without it, by a GPU's `name`: of
+/// packed matrices a third to nine twentieths on an H200; of others in bf16 a quarter on Hopper, which multiplies 64 rows
+/// at a time, and a ninth where that is 32; f16 is multiplied without tensor cores.
+fn part_without_library(format: Format, name: &str) -> f64 {
+    let is_hopper = ["H100", "H200", "H20", "GH200"].iter().any(|hopper| name.contains(hopper));
+    match format {
+        Format::F32 => 1.0,
+        Format::F16 => 1.0 / 15.0,
+        Format::Bf16 if is_hopper => 1.0 / 4.0,
+        Format::Bf16 => 1.0 / 9.0,
+        Format::Bf12 | Format::Q8 | Format::Q4 => 1.0 / 3.0,
+    }
+}
 
 /// A GPU, by its name; by its clocks where the name is not known.
 pub(crate) fn gpu_rates(gpu: &Gpu, has_library: bool) -> Rates {
@@ -145,8 +148,8 @@ pub(crate) fn gpu_rates(gpu: &Gpu, has_library: bool) -> Rates {
     // Streaming kernels reach 87 % of the copy rate on an H200.
     let read_bytes_per_sec = bytes * 0.87;
     let reached = |format: Format| {
-        let slower = WITHOUT_LIBRARY.iter().find(|(slow, _)| *slow == format && !has_library);
-        bf16 * REACHED * slower.map_or(1.0, |(_, part)| *part)
+        let part = if has_library { 1.0 } else { part_without_library(format, &gpu.name) };
+        bf16 * REACHED * part
     };
     let curve = |format, peak: f64| linear(format, read_bytes_per_sec, peak);
     let blocks = |format| packed(format, read_bytes_per_sec, reached(format));
@@ -242,6 +245,32 @@ mod tests {
         for tokens in [512, 2048] {
             let unpacking = seconds(&packed, tokens) - 2.0 * f64::from(tokens) / 800e12;
             assert!((unpacking * 3.7e12 - 2.5625).abs() < 1e-6, "{unpacking}");
+        }
+    }
+
+    #[test]
+    fn without_the_library_prompts_are_slower_and_least_so_on_hopper() {
+        let gpu = |name: &str| Gpu {
+            ordinal: 0,
+            name: name.to_owned(),
+            memory_bytes: 80 << 30,
+            memory_bytes_per_sec: None,
+            core_hertz: None,
+            pcie_bytes_per_sec: 50e9,
+            has_nvlink: false,
+        };
+        let lost = |name, format| {
+            let rate = |has_library| {
+                let rates = gpu_rates(&gpu(name), has_library);
+                let of_format = rates.linear.iter().find(|rate| rate.format == format);
+                of_format.unwrap().weights_per_sec(2048)
+            };
+            rate(true) / rate(false)
+        };
+        for (name, bf16) in [("NVIDIA H100 80GB HBM3", 4.0), ("NVIDIA L40S", 9.0)] {
+            assert!((lost(name, Format::Bf16) - bf16).abs() < 0.1, "{name}");
+            assert!((2.0..3.1).contains(&lost(name, Format::Q4)), "{name}");
+            assert_eq!(lost(name, Format::F32), 1.0);
         }
     }
 

@@ -40,7 +40,7 @@ pub(super) fn rates(
     let [wide, narrow] = heads.map(|heads| prompt_nanos(team, isa, heads, element));
     let amounts = heads.map(|heads| [heads.prompt_flops(PROMPT), heads.prompt_scores(PROMPT)]);
     let (attention_flops_per_sec, prompt_score_nanos) = apart(amounts, [wide?, narrow?]);
-    let [wide, narrow, short] = look_back_nanos(team, isa, memory, element)?;
+    let [wide, narrow, short] = token_nanos(team, isa, memory, element)?;
     let [past, few] = PASTS.map(|past| (past + 1) as f64);
     // Of each token that is seen.
     let wide_nanos = ((wide - short) / (past - few)).max(f64::MIN_POSITIVE);
@@ -74,7 +74,7 @@ fn prompt_nanos(team: &Team, isa: Isa, heads: Heads, element: Element) -> Result
 }
 
 /// Nanoseconds of one token that looks back on many with wide heads and with narrow ones, and on few with wide ones.
-fn look_back_nanos(team: &Team, isa: Isa, memory: &Memory, element: Element) -> Result<[f64; 3]> {
+fn token_nanos(team: &Team, isa: Isa, memory: &Memory, element: Element) -> Result<[f64; 3]> {
     let layers = |heads: Heads, times: usize| -> Result<Vec<Layer>> {
         let first = Layer::new(team, heads, element, PASTS[0] + 1, 1)?;
         // No layer is still in a small cache when its turn comes again.

@@ -101,21 +101,28 @@ impl Kernels for CubeBackend {
         let kv_count = rows * kv_heads * head_dim;
         let [query_norm, key_norm] = head_norms.map(|weights| NormOperands::new(weights, head_dim));
         let (query_norm, key_norm) = (query_norm?, key_norm?);
-        let pairing = rotation.as_ref().map(|rotation| rotation.pairing);
-        let rotation = rotation
-            .map(|rotation| -> Result<_> {
-                Ok((Operand::floats(rotation.table)?, Operand::ints(rotation.rows)?))
-            })
-            .transpose()?;
-        let rotation = match (&rotation, pairing) {
-            (Some((table, token_rows)), Some(pairing)) => Some(Rotation {
-                pairing,
-                dims: u32::try_from(table.columns)?,
-                table: &table.span,
-                table_rows: table.rows,
-                rows: token_rows.sized(rows, "rows of the rotation")?,
-            }),
-            _ => None,
+        let turned = match rotation {
+            Some(super::Rotation { pairing, table, rows }) => {
+                Some((pairing, Operand::floats(table)?, Operand::ints(rows)?))
+            }
+            None => None,
+        };
+        let rotation = match &turned {
+            Some((pairing, table, of_tokens)) => {
+                let dims = table.columns;
+                ensure!(
+                    dims.is_multiple_of(2) && dims <= head_dim,
+                    "{dims} of {head_dim} features of a head turn in pairs"
+                );
+                Some(Rotation {
+                    pairing: *pairing,
+                    dims: u32::try_from(dims)?,
+                    table: &table.span,
+                    table_rows: table.rows,
+                    rows: of_tokens.sized(rows, "rows of the rotation")?,
+                })
+            }
+            None => None,
         };
         let cached = Cached::of(cache, [kv_heads, head_dim])?;
         let held = Held::of(&tokens, rows)?;
