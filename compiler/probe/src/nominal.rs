@@ -123,7 +123,8 @@ const GPUS: &[(&str, f64, f64)] = &[
 /// packed matrices a third to nine twentieths on an H200; of others in bf16 a quarter on Hopper, which multiplies 64 rows
 /// at a time, and a ninth where that is 32; f16 is multiplied without tensor cores.
 fn part_without_library(format: Format, name: &str) -> f64 {
-    let is_hopper = ["H100", "H200", "H20", "GH200"].iter().any(|hopper| name.contains(hopper));
+    // The second is found in H200 and GH200, too.
+    let is_hopper = ["H100", "H20"].iter().any(|hopper| name.contains(hopper));
     match format {
         Format::F32 => 1.0,
         Format::F16 => 1.0 / 15.0,

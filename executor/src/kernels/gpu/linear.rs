@@ -171,6 +171,15 @@ impl Gpu {
         if is_alone { most / 2 } else { most }
     }
 
+    /// The most rows in bf16 that all of these matrices are multiplied with as they lie; `None` where one is not.
+    pub fn most_narrow_of<'a>(
+        &self,
+        matrices: impl IntoIterator<Item = &'a Matrix> + Clone,
+    ) -> Option<usize> {
+        let most = matrices.clone().into_iter().map(|matrix| self.most_narrow(matrix)).min()?;
+        matrices.into_iter().all(|matrix| self.takes_narrow(matrix, most)).then_some(most)
+    }
+
     /// Whether a linear of f32 is one for matrix instructions: they take bf16, and columns in fours.
     fn has_portions(&self, linear: &Linear<'_>) -> bool {
         let first = linear.matrices[0];

@@ -20,6 +20,7 @@ use crate::kernels::gpu::linear::{
 use crate::kernels::gpu::matrix::{Layout, Matrix};
 use crate::kernels::gpu::vendor::Product;
 use crate::kernels::gpu::warpgroup::RightOperands;
+use crate::kernels::launches;
 use crate::ops::Scope;
 
 impl State {
@@ -119,13 +120,10 @@ impl State {
         outputs: &[Operand],
         matrices: &[Matrix],
     ) -> Option<usize> {
-        let most = matrices.iter().map(|matrix| self.gpu.most_narrow(matrix)).min()?;
+        let most = self.gpu.most_narrow_of(matrices)?;
         let is_aligned = |operand: &Operand| (most * operand.row_bytes()).is_multiple_of(ALIGNMENT);
         let mut operands = [x].into_iter().chain(residual).chain(outputs);
-        let fits = self.vendor.is_none()
-            && matrices.iter().all(|matrix| self.gpu.takes_narrow(matrix, most))
-            && operands.all(is_aligned);
-        fits.then_some(most)
+        (self.vendor.is_none() && operands.all(is_aligned)).then_some(most)
     }
 
     #[expect(clippy::too_many_arguments, reason = "they are a linear's parts")]
@@ -156,20 +154,10 @@ impl State {
         let mut narrowed = None;
         let biases = self.biases(op)?;
         let all: Vec<&Matrix> = matrices.iter().collect();
-        let is_gated = matches!(op.then, Then::Gate(_));
-        let mut first = 0;
-        while first < all.len() {
-            // One launch takes neighbours of one kind.
-            let kind = |matrix: &Matrix| (matrix.format(), matrix.layout());
-            let alike =
-                all[first..].iter().take_while(|matrix| kind(matrix) == kind(all[first])).count();
-            let end = if is_gated { all.len() } else { first + alike };
-            let spans: Vec<&Span> = if is_gated {
-                vec![&outputs[0].span]
-            } else {
-                outputs[first..end].iter().map(|out| &out.span).collect()
-            };
-            let order = self.gpu.right_operands(all[first], x.rows).filter(|_| is_narrow);
+        for part in launches(&all, op.then, |matrix| (matrix.format(), matrix.layout())) {
+            let made = &outputs[part.start..part.end.min(outputs.len())];
+            let spans: Vec<&Span> = made.iter().map(|out| &out.span).collect();
+            let order = self.gpu.right_operands(all[part.start], x.rows).filter(|_| is_narrow);
             if is_narrow && narrowed != Some(order) {
                 input = self.cast_input(op, x, Format::Bf16, order)?;
                 narrowed = Some(order);
@@ -180,15 +168,14 @@ impl State {
                 order,
                 tokens: x.rows,
                 norm: rms,
-                matrices: &all[first..end],
-                biases: &biases[first..end],
+                matrices: &all[part.clone()],
+                biases: &biases[part.clone()],
                 then: op.then,
                 residual: residual.map(|residual| &residual.span),
                 outputs: &spans,
                 sum: operands.sum.as_ref(),
-                ahead: if end == all.len() { &operands.ahead } else { &[] },
+                ahead: if part.end == all.len() { &operands.ahead } else { &[] },
             })?;
-            first = end;
         }
         Ok(())
     }

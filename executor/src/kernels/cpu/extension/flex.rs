@@ -12,6 +12,7 @@ use crate::kernels::cpu::linear::{Linear, linear};
 use crate::kernels::cpu::norm::{Norm, norm};
 use crate::kernels::cpu::table::Lookup;
 use crate::kernels::cpu::{activation, router, rows};
+use crate::kernels::launches;
 
 impl Kernels for Flex {
     fn look_up(
@@ -94,19 +95,12 @@ impl Kernels for Flex {
         let made = if is_gated { &weights[..weights.len().min(1)] } else { weights };
         let outputs = made.iter().map(|weight| Output::new(cores.team, tokens, weight.rows()));
         let mut outputs = outputs.collect::<Result<Vec<_>>>()?;
-        let mut first = 0;
-        while first < weights.len() {
-            // One dispatch takes neighbours of one format.
-            let format = weights[first].format();
-            let alike =
-                weights[first..].iter().take_while(|weight| weight.format() == format).count();
-            let end = if is_gated { weights.len() } else { first + alike };
-            let (weights, biases) = (&weights[first..end], &biases[first..end]);
+        for part in launches(weights, then, |weight| weight.format()) {
+            let outputs = &mut outputs[part.start..part.end.min(made.len())];
+            let (weights, biases) = (&weights[part.clone()], &biases[part]);
             let call = Linear { x: x.floats()?, tokens, norm, weights, biases, then, residual };
-            let outputs = &mut outputs[first..end.min(made.len())];
             let mut slices: Vec<&mut [f32]> = outputs.iter_mut().map(Output::floats).collect();
             linear(cores.team, cores.isa, &call, &mut slices)?;
-            first = end;
         }
         Ok(outputs.into_iter().map(Output::into_floats).collect())
     }

@@ -259,7 +259,7 @@ impl Kernels for CubeBackend {
     }
 
     fn shortlist(logits: CubeTensor, inverse_temperatures: CubeTensor) -> Result<CubeTensor> {
-        let (gpu, device) = (Gpu::of(&logits), logits.device.clone());
+        let gpu = Gpu::of(&logits);
         let (logits, temperatures) =
             (Operand::floats(logits)?, Operand::floats(inverse_temperatures)?);
         let (rows, vocabulary) = (logits.rows, logits.columns);
@@ -269,8 +269,8 @@ impl Kernels for CubeBackend {
         let lists = gpu.shortlist(&logits.span, [rows, vocabulary], temperatures, &scratch);
         let lists = lists.part(0, rows * LIST_WORDS as usize * size_of::<f32>());
         let shape = burn::tensor::Shape::new([rows, LIST_WORDS as usize]);
-        let (client, dtype) = (gpu.client, DType::F32);
-        Ok(CubeTensor::new_contiguous(client, device, shape, lists.handle(), dtype))
+        let Gpu { client, device } = gpu;
+        Ok(CubeTensor::new_contiguous(client, device, shape, lists.handle(), DType::F32))
     }
 }
 

@@ -16,6 +16,7 @@ use crate::kernels::gpu::epilogue::Epilogue;
 use crate::kernels::gpu::linear::{self, FLOAT_TOKENS, RmsNorm};
 use crate::kernels::gpu::matrix::{Layout, Matrix};
 use crate::kernels::gpu::warpgroup::RightOperands;
+use crate::kernels::launches;
 
 /// A linear whose operands are known to fit.
 struct Call<'a> {
@@ -76,13 +77,10 @@ impl Call<'_> {
     /// Rows that are multiplied at a time in bf16: `None` where there are no matrix instructions for that, or parts of
     /// that many rows do not start where kernels want them.
     fn rows_at_a_time(&self) -> Option<usize> {
-        let most = self.matrices.iter().map(|matrix| self.gpu.most_narrow(matrix)).min()?;
-        let most = most.min(self.x.rows);
-        let is_whole = most == self.x.rows;
+        let most = self.gpu.most_narrow_of(self.matrices.iter().copied())?.min(self.x.rows);
         let mut widths = self.matrices.iter().map(|matrix| matrix.rows()).chain([self.x.columns]);
         let is_aligned = |width: usize| (most * width * size_of::<f32>()).is_multiple_of(ALIGNMENT);
-        let takes = self.matrices.iter().all(|matrix| self.gpu.takes_narrow(matrix, most));
-        (takes && (is_whole || widths.all(is_aligned))).then_some(most)
+        (most == self.x.rows || widths.all(is_aligned)).then_some(most)
     }
 
     /// Few tokens, in f32.
@@ -95,7 +93,7 @@ impl Call<'_> {
                 let (scale_offset, epsilon) = (norm.scale_offset, norm.epsilon);
                 rms = Some(RmsNorm { scale: weights.scale, scale_offset, epsilon });
             } else {
-                input = self.cast(0, self.x.rows, Format::F32)?;
+                input = self.cast(0, self.x.rows, Format::F32, None)?;
             }
         }
         self.launch(0, self.x.rows, |_| Ok((input.clone(), Stored::F32, None)), rms)
@@ -105,15 +103,7 @@ impl Call<'_> {
     fn narrow(&self, first: usize, rows: usize) -> Result<()> {
         let input = |matrix: &Matrix| {
             let order = self.gpu.right_operands(matrix, rows);
-            let Some(order) = order else {
-                return Ok((self.cast(first, rows, Format::Bf16)?, Stored::Bf16, None));
-            };
-            let out = self.gpu.scratch(order.tokens * self.x.columns * 2);
-            let x = part(&self.x.span, self.x.columns, first, rows);
-            let norm = self.norm.as_ref().map(|(norm, weights)| weights.norm(norm));
-            let plain = Cast::plain(&x, [rows, self.x.columns], Format::Bf16, &out);
-            self.gpu.cast(&Cast { norm, order: Some(order), ..plain })?;
-            Ok((out, Stored::Bf16, Some(order)))
+            Ok((self.cast(first, rows, Format::Bf16, order)?, Stored::Bf16, order))
         };
         self.launch(first, rows, input, None)
     }
@@ -126,7 +116,6 @@ impl Call<'_> {
         input: impl Fn(&Matrix) -> Result<(Span, Stored, Option<RightOperands>)>,
         norm: Option<RmsNorm<'_>>,
     ) -> Result<()> {
-        let kind = |matrix: &Matrix| (matrix.format(), matrix.layout());
         let biases: Vec<_> =
             self.biases.iter().map(|bias| bias.as_ref().map(|bias| &bias.span)).collect();
         let outputs = self.outputs.iter().zip(self.matrices);
@@ -134,31 +123,25 @@ impl Call<'_> {
             outputs.map(|(out, matrix)| part(out, matrix.rows(), start, rows)).collect();
         let residual =
             self.residual.as_ref().map(|term| part(&term.span, term.columns, start, rows));
-        let is_gated = matches!(self.then, Then::Gate(_));
-        let mut first = 0;
-        while first < self.matrices.len() {
-            let alike = self.matrices[first..]
-                .iter()
-                .take_while(|matrix| kind(matrix) == kind(self.matrices[first]))
-                .count();
-            let end = if is_gated { self.matrices.len() } else { first + alike };
-            let (x, element, order) = input(self.matrices[first])?;
-            let spans: Vec<&Span> = outputs[first..end.min(outputs.len())].iter().collect();
+        let kind = |matrix: &&Matrix| (matrix.format(), matrix.layout());
+        for part in launches(self.matrices, self.then, kind) {
+            let (x, element, order) = input(self.matrices[part.start])?;
+            let spans: Vec<&Span> =
+                outputs[part.start..part.end.min(outputs.len())].iter().collect();
             self.gpu.linear(&linear::Linear {
                 x: &x,
                 element,
                 order,
                 tokens: rows,
                 norm,
-                matrices: &self.matrices[first..end],
-                biases: &biases[first..end],
+                matrices: &self.matrices[part.clone()],
+                biases: &biases[part],
                 then: self.then,
                 residual: residual.as_ref(),
                 outputs: &spans,
                 sum: None,
                 ahead: &[],
             })?;
-            first = end;
         }
         Ok(())
     }
@@ -167,7 +150,7 @@ impl Call<'_> {
     fn many(&self) -> Result<()> {
         let tokens = self.x.rows;
         let input = match self.norm {
-            Some(_) => self.cast(0, tokens, Format::F32)?,
+            Some(_) => self.cast(0, tokens, Format::F32, None)?,
             None => self.x.span.clone(),
         };
         let product = |matrix: &Matrix| -> Result<Span> {
@@ -204,14 +187,22 @@ impl Call<'_> {
         Ok(())
     }
 
-    /// Some rows of the input, normalised, in another format.
-    fn cast(&self, first: usize, rows: usize, format: Format) -> Result<Span> {
+    /// Some rows of the input, normalised, in another format and order.
+    fn cast(
+        &self,
+        first: usize,
+        rows: usize,
+        format: Format,
+        order: Option<RightOperands>,
+    ) -> Result<Span> {
         let columns = self.x.columns;
+        let made = order.map_or(rows, |order| order.tokens);
         let element_bytes = if format == Format::F32 { 4 } else { 2 };
-        let out = self.gpu.scratch(rows * columns * element_bytes);
+        let out = self.gpu.scratch(made * columns * element_bytes);
         let x = part(&self.x.span, columns, first, rows);
         let norm = self.norm.as_ref().map(|(norm, weights)| weights.norm(norm));
-        self.gpu.cast(&Cast { norm, ..Cast::plain(&x, [rows, columns], format, &out) })?;
+        let plain = Cast::plain(&x, [rows, columns], format, &out);
+        self.gpu.cast(&Cast { norm, order, ..plain })?;
         Ok(out)
     }
 }
