@@ -10,12 +10,17 @@ use cubecl::bytes::Bytes;
 use cubecl::client::{Client, Graph};
 use cubecl::config::cache::CacheConfig;
 use cubecl::config::{CubeClRuntimeConfig, RuntimeConfig as _};
-use cubecl::prelude::{BufferArg, CubeCount, CubeDim, ElemType};
+use cubecl::prelude::{
+    BufferArg, CubeCount, CubeDim, ElemType, Scalar as _, TensorArg, TensorMapArg,
+    TensorMapPrefetch, TensorMapSwizzle, Tiled, TiledArgs,
+};
 use cubecl::server::{Handle, ServerError};
+use cubecl::zspace::{Shape, Strides};
 use cubecl_runtime::runtime::Runtime;
 
 use super::matrix::LOAD_BYTES;
 use super::panics;
+use super::warpgroup::LINE_BYTES;
 
 /// Every piece of memory starts at a multiple of this many bytes: the widest load, and what each driver asks of
 /// the start of a binding.
@@ -261,6 +266,33 @@ impl Span {
     /// All of it as a kernel's argument: loads of [`LOAD_BYTES`].
     pub fn loads(&self) -> BufferArg {
         self.argument(self.bytes / LOAD_BYTES, LOAD_BYTES)
+    }
+
+    /// As the device copies boxes of it: `lines` lines of `words` 4 bytes each lie one after the other, and a box has
+    /// 128 bytes of `box_lines` lines, in which 16 bytes change places by the line's number.
+    ///
+    /// # Panics
+    /// When it is shorter than that.
+    pub(super) fn boxes(
+        &self,
+        lines: usize,
+        words: usize,
+        box_lines: usize,
+    ) -> TensorMapArg<Tiled> {
+        assert!(
+            lines * words * 4 <= self.bytes,
+            "boxes of {lines} · {words} · 4 of {} bytes",
+            self.bytes
+        );
+        let shape = Shape::from([lines, words]);
+        // SAFETY: the span is as long as the lines are.
+        let tensor = unsafe {
+            TensorArg::from_raw_parts(self.handle.clone(), Strides::new(&[words, 1]), shape)
+        };
+        let tile_size = Shape::from([box_lines, LINE_BYTES / 4]);
+        TensorMapArg::new(TiledArgs { tile_size }, tensor, u32::elem_type_native())
+            .with_swizzle(TensorMapSwizzle::B128)
+            .with_prefetch(TensorMapPrefetch::B256)
     }
 
     /// As a kernel's argument: `count` elements or vectors of `size` bytes each.

@@ -197,22 +197,15 @@ impl Portion {
         for row in 0..4usize {
             pairs[row] = weights[min(first_row + row, rows - 1) * loads + load];
         }
-        self.put_rows(&pairs);
-    }
-
-    /// The same of rows that lie in shared memory, `stride` loads from one to the next, from load `first` on.
-    pub(super) fn load_staged_rows(
-        &mut self,
-        staged: &Shared<[Words]>,
-        first: usize,
-        #[comptime] stride: usize,
-    ) {
-        let mut pairs = Array::<Words>::new(4usize);
         #[unroll]
-        for row in 0..4usize {
-            pairs[row] = staged[first + comptime!(row * stride)];
+        for i in 0..4usize {
+            let mut words = Words::empty();
+            #[unroll]
+            for row in 0..4usize {
+                words.insert(row, pairs[row].extract(i));
+            }
+            self.words[i] = words;
         }
-        self.put_rows(&pairs);
     }
 
     /// Becomes another portion.
@@ -224,19 +217,6 @@ impl Portion {
         #[unroll]
         for block in 0..comptime!(panel.blocks()) {
             self.scales[block] = other.scales[block];
-        }
-    }
-
-    /// Eight columns of four rows as they are loaded from panels.
-    fn put_rows(&mut self, pairs: &Array<Words>) {
-        #[unroll]
-        for i in 0..4usize {
-            let mut words = Words::empty();
-            #[unroll]
-            for row in 0..4usize {
-                words.insert(row, pairs[row].extract(i));
-            }
-            self.words[i] = words;
         }
     }
 

@@ -3,6 +3,8 @@
 //!
 //! - Of the left operand each of the four planes, which follow one another from a multiple of four on, holds 16 rows,
 //!   as [`super::instructions`] lays them down.
+//! - Or it lies in shared memory, as the device copies a *box*: 16 columns out of 64 that are 128 bytes of each of 64
+//!   rows, line after line; of those, each 16 bytes change places with others of the line, by the line's number.
 //! - The right operand lies in shared memory: 16 bytes are eight rows of a column, 128 bytes eight columns, all columns
 //!   of eight rows follow one another, and so do the rows.
 //! - Cubes of a *cluster* run at the same time and read each other's shared memory.
@@ -17,17 +19,20 @@
 
 use cubecl::ir::features::Tma;
 use cubecl::prelude::*;
+use cubecl_cpp::cuda::ptx::tensor_map_address;
 
 use super::device::Gpu;
 use super::instructions::Packed;
 use super::registers::held;
 
-/// Rows of activations as right operands, in bf16: `[columns / 8][tokens][8]`, where the eight are every fourth pair of
-/// 32 columns, as [`super::portion`] gives them to lanes.
+/// Rows of activations as right operands, in bf16: `[columns / 8][tokens][8]`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct RightOperands {
     /// Columns of the operands: tokens, and what pads them, whose products nobody reads.
     pub tokens: usize,
+    /// Whether the eight are every fourth pair of 32 columns, as [`super::portion`] gives them to lanes, and not
+    /// neighbours.
+    pub is_spread: bool,
     /// What activations are multiplied with: a power of two.
     pub factor: f32,
 }
@@ -38,6 +43,15 @@ pub(super) const GROUP: usize = 4;
 const ROWS: usize = 16;
 /// From eight columns of a right operand to the next, in 16 bytes: the upper half of what describes it.
 const EIGHT_COLUMNS: u32 = 8;
+/// Bytes of a line of a box.
+pub(super) const LINE_BYTES: usize = 128;
+/// After so many lines the places of 16 bytes in them come again.
+const TURN_LINES: usize = 8;
+/// What boxes are aligned to in shared memory.
+pub(super) const BOX_ALIGNMENT: usize = TURN_LINES * LINE_BYTES;
+/// The upper half of what describes a left operand in a box: from eight rows to the next, in 16 bytes, and that the
+/// bytes of its lines change places.
+const BOX_ROWS: u32 = (BOX_ALIGNMENT / 16) as u32 | 1 << 30;
 
 impl Gpu {
     /// Whether it has these instructions: no GPU before Hopper, which first had clusters, and none after, which copy
@@ -118,7 +132,39 @@ pub(super) fn multiply_group(lefts: &Array<Packed>, right: u32, #[comptime] colu
     );
 }
 
-/// Waits for the products that this plane's group has begun by [`multiply_group()`], but for the last `newest` times.
+/// Begins to add the products of 64 columns of two left operands in shared memory, each a box of 64 rows: `left` is
+/// [`left_operand()`] of the first, which the second follows.
+#[cube]
+pub(super) fn multiply_boxes(left: u32, right: u32, #[comptime] columns: usize) {
+    let (first, second) = comptime!((sums(0, columns), sums(1, columns)));
+    let instruction =
+        comptime!(format!("wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.bf16.bf16"));
+    // From 16 rows to the next, of the left operand from 16 columns to the next, and from box to box.
+    let step = comptime!(2 * columns);
+    let (left_step, of_box) = comptime!((2u32, (GROUP * ROWS * LINE_BYTES / 16) as u32));
+    let (left, right) = (held::<u32>(left), held::<u32>(right));
+    gpu_asm!("wgmma.fence.sync.aligned;");
+    #[unroll]
+    for turn in 0..4usize {
+        let (left_by, right_by) = comptime!((left_step * turn as u32, (step * turn) as u32));
+        gpu_asm!(
+            "{{ .reg .pred adds; .reg .b32 at, rows; .reg .b64 left<2>, right; setp.eq.u32 adds, 0, 0; ",
+            "mov.u32 rows, {BOX_ROWS}; add.u32 at, {left}, {left_by}; mov.b64 left0, {{at, rows}}; ",
+            "add.u32 at, at, {of_box}; mov.b64 left1, {{at, rows}}; ",
+            "mov.u32 rows, {EIGHT_COLUMNS}; add.u32 at, {right}, {right_by}; mov.b64 right, {{at, rows}}; ",
+            "{instruction} {first}, left0, right, adds, 1, 1, 0, 0; ",
+            "{instruction} {second}, left1, right, adds, 1, 1, 0, 0; }}",
+            instruction = const instruction, first = const first, second = const second,
+            BOX_ROWS = const BOX_ROWS, EIGHT_COLUMNS = const EIGHT_COLUMNS, of_box = const of_box,
+            left_by = const left_by, right_by = const right_by,
+            left = in(_) left, right = in(_) right,
+        );
+    }
+    gpu_asm!("wgmma.commit_group.sync.aligned;");
+}
+
+/// Waits for the products that this plane's group has begun by [`multiply_group()`] or [`multiply_boxes()`], but for the
+/// last `newest` times.
 #[cube]
 pub(super) fn wait_for_products(#[comptime] newest: u32) {
     gpu_asm!("wgmma.wait_group.sync.aligned {newest};", newest = const newest);
@@ -182,24 +228,31 @@ pub(super) fn copy_in_bulk(from: &[Packed], to: u32, bytes: u32, barrier: u32) {
     );
 }
 
-/// Begins to copy 16 bytes, the first of `from`, to shared memory. [`arrive_with_copies()`] tells a barrier.
+/// Begins to copy a box, all of whose bytes have been announced at the barrier, from line `line` of a matrix and its
+/// 4 bytes number `word` on. What lies outside of the matrix becomes zeros.
 #[cube]
-pub(super) fn copy_load(from: &[Packed], to: u32) {
-    // SAFETY: the load is there.
-    let pointer = unsafe { from.as_ptr_unchecked() };
-    let to = held::<u32>(to);
+pub(super) fn copy_box(
+    matrix: &TensorMap<u32, Tiled>,
+    word: u32,
+    line: u32,
+    to: u32,
+    barrier: u32,
+) {
+    let map = tensor_map_address::<u32, Tiled>(matrix);
+    let (word, line) = (held::<u32>(word), held::<u32>(line));
+    let (to, barrier) = (held::<u32>(to), held::<u32>(barrier));
     gpu_asm!(
-        "{{ .reg .u64 global; cvta.to.global.u64 global, {from}; ",
-        "cp.async.cg.shared.global [{to}], [global], 16; }}",
-        from = in(_) pointer, to = in(_) to,
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes ",
+        "[{to}], [{map}, {{{word}, {line}}}], [{barrier}];",
+        map = in(_) map, word = in(_) word, line = in(_) line, to = in(_) to, barrier = in(_) barrier,
     );
 }
 
-/// Arrives at a barrier, which counts each unit that does, once all loads are there that this unit has begun to copy.
+/// The lower half of what describes a left operand that is a box, which begins at `address` in shared memory, a multiple
+/// of [`BOX_ALIGNMENT`].
 #[cube]
-pub(super) fn arrive_with_copies(barrier: u32) {
-    let barrier = held::<u32>(barrier);
-    gpu_asm!("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [{barrier}];", barrier = in(_) barrier);
+pub(super) fn left_operand(address: u32) -> u32 {
+    (address & 0x3ffffu32) >> 4u32
 }
 
 /// The lower half of what describes a right operand of `columns` columns that begins at `address` in shared memory.

@@ -71,6 +71,7 @@ impl Gpu {
                 norm.map(|norm| norm.kind),
                 given(norm.iter().flat_map(Norm::given)),
                 order.tokens,
+                order.is_spread,
                 units,
                 cubes,
                 self.plane() as usize,
@@ -95,6 +96,7 @@ fn cast_operands<X: Float>(
     #[comptime] norm: Option<NormKind>,
     #[comptime] _given: u32,
     #[comptime] tokens: usize,
+    #[comptime] is_spread: bool,
     #[comptime] units: usize,
     #[comptime] cubes: usize,
     #[comptime] plane: usize,
@@ -113,7 +115,9 @@ fn cast_operands<X: Float>(
         for j in 0..PAIRS {
             let mut pair = Vector::<f32, Const<2>>::new(0.0);
             if eight < eights {
-                pair = Vector::<f32, Const<2>>::cast_from(x[first_pair + pair_of(eight, j)]);
+                pair = Vector::<f32, Const<2>>::cast_from(
+                    x[first_pair + pair_of(eight, j, is_spread)],
+                );
             }
             pairs[comptime!(i * PAIRS + j)] = pair;
         }
@@ -150,7 +154,7 @@ fn cast_operands<X: Float>(
             let mut words = Packed::empty();
             #[unroll]
             for j in 0..PAIRS {
-                let at = pair_of(eight, j);
+                let at = pair_of(eight, j, is_spread);
                 let pair = pairs[comptime!(i * PAIRS + j)];
                 let value = normed(pair, at, mean, factor, scale, bias, scale_offset)
                     * Vector::new(operand_factor);
@@ -163,9 +167,13 @@ fn cast_operands<X: Float>(
 
 /// The pair of a row that is pair `number` of an eight.
 #[cube]
-fn pair_of(eight: usize, #[comptime] number: usize) -> usize {
-    let (block, first) = (eight / EIGHTS, eight % EIGHTS);
-    block * comptime!(BLOCK / PAIR) + first + comptime!(number * EIGHTS)
+fn pair_of(eight: usize, #[comptime] number: usize, #[comptime] is_spread: bool) -> usize {
+    if is_spread {
+        let (block, first) = (eight / EIGHTS, eight % EIGHTS);
+        block * comptime!(BLOCK / PAIR) + first + comptime!(number * EIGHTS)
+    } else {
+        eight * PAIRS + number
+    }
 }
 
 #[cfg(test)]
@@ -188,12 +196,15 @@ mod tests {
             return;
         }
         for features in [96, 4096, 14_336, 16_416, 28_672] {
-            for kind in [None, Some(NormKind::Rms), Some(NormKind::Layer)] {
+            let kinds = [None, Some(NormKind::Rms), Some(NormKind::Layer)];
+            for (kind, is_spread) in
+                kinds.into_iter().zip([true, true, false]).chain([(None, false)])
+            {
                 let x = Random(3).floats(TOKENS * features).iter().map(|x| x + 1.0).collect();
                 let x: Vec<f32> = x;
                 let scale = Random(5).floats(features);
                 let scale_span = gpu.upload(&scale);
-                let order = RightOperands { tokens: COLUMNS, factor: 4.0 };
+                let order = RightOperands { tokens: COLUMNS, is_spread, factor: 4.0 };
                 let out = gpu.poisoned(COLUMNS * features * 2);
                 gpu.cast(&Cast {
                     x: &gpu.upload(&x),
@@ -219,8 +230,12 @@ mod tests {
                 for (eight, of_tokens) in out.chunks_exact(COLUMNS * 8).enumerate() {
                     for (token, elements) in of_tokens.chunks_exact(8).take(TOKENS).enumerate() {
                         for (i, element) in elements.iter().enumerate() {
-                            // Of 32 features the eight hold every fourth pair.
-                            let feature = eight / 4 * 32 + i / 2 * 8 + eight % 4 * 2 + i % 2;
+                            let feature = if is_spread {
+                                // Of 32 features the eight hold every fourth pair.
+                                eight / 4 * 32 + i / 2 * 8 + eight % 4 * 2 + i % 2
+                            } else {
+                                8 * eight + i
+                            };
                             let expected = 4.0 * expected[token * features + feature];
                             let error = (f64::from(*element) - expected).abs();
                             let is_right = match kind {

@@ -197,6 +197,19 @@ impl Totals {
         }
     }
 
+    /// Puts the sum of a row of the only group, for one token.
+    pub(in crate::kernels::gpu) fn put_row(
+        &mut self,
+        row: usize,
+        #[comptime] matrix: usize,
+        token: usize,
+        sum: f32,
+        #[comptime] shape: Shape,
+    ) {
+        let first = (comptime!(matrix * shape.tokens) + token) * comptime!(shape.stride());
+        self.sums[first + row] = sum;
+    }
+
     /// Puts a group's sum of squares for one token, as that of a slot.
     pub(in crate::kernels::gpu) fn put_square(
         &mut self,
@@ -383,7 +396,8 @@ pub(in crate::kernels::gpu) fn finish_outputs(
         let cubes = outputs.index(output).rows.div_ceil(tile);
         if cube >= first_cube && cube < first_cube + cubes {
             let first_row = (cube - first_cube) * tile;
-            let slots = shape.slots.runtime();
+            // Known, so that nothing is divided by it at run time.
+            let slots = comptime!(shape.slots);
             let output = outputs.index_mut(output);
             totals.finish(output, first_row, first_token, slots, epsilon, columns, then, shape);
         }

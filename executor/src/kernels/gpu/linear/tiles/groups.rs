@@ -3,8 +3,8 @@
 //!
 //! - A cube is a group of four planes, each of which takes 32 rows of one matrix. All take the same columns, step after
 //!   step. A fifth plane lets the device copy whole steps to shared memory, as many ahead as there is room for: columns
-//!   of the activations, which lie as right operands do, and panels of the weights as they lie. Of weights that lie row
-//!   after row it copies 16 bytes with each unit.
+//!   of the activations, which lie as right operands do, and panels of the weights as they lie.
+//! - Weights that lie row after row are left operands where they are copied to, see [`rows`].
 //! - While the group of a cube waits for products, that of the other cube of the processor decodes weights. A plane
 //!   also decodes the second block of a step while the products of the first are under way, and loads blocks of the next
 //!   while it multiplies: it waits for the next step before it gives its own stage back, so there are two at least.
@@ -12,6 +12,7 @@
 //!   outputs, from sums in the shared memory of all, always in the same order.
 
 mod copies;
+mod rows;
 
 use cubecl::prelude::*;
 use ir::op::Then;
@@ -19,6 +20,7 @@ use ir::tensor::Format;
 use ir::workspace::operand_rows;
 
 use self::copies::{Panels, copy_steps};
+use self::rows::{multiply_rows, put_rows};
 use super::share::TileShare;
 use super::{Place, put, scale_sums};
 use crate::kernels::cpu::pack::{PANEL, packed_bytes};
@@ -34,7 +36,7 @@ use crate::kernels::gpu::panel::{Panel, Walk};
 use crate::kernels::gpu::portion::{BLOCK, Portion, portion_blocks};
 use crate::kernels::gpu::staged::{STEP, VECTORS};
 use crate::kernels::gpu::warpgroup::{
-    GROUP, RightOperands, arrive, clear_sums, declare_sums, lane_sums, make_barrier,
+    BOX_ALIGNMENT, GROUP, RightOperands, arrive, clear_sums, declare_sums, lane_sums, make_barrier,
     multiply_group, read_sum, right_operand, shared_address, show_barriers, sync_cluster,
     wait_for_products, wait_for_turn,
 };
@@ -44,10 +46,12 @@ use crate::kernels::gpu::words::Words;
 const EIGHTS: usize = BLOCK / 8;
 /// Bytes of a processor's shared memory that a cube takes beside what it asks for.
 const RESERVED_BYTES: usize = 1 << 10;
-/// Steps that have a place in shared memory: three of 64 tokens fit beside the sums on every Hopper GPU, but for two of
-/// rows in 16 bits.
-const LEAST_STAGES: usize = 2;
+/// Steps that have a place in shared memory: three of 64 tokens fit beside the sums on every Hopper GPU.
+const LEAST_STAGES: usize = 3;
 const MOST_STAGES: usize = 8;
+/// Bytes of weights that stages have a place for, where they are more than the fewest. (With twice as many on their way,
+/// an H200 reads 12 bits 6 % and rows 2 % more slowly; with half as many, 4 bits 15 to 25 %.)
+const STAGED_BYTES: usize = 36 << 10;
 /// The most cubes of a cluster: more not every GPU has places for.
 const MOST_CUBES: usize = 8;
 /// Cubes that a processor has places for.
@@ -57,14 +61,16 @@ const PLACES: u32 = 2;
 const PLACES_OF_CLUSTERS: f64 = 0.85;
 /// The fewest steps of a cube.
 const LEAST_STEPS: usize = 4;
-/// Numbers between the sums of tokens: a lane's lie two tokens apart from those of its neighbours.
+/// Numbers between the sums of tokens: a lane's lie two tokens apart from those of its neighbours, and it puts four rows
+/// or, of weights that lie row after row, one.
 const SUM_PADDING: usize = 1;
+const ROW_SUM_PADDING: usize = 4;
 /// The most outputs that a unit finishes at a time.
 const MOST_AT_ONCE: usize = 7;
-/// Loads from row to row of weights that lie row after row in a stage: lanes of other rows read from other banks.
-const ROW_STRIDE: usize = VECTORS + 1;
+/// Rows of a box: those of a group's left operand.
+const BOX_ROWS: usize = 2 * PANEL;
 /// What stages are aligned to.
-const ALIGNMENT: usize = 128;
+const ALIGNMENT: usize = BOX_ALIGNMENT;
 
 /// How the matrices of a launch are shared out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -83,23 +89,19 @@ impl GroupShare {
 
     /// Vectors of a stage.
     fn stage(self) -> usize {
-        self.x_vectors() + GROUP * self.panel_loads()
+        (self.x_vectors() + self.weight_loads()).next_multiple_of(ALIGNMENT / LOAD_BYTES)
+    }
+
+    /// Loads of the weights in a step.
+    fn weight_loads(self) -> usize {
+        GROUP * self.panel_loads()
     }
 
     /// Loads from panel to panel in a stage.
     fn panel_loads(self) -> usize {
         match self.tile.layout {
             Layout::Panels => 2 * step_loads(self.tile.panel),
-            Layout::RowMajor => PANEL * ROW_STRIDE,
-        }
-    }
-
-    /// Units that arrive at the barrier of what was copied.
-    fn copying_units(self) -> usize {
-        match self.tile.layout {
-            Layout::Panels => 1,
-            // All that copy, and the one that announces the activations.
-            Layout::RowMajor => PLANE + 1,
+            Layout::RowMajor => PANEL * VECTORS,
         }
     }
 
@@ -107,6 +109,14 @@ impl GroupShare {
     /// registers, they would gain less than they lose.
     fn loads_ahead(self) -> bool {
         self.tile.panel.blocks() > 0
+    }
+
+    /// Numbers between the sums of tokens.
+    fn sum_padding(self) -> usize {
+        match self.tile.layout {
+            Layout::Panels => SUM_PADDING,
+            Layout::RowMajor => ROW_SUM_PADDING,
+        }
     }
 
     /// Steps of the columns.
@@ -122,7 +132,7 @@ impl GroupShare {
     /// Bytes of shared memory of a cube beside its stages: sums, with one of squares, two barriers for each stage, and
     /// what lies between.
     fn beside_bytes(self) -> usize {
-        let sums = GROUP * (PANEL + SUM_PADDING) * self.tile.tokens + 1;
+        let sums = (GROUP * PANEL + self.tile.matrices * self.sum_padding()) * self.tile.tokens + 1;
         sums * size_of::<f32>() + MOST_STAGES * 2 * size_of::<u64>() + 2 * ALIGNMENT
     }
 }
@@ -144,7 +154,8 @@ impl Gpu {
         let takes = self.takes_narrow(matrix, tokens) && self.has_groups(matrix);
         let factor = if matches!(matrix.format(), Format::Bf12) { ENLARGED } else { 1.0 };
         let tokens = operand_rows(tokens as u32).filter(|_| takes)? as usize;
-        Some(RightOperands { tokens, factor })
+        let is_spread = matrix.layout() == Layout::Panels;
+        Some(RightOperands { tokens, is_spread, factor })
     }
 
     /// Whether groups of planes multiply a matrix.
@@ -164,7 +175,7 @@ impl Gpu {
         let units = (GROUP + 1) * PLANE * tile.teams;
         let of_unit = (tile.bands * PANEL * tile.tokens).div_ceil(units);
         let at_once = of_unit.min(MOST_AT_ONCE);
-        let shape = Shape { cubes: tile.teams, at_once, padding: SUM_PADDING, ..shape };
+        let shape = Shape { cubes: tile.teams, at_once, padding: share.sum_padding(), ..shape };
         let vectors = tile.tokens * tile.panel.columns * 2 / LOAD_BYTES;
         // SAFETY: the spans are as long as the shapes say, and the kernel stays within those.
         unsafe {
@@ -174,6 +185,7 @@ impl Gpu {
                 CubeDim::new_2d(PLANE as u32, GROUP as u32 + 1),
                 linear.x.argument(vectors, LOAD_BYTES),
                 linear.weights(),
+                linear.boxes(BOX_ROWS),
                 linear.outputs(),
                 linear.then,
                 shape,
@@ -194,7 +206,9 @@ impl Gpu {
         let most_bytes = all_bytes / PLACES as usize - RESERVED_BYTES;
         let share = GroupShare { tile, stages: MOST_STAGES };
         let room = most_bytes.saturating_sub(share.beside_bytes()) / LOAD_BYTES;
-        GroupShare { stages: (room / share.stage()).clamp(LEAST_STAGES, MOST_STAGES), ..share }
+        let wanted = STAGED_BYTES / (share.weight_loads() * LOAD_BYTES);
+        let stages = wanted.min(room / share.stage()).clamp(LEAST_STAGES, MOST_STAGES);
+        GroupShare { stages, ..share }
     }
 }
 
@@ -223,6 +237,7 @@ struct Ring {
 fn multiply_groups(
     input: &[Packed],
     weights: &Sequence<Sequence<Box<[Words]>>>,
+    boxes: &Sequence<Sequence<TensorMap<u32, Tiled>>>,
     outputs: &mut Sequence<Output>,
     #[comptime] then: Then,
     #[comptime] shape: Shape,
@@ -245,8 +260,7 @@ fn multiply_groups(
         barriers: shared_address::<u64>(&barriers[0..1]),
     };
     if plane == GROUP && lane < comptime!(share.stages * 2) {
-        let copied = comptime!(share.copying_units() as u32).runtime();
-        let arrivals = select(lane % 2 == 1, comptime!(GROUP as u32).runtime(), copied);
+        let arrivals = select(lane % 2 == 1, comptime!(GROUP as u32).runtime(), 1u32);
         make_barrier(ring.barriers + lane as u32 * 8, arrivals);
         show_barriers();
     }
@@ -275,16 +289,25 @@ fn multiply_groups(
                 last_token: comptime!(tile_share.tokens - 1).runtime(),
             };
             if plane < GROUP {
-                multiply_band(&staged, ring, plane, place, share);
+                match comptime!(tile_share.layout) {
+                    Layout::Panels => multiply_band(&staged, ring, plane, place, share),
+                    Layout::RowMajor => multiply_rows(ring, lane, share),
+                }
                 let mut sums = Array::<Sums>::new(comptime!(tile_share.groups() * 2));
                 take_sums(&mut sums, share);
                 if comptime!(matches!(tile_share.panel.format, Format::Bf12)) {
                     scale_sums(&weights[output], &mut sums, place, tile_share);
                 }
-                put(&mut totals, &sums, band * LANE_SLOTS + lane / 4, place, shape, tile_share);
-            } else if comptime!(matches!(tile_share.layout, Layout::RowMajor)) || lane == 0 {
-                let panels = Panels { rows, first: first_panel, last: last_panel, lane };
-                copy_steps(input, &weights[output], ring, panels, share);
+                match comptime!(tile_share.layout) {
+                    Layout::Panels => {
+                        let slot = band * LANE_SLOTS + lane / 4;
+                        put(&mut totals, &sums, slot, place, shape, tile_share);
+                    }
+                    Layout::RowMajor => put_rows(&mut totals, &sums, plane, lane, shape, share),
+                }
+            } else if lane == 0 {
+                let panels = Panels { rows, first: first_panel, last: last_panel };
+                copy_steps(input, &weights[output], &boxes[output], ring, panels, share);
             }
         }
         first_cube += cubes;
@@ -318,13 +341,7 @@ fn multiply_band(
     clear_sums(comptime!(share.sums()));
     // The vector of this plane's panel in the first stage, as if a whole panel lay there.
     let own = plane * comptime!(share.panel_loads()) + comptime!(share.x_vectors());
-    let own = match comptime!(tile.layout) {
-        Layout::Panels => own - comptime!(loads_before(panel)) * place.walk.vectors,
-        // The first load of the lane's first row.
-        Layout::RowMajor => {
-            own + place.lane / 4 * comptime!(LANE_ROWS * ROW_STRIDE) + place.lane % 4
-        }
-    };
+    let own = own - comptime!(loads_before(panel)) * place.walk.vectors;
     let operand = right_operand(ring.vectors, tile.tokens);
     let blocks = comptime!(portion_blocks(panel));
     let mut portion = Portion::new(panel);
@@ -386,8 +403,7 @@ fn multiply_band(
     }
 }
 
-/// Loads a portion of a step from shared memory. At `own` begins the plane's panel, as if a whole one lay there, or,
-/// where rows lie one after the other, what the lane loads first.
+/// Loads a portion of a step from shared memory. At `own` begins the plane's panel, as if a whole one lay there.
 #[cube]
 fn load_staged(
     portion: &mut Portion,
@@ -397,15 +413,8 @@ fn load_staged(
     #[comptime] part: usize,
     #[comptime] share: GroupShare,
 ) {
-    match comptime!(share.tile.layout) {
-        Layout::Panels => {
-            let walk = Walk { start: own, vectors: place.walk.vectors, slot: place.walk.slot };
-            portion.load(staged, walk, place.lane % 4, part.runtime(), share.tile.panel);
-        }
-        Layout::RowMajor => {
-            portion.load_staged_rows(staged, own + comptime!(part * BLOCK / 8), ROW_STRIDE);
-        }
-    }
+    let walk = Walk { start: own, vectors: place.walk.vectors, slot: place.walk.slot };
+    portion.load(staged, walk, place.lane % 4, part.runtime(), share.tile.panel);
 }
 
 /// Takes a lane's sums from where instructions left them.

@@ -1,16 +1,14 @@
-//! The plane of a cube that lets steps be copied to shared memory, each when there is room for it.
+//! The unit of a cube that lets steps be copied to shared memory, each when there is room for it.
 
 use cubecl::prelude::*;
 
-use super::{GroupShare, ROW_STRIDE, Ring, loads_before, step_loads};
+use super::{BOX_ROWS, GroupShare, Ring, loads_before, step_loads};
 use crate::kernels::cpu::pack::PANEL;
 use crate::kernels::gpu::instructions::Packed;
-use crate::kernels::gpu::linear::rights::PLANE;
 use crate::kernels::gpu::matrix::{LOAD_BYTES, Layout};
 use crate::kernels::gpu::panel::panel_vectors;
-use crate::kernels::gpu::staged::VECTORS;
 use crate::kernels::gpu::warpgroup::{
-    GROUP, announce, arrive_with_copies, copy_in_bulk, copy_load, wait_for_turn,
+    GROUP, LINE_BYTES, announce, copy_box, copy_in_bulk, wait_for_turn,
 };
 use crate::kernels::gpu::words::Words;
 
@@ -23,8 +21,6 @@ pub(super) struct Panels {
     pub(super) first: usize,
     /// Of the matrix.
     pub(super) last: usize,
-    /// The unit that copies them.
-    pub(super) lane: usize,
 }
 
 /// Lets all steps of a cube be copied, each when there is room for it.
@@ -32,6 +28,7 @@ pub(super) struct Panels {
 pub(super) fn copy_steps(
     input: &[Packed],
     weights: &Sequence<Box<[Words]>>,
+    boxes: &Sequence<TensorMap<u32, Tiled>>,
     ring: Ring,
     panels: Panels,
     #[comptime] share: GroupShare,
@@ -42,7 +39,7 @@ pub(super) fn copy_steps(
     let mut step = CUBE_POS_Z as usize;
     while step < comptime!(share.steps()) {
         wait_for_turn(ring.barriers + stage as u32 * 16 + 8, turn);
-        copy_step(input, weights, ring, panels, step, stage, share);
+        copy_step(input, weights, boxes, ring, panels, step, stage, share);
         stage += 1;
         if stage == share.stages {
             stage = 0usize;
@@ -57,6 +54,7 @@ pub(super) fn copy_steps(
 fn copy_step(
     input: &[Packed],
     weights: &Sequence<Box<[Words]>>,
+    boxes: &Sequence<TensorMap<u32, Tiled>>,
     ring: Ring,
     panels: Panels,
     step: usize,
@@ -67,7 +65,7 @@ fn copy_step(
     let to = ring.vectors + (stage * comptime!(share.stage() * LOAD_BYTES)) as u32;
     match comptime!(share.tile.layout) {
         Layout::Panels => copy_panels(input, weights, barrier, to, panels, step, share),
-        Layout::RowMajor => copy_rows(input, weights, barrier, to, panels, step, share),
+        Layout::RowMajor => copy_rows(input, boxes, barrier, to, panels, step, share),
     }
 }
 
@@ -122,39 +120,27 @@ fn copy_panels(
     }
 }
 
-/// Lets a step be copied from rows: each unit copies loads of every fourth row. Rows behind the last are copies of that
-/// one.
+/// Lets a step be copied from rows: two boxes, of the matrices of an output or of one that is alone. Of rows behind the
+/// last, zeros are copied.
 #[cube]
 fn copy_rows(
     input: &[Packed],
-    weights: &Sequence<Box<[Words]>>,
+    boxes: &Sequence<TensorMap<u32, Tiled>>,
     barrier: u32,
     to: u32,
     panels: Panels,
     step: usize,
     #[comptime] share: GroupShare,
 ) {
-    let tile = comptime!(share.tile);
-    let x_bytes = comptime!(share.x_vectors() * LOAD_BYTES);
-    if panels.lane == 0 {
-        copy_activations(input, barrier, to, step, 0u32, share);
-    }
-    let (row, load) = (panels.lane / VECTORS, panels.lane % VECTORS);
-    let to = to + ((row * ROW_STRIDE + load) * LOAD_BYTES) as u32;
-    let load = step * VECTORS + load;
+    let matrices = comptime!(share.tile.matrices);
+    let bytes = comptime!((share.weight_loads() * LOAD_BYTES) as u32).runtime();
+    copy_activations(input, barrier, to, step, bytes, share);
+    let word = step * comptime!(LINE_BYTES / 4);
     #[unroll]
-    for member in 0..GROUP {
-        let (matrix, band) = comptime!((member % tile.matrices, member / tile.matrices));
-        let first = (panels.first + band).min(panels.last) * PANEL + row;
-        let to = to + comptime!((x_bytes + member * share.panel_loads() * LOAD_BYTES) as u32);
-        #[unroll]
-        for turn in 0..comptime!(PANEL * VECTORS / PLANE) {
-            let rows = comptime!(turn * PLANE / VECTORS);
-            let from =
-                (first + rows).min(panels.rows - 1) * comptime!(tile.panel.columns / 8) + load;
-            let to = to + comptime!((rows * ROW_STRIDE * LOAD_BYTES) as u32);
-            copy_load(&weights[matrix][from..from + 1], to);
-        }
+    for half in 0..2usize {
+        let (matrix, of_matrix) = comptime!((half % matrices, half / matrices));
+        let row = panels.first * PANEL + comptime!(of_matrix * BOX_ROWS);
+        let before = comptime!(share.x_vectors() * LOAD_BYTES + half * BOX_ROWS * LINE_BYTES);
+        copy_box(&boxes[matrix], word as u32, row as u32, to + before as u32, barrier);
     }
-    arrive_with_copies(barrier);
 }
