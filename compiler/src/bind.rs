@@ -83,15 +83,15 @@ pub(crate) fn bind(task: &Task<'_>, graphs: &Graphs) -> Result<Bound> {
                 let fetched = fetched.collect();
                 if let Op::Attention(attention) = &mut op {
                     let device = node.work.home.unwrap_or(part.device);
-                    let cache = Cache {
-                        name: node.name.clone(),
+                    let cache = || Cache {
+                        name: node.name.to_string(),
                         device,
                         dtype: task.target.kv_types[device],
                         kv_heads: attention.kv_heads,
                         head_dim: attention.head_dim,
                     };
                     let held = cache_ids.entry((attention.cache, device));
-                    attention.cache = *held.or_insert_with(|| bound.caches.push(cache));
+                    attention.cache = *held.or_insert_with(|| bound.caches.push(cache()));
                 }
                 let held = |key: &WeightKey| Held {
                     format: key.format,

@@ -7,6 +7,7 @@ use ir::dag::Node;
 use ir::graph::{Placed, PlacedGraph, Work};
 use ir::id::{Id as _, Table, ValueId};
 use ir::layout::{Layout, Move};
+use ir::tensor::TensorType;
 
 use crate::Pass;
 use crate::insert_moves::satisfies;
@@ -132,10 +133,10 @@ fn rebuild(
     graph: PlacedGraph,
     mut decide: impl FnMut(&Node<Placed>, &[ValueId], &PlacedGraph) -> Rebuilt,
 ) -> Result<PlacedGraph> {
-    let mut made = PlacedGraph::default();
-    let mut renamed: Table<ValueId, ValueId> = Table::default();
+    let mut made = PlacedGraph::with_capacity(graph.len(), graph.values().len());
+    let mut renamed: Table<ValueId, ValueId> = Table::with_capacity(graph.values().len());
     let outputs = graph.outputs().to_vec();
-    let (nodes, values) = graph.into_tables();
+    let (nodes, mut values) = graph.into_tables();
     for node in nodes.into_rows() {
         let inputs: Vec<ValueId> = node.inputs.iter().map(|&value| renamed[value]).collect();
         let (work, inputs) = match decide(&node, &inputs, &made) {
@@ -146,8 +147,11 @@ fn rebuild(
                 continue;
             }
         };
-        let types: Vec<_> = node.outputs.iter().map(|&value| values[value].ty.clone()).collect();
-        for output in made.push(node.name, work, &inputs, &types)? {
+        let types = node.outputs.iter().map(|&value| {
+            let ty = &mut values[value].ty;
+            TensorType { dtype: ty.dtype, shape: std::mem::take(&mut ty.shape) }
+        });
+        for &output in made.add(node.name, work, inputs, types)? {
             renamed.push(output);
         }
     }

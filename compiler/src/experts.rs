@@ -107,7 +107,7 @@ fn ranked(model: &Model, counts: &ExpertCounts) -> Result<BTreeMap<NodeId, Ranke
         let Op::Experts(experts) = &node.work else { continue };
         let route = graph.node(graph.value(node.inputs[1]).producer);
         let router = graph.value(route.inputs[0]).producer;
-        let of_router = counts.routers.get(&route.name).with_context(|| {
+        let of_router = counts.routers.get(&*route.name).with_context(|| {
             format!("the counts of experts are of {}, which has no {}", counts.model, route.name)
         })?;
         let there = model.weights[experts.gate].shape[0];

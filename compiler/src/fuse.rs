@@ -75,7 +75,7 @@ pub fn merge_linears(graph: LayerGraph) -> Result<LayerGraph> {
             outputs.extend(&graph.node(member).outputs);
             join_name(&mut name, &graph.node(member).name);
         }
-        rewrite.push(name, Op::Linear(linear), &node.inputs, &outputs)?;
+        rewrite.push(name.into(), Op::Linear(linear), &node.inputs, &outputs)?;
     }
     Ok(rewrite.finish())
 }

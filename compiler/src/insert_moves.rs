@@ -2,6 +2,8 @@
 //!
 //! Right and wasteful: every edge gets its own moves. [`crate::elide_moves`] takes the superfluous ones away.
 
+use std::sync::Arc;
+
 use anyhow::{Context as _, Result};
 use ir::graph::{Cause, LayerGraph, Placed, PlacedGraph, Reason, Work};
 use ir::id::{NodeId, Table, ValueId};
@@ -10,19 +12,20 @@ use ir::layout::{Layout, Share, moves};
 /// The placed graph of a layer graph. The result is whole on the first device that holds it.
 pub fn insert_moves(graph: &LayerGraph, placed: &Table<NodeId, Placed>) -> Result<PlacedGraph> {
     let mut inserted = Inserted {
-        graph: PlacedGraph::default(),
+        // With some moves.
+        graph: PlacedGraph::with_capacity(2 * graph.len(), 2 * graph.values().len()),
         held: graph.values().ids().map(|_| None).collect(),
     };
     for (id, node) in graph.nodes() {
         let work = &placed[id];
-        let mut inputs = Vec::new();
+        let mut inputs = Vec::with_capacity(node.inputs.len());
         for (&value, need) in node.inputs.iter().zip(&work.needs) {
             let input = inserted.bring(&node.name, value, need)?;
             inputs.push(input);
         }
-        let types: Vec<_> = node.outputs.iter().map(|&v| graph.value(v).ty.clone()).collect();
-        let outputs = inserted.graph.push(node.name.clone(), work.clone(), &inputs, &types)?;
-        for ((&old, new), layout) in node.outputs.iter().zip(outputs).zip(&work.layouts) {
+        let types = node.outputs.iter().map(|&v| graph.value(v).ty.clone());
+        let outputs = inserted.graph.add(node.name.clone(), work.clone(), inputs, types)?;
+        for ((&old, &new), layout) in node.outputs.iter().zip(outputs).zip(&work.layouts) {
             inserted.held[old] = Some((new, layout.clone()));
         }
     }
@@ -44,7 +47,7 @@ struct Inserted {
 
 impl Inserted {
     /// The value as it is needed, after the moves that takes.
-    fn bring(&mut self, name: &str, value: ValueId, need: &Layout) -> Result<ValueId> {
+    fn bring(&mut self, name: &Arc<str>, value: ValueId, need: &Layout) -> Result<ValueId> {
         let (mut value, mut have) =
             self.held[value].clone().expect("a graph makes values before it reads them");
         let steps = moves(&have, need)
@@ -59,7 +62,7 @@ impl Inserted {
                 cause: Cause { reason: Reason::Mismatch, runner_up: None },
             };
             let ty = self.graph.value(value).ty.clone();
-            value = self.graph.push_one(name, work, &[value], ty)?;
+            value = self.graph.push_one(name.clone(), work, &[value], ty)?;
             have = layout;
         }
         Ok(value)

@@ -116,7 +116,7 @@ impl Placement {
         let nodes = task.model.layers.nodes();
         nodes
             .filter(|(id, _)| phases.iter().any(|nodes| is_beside(&nodes[*id])))
-            .map(|(_, node)| node.name.clone())
+            .map(|(_, node)| node.name.to_string())
             .collect()
     }
 }
@@ -315,7 +315,7 @@ fn pins(task: &Task<'_>, options: &Options) -> Result<Pins> {
 
 /// Names of the nodes of the first block, and of those before and behind all blocks.
 fn names_of_one_block<'a>(task: &Task<'a>) -> Vec<&'a str> {
-    let nodes = task.model.layers.nodes().map(|(_, node)| node.name.as_str());
+    let nodes = task.model.layers.nodes().map(|(_, node)| &*node.name);
     nodes.filter(|name| Task::block(name).is_none_or(|block| block == 0)).collect()
 }
 

@@ -1,5 +1,7 @@
 //! Making a layer graph from another one.
 
+use std::sync::Arc;
+
 use anyhow::Result;
 use ir::dag::Node;
 use ir::graph::LayerGraph;
@@ -58,7 +60,7 @@ impl<'a> Rewrite<'a> {
     /// Adds a node; inputs and outputs are values of the old graph.
     pub(crate) fn push(
         &mut self,
-        name: String,
+        name: Arc<str>,
         op: Op,
         inputs: &[ValueId],
         outputs: &[ValueId],

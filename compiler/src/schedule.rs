@@ -143,7 +143,7 @@ impl Draft<'_> {
                 let weights =
                     part.fetched.iter().map(|fetched| Ok((fetched.clone(), nanos(fetched)?)));
                 let wanted = Wanted {
-                    name: node.name.clone(),
+                    name: node.name.to_string(),
                     cause: causes.add(&node.work.cause),
                     weights: weights.collect::<Result<_>>()?,
                     buffers: Vec::new(),

@@ -1,6 +1,7 @@
 //! The one graph structure, used for layers and again for placed work.
 
 use std::fmt;
+use std::sync::Arc;
 
 use anyhow::{Result, ensure};
 
@@ -22,8 +23,8 @@ pub struct Dag<W> {
 /// One piece of work and the values it reads and makes.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Node<W> {
-    /// The checkpoint's own name for this layer, kept to the end.
-    pub name: String,
+    /// The checkpoint's own name for this layer, kept to the end: in every graph that is made of this one.
+    pub name: Arc<str>,
     /// What is done.
     pub work: W,
     /// Values read, in the order the work expects.
@@ -42,34 +43,53 @@ pub struct Value {
 }
 
 impl<W> Dag<W> {
+    /// An empty graph with room for as many nodes and values.
+    pub fn with_capacity(nodes: usize, values: usize) -> Self {
+        Self {
+            nodes: Table::with_capacity(nodes),
+            values: Table::with_capacity(values),
+            outputs: Vec::new(),
+        }
+    }
+
     /// Adds a node and the values it makes. Fails when an input does not exist yet.
     pub fn push(
         &mut self,
-        name: impl Into<String>,
+        name: impl Into<Arc<str>>,
         work: W,
         inputs: &[ValueId],
         outputs: &[TensorType],
     ) -> Result<Vec<ValueId>> {
-        let name = name.into();
-        for &input in inputs {
+        let added = self.add(name.into(), work, inputs.to_vec(), outputs.iter().cloned())?;
+        Ok(added.to_vec())
+    }
+
+    /// The same of what need not be copied. Large models are placed by making many graphs of one.
+    pub fn add(
+        &mut self,
+        name: Arc<str>,
+        work: W,
+        inputs: Vec<ValueId>,
+        outputs: impl Iterator<Item = TensorType>,
+    ) -> Result<&[ValueId]> {
+        for &input in &inputs {
             ensure!(self.values.get(input).is_some(), "{name} reads {input}, which does not exist");
         }
         let producer = NodeId::from_index(self.nodes.len());
-        let outputs: Vec<ValueId> =
-            outputs.iter().map(|ty| self.values.push(Value { ty: ty.clone(), producer })).collect();
-        self.nodes.push(Node { name, work, inputs: inputs.to_vec(), outputs: outputs.clone() });
-        Ok(outputs)
+        let outputs = outputs.map(|ty| self.values.push(Value { ty, producer })).collect();
+        let id = self.nodes.push(Node { name, work, inputs, outputs });
+        Ok(&self.nodes[id].outputs)
     }
 
     /// Adds a node that makes one value.
     pub fn push_one(
         &mut self,
-        name: impl Into<String>,
+        name: impl Into<Arc<str>>,
         work: W,
         inputs: &[ValueId],
         output: TensorType,
     ) -> Result<ValueId> {
-        Ok(self.push(name, work, inputs, &[output])?[0])
+        Ok(self.add(name.into(), work, inputs.to_vec(), std::iter::once(output))?[0])
     }
 
     /// Makes a value a result of the graph.

@@ -1,6 +1,7 @@
 //! The model under construction: weights found by name and checked against the configuration, nodes pushed.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use anyhow::{Result, bail, ensure};
 use ir::id::{RopeId, ValueId, WeightId};
@@ -114,7 +115,7 @@ impl<'a> Lowering<'a> {
     /// Adds a node that makes `features` for each row of its first input, or for each token where it has none.
     pub(crate) fn push(
         &mut self,
-        name: impl Into<String>,
+        name: impl Into<Arc<str>>,
         op: Op,
         inputs: &[ValueId],
         features: u32,

@@ -358,7 +358,7 @@ fn falling_counts(model: &Model, steepness: f64) -> CountedExperts {
     for (layer, (_, node)) in routers.enumerate() {
         let rank = |expert: usize| (expert * 77 + layer * 13) % 128;
         let count = |expert| (1e6 / (2.0 + rank(expert) as f64).powf(steepness)) as u64;
-        counts.routers.insert(node.name.clone(), (0..128).map(count).collect());
+        counts.routers.insert(node.name.to_string(), (0..128).map(count).collect());
     }
     CountedExperts { file: "counts.ron".into(), counts }
 }
@@ -403,7 +403,7 @@ fn experts_that_are_used_more_are_on_the_gpu() {
 fn mixtures_that_are_pinned_stay_whole() {
     let (model, machine) = (MadeUp::mixture().model(), h200(9 * GIB / 2));
     let mixtures = model.layers.nodes().filter(|(_, node)| matches!(node.work, Op::Experts(_)));
-    let mixtures: Vec<&str> = mixtures.map(|(_, node)| node.name.as_str()).collect();
+    let mixtures: Vec<&str> = mixtures.map(|(_, node)| &*node.name).collect();
     let pin = format!("^{}$=numa0", mixtures[0].replace('.', r"\."));
     let pins = vec![pin.parse().expect("it is a pin")];
     let expert_counts = Some(falling_counts(&model, 1.0));

@@ -223,7 +223,7 @@ fn staying(
 fn busiest(task: &Task<'_>, units: &Units, layouts: &Layouts) -> Result<Vec<u64>> {
     let nodes = task.model.layers.nodes();
     let of_name: BTreeMap<&str, usize> =
-        nodes.map(|(id, node)| (node.name.as_str(), units.of[id])).collect();
+        nodes.map(|(id, node)| (&*node.name, units.of[id])).collect();
     let plan = judged_decode_plan(task, &Graphs::new(task.model, layouts, &mut |_, _| ())?)?;
     let program = &plan.programs[0];
     let mut busy = vec![task.per_device(0u64); units.len()];

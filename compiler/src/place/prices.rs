@@ -158,7 +158,7 @@ fn price_group(task: &Task<'_>, units: &Units, pins: &Pins, group: &Group) -> Re
     let graphs = arrange(task, std::slice::from_ref(group), &group_of)?;
     let plan = emit(task, &graphs, &priced_batches(task.target))?;
     let unit_of: HashMap<&str, usize> =
-        task.model.layers.nodes().map(|(id, node)| (node.name.as_str(), units.of[id])).collect();
+        task.model.layers.nodes().map(|(id, node)| (&*node.name, units.of[id])).collect();
     let times = |program: &Program| -> Vec<u64> {
         // Members work in step, so a unit takes as long as its busiest member.
         let mut busy = vec![task.per_device(0u64); units.len()];

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use anyhow::{Context as _, Result};
 use ir::dag::Node;
 use ir::graph::{Placed, PlacedGraph};
-use ir::id::{BufferId, CauseId, DeviceId, ValueId};
+use ir::id::{BufferId, CauseId, DeviceId, Id as _, StepId, ValueId};
 use ir::layout::Move;
 use ir::op::Op;
 use ir::plan::{Action, Algorithm, Buffer, Phase, Queue};
@@ -163,18 +163,27 @@ impl Draft<'_> {
     ) -> bool {
         let own = reads.iter().find(|&&term| self.buffers[term].device == device);
         let writer = own.and_then(|&term| self.uses[term].first());
-        let writer = writer.map(|&writer| &self.steps[writer].action);
+        let is_linear = writer.is_some_and(|&writer| {
+            let step = &self.steps[writer];
+            matches!(step.action, Action::Run(Op::Linear(_))) && step.writes.len() == 1
+        });
         matches!(movement, Move::AllReduce)
-            && matches!(writer, Some(Action::Run(Op::Linear(_))))
+            && (2..=EXCHANGE_MEMBERS).contains(&reads.len())
+            && is_linear
+            && writer.copied() == self.last_step(device)
             && incoming.iter().all(|(_, bytes)| *bytes <= MOST_FLAGGED_TERM_BYTES)
             && self.are_gpus(incoming)
     }
 
+    /// The step that a device computes last so far.
+    fn last_step(&self, device: DeviceId) -> Option<StepId> {
+        let lane = self.lanes.get(&(device, Queue::Compute))?;
+        self.lane_of.rows().iter().rposition(|of_step| of_step == lane).map(StepId::from_index)
+    }
+
     /// Whether the last step of a device brought it something from the same devices.
     fn is_behind(&self, device: DeviceId, incoming: &[(DeviceId, u64)]) -> bool {
-        let lane = self.lanes.get(&(device, Queue::Compute));
-        let last = self.lane_of.rows().iter().rposition(|of_step| Some(of_step) == lane);
-        let Some(last) = last.map(|last| &self.steps.rows()[last]) else { return false };
+        let Some(last) = self.last_step(device).map(|last| &self.steps[last]) else { return false };
         let senders = |incoming: &[(DeviceId, u64)]| -> BTreeSet<DeviceId> {
             incoming.iter().map(|(from, _)| *from).filter(|&from| from != device).collect()
         };

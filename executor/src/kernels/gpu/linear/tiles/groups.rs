@@ -2,9 +2,9 @@
 //! registers, and one instruction multiplies them with all tokens, which it reads in shared memory by itself.
 //!
 //! - A cube is a group of four planes, each of which takes 32 rows of one matrix. All take the same columns, step after
-//!   step. A fifth plane lets the device copy whole steps to shared memory, as many ahead as there is room for: columns
-//!   of the activations, which lie as right operands do, and panels of the weights as they lie.
-//! - Weights that lie row after row are left operands where they are copied to, see [`rows`].
+//!   step. A fifth plane lets the device copy whole steps to shared memory, some ahead: columns of the activations, which
+//!   lie as right operands do, and panels of the weights as they lie.
+//! - Weights that lie row after row are left operands where they are copied to: see [`rows`].
 //! - While the group of a cube waits for products, that of the other cube of the processor decodes weights. A plane
 //!   also decodes the second block of a step while the products of the first are under way, and loads blocks of the next
 //!   while it multiplies: it waits for the next step before it gives its own stage back, so there are two at least.
