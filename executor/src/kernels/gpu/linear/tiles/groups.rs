@@ -50,7 +50,7 @@ const RESERVED_BYTES: usize = 1 << 10;
 const LEAST_STAGES: usize = 3;
 const MOST_STAGES: usize = 8;
 /// Bytes of weights that stages have a place for, where they are more than the fewest. (With twice as many on their way,
-/// an H200 reads 12 bits 6 % and rows 2 % more slowly; with half as many, 4 bits 15 to 25 %.)
+/// an H200 reads 12 bits 6 % and rows 2 % more slowly; with half as many, 4 bits 14 to 18 %.)
 const STAGED_BYTES: usize = 36 << 10;
 /// The most cubes of a cluster: more not every GPU has places for.
 const MOST_CUBES: usize = 8;
