@@ -1,17 +1,18 @@
 //! Which weights and caches placed graphs put on each device, each once, and what the devices do with them.
 
-use std::collections::HashMap;
+use std::collections::HashSet;
 
 use anyhow::Result;
-use ir::graph::Work;
-use ir::id::{CacheId, DeviceId, NodeId, Table, WeightId};
-use ir::op::Op;
+use ir::dag::Node;
+use ir::graph::{Placed, Work};
+use ir::id::{CacheId, DeviceId, Few, NodeId, Table, WeightId};
+use ir::op::{Attention, Op};
 use ir::plan::Cache;
 use ir::tensor::TensorType;
 
 use crate::cost::Held;
 use crate::graphs::{Graphs, Phases};
-use crate::part::{WeightKey, parts};
+use crate::part::{Part, WeightKey, parts};
 use crate::task::Task;
 
 /// Everything that devices hold from load to exit, and what all programs compute with it.
@@ -38,8 +39,8 @@ pub(crate) struct BoundPart {
     pub(crate) fetched: Vec<Fetched>,
     /// Whose cache it borrows.
     pub(crate) borrows_from: Option<DeviceId>,
-    /// Which of the node's inputs are read.
-    pub(crate) reads: Vec<usize>,
+    /// How many of the node's inputs are read, from the first.
+    pub(crate) reads: usize,
 }
 
 /// A weight that a device fetches.
@@ -55,61 +56,93 @@ pub(crate) struct Fetched {
 
 /// Collects what the computations of all graphs hold and do.
 pub(crate) fn bind(task: &Task<'_>, graphs: &Graphs) -> Result<Bound> {
-    let mut bound = Bound::default();
-    let mut weight_ids: HashMap<WeightKey, WeightId> = HashMap::new();
-    let mut cache_ids: HashMap<(CacheId, DeviceId), CacheId> = HashMap::new();
-    bound.parts = graphs.placed.try_map(|graph| {
-        let mut all = Table::default();
-        for (_, node) in graph.nodes() {
-            let parts = match &node.work.work {
-                Work::Compute(op) => parts(task, node, op)?,
-                Work::Move(_) => Vec::new(),
-            };
-            let mut bound_parts = Vec::with_capacity(parts.len());
-            for part in parts {
-                let mut id = |key: &WeightKey| {
-                    *weight_ids.entry(*key).or_insert_with(|| bound.weights.push(*key))
-                };
-                let mut keys = part.weights.iter();
-                let mut op = part.op.map_weights(|_| {
-                    id(keys.next().expect("a part has a key for each of its weights"))
-                });
-                let is_fetched = |key: &&WeightKey| key.device != part.device;
-                let fetched = part.weights.iter().filter(is_fetched).map(|key| Fetched {
-                    weight: id(key),
-                    home: key.device,
-                    ty: key.packed_type(task),
-                });
-                let fetched = fetched.collect();
-                if let Op::Attention(attention) = &mut op {
-                    let device = node.work.home.unwrap_or(part.device);
-                    let cache = || Cache {
-                        name: node.name.to_string(),
-                        device,
-                        dtype: task.target.kv_types[device],
-                        kv_heads: attention.kv_heads,
-                        head_dim: attention.head_dim,
-                    };
-                    let held = cache_ids.entry((attention.cache, device));
-                    attention.cache = *held.or_insert_with(|| bound.caches.push(cache()));
-                }
-                let held = |key: &WeightKey| Held {
-                    format: key.format,
-                    shape: key.shape(task),
-                    also_unpacked: graphs.unpacked.contains(key),
-                };
-                bound_parts.push(BoundPart {
-                    device: part.device,
-                    borrows_from: node.work.home.filter(|_| op.cache().is_some()),
-                    op,
-                    weights: part.weights.iter().map(held).collect(),
-                    fetched,
-                    reads: part.reads,
-                });
+    let mut binder = Binder {
+        task,
+        unpacked: &graphs.unpacked,
+        weights: Table::default(),
+        caches: Table::default(),
+        rows_of_weight: task.model.weights.ids().map(|_| Few::new()).collect(),
+        rows_of_cache: task.model.caches.ids().map(|_| Few::new()).collect(),
+    };
+    let parts = graphs.placed.as_ref().try_map(|graph| {
+        let nodes = graph.nodes().map(|(_, node)| match &node.work.work {
+            Work::Compute(op) => {
+                parts(task, node, op).map(|part| part.map(|part| binder.bind(node, part))).collect()
             }
-            all.push(bound_parts);
-        }
-        Ok(all)
+            Work::Move(_) => Ok(Vec::new()),
+        });
+        nodes.collect()
     })?;
-    Ok(bound)
+    Ok(Bound { weights: binder.weights, caches: binder.caches, parts })
+}
+
+/// The plan's tables while parts are bound to them.
+struct Binder<'a> {
+    task: &'a Task<'a>,
+    unpacked: &'a HashSet<WeightKey>,
+    weights: Table<WeightId, WeightKey>,
+    caches: Table<CacheId, Cache>,
+    /// For each of the model's weights its rows in the plan: one for each of its parts and holders.
+    rows_of_weight: Table<WeightId, Few<WeightId>>,
+    /// For each of the model's caches its rows in the plan: one for each holder.
+    rows_of_cache: Table<CacheId, Few<CacheId>>,
+}
+
+impl Binder<'_> {
+    fn bind(&mut self, node: &Node<Placed>, part: Part) -> BoundPart {
+        let Part { device, mut op, weights: keys, reads } = part;
+        let ids: Few<WeightId> = keys.iter().map(|key| self.weight(key)).collect();
+        let mut renamed = ids.iter();
+        op.rename_weights(|_| *renamed.next().expect("a part has a key for each of its weights"));
+        if let Op::Attention(attention) = &mut op {
+            self.bind_cache(attention, node.work.home.unwrap_or(device), &node.name);
+        }
+        let fetched = keys.iter().zip(&ids).filter(|(key, _)| key.device != device);
+        let fetched = fetched.map(|(key, &weight)| Fetched {
+            weight,
+            home: key.device,
+            ty: key.packed_type(self.task),
+        });
+        let held = |key: &WeightKey| Held {
+            format: key.format,
+            shape: key.shape(self.task),
+            also_unpacked: self.unpacked.contains(key),
+        };
+        BoundPart {
+            device,
+            borrows_from: node.work.home.filter(|_| op.cache().is_some()),
+            weights: keys.iter().map(held).collect(),
+            fetched: fetched.collect(),
+            op,
+            reads,
+        }
+    }
+
+    /// The row of what is held of a weight.
+    fn weight(&mut self, key: &WeightKey) -> WeightId {
+        let rows = &mut self.rows_of_weight[key.weight];
+        let known = rows.iter().copied().find(|&row| self.weights[row] == *key);
+        known.unwrap_or_else(|| {
+            let row = self.weights.push(*key);
+            rows.push(row);
+            row
+        })
+    }
+
+    /// Lets attention name the row of the cache that the device has for it.
+    fn bind_cache(&mut self, attention: &mut Attention, device: DeviceId, name: &str) {
+        let rows = &mut self.rows_of_cache[attention.cache];
+        let known = rows.iter().copied().find(|&row| self.caches[row].device == device);
+        attention.cache = known.unwrap_or_else(|| {
+            let row = self.caches.push(Cache {
+                name: name.to_owned(),
+                device,
+                dtype: self.task.target.kv_types[device],
+                kv_heads: attention.kv_heads,
+                head_dim: attention.head_dim,
+            });
+            rows.push(row);
+            row
+        });
+    }
 }

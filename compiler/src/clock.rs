@@ -1,6 +1,6 @@
 //! Which step is certainly over when another begins: vector clocks over lanes.
 
-use ir::id::{Id as _, StepId, Table};
+use ir::id::{Few, Id as _, StepId, Table};
 
 /// The order that lanes and waits give to steps.
 ///
@@ -14,7 +14,7 @@ pub(crate) struct Clocks {
     /// Position of each step in its lane.
     position: Table<StepId, u32>,
     /// For each step the waits that lane order and its other waits do not imply.
-    pub(crate) waits: Table<StepId, Vec<StepId>>,
+    pub(crate) waits: Table<StepId, Few<StepId>>,
 }
 
 impl Clocks {
@@ -22,7 +22,7 @@ impl Clocks {
     pub(crate) fn new(
         lanes: usize,
         lane: &Table<StepId, usize>,
-        after: &Table<StepId, Vec<StepId>>,
+        after: &Table<StepId, Few<StepId>>,
     ) -> Self {
         let mut clocks = Self {
             lanes,
@@ -33,7 +33,7 @@ impl Clocks {
         };
         // The latest step of each lane.
         let mut latest: Vec<Option<StepId>> = vec![None; lanes];
-        let (mut clock, mut depends) = (vec![0u32; lanes], Vec::new());
+        let (mut clock, mut depends) = (vec![0u32; lanes], Few::new());
         for step in lane.ids() {
             let own = lane[step];
             match latest[own] {
@@ -43,7 +43,7 @@ impl Clocks {
             // The latest first: what it implies needs no wait of its own.
             depends.clone_from(&after[step]);
             depends.sort_by(|a, b| b.cmp(a));
-            let mut waits = Vec::new();
+            let mut waits = Few::new();
             for &on in &depends {
                 assert!(on < step, "the scheduler numbered {step} before {on}, which it needs");
                 if clock[lane[on]] <= clocks.position[on] {
@@ -88,6 +88,8 @@ impl Clocks {
 
 #[cfg(test)]
 mod tests {
+    use ir::smallvec;
+
     use super::*;
 
     fn step(index: usize) -> StepId {
@@ -98,16 +100,16 @@ mod tests {
     fn a_wait_that_another_implies_is_left_out() {
         // Lane 0: s0, s1. Lane 1: s2 after both.
         let lane = [0, 0, 1].into_iter().collect();
-        let after = [vec![], vec![], vec![step(0), step(1)]].into_iter().collect();
+        let after = [smallvec![], smallvec![], smallvec![step(0), step(1)]].into_iter().collect();
         let clocks = Clocks::new(2, &lane, &after);
-        assert_eq!(clocks.waits[step(2)], [step(1)]);
+        assert_eq!(*clocks.waits[step(2)], [step(1)]);
         assert!(clocks.is_before(step(0), step(2)));
     }
 
     #[test]
     fn lanes_are_unordered_without_waits() {
         let lane = [0, 1].into_iter().collect();
-        let after = [vec![], vec![]].into_iter().collect();
+        let after = [smallvec![], smallvec![]].into_iter().collect();
         let clocks = Clocks::new(2, &lane, &after);
         assert!(!clocks.is_before(step(0), step(1)));
         assert_eq!(clocks.first_after(&[step(0)], &[step(1)]), None);

@@ -212,8 +212,9 @@ fn flow(program: &Program, works: &Table<StepId, Work>) -> Table<StepId, u64> {
 
 #[cfg(test)]
 mod tests {
-    use ir::id::{BufferId, CauseId, WeightId};
+    use ir::id::{BufferId, CauseId, Few, WeightId};
     use ir::plan::Lane;
+    use ir::smallvec;
     use ir::tensor::Extent;
 
     use super::*;
@@ -221,12 +222,12 @@ mod tests {
     /// Steps of a lane of its own each.
     fn alone(steps: usize) -> Program {
         let step = |_| Step {
-            name: String::new(),
+            name: "".into(),
             action: Action::Fetch { weight: WeightId::from_index(0), offset: 0 },
-            reads: Vec::new(),
-            writes: Vec::new(),
-            waits: Vec::new(),
-            frees: Vec::new(),
+            reads: Few::new(),
+            writes: Few::new(),
+            waits: Few::new(),
+            frees: Few::new(),
             estimate_nanos: 0,
             cause: CauseId::from_index(0),
         };
@@ -275,7 +276,7 @@ mod tests {
     fn a_step_that_waits_slows_nothing_down() {
         let node = DeviceId::from_index(0);
         let mut program = alone(3);
-        program.steps[StepId::from_index(1)].waits = vec![StepId::from_index(2)];
+        program.steps[StepId::from_index(1)].waits = smallvec![StepId::from_index(2)];
         let fetched = Memory::Fetched { node, kept: 0.5 };
         let read = Memory::Read { node, part: 1.0, kept: 0.5 };
         let times = flows(&program, &[(100.0, read), (30.0, fetched), (100.0, Memory::Unused)]);

@@ -1,7 +1,7 @@
 //! Predicted times, from the machine's rates alone.
 
 use anyhow::{Context as _, Result, bail};
-use ir::id::DeviceId;
+use ir::id::{DeviceId, Few};
 use ir::layout::Move;
 use ir::letters::SHARED_COPY_BYTES;
 use ir::machine::{CacheRate, Device, LinearRate};
@@ -23,9 +23,9 @@ pub(crate) struct Operands<'a> {
     /// Each of the operation's weights, in their order.
     pub(crate) weights: &'a [Held],
     /// Tensors read.
-    pub(crate) reads: Vec<&'a TensorType>,
+    pub(crate) reads: Few<&'a TensorType>,
     /// Tensors written.
-    pub(crate) writes: Vec<&'a TensorType>,
+    pub(crate) writes: Few<&'a TensorType>,
     /// Whether the matrices were fetched, packed as another device holds them.
     pub(crate) is_fetched: bool,
     /// Whose cache is borrowed.
@@ -38,7 +38,7 @@ pub(crate) struct Held {
     /// Its format.
     pub(crate) format: Format,
     /// Its shape, or that of the part that is held.
-    pub(crate) shape: Vec<u32>,
+    pub(crate) shape: Few<u32>,
     /// Whether it is held unpacked as well, for products of many rows.
     pub(crate) also_unpacked: bool,
 }

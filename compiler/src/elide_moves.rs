@@ -5,8 +5,9 @@
 use anyhow::Result;
 use ir::dag::Node;
 use ir::graph::{Placed, PlacedGraph, Work};
-use ir::id::{Id as _, Table, ValueId};
+use ir::id::{Few, Id as _, Table, ValueId};
 use ir::layout::{Layout, Move};
+use ir::smallvec;
 use ir::tensor::TensorType;
 
 use crate::Pass;
@@ -22,6 +23,9 @@ pub const PLACED_PASSES: &[Pass<PlacedGraph>] = &[
 
 /// A gather that is sliced again into the same parts is the value before it.
 pub fn cancel_gathers(graph: PlacedGraph) -> Result<PlacedGraph> {
+    if !graph.nodes().any(|(_, node)| matches!(node.work.work, Work::Move(Move::Slice { .. }))) {
+        return Ok(graph);
+    }
     rebuild(graph, |node, inputs, made| {
         let Work::Move(Move::Slice { .. }) = node.work.work else { return Rebuilt::Keep };
         let gather = made.node(made.value(inputs[0]).producer);
@@ -35,32 +39,35 @@ pub fn cancel_gathers(graph: PlacedGraph) -> Result<PlacedGraph> {
 
 /// A value that an earlier move brought where it is needed is not moved again.
 pub fn share_moves(graph: PlacedGraph) -> Result<PlacedGraph> {
-    // For each value made by no move, the copies of it and how each is held.
-    let mut copies: Table<ValueId, Vec<(ValueId, Layout)>> = Table::default();
-    let mut origin: Table<ValueId, ValueId> = Table::default();
+    // For each value made by no move, its copies, itself among them.
+    let mut copies: Table<ValueId, Few<ValueId>> = Table::with_capacity(graph.values().len());
+    let mut origin: Table<ValueId, ValueId> = Table::with_capacity(graph.values().len());
     rebuild(graph, |node, inputs, made| {
         while origin.len() < made.values().len() {
             let value = ValueId::from_index(origin.len());
             let maker = made.node(made.value(value).producer);
-            let output = maker.outputs.iter().position(|&output| output == value);
-            let layout = maker.work.layouts[output.expect("a value's maker makes it")].clone();
             let root = match maker.work.work {
                 Work::Move(_) => origin[maker.inputs[0]],
                 Work::Compute(_) => value,
             };
             origin.push(root);
-            copies.push(Vec::new());
-            copies[root].push((value, layout));
+            copies.push(Few::new());
+            copies[root].push(value);
         }
         if let Work::Compute(_) = node.work.work {
             return Rebuilt::Keep;
         }
-        let there = &copies[origin[inputs[0]]];
-        match there.iter().find(|(_, held)| satisfies(held, &node.work.layouts[0])) {
-            Some((copy, _)) => Rebuilt::Use(*copy),
-            None => Rebuilt::Keep,
-        }
+        let serves = |copy: &&ValueId| satisfies(held(made, **copy), &node.work.layouts[0]);
+        let there = copies[origin[inputs[0]]].iter().find(serves);
+        there.map_or(Rebuilt::Keep, |&copy| Rebuilt::Use(copy))
     })
+}
+
+/// How a value of the graph is held.
+fn held(graph: &PlacedGraph, value: ValueId) -> &Layout {
+    let maker = graph.node(graph.value(value).producer);
+    let output = maker.outputs.iter().position(|&output| output == value);
+    &maker.work.layouts[output.expect("a value's maker makes it")]
 }
 
 /// A sum of which only slices are read is made in slices.
@@ -82,6 +89,9 @@ pub fn scatter_sums(graph: PlacedGraph) -> Result<PlacedGraph> {
             replaced[node.outputs[0]] = true;
         }
     }
+    if !is_scattered.contains(&true) {
+        return Ok(graph);
+    }
     rebuild(graph, |node, inputs, made| {
         let Work::Move(Move::Slice { axis }) = node.work.work else { return Rebuilt::Keep };
         if !replaced[node.inputs[0]] {
@@ -93,7 +103,7 @@ pub fn scatter_sums(graph: PlacedGraph) -> Result<PlacedGraph> {
             needs: sum.work.needs.clone(),
             ..node.work.clone()
         };
-        Rebuilt::Replace(Box::new(work), vec![sum.inputs[0]])
+        Rebuilt::Replace(Box::new(work), smallvec![sum.inputs[0]])
     })
 }
 
@@ -112,10 +122,14 @@ pub fn drop_unread_moves(graph: PlacedGraph) -> Result<PlacedGraph> {
             }
         }
     }
-    rebuild(graph, |node, inputs, _| match node.work.work {
+    let is_unread =
+        |node: &Node<Placed>| matches!(node.work.work, Work::Move(_)) && !is_read[node.outputs[0]];
+    if !graph.nodes().any(|(_, node)| is_unread(node)) {
+        return Ok(graph);
+    }
+    rebuild(graph, |node, inputs, _| {
         // Nothing that is kept refers to what stands in for its result.
-        Work::Move(_) if !is_read[node.outputs[0]] => Rebuilt::Use(inputs[0]),
-        Work::Move(_) | Work::Compute(_) => Rebuilt::Keep,
+        if is_unread(node) { Rebuilt::Use(inputs[0]) } else { Rebuilt::Keep }
     })
 }
 
@@ -125,7 +139,7 @@ enum Rebuilt {
     /// Its only output is this value of the new graph.
     Use(ValueId),
     /// Other work on other inputs, which are values of the new graph.
-    Replace(Box<Placed>, Vec<ValueId>),
+    Replace(Box<Placed>, Few<ValueId>),
 }
 
 /// Builds a graph anew; `decide` sees each node with its inputs in the new graph, and the new graph.
@@ -138,7 +152,7 @@ fn rebuild(
     let outputs = graph.outputs().to_vec();
     let (nodes, mut values) = graph.into_tables();
     for node in nodes.into_rows() {
-        let inputs: Vec<ValueId> = node.inputs.iter().map(|&value| renamed[value]).collect();
+        let inputs: Few<ValueId> = node.inputs.iter().map(|&value| renamed[value]).collect();
         let (work, inputs) = match decide(&node, &inputs, &made) {
             Rebuilt::Keep => (node.work, inputs),
             Rebuilt::Replace(work, inputs) => (*work, inputs),

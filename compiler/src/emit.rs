@@ -39,7 +39,7 @@ pub(crate) fn emit(task: &Task<'_>, graphs: &Graphs, batches: &[Batch]) -> Resul
             name: model.weights[key.weight].name.clone(),
             device: key.device,
             format: key.format,
-            shape: key.shape(task),
+            shape: key.shape(task).into_vec(),
             also_unpacked: graphs.unpacked.contains(key),
             sources: Vec::new(),
         })

@@ -1,6 +1,6 @@
 //! Where each buffer ends.
 
-use ir::id::{BufferId, StepId, Table};
+use ir::id::{BufferId, Few, StepId, Table};
 
 use crate::clock::Clocks;
 
@@ -11,19 +11,19 @@ use crate::clock::Clocks;
 /// else its last user, made to wait for the others.
 pub(crate) fn place_frees(
     clocks: &Clocks,
-    uses: &Table<BufferId, Vec<StepId>>,
+    uses: &Table<BufferId, Few<StepId>>,
     owner_lane: impl Fn(BufferId) -> usize,
     lanes: &[Vec<StepId>],
     output: BufferId,
-) -> Vec<(BufferId, StepId, Vec<StepId>)> {
+) -> Vec<(BufferId, StepId, Few<StepId>)> {
     let mut frees = Vec::new();
     for (buffer, users) in uses.iter().filter(|(buffer, _)| *buffer != output) {
         // Only the user with the highest number can come after all others.
         let last = *users.iter().max().expect("every buffer is written");
         if users.iter().all(|&user| clocks.is_before(user, last)) {
-            frees.push((buffer, last, Vec::new()));
+            frees.push((buffer, last, Few::new()));
         } else if let Some(step) = clocks.first_after(users, &lanes[owner_lane(buffer)]) {
-            frees.push((buffer, step, Vec::new()));
+            frees.push((buffer, step, Few::new()));
         } else {
             let others = users.iter().copied().filter(|&user| user != last).collect();
             frees.push((buffer, last, others));

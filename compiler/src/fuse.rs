@@ -5,7 +5,7 @@
 use anyhow::Result;
 use ir::dag::Node;
 use ir::graph::LayerGraph;
-use ir::id::{NodeId, Table, ValueId};
+use ir::id::{Few, NodeId, Table, ValueId};
 use ir::op::{Linear, Op, Then};
 
 use crate::Pass;
@@ -65,7 +65,7 @@ pub fn merge_linears(graph: LayerGraph) -> Result<LayerGraph> {
             continue;
         }
         let mut linear =
-            Linear { weights: Vec::new(), biases: Vec::new(), ..plain(graph.node(group[0])) };
+            Linear { weights: Few::new(), biases: Few::new(), ..plain(graph.node(group[0])) };
         let mut outputs = Vec::new();
         let mut name = String::new();
         for &member in group {

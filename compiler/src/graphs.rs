@@ -42,11 +42,13 @@ impl<T> Phases<T> {
     }
 
     /// Another thing for each.
-    pub(crate) fn try_map<U>(&self, mut make: impl FnMut(&T) -> Result<U>) -> Result<Phases<U>> {
-        Ok(Phases {
-            prefill: make(&self.prefill)?,
-            decode: self.decode.as_ref().map(make).transpose()?,
-        })
+    pub(crate) fn try_map<U>(self, mut make: impl FnMut(T) -> Result<U>) -> Result<Phases<U>> {
+        Ok(Phases { prefill: make(self.prefill)?, decode: self.decode.map(make).transpose()? })
+    }
+
+    /// Each where it is.
+    pub(crate) fn as_ref(&self) -> Phases<&T> {
+        Phases { prefill: &self.prefill, decode: self.decode.as_ref() }
     }
 
     /// Each once.
@@ -57,13 +59,13 @@ impl<T> Phases<T> {
 
 impl Graphs {
     /// Makes movement explicit in each phase.
-    pub(crate) fn new(model: &Model, layouts: &Layouts, observe: Observer<'_>) -> Result<Self> {
-        let placed = layouts.nodes.try_map(|nodes| {
+    pub(crate) fn new(model: &Model, layouts: Layouts, observe: Observer<'_>) -> Result<Self> {
+        let Layouts { nodes, window_bytes } = layouts;
+        let placed = nodes.try_map(|nodes| {
             let graph = insert_moves(&model.layers, nodes)?;
             observe("insert_moves", &graph);
             run_all(PLACED_PASSES, graph, observe)
         })?;
-        let window_bytes = layouts.window_bytes.clone();
         Ok(Self { placed, window_bytes, unpacked: HashSet::new() })
     }
 }

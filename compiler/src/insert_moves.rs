@@ -6,33 +6,33 @@ use std::sync::Arc;
 
 use anyhow::{Context as _, Result};
 use ir::graph::{Cause, LayerGraph, Placed, PlacedGraph, Reason, Work};
-use ir::id::{NodeId, Table, ValueId};
+use ir::id::{Few, NodeId, Table, ValueId};
 use ir::layout::{Layout, Share, moves};
 
-/// The placed graph of a layer graph. The result is whole on the first device that holds it.
-pub fn insert_moves(graph: &LayerGraph, placed: &Table<NodeId, Placed>) -> Result<PlacedGraph> {
+/// The placed graph of a layer graph, given what becomes of each of its nodes. The result is whole on the first device
+/// that holds it.
+pub fn insert_moves(graph: &LayerGraph, placed: Table<NodeId, Placed>) -> Result<PlacedGraph> {
     let mut inserted = Inserted {
         // With some moves.
         graph: PlacedGraph::with_capacity(2 * graph.len(), 2 * graph.values().len()),
         held: graph.values().ids().map(|_| None).collect(),
     };
-    for (id, node) in graph.nodes() {
-        let work = &placed[id];
-        let mut inputs = Vec::with_capacity(node.inputs.len());
+    for ((_, node), work) in graph.nodes().zip(placed.into_rows()) {
+        let mut inputs = Few::new();
         for (&value, need) in node.inputs.iter().zip(&work.needs) {
             let input = inserted.bring(&node.name, value, need)?;
             inputs.push(input);
         }
         let types = node.outputs.iter().map(|&v| graph.value(v).ty.clone());
-        let outputs = inserted.graph.add(node.name.clone(), work.clone(), inputs, types)?;
-        for ((&old, &new), layout) in node.outputs.iter().zip(outputs).zip(&work.layouts) {
-            inserted.held[old] = Some((new, layout.clone()));
+        let layouts = work.layouts.clone();
+        let outputs = inserted.graph.add(node.name.clone(), work, inputs, types)?;
+        for ((&old, &new), layout) in node.outputs.iter().zip(outputs).zip(layouts) {
+            inserted.held[old] = Some((new, layout));
         }
     }
     for &output in graph.outputs() {
-        let node = graph.value(output).producer;
-        let first = placed[node].layouts[0].devices[0];
-        let name = &graph.node(node).name;
+        let name = &graph.node(graph.value(output).producer).name;
+        let first = inserted.held(output).1.devices[0];
         let output = inserted.bring(name, output, &Layout::on(first))?;
         inserted.graph.return_value(output);
     }
@@ -46,10 +46,17 @@ struct Inserted {
 }
 
 impl Inserted {
+    fn held(&self, value: ValueId) -> &(ValueId, Layout) {
+        self.held[value].as_ref().expect("a graph makes values before it reads them")
+    }
+
     /// The value as it is needed, after the moves that takes.
     fn bring(&mut self, name: &Arc<str>, value: ValueId, need: &Layout) -> Result<ValueId> {
-        let (mut value, mut have) =
-            self.held[value].clone().expect("a graph makes values before it reads them");
+        let (made, layout) = self.held(value);
+        if layout == need {
+            return Ok(*made);
+        }
+        let (mut value, mut have) = (*made, layout.clone());
         let steps = moves(&have, need)
             .with_context(|| format!("{name} needs {need} of a value held {have}"))?;
         for (movement, layout) in steps {
@@ -57,7 +64,7 @@ impl Inserted {
                 work: Work::Move(movement),
                 needs: vec![have],
                 layouts: vec![layout.clone()],
-                inner: Vec::new(),
+                inner: Few::new(),
                 home: None,
                 cause: Cause { reason: Reason::Mismatch, runner_up: None },
             };

@@ -3,7 +3,7 @@
 use anyhow::{Context as _, Result};
 use ir::dag::Node;
 use ir::graph::{Placed, PlacedGraph};
-use ir::id::{DeviceId, WeightId};
+use ir::id::{DeviceId, Few, WeightId};
 use ir::layout::{Layout, Share};
 use ir::op::Op;
 use ir::packing::{held_bytes, packed_type};
@@ -21,9 +21,9 @@ pub(crate) struct Part {
     /// The operation with this device's counts; weights and caches are still named as in the model.
     pub(crate) op: Op,
     /// What is held for each of `op.weights()`.
-    pub(crate) weights: Vec<WeightKey>,
-    /// Which of the node's inputs are read.
-    pub(crate) reads: Vec<usize>,
+    pub(crate) weights: Few<WeightKey>,
+    /// How many of the node's inputs are read, from the first.
+    pub(crate) reads: usize,
 }
 
 /// What a device holds of a weight: equal keys are held once.
@@ -40,9 +40,13 @@ pub(crate) struct WeightKey {
 }
 
 /// The parts of all devices that take part in a computation.
-pub(crate) fn parts(task: &Task<'_>, node: &Node<Placed>, op: &Op) -> Result<Vec<Part>> {
+pub(crate) fn parts(
+    task: &Task<'_>,
+    node: &Node<Placed>,
+    op: &Op,
+) -> impl Iterator<Item = Result<Part>> {
     let devices = &node.work.layouts[0].devices;
-    (0..devices.len()).map(|member| part(task, node, op, member)).collect()
+    (0..devices.len()).map(move |member| part(task, node, op, member))
 }
 
 fn part(task: &Task<'_>, node: &Node<Placed>, op: &Op, member: usize) -> Result<Part> {
@@ -50,11 +54,9 @@ fn part(task: &Task<'_>, node: &Node<Placed>, op: &Op, member: usize) -> Result<
     let local = split::local(op, &node.work, member)
         .with_context(|| format!("sharing {} between devices", node.name))?;
     let weights = local
-        .op
-        .weights()
+        .weights
         .into_iter()
-        .zip(&local.slices)
-        .map(|(weight, &slice)| {
+        .map(|(weight, slice)| {
             let is_matrix = task.model.weights[weight].shape.len() > 1;
             let home = node.work.home.filter(|_| is_matrix).unwrap_or(device);
             let format = task.format(weight, home);
@@ -63,7 +65,7 @@ fn part(task: &Task<'_>, node: &Node<Placed>, op: &Op, member: usize) -> Result<
         .collect();
     let has_residual = matches!(op, Op::Linear(linear) if linear.residual);
     let reads = node.inputs.len() - usize::from(has_residual && !local.reads_residual);
-    Ok(Part { device, op: local.op, weights, reads: (0..reads).collect() })
+    Ok(Part { device, op: local.op, weights, reads })
 }
 
 impl WeightKey {
@@ -73,8 +75,8 @@ impl WeightKey {
     }
 
     /// Sizes of what is held.
-    pub(crate) fn shape(&self, task: &Task<'_>) -> Vec<u32> {
-        let mut shape = task.model.weights[self.weight].shape.clone();
+    pub(crate) fn shape(&self, task: &Task<'_>) -> Few<u32> {
+        let mut shape = Few::from_slice(&task.model.weights[self.weight].shape);
         if let Some(slice) = self.slice {
             shape[usize::from(slice.axis)] = slice.size;
         }

@@ -67,11 +67,12 @@ pub(crate) fn waits_for_launches(
 
 #[cfg(test)]
 mod tests {
-    use ir::id::{BufferId, CauseId, Id as _, WeightId};
+    use ir::id::{BufferId, CauseId, Few, Id as _, WeightId};
     use ir::layout::Move;
     use ir::op::Op;
     use ir::plan::{Algorithm, Buffer, Step};
-    use ir::tensor::{DType, Extent, TensorType};
+    use ir::smallvec;
+    use ir::tensor::{DType, Extent, Shape, TensorType};
 
     use super::*;
 
@@ -83,12 +84,12 @@ mod tests {
     /// follows; 9 and 10 need what is fetched, too.
     fn program(phase: Phase) -> Program {
         let step = |action, waits: &[usize], nanos| Step {
-            name: String::new(),
+            name: "".into(),
             action,
-            reads: vec![BufferId::from_index(0)],
-            writes: Vec::new(),
+            reads: smallvec![BufferId::from_index(0)],
+            writes: Few::new(),
             waits: waits.iter().map(|&wait| StepId::from_index(wait)).collect(),
-            frees: Vec::new(),
+            frees: Few::new(),
             estimate_nanos: nanos,
             cause: CauseId::from_index(0),
         };
@@ -108,7 +109,7 @@ mod tests {
             step(run(), &[], SHORT),
             step(run(), &[4], SHORT),
             step(run(), &[], SHORT),
-            Step { reads: vec![BufferId::from_index(1)], ..step(taken, &[5], SHORT) },
+            Step { reads: smallvec![BufferId::from_index(1)], ..step(taken, &[5], SHORT) },
             step(run(), &[], SHORT),
             step(run(), &[0], LONG),
             step(run(), &[0], LONG),
@@ -120,7 +121,7 @@ mod tests {
         };
         let buffer = |device| Buffer {
             device: DeviceId::from_index(device),
-            ty: TensorType { dtype: DType::F32, shape: Vec::new() },
+            ty: TensorType { dtype: DType::F32, shape: Shape::new() },
         };
         Program {
             name: "prefill".into(),

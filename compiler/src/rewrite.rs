@@ -5,13 +5,13 @@ use std::sync::Arc;
 use anyhow::Result;
 use ir::dag::Node;
 use ir::graph::LayerGraph;
-use ir::id::{NodeId, Table, ValueId};
+use ir::id::{Few, NodeId, Table, ValueId};
 use ir::op::Op;
 use ir::tensor::TensorType;
 
 /// Who reads each value; being a result of the graph counts as a use.
 pub(crate) struct Uses {
-    readers: Table<ValueId, Vec<NodeId>>,
+    readers: Table<ValueId, Few<NodeId>>,
     returned: Table<ValueId, usize>,
 }
 
@@ -84,7 +84,7 @@ impl<'a> Rewrite<'a> {
     }
 
     /// What values of the old graph are in the new one.
-    pub(crate) fn renamed(&self, old: &[ValueId]) -> Vec<ValueId> {
+    pub(crate) fn renamed(&self, old: &[ValueId]) -> Few<ValueId> {
         let renamed = |&value| self.renamed[value].expect("a rewrite reads a value it took away");
         old.iter().map(renamed).collect()
     }

@@ -9,13 +9,17 @@ mod movement;
 mod narrow;
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::sync::Arc;
 
 use anyhow::{Context as _, Result};
 use ir::dag::Node;
 use ir::graph::{Cause, Placed, PlacedGraph, Work};
-use ir::id::{BufferId, CauseId, CollectiveId, DeviceId, Id as _, NodeId, StepId, Table, ValueId};
+use ir::id::{
+    BufferId, CauseId, CollectiveId, DeviceId, Few, Id as _, NodeId, StepId, Table, ValueId,
+};
 use ir::layout::Layout;
 use ir::plan::{Action, Buffer, Lane, Program, Queue, Step};
+use ir::smallvec;
 use ir::tensor::DType;
 
 use crate::bind::{Bound, BoundPart, Fetched};
@@ -52,7 +56,7 @@ pub(crate) fn schedule(
         uses: Table::with_capacity(usual_steps),
         after: Table::with_capacity(usual_steps),
         fetchers: BTreeMap::new(),
-        held: graph.values().ids().map(|_| Vec::new()).collect(),
+        held: graph.values().ids().map(|_| Few::new()).collect(),
         narrow: narrow::values(task.target, graph, parts, batch),
         collectives: 0,
     };
@@ -94,13 +98,13 @@ struct Draft<'a> {
     steps: Table<StepId, Step>,
     buffers: Table<BufferId, Buffer>,
     /// The writer of each buffer, then its readers.
-    uses: Table<BufferId, Vec<StepId>>,
+    uses: Table<BufferId, Few<StepId>>,
     /// Earlier steps that each step depends on.
-    after: Table<StepId, Vec<StepId>>,
+    after: Table<StepId, Few<StepId>>,
     /// The weights that each GPU has yet to fetch.
     fetchers: BTreeMap<DeviceId, Fetcher>,
     /// Who holds each value, and where.
-    held: Table<ValueId, Vec<(DeviceId, BufferId)>>,
+    held: Table<ValueId, Few<(DeviceId, BufferId)>>,
     /// The elements of values that a GPU holds in 16 bits.
     narrow: HashMap<(ValueId, DeviceId), DType>,
     collectives: usize,
@@ -117,7 +121,7 @@ struct Fetcher {
 
 /// The weights that one node wants.
 struct Wanted {
-    name: String,
+    name: Arc<str>,
     cause: CauseId,
     /// Those that are not under way, each with the time it takes.
     weights: VecDeque<(Fetched, f64)>,
@@ -143,7 +147,7 @@ impl Draft<'_> {
                 let weights =
                     part.fetched.iter().map(|fetched| Ok((fetched.clone(), nanos(fetched)?)));
                 let wanted = Wanted {
-                    name: node.name.to_string(),
+                    name: node.name.clone(),
                     cause: causes.add(&node.work.cause),
                     weights: weights.collect::<Result<_>>()?,
                     buffers: Vec::new(),
@@ -182,13 +186,13 @@ impl Draft<'_> {
                 return;
             };
             let buffer = self.buffers.push(Buffer { device, ty: fetched.ty });
-            self.uses.push(Vec::new());
+            self.uses.push(Few::new());
             wanted.buffers.push(buffer);
             wanted.weights.pop_front();
             let (name, cause) = (wanted.name.clone(), wanted.cause);
             let action = Action::Fetch { weight: fetched.weight, offset };
             let lane = (device, Queue::Copy);
-            let step = self.step(&name, lane, action, Vec::new(), vec![buffer], nanos, cause);
+            let step = self.step(&name, lane, action, Few::new(), smallvec![buffer], nanos, cause);
             self.after[step].extend(after);
         }
     }
@@ -206,25 +210,18 @@ impl Draft<'_> {
     ) -> Result<()> {
         for (member, part) in parts.iter().enumerate() {
             let device = part.device;
-            let mut reads: Vec<BufferId> =
-                part.reads.iter().map(|&input| self.buffer(node.inputs[input], device)).collect();
-            let writes: Vec<BufferId> = node
+            let inputs = node.inputs[..part.reads].iter();
+            let mut reads: Few<BufferId> =
+                inputs.map(|&input| self.buffer(input, device)).collect();
+            let writes: Few<BufferId> = node
                 .outputs
                 .iter()
                 .zip(&node.work.layouts)
                 .map(|(&value, layout)| self.new_buffer(graph, value, layout, member))
                 .collect();
-            let operands = Operands {
-                weights: &part.weights,
-                reads: reads.iter().map(|&buffer| &self.buffers[buffer].ty).collect(),
-                writes: writes.iter().map(|&buffer| &self.buffers[buffer].ty).collect(),
-                is_fetched: !part.fetched.is_empty(),
-                borrows_from: part.borrows_from,
-            };
-            let nanos = run_nanos(self.task.target, device, &part.op, &operands, self.batch)
-                .with_context(|| node.name.clone())?;
+            let nanos = self.run_nanos(part, &reads, &writes).with_context(|| node.name.clone())?;
             let fetched = self.arrived(part);
-            reads.extend(&fetched);
+            reads.extend_from_slice(&fetched);
             let action = Action::Run(part.op.clone());
             let lane = (device, Queue::Compute);
             let step = self.step(&node.name, lane, action, reads, writes, nanos, cause);
@@ -234,6 +231,17 @@ impl Draft<'_> {
             }
         }
         Ok(())
+    }
+
+    fn run_nanos(&self, part: &BoundPart, reads: &[BufferId], writes: &[BufferId]) -> Result<f64> {
+        let operands = Operands {
+            weights: &part.weights,
+            reads: reads.iter().map(|&buffer| &self.buffers[buffer].ty).collect(),
+            writes: writes.iter().map(|&buffer| &self.buffers[buffer].ty).collect(),
+            is_fetched: !part.fetched.is_empty(),
+            borrows_from: part.borrows_from,
+        };
+        run_nanos(self.task.target, part.device, &part.op, &operands, self.batch)
     }
 
     /// The buffers that the fetched weights of a part are in.
@@ -249,11 +257,11 @@ impl Draft<'_> {
     #[expect(clippy::too_many_arguments, reason = "these are the fields of a step")]
     fn step(
         &mut self,
-        name: &str,
+        name: &Arc<str>,
         lane: (DeviceId, Queue),
         action: Action,
-        reads: Vec<BufferId>,
-        writes: Vec<BufferId>,
+        reads: Few<BufferId>,
+        writes: Few<BufferId>,
         nanos: f64,
         cause: CauseId,
     ) -> StepId {
@@ -268,12 +276,12 @@ impl Draft<'_> {
             }
         }
         self.steps.push(Step {
-            name: name.to_owned(),
+            name: name.clone(),
             action,
             reads,
             writes,
-            frees: Vec::new(),
-            waits: Vec::new(),
+            frees: Few::new(),
+            waits: Few::new(),
             estimate_nanos: nanos.round() as u64,
             cause,
         })
@@ -341,7 +349,7 @@ impl Draft<'_> {
             ty.dtype = dtype;
         }
         let buffer = self.buffers.push(Buffer { device, ty });
-        self.uses.push(Vec::new());
+        self.uses.push(Few::new());
         self.held[value].push((device, buffer));
         buffer
     }

@@ -15,7 +15,7 @@ use std::collections::BTreeMap;
 use anyhow::Result;
 use ir::dag::Node;
 use ir::graph::LayerGraph;
-use ir::id::{ValueId, WeightId};
+use ir::id::{Few, ValueId, WeightId};
 use ir::model::Model;
 use ir::op::{Experts, Linear, Op, Then};
 use ir::tensor::{Dim, TensorType};
@@ -99,7 +99,7 @@ pub(crate) fn cut(
 struct Shards {
     /// In the new graph.
     values: Vec<ValueId>,
-    parts: Vec<u32>,
+    parts: Few<u32>,
 }
 
 struct Cutter<'a> {
@@ -225,7 +225,7 @@ impl Cutter<'_> {
     }
 
     /// The features of each shard.
-    fn parts(&self, features: u32) -> Option<Vec<u32>> {
+    fn parts(&self, features: u32) -> Option<Few<u32>> {
         GRAINS.into_iter().find_map(|grain| parts(&self.cut.shares, features, grain))
     }
 

@@ -307,7 +307,7 @@ fn waits_on_the_host(
     for lane in &program.lanes {
         for &id in lane.steps.iter().filter(|&&id| !sums[id]) {
             let step = &program.steps[id];
-            waits[id].clone_from(&step.waits);
+            waits[id].extend_from_slice(&step.waits);
             if has_sums && !lying.contains_key(&id) {
                 let is_foreign =
                     |buffer: &&BufferId| program.buffers[**buffer].device != lane.device;

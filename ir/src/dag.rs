@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use anyhow::{Result, ensure};
 
-use crate::id::{Id, NodeId, Table, ValueId};
+use crate::id::{Few, Id, NodeId, Table, ValueId};
 use crate::tensor::TensorType;
 
 /// A dataflow graph whose nodes do `W`.
@@ -28,9 +28,9 @@ pub struct Node<W> {
     /// What is done.
     pub work: W,
     /// Values read, in the order the work expects.
-    pub inputs: Vec<ValueId>,
+    pub inputs: Few<ValueId>,
     /// Values made.
-    pub outputs: Vec<ValueId>,
+    pub outputs: Few<ValueId>,
 }
 
 /// A tensor flowing along the edges of a graph.
@@ -60,7 +60,7 @@ impl<W> Dag<W> {
         inputs: &[ValueId],
         outputs: &[TensorType],
     ) -> Result<Vec<ValueId>> {
-        let added = self.add(name.into(), work, inputs.to_vec(), outputs.iter().cloned())?;
+        let added = self.add(name.into(), work, inputs.into(), outputs.iter().cloned())?;
         Ok(added.to_vec())
     }
 
@@ -69,7 +69,7 @@ impl<W> Dag<W> {
         &mut self,
         name: Arc<str>,
         work: W,
-        inputs: Vec<ValueId>,
+        inputs: Few<ValueId>,
         outputs: impl Iterator<Item = TensorType>,
     ) -> Result<&[ValueId]> {
         for &input in &inputs {
@@ -89,7 +89,7 @@ impl<W> Dag<W> {
         inputs: &[ValueId],
         output: TensorType,
     ) -> Result<ValueId> {
-        Ok(self.add(name.into(), work, inputs.to_vec(), std::iter::once(output))?[0])
+        Ok(self.add(name.into(), work, inputs.into(), std::iter::once(output))?[0])
     }
 
     /// Makes a value a result of the graph.
@@ -138,9 +138,9 @@ impl<W> Dag<W> {
     }
 
     /// For each value the nodes that read it, in order; a node that reads it twice is there twice.
-    pub fn readers(&self) -> Table<ValueId, Vec<NodeId>> {
-        let mut readers: Table<ValueId, Vec<NodeId>> =
-            self.values.ids().map(|_| Vec::new()).collect();
+    pub fn readers(&self) -> Table<ValueId, Few<NodeId>> {
+        let mut readers: Table<ValueId, Few<NodeId>> =
+            self.values.ids().map(|_| Few::new()).collect();
         for (id, node) in self.nodes() {
             for &input in &node.inputs {
                 readers[input].push(id);

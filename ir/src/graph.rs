@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::dag::Dag;
-use crate::id::DeviceId;
+use crate::id::{DeviceId, Few};
 use crate::layout::{Layout, Move};
 use crate::op::Op;
 
@@ -23,7 +23,7 @@ pub struct Placed {
     /// How each output is held when it is done. All of them name the same devices: those that take part.
     pub layouts: Vec<Layout>,
     /// For experts that are split: the part of the intermediate features each device works on. Empty otherwise.
-    pub inner: Vec<u32>,
+    pub inner: Few<u32>,
     /// Where its matrices are held when the one device that computes fetches them, or the cache when that borrows it.
     /// Vectors are always its own.
     pub home: Option<DeviceId>,

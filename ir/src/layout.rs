@@ -2,15 +2,16 @@
 
 use anyhow::{Result, bail};
 use serde::{Deserialize, Serialize};
+use smallvec::smallvec;
 
-use crate::id::DeviceId;
+use crate::id::{DeviceId, Few};
 
 /// Which devices hold a value, and what each of them holds.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Layout {
     /// Distinct devices. Their order is the order of parts, and of sums.
-    pub devices: Vec<DeviceId>,
+    pub devices: Few<DeviceId>,
     /// What each of them holds.
     pub share: Share,
 }
@@ -26,7 +27,7 @@ pub enum Share {
         /// The axis that is cut.
         axis: u8,
         /// Elements along it on each device; they need not be equal.
-        parts: Vec<u32>,
+        parts: Few<u32>,
     },
     /// Each device holds a term; the value is their sum.
     Partial,
@@ -96,7 +97,7 @@ pub fn moves(have: &Layout, need: &Layout) -> Result<Vec<(Move, Layout)>> {
         };
     }
     let mut made = moves(have, &whole(have))?;
-    let missing: Vec<DeviceId> =
+    let missing: Few<DeviceId> =
         need.devices.iter().copied().filter(|device| !have.devices.contains(device)).collect();
     let from = have.devices[0];
     match (missing.as_slice(), need.devices.as_slice()) {
@@ -112,12 +113,12 @@ pub fn moves(have: &Layout, need: &Layout) -> Result<Vec<(Move, Layout)>> {
 impl Layout {
     /// All of a value on one device.
     pub fn on(device: DeviceId) -> Self {
-        Self { devices: vec![device], share: Share::Whole }
+        Self { devices: smallvec![device], share: Share::Whole }
     }
 
     /// All of a value on each of several devices.
     pub fn whole(devices: &[DeviceId]) -> Self {
-        Self { devices: devices.to_vec(), share: Share::Whole }
+        Self { devices: devices.into(), share: Share::Whole }
     }
 
     /// Position of a device among the parts.

@@ -33,4 +33,7 @@ pub mod trace;
 pub mod weight;
 pub mod workspace;
 
+/// Makes the short lists of these types: [`id::Few`], [`tensor::Shape`].
+pub use smallvec::smallvec;
+
 pub use fingerprint::{fingerprint, fingerprint_of_file, is_sampled};

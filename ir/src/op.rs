@@ -4,8 +4,9 @@
 //! ids name rows of the model's tables; in a plan they name rows of the plan's, and counts are those of one device.
 
 use serde::{Deserialize, Serialize};
+use smallvec::smallvec;
 
-use crate::id::{CacheId, RopeId, WeightId};
+use crate::id::{CacheId, Few, RopeId, WeightId};
 
 /// One operation. Every activation is `[tokens, features]` unless said otherwise.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -94,9 +95,9 @@ pub struct Linear {
     #[serde(deserialize_with = "crate::ron_text::written")]
     pub norm: Option<Norm>,
     /// Each `[outputs, inputs]`.
-    pub weights: Vec<WeightId>,
+    pub weights: Few<WeightId>,
     /// One for each weight, `[outputs]`.
-    pub biases: Vec<Option<WeightId>>,
+    pub biases: Few<Option<WeightId>>,
     /// Applied to the products.
     pub then: Then,
     /// Whether a second input is added to the only output.
@@ -351,19 +352,41 @@ impl Op {
     }
 
     /// Every weight the operation reads, in a fixed order.
-    pub fn weights(&self) -> Vec<WeightId> {
-        let mut weights = Vec::new();
-        let _ = self.clone().map_weights(|weight| {
-            weights.push(weight);
-            weight
-        });
-        weights
+    pub fn weights(&self) -> Few<WeightId> {
+        let of_norms = |norms: [&Option<Norm>; 2]| -> Few<WeightId> {
+            norms.into_iter().flatten().flat_map(Norm::weights).collect()
+        };
+        match self {
+            Op::Embed { table, .. } | Op::AddPosition { table, .. } => smallvec![*table],
+            Op::Norm(norm) => norm.weights().collect(),
+            Op::Linear(linear) => {
+                let mut weights = of_norms([&linear.norm, &None]);
+                weights.extend_from_slice(&linear.weights);
+                weights.extend(linear.biases.iter().flatten().copied());
+                weights
+            }
+            Op::Attention(attention) => of_norms([&attention.q_norm, &attention.k_norm]),
+            Op::Experts(Experts { gate, up, down, .. }) => smallvec![*gate, *up, *down],
+            Op::Activate(_)
+            | Op::Gate(_)
+            | Op::Add
+            | Op::SigmoidGate
+            | Op::Route { .. }
+            | Op::SelectRows
+            | Op::SoftCap { .. } => Few::new(),
+        }
     }
 
     /// The same operation on other weights: each id is replaced by `rename` of it, in the order of `weights`.
     #[must_use]
-    pub fn map_weights(mut self, mut rename: impl FnMut(WeightId) -> WeightId) -> Self {
-        match &mut self {
+    pub fn map_weights(mut self, rename: impl FnMut(WeightId) -> WeightId) -> Self {
+        self.rename_weights(rename);
+        self
+    }
+
+    /// Replaces each weight's id by `rename` of it, in the order of `weights`.
+    pub fn rename_weights(&mut self, mut rename: impl FnMut(WeightId) -> WeightId) {
+        match self {
             Op::Embed { table, .. } | Op::AddPosition { table, .. } => *table = rename(*table),
             Op::Norm(norm) => norm.rename(&mut rename),
             Op::Linear(linear) => {
@@ -388,7 +411,6 @@ impl Op {
             | Op::SelectRows
             | Op::SoftCap { .. } => (),
         }
-        self
     }
 
     /// Whether its matrices may come from another device: the rest needs few rows, or none.
@@ -408,6 +430,10 @@ impl Op {
 }
 
 impl Norm {
+    fn weights(&self) -> impl Iterator<Item = WeightId> {
+        self.scale.iter().chain(&self.bias).copied()
+    }
+
     fn rename(&mut self, rename: &mut impl FnMut(WeightId) -> WeightId) {
         for weight in self.scale.iter_mut().chain(self.bias.iter_mut()) {
             *weight = rename(*weight);

@@ -7,6 +7,8 @@
 //! - A panel of bfloat16 in 12 bits starts with a word for each row.
 //! - Vectors are never packed, and a stack is its matrices one after the other.
 
+use smallvec::smallvec;
+
 use crate::machine::DeviceKind;
 use crate::tensor::{DType, Dim, Format, TensorType};
 
@@ -104,7 +106,7 @@ pub fn packed_type(format: Format, shape: &[u32]) -> Option<TensorType> {
     let (stack, rows, columns) = dimensions(shape);
     let panels = stack.saturating_mul(rows.div_ceil(u64::from(PANEL_ROWS)));
     let fixed = |size: u64| Dim::Fixed(u32::try_from(size).unwrap_or(u32::MAX));
-    let shape = vec![fixed(panels), fixed(panel_bytes(format, columns))];
+    let shape = smallvec![fixed(panels), fixed(panel_bytes(format, columns))];
     Some(TensorType { dtype: DType::U8, shape })
 }
 

@@ -3,6 +3,7 @@
 use std::cmp::Reverse;
 use std::collections::BTreeSet;
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use anyhow::Result;
 use serde::{Deserialize, Serialize};
@@ -11,7 +12,8 @@ use crate::asked::Asked;
 use crate::forecast::Forecast;
 use crate::graph::Cause;
 use crate::id::{
-    BufferId, CacheId, CauseId, CollectiveId, DeviceId, FileId, RopeId, StepId, Table, WeightId,
+    BufferId, CacheId, CauseId, CollectiveId, DeviceId, Few, FileId, RopeId, StepId, Table,
+    WeightId,
 };
 use crate::layout::Move;
 use crate::machine::{DeviceKind, Machine};
@@ -193,17 +195,17 @@ pub enum Queue {
 #[serde(deny_unknown_fields)]
 pub struct Step {
     /// The layer it belongs to.
-    pub name: String,
+    pub name: Arc<str>,
     /// What is done.
     pub action: Action,
     /// Buffers read, in the order the action expects.
-    pub reads: Vec<BufferId>,
+    pub reads: Few<BufferId>,
     /// Buffers written.
-    pub writes: Vec<BufferId>,
+    pub writes: Few<BufferId>,
     /// Buffers that end with this step.
-    pub frees: Vec<BufferId>,
+    pub frees: Few<BufferId>,
     /// Steps of other lanes that must end first; lane order is implied.
-    pub waits: Vec<StepId>,
+    pub waits: Few<StepId>,
     /// Predicted time in a run of `max` extent (decode: with half of the context cached).
     pub estimate_nanos: u64,
     /// Why it is here.

@@ -11,9 +11,9 @@ use anyhow::{Context as _, Error, Result, bail, ensure};
 
 use crate::dag::Dag;
 use crate::graph::Placed;
-use crate::id::ValueId;
+use crate::id::{Few, ValueId};
 use crate::op::Op;
-use crate::tensor::{DType, Dim, TensorType};
+use crate::tensor::{DType, Dim, Shape, TensorType};
 
 mod line;
 mod op;
@@ -94,13 +94,14 @@ impl<W: ReadWork> Reader<W> {
     fn read_line(&mut self, line: &mut Line<'_>) -> Result<()> {
         ensure!(!self.is_complete, "a line after the return");
         if line.eat("return ") {
-            for output in line.list(|line| self.value(line))? {
+            let outputs: Few<ValueId> = line.list(|line| self.value(line))?;
+            for output in outputs {
                 self.graph.return_value(output);
             }
             self.is_complete = true;
             return line.end();
         }
-        let outputs = line.list(|line| {
+        let outputs: Vec<_> = line.list(|line| {
             let number = line.id("v")?;
             line.expect(": ")?;
             Ok((number, tensor_type(line)?))
@@ -147,7 +148,7 @@ fn tensor_type(line: &mut Line<'_>) -> Result<TensorType> {
         word => bail!("unknown element type {word:?}"),
     };
     line.expect("[")?;
-    let mut shape = Vec::new();
+    let mut shape = Shape::new();
     if !line.eat("]") {
         shape = line.list(|line| {
             Ok(match line.word() {

@@ -1,9 +1,11 @@
 //! What one device does of an operation that several share: its slices of the weights and its own counts.
 
+use std::iter;
+
 use anyhow::{Result, bail, ensure};
 
 use crate::graph::Placed;
-use crate::id::WeightId;
+use crate::id::{Few, WeightId};
 use crate::layout::{Layout, Share};
 use crate::op::{Experts, Linear, Op, Then};
 use crate::weight::Slice;
@@ -13,10 +15,18 @@ use crate::weight::Slice;
 pub struct Local {
     /// The operation with this device's counts; its weights still carry the names of the whole ones.
     pub op: Op,
-    /// For each of `op.weights()` the slice this device holds; `None` is all of it.
-    pub slices: Vec<Option<Slice>>,
+    /// Each of `op.weights()` with the slice of it that this device holds; `None` is all of it.
+    pub weights: Few<(WeightId, Option<Slice>)>,
     /// Whether the residual, the last input, is read here. One device adds it to a partial sum.
     pub reads_residual: bool,
+}
+
+impl Local {
+    /// `slices` are those of the operation's weights, in their order.
+    fn new(op: Op, slices: impl IntoIterator<Item = Option<Slice>>, reads_residual: bool) -> Self {
+        let weights = op.weights().into_iter().zip(slices).collect();
+        Self { op, weights, reads_residual }
+    }
 }
 
 /// What device number `member` of a placed computation does.
@@ -25,7 +35,7 @@ pub struct Local {
 pub fn local(op: &Op, placed: &Placed, member: usize) -> Result<Local> {
     let output = &placed.layouts[0];
     let alone = output.devices.len() == 1;
-    let whole = |op: Op| Local { slices: vec![None; op.weights().len()], op, reads_residual: true };
+    let whole = |op: Op| Local::new(op, iter::repeat(None), true);
     if alone
         || placed.layouts.iter().all(|layout| layout.share == Share::Whole)
             && placed.inner.is_empty()
@@ -56,17 +66,13 @@ pub fn local(op: &Op, placed: &Placed, member: usize) -> Result<Local> {
             let size = placed.inner[member];
             let rows = Some(Slice { axis: 1, start, size });
             let columns = Some(Slice { axis: 2, start, size });
-            Ok(Local { op: op.clone(), slices: vec![rows, rows, columns], reads_residual: true })
+            Ok(Local::new(op.clone(), [rows, rows, columns], true))
         }
         // Elementwise work on whatever slice its inputs are.
         Op::Activate(_) | Op::Gate(_) | Op::Add | Op::SoftCap { .. } => Ok(whole(op.clone())),
         Op::Embed { .. } => {
             let (start, size) = columns(output, member)?;
-            Ok(Local {
-                op: op.clone(),
-                slices: vec![Some(Slice { axis: 1, start, size })],
-                reads_residual: true,
-            })
+            Ok(Local::new(op.clone(), [Some(Slice { axis: 1, start, size })], true))
         }
         Op::AddPosition { .. }
         | Op::Norm(_)
@@ -80,9 +86,9 @@ pub fn local(op: &Op, placed: &Placed, member: usize) -> Result<Local> {
 
 fn local_linear(linear: &Linear, placed: &Placed, member: usize) -> Result<Local> {
     let mut local = linear.clone();
-    let mut slices = Vec::new();
+    let mut slices: Few<Option<Slice>> = Few::new();
     let norms = linear.norm.iter().flat_map(|norm| norm.scale.iter().chain(&norm.bias)).count();
-    slices.extend(vec![None; norms]);
+    slices.resize(norms, None);
     if placed.layouts[0].share == Share::Partial {
         let Ok((start, size)) = columns(&placed.needs[0], member) else {
             bail!("a linear makes partial sums of a whole input");
@@ -98,7 +104,7 @@ fn local_linear(linear: &Linear, placed: &Placed, member: usize) -> Result<Local
             local.residual = false;
         }
         slices.extend(local.biases.iter().flatten().map(|_: &WeightId| None));
-        return Ok(Local { op: Op::Linear(local), slices, reads_residual: member == 0 });
+        return Ok(Local::new(Op::Linear(local), slices, member == 0));
     }
     let rows = |index: usize| -> Result<Option<Slice>> {
         let layout = if matches!(linear.then, Then::Gate(_)) {
@@ -123,7 +129,7 @@ fn local_linear(linear: &Linear, placed: &Placed, member: usize) -> Result<Local
             slices.push(rows(index)?);
         }
     }
-    Ok(Local { op: Op::Linear(local), slices, reads_residual: true })
+    Ok(Local::new(Op::Linear(local), slices, true))
 }
 
 /// A member's slice of the features, where they are cut.

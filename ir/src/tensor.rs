@@ -5,6 +5,7 @@ use std::str::FromStr;
 
 use anyhow::bail;
 use serde::{Deserialize, Serialize};
+use smallvec::{SmallVec, smallvec};
 
 /// The type of one element, as a checkpoint stores it or an activation holds it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
@@ -64,6 +65,9 @@ pub struct Extent {
     pub rows: u32,
 }
 
+/// Sizes of axes, outermost first. Nearly all values have two.
+pub type Shape = SmallVec<[Dim; 2]>;
+
 /// An element type and a shape.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -71,7 +75,7 @@ pub struct TensorType {
     /// Type of every element.
     pub dtype: DType,
     /// Outermost axis first.
-    pub shape: Vec<Dim>,
+    pub shape: Shape,
 }
 
 impl Format {
@@ -178,7 +182,7 @@ impl Dim {
 impl TensorType {
     /// Floats of `[tokens, features]`, the shape of nearly every activation.
     pub fn activation(features: u32) -> Self {
-        Self { dtype: DType::F32, shape: vec![Dim::Tokens, Dim::Fixed(features)] }
+        Self { dtype: DType::F32, shape: smallvec![Dim::Tokens, Dim::Fixed(features)] }
     }
 
     /// Size of the last axis; 1 for a scalar.

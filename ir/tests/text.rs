@@ -160,7 +160,7 @@ fn tensor_type() -> impl Strategy<Value = TensorType> {
         Just(DType::I8)
     ];
     let dim = prop_oneof![Just(Dim::Tokens), Just(Dim::Rows), any::<u32>().prop_map(Dim::Fixed)];
-    (dtype, vec(dim, 0..4)).prop_map(|(dtype, shape)| TensorType { dtype, shape })
+    (dtype, vec(dim, 0..4)).prop_map(|(dtype, shape)| TensorType { dtype, shape: shape.into() })
 }
 
 fn layout() -> impl Strategy<Value = Layout> {
@@ -169,9 +169,9 @@ fn layout() -> impl Strategy<Value = Layout> {
         let share = prop_oneof![
             Just(Share::Whole),
             Just(Share::Partial),
-            any::<u8>().prop_map(move |axis| Share::Split { axis, parts: parts.clone() })
+            any::<u8>().prop_map(move |axis| Share::Split { axis, parts: parts.clone().into() })
         ];
-        share.prop_map(move |share| Layout { devices: devices.clone(), share })
+        share.prop_map(move |share| Layout { devices: devices.clone().into(), share })
     })
 }
 
@@ -195,6 +195,17 @@ fn node<W: Debug>(
 }
 
 proptest! {
+    #[test]
+    fn weights_are_renamed_in_their_order(op in op()) {
+        let mut renamed = Vec::new();
+        let same = op.clone().map_weights(|weight| {
+            renamed.push(weight);
+            weight
+        });
+        prop_assert_eq!(op.weights().into_vec(), renamed);
+        prop_assert_eq!(same, op);
+    }
+
     #[test]
     fn layer_graphs_survive_their_text(nodes in vec(node(op()), 1..12)) {
         let mut graph = LayerGraph::default();
@@ -239,7 +250,7 @@ proptest! {
                 .map(|(input, _)| if needs_the_same { layouts[0].clone() } else { needs[input % 3].clone() })
                 .collect();
             let cause = Cause { reason: Reason::FollowsInput, runner_up: None };
-            let placed = Placed { work, needs, layouts, inner, home, cause };
+            let placed = Placed { work, needs, layouts, inner: inner.into(), home, cause };
             values.extend(graph.push(name, placed, &inputs, &types).expect("its inputs exist"));
         }
         graph.return_value(values[values.len() - 1]);

@@ -6,6 +6,7 @@ use anyhow::{Result, ensure};
 use ir::id::{RopeId, ValueId, WeightId};
 use ir::model::ModelCache;
 use ir::op::{Activation, Attention, Experts, Linear, Norm, NormKind, Op, Then};
+use ir::smallvec;
 use ir::tensor::{DType, Dim, TensorType};
 use ir::weight::{Slice, Source};
 
@@ -122,8 +123,8 @@ pub(crate) fn linear_of(
     let outputs = lowering.outputs(weight);
     let linear = Linear {
         norm: None,
-        weights: vec![weight],
-        biases: vec![bias],
+        weights: smallvec![weight],
+        biases: smallvec![bias],
         then: Then::Nothing,
         residual: false,
     };
@@ -267,7 +268,7 @@ pub(crate) fn mixture(
     );
     let logits = linear(lowering, &format!("{name}.gate"), experts, false, x)?;
     let rows = lowering.rows(x);
-    let chosen = |dtype| TensorType { dtype, shape: vec![rows, Dim::Fixed(used)] };
+    let chosen = |dtype| TensorType { dtype, shape: smallvec![rows, Dim::Fixed(used)] };
     let (ids, weights) = (chosen(DType::I32), chosen(DType::F32));
     let route = Op::Route { used, renormalise };
     let routed = lowering.model.layers.push(
@@ -377,7 +378,7 @@ pub(crate) fn select_rows(
     name: String,
     x: ValueId,
 ) -> Result<ValueId> {
-    let shape = vec![Dim::Rows, Dim::Fixed(lowering.features(x))];
+    let shape = smallvec![Dim::Rows, Dim::Fixed(lowering.features(x))];
     let rows = TensorType { dtype: DType::F32, shape };
     lowering.model.layers.push_one(name, Op::SelectRows, &[x], rows)
 }

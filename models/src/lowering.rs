@@ -7,6 +7,7 @@ use anyhow::{Result, bail, ensure};
 use ir::id::{RopeId, ValueId, WeightId};
 use ir::model::{Model, ModelWeight};
 use ir::op::Op;
+use ir::smallvec;
 use ir::tensor::{DType, Dim, TensorType};
 use ir::weight::Source;
 
@@ -121,7 +122,7 @@ impl<'a> Lowering<'a> {
         features: u32,
     ) -> Result<ValueId> {
         let rows = inputs.first().map_or(Dim::Tokens, |&input| self.rows(input));
-        let shape = vec![rows, Dim::Fixed(features)];
+        let shape = smallvec![rows, Dim::Fixed(features)];
         self.model.layers.push_one(name, op, inputs, TensorType { dtype: DType::F32, shape })
     }
 

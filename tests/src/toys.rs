@@ -8,6 +8,7 @@ use ir::op::{
     Activation, Attention, Experts, Frequencies, Linear, Norm, NormKind, Op, Pairing, Rope, Then,
     unscaled_frequencies,
 };
+use ir::smallvec;
 use ir::tensor::{DType, Dim, TensorType};
 use ir::weight::Source;
 
@@ -143,7 +144,7 @@ impl Made<'_> {
         }
         let rows = |features| TensorType {
             dtype: DType::F32,
-            shape: vec![Dim::Rows, Dim::Fixed(features)],
+            shape: smallvec![Dim::Rows, Dim::Fixed(features)],
         };
         let x = self.graph.push_one("select", Op::SelectRows, &[x], rows(features))?;
         let norm = Op::Norm(self.norm_of("norm", features));
@@ -296,8 +297,8 @@ impl Made<'_> {
 fn plain(weight: WeightId, bias: Option<WeightId>) -> Linear {
     Linear {
         norm: None,
-        weights: vec![weight],
-        biases: vec![bias],
+        weights: smallvec![weight],
+        biases: smallvec![bias],
         then: Then::Nothing,
         residual: false,
     }

@@ -26,7 +26,7 @@ fn every_failing_step_ends_its_run_and_is_named() {
         let steps = plan.programs[0].steps.rows();
         for (i, step) in steps.iter().enumerate().step_by(5) {
             let kind = if i % 2 == 0 { FaultKind::Error } else { FaultKind::Panic };
-            let fault = Some(Fault { step: step.name.clone(), kind, is_over: Arc::default() });
+            let fault = Some(Fault { step: step.name.to_string(), kind, is_over: Arc::default() });
             let mut engine = engine(&plan, &Options { fault, ..Options::default() });
             let id = engine.open();
             engine.append(id, &prompt(9)).unwrap();
@@ -35,7 +35,7 @@ fn every_failing_step_ends_its_run_and_is_named() {
                 error = format!("{:#}", engine.advance(&[id]).unwrap_err());
             });
             assert!(time < LIMIT, "{shape:?} {}", step.name);
-            assert!(error.contains(&step.name) && error.contains("numa"), "{error}");
+            assert!(error.contains(&*step.name) && error.contains("numa"), "{error}");
             assert!(error.contains("was injected"), "{error}");
         }
     }
@@ -47,7 +47,7 @@ fn an_engine_goes_on_after_failures() {
         let plan = compile(MODEL, shape, |_| ());
         let expected = logits(&mut engine(&plan, &Options::default()), &[prompt(9)]).remove(0);
         for kind in [FaultKind::Error, FaultKind::Panic] {
-            let step = plan.programs[0].steps.rows()[3].name.clone();
+            let step = plan.programs[0].steps.rows()[3].name.to_string();
             let is_over = Arc::new(AtomicBool::new(false));
             let fault = Some(Fault { step, kind, is_over: Arc::clone(&is_over) });
             let mut engine = engine(&plan, &Options { fault, ..Options::default() });
@@ -132,7 +132,7 @@ fn middles(plan: &Plan) -> Vec<(Phase, Queue, String)> {
         .flat_map(|program| program.lanes.iter().map(move |lane| (program, lane)));
     let middle = |(program, lane): (&Program, &Lane)| {
         let step = *lane.steps.get(lane.steps.len() / 2)?;
-        Some((program.phase, lane.queue, program.steps[step].name.clone()))
+        Some((program.phase, lane.queue, program.steps[step].name.to_string()))
     };
     lanes.filter_map(middle).collect()
 }

@@ -59,9 +59,11 @@ fn layouts() -> Vec<Layout> {
     for devices in ordered_choices() {
         let mut shares = vec![Share::Whole, Share::Partial];
         for parts in compositions(SIZE, devices.len()) {
-            shares.extend([0, 1].map(|axis| Share::Split { axis, parts: parts.clone() }));
+            shares.extend([0, 1].map(|axis| Share::Split { axis, parts: parts.clone().into() }));
         }
-        layouts.extend(shares.into_iter().map(|share| Layout { devices: devices.clone(), share }));
+        layouts.extend(
+            shares.into_iter().map(|share| Layout { devices: devices.clone().into(), share }),
+        );
     }
     layouts
 }

@@ -104,7 +104,7 @@ fn check(file: &Path) -> Result<()> {
 fn run(pass: &str, text: &str) -> Result<String> {
     if pass == "insert_moves" {
         let (layers, placed) = taken_apart(&text.parse()?)?;
-        return Ok(insert_moves(&layers, &placed)?.to_string());
+        return Ok(insert_moves(&layers, placed)?.to_string());
     }
     if let Some(pass) = LAYER_PASSES.iter().find(|layer| layer.name == pass) {
         return Ok((pass.run)(text.parse()?)?.to_string());

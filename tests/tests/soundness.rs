@@ -151,7 +151,7 @@ fn plans_that_sum_by_groups_are_as_sound() {
         (vec![reads(across[1])[0], reads(first)[1]], "the devices that hold its terms"),
     ] {
         let mut harmed = plan.clone();
-        harmed.programs[0].steps[first].reads = harm;
+        harmed.programs[0].steps[first].reads = harm.into();
         let found: Vec<String> = check(&harmed).iter().map(ToString::to_string).collect();
         assert!(found.iter().any(|finding| finding.contains(expected)), "{found:?}");
     }
@@ -343,7 +343,7 @@ fn end_early(program: &mut Program, lane: usize, id: StepId) -> Option<String> {
     let before = before(program, lane, id)?;
     let step = &mut program.steps[id];
     let buffer = *step.frees.iter().find(|buffer| step.reads.contains(buffer))?;
-    step.frees.retain(|&freed| freed != buffer);
+    step.frees.retain(|freed| *freed != buffer);
     program.steps[before].frees.push(buffer);
     Some(format!("an early end of {buffer}"))
 }

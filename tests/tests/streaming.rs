@@ -412,7 +412,7 @@ fn mixtures_that_are_pinned_stay_whole() {
     let of_mixture = |mixture: &str| -> BTreeSet<&str> {
         let steps = plan.programs[first_decode(&plan)].steps.rows().iter();
         let computed = steps.filter(|step| matches!(step.action, Action::Run(_)));
-        computed.map(|step| step.name.as_str()).filter(|name| name.starts_with(mixture)).collect()
+        computed.map(|step| &*step.name).filter(|name| name.starts_with(mixture)).collect()
     };
     assert_eq!(of_mixture(mixtures[0]), BTreeSet::from([mixtures[0]]));
     assert!(of_mixture(mixtures[1]).len() > 1, "{:?}", of_mixture(mixtures[1]));

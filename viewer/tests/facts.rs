@@ -7,6 +7,7 @@ use ir::id::{DeviceId, Id as _};
 use ir::layout::Move;
 use ir::op::{Activation, ExpertPart, Experts, Op};
 use ir::plan::{Action, Plan, Weight};
+use ir::smallvec;
 use ir::tensor::{Dim, Format};
 use made_up::{Pace, Style, Wish, trace_at};
 use viewer::compare::compare;
@@ -333,12 +334,12 @@ fn rates_count_what_a_run_reads() {
     let down = stack([8, 32, 64]);
     let program = &mut plan.programs[DECODE];
     let steps = program.steps.rows_mut();
-    let linear = steps.iter_mut().find(|step| step.name == "layers.0.mlp.down_proj").unwrap();
+    let linear = steps.iter_mut().find(|step| &*step.name == "layers.0.mlp.down_proj").unwrap();
     let experts = Experts { gate, up, down, activation: Activation::Silu, part: None };
     let (x, ids) = (linear.reads[0], linear.reads[1]);
     linear.action = Action::Run(Op::Experts(experts.clone()));
-    program.buffers[ids].ty.shape = vec![Dim::Tokens, Dim::Fixed(2)];
-    program.buffers[x].ty.shape = vec![Dim::Tokens, Dim::Fixed(32)];
+    program.buffers[ids].ty.shape = smallvec![Dim::Tokens, Dim::Fixed(2)];
+    program.buffers[x].ty.shape = smallvec![Dim::Tokens, Dim::Fixed(32)];
     let all = 3 * 8 * 64 * 32 * 4;
     let row = |plan: &Plan, name: &str| {
         let scene = predicted(plan);
@@ -352,7 +353,7 @@ fn rates_count_what_a_run_reads() {
     // Half of the choices fall on these.
     let part = Some(ExpertPart { first: 0, load: 0.5 });
     let steps = plan.programs[DECODE].steps.rows_mut();
-    let step = steps.iter_mut().find(|step| step.name == "layers.0.mlp.down_proj").unwrap();
+    let step = steps.iter_mut().find(|step| &*step.name == "layers.0.mlp.down_proj").unwrap();
     step.action = Action::Run(Op::Experts(Experts { part, ..experts }));
     assert_eq!(row_of_experts(&plan).read_bytes, Some(all / 8));
     assert_eq!(row_of_experts(&plan).flops, 2.0 * 3.0 * 64.0 * 32.0);

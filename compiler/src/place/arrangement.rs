@@ -66,7 +66,7 @@ impl Arrangement {
         }
         let leads_elsewhere = pins.iter().any(|(id, pin)| {
             let group = self.group_of(units.of[id]);
-            pin.as_ref().is_some_and(|(device, _)| group.devices != [*device])
+            pin.as_ref().is_some_and(|(device, _)| *group.devices != [*device])
         });
         let shape = self.shape(task);
         if leads_elsewhere { format!("{shape} but for pins") } else { shape }

@@ -118,7 +118,7 @@ impl Prices<'_> {
         devices: &[DeviceId],
         shares: Option<Vec<f64>>,
     ) -> Result<Vec<Arrangement>> {
-        let group = |shares: Vec<f64>| self.whole(Group { devices: devices.to_vec(), shares });
+        let group = |shares: Vec<f64>| self.whole(Group { devices: devices.into(), shares });
         if let Some(shares) = shares {
             return Ok(vec![Arrangement { has_fixed_shares: true, ..group(shares) }]);
         }

@@ -224,12 +224,13 @@ fn busiest(task: &Task<'_>, units: &Units, layouts: &Layouts) -> Result<Vec<u64>
     let nodes = task.model.layers.nodes();
     let of_name: BTreeMap<&str, usize> =
         nodes.map(|(id, node)| (&*node.name, units.of[id])).collect();
-    let plan = judged_decode_plan(task, &Graphs::new(task.model, layouts, &mut |_, _| ())?)?;
+    let plan =
+        judged_decode_plan(task, &Graphs::new(task.model, layouts.clone(), &mut |_, _| ())?)?;
     let program = &plan.programs[0];
     let mut busy = vec![task.per_device(0u64); units.len()];
     for lane in program.lanes.iter().filter(|lane| lane.queue == Queue::Compute) {
         for step in lane.steps.iter().map(|&step| &program.steps[step]) {
-            if let Some(&unit) = of_name.get(step.name.as_str()) {
+            if let Some(&unit) = of_name.get(&*step.name) {
                 busy[unit][lane.device] += step.estimate_nanos;
             }
         }
@@ -295,7 +296,7 @@ fn unit_cause(
         .collect();
     options_elsewhere.sort_by_key(|(gap, other)| (*gap, other.group.devices[0]));
     let runner_up = |&(gap_nanos, other): &(i64, &Priced)| RunnerUp {
-        devices: other.group.devices.clone(),
+        devices: other.group.devices.to_vec(),
         gap_nanos,
     };
     let lacks = |other: &Priced| lacks(task, taken, other, unit);

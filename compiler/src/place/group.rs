@@ -1,12 +1,13 @@
 //! Devices that share layers, and how an axis is divided between them.
 
-use ir::id::DeviceId;
+use ir::id::{DeviceId, Few};
+use ir::smallvec;
 
 /// Distinct devices with the share of the work that each should get.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Group {
     /// The first one leads: it does what cannot be shared.
-    pub(crate) devices: Vec<DeviceId>,
+    pub(crate) devices: Few<DeviceId>,
     /// Positive, in any scale.
     pub(crate) shares: Vec<f64>,
 }
@@ -17,16 +18,16 @@ pub(crate) const FEATURE_GRAINS: [u32; 4] = [32, 16, 8, 1];
 impl Group {
     /// One device.
     pub(crate) fn one(device: DeviceId) -> Self {
-        Self { devices: vec![device], shares: vec![1.0] }
+        Self { devices: smallvec![device], shares: vec![1.0] }
     }
 
     /// [`parts()`] by the group's shares.
-    pub(crate) fn parts(&self, total: u32, grain: u32) -> Option<Vec<u32>> {
+    pub(crate) fn parts(&self, total: u32, grain: u32) -> Option<Few<u32>> {
         parts(&self.shares, total, grain)
     }
 
     /// Divides features in the coarsest grain that they allow.
-    pub(crate) fn feature_parts(&self, total: u32) -> Option<Vec<u32>> {
+    pub(crate) fn feature_parts(&self, total: u32) -> Option<Few<u32>> {
         FEATURE_GRAINS.into_iter().find_map(|grain| self.parts(total, grain))
     }
 }
@@ -34,7 +35,7 @@ impl Group {
 /// Divides `total` in whole multiples of `grain`, at least one for each share, in proportion to the shares.
 ///
 /// `None` when `total` is no multiple of `grain` or has too few of them.
-pub(crate) fn parts(shares: &[f64], total: u32, grain: u32) -> Option<Vec<u32>> {
+pub(crate) fn parts(shares: &[f64], total: u32, grain: u32) -> Option<Few<u32>> {
     let grains = total / grain;
     if !total.is_multiple_of(grain) || (grains as usize) < shares.len() {
         return None;
@@ -42,7 +43,7 @@ pub(crate) fn parts(shares: &[f64], total: u32, grain: u32) -> Option<Vec<u32>> 
     let sum: f64 = shares.iter().sum();
     // Everyone gets one grain; the rest goes by largest remainder.
     let wanted: Vec<f64> = shares.iter().map(|share| share / sum * f64::from(grains)).collect();
-    let mut parts: Vec<u32> = wanted.iter().map(|&want| (want.floor() as u32).max(1)).collect();
+    let mut parts: Few<u32> = wanted.iter().map(|&want| (want.floor() as u32).max(1)).collect();
     loop {
         let given: u32 = parts.iter().sum();
         let shortfall = |member: usize| wanted[member] - f64::from(parts[member]);

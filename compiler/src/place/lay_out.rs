@@ -7,7 +7,7 @@
 use anyhow::{Context as _, Result};
 use ir::dag::Node;
 use ir::graph::{Cause, Placed, Reason, Work};
-use ir::id::{DeviceId, NodeId, Table, ValueId};
+use ir::id::{DeviceId, Few, NodeId, Table, ValueId};
 use ir::layout::{Layout, Share};
 use ir::model::Model;
 use ir::op::{Attention, Linear, Op, Then};
@@ -49,7 +49,7 @@ pub(crate) fn set_homes(
 }
 
 /// For each value the parts its features are cut into, where they are.
-type Cuts = Table<ValueId, Option<Vec<u32>>>;
+type Cuts = Table<ValueId, Option<Few<u32>>>;
 
 fn place_node(
     model: &Model,
@@ -60,14 +60,14 @@ fn place_node(
 ) -> Result<Placed> {
     let whole = Layout::whole(&group.devices);
     let leader = Layout::on(group.devices[0]);
-    let split = |parts: &Vec<u32>| Layout {
+    let split = |parts: &Few<u32>| Layout {
         devices: group.devices.clone(),
         share: Share::Split { axis: 1, parts: parts.clone() },
     };
     let cut = |value: ValueId| cuts[value].as_ref().map_or(whole.clone(), &split);
     let all = |layout: &Layout, count: usize| vec![layout.clone(); count];
     let (inputs, outputs) = (node.inputs.len(), node.outputs.len());
-    let mut inner = Vec::new();
+    let mut inner = Few::new();
     let (needs, layouts) = if group.devices.len() == 1 {
         (all(&whole, inputs), all(&whole, outputs))
     } else {
@@ -170,7 +170,7 @@ fn cuts(model: &Model, groups: &[Group], group_of: &Table<NodeId, usize>) -> Res
 
 /// Cuts queries by heads, keys and values by the heads that these read.
 fn cut_heads(node: &Node<Op>, attention: &Attention, group: &Group, cuts: &mut Cuts) -> Result<()> {
-    let scaled = |parts: Vec<u32>, factor: u32| -> Vec<u32> {
+    let scaled = |parts: Few<u32>, factor: u32| -> Few<u32> {
         parts.into_iter().map(|part| part * factor).collect()
     };
     let head_dim = attention.head_dim;

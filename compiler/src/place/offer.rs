@@ -56,7 +56,7 @@ pub(super) fn offer(
     let batches = priced_batches(task.target);
     let graphs_of = |arrangement: &Arrangement| {
         let layouts = layouts(task, units, pins, arrangement)?;
-        Graphs::new(task.model, &layouts, &mut |_, _| ())
+        Graphs::new(task.model, layouts, &mut |_, _| ())
     };
     let first = || anyhow::Ok((arrangement.clone(), graphs_of(arrangement)?));
     let priced = |from| shifted(task, from, &batches, FILLED, graphs_of);

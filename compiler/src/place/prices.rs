@@ -165,7 +165,7 @@ fn price_group(task: &Task<'_>, units: &Units, pins: &Pins, group: &Group) -> Re
         for lane in &program.lanes {
             for &step in &lane.steps {
                 let step = &program.steps[step];
-                busy[unit_of[step.name.as_str()]][lane.device] += step.estimate_nanos;
+                busy[unit_of[&*step.name]][lane.device] += step.estimate_nanos;
             }
         }
         busy.iter().map(|unit| unit.rows().iter().copied().max().unwrap_or(0)).collect()
@@ -218,7 +218,7 @@ fn arrange(task: &Task<'_>, groups: &[Group], group_of: &Table<NodeId, usize>) -
     let prefill = lay_out(task.model, groups, group_of)?;
     let window_bytes = task.per_device(0);
     let layouts = Layouts { nodes: Phases { prefill, decode: None }, window_bytes };
-    Graphs::new(task.model, &layouts, &mut |_, _| ())
+    Graphs::new(task.model, layouts, &mut |_, _| ())
 }
 
 /// Weights and caches of each unit on each member. Pinned nodes are elsewhere.
@@ -236,7 +236,8 @@ fn unit_bytes(
             continue;
         }
         let mut seen = Vec::new();
-        for part in parts(task, node, op)? {
+        for part in parts(task, node, op) {
+            let part = part?;
             let member = group.devices.iter().position(|&device| device == part.device);
             let here = &mut bytes[units.of[id]][member.expect("parts are on members")];
             for key in &part.weights {

@@ -5,10 +5,11 @@ use std::collections::BTreeSet;
 use anyhow::{Context as _, Result};
 use ir::dag::Node;
 use ir::graph::{Placed, PlacedGraph};
-use ir::id::{BufferId, CauseId, DeviceId, Id as _, StepId, ValueId};
+use ir::id::{BufferId, CauseId, DeviceId, Few, Id as _, StepId, ValueId};
 use ir::layout::Move;
 use ir::op::Op;
 use ir::plan::{Action, Algorithm, Buffer, Phase, Queue};
+use ir::smallvec;
 use ir::workspace::{EXCHANGE_MEMBERS, MOST_FLAGGED_TERM_BYTES};
 
 use super::Draft;
@@ -38,7 +39,7 @@ impl Draft<'_> {
         match movement {
             Move::Transfer { from, to } => {
                 let action = action(None, None);
-                let reads = vec![self.buffer(input, *from)];
+                let reads = smallvec![self.buffer(input, *from)];
                 self.move_step(graph, node, action, reads, *to, 0, cause)?;
             }
             Move::Broadcast { from } => {
@@ -50,7 +51,7 @@ impl Draft<'_> {
                         continue;
                     }
                     let action = action(Some(collective), None);
-                    let reads = vec![self.buffer(input, *from)];
+                    let reads = smallvec![self.buffer(input, *from)];
                     self.move_step(graph, node, action, reads, device, member, cause)?;
                 }
             }
@@ -59,7 +60,7 @@ impl Draft<'_> {
             }
             Move::AllReduce | Move::AllGather { .. } | Move::ReduceScatter { .. } => {
                 let collective = Some(self.next_collective());
-                let reads: Vec<BufferId> =
+                let reads: Few<BufferId> =
                     members.iter().map(|&device| self.buffer(input, device)).collect();
                 let algorithm = self.algorithm(movement, &reads)?;
                 for (member, &device) in layout.devices.iter().enumerate() {
@@ -72,7 +73,7 @@ impl Draft<'_> {
             Move::Slice { .. } => {
                 for (member, &device) in layout.devices.iter().enumerate() {
                     let action = action(None, layout.slice(member));
-                    let reads = vec![self.buffer(input, device)];
+                    let reads = smallvec![self.buffer(input, device)];
                     self.move_step(graph, node, action, reads, device, member, cause)?;
                 }
             }
@@ -111,12 +112,12 @@ impl Draft<'_> {
             members.iter().map(|&device| self.buffer(input, device)).collect();
         for group in groups.iter().filter(|group| group.len() > 1) {
             let collective = self.next_collective();
-            let terms: Vec<BufferId> = group.iter().map(|&member| held[member]).collect();
+            let terms: Few<BufferId> = group.iter().map(|&member| held[member]).collect();
             let algorithm = self.algorithm(&Move::AllReduce, &terms)?;
             for &member in group {
                 let (device, ty) = (members[member], self.buffers[terms[0]].ty.clone());
                 let sum = self.buffers.push(Buffer { device, ty });
-                self.uses.push(Vec::new());
+                self.uses.push(Few::new());
                 let action = action(collective, algorithm);
                 self.push_move(node, device, action, terms.clone(), sum, cause)?;
                 held[member] = sum;
@@ -208,7 +209,7 @@ impl Draft<'_> {
         graph: &PlacedGraph,
         node: &Node<Placed>,
         action: Action,
-        reads: Vec<BufferId>,
+        reads: Few<BufferId>,
         device: DeviceId,
         member: usize,
         cause: CauseId,
@@ -224,7 +225,7 @@ impl Draft<'_> {
         node: &Node<Placed>,
         device: DeviceId,
         action: Action,
-        reads: Vec<BufferId>,
+        reads: Few<BufferId>,
         to: BufferId,
         cause: CauseId,
     ) -> Result<()> {
@@ -246,7 +247,7 @@ impl Draft<'_> {
                 .context("a library that the machine lacks was chosen")?,
         };
         let lane = (device, Queue::Compute);
-        self.step(&node.name, lane, action, reads, vec![to], nanos, cause);
+        self.step(&node.name, lane, action, reads, smallvec![to], nanos, cause);
         Ok(())
     }
 }

@@ -3,10 +3,11 @@
 use ::tests::machines::{gpu, linked, numa};
 use ::tests::toys::Toy;
 use compiler::options::{Request, parse_pipeline, parse_tensor_parallel};
-use ir::id::{CauseId, CollectiveId, Id as _, WeightId};
+use ir::id::{CauseId, CollectiveId, Few, Id as _, WeightId};
 use ir::layout::Move;
 use ir::op::Op;
 use ir::plan::{Action, Algorithm, Buffer, Phase, Step};
+use ir::smallvec;
 use ir::tensor::{Extent, TensorType};
 
 use super::*;
@@ -37,10 +38,10 @@ fn summing() -> Program {
     let step = |action: Action, reads: &[BufferId], written: usize| Step {
         name: "step".into(),
         action,
-        reads: reads.to_vec(),
-        writes: vec![b(written)],
-        frees: Vec::new(),
-        waits: Vec::new(),
+        reads: reads.into(),
+        writes: smallvec![b(written)],
+        frees: Few::new(),
+        waits: Few::new(),
         estimate_nanos: 0,
         cause: CauseId::from_index(0),
     };
@@ -91,9 +92,9 @@ fn a_gpu_whose_results_leave_through_sums_alone_is_waited_for() {
 }
 
 /// Adds a step that embeds the tokens once more, on any device.
-fn embed_again(program: &mut Program, device: usize, waits: Vec<StepId>) -> StepId {
+fn embed_again(program: &mut Program, device: usize, waits: Few<StepId>) -> StepId {
     let buffer = Buffer { device: d(device), ..program.buffers[b(0)].clone() };
-    let writes = vec![program.buffers.push(buffer)];
+    let writes = smallvec![program.buffers.push(buffer)];
     let step = Step { writes, waits, ..program.steps[s(0)].clone() };
     program.steps.push(step)
 }
@@ -112,11 +113,11 @@ fn a_gpu_that_is_told_something_behind_what_is_heard_of_it_is_waited_for() {
     let mut program = summing();
     assert_eq!(ends(&program), [s(3)]);
     // A NUMA node waits for what the second GPU does first.
-    let of_node = embed_again(&mut program, 2, vec![s(1)]);
+    let of_node = embed_again(&mut program, 2, smallvec![s(1)]);
     program.lanes.push(Lane { device: d(2), queue: Queue::Compute, steps: vec![of_node] });
     assert_eq!(ends(&program), []);
     // The GPU waits for the node.
-    let behind = embed_again(&mut program, 1, vec![of_node]);
+    let behind = embed_again(&mut program, 1, smallvec![of_node]);
     program.lanes[1].steps.insert(1, behind);
     assert_eq!(ends(&program), [s(3)]);
     // Somebody waits for that.

@@ -42,7 +42,7 @@ pub(super) fn check(scope: Scope<'_>, order: &Order, found: &mut Vec<Violation>)
                 if let Some(&Dim::Fixed(experts)) = logits.and_then(|logits| logits.ty.shape.last())
                     && let Some(&ids) = step.writes.first()
                 {
-                    let router = step.name.as_str();
+                    let router = &*step.name;
                     choices.insert(ids, Choice { router, experts });
                     let parts = BTreeSet::new();
                     mixtures.entry(router).or_insert(Mixtures { router: id, experts, parts });

@@ -67,7 +67,7 @@ fn check_caches(scope: Scope<'_>, found: &mut Vec<Violation>) {
         if !caches.insert(cache) {
             found.push(Violation::CacheWrittenTwice { step: scope.name(id), cache });
         }
-        if plan.caches.get(cache).is_some_and(|cache| cache.name != step.name) {
+        if plan.caches.get(cache).is_some_and(|cache| *cache.name != *step.name) {
             found.push(Violation::StrangeCache { step: scope.name(id), cache });
         }
     }

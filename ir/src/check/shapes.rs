@@ -1,6 +1,7 @@
 //! Reads, writes and weights of a step have the types that its action expects, in sizes that its device counts.
 
 use anyhow::{Result, bail, ensure};
+use smallvec::smallvec;
 
 use crate::check::{Scope, Violation};
 use crate::id::WeightId;
@@ -25,7 +26,7 @@ pub(super) fn check(scope: Scope<'_>, found: &mut Vec<Violation>) {
     if let Some(output) = program.buffers.get(program.output) {
         let logits = TensorType {
             dtype: DType::F32,
-            shape: vec![Dim::Rows, Dim::Fixed(plan.model.vocabulary)],
+            shape: smallvec![Dim::Rows, Dim::Fixed(plan.model.vocabulary)],
         };
         if output.ty != logits {
             let problem = format!("it returns {} instead of {logits}", output.ty);

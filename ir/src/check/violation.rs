@@ -1,6 +1,7 @@
 //! What can be wrong with a plan.
 
 use std::fmt;
+use std::sync::Arc;
 
 use crate::check::Scope;
 use crate::check::order::MAX_LANES;
@@ -13,7 +14,7 @@ pub struct StepName {
     /// Row of the program's steps.
     pub step: StepId,
     /// The layer it belongs to.
-    pub name: String,
+    pub name: Arc<str>,
     /// The program.
     pub program: String,
 }

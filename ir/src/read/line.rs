@@ -87,18 +87,22 @@ impl<'a> Line<'a> {
     }
 
     /// One or more items with `, ` between them.
-    pub(super) fn list<T>(&mut self, read: impl FnMut(&mut Self) -> Result<T>) -> Result<Vec<T>> {
+    pub(super) fn list<T, L: Default + Extend<T>>(
+        &mut self,
+        read: impl FnMut(&mut Self) -> Result<T>,
+    ) -> Result<L> {
         self.separated(", ", read)
     }
 
-    pub(super) fn separated<T>(
+    pub(super) fn separated<T, L: Default + Extend<T>>(
         &mut self,
         separator: &str,
         mut read: impl FnMut(&mut Self) -> Result<T>,
-    ) -> Result<Vec<T>> {
-        let mut items = vec![read(self)?];
+    ) -> Result<L> {
+        let mut items = L::default();
+        items.extend([read(self)?]);
         while self.eat(separator) {
-            items.push(read(self)?);
+            items.extend([read(self)?]);
         }
         Ok(items)
     }

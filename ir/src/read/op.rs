@@ -1,9 +1,10 @@
 //! Operations as their `Display` writes them.
 
 use anyhow::{Context as _, Result, bail};
+use smallvec::smallvec;
 
 use super::line::Line;
-use crate::id::WeightId;
+use crate::id::{Few, WeightId};
 use crate::op::{Activation, Attention, ExpertPart, Experts, Linear, Norm, NormKind, Op, Then};
 
 pub(super) fn read(line: &mut Line<'_>) -> Result<Op> {
@@ -68,12 +69,12 @@ pub(super) fn read(line: &mut Line<'_>) -> Result<Op> {
 
 fn linear(line: &mut Line<'_>) -> Result<Linear> {
     line.expect(" ")?;
-    let weights = line.list(|line| line.row("w"))?;
+    let weights: Few<WeightId> = line.list(|line| line.row("w"))?;
     let bias = |line: &mut Line<'_>| {
         if line.eat("-") { Ok(None) } else { line.row("w").map(Some) }
     };
     let biases = line.field(" bias=", |line| line.separated(",", bias))?;
-    let biases = biases.unwrap_or_else(|| vec![None; weights.len()]);
+    let biases = biases.unwrap_or_else(|| smallvec![None; weights.len()]);
     let norm = line.field(" of ", |line| norm(line)?.context("expected a norm"))?;
     let then = if line.eat(" then gate ") {
         Then::Gate(activation(line)?)

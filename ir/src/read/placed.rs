@@ -5,11 +5,12 @@ use anyhow::{Result, ensure};
 use super::line::Line;
 use super::op;
 use crate::graph::{Cause, Placed, Reason, Work};
+use crate::id::{DeviceId, Few};
 use crate::layout::{Layout, Move, Share};
 
 /// Leaves the needs empty where the text leaves them out.
 pub(super) fn read(line: &mut Line<'_>) -> Result<Placed> {
-    let layouts = line.list(layout)?;
+    let layouts: Vec<Layout> = line.list(layout)?;
     line.expect(" ")?;
     let work = match movement(line)? {
         Some(movement) => Work::Move(movement),
@@ -31,7 +32,7 @@ pub(super) fn read(line: &mut Line<'_>) -> Result<Placed> {
 /// `@d0+d1/1:96+64`.
 fn layout(line: &mut Line<'_>) -> Result<Layout> {
     line.expect("@")?;
-    let devices = line.separated("+", |line| line.row("d"))?;
+    let devices: Few<DeviceId> = line.separated("+", |line| line.row("d"))?;
     let share = if line.eat("/sum") {
         Share::Partial
     } else if line.eat("/") {

@@ -59,7 +59,7 @@ fn a_free_that_does_not_wait_for_a_reader_is_a_race() {
     let id = steps.iter().find(|(_, step)| frees(step)).expect("one frees the input").0;
     finds_in_prefill(
         plan,
-        |program| program.steps[id].waits.retain(|&wait| wait != broadcast),
+        |program| program.steps[id].waits.retain(|wait| *wait != broadcast),
         &["s1 (x) of prefill and s5 (attention) of prefill touch b0 in no fixed order"],
     );
 }

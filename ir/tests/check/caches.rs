@@ -3,6 +3,7 @@
 use ir::machine::Device;
 use ir::op::Op;
 use ir::plan::{Action, Cache, Plan, Step};
+use ir::smallvec;
 use ir::tensor::DType;
 
 use crate::plans::{b, c, d, gpu, one_device, pipeline, tensor_parallel};
@@ -123,7 +124,7 @@ fn two_layers() -> Plan {
         let attention = named(program, "attention");
         let first = program.steps[attention].clone();
         let values = program.buffers.push(program.buffers[first.writes[0]].clone());
-        let mut second = Step { name: "second".into(), writes: vec![values], ..first };
+        let mut second = Step { name: "second".into(), writes: smallvec![values], ..first };
         second.frees.push(values);
         if let Action::Run(Op::Attention(attention)) = &mut second.action {
             attention.cache = c(1);
@@ -164,7 +165,7 @@ fn programs_share_the_caches_of_layers() {
             let prefill = &mut plan.programs[0];
             let second = named(prefill, "second");
             prefill.steps[second].action = Action::Run(Op::Add);
-            prefill.steps[second].reads = vec![b(2), b(2)];
+            prefill.steps[second].reads = smallvec![b(2), b(2)];
         },
         &["no step of prefill appends to c1"],
     );

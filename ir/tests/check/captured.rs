@@ -60,13 +60,13 @@ fn steps_that_wait_for_other_devices_or_tell_them_launch_that_too() {
     // The next device waits for one step.
     assert_eq!(beside - captured_bytes(&plan, d(0)), 18 * LAUNCH_BYTES);
     let steps = plan.programs.iter_mut().flat_map(|program| program.steps.rows_mut());
-    steps.filter(|step| step.name == "embed").for_each(|step| step.waits.push(s(0)));
+    steps.filter(|step| &*step.name == "embed").for_each(|step| step.waits.push(s(0)));
     assert_eq!(beside, captured_bytes(&plan, d(0)));
 }
 
 /// Lets a step write bfloat16.
 fn narrow(program: &mut Program, name: &str) {
-    let step = program.steps.rows().iter().find(|step| step.name == name);
+    let step = program.steps.rows().iter().find(|step| &*step.name == name);
     let buffer = step.expect("there is such a step").writes[0];
     program.buffers[buffer].ty.dtype = DType::Bf16;
 }
@@ -88,7 +88,7 @@ fn an_input_in_another_form_is_a_launch_of_its_own() {
     let with_norm = |kind: NormKind| {
         let mut plan = plan.clone();
         let steps = plan.programs.iter_mut().flat_map(|program| program.steps.rows_mut());
-        for step in steps.filter(|step| step.name == "q") {
+        for step in steps.filter(|step| &*step.name == "q") {
             let Action::Run(Op::Linear(linear)) = &mut step.action else { continue };
             linear.norm =
                 Some(Norm { kind, scale: None, bias: None, epsilon: 1e-5, scale_offset: 0.0 });
@@ -122,7 +122,7 @@ fn neighbouring_matrices_of_one_format_are_one_launch() {
         let ids = formats.map(|format| plan.weights.push(Weight { format, ..first.clone() }));
         for step in plan.programs.iter_mut().flat_map(|program| program.steps.rows_mut()) {
             if let (Action::Run(Op::Linear(linear)), "q") = (&mut step.action, &*step.name) {
-                linear.weights = ids.to_vec();
+                linear.weights = ids[..].into();
             }
         }
         (captured_bytes(&plan, d(0)) - before) / (18 * LAUNCH_BYTES)

@@ -6,6 +6,7 @@ use ir::layout::Move;
 use ir::machine::{Collectives, Device, DeviceKind};
 use ir::op::{Linear, Op, Then};
 use ir::plan::{Action, Algorithm, Lane, Phase, Plan, Program, Queue, Step, Weight};
+use ir::smallvec;
 use ir::tensor::DType;
 use ir::weight::{Slice, Source};
 
@@ -113,13 +114,13 @@ fn gathering() -> Plan {
         })
     });
     for program in &mut plan.programs {
-        let scatters = program.steps.rows_mut().iter_mut().filter(|step| step.name == "scatter");
+        let scatters = program.steps.rows_mut().iter_mut().filter(|step| &*step.name == "scatter");
         for ((step, weight), sum) in scatters.zip(halves).zip([b(12), b(13)]) {
-            step.reads = vec![sum];
+            step.reads = smallvec![sum];
             step.action = Action::Run(Op::Linear(Linear {
                 norm: None,
-                weights: vec![weight],
-                biases: vec![None],
+                weights: smallvec![weight],
+                biases: smallvec![None],
                 then: Then::Nothing,
                 residual: false,
             }));
@@ -135,7 +136,7 @@ fn parts_are_gathered_in_the_order_of_the_rows_that_make_them() {
     finds_in_prefill(
         gathering(),
         |program| {
-            for step in program.steps.rows_mut().iter_mut().filter(|step| step.name == "gather") {
+            for step in program.steps.rows_mut().iter_mut().filter(|step| &*step.name == "gather") {
                 step.reads.reverse();
             }
         },
@@ -229,7 +230,7 @@ fn gpus_that_sum_wait_for_each_other_alone() {
             let x = program.buffers.push(program.buffers[embed.writes[0]].clone());
             program.buffers[x].device = node;
             let action = Action::Run(Op::Embed { table, scale: 1.0 });
-            let embed = Step { action, writes: vec![x], frees: vec![x], ..embed };
+            let embed = Step { action, writes: smallvec![x], frees: smallvec![x], ..embed };
             let embed = program.steps.push(embed);
             let queue = Queue::Compute;
             program.lanes.push(Lane { device: node, queue, steps: vec![embed] });
@@ -243,7 +244,7 @@ fn gpus_that_sum_wait_for_each_other_alone() {
 #[test]
 fn gpus_sum_with_the_same_others_in_one_order() {
     let reversed = |program: &mut Program| {
-        for step in program.steps.rows_mut().iter_mut().filter(|step| step.name == "again") {
+        for step in program.steps.rows_mut().iter_mut().filter(|step| &*step.name == "again") {
             step.reads.reverse();
         }
     };

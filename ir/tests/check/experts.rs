@@ -2,6 +2,7 @@
 
 use ir::op::{ExpertPart, Op};
 use ir::plan::{Action, Lane, Plan, Program, Step};
+use ir::smallvec;
 
 use crate::plans::{one_device, w};
 use crate::{finds, named};
@@ -17,17 +18,18 @@ fn divided() -> Plan {
         let [first, add, select] = ["experts", "add", "select"].map(|name| named(program, name));
         let made = program.steps[first].writes[0];
         let [other, sum] = [0, 1].map(|_| program.buffers.push(program.buffers[made].clone()));
-        let second = Step { writes: vec![other], ..program.steps[first].clone() };
+        let second = Step { writes: smallvec![other], ..program.steps[first].clone() };
         program.steps[first].frees.clear();
         let second = program.steps.push(second);
         let sum_of_both = Step {
-            reads: vec![made, other],
-            writes: vec![sum],
-            frees: vec![made, other],
+            reads: smallvec![made, other],
+            writes: smallvec![sum],
+            frees: smallvec![made, other],
             ..program.steps[add].clone()
         };
         let sum_of_both = program.steps.push(sum_of_both);
-        (program.steps[select].reads, program.steps[select].frees) = (vec![sum], vec![sum]);
+        (program.steps[select].reads, program.steps[select].frees) =
+            (smallvec![sum], smallvec![sum]);
         let Lane { steps, .. } = &mut program.lanes[0];
         let at = steps.iter().position(|&step| step == select);
         let at = at.expect("it is in the only lane");

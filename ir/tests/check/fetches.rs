@@ -22,7 +22,7 @@ fn a_weight_that_is_not_fetched_is_foreign() {
         "first",
         |step| {
             let buffer = step.reads.pop().expect("it reads a fetched weight");
-            step.frees.retain(|&freed| freed != buffer);
+            step.frees.retain(|freed| *freed != buffer);
         },
         &[
             "s2 (first) of prefill computes with w1, which is on another device",

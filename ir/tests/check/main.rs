@@ -76,5 +76,5 @@ fn findings(plan: &Plan) -> Vec<String> {
 /// The first step of that name.
 fn named(program: &Program, name: &str) -> StepId {
     let mut steps = program.steps.iter();
-    steps.find(|(_, step)| step.name == name).expect("the program has such a step").0
+    steps.find(|(_, step)| &*step.name == name).expect("the program has such a step").0
 }

@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use ir::check::memory;
 use ir::id::{BufferId, DeviceId};
 use ir::plan::{Buffer, Plan};
+use ir::smallvec;
 use ir::tensor::TensorType;
 use proptest::collection::vec;
 use proptest::{prop_assert, proptest};
@@ -58,8 +59,8 @@ fn a_buffer_counts_until_the_reader_of_another_device_is_done() {
     for program in &mut plan.programs {
         let buffer = program.buffers.push(Buffer { device: d(0), ty: TensorType::activation(100) });
         let mut step = program.steps[s(0)].clone();
-        step.writes = vec![buffer];
-        step.frees = vec![buffer];
+        step.writes = smallvec![buffer];
+        step.frees = smallvec![buffer];
         let step = program.steps.push(step);
         program.lanes[0].steps.push(step);
     }

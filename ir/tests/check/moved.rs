@@ -3,6 +3,7 @@
 use ir::layout::Move;
 use ir::machine::DeviceKind;
 use ir::plan::{Action, Algorithm, Plan, Step};
+use ir::smallvec;
 use ir::tensor::{DType, Dim};
 
 use crate::plans::{b, d, gpu, gpus, pipeline, tensor_parallel};
@@ -126,9 +127,9 @@ fn ids_are_not_cut() {
     let copy = program.buffers.push(program.buffers[ids].clone());
     let step = Step {
         action: cut(&slice),
-        reads: vec![ids],
-        writes: vec![copy],
-        frees: vec![copy],
+        reads: smallvec![ids],
+        writes: smallvec![copy],
+        frees: smallvec![copy],
         ..program.steps[named(program, "select")].clone()
     };
     let step = program.steps.push(step);
@@ -169,7 +170,7 @@ fn gpus_sum_rows_of_fours() {
     let mut plan = gpus();
     let narrow = |plan: &mut Plan| {
         let program = &mut plan.programs[0];
-        for step in program.steps.rows_mut().iter_mut().filter(|step| step.name == "again") {
+        for step in program.steps.rows_mut().iter_mut().filter(|step| &*step.name == "again") {
             for &buffer in step.reads.iter().chain(&step.writes) {
                 program.buffers[buffer].ty.shape[1] = Dim::Fixed(6);
             }

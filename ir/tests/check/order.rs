@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 use ir::check::check;
 use ir::id::{Id as _, StepId};
 use ir::plan::{Lane, Queue, Step};
+use ir::smallvec;
 
 use crate::plans::{d, gpu, one_device, pipeline, s, tensor_parallel};
 use crate::{finds, finds_in_prefill, finds_in_step, named};
@@ -97,11 +98,11 @@ fn a_hundred_thousand_steps_are_checked_in_seconds() {
         let lane = index % 2;
         let next = program.buffers.push(program.buffers[last].clone());
         let before = StepId::from_index(program.steps.len() - 1);
-        let waits = vec![before];
+        let waits = smallvec![before];
         let step = Step {
-            reads: vec![last; 2],
-            writes: vec![next],
-            frees: vec![last],
+            reads: smallvec![last; 2],
+            writes: smallvec![next],
+            frees: smallvec![last],
             waits,
             ..add.clone()
         };

@@ -134,7 +134,7 @@ fn nothing_computes_in_a_copy_queue() {
 fn copy_transfer(program: &mut Program) {
     let device = program.lanes[1].device;
     let steps = vec![program.lanes[1].steps.remove(0)];
-    program.steps[s(9)].waits.extend(&steps);
+    program.steps[s(9)].waits.extend_from_slice(&steps);
     program.lanes.push(Lane { device, queue: Queue::Copy, steps });
 }
 

@@ -261,7 +261,7 @@ fn row(plan: &Plan, program: &Program, number: usize, device: usize, cached: u32
     };
     Step {
         number,
-        name: step.name.clone(),
+        name: step.name.to_string(),
         kind: kind(&step.action),
         verb: action.split(['(', ' ']).next().unwrap_or_default().to_owned(),
         action,

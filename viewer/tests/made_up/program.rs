@@ -1,12 +1,13 @@
 //! The steps of a made-up program, with lanes, waits and frees.
 
 use ir::graph::{Cause, Reason};
-use ir::id::{BufferId, CauseId, CollectiveId, DeviceId, Id as _, StepId, Table, WeightId};
+use ir::id::{BufferId, CauseId, CollectiveId, DeviceId, Few, Id as _, StepId, Table, WeightId};
 use ir::layout::Move;
 use ir::op::{Activation, Attention, Linear, Norm, NormKind, Op, Then};
 use ir::plan::{
     Action, Algorithm, Buffer, FETCH_ALIGNMENT, Lane, Phase, Plan, Program, Queue, Step,
 };
+use ir::smallvec;
 use ir::tensor::{DType, Dim, Extent, Format, TensorType};
 
 use super::layers::{Layer, weight};
@@ -52,7 +53,7 @@ struct Made<'a> {
 
 impl Made<'_> {
     fn buffer(&mut self, device: DeviceId, rows: Dim, features: u32) -> BufferId {
-        let ty = TensorType { dtype: DType::F32, shape: vec![rows, Dim::Fixed(features)] };
+        let ty = TensorType { dtype: DType::F32, shape: smallvec![rows, Dim::Fixed(features)] };
         self.program.buffers.push(Buffer { device, ty })
     }
 
@@ -71,10 +72,10 @@ impl Made<'_> {
         self.program.steps.push(Step {
             name: name.into(),
             action,
-            reads: reads.to_vec(),
-            writes: writes.to_vec(),
-            frees: Vec::new(),
-            waits: Vec::new(),
+            reads: reads.into(),
+            writes: writes.into(),
+            frees: Few::new(),
+            waits: Few::new(),
             estimate_nanos,
             cause,
         })
@@ -364,6 +365,6 @@ fn linear(norm: Option<WeightId>, weights: Vec<WeightId>, then: Then, residual: 
         epsilon: 1e-5,
         scale_offset: 0.0,
     });
-    let biases = vec![None; weights.len()];
-    Op::Linear(Linear { norm, weights, biases, then, residual })
+    let biases = smallvec![None; weights.len()];
+    Op::Linear(Linear { norm, weights: weights.into(), biases, then, residual })
 }

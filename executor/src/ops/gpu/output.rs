@@ -5,6 +5,7 @@ use std::borrow::Cow;
 use anyhow::{Context as _, Result};
 use ir::id::BufferId;
 use ir::plan::Program;
+use ir::smallvec;
 use ir::tensor::{DType, Dim, TensorType};
 use ir::workspace::shortlist::{self, LIST_WORDS};
 
@@ -21,7 +22,7 @@ pub(super) fn sent_type<'a>(
 ) -> Cow<'a, TensorType> {
     let ty = &schedule.buffers[buffer].ty;
     if is_listed(buffer, schedule, scope) {
-        let shape = vec![Dim::Rows, Dim::Fixed(LIST_WORDS)];
+        let shape = smallvec![Dim::Rows, Dim::Fixed(LIST_WORDS)];
         Cow::Owned(TensorType { dtype: DType::F32, shape })
     } else {
         Cow::Borrowed(ty)

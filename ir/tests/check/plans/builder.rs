@@ -14,6 +14,7 @@ use ir::plan::{
     Action, Algorithm, Buffer, Cache, Lane, ModelInfo, Phase, Plan, Program, Queue, Step, VERSION,
     Weight,
 };
+use ir::smallvec;
 use ir::tensor::{DType, Dim, Extent, Format, TensorType};
 use ir::weight::Source;
 
@@ -150,9 +151,9 @@ impl Builder {
         let id = program.steps.push(Step {
             name: name.into(),
             action,
-            reads: reads.to_vec(),
-            writes: writes.clone(),
-            frees: vec![],
+            reads: reads.into(),
+            writes: writes.clone().into(),
+            frees: smallvec![],
             waits,
             estimate_nanos: 1000,
             cause: ir::id::CauseId::from_index(0),
@@ -231,7 +232,7 @@ impl Builder {
         let buffer = self.step(1, name, action, &[], &[ty])[0];
         self.program.buffers[buffer].device = d(0);
         let step = self.program.steps.ids().last().expect("a step was added");
-        self.program.steps[step].waits.extend(waits);
+        self.program.steps[step].waits.extend_from_slice(waits);
         (weight, buffer)
     }
 
@@ -354,7 +355,7 @@ impl Builder {
     pub(super) fn head(mut self, lane: usize, x: BufferId) -> Plan {
         let rows = |features| TensorType {
             dtype: DType::F32,
-            shape: vec![Dim::Rows, Dim::Fixed(features)],
+            shape: smallvec![Dim::Rows, Dim::Fixed(features)],
         };
         let select = Action::Run(Op::SelectRows);
         let x = self.step(lane, "select", select, &[x], &[rows(FEATURES)])[0];
@@ -419,8 +420,8 @@ impl Builder {
 fn plain(weight: WeightId) -> Op {
     Op::Linear(Linear {
         norm: None,
-        weights: vec![weight],
-        biases: vec![None],
+        weights: smallvec![weight],
+        biases: smallvec![None],
         then: Then::Nothing,
         residual: false,
     })

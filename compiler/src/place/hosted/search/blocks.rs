@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::ops::Range;
 
 use ir::dag::Node;
-use ir::id::{DeviceId, NodeId, Table, ValueId, WeightId};
+use ir::id::{DeviceId, Few, NodeId, Table, ValueId, WeightId};
 use ir::op::Op;
 
 use crate::cost::{fetch_nanos, fetch_share};
@@ -179,7 +179,7 @@ impl<'a> Beside<'a> {
             fetch_nanos: 0.0,
             home_nanos: home_nanos[id] as f64 / if is_shard { shards as f64 } else { 1.0 },
         };
-        let weights = if node.work.takes_fetched() { node.work.weights() } else { Vec::new() };
+        let weights = if node.work.takes_fetched() { node.work.weights() } else { Few::new() };
         for weight in weights {
             if task.model.weights[weight].shape.len() < 2 {
                 continue;
