@@ -14,7 +14,8 @@ use crate::place::stages::{Goal, cut};
 /// Orders of devices that are tried for pipelines: all orders of five unlike devices.
 const MOST_ORDERS: usize = 120;
 /// Pipelines that are priced exactly: the best by the sums that they are cut by, from which exact prices hardly
-/// depart. As many as there are orders of four unlike devices; each takes some milliseconds.
+/// depart, so that those half as slow again are not among them. As many as there are orders of four unlike devices;
+/// each takes some milliseconds.
 const MOST_PIPELINES: usize = 24;
 /// Pipelines of one score that are priced.
 const MOST_ALIKE: usize = 2;
@@ -34,10 +35,15 @@ impl Prices<'_> {
         let singles: Vec<Priced> =
             alone.par_iter().filter_map(|group| self.price(group).ok()).collect();
         let groups = self.groups(&singles);
-        arrangements.extend(groups.iter().map(|priced| self.whole(priced.group.clone())));
-        arrangements.extend(self.uneven(&groups)?);
         let sequences = self.sequences(&singles, &groups);
-        for pipelines in self.pipelines_of(&sequences) {
+        let pipelines = self.pipelines_of(&sequences);
+        // Where nothing fits, the one that lacks least is told.
+        let any_fits = pipelines.iter().any(|found| !found.is_empty());
+        let may_fit = |priced: &&Priced| !any_fits || self.may_hold_all(priced, &singles);
+        let sharing: Vec<&Priced> = groups.iter().filter(may_fit).collect();
+        arrangements.extend(sharing.iter().map(|priced| self.whole(priced.group.clone())));
+        arrangements.extend(self.uneven(sharing)?);
+        for pipelines in pipelines {
             let fresh = pipelines.into_iter().filter(|pipeline| !arrangements.contains(pipeline));
             let fresh: Vec<Arrangement> = fresh.collect();
             arrangements.extend(fresh);
@@ -89,6 +95,8 @@ impl Prices<'_> {
             alike < MOST_ALIKE
         });
         pipelines.truncate(most);
+        let worth = pipelines.first().map_or(0, |(score, _)| score.saturating_add(score / 2));
+        pipelines.retain(|(score, _)| *score <= worth);
         let least = pipelines.first().map(|(score, _)| *score);
         (least, pipelines.into_iter().map(|(_, pipeline)| pipeline).collect())
     }

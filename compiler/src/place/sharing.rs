@@ -78,20 +78,78 @@ impl Prices<'_> {
     }
 
     /// The fastest of groups with other shares than by their members' speed alone.
-    pub(super) fn uneven(&self, groups: &[Priced]) -> Result<Vec<Arrangement>> {
-        let mut fastest: Vec<&Priced> = groups.iter().collect();
-        fastest.sort_by(|a, b| self.speed(b).total_cmp(&self.speed(a)));
+    pub(super) fn uneven(&self, mut groups: Vec<&Priced>) -> Result<Vec<Arrangement>> {
+        groups.sort_by(|a, b| self.speed(b).total_cmp(&self.speed(a)));
         let machine = &self.task.target.machine;
         let is_unlike = |priced: &&Priced| {
             let (first, others) = priced.group.devices.split_first().expect("a group has members");
             others.iter().any(|&other| !are_alike(machine, *first, other))
         };
-        let unlike = fastest.into_iter().filter(is_unlike);
-        let shared = unlike.take(MOST_UNEVEN).map(|priced| {
+        let unlike = groups.into_iter().filter(is_unlike).take(MOST_UNEVEN);
+        let shared = unlike.map(|priced| {
             let arrangements = self.requested_groups(&priced.group.devices, None)?;
-            // The first is by speed.
-            Ok(arrangements.into_iter().skip(1))
+            // The first is by speed. Where memory decides, others come to the same.
+            let mut known: Vec<Vec<f64>> = Vec::new();
+            let is_fresh = arrangements.into_iter().filter(|arrangement| {
+                let settled = self.settled(priced, &arrangement.stages[0].0.shares);
+                let is_fresh = !known.iter().any(|known| are_close(known, &settled));
+                known.push(settled);
+                is_fresh
+            });
+            Ok(is_fresh.skip(1).collect::<Vec<_>>())
         });
         Ok(shared.collect::<Result<Vec<_>>>()?.into_iter().flatten().collect())
     }
+
+    /// What shares of a group come to when those that lack memory leave work to the others, if what a member holds is in
+    /// proportion to its share. `priced` is the group with some shares.
+    fn settled(&self, priced: &Priced, shares: &[f64]) -> Vec<f64> {
+        let normalised = |shares: &[f64]| -> Vec<f64> {
+            let sum: f64 = shares.iter().sum();
+            shares.iter().map(|share| share / sum).collect()
+        };
+        let (shares, priced_shares) = (normalised(shares), normalised(&priced.group.shares));
+        // The share that each has the memory for.
+        let most = |(member, share): (usize, &f64)| {
+            let held: u64 = priced.bytes.iter().map(|unit| unit[member]).sum();
+            let room = self.free[priced.group.devices[member]];
+            room.saturating_sub(priced.buffers[member]) as f64 / held.max(1) as f64 * share
+        };
+        let most: Vec<f64> = priced_shares.iter().enumerate().map(most).collect();
+        let mut is_full = vec![false; shares.len()];
+        loop {
+            let full = || most.iter().zip(&is_full).filter(|(_, is_full)| **is_full);
+            let rest = 1.0 - full().map(|(most, _)| most).sum::<f64>();
+            let others = shares.iter().zip(&is_full).filter(|(_, is_full)| !**is_full);
+            let others: f64 = others.map(|(share, _)| share).sum();
+            let settled = |member: usize| match is_full[member] {
+                true => most[member],
+                false => shares[member] / others * rest,
+            };
+            let settled: Vec<f64> = (0..shares.len()).map(settled).collect();
+            let filled = (0..shares.len()).filter(|&member| settled[member] > most[member]);
+            let filled: Vec<usize> = filled.collect();
+            if filled.is_empty() {
+                return settled;
+            }
+            filled.into_iter().for_each(|member| is_full[member] = true);
+        }
+    }
+
+    /// Whether the members of a group have the memory for the whole model in some shares: as much as it takes on the one
+    /// of them, of `singles`, where it takes least.
+    pub(super) fn may_hold_all(&self, group: &Priced, singles: &[Priced]) -> bool {
+        let members = &group.group.devices;
+        let free = members.iter().map(|&member| self.free[member]).fold(0, u64::saturating_add);
+        let alone = singles.iter().filter(|single| members.contains(&single.group.devices[0]));
+        let taken = alone.map(|single| single.bytes.iter().map(|unit| unit[0]).sum::<u64>());
+        taken.min().is_none_or(|least| least <= free)
+    }
+}
+
+/// Whether shares are so much the same that parts of a layer hardly differ.
+fn are_close(a: &[f64], b: &[f64]) -> bool {
+    /// Of the larger one.
+    const CLOSE: f64 = 0.01;
+    a.iter().zip(b).all(|(a, b)| (a - b).abs() <= CLOSE * a.max(*b))
 }

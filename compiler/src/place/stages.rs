@@ -80,37 +80,38 @@ pub(crate) fn cut(
             prefix[range.end] - prefix[range.start] + buffers <= free(device)
         })
     };
-    // best[group][end]: the lowest cost with units before `end` done and the last of them on `group`,
-    // the sum of squares of stages that breaks ties in favour of even ones, and where the stage began.
-    type Best = Option<(u64, u128, usize, Option<usize>)>;
-    let mut best: Vec<Vec<Best>> = vec![vec![None; units + 1]; sequence.len()];
+    // best[group][end]: the best way to have units before `end` done and the last of them on `group`.
+    let mut best: Vec<Vec<Way>> = vec![vec![Way::NONE; units + 1]; sequence.len()];
     for group in 0..sequence.len() {
+        let earliest_before = if uses_all { group.saturating_sub(1) } else { 0 };
+        // Fewer units take less memory and time, so the first start that can be never comes earlier for a later end.
+        let mut first = 0;
         for end in 1..=units {
-            let mut found: Best = None;
-            for start in (0..end).rev() {
-                if !fits(group, &(start..end)) || is_too_slow(group, &(start..end)) {
-                    break;
-                }
+            let can_be = |start| fits(group, &(start..end)) && !is_too_slow(group, &(start..end));
+            while first < end && !can_be(first) {
+                first += 1;
+            }
+            let mut found = Way::NONE;
+            for start in (first..end).rev() {
                 let work = costs[group][end] - costs[group][start];
-                let mut offer = |cost: u64, squares: u128, from: Option<usize>| {
-                    let known = found.map_or((u64::MAX, u128::MAX), |found| (found.0, found.1));
-                    if (cost, squares) < known {
-                        found = Some((cost, squares, start, from));
-                    }
-                };
-                let square = |stage: u64| u128::from(stage) * u128::from(stage);
                 if start == 0 {
                     if group == 0 || !uses_all {
-                        offer(work, square(work), None);
+                        found.offer(Way { cost: work, squares: square(work), start, from: None });
                     }
                     continue;
                 }
-                let earliest = if uses_all { group.saturating_sub(1) } else { 0 };
-                for before in earliest..group {
-                    let Some((cost, squares, _, _)) = best[before][start] else { continue };
-                    let Some(handover) = between[before][group] else { continue };
+                for before in earliest_before..group {
+                    let way = &best[before][start];
+                    let Some(handover) = between[before][group].filter(|_| way.exists()) else {
+                        continue;
+                    };
                     let stage = work + handover;
-                    offer(join(cost, stage), squares + square(stage), Some(before));
+                    let cost = join(way.cost, stage);
+                    // Most are worse at first sight.
+                    if cost <= found.cost {
+                        let squares = way.squares + square(stage);
+                        found.offer(Way { cost, squares, start, from: Some(before) });
+                    }
                 }
             }
             best[group][end] = found;
@@ -118,19 +119,55 @@ pub(crate) fn cut(
     }
     let last = (0..sequence.len())
         .filter(|&group| !uses_all || group == sequence.len() - 1)
-        .filter(|&group| best[group][units].is_some())
-        .min_by_key(|&group| best[group][units].map(|found| (found.0, found.1)))?;
-    let (score, ..) = best[last][units]?;
+        .filter(|&group| best[group][units].exists())
+        .min_by_key(|&group| best[group][units].order())?;
+    let score = best[last][units].cost;
     let mut stages = Vec::new();
     let (mut group, mut end) = (last, units);
     loop {
-        let (_, _, start, from) = best[group][end].expect("a stage follows one that was found");
+        let Way { start, from, .. } = best[group][end];
         stages.push((group, start..end));
         let Some(before) = from else { break };
         (group, end) = (before, start);
     }
     stages.reverse();
     Some((score, stages))
+}
+
+/// A way to have some units done.
+#[derive(Clone, Copy, Debug)]
+struct Way {
+    /// What is minimised; `u64::MAX` where there is no way.
+    cost: u64,
+    /// The sum of squares of stages, which breaks ties in favour of even ones.
+    squares: u128,
+    /// Where the last stage begins.
+    start: usize,
+    /// The group of the stage before.
+    from: Option<usize>,
+}
+
+impl Way {
+    const NONE: Self = Self { cost: u64::MAX, squares: u128::MAX, start: 0, from: None };
+
+    fn exists(&self) -> bool {
+        self.cost < u64::MAX
+    }
+
+    fn order(&self) -> (u64, u128) {
+        (self.cost, self.squares)
+    }
+
+    /// Takes the other where it is better.
+    fn offer(&mut self, other: Self) {
+        if other.order() < self.order() {
+            *self = other;
+        }
+    }
+}
+
+fn square(stage: u64) -> u128 {
+    u128::from(stage) * u128::from(stage)
 }
 
 /// `0, a, a + b, …`
