@@ -56,7 +56,7 @@ pub fn check(plan: &Plan) -> Vec<Violation> {
 }
 
 /// Every way in which one program of `plan` is unsound by itself, all but its peak bytes.
-pub fn check_program(plan: &Plan, program: &Program) -> Vec<Violation> {
+fn check_program(plan: &Plan, program: &Program) -> Vec<Violation> {
     let scope = Scope { plan, program };
     let mut found = Vec::new();
     ids::check_program(scope, &mut found);

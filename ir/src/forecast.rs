@@ -28,7 +28,7 @@ pub struct DeviceForecast {
     pub buffer_bytes: u64,
     /// The window that fetched weights pass through.
     pub fetch_bytes: u64,
-    /// Scratch memory of its kernels.
+    /// Scratch memory of its kernels; of a NUMA node also the letters of the GPUs that it exchanges values with.
     pub workspace_bytes: u64,
     /// What the driver and libraries take of a GPU that is used.
     pub reserved_bytes: u64,

@@ -313,13 +313,18 @@ impl Rates {
     /// The speed of attention with caches of a type.
     pub fn attention(&self, kv_type: DType) -> CacheRate {
         let other = self.other_caches.iter().find(|rate| rate.kv_type == kv_type);
-        other.copied().unwrap_or(CacheRate {
-            kv_type,
+        other.copied().unwrap_or(CacheRate { kv_type, ..self.usual_attention() })
+    }
+
+    /// The speed of attention with caches in bf16.
+    pub(crate) fn usual_attention(&self) -> CacheRate {
+        CacheRate {
+            kv_type: DType::Bf16,
             attention_flops_per_sec: self.attention_flops_per_sec,
             prompt_score_nanos: self.prompt_score_nanos,
             cache_bytes_per_sec: self.cache_bytes_per_sec,
             score_nanos: self.score_nanos,
-        })
+        }
     }
 
     /// The curve of a mixture's experts for few tokens in a format, where there is one.

@@ -81,7 +81,7 @@ pub fn stored_together(dtype: DType) -> u32 {
 }
 
 /// Whether units of a GPU load whole rows of a matrix that is not packed.
-pub fn has_whole_loads(format: Format, columns: u64) -> bool {
+pub(crate) fn has_whole_loads(format: Format, columns: u64) -> bool {
     format.bytes(1, columns).is_multiple_of(LOAD_BYTES)
 }
 

@@ -32,7 +32,7 @@ pub const VERSION: u32 = 7;
 pub const FETCH_ALIGNMENT: u64 = 256;
 
 /// What the tokens of a cache's block are a multiple of: kernels attend to these at once.
-pub const CACHE_TILE_TOKENS: u32 = 16;
+pub(crate) const CACHE_TILE_TOKENS: u32 = 16;
 
 /// A model placed on a machine, with a proven schedule for each phase.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

@@ -1,7 +1,8 @@
 //! Scratch memory of GPUs, read off a plan: the compiler counts it, the executor allocates it once.
 //!
 //! - Every part is as large as the largest use of it in any program, and no two parts overlap.
-//! - NUMA nodes have none: their kernels use buffers.
+//! - What kernels of NUMA nodes take beside buffers is counted elsewhere ([`crate::check::memory`]): they allocate it
+//!   when they run.
 
 pub mod experts;
 mod run;
@@ -43,6 +44,8 @@ const PIECE_ROWS: u32 = WORKSPACE_ALIGNMENT as u32 / 2;
 
 /// Members of a sum over GPUs at most.
 pub const EXCHANGE_MEMBERS: usize = 8;
+/// Numbers of a sum that GPUs add at a time without the host: features are a multiple of it.
+pub const SUMMED_TOGETHER: u32 = 4;
 /// Cubes of a sum over GPUs at most.
 pub const EXCHANGE_CUBES: u32 = 256;
 /// Bytes of an exchange before its inboxes: flags of eight members, counters, and which run lost a member.

@@ -1,12 +1,13 @@
 //! Options that leave the shape of a placement open: limits, formats, pins and caches, each by what a plan makes of it.
 
 use compiler::Options;
-use compiler::options::parse_pipeline;
+use compiler::options::{Request, parse_pipeline, parse_tensor_parallel};
 use ir::id::{DeviceId, Id as _};
 use ir::machine::{CacheRate, Machine};
 use ir::plan::Plan;
 use ir::tensor::{DType, Format};
 use tests::machines::{self, gpu, linked, numa};
+use tests::made_up::{LlamaShape, MadeUp};
 use tests::rates;
 use tests::toys::Toy;
 
@@ -164,4 +165,19 @@ fn wishes_that_contradict_each_other_are_refused() {
     assert_eq!(refusal("numa0", &["layers.1=gpu0"], &["gpu0"]), left_out);
     let pinned = refusal("gpu0,numa0", &[".*=numa0"], &[]);
     assert!(pinned.starts_with("every layer is pinned"), "{pinned}");
+}
+
+#[test]
+fn gpus_that_cannot_add_up_a_layer_are_refused_to_share_it() {
+    // Few tokens, so that nothing but the sum asks for whole loads.
+    let shape = LlamaShape { hidden: 66, heads: 3, kv_heads: 3, ..LlamaShape::TINY };
+    let model = MadeUp::llama(shape).model();
+    let machine = linked(vec![gpu(0, GIB), gpu(1, GIB)]);
+    let compile = |request: Request| {
+        let options = Options { request, prefill_tokens: Some(8), ..Options::default() };
+        compiler::compile(&model, &machine, &options, &mut |_, _| ())
+    };
+    let error = compile(parse_tensor_parallel("gpu0,gpu1").unwrap()).unwrap_err();
+    assert!(format!("{error:#}").contains("not of 66"), "{error:#}");
+    compile(Request::Any).expect("one computes it alone");
 }

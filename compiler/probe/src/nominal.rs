@@ -134,9 +134,15 @@ fn part_without_library(format: Format, name: &str) -> f64 {
     }
 }
 
+/// Whether a GPU's name holds that of a model: `A100` in `NVIDIA A100-SXM4-40GB`, but not in `RTX A1000`.
+fn is_named(gpu: &str, model: &str) -> bool {
+    let mut behind = gpu.match_indices(model).map(|(at, _)| &gpu[at + model.len()..]);
+    behind.any(|behind| !behind.starts_with(|next: char| next.is_ascii_digit()))
+}
+
 /// A GPU, by its name; by its clocks where the name is not known.
 pub(crate) fn gpu_rates(gpu: &Gpu, has_library: bool) -> Rates {
-    let known = GPUS.iter().find(|(name, _, _)| gpu.name.contains(name));
+    let known = GPUS.iter().find(|(name, _, _)| is_named(&gpu.name, name));
     let (bytes, bf16) = match known {
         Some(&(_, bytes, bf16)) => (bytes, bf16),
         None => (
@@ -273,6 +279,18 @@ mod tests {
             assert!((2.0..3.1).contains(&lost(name, Format::Q4)), "{name}");
             assert_eq!(lost(name, Format::F32), 1.0);
         }
+    }
+
+    #[test]
+    fn other_models_whose_names_go_on_with_digits_are_not_taken_for_known_ones() {
+        let model = |gpu: &str| GPUS.iter().find(|(name, ..)| is_named(gpu, name)).map(|gpu| gpu.0);
+        for gpu in ["NVIDIA RTX A1000", "NVIDIA RTX A4000", "NVIDIA T400 4GB", "NVIDIA L400"] {
+            assert_eq!(model(gpu), None, "{gpu}");
+        }
+        assert_eq!(model("NVIDIA GH200 480GB"), Some("H200"));
+        assert_eq!(model("NVIDIA A10G"), Some("A10"));
+        assert_eq!(model("NVIDIA A100-SXM4-40GB"), Some("A100"));
+        assert_eq!(model("NVIDIA L40S"), Some("L40S"));
     }
 
     #[test]

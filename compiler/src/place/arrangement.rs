@@ -24,6 +24,11 @@ pub(crate) struct Arrangement {
 }
 
 impl Arrangement {
+    /// All units on one group.
+    pub(crate) fn whole(group: Group, units: &Units) -> Self {
+        Self { stages: vec![(group, 0..units.len())], has_fixed_shares: false, hosted: None }
+    }
+
     /// The group of every node in a phase: its stage's, or that of its pin or of the home that computes it.
     pub(crate) fn groups(
         &self,

@@ -145,8 +145,7 @@ impl Prices<'_> {
     }
 
     pub(super) fn whole(&self, group: Group) -> Arrangement {
-        let stages = vec![(group, 0..self.units.len())];
-        Arrangement { stages, has_fixed_shares: false, hosted: None }
+        Arrangement::whole(group, self.units)
     }
 
     /// Sequences of groups that pipelines are cut along.

@@ -8,14 +8,14 @@ use ir::forecast::DeviceForecast;
 use ir::graph::{Cause, Reason, RunnerUp};
 use ir::id::{DeviceId, NodeId, Table, WeightId};
 use ir::op::{Op, Products};
-use ir::plan::{Phase, Queue};
+use ir::plan::Phase;
 
 use crate::graphs::Graphs;
 use crate::options::{Options, Request};
 use crate::part::WeightKey;
 use crate::place::arrangement::Arrangement;
 use crate::place::group::Group;
-use crate::place::prices::{Priced, Prices, decode_nanos, handover, judged_decode_plan};
+use crate::place::prices::{Priced, Prices, busiest, decode_nanos, handover, judged_decode_plan};
 use crate::place::units::Units;
 use crate::place::{Layouts, Offer, Pins};
 use crate::task::Task;
@@ -206,7 +206,10 @@ fn staying(
         };
         all[units.of[id]].bytes += bytes + cache;
     }
-    let here = busiest(task, units, layouts)?;
+    let graphs = Graphs::new(task.model, layouts.clone(), &mut |_, _| ())?;
+    let decode = &judged_decode_plan(task, &graphs)?.programs[0];
+    let all_devices: Vec<DeviceId> = task.target.machine.devices.ids().collect();
+    let here = busiest(task, units, decode, &all_devices);
     let mut times: BTreeMap<DeviceId, Option<Table<NodeId, u64>>> = BTreeMap::new();
     for (unit, staying) in all.iter_mut().enumerate() {
         let gpu = arrangement.group_of(unit).devices[0];
@@ -217,25 +220,6 @@ fn staying(
         staying.gap_nanos = Some(there as i64 - here[unit] as i64);
     }
     Ok(all)
-}
-
-/// What the busiest device does for each unit in a decode step, in nanoseconds: the others work at the same time.
-fn busiest(task: &Task<'_>, units: &Units, layouts: &Layouts) -> Result<Vec<u64>> {
-    let nodes = task.model.layers.nodes();
-    let of_name: BTreeMap<&str, usize> =
-        nodes.map(|(id, node)| (&*node.name, units.of[id])).collect();
-    let plan =
-        judged_decode_plan(task, &Graphs::new(task.model, layouts.clone(), &mut |_, _| ())?)?;
-    let program = &plan.programs[0];
-    let mut busy = vec![task.per_device(0u64); units.len()];
-    for lane in program.lanes.iter().filter(|lane| lane.queue == Queue::Compute) {
-        for step in lane.steps.iter().map(|&step| &program.steps[step]) {
-            if let Some(&unit) = of_name.get(&*step.name) {
-                busy[unit][lane.device] += step.estimate_nanos;
-            }
-        }
-    }
-    Ok(busy.iter().map(|busy| busy.rows().iter().copied().max().unwrap_or(0)).collect())
 }
 
 /// Why some of a unit stays beside the GPU of its stage: that has no room for it, with everything else where it is.

@@ -64,6 +64,34 @@ pub(crate) fn parts(shares: &[f64], total: u32, grain: u32) -> Option<Few<u32>> 
     }
 }
 
+/// Divides 1 in proportion to `weights`, with no more for each than its part of `most`: what one has no room for goes to
+/// the others. `None` where all together have none.
+pub(crate) fn filled(weights: &[f64], most: &[f64]) -> Option<Vec<f64>> {
+    let mut is_full = vec![false; weights.len()];
+    loop {
+        let of = |parts: &[f64], full: bool| -> f64 {
+            let parts = parts.iter().zip(&is_full).filter(|(_, is_full)| **is_full == full);
+            parts.map(|(part, _)| part).sum()
+        };
+        let (left, others) = (1.0 - of(most, true), of(weights, false));
+        if left <= 0.0 || others == 0.0 {
+            return None;
+        }
+        let part = |member: usize| match is_full[member] {
+            true => most[member],
+            false => weights[member] / others * left,
+        };
+        let parts: Vec<f64> = (0..weights.len()).map(part).collect();
+        let overfull = |member: &usize| parts[*member] > most[*member];
+        let overfull: Vec<usize> = (0..parts.len()).filter(overfull).collect();
+        if overfull.is_empty() {
+            return Some(parts);
+        }
+        // They get no more as others are filled.
+        overfull.into_iter().for_each(|member| is_full[member] = true);
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -77,6 +105,15 @@ mod tests {
         check(&[3.0, 1.0], 128, 32, Some(&[96, 32]));
         check(&[1.0, 1.0], 96, 32, Some(&[64, 32]));
         check(&[1.0, 1.0, 1.0], 7, 1, Some(&[3, 2, 2]));
+    }
+
+    #[test]
+    fn what_one_has_no_room_for_goes_to_the_others() {
+        assert_eq!(filled(&[3.0, 1.0], &[1.0, 1.0]).unwrap(), [0.75, 0.25]);
+        assert_eq!(filled(&[3.0, 1.0], &[0.5, 1.0]).unwrap(), [0.5, 0.5]);
+        // The second is filled by what the first leaves.
+        assert_eq!(filled(&[4.0, 3.0, 1.0], &[0.25, 0.5, 1.0]).unwrap(), [0.25, 0.5, 0.25]);
+        assert_eq!(filled(&[1.0, 1.0], &[0.25, 0.5]), None);
     }
 
     #[test]

@@ -5,7 +5,7 @@ use std::sync::{Mutex, PoisonError};
 
 use anyhow::Result;
 use ir::id::{DeviceId, NodeId, Table};
-use ir::plan::{Plan, Program};
+use ir::plan::{Phase, Plan, Program, Queue};
 
 use crate::cost::nanos_at;
 use crate::emit::emit;
@@ -13,6 +13,7 @@ use crate::graphs::{Graphs, Phases};
 use crate::options::Objective;
 use crate::part::{WeightKey, computations, parts};
 use crate::place::Layouts;
+use crate::place::arrangement::Arrangement;
 use crate::place::group::Group;
 use crate::place::lay_out::lay_out;
 use crate::place::units::Units;
@@ -27,7 +28,7 @@ const PART_WEIGHT: f64 = 1.0 / 6.0;
 /// Times of the programs that a placement is judged by.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct Times {
-    /// One prefill of the largest extent.
+    /// One prefill of the largest extent; of a whole model for throughput what the busiest lane does of it.
     pub(crate) prefill: u64,
     /// One decode step: of one sequence for latency, of the most sequences for throughput.
     pub(crate) decode: u64,
@@ -95,7 +96,7 @@ pub(crate) struct Priced {
     pub(crate) buffers: Vec<u64>,
 }
 
-/// Where nodes run, and whether the user said so.
+/// The device that each node is pinned to, with the pattern that pins it; `None` where it is free.
 pub(crate) type Pins = Table<NodeId, Option<(DeviceId, String)>>;
 
 /// What groups of devices are priced with.
@@ -152,24 +153,14 @@ impl<'a> Prices<'a> {
     }
 }
 
-/// Prices all units on one group, each with its neighbours on the same group.
+/// Prices all units on one group, each with its neighbours on the same group, but for what is pinned to other devices.
 fn price_group(task: &Task<'_>, units: &Units, pins: &Pins, group: &Group) -> Result<Priced> {
-    let group_of = task.model.layers.nodes().map(|_| 0).collect();
-    let graphs = arrange(task, std::slice::from_ref(group), &group_of)?;
+    let whole = Arrangement::whole(group.clone(), units);
+    let (groups, group_of) = whole.groups(units, pins, Phase::Prefill);
+    let graphs = arrange(task, &groups, &group_of)?;
     let plan = emit(task, &graphs, &priced_batches(task.target))?;
-    let unit_of: HashMap<&str, usize> =
-        task.model.layers.nodes().map(|(id, node)| (&*node.name, units.of[id])).collect();
-    let times = |program: &Program| -> Vec<u64> {
-        // Members work in step, so a unit takes as long as its busiest member.
-        let mut busy = vec![task.per_device(0u64); units.len()];
-        for lane in &program.lanes {
-            for &step in &lane.steps {
-                let step = &program.steps[step];
-                busy[unit_of[&*step.name]][lane.device] += step.estimate_nanos;
-            }
-        }
-        busy.iter().map(|unit| unit.rows().iter().copied().max().unwrap_or(0)).collect()
-    };
+    // Members work in step, so a unit takes as long as its busiest member.
+    let times = |program: &Program| busiest(task, units, program, &group.devices);
     let prefill = times(&plan.programs[0]);
     let decode = times(judged_decode(task.target, &plan.programs));
     Ok(Priced {
@@ -189,6 +180,26 @@ fn price_group(task: &Task<'_>, units: &Units, pins: &Pins, group: &Group) -> Re
             .collect(),
         group: group.clone(),
     })
+}
+
+/// For each unit the nanoseconds of the one of `devices` that computes longest for it: they work at the same time.
+pub(crate) fn busiest(
+    task: &Task<'_>,
+    units: &Units,
+    program: &Program,
+    devices: &[DeviceId],
+) -> Vec<u64> {
+    let nodes = task.model.layers.nodes();
+    let unit_of: HashMap<&str, usize> =
+        nodes.map(|(id, node)| (&*node.name, units.of[id])).collect();
+    let mut busy = vec![task.per_device(0u64); units.len()];
+    let lanes = program.lanes.iter().filter(|lane| lane.queue == Queue::Compute);
+    for lane in lanes.filter(|lane| devices.contains(&lane.device)) {
+        for step in lane.steps.iter().map(|&step| &program.steps[step]) {
+            busy[unit_of[&*step.name]][lane.device] += step.estimate_nanos;
+        }
+    }
+    busy.iter().map(|unit| unit.rows().iter().copied().max().unwrap_or(0)).collect()
 }
 
 /// Time of each node in the decode that placements are judged by when the device does everything; `None` where it

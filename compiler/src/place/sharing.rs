@@ -5,7 +5,7 @@ use ir::id::DeviceId;
 
 use super::are_alike;
 use super::arrangement::Arrangement;
-use super::group::Group;
+use super::group::{Group, filled};
 use super::prices::{Priced, Prices};
 
 /// Pairs are shared only among so few GPUs, nodes, or devices; beyond, groups of one kind come first.
@@ -89,9 +89,10 @@ impl Prices<'_> {
         let shared = unlike.map(|priced| {
             let arrangements = self.requested_groups(&priced.group.devices, None)?;
             // The first is by speed. Where memory decides, others come to the same.
-            let mut known: Vec<Vec<f64>> = Vec::new();
+            let mut known = Vec::new();
             let is_fresh = arrangements.into_iter().filter(|arrangement| {
-                let settled = self.settled(priced, &arrangement.stages[0].0.shares);
+                let shares = &arrangement.stages[0].0.shares;
+                let settled = filled(shares, &self.most_shares(priced));
                 let is_fresh = !known.iter().any(|known| are_close(known, &settled));
                 known.push(settled);
                 is_fresh
@@ -101,39 +102,17 @@ impl Prices<'_> {
         Ok(shared.collect::<Result<Vec<_>>>()?.into_iter().flatten().collect())
     }
 
-    /// What shares of a group come to when those that lack memory leave work to the others, if what a member holds is in
-    /// proportion to its share. `priced` is the group with some shares.
-    fn settled(&self, priced: &Priced, shares: &[f64]) -> Vec<f64> {
-        let normalised = |shares: &[f64]| -> Vec<f64> {
-            let sum: f64 = shares.iter().sum();
-            shares.iter().map(|share| share / sum).collect()
-        };
-        let (shares, priced_shares) = (normalised(shares), normalised(&priced.group.shares));
-        // The share that each has the memory for.
+    /// The share of the model that each member of a group has the memory for, if what it holds is in proportion to its
+    /// share.
+    fn most_shares(&self, priced: &Priced) -> Vec<f64> {
+        let Group { devices, shares } = &priced.group;
+        let all: f64 = shares.iter().sum();
         let most = |(member, share): (usize, &f64)| {
             let held: u64 = priced.bytes.iter().map(|unit| unit[member]).sum();
-            let room = self.free[priced.group.devices[member]];
-            room.saturating_sub(priced.buffers[member]) as f64 / held.max(1) as f64 * share
+            let room = self.free[devices[member]].saturating_sub(priced.buffers[member]);
+            share / all * room as f64 / held.max(1) as f64
         };
-        let most: Vec<f64> = priced_shares.iter().enumerate().map(most).collect();
-        let mut is_full = vec![false; shares.len()];
-        loop {
-            let full = || most.iter().zip(&is_full).filter(|(_, is_full)| **is_full);
-            let rest = 1.0 - full().map(|(most, _)| most).sum::<f64>();
-            let others = shares.iter().zip(&is_full).filter(|(_, is_full)| !**is_full);
-            let others: f64 = others.map(|(share, _)| share).sum();
-            let settled = |member: usize| match is_full[member] {
-                true => most[member],
-                false => shares[member] / others * rest,
-            };
-            let settled: Vec<f64> = (0..shares.len()).map(settled).collect();
-            let filled = (0..shares.len()).filter(|&member| settled[member] > most[member]);
-            let filled: Vec<usize> = filled.collect();
-            if filled.is_empty() {
-                return settled;
-            }
-            filled.into_iter().for_each(|member| is_full[member] = true);
-        }
+        shares.iter().enumerate().map(most).collect()
     }
 
     /// Whether the members of a group have the memory for the whole model in some shares: as much as it takes on the one
@@ -147,9 +126,12 @@ impl Prices<'_> {
     }
 }
 
-/// Whether shares are so much the same that parts of a layer hardly differ.
-fn are_close(a: &[f64], b: &[f64]) -> bool {
+/// Whether shares, or that there are none, are so much the same that parts of a layer hardly differ.
+fn are_close(a: &Option<Vec<f64>>, b: &Option<Vec<f64>>) -> bool {
     /// Of the larger one.
     const CLOSE: f64 = 0.01;
-    a.iter().zip(b).all(|(a, b)| (a - b).abs() <= CLOSE * a.max(*b))
+    match (a, b) {
+        (Some(a), Some(b)) => a.iter().zip(b).all(|(a, b)| (a - b).abs() <= CLOSE * a.max(*b)),
+        (a, b) => a.is_none() && b.is_none(),
+    }
 }

@@ -8,8 +8,7 @@ use crate::task::Task;
 /// The units of a model, in the order they run.
 #[derive(Clone, Debug)]
 pub(crate) struct Units {
-    /// Names for people.
-    pub(crate) names: Vec<String>,
+    count: usize,
     /// The unit of each node. Never falls along the order of nodes that read each other.
     pub(crate) of: Table<NodeId, usize>,
 }
@@ -18,7 +17,6 @@ impl Units {
     /// Reads the blocks from the names of nodes.
     pub(crate) fn new(model: &Model) -> Self {
         let graph = &model.layers;
-        let mut names: Vec<String> = Vec::new();
         let mut of: Table<NodeId, usize> = Table::default();
         let mut block_of_unit: Vec<Option<u32>> = Vec::new();
         for (_, node) in graph.nodes() {
@@ -29,27 +27,24 @@ impl Units {
             let known = block.and_then(|_| block_of_unit.iter().position(|&b| b == block));
             let unit = match (known, block) {
                 (Some(unit), _) if unit >= earliest => unit,
-                (_, None) if !names.is_empty() && !is_after_blocks(&block_of_unit, earliest) => {
+                (_, None)
+                    if !block_of_unit.is_empty() && !is_after_blocks(&block_of_unit, earliest) =>
+                {
                     earliest
                 }
                 (_, block) => {
-                    names.push(match block {
-                        Some(block) => format!("block {block}"),
-                        None if names.is_empty() => "embedding".into(),
-                        None => "head".into(),
-                    });
                     block_of_unit.push(block);
-                    names.len() - 1
+                    block_of_unit.len() - 1
                 }
             };
             of.push(unit);
         }
-        Self { names, of }
+        Self { count: block_of_unit.len(), of }
     }
 
     /// Number of units.
     pub(crate) fn len(&self) -> usize {
-        self.names.len()
+        self.count
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use anyhow::{Context as _, Result};
+use anyhow::{Context as _, Result, ensure};
 use ir::dag::Node;
 use ir::graph::{Placed, PlacedGraph};
 use ir::id::{BufferId, CauseId, DeviceId, Few, Id as _, StepId, ValueId};
@@ -10,7 +10,7 @@ use ir::layout::Move;
 use ir::op::Op;
 use ir::plan::{Action, Algorithm, Buffer, Phase, Queue};
 use ir::smallvec;
-use ir::workspace::{EXCHANGE_MEMBERS, MOST_FLAGGED_TERM_BYTES};
+use ir::workspace::{EXCHANGE_MEMBERS, MOST_FLAGGED_TERM_BYTES, SUMMED_TOGETHER};
 
 use super::Draft;
 use crate::cost::{library_sum_nanos, move_nanos};
@@ -168,12 +168,33 @@ impl Draft<'_> {
             let step = &self.steps[writer];
             matches!(step.action, Action::Run(Op::Linear(_))) && step.writes.len() == 1
         });
-        matches!(movement, Move::AllReduce)
-            && (2..=EXCHANGE_MEMBERS).contains(&reads.len())
-            && is_linear
+        is_linear
             && writer.copied() == self.last_step(device)
             && incoming.iter().all(|(_, bytes)| *bytes <= MOST_FLAGGED_TERM_BYTES)
+            && self.is_peer_sum(movement, incoming)
+    }
+
+    /// Whether GPUs make a sum by themselves: see [`ir::plan::Plan::is_peer_sum`].
+    fn is_peer_sum(&self, movement: &Move, incoming: &[(DeviceId, u64)]) -> bool {
+        matches!(movement, Move::AllReduce)
+            && (2..=EXCHANGE_MEMBERS).contains(&incoming.len())
             && self.are_gpus(incoming)
+    }
+
+    /// Fails where GPUs would make a sum by themselves of rows that they cannot add up.
+    fn check_peer_sum(
+        &self,
+        movement: &Move,
+        incoming: &[(DeviceId, u64)],
+        sum: BufferId,
+    ) -> Result<()> {
+        let ty = &self.buffers[sum].ty;
+        let features = ty.features(self.batch.extent);
+        ensure!(
+            !self.is_peer_sum(movement, incoming) || features.is_multiple_of(SUMMED_TOGETHER),
+            "GPUs add up rows of a multiple of {SUMMED_TOGETHER} features, not of {features}: they cannot share this layer"
+        );
+        Ok(())
     }
 
     /// The step that a device computes last so far.
@@ -237,6 +258,7 @@ impl Draft<'_> {
         let written = self.buffers[to].ty.bytes(self.batch.extent);
         let nanos = match algorithm {
             Algorithm::Direct => {
+                self.check_peer_sum(movement, &incoming, to).with_context(|| node.name.clone())?;
                 let is_joined = self.is_joined(device, movement, &reads, &incoming);
                 let launch = target.machine.devices[device].rates.step_nanos;
                 let saved = if is_joined { launch } else { 0.0 };

@@ -13,6 +13,7 @@ use super::shortage::Lacking;
 use super::{Cut, cut, shard};
 use crate::options::{Options, Request};
 use crate::part::WeightKey;
+use crate::place::group::filled;
 use crate::place::{Among, Placement, fillable_bytes, hosts, hosts_alike, place};
 use crate::target::Target;
 use crate::task::Task;
@@ -191,27 +192,9 @@ fn ways_among(nodes: &[(usize, f64)], share: f64, beside_caches: f64) -> Vec<Way
 /// the rest to the others. A node is the rate at which it reads and the share that fits its memory. One that would get
 /// next to nothing is left out; all are where they have too little memory together.
 fn shares(nodes: &[(f64, f64)]) -> Vec<(usize, f64)> {
-    let mut is_full = vec![false; nodes.len()];
-    loop {
-        let full = nodes.iter().zip(&is_full).filter(|(_, is_full)| **is_full);
-        let left = 1.0 - full.map(|((_, most), _)| most).sum::<f64>();
-        let others = nodes.iter().zip(&is_full).filter(|(_, is_full)| !**is_full);
-        let all: f64 = others.map(|((rate, _), _)| rate).sum();
-        if left <= 0.0 || all == 0.0 {
-            return Vec::new();
-        }
-        let share = |(number, &(rate, most)): (usize, &(f64, f64))| match is_full[number] {
-            true => most,
-            false => left * rate / all,
-        };
-        let found: Vec<f64> = nodes.iter().enumerate().map(share).collect();
-        let overfull = |number: &usize| found[*number] > nodes[*number].1;
-        let Some(number) = (0..nodes.len()).find(overfull) else {
-            let nodes = found.into_iter().enumerate();
-            return nodes.filter(|(_, share)| *share >= LEAST_OF_NODE).collect();
-        };
-        is_full[number] = true;
-    }
+    let (rates, most): (Vec<f64>, Vec<f64>) = nodes.iter().copied().unzip();
+    let shares = filled(&rates, &most).unwrap_or_default();
+    shares.into_iter().enumerate().filter(|(_, share)| *share >= LEAST_OF_NODE).collect()
 }
 
 /// Bytes of the matrices of those nodes at a home.

@@ -10,6 +10,7 @@ use crate::check::{Scope, Violation};
 use crate::id::{BufferId, CollectiveId, DeviceId, StepId, Table, WeightId};
 use crate::layout::Move;
 use crate::plan::{Action, Phase, Plan, Program, Step, Weight};
+use crate::tensor::Dim;
 
 /// The steps of one collective that are in lanes.
 type Members = Vec<(StepId, LanePosition)>;
@@ -125,11 +126,7 @@ fn members_problem(
         // A matter of shapes: neither is a collective.
         Move::Transfer { .. } | Move::Slice { .. } => return None,
     }
-    let holders = |id: StepId| -> Vec<DeviceId> {
-        let reads = program.steps[id].reads.iter();
-        let buffers = reads.filter_map(|&buffer| program.buffers.get(buffer));
-        buffers.map(|buffer| buffer.device).collect()
-    };
+    let holders = |id: StepId| holders(program, &program.steps[id]);
     // Each adds a term of its own, or of its own group.
     let are_members = members.iter().zip(&devices).all(|(&(id, _), own)| {
         let holders = holders(id);
@@ -147,8 +144,8 @@ fn members_problem(
     if matches!(movement, Move::AllGather { .. }) && !follow_rows(plan, &step.reads, matrices) {
         return Some("its parts are not in the order of the rows that make them");
     }
-    if matches!(movement, Move::ReduceScatter { .. }) {
-        return scatter_problem(scope, members, &holders);
+    if let Move::ReduceScatter { axis } = movement {
+        return scatter_problem(scope, members, &holders, *axis);
     }
     None
 }
@@ -178,7 +175,7 @@ pub(super) fn check_groups(plan: &Plan, found: &mut Vec<Violation>) {
             if !plan.is_peer_sum(program, step) {
                 continue;
             }
-            let group = group(program, step);
+            let group = holders(program, step);
             let mut is_other = |device: &DeviceId| {
                 groups.entry(*device).or_insert_with(|| group.clone()) != &group
             };
@@ -193,8 +190,8 @@ pub(super) fn check_groups(plan: &Plan, found: &mut Vec<Violation>) {
     }
 }
 
-/// The devices whose terms are summed, in that order.
-fn group(program: &Program, step: &Step) -> Vec<DeviceId> {
+/// The devices whose values a step reads, in that order.
+fn holders(program: &Program, step: &Step) -> Vec<DeviceId> {
     let buffers = step.reads.iter().filter_map(|&buffer| program.buffers.get(buffer));
     buffers.map(|buffer| buffer.device).collect()
 }
@@ -211,7 +208,7 @@ fn gpus_problem(
         if !plan.is_peer_sum(program, step) && !plan.is_library_sum(program, step) {
             continue;
         }
-        let group = group(program, step);
+        let group = holders(program, step);
         // What they do up to the sum is over when the sum is.
         let is_implied = |wait: StepId| {
             let Some(Some(wait)) = positions.get(wait) else { return true };
@@ -227,13 +224,16 @@ fn gpus_problem(
     None
 }
 
-/// The slices of a scattered sum follow each other in the order of the terms.
+/// The slices of a scattered sum follow each other along the axis in the order of the terms, and leave nothing out.
 fn scatter_problem(
     scope: Scope<'_>,
     members: &Members,
     holders: &[DeviceId],
+    axis: u8,
 ) -> Option<&'static str> {
     let program = scope.program;
+    let &(first, _) = members.first()?;
+    let term = program.steps[first].reads.first().and_then(|&term| program.buffers.get(term))?;
     let slices: BTreeMap<DeviceId, (u32, u32)> = members
         .iter()
         .filter_map(|&(id, at)| match program.steps[id].action {
@@ -249,7 +249,10 @@ fn scatter_problem(
         }
         end += u64::from(size);
     }
-    None
+    // That it is a number of elements is a matter of shapes.
+    let axis = term.ty.shape.get(usize::from(axis));
+    let is_short = matches!(axis, Some(&Dim::Fixed(all)) if end < u64::from(all));
+    is_short.then_some("its slices leave some of the sum out")
 }
 
 fn check_order(

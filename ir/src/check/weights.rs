@@ -139,8 +139,9 @@ fn rope_problem(rope: &Rope) -> Option<String> {
         Frequencies::Fixed(frequencies) => vec![frequencies],
         Frequencies::Switched { short, long, original_tokens: _ } => vec![short, long],
         Frequencies::Dynamic { base, factor, original_tokens } => {
-            // Growth divides by both.
-            if dims == 2 || *original_tokens == 0 || !base.is_finite() || !factor.is_finite() {
+            // Growth divides by the first two, and powers are of positive numbers.
+            let is_positive = |number: &f64| number.is_finite() && *number > 0.0;
+            if dims == 2 || *original_tokens == 0 || !is_positive(base) || !is_positive(factor) {
                 return Some(format!(
                     "base {base} cannot grow by {factor} beyond {original_tokens} tokens"
                 ));

@@ -77,8 +77,14 @@ fn check_cache_rate(name: &str, rate: &CacheRate) -> Result<()> {
 /// The rates of the device of that name.
 fn check_rates(name: &str, rates: &Rates) -> Result<()> {
     check_rate("read_bytes_per_sec", name, rates.read_bytes_per_sec)?;
-    check_cache_rate(name, &rates.attention(DType::Bf16))?;
+    check_cache_rate(name, &rates.usual_attention())?;
+    let mut known = BTreeSet::from([DType::Bf16]);
     for rate in &rates.other_caches {
+        ensure!(
+            known.insert(rate.kv_type),
+            "other_caches of {name} has rates for {} caches, which are given already; one is meant",
+            rate.kv_type
+        );
         check_cache_rate(&format!("{} caches of {name}", rate.kv_type), rate)?;
     }
     check_nanos("step_nanos", name, rates.step_nanos)?;

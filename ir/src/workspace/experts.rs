@@ -3,7 +3,7 @@
 use super::{FLOAT_ROWS, aligned, product};
 
 /// Slots of the smallest tile; a slot is one token at one of its experts.
-pub const LEAST_TILE: u32 = 8;
+const LEAST_TILE: u32 = 8;
 /// Numbers that describe a tile.
 pub const TILE_NUMBERS: u32 = 3;
 

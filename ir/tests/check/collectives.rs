@@ -79,6 +79,26 @@ fn slices_of_a_scattered_sum_follow_each_other() {
 }
 
 #[test]
+fn slices_of_a_scattered_sum_leave_nothing_out() {
+    finds_in_prefill(
+        tensor_parallel(),
+        |program| {
+            let scatters = program.steps.rows_mut().iter_mut();
+            for step in scatters.filter(|step| &*step.name == "scatter") {
+                if let Action::Move { slice: Some((start, size)), .. } = &mut step.action {
+                    (*start, *size) = (*start / 4 * 3, 3);
+                }
+            }
+        },
+        &[
+            "s14 (scatter) of prefill: f32[tokens, 3] and f32[tokens, 4] where types must be the same",
+            "s15 (scatter) of prefill: f32[tokens, 3] and f32[tokens, 4] where types must be the same",
+            "collective g2 of prefill: its slices leave some of the sum out",
+        ],
+    );
+}
+
+#[test]
 fn a_term_is_no_whole() {
     finds_in_step(
         gpus(),

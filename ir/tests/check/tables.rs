@@ -190,6 +190,16 @@ fn a_rope_turns_pairs_each_at_its_frequency() {
         },
         &["r0: base 10000 cannot grow by 2 beyond 0 tokens"],
     );
+    // Beyond twice the original tokens that would be a power of a negative number.
+    finds(
+        one_device(),
+        |plan| {
+            plan.ropes[r].dims = 4;
+            plan.ropes[r].frequencies =
+                Frequencies::Dynamic { base: 1e4, factor: -5.0, original_tokens: 8 };
+        },
+        &["r0: base 10000 cannot grow by -5 beyond 8 tokens"],
+    );
     finds(one_device(), |plan| plan.ropes[r].magnitude = f32::NAN, &["r0: its magnitude is NaN"]);
     finds(
         one_device(),

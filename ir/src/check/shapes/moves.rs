@@ -6,9 +6,7 @@ use super::{same, types};
 use crate::layout::Move;
 use crate::plan::Algorithm;
 use crate::tensor::{DType, Dim, TensorType};
-
-/// Numbers of a sum that GPUs add at a time.
-const SUMMED_TOGETHER: u32 = 4;
+use crate::workspace::SUMMED_TOGETHER;
 
 pub(super) fn check(
     movement: &Move,

@@ -73,11 +73,16 @@ impl<'a> Beside<'a> {
         self.stages.iter().position(|(_, units)| units.contains(&unit))
     }
 
-    /// Layers with attention of a stage, pinned or not.
+    /// Layers of a stage whose caches its GPU has as long as none stays with hosts.
     pub(super) fn attentions(&self, stage: usize) -> usize {
-        let nodes = self.prices.task.model.layers.nodes();
+        let &Prices { task, pins, .. } = self.prices;
+        let nodes = task.model.layers.nodes();
         let attentions = nodes.filter(|(_, node)| matches!(node.work, Op::Attention(_)));
-        attentions.filter(|(id, _)| self.stage_of(*id) == Some(stage)).count()
+        let is_on_gpu = |id: NodeId| match &pins[id] {
+            Some((device, _)) => *device == self.stages[stage].0,
+            None => self.stage_of(id) == Some(stage),
+        };
+        attentions.filter(|(id, _)| is_on_gpu(*id)).count()
     }
 
     /// The lookups whose tables no other node of their stage uses, with those tables.
