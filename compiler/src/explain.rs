@@ -6,6 +6,7 @@ mod table;
 
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
+use std::path::Path;
 
 use ir::graph::{Cause, Reason};
 use ir::id::DeviceId;
@@ -68,8 +69,9 @@ pub fn explain(plan: &Plan) -> String {
     text
 }
 
-/// One line: where layers run, and how fast that is predicted to be.
-pub fn summary(plan: &Plan) -> String {
+/// One line: where layers run, and how fast that is predicted to be. `machine` is the file that describes the machine,
+/// if one does.
+pub fn summary(plan: &Plan, machine: Option<&Path>) -> String {
     let place = plan.forecast.candidates.first().map_or("", |chosen| chosen.name.as_str());
     let time = |phase: Phase| {
         let mut programs = plan.programs.iter().zip(&plan.forecast.programs);
@@ -89,9 +91,11 @@ pub fn summary(plan: &Plan) -> String {
     }
     let nominal = nominal_devices(plan);
     if !nominal.is_empty() {
+        let of_file = machine.map(|file| format!(" --machine {}", file.display()));
         text += &format!(
-            "; rates of {} are nominal: `hybrid-exec calibrate -o machine.ron`, then --machine machine.ron",
-            nominal.join(", ")
+            "; rates of {} are nominal: `hybrid-exec calibrate{} -o machine.ron`, then --machine machine.ron",
+            nominal.join(", "),
+            of_file.unwrap_or_default()
         );
     }
     text
@@ -135,7 +139,7 @@ fn legend(rows: &[Row]) -> String {
     if gaps.clone().next().is_some() {
         text += "runner-up: what a step would take longer there";
         if gaps.clone().any(|runner_up| runner_up.gap_nanos < 0) {
-            text += "; it would take less where memory is missing (-)";
+            text += "; less (-) where memory is missing, or other devices were asked for";
         }
         text += "\n";
     }

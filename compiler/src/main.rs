@@ -244,7 +244,10 @@ fn compile(arguments: &Compile) -> Result<()> {
     let wrote =
         output.map_or("wrote the plan".to_owned(), |path| format!("wrote {}", path.display()));
     match (arguments.explain, output) {
-        (false, _) => command_line::tell(format_args!("{wrote}: {}", summary(&plan))),
+        (false, _) => command_line::tell(format_args!(
+            "{wrote}: {}",
+            summary(&plan, arguments.machine.as_deref())
+        )),
         // Standard output is the plan's.
         (true, None) => command_line::tell(explain(&plan).trim_end()),
         (true, Some(_)) => {

@@ -255,7 +255,8 @@ pub fn parse_bytes(text: &str) -> Result<u64> {
         _ => bail!(expected()),
     };
     let bytes = number * unit as f64;
-    ensure!(bytes >= 1.0 && bytes < 2f64.powi(63), "{text:?} is less than a byte or too many");
+    ensure!(bytes >= 1.0, "{text:?} is less than a byte");
+    ensure!(bytes < 2f64.powi(63), "{text:?} is more bytes than can be counted");
     Ok(bytes as u64)
 }
 

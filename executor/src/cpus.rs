@@ -82,7 +82,7 @@ pub(crate) fn lanes(plan: &Plan) -> impl Iterator<Item = &Lane> {
 pub(crate) fn team_cpus<'a>(plan: &Plan, cpus: &'a [u32], options: &Options) -> &'a [u32] {
     let [computing, _] = shared_out(plan, cpus);
     let threads = options.threads.unwrap_or(computing.len());
-    &cpus[..threads.clamp(1, cpus.len())]
+    &computing[..threads.clamp(1, computing.len())]
 }
 
 /// The numbers of a set's processors.

@@ -40,6 +40,8 @@ pub struct PlanFile {
     pub folder: PathBuf,
     /// Fingerprint of the file's text.
     pub fingerprint: u64,
+    /// Whether somebody has said that the checkpoint lies elsewhere.
+    is_moved: bool,
 }
 
 impl PlanFile {
@@ -62,7 +64,8 @@ impl PlanFile {
             bail!("{name} is unsound, compile it again: {}", list.join("; "));
         }
         let folder = path.parent().map(Path::to_path_buf).unwrap_or_default();
-        Ok(Self { plan, folder, fingerprint: ir::fingerprint(text.as_bytes()) })
+        let fingerprint = ir::fingerprint(text.as_bytes());
+        Ok(Self { plan, folder, fingerprint, is_moved: false })
     }
 
     /// Lets the checkpoint lie in another folder than the plan says.
@@ -75,6 +78,7 @@ impl PlanFile {
             }
         }
         self.folder = folder.to_owned();
+        self.is_moved = true;
     }
 
     /// The folder of the checkpoint, with its tokenizer and configuration: by a name also where it is the current one.
@@ -103,9 +107,21 @@ pub fn load(
         !(is_plain && file.plan.borrows()),
         "GPUs borrow caches of NUMA nodes in this plan, which takes CPU devices with kernels of our own"
     );
+    let fetches = file.plan.queues().iter().any(|(_, queue)| *queue == Queue::Copy);
+    ensure!(
+        !(is_plain && fetches),
+        "GPUs fetch weights of NUMA nodes in this plan, which takes CPU devices with kernels of our own"
+    );
     cpus::ensure_processors(&file.plan, options)?;
     ensure_host_memory(&file.plan, probe::available_memory())?;
-    let checkpoint = Arc::new(Checkpoint::open(&file.plan.files, &file.folder)?);
+    let checkpoint = Checkpoint::open(&file.plan.files, &file.folder);
+    let checkpoint = Arc::new(checkpoint.map_err(|error| match file.is_moved {
+        true => error.context(format!(
+            "{} is to hold the checkpoint that the plan was compiled for",
+            file.folder.display()
+        )),
+        false => error,
+    })?);
     let plan = Arc::new(file.plan);
     // One device alone needs no telling.
     let ranks = ranks(&plan, options);
@@ -143,18 +159,17 @@ pub fn load(
     let mut wait_for = |lanes: usize, held: &mut Held| {
         let mut ready = 0;
         while ready < lanes {
-            match news.recv() {
-                Ok(Event::Loaded(bytes)) => {
+            match news.recv().expect("the starter holds a sender") {
+                Event::Loaded(bytes) => {
                     loaded += bytes;
                     progress(loaded, total);
                 }
-                Ok(Event::Ready(shared)) => {
+                Event::Ready(shared) => {
                     held.homes.extend(shared.homes);
                     held.windows.extend(shared.windows);
                     ready += 1;
                 }
-                Ok(Event::Failed(error)) => return Err(error),
-                Err(mpsc::RecvError) => return Err(anyhow!("a lane ended while it was loading")),
+                Event::Failed(error) => return Err(error),
             }
         }
         Ok(())
@@ -242,7 +257,7 @@ impl Starter {
             let home = held.homes.get(&weight).cloned();
             let home = home.with_context(|| {
                 let name = &self.plan.weights[weight].name;
-                format!("{name} is fetched, which takes CPU devices with kernels of our own")
+                format!("{name} is fetched, and its home has not loaded it")
             })?;
             Ok((weight, home))
         };

@@ -316,11 +316,7 @@ fn highest(logits: &[f32]) -> Result<Candidate> {
     is_bad |= rest.iter().any(|&logit| !is_usable(logit));
     if is_bad {
         let id = logits.iter().position(|&logit| !is_usable(logit)).unwrap_or_default();
-        bail!(
-            "the logit of token {id} is {}: the checkpoint has weights that are no numbers, or the model overflows in \
-             formats of less than 32 bits, which a plan compiled with --format f32 does not have",
-            logits[id]
-        );
+        bail!("the logit of token {id} is {}: {UNUSABLE_LOGITS}", logits[id]);
     }
     let weight = lanes.iter().chain(rest).copied().fold(f32::NEG_INFINITY, f32::max);
     match logits.iter().zip(0..).find(|&(&logit, _)| logit == weight) {
@@ -328,6 +324,10 @@ fn highest(logits: &[f32]) -> Result<Candidate> {
         _ => bail!("no token has a finite logit among {}", logits.len()),
     }
 }
+
+/// Why logits are no numbers, and what to do.
+pub(crate) const UNUSABLE_LOGITS: &str = "the checkpoint has weights that are no numbers, or the model overflows in formats of less than 32 bits, which a \
+     plan compiled with --format f32 does not have";
 
 /// Whether a logit is below infinity; one that is not a number is not.
 fn is_usable(logit: f32) -> bool {

@@ -2,6 +2,7 @@
 
 use compiler::Options;
 use ir::machine::{Device, DeviceKind, LinearRate, Machine};
+use ir::tensor::DType;
 use tests::machines::{gpu, linked, numa};
 use tests::toys::Toy;
 
@@ -30,6 +31,13 @@ fn what_is_there_twice_is_refused() {
         let again = machine.links[0].clone();
         machine.links.push(again);
     });
+    refused(
+        "other_caches of numa0 has rates for bf16 caches, which are given already",
+        |machine| {
+            let rates = &mut machine.devices.rows_mut()[1].rates;
+            rates.other_caches.push(rates.attention(DType::Bf16));
+        },
+    );
     refused("in linear of numa0 has two curves", |machine| {
         let linear = &mut machine.devices.rows_mut()[1].rates.linear;
         let again: LinearRate = linear[0].clone();

@@ -144,9 +144,9 @@ fn choose(viewer: &mut Viewer, arguments: &Arguments) -> Result<()> {
 fn parse_size(text: &str) -> Result<[f32; 2]> {
     let (width, height) = text.split_once('x').context("a size is written 1600x1000")?;
     let side = |text: &str| -> Result<f32> {
-        let side: u16 = text.parse().with_context(|| format!("{text:?} is no number of points"))?;
-        ensure!((100..=8000).contains(&side), "a side has 100 to 8000 points");
-        Ok(f32::from(side))
+        let side: u32 = text.parse().with_context(|| format!("{text:?} is no number of points"))?;
+        ensure!((100..=8000).contains(&side), "a side has 100 to 8000 points, not {side}");
+        Ok(side as f32)
     };
     Ok([side(width)?, side(height)?])
 }

@@ -116,8 +116,12 @@ fn stray_word(word: &str, command: &Command, first: Option<&str>) -> String {
 /// What is wrong with a number, where clap repeats what Rust says of digits in a string.
 fn wrong_number(error: &clap::Error) -> Option<String> {
     let argument = text_of(error, ContextKind::InvalidArg)?;
-    let value = text_of(error, ContextKind::InvalidValue).filter(|value| !value.is_empty())?;
+    let value = text_of(error, ContextKind::InvalidValue)?;
     let source = error.source()?;
+    let is_number = source.is::<ParseFloatError>() || source.is::<ParseIntError>();
+    if value.is_empty() && is_number {
+        return Some(format!("invalid value '' for '{argument}': a number is missing"));
+    }
     let cause = if source.is::<ParseFloatError>() {
         "is no number"
     } else if !source.is::<ParseIntError>() {

@@ -34,7 +34,8 @@ pub(crate) struct Chosen<'a> {
 ///
 /// The runner-up of a unit is the single device that it would move to at the least cost, handovers included,
 /// with everything else where it is; the gap is one decode step's. Where a unit alone gains nothing elsewhere, but a
-/// whole arrangement would that lacks memory, the runner-up is the device that lacks it, without handovers.
+/// whole arrangement would that lacks memory, the runner-up is the device that lacks it, without handovers. What is
+/// pinned has none.
 pub(crate) fn explain(
     task: &Task<'_>,
     options: &Options,
@@ -106,7 +107,8 @@ pub(crate) fn explain(
             if let Some((_, pattern)) = &pins[id] {
                 placed.cause.reason = Reason::Pinned { pattern: pattern.clone() };
             }
-            if torn.contains(&unit) {
+            // Prices are without what is pinned.
+            if pins[id].is_some() || torn.contains(&unit) {
                 placed.cause.runner_up = None;
             }
         }

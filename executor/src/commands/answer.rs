@@ -156,11 +156,10 @@ fn prompt_ids(opened: &Opened, arguments: &AnswerArguments) -> Result<Vec<u32>> 
     let text = match &arguments.prompt {
         Some(text) => text.clone(),
         None => {
-            let mut text = String::new();
             if std::io::stdin().is_terminal() {
                 tell("the prompt is what is typed here, up to Ctrl-D");
             }
-            std::io::stdin().read_to_string(&mut text).context("reading the prompt")?;
+            let text = read_prompt(opened.plan().model.context)?;
             // The end of the line that `echo` writes is not part of the prompt.
             let line = text.strip_suffix('\n').unwrap_or(&text);
             line.strip_suffix('\r').unwrap_or(line).to_owned()
@@ -173,9 +172,26 @@ fn prompt_ids(opened: &Opened, arguments: &AnswerArguments) -> Result<Vec<u32>> 
     if !is_chat {
         return tokenizer.encode(&text, true);
     }
+    if let Some(system) = &arguments.system {
+        chat::check_system(tokenizer, system)?;
+    }
     let system = arguments.system.iter().map(|system| message("system", system));
     let messages = system.chain([message("user", &text)]).collect();
     tokenizer.encode_chat(&ChatRequest::to_answer(messages))
+}
+
+/// Text from standard input, of which a context of so many tokens could hold all.
+fn read_prompt(context: u32) -> Result<String> {
+    /// More than the longest token of any vocabulary stands for.
+    const MOST_TOKEN_BYTES: u64 = 1 << 10;
+    let most = u64::from(context) * MOST_TOKEN_BYTES;
+    let mut text = Vec::new();
+    std::io::stdin().take(most + 1).read_to_end(&mut text).context("reading the prompt")?;
+    ensure!(
+        text.len() as u64 <= most,
+        "the prompt is longer than {most} bytes: more than the plan's context of {context} tokens can hold"
+    );
+    String::from_utf8(text).context("the prompt is no text in UTF-8")
 }
 
 fn to_json(session: &Session, prompt: &[u32], answer: &Answer) -> Value {

@@ -9,7 +9,7 @@ use rustyline::DefaultEditor;
 use rustyline::error::ReadlineError;
 
 use executor::engine::SequenceId;
-use executor::text::{ChatRequest, message};
+use executor::text::{ChatRequest, Tokenizer, message};
 use serde_json::Value;
 
 use super::answer::{ReaderGone, print, summary};
@@ -25,7 +25,21 @@ pub(super) fn check(opened: &Opened, system: Option<&str>) -> Result<()> {
         "the tokenizer has no chat template: continue a text with --prompt instead"
     );
     let messages = beginning(system).chain([message("user", "")]).collect();
-    tokenizer.render_chat(&ChatRequest::to_answer(messages)).map(drop)
+    tokenizer.render_chat(&ChatRequest::to_answer(messages))?;
+    system.map_or(Ok(()), |system| check_system(tokenizer, system))
+}
+
+/// Fails where the chat template leaves a system message out.
+pub(super) fn check_system(tokenizer: &Tokenizer, system: &str) -> Result<()> {
+    let rendered = |system: Option<&str>| {
+        let messages = beginning(system).chain([message("user", "")]).collect();
+        tokenizer.render_chat(&ChatRequest::to_answer(messages))
+    };
+    ensure!(
+        system.is_empty() || rendered(Some(system))? != rendered(None)?,
+        "the chat template of this checkpoint has no place for a system message: leave out --system"
+    );
+    Ok(())
 }
 
 fn beginning(system: Option<&str>) -> impl Iterator<Item = Value> {

@@ -69,6 +69,7 @@ struct AnswerArguments {
     #[arg(
         long,
         value_delimiter = ',',
+        value_parser = |id: &str| id.trim().parse::<u32>(),
         conflicts_with_all = ["prompt", "chat", "system"]
     )]
     prompt_ids: Option<Vec<u32>>,

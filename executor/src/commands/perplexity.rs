@@ -142,7 +142,8 @@ fn report(scored: &Perplexity, logits: Option<&Path>) -> Result<()> {
 }
 
 fn read(path: &Path) -> Result<String> {
-    std::fs::read_to_string(path).with_context(|| format!("reading {}", path.display()))
+    let bytes = std::fs::read(path).with_context(|| format!("reading {}", path.display()))?;
+    String::from_utf8(bytes).with_context(|| format!("{} is no text in UTF-8", path.display()))
 }
 
 /// Token ids from a JSON list, or from an object's `ids`.

@@ -31,7 +31,8 @@ pub(super) const PROMPT_IDS: &str = "--prompt-ids with --json";
 pub(super) struct Opened {
     file: PlanFile,
     tokenizer: Result<Tokenizer>,
-    start: Instant,
+    /// How long that took.
+    opening_time: Duration,
 }
 
 /// A loaded plan.
@@ -113,7 +114,7 @@ impl Opened {
             folder.display()
         );
         let tokenizer = Tokenizer::load(&folder);
-        Ok(Self { file, tokenizer, start })
+        Ok(Self { file, tokenizer, opening_time: start.elapsed() })
     }
 
     /// The plan.
@@ -147,10 +148,12 @@ impl Opened {
 
     /// Loads the weights, with a progress bar where somebody sees it.
     pub(super) fn load(self, arguments: &RunArguments, trace: bool) -> Result<Session> {
+        let start = Instant::now();
         let options = Options { trace, ..arguments.options() };
         let engine = Engine::new(load_with_progress(self.file, &options)?);
         let counted = options.expert_counter.zip(arguments.count_experts.clone());
-        let load_time = self.start.elapsed();
+        // In between somebody may have typed a prompt.
+        let load_time = self.opening_time + start.elapsed();
         Ok(Session { engine, load_time, tokenizer: self.tokenizer, counted })
     }
 }

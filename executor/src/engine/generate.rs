@@ -120,6 +120,14 @@ impl Engine {
             if is_fed {
                 is_fed = self.choose_again(ids, abort, chooser, &mut chosen)?;
             }
+            active.clear();
+            for (index, choice) in chosen {
+                if let Choice::Token(token) = choice {
+                    self.append(ids[index], &[token])?;
+                    active.push(index);
+                }
+            }
+            // What was chosen stays so: the chooser counts with it.
             if !is_fed {
                 timings.is_aborted = true;
                 break;
@@ -131,13 +139,6 @@ impl Engine {
                 timings.decode = start.elapsed();
             }
             is_prompt = false;
-            active.clear();
-            for (index, choice) in chosen {
-                if let Choice::Token(token) = choice {
-                    self.append(ids[index], &[token])?;
-                    active.push(index);
-                }
-            }
         }
         Ok(timings)
     }

@@ -7,6 +7,7 @@ use anyhow::{Context as _, Result, ensure};
 
 use super::feed::Wants;
 use super::{Engine, SequenceId};
+use crate::sample::UNUSABLE_LOGITS;
 
 /// How well a text is predicted.
 #[derive(Clone, Debug, PartialEq)]
@@ -57,7 +58,7 @@ impl Engine {
                         ensure!(
                             of_token.is_finite(),
                             "the logits after token {position} are not all numbers, or make token {next} impossible: \
-                             the checkpoint has weights that are no numbers, or the model overflows in the plan's formats"
+                             {UNUSABLE_LOGITS}"
                         );
                         sum += of_token;
                     }

@@ -3,7 +3,7 @@
 use anyhow::{Result, bail};
 use ir::workspace::shortlist::LISTED_TOKENS;
 
-use super::{Candidate, Sampler};
+use super::{Candidate, Sampler, UNUSABLE_LOGITS};
 use crate::kernels::gpu::shortlist::{IMPOSSIBLE, UNUSABLE};
 
 /// Tokens for which no shortlist is asked after one that was too short: a text is seldom flat for one token alone, and
@@ -62,7 +62,7 @@ impl Sampler {
             return Ok(None);
         };
         if most >= UNUSABLE {
-            bail!("the logit of token {id} is infinite or not a number");
+            bail!("the logit of token {id} is infinite or not a number: {UNUSABLE_LOGITS}");
         }
         if most <= IMPOSSIBLE {
             bail!("no token has a finite logit");

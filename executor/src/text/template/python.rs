@@ -133,7 +133,8 @@ pub(super) fn to_json(value: &Value, rest: Rest<Value>, options: Kwargs) -> Resu
     let indent = match indent {
         None => None,
         Some(indent) if indent.as_str().is_some() => Some(text(&indent)),
-        Some(indent) => Some(" ".repeat(usize::try_from(indent)?)),
+        // As many as no template can ask for more memory with than there is.
+        Some(indent) => Some(" ".repeat(usize::from(u8::try_from(indent)?))),
     };
     let item_separator = if indent.is_some() { "," } else { ", " };
     let (item_separator, key_separator) = match separators.as_deref() {
