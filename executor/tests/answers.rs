@@ -122,7 +122,7 @@ fn a_prompt_is_an_argument_an_input_or_ids() {
     }
     let prompt: Vec<String> = ids(&expected["prompt_ids"]).iter().map(u32::to_string).collect();
     let model = bare.path().to_str().unwrap();
-    let of_ids = greedy(&folder, &["--model", model, "--prompt-ids", &prompt.join(",")]);
+    let of_ids = greedy(&folder, &["--model", model, "--prompt-ids", &prompt.join(", ")]);
     assert_eq!(of_ids["prompt_ids"], expected["prompt_ids"]);
     assert_eq!(of_ids["ids"], expected["ids"]);
     assert_eq!(of_ids["text"], "");

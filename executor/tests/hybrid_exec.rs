@@ -1,7 +1,7 @@
 //! `hybrid-exec` as its users call it wrongly: one line that says what is wrong, and exit code 1, or 2 where it does
 //! not take its arguments.
 
-use std::fs;
+use std::fs::{self, File};
 use std::path::Path;
 use std::process::{Command, Output};
 
@@ -84,6 +84,19 @@ fn what_a_checkpoint_lacks_is_told_with_what_helps() {
     assert_eq!(refusal(&ids), expected);
     fs::remove_file(&config).expect("the folder is ours");
     check(&[asked[0], "--prompt", ""], "the prompt is empty");
+    // It is not worth being looked at.
+    let long = folder.path().join("long.txt");
+    let most = compiled.model.context as usize * 1024;
+    fs::write(&long, "a".repeat(most + 1)).expect("the folder is ours");
+    let input = File::open(&long).expect("it was just written");
+    let output = Command::new(env!("CARGO_BIN_EXE_hybrid-exec")).arg(&plan).stdin(input).output();
+    let said = String::from_utf8(output.expect("hybrid-exec starts").stderr).expect("it is text");
+    assert!(said.contains(&format!("the prompt is longer than {most} bytes")), "{said}");
+    let other = folder.path().join("other");
+    fs::create_dir(&other).expect("the folder is ours");
+    fs::write(other.join("model.safetensors"), "{}").expect("the folder is ours");
+    let expected = "is to hold the checkpoint that the plan was compiled for: checkpoint changed";
+    check(&[&ids[..], &["--model", other.to_str().expect("a plain path")]].concat(), expected);
     let tokenizer = checkpoint.join("tokenizer.json");
     fs::write(&tokenizer, "{").expect("the folder is ours");
     check(&ids, &format!("cannot read tokenizer {}", tokenizer.display()));

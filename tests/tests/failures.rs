@@ -79,14 +79,17 @@ fn an_aborted_feed_is_fed_again_whole() {
             let first = engine.open();
             engine.append(first, &prompt(4)).unwrap();
             let abort = AtomicBool::new(tokens == 0);
-            let mut chosen = 0;
-            let timings = engine.generate(&[first, id], &abort, |_, _| {
+            let (mut chosen, mut chosen_for_first) = (0, 0);
+            let timings = engine.generate(&[first, id], &abort, |index, _| {
                 chosen += 1;
+                chosen_for_first += usize::from(index == 0);
                 abort.store(chosen >= tokens, Ordering::Relaxed);
                 Ok(Some(5))
             });
             assert!(timings.unwrap().is_aborted);
             cut += usize::from(chosen == 1);
+            // What was chosen is not forgotten.
+            assert_eq!(engine.tokens(first).len(), 4 + chosen_for_first);
             engine.close(first);
             engine.truncate(id, 20);
             engine.append(id, &prompt(61)[20..]).unwrap();

@@ -26,19 +26,18 @@ pub(super) fn check(opened: &Opened, system: Option<&str>) -> Result<()> {
     );
     let messages = beginning(system).chain([message("user", "")]).collect();
     tokenizer.render_chat(&ChatRequest::to_answer(messages))?;
-    system.map_or(Ok(()), |system| check_system(tokenizer, system))
+    system.map_or(Ok(()), |system| warn_of_system(tokenizer, system))
 }
 
-/// Fails where the chat template leaves a system message out.
-pub(super) fn check_system(tokenizer: &Tokenizer, system: &str) -> Result<()> {
+/// Tells it where the chat template leaves a system message out.
+pub(super) fn warn_of_system(tokenizer: &Tokenizer, system: &str) -> Result<()> {
     let rendered = |system: Option<&str>| {
         let messages = beginning(system).chain([message("user", "")]).collect();
         tokenizer.render_chat(&ChatRequest::to_answer(messages))
     };
-    ensure!(
-        system.is_empty() || rendered(Some(system))? != rendered(None)?,
-        "the chat template of this checkpoint has no place for a system message: leave out --system"
-    );
+    if !system.is_empty() && rendered(Some(system))? == rendered(None)? {
+        tell("warning: the chat template of this checkpoint leaves the system message out");
+    }
     Ok(())
 }
 
