@@ -133,8 +133,8 @@ impl Lane {
     /// Does a part of a lane's work in a run. What fails or panics in it beside its steps ends the run, not the thread.
     fn attend(&mut self, run: &Run, work: impl FnOnce(&mut Self) -> Result<()>) {
         if let Err(cause) = guarded(|| work(self)) {
-            let (step, device) = (lane_of(&self.plan, run), self.device.name.clone());
-            run.abort(Failure::Step { step, device, cause });
+            let program = &self.plan.programs[run.program];
+            run.abort(Failure::beside_steps(program, &self.device.name, cause));
         }
     }
 
@@ -325,8 +325,7 @@ impl Lane {
 
     /// Ends a run at a step that failed.
     fn fail(&self, run: &Run, program: &Program, at: StepId, cause: String) {
-        let step = format!("{at} ({}) of {}", program.steps[at].name, program.name);
-        run.abort(Failure::Step { step, device: self.device.name.clone(), cause });
+        run.abort(Failure::at_step(program, at, &self.device.name, cause));
     }
 
     /// Works through neighbouring steps; `at` is the one under way.
@@ -421,11 +420,6 @@ fn lanes_that_meet(program: &Program, is_gpu: impl Fn(DeviceId) -> bool) -> usiz
         lane.queue == Queue::Compute && !lane.steps.is_empty() && is_gpu(lane.device)
     };
     program.lanes.iter().filter(meets).count()
-}
-
-/// What failed where no step is to blame.
-fn lane_of(plan: &Plan, run: &Run) -> String {
-    format!("a lane of {}", plan.programs[run.program].name)
 }
 
 /// Counts what a router chose, if the step is one.

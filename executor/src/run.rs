@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, Result, anyhow};
 use burn::tensor::TensorData;
 use ir::id::{Id as _, StepId};
-use ir::plan::Plan;
+use ir::plan::{Plan, Program};
 use ir::workspace::shortlist::{LIST_WORDS, LISTED_TOKENS};
 
 use crate::batch::Batch;
@@ -75,6 +75,20 @@ pub(crate) enum Failure {
     },
     /// Nobody wants the result any more.
     Cancelled,
+}
+
+impl Failure {
+    /// A step failed, of a device of that name.
+    pub(crate) fn at_step(program: &Program, id: StepId, device: &str, cause: String) -> Self {
+        let step = format!("{id} ({}) of {}", program.steps[id].name, program.name);
+        Self::Step { step, device: device.to_owned(), cause }
+    }
+
+    /// A lane of that device failed, and no step is to blame.
+    pub(crate) fn beside_steps(program: &Program, device: &str, cause: String) -> Self {
+        let step = format!("a lane of {}", program.name);
+        Self::Step { step, device: device.to_owned(), cause }
+    }
 }
 
 /// A run under way. Dropping it does not end the run.

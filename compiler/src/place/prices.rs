@@ -155,10 +155,16 @@ impl<'a> Prices<'a> {
 
 /// Prices all units on one group, each with its neighbours on the same group, but for what is pinned to other devices.
 fn price_group(task: &Task<'_>, units: &Units, pins: &Pins, group: &Group) -> Result<Priced> {
+    let priced = |(groups, group_of): (Vec<Group>, Table<NodeId, usize>)| -> Result<_> {
+        let graphs = arrange(task, &groups, &group_of)?;
+        let plan = emit(task, &graphs, &priced_batches(task.target))?;
+        Ok((graphs, plan))
+    };
     let whole = Arrangement::whole(group.clone(), units);
-    let (groups, group_of) = whole.groups(units, pins, Phase::Prefill);
-    let graphs = arrange(task, &groups, &group_of)?;
-    let plan = emit(task, &graphs, &priced_batches(task.target))?;
+    let with_pins = priced(whole.groups(units, pins, Phase::Prefill));
+    // Devices of pins may be out of its reach, as a stage among others all the same.
+    let without_pins = || priced((vec![group.clone()], pins.rows().iter().map(|_| 0).collect()));
+    let (graphs, plan) = with_pins.or_else(|_| without_pins())?;
     // Members work in step, so a unit takes as long as its busiest member.
     let times = |program: &Program| busiest(task, units, program, &group.devices);
     let prefill = times(&plan.programs[0]);

@@ -79,6 +79,10 @@ pub(super) fn run(
                 session.engine.truncate(sequence, 0);
                 continue;
             }
+            text if is_command(text) => {
+                tell(format_args!("{text} is no command; {HELP}"));
+                continue;
+            }
             text => messages.push(message("user", text)),
         }
         // A history the editor cannot keep is no reason to end a conversation.
@@ -104,6 +108,12 @@ pub(super) fn run(
         }
         abort.store(false, Ordering::Relaxed);
     }
+}
+
+/// Whether a line is one word behind a slash, as commands are and hardly any message.
+fn is_command(line: &str) -> bool {
+    let word = line.strip_prefix('/').unwrap_or_default();
+    !word.is_empty() && word.chars().all(|c| c.is_ascii_lowercase())
 }
 
 /// Continues a conversation, whose beginning the sequence holds.

@@ -13,7 +13,7 @@ use ir::plan::{Action, Plan, Program, Queue, Step};
 use ir::trace::Span;
 
 use super::pulse::Pulse;
-use super::{Inbox, guarded, lane_of};
+use super::{Inbox, guarded};
 use crate::fetch::{Fetch, Fetcher};
 use crate::load::Fault;
 use crate::run::{Failure, Run};
@@ -87,8 +87,8 @@ impl FetchLane {
     }
 
     fn failure(&self, run: &Run, cause: String) -> Failure {
-        let device = self.plan.machine.devices[self.device].name.clone();
-        Failure::Step { step: lane_of(&self.plan, run), device, cause }
+        let device = &self.plan.machine.devices[self.device].name;
+        Failure::beside_steps(&self.plan.programs[run.program], device, cause)
     }
 
     fn work(&mut self, run: &Run, lane: usize, spans: &mut Vec<Span>) {
@@ -196,7 +196,6 @@ impl Fetches<'_> {
     }
 
     fn fail(&self, step: StepId, cause: String) {
-        let step = format!("{step} ({}) of {}", self.program.steps[step].name, self.program.name);
-        self.run.abort(Failure::Step { step, device: self.device.to_owned(), cause });
+        self.run.abort(Failure::at_step(self.program, step, self.device, cause));
     }
 }
