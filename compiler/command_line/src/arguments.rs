@@ -116,7 +116,7 @@ fn stray_word(word: &str, command: &Command, first: Option<&str>) -> String {
 /// What is wrong with a number, where clap repeats what Rust says of digits in a string.
 fn wrong_number(error: &clap::Error) -> Option<String> {
     let argument = text_of(error, ContextKind::InvalidArg)?;
-    let value = text_of(error, ContextKind::InvalidValue)?;
+    let value = text_of(error, ContextKind::InvalidValue)?.trim();
     let source = error.source()?;
     let is_number = source.is::<ParseFloatError>() || source.is::<ParseIntError>();
     if value.is_empty() && is_number {

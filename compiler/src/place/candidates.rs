@@ -37,7 +37,7 @@ impl Prices<'_> {
         let groups = self.groups(&singles);
         let sequences = self.sequences(&singles, &groups);
         let pipelines = self.pipelines_of(&sequences);
-        // Where nothing fits, the one that lacks least is told.
+        // Where no pipeline fits, perhaps nothing does, and the one that lacks least is told.
         let any_fits = pipelines.iter().any(|found| !found.is_empty());
         let may_fit = |priced: &&Priced| !any_fits || self.may_hold_all(priced, &singles);
         let sharing: Vec<&Priced> = groups.iter().filter(may_fit).collect();

@@ -211,7 +211,7 @@ fn staying(
     let graphs = Graphs::new(task.model, layouts.clone(), &mut |_, _| ())?;
     let decode = &judged_decode_plan(task, &graphs)?.programs[0];
     let all_devices: Vec<DeviceId> = task.target.machine.devices.ids().collect();
-    let here = busiest(task, units, decode, &all_devices);
+    let here = busiest(task, units, decode, &all_devices, |_| true);
     let mut times: BTreeMap<DeviceId, Option<Table<NodeId, u64>>> = BTreeMap::new();
     for (unit, staying) in all.iter_mut().enumerate() {
         let gpu = arrangement.group_of(unit).devices[0];

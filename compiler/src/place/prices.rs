@@ -165,8 +165,9 @@ fn price_group(task: &Task<'_>, units: &Units, pins: &Pins, group: &Group) -> Re
     // Devices of pins may be out of its reach, as a stage among others all the same.
     let without_pins = || priced((vec![group.clone()], pins.rows().iter().map(|_| 0).collect()));
     let (graphs, plan) = with_pins.or_else(|_| without_pins())?;
-    // Members work in step, so a unit takes as long as its busiest member.
-    let times = |program: &Program| busiest(task, units, program, &group.devices);
+    // Members work in step, so a unit takes as long as its busiest member. What is pinned costs the same anywhere.
+    let is_free = |id| pins[id].is_none();
+    let times = |program: &Program| busiest(task, units, program, &group.devices, is_free);
     let prefill = times(&plan.programs[0]);
     let decode = times(judged_decode(task.target, &plan.programs));
     Ok(Priced {
@@ -188,21 +189,25 @@ fn price_group(task: &Task<'_>, units: &Units, pins: &Pins, group: &Group) -> Re
     })
 }
 
-/// For each unit the nanoseconds of the one of `devices` that computes longest for it: they work at the same time.
+/// For each unit the nanoseconds of the one of `devices` that works longest for those of its nodes that count: they
+/// work at the same time.
 pub(crate) fn busiest(
     task: &Task<'_>,
     units: &Units,
     program: &Program,
     devices: &[DeviceId],
+    counts: impl Fn(NodeId) -> bool,
 ) -> Vec<u64> {
-    let nodes = task.model.layers.nodes();
+    let nodes = task.model.layers.nodes().filter(|(id, _)| counts(*id));
     let unit_of: HashMap<&str, usize> =
         nodes.map(|(id, node)| (&*node.name, units.of[id])).collect();
     let mut busy = vec![task.per_device(0u64); units.len()];
     let lanes = program.lanes.iter().filter(|lane| lane.queue == Queue::Compute);
     for lane in lanes.filter(|lane| devices.contains(&lane.device)) {
         for step in lane.steps.iter().map(|&step| &program.steps[step]) {
-            busy[unit_of[&*step.name]][lane.device] += step.estimate_nanos;
+            if let Some(&unit) = unit_of.get(&*step.name) {
+                busy[unit][lane.device] += step.estimate_nanos;
+            }
         }
     }
     busy.iter().map(|unit| unit.rows().iter().copied().max().unwrap_or(0)).collect()

@@ -173,7 +173,7 @@ fn prompt_ids(opened: &Opened, arguments: &AnswerArguments) -> Result<Vec<u32>> 
         return tokenizer.encode(&text, true);
     }
     if let Some(system) = &arguments.system {
-        chat::warn_of_system(tokenizer, system)?;
+        chat::warn_of_system(tokenizer, system);
     }
     let system = arguments.system.iter().map(|system| message("system", system));
     let messages = system.chain([message("user", &text)]).collect();

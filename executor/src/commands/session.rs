@@ -38,7 +38,7 @@ pub(super) struct Opened {
 /// A loaded plan.
 pub(super) struct Session {
     pub(super) engine: Engine,
-    /// From the start of the program's work to the last weight in place.
+    /// Opening the plan, and loading it to the last weight, without the prompt that is read in between.
     pub(super) load_time: Duration,
     tokenizer: Result<Tokenizer>,
     /// Where the choices of routers are counted, and the file for them.
