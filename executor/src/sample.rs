@@ -326,8 +326,8 @@ fn highest(logits: &[f32]) -> Result<Candidate> {
 }
 
 /// Why logits are no numbers, and what to do.
-pub(crate) const UNUSABLE_LOGITS: &str = "the checkpoint has weights that are no numbers, or the model overflows in formats of less than 32 bits, which a \
-     plan compiled with --format f32 does not have";
+pub(crate) const UNUSABLE_LOGITS: &str = "the checkpoint has weights that are no numbers, or the model overflows in formats of less \
+     than 32 bits, which a plan compiled with --format f32 does not have";
 
 /// Whether a logit is below infinity; one that is not a number is not.
 fn is_usable(logit: f32) -> bool {

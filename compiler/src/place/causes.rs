@@ -15,7 +15,9 @@ use crate::options::{Options, Request};
 use crate::part::WeightKey;
 use crate::place::arrangement::Arrangement;
 use crate::place::group::Group;
-use crate::place::prices::{Priced, Prices, busiest, decode_nanos, handover, judged_decode_plan};
+use crate::place::prices::{
+    Priced, Prices, busiest, decode_nanos, handover, judged_decode_plan, unit_of_name,
+};
 use crate::place::units::Units;
 use crate::place::{Layouts, Offer, Pins};
 use crate::task::Task;
@@ -211,7 +213,8 @@ fn staying(
     let graphs = Graphs::new(task.model, layouts.clone(), &mut |_, _| ())?;
     let decode = &judged_decode_plan(task, &graphs)?.programs[0];
     let all_devices: Vec<DeviceId> = task.target.machine.devices.ids().collect();
-    let here = busiest(task, units, decode, &all_devices, |_| true);
+    let unit_of = unit_of_name(task, units, |_| true);
+    let here = busiest(task, units, decode, &all_devices, &unit_of);
     let mut times: BTreeMap<DeviceId, Option<Table<NodeId, u64>>> = BTreeMap::new();
     for (unit, staying) in all.iter_mut().enumerate() {
         let gpu = arrangement.group_of(unit).devices[0];

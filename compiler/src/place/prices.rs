@@ -163,11 +163,14 @@ fn price_group(task: &Task<'_>, units: &Units, pins: &Pins, group: &Group) -> Re
     let whole = Arrangement::whole(group.clone(), units);
     let with_pins = priced(whole.groups(units, pins, Phase::Prefill));
     // Devices of pins may be out of its reach, as a stage among others all the same.
-    let without_pins = || priced((vec![group.clone()], pins.rows().iter().map(|_| 0).collect()));
-    let (graphs, plan) = with_pins.or_else(|_| without_pins())?;
+    let has_pins = pins.rows().iter().any(Option::is_some);
+    let (graphs, plan) = with_pins.or_else(|error| match has_pins {
+        true => priced((vec![group.clone()], pins.rows().iter().map(|_| 0).collect())),
+        false => Err(error),
+    })?;
     // Members work in step, so a unit takes as long as its busiest member. What is pinned costs the same anywhere.
-    let is_free = |id| pins[id].is_none();
-    let times = |program: &Program| busiest(task, units, program, &group.devices, is_free);
+    let unit_of = unit_of_name(task, units, |id| pins[id].is_none());
+    let times = |program: &Program| busiest(task, units, program, &group.devices, &unit_of);
     let prefill = times(&plan.programs[0]);
     let decode = times(judged_decode(task.target, &plan.programs));
     Ok(Priced {
@@ -189,18 +192,25 @@ fn price_group(task: &Task<'_>, units: &Units, pins: &Pins, group: &Group) -> Re
     })
 }
 
-/// For each unit the nanoseconds of the one of `devices` that works longest for those of its nodes that count: they
-/// work at the same time.
+/// The unit of each node that counts, by its name.
+pub(crate) fn unit_of_name<'a>(
+    task: &Task<'a>,
+    units: &Units,
+    counts: impl Fn(NodeId) -> bool,
+) -> HashMap<&'a str, usize> {
+    let nodes = task.model.layers.nodes().filter(|(id, _)| counts(*id));
+    nodes.map(|(id, node)| (&*node.name, units.of[id])).collect()
+}
+
+/// For each unit the nanoseconds of the one of `devices` that works longest for those of its nodes that `unit_of` has:
+/// they work at the same time.
 pub(crate) fn busiest(
     task: &Task<'_>,
     units: &Units,
     program: &Program,
     devices: &[DeviceId],
-    counts: impl Fn(NodeId) -> bool,
+    unit_of: &HashMap<&str, usize>,
 ) -> Vec<u64> {
-    let nodes = task.model.layers.nodes().filter(|(id, _)| counts(*id));
-    let unit_of: HashMap<&str, usize> =
-        nodes.map(|(id, node)| (&*node.name, units.of[id])).collect();
     let mut busy = vec![task.per_device(0u64); units.len()];
     let lanes = program.lanes.iter().filter(|lane| lane.queue == Queue::Compute);
     for lane in lanes.filter(|lane| devices.contains(&lane.device)) {
