@@ -9,7 +9,7 @@ use ir::workspace::MAX_FUSED_ROWS;
 use rayon::prelude::*;
 
 use crate::options::Options;
-use crate::place::{Among, PROMPT_TOKENS, Placement, Room, place};
+use crate::place::{Among, PROMPT_TOKENS, Placement, Room, explain, place};
 use crate::target::Target;
 use crate::task::Task;
 use crate::{experts, shards};
@@ -32,6 +32,13 @@ const TOKENS_BESIDE_HOSTS: u32 = 1024;
 
 /// Decides for runs of as many tokens as is asked; else, with GPUs, for as many as is best.
 pub(crate) fn decide(model: &Model, machine: &Machine, options: &Options) -> Result<Decided> {
+    let mut decided = decide_unexplained(model, machine, options)?;
+    let Decided { model, target, placement } = &mut decided;
+    explain(&Task::new(model, target), options, placement)?;
+    Ok(decided)
+}
+
+fn decide_unexplained(model: &Model, machine: &Machine, options: &Options) -> Result<Decided> {
     let in_runs_of = |tokens: u32| {
         let target = Target::new(model, machine, options, tokens)?;
         decide_for(model, target, options)

@@ -9,6 +9,7 @@
 mod arrangement;
 mod candidates;
 mod causes;
+mod fit;
 pub(crate) mod group;
 mod hosted;
 mod lay_out;
@@ -36,7 +37,7 @@ use rayon::prelude::*;
 use crate::graphs::Phases;
 use crate::options::{Options, Request};
 use crate::place::arrangement::Arrangement;
-use crate::place::offer::{Offer, layouts, offer, requested_offer};
+use crate::place::offer::{Offer, layouts};
 pub(crate) use crate::place::prices::missing;
 use crate::place::prices::{Pins, Prices};
 use crate::place::too_large::too_large;
@@ -52,8 +53,12 @@ pub(crate) const PROMPT_TOKENS: u32 = 2048;
 /// A decided placement.
 #[derive(Clone, Debug)]
 pub(crate) struct Placement {
-    /// Layouts and cause of every node of the layer graph.
+    /// Layouts of every node of the layer graph; causes are theirs once it is [explained](explain).
     pub(crate) layouts: Layouts,
+    /// Who does what.
+    arrangement: Arrangement,
+    /// Of those that lack memory and would be better, the best.
+    better: Option<Offer>,
     /// The chosen placement, then others that were compared with it, best first; not all that were priced.
     pub(crate) candidates: Vec<Candidate>,
     /// The lowest is best.
@@ -185,26 +190,36 @@ pub(crate) fn place(task: &Task<'_>, options: &Options, among: Among<'_>) -> Res
         };
         bail!("{}", too_large(task, options, &offers, offers_of)?);
     };
-    let mut layouts = layouts(task, &units, &pins, &best.arrangement)?;
-    let better = offers.iter().filter(|offer| offer.score < best.score);
-    let better = better.filter(|offer| offer.candidate.missing.is_some());
-    let chosen = causes::Chosen {
-        arrangement: &best.arrangement,
-        devices: &best.devices,
-        better: better.min_by_key(|offer| offer.score),
-    };
-    causes::explain(task, options, &prices, &chosen, &mut layouts)?;
-    let price = |arrangement: &Arrangement| offer(task, &units, &pins, arrangement);
+    let layouts = layouts(&prices, &best.arrangement)?;
+    let better = offers.iter().filter(|offer| offer.score < best.score && !offer.fits());
+    let better = better.min_by_key(|offer| offer.score).cloned();
     // Where experts are split, what stays beside GPUs may become best.
     let counted = offers.iter().filter(|_| options.expert_counts.is_some());
     let hosted = counted.filter(|offer| offer.fits());
     let hosted = hosted.map(|offer| &offer.arrangement).find(|offer| offer.hosted.is_some());
-    let rooms = hosted.map(|hosted| hosted::rooms(&prices, hosted, &price));
+    let rooms = hosted.map(|hosted| hosted::rooms(&prices, hosted));
     let rooms = rooms.unwrap_or_default();
     let &Offer { score, score_of_most, score_of_prompt, .. } = best;
-    let devices = best.devices.clone();
+    let (arrangement, devices) = (best.arrangement.clone(), best.devices.clone());
     let candidates = offers.into_iter().map(|offer| offer.candidate).collect();
-    Ok(Placement { layouts, candidates, score, score_of_most, score_of_prompt, devices, rooms })
+    Ok(Placement {
+        layouts,
+        arrangement,
+        better,
+        candidates,
+        score,
+        score_of_most,
+        score_of_prompt,
+        devices,
+        rooms,
+    })
+}
+
+/// Writes the cause of every node of a placement that is kept.
+pub(crate) fn explain(task: &Task<'_>, options: &Options, placement: &mut Placement) -> Result<()> {
+    let units = Units::new(task.model);
+    let pins = pins(task, options)?;
+    causes::explain(options, &Prices::new(task, &units, &pins), placement)
 }
 
 /// All candidates that the request allows, priced: those that fit first, by score.
@@ -214,7 +229,6 @@ fn offers(
     prices: &Prices<'_>,
     among: Among<'_>,
 ) -> Result<Vec<Offer>> {
-    let &Prices { units, pins, .. } = prices;
     let arrangements = match &options.request {
         _ if !matches!(among, Among::All) => Vec::new(),
         Request::Any => prices.simple()?,
@@ -233,7 +247,7 @@ fn offers(
         }
     };
     // Where everything is pinned, all arrangements are the same.
-    let is_pinned = pins.rows().iter().all(Option::is_some);
+    let is_pinned = prices.pins.rows().iter().all(Option::is_some);
     ensure!(
         !is_pinned || options.request == Request::Any,
         "every layer is pinned, so there is nothing for the devices that are asked for to share: leave out the pins or \
@@ -245,13 +259,12 @@ fn offers(
     };
     let is_shared =
         matches!(options.request, Request::TensorParallel(_) | Request::TensorParallelRanks(_));
-    let price = if is_shared { requested_offer } else { offer };
+    let price = if is_shared { Prices::requested_offer } else { Prices::offer };
     let priced: Vec<Result<Offer>> =
-        arrangements.par_iter().map(|arrangement| price(task, units, pins, arrangement)).collect();
+        arrangements.par_iter().map(|arrangement| price(prices, arrangement)).collect();
     // Some may be impossible: no link, no rate for a format, too few heads, shares that no device computes.
     let mut offers: Vec<Offer> = priced.into_iter().filter_map(Result::ok).collect();
     if options.request == Request::Any && !offers.iter().any(|offer| fits_fast_gpus(task, offer)) {
-        let price = |arrangement: &Arrangement| offer(task, units, pins, arrangement);
         let sets = match among {
             Among::All => hosted::gpu_sets(task),
             Among::Beside(gpus) | Among::RoughlyBeside(gpus) => vec![gpus.to_vec()],
@@ -259,13 +272,13 @@ fn offers(
         let is_rough = matches!(among, Among::RoughlyBeside(_));
         let fitting = offers.iter().filter(|offer| offer.fits());
         let best = fitting.map(|offer| offer.score).min().unwrap_or(u64::MAX);
-        offers.extend(hosted::offers(prices, &sets, is_rough, best, &price));
+        offers.extend(hosted::offers(prices, &sets, is_rough, best));
     }
     if offers.is_empty()
         && let Some(first) = arrangements.first()
     {
         // All of them are impossible; the first says why.
-        offer(task, units, pins, first)?;
+        prices.offer(first)?;
     }
     offers.sort_by_key(|offer| match offer.candidate.missing {
         None => (0, offer.score),

@@ -2,8 +2,7 @@
 
 use std::ops::Range;
 
-use ir::forecast::DeviceForecast;
-use ir::id::{DeviceId, NodeId, Table};
+use ir::id::{NodeId, Table};
 use ir::plan::Phase;
 
 use crate::place::group::Group;
@@ -113,50 +112,5 @@ impl Arrangement {
             group.shares = shares.collect();
         }
         half
-    }
-
-    /// Gives work of the members of shared groups that lack memory to those that have some left, so that what a member
-    /// keeps is expected to fill that part of its room; 0 leaves it what no member can do without.
-    ///
-    /// False where nothing can change.
-    pub(crate) fn shift_shares(
-        &mut self,
-        held: &Table<DeviceId, DeviceForecast>,
-        filled: f64,
-    ) -> bool {
-        /// A share of which every axis gives one part.
-        const LEAST: f64 = 1e-6;
-        if !self.can_shift() {
-            return false;
-        }
-        let mut changed = false;
-        for (group, _) in self.stages.iter_mut().filter(|(group, _)| group.devices.len() > 1) {
-            let sum: f64 = group.shares.iter().sum();
-            // How much of its own share each member has room for.
-            let room = |device: &DeviceId| {
-                let bytes = &held[*device];
-                let own = (bytes.weight_bytes + bytes.cache_bytes).max(1) as f64;
-                let other = bytes.needed_bytes() - bytes.weight_bytes - bytes.cache_bytes;
-                bytes.capacity_bytes.saturating_sub(other) as f64 / own
-            };
-            let members = group.devices.iter().map(room).zip(&group.shares);
-            // Of those that lack memory.
-            let kept = |(room, share): (f64, &f64)| {
-                (room < 1.0).then_some((share / sum * room * filled).max(LEAST))
-            };
-            let kept: Vec<Option<f64>> = members.map(kept).collect();
-            let others = group.shares.iter().zip(&kept).filter(|(_, kept)| kept.is_none());
-            let others: f64 = others.map(|(share, _)| share / sum).sum();
-            let all_kept: f64 = kept.iter().flatten().sum();
-            if all_kept == 0.0 || others == 0.0 {
-                continue;
-            }
-            let shifted = group.shares.iter().zip(kept);
-            let shifted = shifted
-                .map(|(share, kept)| kept.unwrap_or(share / sum * (1.0 - all_kept) / others));
-            group.shares = shifted.collect();
-            changed = true;
-        }
-        changed
     }
 }

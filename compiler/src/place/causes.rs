@@ -15,22 +15,10 @@ use crate::options::{Options, Request};
 use crate::part::WeightKey;
 use crate::place::arrangement::Arrangement;
 use crate::place::group::Group;
-use crate::place::prices::{
-    Priced, Prices, busiest, decode_nanos, handover, judged_decode_plan, unit_of_name,
-};
+use crate::place::prices::{Priced, Prices, busiest, handover, judged_decode_plan, unit_of_name};
 use crate::place::units::Units;
-use crate::place::{Layouts, Offer, Pins};
+use crate::place::{Layouts, Offer, Pins, Placement};
 use crate::task::Task;
-
-/// The arrangement that was chosen.
-pub(crate) struct Chosen<'a> {
-    /// Who does what.
-    pub(crate) arrangement: &'a Arrangement,
-    /// What each device holds for it.
-    pub(crate) devices: &'a Table<DeviceId, DeviceForecast>,
-    /// Of those that lack memory and would be better, the best.
-    pub(crate) better: Option<&'a Offer>,
-}
 
 /// Writes the cause of every node that holds weights or a cache.
 ///
@@ -39,13 +27,13 @@ pub(crate) struct Chosen<'a> {
 /// whole arrangement would that lacks memory, the runner-up is the device that lacks it, without handovers. What is
 /// pinned has none.
 pub(crate) fn explain(
-    task: &Task<'_>,
     options: &Options,
     prices: &Prices<'_>,
-    chosen: &Chosen<'_>,
-    layouts: &mut Layouts,
+    placement: &mut Placement,
 ) -> Result<()> {
-    let (arrangement, units, pins) = (chosen.arrangement, prices.units, prices.pins);
+    let &Prices { task, units, pins, .. } = prices;
+    let Placement { layouts, arrangement, better, devices, .. } = placement;
+    let arrangement = &*arrangement;
     let price = |group: &Group| prices.price(group);
     let others: Vec<Priced> = task
         .target
@@ -62,7 +50,7 @@ pub(crate) fn explain(
         .map(|(group, _)| known(group).or_else(|| price(group).ok()))
         .collect();
     let taken: Table<DeviceId, u64> =
-        chosen.devices.rows().iter().map(DeviceForecast::needed_bytes).collect();
+        devices.rows().iter().map(DeviceForecast::needed_bytes).collect();
     let mut causes = Vec::new();
     for unit in 0..units.len() {
         let Some(stages) = &stages else {
@@ -84,14 +72,16 @@ pub(crate) fn explain(
         let mut cause = unit_cause(task, options, arrangement, stages, &elsewhere, &taken, unit);
         if cause.reason == Reason::Fastest
             && options.request == Request::Any
-            && let Some(together) = limit(task, chosen, stages, &elsewhere, &taken, unit)
+            && let Some(better) = better
+            && let Some(together) =
+                limit(task, arrangement, better, stages, &elsewhere, &taken, unit)
         {
             cause = together;
         }
         causes.push(cause);
     }
     let torn = torn_units(task, units, pins);
-    let staying = staying(task, arrangement, units, layouts)?;
+    let staying = staying(prices, arrangement, layouts)?;
     for nodes in layouts.nodes.iter_mut() {
         for (id, placed) in nodes.ids().zip(nodes.rows_mut()) {
             if placed.cause.reason == Reason::FollowsInput {
@@ -134,13 +124,13 @@ fn torn_units(task: &Task<'_>, units: &Units, pins: &Pins) -> BTreeSet<usize> {
 /// What keeps a unit from where it would be in a better arrangement: a device that lacks memory for all of it.
 fn limit(
     task: &Task<'_>,
-    chosen: &Chosen<'_>,
+    arrangement: &Arrangement,
+    better: &Offer,
     stages: &[Priced],
     elsewhere: &[&Priced],
     taken: &Table<DeviceId, u64>,
     unit: usize,
 ) -> Option<Cause> {
-    let better = chosen.better?;
     let (device, missing_of_all) = better.candidate.missing?;
     if !better.arrangement.group_of(unit).devices.contains(&device) {
         return None;
@@ -150,7 +140,7 @@ fn limit(
         0 => missing_of_all,
         missing_bytes => missing_bytes,
     };
-    let here = stages.iter().find(|stage| stage.group == *chosen.arrangement.group_of(unit))?;
+    let here = stages.iter().find(|stage| stage.group == *arrangement.group_of(unit))?;
     let gap_nanos = there.times[unit].decode as i64 - here.times[unit].decode as i64;
     let runner_up = Some(RunnerUp { devices: vec![device], gap_nanos });
     Some(Cause { reason: Reason::Memory { device, missing_bytes }, runner_up })
@@ -175,11 +165,11 @@ struct Staying {
 
 /// For each unit what stays: weights, and caches that hosts attend to.
 fn staying(
-    task: &Task<'_>,
+    prices: &Prices<'_>,
     arrangement: &Arrangement,
-    units: &Units,
     layouts: &Layouts,
 ) -> Result<Vec<Staying>> {
+    let &Prices { task, units, .. } = prices;
     let Some(hosted) = &arrangement.hosted else { return Ok(Vec::new()) };
     let mut all = vec![Staying { bytes: 0, gap_nanos: None }; units.len()];
     let nodes = || task.model.layers.nodes();
@@ -215,11 +205,9 @@ fn staying(
     let all_devices: Vec<DeviceId> = task.target.machine.devices.ids().collect();
     let unit_of = unit_of_name(task, units, |_| true);
     let here = busiest(task, units, decode, &all_devices, &unit_of);
-    let mut times: BTreeMap<DeviceId, Option<Table<NodeId, u64>>> = BTreeMap::new();
     for (unit, staying) in all.iter_mut().enumerate() {
         let gpu = arrangement.group_of(unit).devices[0];
-        let times = times.entry(gpu).or_insert_with(|| decode_nanos(task, gpu));
-        let Some(times) = times else { continue };
+        let Some(times) = prices.decode_nanos(gpu) else { continue };
         let of_unit = times.iter().filter(|(id, _)| units.of[*id] == unit);
         let there: u64 = of_unit.map(|(_, nanos)| nanos).sum();
         staying.gap_nanos = Some(there as i64 - here[unit] as i64);

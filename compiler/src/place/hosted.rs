@@ -60,9 +60,6 @@ impl Hosting {
     }
 }
 
-/// Prices an arrangement exactly.
-pub(crate) type Price<'a> = dyn Fn(&Arrangement) -> anyhow::Result<Offer> + Sync + 'a;
-
 /// Every arrangement of this kind that is worth pricing beside one of score `best`, priced. Those that are impossible
 /// are left out.
 pub(crate) fn offers(
@@ -70,13 +67,12 @@ pub(crate) fn offers(
     gpu_sets: &[Vec<DeviceId>],
     is_rough: bool,
     best: u64,
-    price: &Price<'_>,
 ) -> Vec<Offer> {
     let of_set = |gpus: &Vec<DeviceId>, is_rough: bool| {
         let mut offers: Vec<Offer> = Vec::new();
         for kept in [Kept::Experts, Kept::Mlps, Kept::Matrices] {
             let Some(search) = Search::new(prices, gpus, kept) else { continue };
-            let found = search.offers(is_rough, best, price);
+            let found = search.offers(is_rough, best);
             let fitting = found.iter().filter(|offer| offer.fits());
             let first = fitting.min_by_key(|offer| offer.score);
             // What leaves no room to fetch ahead may be worse than if more stays.
@@ -106,11 +102,7 @@ pub(crate) fn offers(
 }
 
 /// What GPUs have left when all experts of a mixture are beside them; empty where an arrangement keeps none there.
-pub(crate) fn rooms(
-    prices: &Prices<'_>,
-    arrangement: &Arrangement,
-    price: &Price<'_>,
-) -> Vec<Room> {
+pub(crate) fn rooms(prices: &Prices<'_>, arrangement: &Arrangement) -> Vec<Room> {
     let Some(hosted) = &arrangement.hosted else { return Vec::new() };
     let is_experts = |(id, node): (NodeId, &Node<Op>)| {
         hosted.nodes[id].is_some() && matches!(node.work, Op::Experts(_))
@@ -122,7 +114,7 @@ pub(crate) fn rooms(
     let gpus: Vec<DeviceId> =
         arrangement.stages.iter().map(|(group, _)| group.devices[0]).collect();
     let search = Search::new(prices, &gpus, Kept::Experts);
-    search.map_or_else(Vec::new, |search| search.rooms(hosted, price))
+    search.map_or_else(Vec::new, |search| search.rooms(hosted))
 }
 
 /// The GPUs that arrangements of this kind are for: all of them, those with at least as much memory as each, all of

@@ -4,20 +4,18 @@ use anyhow::Result;
 use ir::forecast::{Candidate, DeviceForecast, ProgramForecast};
 use ir::graph::Placed;
 use ir::id::{DeviceId, NodeId, Table};
-use ir::plan::{Phase, Plan};
+use ir::plan::Phase;
 
-use crate::emit::emit;
-use crate::graphs::{Graphs, Phases};
+use crate::graphs::Phases;
 use crate::options::Objective;
 use crate::place::arrangement::Arrangement;
+use crate::place::fit::{LEAST, fitted};
 use crate::place::lay_out::{lay_out, set_homes};
-use crate::place::prices::{Pins, Times, judged_decode, missing, priced_batches};
-use crate::place::units::Units;
+use crate::place::prices::{Prices, Times, judged_decode, missing};
 use crate::place::{Layouts, PROMPT_TOKENS};
-use crate::target::Batch;
-use crate::task::Task;
 
 /// An arrangement with its exact price.
+#[derive(Clone, Debug)]
 pub(super) struct Offer {
     pub(super) arrangement: Arrangement,
     /// The lowest is best.
@@ -42,32 +40,51 @@ impl Offer {
     }
 }
 
-/// The exact price of an arrangement.
-///
-/// Where a shared group's member lacks memory, shares shift to the others as far as that helps.
-pub(super) fn offer(
-    task: &Task<'_>,
-    units: &Units,
-    pins: &Pins,
-    arrangement: &Arrangement,
-) -> Result<Offer> {
-    /// Parts are whole heads and blocks, so shares aim a little below the limit.
-    const FILLED: f64 = 0.97;
-    let batches = priced_batches(task.target);
-    let graphs_of = |arrangement: &Arrangement| {
-        let layouts = layouts(task, units, pins, arrangement)?;
-        Graphs::new(task.model, layouts, &mut |_, _| ())
-    };
-    let first = || anyhow::Ok((arrangement.clone(), graphs_of(arrangement)?));
-    let priced = |from| shifted(task, from, &batches, FILLED, graphs_of);
-    let ((arrangement, _), plan) = if arrangement.can_shift() {
-        // What is held is most of what lacks memory, and known before anything is scheduled.
-        let (by_held, _) = shifted(task, first()?, &[], 1.0, graphs_of)?;
-        // Some shares cut what a device then does not compute.
-        priced(by_held).or_else(|_| priced(first()?))?
-    } else {
-        priced(first()?)?
-    };
+impl Prices<'_> {
+    /// The exact price of an arrangement with shares that [fit](fitted), worked out once.
+    pub(super) fn offer(&self, arrangement: &Arrangement) -> Result<Offer> {
+        if let Some(known) = self.known_offers.find(|(of, _)| of == arrangement) {
+            return Ok(known.1);
+        }
+        let offer = offer(self, arrangement)?;
+        self.known_offers.add((arrangement.clone(), offer.clone()));
+        Ok(offer)
+    }
+
+    /// The exact price of an arrangement that is asked for. Where a member lacks memory whatever shifts, what fits, or
+    /// what lacks least, is looked for between the shares that were tried last and the least that it can have.
+    pub(super) fn requested_offer(&self, arrangement: &Arrangement) -> Result<Offer> {
+        /// Halvings of what lies between.
+        const HALVINGS: usize = 6;
+        let mut best = self.offer(arrangement)?;
+        let Some((lacking, _)) = best.candidate.missing else { return Ok(best) };
+        let mut most = best.arrangement.clone();
+        let mut least = most.clone();
+        if !least.shift_shares(&best.devices, LEAST) {
+            return Ok(best);
+        }
+        let missing = |offer: &Offer| offer.candidate.missing.map_or(0, |(_, bytes)| bytes);
+        for tries in 0..=HALVINGS {
+            let half = if tries == 0 { least.clone() } else { least.halfway_to(&most) };
+            let Ok(tried) = self.offer(&half) else { break };
+            let lacks = tried.candidate.missing.is_some_and(|(device, _)| device == lacking);
+            // Of what fits the last has most to do.
+            if missing(&tried) < missing(&best) || tried.fits() {
+                best = tried;
+            }
+            if lacks && tries == 0 {
+                break;
+            }
+            // Another one lacks memory where this one has too little to do.
+            if lacks { most = half } else { least = half }
+        }
+        Ok(best)
+    }
+}
+
+fn offer(prices: &Prices<'_>, arrangement: &Arrangement) -> Result<Offer> {
+    let &Prices { task, units, pins, .. } = prices;
+    let (arrangement, plan) = fitted(prices, arrangement)?;
     let missing = missing(&plan);
     let forecast = &plan.forecast.programs;
     let prefill = &forecast[0];
@@ -111,73 +128,9 @@ pub(super) fn offer(
     })
 }
 
-/// An arrangement with its graphs, and its plan for `batches`, with shares shifted away from members that lack memory as
-/// far as that helps: so that these fill that part of their room.
-fn shifted(
-    task: &Task<'_>,
-    (mut arrangement, mut graphs): (Arrangement, Graphs),
-    batches: &[Batch],
-    filled: f64,
-    graphs_of: impl Fn(&Arrangement) -> Result<Graphs>,
-) -> Result<((Arrangement, Graphs), Plan)> {
-    /// Shifts of shares that are tried: each takes what the last one found missing.
-    const SHIFTS: usize = 6;
-    let mut plan = emit(task, &graphs, batches)?;
-    for _ in 0..SHIFTS {
-        let mut next = arrangement.clone();
-        if missing(&plan).is_none() || !next.shift_shares(&plan.forecast.devices, filled) {
-            break;
-        }
-        // Some shares cut what a device then does not compute.
-        let Ok(next_graphs) = graphs_of(&next) else { break };
-        let Ok(next_plan) = emit(task, &next_graphs, batches) else { break };
-        (arrangement, graphs, plan) = (next, next_graphs, next_plan);
-    }
-    Ok(((arrangement, graphs), plan))
-}
-
-/// The exact price of an arrangement that is asked for. Where a member lacks memory whatever shifts, what fits, or what
-/// lacks least, is looked for between the shares that were tried last and the least that it can have.
-pub(super) fn requested_offer(
-    task: &Task<'_>,
-    units: &Units,
-    pins: &Pins,
-    arrangement: &Arrangement,
-) -> Result<Offer> {
-    /// Halvings of what lies between.
-    const HALVINGS: usize = 6;
-    let mut best = offer(task, units, pins, arrangement)?;
-    let Some((lacking, _)) = best.candidate.missing else { return Ok(best) };
-    let mut most = best.arrangement.clone();
-    let mut least = most.clone();
-    if !least.shift_shares(&best.devices, 0.0) {
-        return Ok(best);
-    }
-    let missing = |offer: &Offer| offer.candidate.missing.map_or(0, |(_, bytes)| bytes);
-    for tries in 0..=HALVINGS {
-        let half = if tries == 0 { least.clone() } else { least.halfway_to(&most) };
-        let Ok(tried) = offer(task, units, pins, &half) else { break };
-        let lacks = tried.candidate.missing.is_some_and(|(device, _)| device == lacking);
-        // Of what fits the last has most to do.
-        if missing(&tried) < missing(&best) || tried.fits() {
-            best = tried;
-        }
-        if lacks && tries == 0 {
-            break;
-        }
-        // Another one lacks memory where this one has too little to do.
-        if lacks { most = half } else { least = half }
-    }
-    Ok(best)
-}
-
 /// Where an arrangement runs every node.
-pub(super) fn layouts(
-    task: &Task<'_>,
-    units: &Units,
-    pins: &Pins,
-    arrangement: &Arrangement,
-) -> Result<Layouts> {
+pub(super) fn layouts(prices: &Prices<'_>, arrangement: &Arrangement) -> Result<Layouts> {
+    let &Prices { task, units, pins, .. } = prices;
     let layout = |phase: Phase| -> Result<Table<NodeId, Placed>> {
         let (groups, group_of) = arrangement.groups(units, pins, phase);
         let mut nodes = lay_out(task.model, &groups, &group_of)?;

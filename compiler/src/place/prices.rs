@@ -1,7 +1,7 @@
 //! What each unit costs and takes on each group of devices.
 
 use std::collections::HashMap;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use anyhow::Result;
 use ir::id::{DeviceId, NodeId, Table};
@@ -16,6 +16,7 @@ use crate::place::Layouts;
 use crate::place::arrangement::Arrangement;
 use crate::place::group::Group;
 use crate::place::lay_out::lay_out;
+use crate::place::offer::Offer;
 use crate::place::units::Units;
 use crate::target::{Batch, Target};
 use crate::task::Task;
@@ -99,6 +100,9 @@ pub(crate) struct Priced {
 /// The device that each node is pinned to, with the pattern that pins it; `None` where it is free.
 pub(crate) type Pins = Table<NodeId, Option<(DeviceId, String)>>;
 
+/// Nanoseconds of each node.
+type NodeNanos = Table<NodeId, u64>;
+
 /// What groups of devices are priced with.
 pub(crate) struct Prices<'a> {
     pub(super) task: &'a Task<'a>,
@@ -106,8 +110,29 @@ pub(crate) struct Prices<'a> {
     pub(super) pins: &'a Pins,
     /// Bytes that pinned nodes take are not there for stages.
     pub(super) free: Table<DeviceId, u64>,
-    /// Groups that were priced before.
-    known: Mutex<Vec<Priced>>,
+    known_groups: Known<Priced>,
+    pub(super) known_offers: Known<(Arrangement, Offer)>,
+    known_decodes: Known<(DeviceId, Option<Arc<NodeNanos>>)>,
+}
+
+/// What was worked out before. Two threads may work out the same at a time.
+pub(super) struct Known<T>(Mutex<Vec<T>>);
+
+impl<T> Default for Known<T> {
+    fn default() -> Self {
+        Self(Mutex::default())
+    }
+}
+
+impl<T: Clone> Known<T> {
+    pub(super) fn find(&self, is_it: impl Fn(&T) -> bool) -> Option<T> {
+        let known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        known.iter().find(|known| is_it(known)).cloned()
+    }
+
+    pub(super) fn add(&self, known: T) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).push(known);
+    }
 }
 
 impl<'a> Prices<'a> {
@@ -132,18 +157,41 @@ impl<'a> Prices<'a> {
                 free[device] = free[device].saturating_sub(bytes);
             }
         }
-        Self { task, units, pins, free, known: Mutex::default() }
+        Self {
+            task,
+            units,
+            pins,
+            free,
+            known_groups: Known::default(),
+            known_offers: Known::default(),
+            known_decodes: Known::default(),
+        }
     }
 
     /// All units on one group, each with its neighbours there. A group is priced once.
     pub(super) fn price(&self, group: &Group) -> Result<Priced> {
-        let known = || self.known.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(priced) = known().iter().find(|priced| priced.group == *group) {
-            return Ok(priced.clone());
+        if let Some(priced) = self.known_groups.find(|priced| priced.group == *group) {
+            return Ok(priced);
         }
         let priced = price_group(self.task, self.units, self.pins, group)?;
-        known().push(priced.clone());
+        self.known_groups.add(priced.clone());
         Ok(priced)
+    }
+
+    /// A group of these devices that was priced, whatever its shares.
+    pub(super) fn known_group(&self, devices: &[DeviceId]) -> Option<Priced> {
+        self.known_groups.find(|priced| *priced.group.devices == *devices)
+    }
+
+    /// Time of each node in the decode that placements are judged by when the device does everything, worked out once;
+    /// `None` where it cannot.
+    pub(super) fn decode_nanos(&self, device: DeviceId) -> Option<Arc<NodeNanos>> {
+        if let Some((_, nanos)) = self.known_decodes.find(|(of, _)| *of == device) {
+            return nanos;
+        }
+        let nanos = decode_nanos(self.task, device).map(Arc::new);
+        self.known_decodes.add((device, nanos.clone()));
+        nanos
     }
 
     /// Work per time, in any scale.
@@ -155,9 +203,14 @@ impl<'a> Prices<'a> {
 
 /// Prices all units on one group, each with its neighbours on the same group, but for what is pinned to other devices.
 fn price_group(task: &Task<'_>, units: &Units, pins: &Pins, group: &Group) -> Result<Priced> {
+    let mut batches = priced_batches(task.target);
+    // The decode of one sequence takes no more memory than that of the most, and is not what counts.
+    if task.target.objective == Objective::Throughput {
+        batches.drain(1..batches.len() - 1);
+    }
     let priced = |(groups, group_of): (Vec<Group>, Table<NodeId, usize>)| -> Result<_> {
         let graphs = arrange(task, &groups, &group_of)?;
-        let plan = emit(task, &graphs, &priced_batches(task.target))?;
+        let plan = emit(task, &graphs, &batches)?;
         Ok((graphs, plan))
     };
     let whole = Arrangement::whole(group.clone(), units);
@@ -223,9 +276,7 @@ pub(crate) fn busiest(
     busy.iter().map(|unit| unit.rows().iter().copied().max().unwrap_or(0)).collect()
 }
 
-/// Time of each node in the decode that placements are judged by when the device does everything; `None` where it
-/// cannot.
-pub(crate) fn decode_nanos(task: &Task<'_>, device: DeviceId) -> Option<Table<NodeId, u64>> {
+fn decode_nanos(task: &Task<'_>, device: DeviceId) -> Option<NodeNanos> {
     let layers = &task.model.layers;
     let group_of = layers.nodes().map(|_| 0).collect();
     let graphs = arrange(task, &[Group::one(device)], &group_of).ok()?;

@@ -82,8 +82,22 @@ pub(crate) fn cut(
     };
     // best[group][end]: the best way to have units before `end` done and the last of them on `group`.
     let mut best: Vec<Vec<Way>> = vec![vec![Way::NONE; units + 1]; sequence.len()];
+    // For each start what a group's stage may begin with: most ways are in no respect better than another.
+    let mut entries_at: Vec<Vec<Entry>> = vec![Vec::new(); units];
     for group in 0..sequence.len() {
         let earliest_before = if uses_all { group.saturating_sub(1) } else { 0 };
+        for (start, entries) in entries_at.iter_mut().enumerate().skip(1) {
+            entries.clear();
+            for before in earliest_before..group {
+                let way = best[before][start];
+                if let Some(handover) = between[before][group].filter(|_| way.exists()) {
+                    let entry = Entry { before, way, handover };
+                    if !entries.iter().any(|other| other.is_as_good_as(&entry)) {
+                        entries.push(entry);
+                    }
+                }
+            }
+        }
         // Fewer units take less memory and time, so the first start that can be never comes earlier for a later end.
         let mut first = 0;
         for end in 1..=units {
@@ -100,11 +114,11 @@ pub(crate) fn cut(
                     }
                     continue;
                 }
-                for before in earliest_before..group {
-                    let way = &best[before][start];
-                    let Some(handover) = between[before][group].filter(|_| way.exists()) else {
-                        continue;
-                    };
+                // Earlier starts take longer.
+                if work > found.cost {
+                    break;
+                }
+                for &Entry { before, way, handover } in &entries_at[start] {
                     let stage = work + handover;
                     let cost = join(way.cost, stage);
                     // Most are worse at first sight.
@@ -145,6 +159,26 @@ struct Way {
     start: usize,
     /// The group of the stage before.
     from: Option<usize>,
+}
+
+/// What a stage begins with.
+#[derive(Clone, Copy, Debug)]
+struct Entry {
+    /// The group of the stage before.
+    before: usize,
+    /// The best way to have the units before done by it.
+    way: Way,
+    /// What handing over from there costs.
+    handover: u64,
+}
+
+impl Entry {
+    /// Whether no stage that begins with the other one is better than with this one.
+    fn is_as_good_as(&self, other: &Self) -> bool {
+        self.way.cost <= other.way.cost
+            && self.way.squares <= other.way.squares
+            && self.handover <= other.handover
+    }
 }
 
 impl Way {

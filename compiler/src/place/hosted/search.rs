@@ -18,7 +18,7 @@ use self::blocks::{Beside, Block, Member};
 use self::caches::is_chosen;
 use self::head::Head;
 use super::share::share;
-use super::{Hosted, Price, host_cost, hosts};
+use super::{Hosted, host_cost, hosts};
 use crate::place::prices::{Prices, Times};
 use crate::place::{Offer, Room};
 use crate::task::Task;
@@ -50,6 +50,7 @@ const IN_PLACE: Fetching = Fetching { share: 0.0, in_blocks: true };
 
 /// The search for the best arrangement beside some GPUs.
 pub(super) struct Search<'a> {
+    prices: &'a Prices<'a>,
     task: &'a Task<'a>,
     /// GPUs, each with a range of units.
     stages: Vec<(DeviceId, Range<usize>)>,
@@ -71,7 +72,7 @@ pub(super) struct Search<'a> {
 
 impl<'a> Search<'a> {
     /// `None` where nothing can stay, or no NUMA node computes its format.
-    pub(super) fn new(prices: &Prices<'a>, gpus: &[DeviceId], kept: Kept) -> Option<Self> {
+    pub(super) fn new(prices: &'a Prices<'a>, gpus: &[DeviceId], kept: Kept) -> Option<Self> {
         let &Prices { task, units, .. } = prices;
         let hosts = hosts(task, gpus);
         let stages = share(task, units, gpus)?;
@@ -88,26 +89,46 @@ impl<'a> Search<'a> {
         let cost = |gpu: DeviceId| hosts.iter().map(move |&host| host_cost(task, host, gpu));
         let costs = stages.iter().map(|(gpu, _)| cost(*gpu).collect()).collect();
         let free = hosts.iter().map(|&host| prices.free[host]).collect();
-        Some(Self { task, stages, hosts, free, costs, kept, blocks, lookups, head, rungs, layers })
+        Some(Self {
+            prices,
+            task,
+            stages,
+            hosts,
+            free,
+            costs,
+            kept,
+            blocks,
+            lookups,
+            head,
+            rungs,
+            layers,
+        })
     }
 
     /// The offers that are worth comparing with one of score `best`, or a rough one of them.
-    pub(super) fn offers(&self, is_rough: bool, best: u64, price: &Price<'_>) -> Vec<Offer> {
+    pub(super) fn offers(&self, is_rough: bool, best: u64) -> Vec<Offer> {
+        // Nothing more stays with hosts that have too little memory for this.
+        let largest = self.fitting(self.without_caches(self.windows(0)));
+        if let Some((_, everything)) = largest.filter(|(frame, everything)| {
+            self.overfills_hosts(everything, frame.windows.iter().sum())
+        }) {
+            return vec![everything];
+        }
         let none = self.rungs.iter().map(Vec::len).max().unwrap_or(1) - 1;
         let rungs = if is_rough { vec![0] } else { vec![none, 1, 0] };
         let frames = rungs.iter().map(|&rung| self.without_caches(self.windows(rung))).collect();
         let mut tried: Vec<Frame> = Vec::new();
         let mut within = |frames, fetching: usize| {
             let fetching = if is_rough { 0 } else { fetching };
-            self.offers_within(frames, &mut tried, fetching, best, price)
+            self.offers_within(frames, &mut tried, fetching, best)
         };
         let mut found = within(frames, rungs.len());
         let windows = self.windows_beside(&found, &rungs, is_rough);
         let sizes = windows.len();
         let bases = windows.into_iter().map(|windows| self.without_caches(windows));
-        let frames = bases.flat_map(|base| self.with_caches(&base, is_rough, price));
+        let frames = bases.flat_map(|base| self.with_caches(&base, is_rough));
         found.extend(within(frames.collect(), sizes));
-        let frames = self.with_head(&found, &rungs, is_rough, price);
+        let frames = self.with_head(&found, &rungs, is_rough);
         found.extend(within(frames, sizes));
         found.into_iter().map(|(_, offer)| offer).collect()
     }
@@ -136,9 +157,8 @@ impl<'a> Search<'a> {
         tried: &mut Vec<Frame>,
         fetching: usize,
         best: u64,
-        price: &Price<'_>,
     ) -> Vec<(Frame, Offer)> {
-        let fitting = |frame| self.fitting(frame, price);
+        let fitting = |frame| self.fitting(frame);
         let mut fresh: Vec<(Frame, Offer)> = frames.into_par_iter().filter_map(fitting).collect();
         fresh.retain(|(frame, _)| {
             let is_fresh = !tried.contains(frame);
@@ -148,13 +168,13 @@ impl<'a> Search<'a> {
             is_fresh
         });
         let fewest = |(frame, everything): (Frame, Offer)| {
-            let (counts, base) = self.fewest(&frame, everything, price)?;
+            let (counts, base) = self.fewest(&frame, everything)?;
             if counts.iter().any(|&count| count > 0) {
                 return Some((frame, counts, base));
             }
             // Nothing is left to fetch.
             let frame = Frame { windows: vec![0; frame.windows.len()], ..frame };
-            let base = price(&self.arrange(&counts, &frame, IN_PLACE)).ok()?;
+            let base = self.prices.offer(&self.arrange(&counts, &frame, IN_PLACE)).ok()?;
             Some((frame, counts, base))
         };
         let mut bases: Vec<(Frame, Vec<usize>, Offer)> =
@@ -165,7 +185,7 @@ impl<'a> Search<'a> {
         };
         let fetching: Vec<_> = bases.iter().filter(may_fetch).take(fetching).collect();
         let fetching = fetching.into_par_iter().filter_map(|(frame, counts, base)| {
-            Some((frame.clone(), self.fetching(counts, frame, base, best, price)?))
+            Some((frame.clone(), self.fetching(counts, frame, base, best)?))
         });
         let fetching: Vec<(Frame, Offer)> = fetching.collect();
         bases.into_iter().map(|(frame, _, base)| (frame, base)).chain(fetching).collect()
@@ -191,10 +211,10 @@ impl<'a> Search<'a> {
 
     /// The frame, or the first below it in its windows beside which there is room for the rest, and the price with all
     /// blocks that may stay.
-    fn fitting(&self, mut frame: Frame, price: &Price<'_>) -> Option<(Frame, Offer)> {
+    fn fitting(&self, mut frame: Frame) -> Option<(Frame, Offer)> {
         let all = self.all();
         loop {
-            let offer = price(&self.arrange(&all, &frame, IN_PLACE)).ok()?;
+            let offer = self.prices.offer(&self.arrange(&all, &frame, IN_PLACE)).ok()?;
             let lacking = offer.candidate.missing;
             let stage = |(lacking, bytes): (DeviceId, u64)| {
                 let stage = self.stages.iter().position(|(gpu, _)| *gpu == lacking)?;
@@ -210,7 +230,7 @@ impl<'a> Search<'a> {
     }
 
     /// What GPUs have left, beside their windows, when all that may stay does.
-    pub(super) fn rooms(&self, hosted: &Hosted, price: &Price<'_>) -> Vec<Room> {
+    pub(super) fn rooms(&self, hosted: &Hosted) -> Vec<Room> {
         let windows = self.stages.iter().map(|(gpu, _)| hosted.window_bytes[*gpu]).collect();
         let stays = |node: &NodeId| hosted.nodes[*node].is_some();
         let keeps_cache = |block: &&Block| block.attentions.iter().any(stays);
@@ -218,7 +238,7 @@ impl<'a> Search<'a> {
         let caches = (0..self.stages.len()).map(caches).collect();
         let head_stays = self.head.as_ref().is_some_and(|head| head.stays(hosted));
         let frame = Frame { caches, head_stays, ..self.without_caches(windows) };
-        let Ok(offer) = price(&self.arrange(&self.all(), &frame, IN_PLACE)) else {
+        let Ok(offer) = self.prices.offer(&self.arrange(&self.all(), &frame, IN_PLACE)) else {
             return Vec::new();
         };
         let room = |(device, units): &(DeviceId, Range<usize>)| {
@@ -233,14 +253,7 @@ impl<'a> Search<'a> {
     /// The best share is near the one for which the link and the home take equally long; whether whole blocks or single
     /// nodes are fetched is decided there. `None` where even that share does not make of `base`, in which the home
     /// computes all, what scores `best`.
-    fn fetching(
-        &self,
-        counts: &[usize],
-        frame: &Frame,
-        base: &Offer,
-        best: u64,
-        price: &Price<'_>,
-    ) -> Option<Offer> {
+    fn fetching(&self, counts: &[usize], frame: &Frame, base: &Offer, best: u64) -> Option<Offer> {
         let members = || self.staying(counts).flat_map(|block| &block.nodes);
         let fetch: f64 = members().map(|member| member.fetch_nanos).sum();
         let home: f64 = members().map(|member| member.home_nanos).sum();
@@ -252,14 +265,28 @@ impl<'a> Search<'a> {
         }
         let offer = |share: f64, in_blocks: bool| {
             let fetching = Fetching { share: share.min(1.0), in_blocks };
-            let offer = price(&self.arrange(counts, frame, fetching)).ok()?;
+            let offer = self.prices.offer(&self.arrange(counts, frame, fetching)).ok()?;
             offer.fits().then_some(offer)
         };
         let score = |offer: &Option<Offer>| offer.as_ref().map_or(u64::MAX, |offer| offer.score);
         let (blocks, nodes) = (offer(even, true), offer(even, false));
         let in_blocks = score(&blocks) <= score(&nodes);
-        let others = [0.85, 0.9, 0.95, 1.05, 1.1].map(|factor| offer(even * factor, in_blocks));
-        [blocks, nodes].into_iter().chain(others).flatten().min_by_key(|offer| offer.score)
+        let mut best = if in_blocks { blocks } else { nodes };
+        for factors in [&[0.95, 0.9, 0.85][..], &[1.05, 1.1]] {
+            let first = score(&best);
+            for factor in factors {
+                let next = offer(even * factor, in_blocks);
+                if score(&next) >= score(&best) {
+                    break;
+                }
+                best = next;
+            }
+            // On the other side it only gets worse.
+            if score(&best) < first {
+                break;
+            }
+        }
+        best
     }
 
     /// All blocks of each stage.

@@ -9,7 +9,7 @@ use ir::op::Op;
 
 use crate::cost::{fetch_nanos, fetch_share};
 use crate::part::WeightKey;
-use crate::place::prices::{Prices, decode_nanos};
+use crate::place::prices::Prices;
 use crate::shards::shard;
 use crate::task::Task;
 use crate::window::aligned;
@@ -112,7 +112,7 @@ impl<'a> Beside<'a> {
         let mut home_nanos = vec![None; self.hosts.len()];
         for &host in shards.iter().chain([&0]) {
             let home = *self.hosts.get(host)?;
-            home_nanos[host] = Some(decode_nanos(task, home)?);
+            home_nanos[host] = Some(self.prices.decode_nanos(home)?);
         }
         let mut blocks: Vec<Option<Block>> = (0..units.len()).map(|_| None).collect();
         for (id, node) in self.nodes() {

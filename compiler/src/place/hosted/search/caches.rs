@@ -8,7 +8,6 @@ use ir::id::DeviceId;
 
 use super::{Block, Frame, IN_PLACE, Search};
 use crate::place::Offer;
-use crate::place::hosted::Price;
 
 /// Caches that take less than one part in so many of a GPU's memory are all on it, if they fit.
 const SMALL: u64 = 64;
@@ -24,14 +23,9 @@ impl Search<'_> {
 
     /// What is tried beside a frame that keeps all caches on GPUs: as many with hosts as GPUs lack the memory for, and
     /// more; and without windows as many as leave the room for all matrices.
-    pub(super) fn with_caches(
-        &self,
-        without: &Frame,
-        is_rough: bool,
-        price: &Price<'_>,
-    ) -> Vec<Frame> {
+    pub(super) fn with_caches(&self, without: &Frame, is_rough: bool) -> Vec<Frame> {
         let all = self.all();
-        let Ok(everything) = price(&self.arrange(&all, without, IN_PLACE)) else {
+        let Ok(everything) = self.prices.offer(&self.arrange(&all, without, IN_PLACE)) else {
             return Vec::new();
         };
         let held = |stage: usize| &everything.devices[self.stages[stage].0];
@@ -66,7 +60,8 @@ impl Search<'_> {
             counts.into_iter().map(|counts| frame(without, counts)).collect();
         let no_windows = Frame { windows: vec![0; all.len()], ..without.clone() };
         if !is_rough
-            && let Ok(nothing) = price(&self.arrange(&vec![0; all.len()], &no_windows, IN_PLACE))
+            && let Ok(nothing) =
+                self.prices.offer(&self.arrange(&vec![0; all.len()], &no_windows, IN_PLACE))
         {
             let enough = self.enough(&nothing, &cache_bytes);
             let can_be_enough = |stage: usize| {

@@ -6,38 +6,39 @@ use ir::id::DeviceId;
 
 use super::{Block, Frame, IN_PLACE, Search};
 use crate::place::Offer;
-use crate::place::hosted::Price;
 
 /// Hosts that may be too small for all that may stay: with more it takes long to find out how much each can hold.
 const MOST_TIGHT_HOSTS: usize = 2;
 
 impl Search<'_> {
+    /// Whether hosts lack memory for everything that may stay, and less may not: the GPUs have no room for the rest, with
+    /// so many bytes more than they have left.
+    pub(super) fn overfills_hosts(&self, everything: &Offer, more: u64) -> bool {
+        let is_host = |(lacking, _): (DeviceId, u64)| self.hosts.contains(&lacking);
+        let left = |(gpu, _): &(DeviceId, Range<usize>)| everything.devices[*gpu].free_bytes();
+        let room = more.saturating_add(self.stages.iter().map(left).sum());
+        everything.candidate.missing.is_some_and(is_host)
+            && (self.hosts.len() > MOST_TIGHT_HOSTS || room < self.beyond_hosts(everything))
+    }
+
+    /// What all hosts together lack.
+    fn beyond_hosts(&self, offer: &Offer) -> u64 {
+        self.hosts.iter().map(|&host| offer.devices[host].missing_bytes()).sum()
+    }
+
     /// The fewest blocks of each stage that must stay so that the rest fits the GPUs, with the price; all of them where
     /// it never does.
-    pub(super) fn fewest(
-        &self,
-        frame: &Frame,
-        everything: Offer,
-        price: &Price<'_>,
-    ) -> Option<(Vec<usize>, Offer)> {
+    pub(super) fn fewest(&self, frame: &Frame, everything: Offer) -> Option<(Vec<usize>, Offer)> {
         // What has no price, because a device does not compute it, fits no more than what lacks memory.
-        let offer = |counts: &[usize]| price(&self.arrange(counts, frame, IN_PLACE)).ok();
+        let offer =
+            |counts: &[usize]| self.prices.offer(&self.arrange(counts, frame, IN_PLACE)).ok();
         let all = self.all();
         let stage_of = |lacking| self.stages.iter().position(|(gpu, _)| *gpu == lacking);
         let slack = |gpu: DeviceId| everything.devices[gpu].free_bytes();
-        // What all hosts together lack.
-        let beyond = |offer: &Offer| -> u64 {
-            self.hosts.iter().map(|&host| offer.devices[host].missing_bytes()).sum()
-        };
-        if let Some((lacking, _)) = everything.candidate.missing {
-            // Where hosts lack, less may stay, if the GPUs have room for the rest.
-            let room: u64 = self.stages.iter().map(|(gpu, _)| slack(*gpu)).sum();
-            let may_be_less = self.hosts.contains(&lacking)
-                && self.hosts.len() <= MOST_TIGHT_HOSTS
-                && room >= beyond(&everything);
-            if !may_be_less {
-                return Some((all, everything));
-            }
+        let missing = everything.candidate.missing;
+        let gpu_lacks = missing.is_some_and(|(lacking, _)| !self.hosts.contains(&lacking));
+        if gpu_lacks || self.overfills_hosts(&everything, 0) {
+            return Some((all, everything));
         }
         // Blocks are much alike, so the first guess is off by little. A GPU may hold them in another format than hosts.
         let largest = |bytes: fn(&Block) -> u64| self.blocks.iter().map(bytes).max().unwrap_or(1);
@@ -68,7 +69,7 @@ impl Search<'_> {
                 }
                 // The guess leaves too much to the hosts.
                 None if self.hosts.contains(&lacking) && !is_tight.contains(&true) => {
-                    let fewer = blocks(beyond(&offer), at_home);
+                    let fewer = blocks(self.beyond_hosts(&offer), at_home);
                     if fewer >= counts.iter().sum::<usize>() {
                         return Some((all, everything));
                     }

@@ -8,7 +8,7 @@ use super::blocks::{Beside, Kept};
 use super::{Frame, Search, best};
 use crate::part::WeightKey;
 use crate::place::Offer;
-use crate::place::hosted::{Hosted, Hosting, Price};
+use crate::place::hosted::{Hosted, Hosting};
 use crate::task::Task;
 
 /// Beside what fits with a window for a matrix, a head that takes less than one part in so many of its GPU's memory
@@ -73,7 +73,6 @@ impl Search<'_> {
         found: &[(Frame, Offer)],
         rungs: &[usize],
         is_rough: bool,
-        price: &Price<'_>,
     ) -> Vec<Frame> {
         let Some(head) = self.head.as_ref().filter(|_| !is_rough) else { return Vec::new() };
         let gpu = self.stages[head.stage].0;
@@ -93,7 +92,7 @@ impl Search<'_> {
             None => {
                 let bases = windows.into_iter().map(|windows| stays(self.without_caches(windows)));
                 let each = |base: Frame| {
-                    let caches = self.with_caches(&base, is_rough, price);
+                    let caches = self.with_caches(&base, is_rough);
                     [base].into_iter().chain(caches)
                 };
                 bases.flat_map(each).collect()

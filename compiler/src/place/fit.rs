@@ -1,0 +1,176 @@
+//! Shares of layers that fit the memory of the devices that share them.
+
+use anyhow::Result;
+use ir::forecast::DeviceForecast;
+use ir::id::{DeviceId, Table};
+use ir::plan::Plan;
+
+use crate::emit::emit;
+use crate::graphs::Graphs;
+use crate::place::arrangement::Arrangement;
+use crate::place::group::filled;
+use crate::place::offer::layouts;
+use crate::place::prices::{Prices, priced_batches};
+
+/// Parts of the room of devices that lacked memory which they are to fill, one after the other until they lack none: parts
+/// of a layer are whole heads and blocks.
+const FILLED: [f64; 4] = [0.99, 0.97, 0.97, 0.97];
+/// The part that leaves a device what none can do without.
+pub(super) const LEAST: f64 = 0.0;
+/// Shifts of shares between two schedules: each takes what the last one found missing.
+const SHIFTS: usize = 6;
+
+/// An arrangement with its plan for the batches that placements are priced with. Where a member of a shared group lacks
+/// memory, shares shift to the others as far as that helps.
+///
+/// # Errors
+/// When a device does not compute what it is to.
+pub(super) fn fitted(
+    prices: &Prices<'_>,
+    arrangement: &Arrangement,
+) -> Result<(Arrangement, Plan)> {
+    let first = Laid::out(prices, arrangement.clone())?;
+    if !arrangement.can_shift() {
+        let plan = first.scheduled(prices)?;
+        return Ok((first.arrangement, plan));
+    }
+    // What is held is most of what lacks memory, and known before anything is scheduled; the rest is much as it was when
+    // groups were priced.
+    let mut expected = first.held(prices)?;
+    for (group, _) in &arrangement.stages {
+        let priced = prices.known_group(&group.devices);
+        let buffers = priced.iter().flat_map(|priced| &priced.buffers);
+        for (&device, &bytes) in group.devices.iter().zip(buffers) {
+            expected[device].buffer_bytes = bytes;
+        }
+    }
+    let [most, ..] = FILLED;
+    let by_held = first.shifted(prices, expected, most);
+    // Some shares cut what a device then does not compute.
+    let scheduled = by_held.and_then(|laid| Some((laid.scheduled(prices).ok()?, laid)));
+    let (mut plan, mut laid) = match scheduled {
+        Some(scheduled) => scheduled,
+        None => (first.scheduled(prices)?, first),
+    };
+    for part in FILLED {
+        let taken = plan.forecast.devices.clone();
+        let Some(next) = laid.shifted(prices, taken, part) else { break };
+        let Ok(next_plan) = next.scheduled(prices) else { break };
+        (plan, laid) = (next_plan, next);
+    }
+    Ok((laid.arrangement, plan))
+}
+
+/// An arrangement with its graphs.
+struct Laid {
+    arrangement: Arrangement,
+    graphs: Graphs,
+}
+
+impl Laid {
+    fn out(prices: &Prices<'_>, arrangement: Arrangement) -> Result<Self> {
+        let layouts = layouts(prices, &arrangement)?;
+        let graphs = Graphs::new(prices.task.model, layouts, &mut |_, _| ())?;
+        Ok(Self { arrangement, graphs })
+    }
+
+    fn scheduled(&self, prices: &Prices<'_>) -> Result<Plan> {
+        emit(prices.task, &self.graphs, &priced_batches(prices.task.target))
+    }
+
+    /// What devices hold before anything runs.
+    fn held(&self, prices: &Prices<'_>) -> Result<Table<DeviceId, DeviceForecast>> {
+        Ok(emit(prices.task, &self.graphs, &[])?.forecast.devices)
+    }
+
+    /// The same with shares shifted until no device lacks memory of those that take `taken` now, if what they take beside
+    /// weights and caches shrinks with these: so that those that lacked some fill `part` of their room. `None` where
+    /// nothing lacks, or nothing can change.
+    fn shifted(
+        &self,
+        prices: &Prices<'_>,
+        mut taken: Table<DeviceId, DeviceForecast>,
+        part: f64,
+    ) -> Option<Self> {
+        let mut last: Option<Self> = None;
+        for _ in 0..SHIFTS {
+            let mut arrangement = last.as_ref().unwrap_or(self).arrangement.clone();
+            let lacks = taken.rows().iter().any(|device| device.missing_bytes() > 0);
+            if !lacks || !arrangement.shift_shares(&taken, part) {
+                break;
+            }
+            let Ok(laid) = Self::out(prices, arrangement) else { break };
+            let Ok(held) = laid.held(prices) else { break };
+            for (taken, held) in taken.rows_mut().iter_mut().zip(held.rows()) {
+                let shrunk = held_bytes(held) as f64 / held_bytes(taken).max(1) as f64;
+                for beside in [&mut taken.buffer_bytes, &mut taken.workspace_bytes] {
+                    *beside = (*beside as f64 * shrunk.min(1.0)) as u64;
+                }
+                (taken.weight_bytes, taken.cache_bytes) = (held.weight_bytes, held.cache_bytes);
+            }
+            last = Some(laid);
+        }
+        last
+    }
+}
+
+fn held_bytes(bytes: &DeviceForecast) -> u64 {
+    bytes.weight_bytes + bytes.cache_bytes
+}
+
+impl Arrangement {
+    /// Gives work of the members of shared groups that lack memory to those that have some left, so that what a member
+    /// keeps is expected to fill `part` of its room.
+    ///
+    /// False where nothing can change, or all members of a group together lack memory, unless [`LEAST`] is asked for.
+    pub(super) fn shift_shares(
+        &mut self,
+        taken: &Table<DeviceId, DeviceForecast>,
+        part: f64,
+    ) -> bool {
+        /// A share of which every axis gives one part.
+        const ONE_PART: f64 = 1e-6;
+        if !self.can_shift() {
+            return false;
+        }
+        let mut changed = false;
+        for (group, _) in self.stages.iter_mut().filter(|(group, _)| group.devices.len() > 1) {
+            let sum: f64 = group.shares.iter().sum();
+            // How much of its own share each member has room for.
+            let room = |device: &DeviceId| {
+                let bytes = &taken[*device];
+                let beside = bytes.needed_bytes() - held_bytes(bytes);
+                let room = bytes.capacity_bytes.saturating_sub(beside);
+                room as f64 / held_bytes(bytes).max(1) as f64
+            };
+            let rooms: Vec<f64> = group.devices.iter().map(room).collect();
+            if rooms.iter().all(|room| *room >= 1.0) {
+                continue;
+            }
+            let bytes = |bytes: fn(&DeviceForecast) -> u64| -> u64 {
+                group.devices.iter().map(|&device| bytes(&taken[device])).sum()
+            };
+            let all_have_too_little =
+                bytes(DeviceForecast::missing_bytes) > bytes(DeviceForecast::free_bytes);
+            if all_have_too_little && part > LEAST {
+                continue;
+            }
+            // What is taken goes to those with room for it; to all others where that seems too little.
+            let most = |others_are_limited: bool| -> Vec<f64> {
+                let members = rooms.iter().zip(&group.shares);
+                let most = members.map(|(&room, share)| match room < 1.0 {
+                    true => (share / sum * room * part).max(ONE_PART),
+                    false if others_are_limited => share / sum * (room * part).max(1.0),
+                    false => 1.0,
+                });
+                most.collect()
+            };
+            let mut tried = [true, false].into_iter();
+            let shares = tried.find_map(|limited| filled(&group.shares, &most(limited)));
+            let Some(shares) = shares else { continue };
+            group.shares = shares;
+            changed = true;
+        }
+        changed
+    }
+}
