@@ -1,7 +1,6 @@
 //! `hybridc`: compiles checkpoints to plans, and explains, compares and checks plans.
 
 use std::collections::BTreeMap;
-use std::fs;
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -209,7 +208,7 @@ fn shared_processors(machine: &Machine) -> Vec<String> {
 fn compile(arguments: &Compile) -> Result<()> {
     let options = arguments.options()?;
     let machine = match &arguments.machine {
-        Some(path) => read(path, Machine::from_ron)?,
+        Some(path) => read(path, "a machine", Machine::from_ron)?,
         None => probe::machine(None)?,
     };
     let (model, unused) = models::lower_and_list_unused(&arguments.checkpoint)
@@ -301,7 +300,7 @@ impl Compile {
 }
 
 fn check(path: &Path) -> Result<ExitCode> {
-    let found = ir::check::check(&read(path, Plan::from_ron)?);
+    let found = ir::check::check(&read(path, PLAN, Plan::from_ron)?);
     for violation in &found {
         command_line::tell(violation);
     }
@@ -313,16 +312,18 @@ fn check(path: &Path) -> Result<ExitCode> {
     bail!("{} has {} violation{plural}", path.display(), found.len());
 }
 
-/// A file of ours, by what makes something of its text.
-fn read<T>(path: &Path, from_ron: fn(&str) -> Result<T>) -> Result<T> {
-    let reading = || format!("reading {}", path.display());
-    let text = fs::read_to_string(path).with_context(reading)?;
-    from_ron(&text).with_context(reading)
+/// What a plan is called where a file is none.
+const PLAN: &str = "a plan";
+
+/// A file of ours of some kind, by what makes something of its text.
+fn read<T>(path: &Path, kind: &str, from_ron: fn(&str) -> Result<T>) -> Result<T> {
+    let text = command_line::read_text(path, kind)?;
+    from_ron(&text).with_context(|| format!("reading {}", path.display()))
 }
 
 /// A plan that may be looked at: its ids name rows.
 fn sound_plan(path: &Path) -> Result<Plan> {
-    let plan = read(path, Plan::from_ron)?;
+    let plan = read(path, PLAN, Plan::from_ron)?;
     if let Some(first) = ir::check::check(&plan).first() {
         bail!("{} is not sound: {first}; `hybridc check` lists all violations", path.display());
     }
@@ -330,7 +331,7 @@ fn sound_plan(path: &Path) -> Result<Plan> {
 }
 
 fn read_counts(path: &Path) -> Result<CountedExperts> {
-    let counts = read(path, ExpertCounts::from_ron)?;
+    let counts = read(path, "a file of counted experts", ExpertCounts::from_ron)?;
     let file = path.canonicalize().with_context(|| format!("reading {}", path.display()))?;
     Ok(CountedExperts { file, counts })
 }

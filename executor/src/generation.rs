@@ -3,7 +3,7 @@
 
 use std::path::Path;
 
-use anyhow::{Context as _, Result, bail};
+use anyhow::{Context as _, Result, bail, ensure};
 use serde_json::{Map, Value};
 
 use crate::sample::{Sampler, SamplingOptions, Shortlist};
@@ -122,7 +122,7 @@ impl GenerationOptions {
         self.sampling
             .check()
             .context("an option must replace a value of the checkpoint's generation_config.json")?;
-        if let Some(option) = overrides.without_effect(&self.sampling) {
+        for option in overrides.without_effect(&self.sampling) {
             tracing::warn!(
                 "{option} has no effect, since the checkpoint's choice is greedy: give a --temperature"
             );
@@ -144,6 +144,10 @@ impl GenerationOverrides {
     ///
     /// Naming the first value that is not.
     pub fn check(&self) -> Result<()> {
+        ensure!(
+            self.stop_strings.iter().all(|text| !text.is_empty()),
+            "a --stop is empty: it would end every answer at once"
+        );
         let any = SamplingOptions { temperature: 1.0, ..SamplingOptions::default() };
         self.sampling(&any).check()
     }
@@ -160,10 +164,10 @@ impl GenerationOverrides {
         }
     }
 
-    /// An option that was given and acts only where tokens are drawn, where none are and nobody said so.
-    fn without_effect(&self, chosen: &SamplingOptions) -> Option<&'static str> {
+    /// The options that were given and act only where tokens are drawn, where none are and nobody said so.
+    fn without_effect(&self, chosen: &SamplingOptions) -> Vec<&'static str> {
         if chosen.temperature > 0.0 || self.temperature.is_some() {
-            return None;
+            return Vec::new();
         }
         [
             (self.top_k.is_some(), "--top-k"),
@@ -172,7 +176,8 @@ impl GenerationOverrides {
             (self.seed.is_some(), "--seed"),
         ]
         .into_iter()
-        .find_map(|(is_given, option)| is_given.then_some(option))
+        .filter_map(|(is_given, option)| is_given.then_some(option))
+        .collect()
     }
 }
 

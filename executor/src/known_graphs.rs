@@ -109,6 +109,14 @@ impl KnownGraphs {
         }
     }
 
+    /// A run that was let in has not ended well: what it was to capture some lanes may lack.
+    pub(crate) fn note_failure(&self, key: GraphKey, admission: Admission) {
+        let mut known = self.lock();
+        if let Some(held) = known.held.iter_mut().find(|held| held.key == key) {
+            held.is_captured &= !admission.captures;
+        }
+    }
+
     fn lock(&self) -> MutexGuard<'_, Known> {
         locked(&self.known)
     }
@@ -214,6 +222,12 @@ mod tests {
         assert_eq!(known.admit(first, Phase::Decode), REPLAYS);
         let replaces = |key| Some(Admission { captures: true, replaces: Some(key) });
         assert_eq!(known.admit(third, Phase::Decode), replaces(second));
+        // What a second run under way was to capture anew, and did not, the next captures.
+        known.note_failure(first, Admission { captures: false, replaces: None });
+        assert_eq!(known.admit(first, Phase::Decode), REPLAYS);
+        known.note(third, true);
+        known.note_failure(third, Admission { captures: true, replaces: None });
+        assert_eq!(known.admit(third, Phase::Decode), CAPTURES);
         // The end of a run that was let in before its kind was dropped brings nothing back.
         known.note(second, true);
         assert_eq!(known.admit(second, Phase::Decode), replaces(first));

@@ -148,9 +148,10 @@ impl Lane {
     fn leave(&mut self, run: &Run) -> Result<()> {
         let Form::Gpu(state) = &mut self.device.form else { return Ok(()) };
         let scope = Scope { plan: &self.plan, batch: &run.batch, run: run.number };
-        let told = state.leave_sums(scope, run.program);
+        let told = guarded(|| state.leave_sums(scope, run.program));
+        // Whatever became of that: launches wait for letters.
         state.let_through(scope, run.program);
-        told
+        told.map_err(anyhow::Error::msg)
     }
 
     /// Works through one run, or leaves it early when it is aborted.
@@ -164,12 +165,12 @@ impl Lane {
         let is_recorded = self.recorder.is_none() || state.traces_replays();
         let admission = run.admission.filter(|_| is_recorded && state.can_capture());
         let is_captured = state.is_captured(run.graph_key);
-        // All GPU lanes of a run decide alike here, so that all of them come to its meetings. A prompt that may be
-        // captured has one GPU; a second run of its kind may start before the first is captured, and must not be
-        // captured again.
-        let is_new = program.phase == Phase::Decode || !is_captured;
+        // All GPU lanes of a run decide alike here, so that all of them come to its meetings. One by itself replays
+        // what it captured in a run of this kind that was under way before.
+        let is_gpu = |device: DeviceId| plan.machine.devices[device].kind.is_gpu();
+        let is_alone = lanes_that_meet(program, is_gpu) == 1;
         match admission {
-            Some(admission) if admission.captures && is_new => {
+            Some(admission) if admission.captures && !(is_alone && is_captured) => {
                 self.work_and_capture(run, program, lane, spans);
             }
             Some(_) if is_captured => self.work_replayed(run, program, lane, spans),
@@ -188,21 +189,23 @@ impl Lane {
         spans: &mut Vec<Span>,
     ) {
         let steps = &program.lanes[lane].steps;
+        let Some(&first) = steps.first().filter(|_| !run.is_aborted()) else { return };
         let plan = Arc::clone(&self.plan);
         let scope = Scope { plan: &plan, batch: &run.batch, run: run.number };
         // A capture that may have begun is made or abandoned.
         let mut is_pending = true;
         let prepared = guarded(|| {
-            if let Form::Gpu(state) = &self.device.form {
+            if let Form::Gpu(state) = &mut self.device.form {
+                // At one time there is one graph of a kind. It goes before CubeCL prepares: what its launches read goes
+                // with it, and the run brings that anew.
+                state.discard_captured(run.graph_key)?;
                 is_pending = state.prepare_capture(scope, run, steps);
             }
             Ok(())
         });
         let is_wanted = prepared.is_ok() && is_pending;
         let has_ended = prepared.is_ok() && self.work_in_stretches(run, program, lane, spans);
-        let (Form::Gpu(state), Some(&first)) = (&mut self.device.form, steps.first()) else {
-            return;
-        };
+        let Form::Gpu(state) = &mut self.device.form else { return };
         let lanes = lanes_that_meet(program, |device| plan.machine.devices[device].kind.is_gpu());
         let outcome = prepared.and_then(|()| {
             guarded(|| {

@@ -3,7 +3,6 @@
 mod options;
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, mpsc};
@@ -51,12 +50,7 @@ impl PlanFile {
     /// When the file cannot be read, is not a plan of this version, or is unsound; all findings are listed.
     pub fn open(path: &Path) -> Result<Self> {
         let name = path.display();
-        let bytes = fs::read(path).with_context(|| format!("reading plan {name}"))?;
-        let text = String::from_utf8(bytes).ok().with_context(|| {
-            format!(
-                "{name} is not a plan but no text at all; hybridc compiles a checkpoint to a plan"
-            )
-        })?;
+        let text = command_line::read_text(path, "a plan")?;
         let plan = Plan::from_ron(&text).with_context(|| format!("reading plan {name}"))?;
         let findings = ir::check::check(&plan);
         if !findings.is_empty() {

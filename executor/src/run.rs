@@ -252,6 +252,7 @@ impl RunHandle {
             recorder.end_run(self.run.number);
         }
         self.run.slots.clear();
+        self.note_failure();
         match self.failure() {
             Some(Failure::Cancelled) if self.run.has_ended() => Ok(()),
             Some(failure) => Err(self.error(&failure)),
@@ -272,6 +273,12 @@ impl RunHandle {
         locked(&self.run.failure).take()
     }
 
+    fn note_failure(&self) {
+        if let Some(admission) = self.run.admission {
+            self.known.note_failure(self.run.graph_key, admission);
+        }
+    }
+
     fn error(&self, failure: &Failure) -> anyhow::Error {
         if self.run.has_ended() {
             anyhow!("{failure}")
@@ -289,6 +296,7 @@ impl RunHandle {
         let output = run.slots.take(program.output);
         run.slots.clear();
         if let Some(failure) = self.failure() {
+            self.note_failure();
             return Err(self.error(&failure));
         }
         if let Some(admission) = run.admission {

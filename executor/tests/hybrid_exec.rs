@@ -46,6 +46,9 @@ fn arguments_that_make_no_sense_are_refused_with_one_line() {
     check(&["plan.ron", "--top-p", "0"], "top-p is 0, but must be above 0 and at most 1; --help");
     check(&["plan.ron", "-p", "hi"], "tip: options with this letter: --prompt, --prompt-ids");
     check(&["run", "plan.ron"], "\"run\" is no command but taken for PLAN");
+    assert!(
+        refusal(&["plan.ron", "run"]).ends_with("one of perplexity, bench, features, calibrate")
+    );
 }
 
 #[test]
@@ -84,6 +87,8 @@ fn what_a_checkpoint_lacks_is_told_with_what_helps() {
     assert_eq!(refusal(&ids), expected);
     fs::remove_file(&config).expect("the folder is ours");
     check(&[asked[0], "--prompt", ""], "the prompt is empty");
+    check(&[asked[0], "--prompt", "", "--chat"], "the prompt is empty");
+    check(&[asked[0], "--prompt", "a", "--stop", ""], "a --stop is empty");
     // It is not worth being looked at.
     let long = folder.path().join("long.txt");
     let most = compiled.model.context as usize * 1024;

@@ -18,11 +18,16 @@ pub(crate) const GGUF: &str =
     "a GGUF file, which is made from a checkpoint; take the checkpoint itself";
 
 /// What files begin with that are taken for safetensors, and what they are.
-const FOREIGN: [(&[u8], &str); 4] = [
+const FOREIGN: [(&[u8], &str); 6] = [
     (b"GGUF", GGUF),
     (b"version https://git-lfs", "a pointer of Git LFS; `git lfs pull` brings the file"),
     (b"PK\x03\x04", "a PyTorch file; save the model with safe_serialization=True"),
     (b"<!DOCTYPE", "a page of a web site, probably of a failed download"),
+    (
+        b"(\n  version:",
+        "a plan or a trace, which is made from a checkpoint; take the checkpoint itself",
+    ),
+    (b"(\n  host:", "a machine, which belongs behind --machine; take a checkpoint"),
 ];
 
 /// One tensor of a file.
@@ -260,9 +265,12 @@ mod tests {
 
     #[test]
     fn other_files_are_told_by_what_they_are() {
-        for (start, name) in
-            [("GGUF\u{3}", "GGUF"), ("version https://git-lfs.github.com/spec/v1", "Git LFS")]
-        {
+        for (start, name) in [
+            ("GGUF\u{3}", "GGUF"),
+            ("version https://git-lfs.github.com/spec/v1", "Git LFS"),
+            ("(\n  version: 7,", "a plan"),
+            ("(\n  host: (", "a machine"),
+        ] {
             let error = read(format!("{start:64}").as_bytes()).unwrap_err().to_string();
             assert!(error.contains(name) && error.contains("safetensors"), "{error}");
         }

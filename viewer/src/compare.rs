@@ -20,10 +20,21 @@ pub struct Difference {
     pub block: Option<usize>,
 }
 
+impl Difference {
+    /// In one line, without its change: `prefill predicted: 2 ms → 1 ms`, `decode1: only in the first`.
+    pub fn text(&self) -> String {
+        let mut sides = [&self.before, &self.after].into_iter();
+        match sides.find(|side| side.starts_with("only in ")) {
+            Some(only) => format!("{}: {only}", self.subject),
+            None => format!("{}: {} → {}", self.subject, self.before, self.after),
+        }
+    }
+}
+
 /// Everything that differs between two scenes.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Comparison {
-    /// `different models: demo / big`; `None` where both are plans of one model.
+    /// `different models: demo / big`; `None` where both are plans of one checkpoint, wherever that lies.
     pub models: Option<String>,
     /// Times of programs.
     pub programs: Vec<Difference>,
@@ -38,8 +49,15 @@ const NOISE: f64 = 0.05;
 
 /// Compares `program` of the first scene with the program of that name in the second.
 pub fn compare(before: &Scene, after: &Scene, program: usize) -> Comparison {
-    let models = (before.title != after.title)
-        .then(|| format!("different models: {} / {}", before.title, after.title));
+    // Made-up models have no files.
+    let is_known = !before.checkpoint.is_empty() || !after.checkpoint.is_empty();
+    let are_same_names = before.title == after.title;
+    let are_same = if is_known { before.checkpoint == after.checkpoint } else { are_same_names };
+    let models = match are_same {
+        true => None,
+        false if are_same_names => Some(format!("different checkpoints called {}", before.title)),
+        false => Some(format!("different models: {} / {}", before.title, after.title)),
+    };
     let mut comparison = Comparison { models, ..Comparison::default() };
     for (number, row) in before.programs.iter().enumerate() {
         match after.programs.iter().position(|other| other.name == row.name) {

@@ -9,6 +9,9 @@ use crate::text::legend_entry;
 use crate::theme;
 use crate::view::{Selection, View};
 
+/// More findings than this are counted, not listed: the tables come after them.
+const MOST_FINDINGS: usize = 6;
+
 /// The other scene, with what people call the two.
 pub struct Other<'a> {
     /// The second scene.
@@ -21,7 +24,7 @@ pub struct Other<'a> {
     pub comparison: &'a Comparison,
 }
 
-/// Draws the panel. Without another scene it says how to get one.
+/// Draws the panel. Without another scene it says how to get one. What is wrong with the first is said elsewhere.
 pub fn show(ui: &mut Ui, scene: &Scene, other: Option<Other<'_>>, view: &mut View) {
     let Some(other) = other else {
         ui.add_space(20.0);
@@ -46,9 +49,14 @@ pub fn show(ui: &mut Ui, scene: &Scene, other: Option<Other<'_>>, view: &mut Vie
         });
         let home = scene.programs.iter().find(|other| other.name == program);
         let home = home.map(|program| program.blocks.as_slice()).unwrap_or_default();
-        let first = Strip { scene, title: other.first_title, program: &program };
+        let first = Strip { scene, title: other.first_title, findings: &[], program: &program };
         strip(ui, first, &devices, home, view);
-        let second = Strip { scene: other.scene, title: other.second_title, ..first };
+        let second = Strip {
+            scene: other.scene,
+            title: other.second_title,
+            findings: &other.scene.findings,
+            ..first
+        };
         strip(ui, second, &devices, home, view);
         ui.add_space(8.0);
         let titles = (other.first_title, other.second_title);
@@ -58,7 +66,9 @@ pub fn show(ui: &mut Ui, scene: &Scene, other: Option<Other<'_>>, view: &mut Vie
         let is_shared = [scene, other.scene]
             .iter()
             .all(|scene| scene.programs.iter().any(|other| other.name == program));
-        if is_shared && other.comparison.blocks.is_empty() {
+        // Of a trace of another plan, or an unsound plan, this would say too much.
+        let is_doubtful = scene.is_trace_of_another || !other.scene.findings.is_empty();
+        if is_shared && !is_doubtful && other.comparison.blocks.is_empty() {
             ui.label("No layer runs elsewhere or takes noticeably longer or shorter.");
         }
     });
@@ -69,15 +79,23 @@ pub fn show(ui: &mut Ui, scene: &Scene, other: Option<Other<'_>>, view: &mut Vie
 struct Strip<'a> {
     scene: &'a Scene,
     title: &'a str,
+    /// What is wrong with it.
+    findings: &'a [String],
     program: &'a str,
 }
 
 /// All blocks of a program as cells in the colors that their devices have among those of both scenes. What is selected
 /// are blocks of the first scene, `home`.
 fn strip(ui: &mut Ui, shown: Strip<'_>, devices: &[Device], home: &[Block], view: &mut View) {
-    let Strip { scene, title, program } = shown;
+    let Strip { scene, title, findings, program } = shown;
+    let show_findings = |ui: &mut Ui| {
+        for line in findings_lines(findings) {
+            ui.colored_label(theme::alarm(ui), line);
+        }
+    };
     let Some(number) = scene.programs.iter().position(|other| other.name == program) else {
         ui.label(format!("{title}: no program {program}"));
+        show_findings(ui);
         return;
     };
     let program = &scene.programs[number];
@@ -85,14 +103,16 @@ fn strip(ui: &mut Ui, shown: Strip<'_>, devices: &[Device], home: &[Block], view
     let measured = summary.measured_nanos.zip(summary.size).map(|(nanos, size)| {
         format!(", measured {} {}", quantity::nanos(nanos as f64), size_text(program, size))
     });
-    ui.horizontal(|ui| {
+    ui.horizontal_wrapped(|ui| {
         ui.strong(title);
         ui.label(format!(
-            "predicted {}{}",
+            "predicted {} {}{}",
             quantity::nanos(summary.predicted_nanos as f64),
+            size_text(program, program.predicted_size()),
             measured.unwrap_or_default()
         ));
     });
+    show_findings(ui);
     let (rect, response) =
         ui.allocate_exact_size(vec2(ui.available_width() - 8.0, 34.0), Sense::click());
     let count = program.blocks.len().max(1) as f32;
@@ -138,6 +158,13 @@ fn strip(ui: &mut Ui, shown: Strip<'_>, devices: &[Device], home: &[Block], view
         }
     }
     ui.add_space(4.0);
+}
+
+/// `! the plan is unsound: …`, one a line, then `! and 3 more`.
+fn findings_lines(findings: &[String]) -> Vec<String> {
+    let listed = findings.iter().take(MOST_FINDINGS).map(|finding| format!("! {finding}"));
+    let more = findings.len().checked_sub(MOST_FINDINGS).filter(|&more| more > 0);
+    listed.chain(more.map(|more| format!("! and {more} more"))).collect()
 }
 
 /// Writes the block's number, should it be one of each `labelled`, or what fits of its name in whole words.
@@ -196,19 +223,25 @@ fn table(
             }
             ui.label(&row.before);
             ui.label(&row.after);
-            let Some(change) = row.change else {
-                ui.label("");
-                ui.end_row();
-                continue;
-            };
-            // Less time is better; changes of a thousandth are none.
-            let color = match change {
-                change if change < -0.001 => theme::good(ui),
-                change if change > 0.001 => theme::alarm(ui),
-                _ => ui.visuals().text_color(),
-            };
-            ui.colored_label(color, quantity::change(change));
+            let change = row.change.map(quantity::change).unwrap_or_default();
+            ui.colored_label(theme::change(ui, row.change), change);
             ui.end_row();
         }
     });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn findings_that_are_not_listed_are_counted() {
+        let mut findings = vec!["a step is in no lane".to_owned(); MOST_FINDINGS];
+        let lines = findings_lines(&findings);
+        assert_eq!(lines, vec!["! a step is in no lane"; MOST_FINDINGS]);
+        findings.extend(findings.clone());
+        let lines = findings_lines(&findings);
+        assert_eq!(lines.len(), MOST_FINDINGS + 1);
+        assert_eq!(lines[MOST_FINDINGS], format!("! and {MOST_FINDINGS} more"));
+    }
 }

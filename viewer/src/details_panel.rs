@@ -143,8 +143,9 @@ fn show_shares(ui: &mut Ui, scene: &Scene, summary: &Summary, program: &Program)
     let moved = summary.critical_nanos.last().copied().unwrap_or(0);
     share_row(ui, "movement", moved, whole, None, room);
     let worked = summary.critical_nanos.iter().copied().fold(0, u64::saturating_add);
-    let between = summary.critical_end.saturating_sub(worked);
-    share_row(ui, "between steps", between, whole, None, room);
+    // Between steps, and before the first and after the last of a run.
+    let outside = summary.critical_end.saturating_sub(worked);
+    share_row(ui, "outside steps", outside, whole, None, room);
 }
 
 /// `and 6 more; hybridc explain lists them`.

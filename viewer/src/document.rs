@@ -36,7 +36,7 @@ impl Document {
     pub fn open(plan_path: &Path, trace_path: Option<&Path>) -> Result<Self> {
         let modified = modified(plan_path, trace_path);
         ensure!(!is_trace(plan_path), "{} is a trace; the plan comes first", plan_path.display());
-        let text = read(plan_path)?;
+        let text = command_line::read_text(plan_path, "a plan")?;
         let plan =
             Plan::from_ron(&text).with_context(|| format!("reading {}", plan_path.display()))?;
         let trace = trace_path.map(read_trace).transpose()?;
@@ -107,12 +107,9 @@ pub fn is_trace(path: &Path) -> bool {
     !head.contains("model:") && head.contains("runs:")
 }
 
-fn read(path: &Path) -> Result<String> {
-    fs::read_to_string(path).with_context(|| format!("reading {}", path.display()))
-}
-
 fn read_trace(path: &Path) -> Result<Trace> {
-    Trace::from_ron(&read(path)?).with_context(|| format!("reading {}", path.display()))
+    Trace::from_ron(&command_line::read_text(path, "a trace")?)
+        .with_context(|| format!("reading {}", path.display()))
 }
 
 fn modified(plan: &Path, trace: Option<&Path>) -> Vec<Option<SystemTime>> {

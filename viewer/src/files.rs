@@ -21,6 +21,8 @@ pub enum Purpose {
     Perfetto,
     /// To hold pins.
     Pins,
+    /// To hold the answer that is open as a plan.
+    Answer,
 }
 
 /// What the user chose.
@@ -44,6 +46,7 @@ pub fn choose(purpose: Purpose, sender: Sender<Chosen>, context: egui::Context) 
             Purpose::Svg => dialog.set_file_name("view.svg").save_file(),
             Purpose::Perfetto => dialog.set_file_name("trace.json").save_file(),
             Purpose::Pins => dialog.set_file_name("pins.txt").save_file(),
+            Purpose::Answer => dialog.set_file_name("plan.ron").save_file(),
         };
         if let Some(path) = path {
             // The window may have been closed meanwhile: then nobody waits.

@@ -97,7 +97,8 @@ fn run(arguments: Arguments) -> Result<()> {
 
 /// Whether a picture is to be a drawing, by its file's ending.
 fn is_svg(path: &Path) -> Result<bool> {
-    match path.extension().and_then(|ending| ending.to_str()) {
+    let ending = path.extension().map(|ending| ending.to_ascii_lowercase());
+    match ending.as_ref().and_then(|ending| ending.to_str()) {
         Some("svg") => Ok(true),
         Some("png") => Ok(false),
         Some(_) | None => bail!("a picture ends in .png or .svg, {} does not", path.display()),

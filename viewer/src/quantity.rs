@@ -50,6 +50,11 @@ pub fn flops(flops: f64) -> String {
     format!("{flops:.0} FLOP")
 }
 
+/// `1 token`, `512 tokens`.
+pub fn counted(count: u64, noun: &str) -> String {
+    format!("{count} {noun}{}", if count == 1 { "" } else { "s" })
+}
+
 /// `81 %`, with one decimal below 10.
 pub fn share(part: f64) -> String {
     let percent = part * 100.0;
@@ -106,5 +111,10 @@ mod tests {
         assert_eq!(flops(3.2e9), "3.20 GFLOP");
         assert_eq!(change(-0.065), "−6.5 %");
         assert_eq!(change(11.0), "12×");
+    }
+
+    #[test]
+    fn only_one_has_no_plural() {
+        assert_eq!([0, 1, 2].map(|count| counted(count, "run")), ["0 runs", "1 run", "2 runs"]);
     }
 }

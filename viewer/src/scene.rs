@@ -20,6 +20,8 @@ use ir::id::Id as _;
 use ir::plan::{Phase, Plan, Queue};
 use ir::trace::Trace;
 
+use crate::quantity;
+
 pub use bars::{Bar, Bars};
 pub use blocks::{Block, Edge, Group};
 pub use memory::{Curve, Level};
@@ -35,6 +37,8 @@ pub struct Scene {
     pub title: String,
     /// Its architecture, context and sequences, in words.
     pub subtitle: String,
+    /// Fingerprints of the checkpoint's files, in order.
+    pub checkpoint: Vec<u64>,
     /// In the plan's order.
     pub devices: Vec<Device>,
     /// Queues in order of devices, then links, then groups of devices that take part in collectives.
@@ -184,12 +188,12 @@ impl Scene {
         let mut scene = Scene {
             title: plan.model.name.clone(),
             subtitle: format!(
-                "{}, {} tokens of context, {} sequence{}",
+                "{}, {} of context, {}",
                 plan.model.architecture,
-                plan.model.context,
-                plan.model.max_sequences,
-                if plan.model.max_sequences == 1 { "" } else { "s" }
+                quantity::counted(plan.model.context.into(), "token"),
+                quantity::counted(plan.model.max_sequences.into(), "sequence")
             ),
+            checkpoint: plan.files.rows().iter().map(|file| file.fingerprint).collect(),
             devices: devices(plan),
             ..empty
         };
@@ -395,7 +399,7 @@ fn candidate(plan: &Plan, candidate: &ir::forecast::Candidate) -> Candidate {
         missing: candidate.missing.map(|(device, bytes)| {
             let device = plan.machine.devices.get(device);
             let device = device.map_or("a device", |device| &device.name);
-            format!("{device} lacks {}", crate::quantity::bytes(bytes))
+            format!("{device} lacks {}", quantity::bytes(bytes))
         }),
     }
 }

@@ -155,7 +155,7 @@ pub fn sorted(scene: &Scene, program: &Program, view: &View) -> Vec<usize> {
         needle.is_empty()
             || step.name.to_lowercase().contains(&needle)
             || step.action.to_lowercase().contains(&needle)
-            || scene.device_name(step.device).contains(&needle)
+            || scene.device_name(step.device).to_lowercase().contains(&needle)
     };
     let mut rows: Vec<usize> =
         program.steps.iter().filter(passes).map(|step| step.number).collect();

@@ -168,6 +168,15 @@ pub fn alarm(ui: &Ui) -> Color32 {
     }
 }
 
+/// How a time changed, relative to what it was: less is better; a thousandth, or what is not known, is no change.
+pub fn change(ui: &Ui, change: Option<f64>) -> Color32 {
+    match change {
+        Some(change) if change < -0.001 => good(ui),
+        Some(change) if change > 0.001 => alarm(ui),
+        Some(_) | None => ui.visuals().text_color(),
+    }
+}
+
 /// What is better than it was.
 pub fn good(ui: &Ui) -> Color32 {
     if ui.visuals().dark_mode {

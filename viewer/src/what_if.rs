@@ -2,10 +2,10 @@
 //!
 //! Nothing is decided or priced here: a question becomes a command, its answer is a plan or an error.
 
-use std::path::{Path, PathBuf};
+use std::path::{Component, Path, PathBuf};
 use std::process::Command;
 use std::sync::mpsc::{Receiver, TryRecvError, channel};
-use std::{env, thread};
+use std::{env, fs, thread};
 
 use anyhow::{Context as _, Result, ensure};
 use egui::Pos2;
@@ -18,6 +18,8 @@ use crate::view::Wish;
 
 /// Name of an answer's file.
 const PLAN: &str = "plan.ron";
+/// Name of the file beside it with the machine that it is for.
+const MACHINE: &str = "machine.ron";
 
 /// How a question is asked.
 #[derive(Clone, Copy, Debug)]
@@ -116,6 +118,39 @@ impl Question {
     }
 }
 
+/// Writes an answer to `path`, and the machine it was asked for beside it: `plan.ron` and `plan.machine.ron`.
+///
+/// The folder of the question goes with the window, so the saved plan names its checkpoint by absolute paths.
+pub fn save(answer: &Document, path: &Path) -> Result<()> {
+    let machine_path = path.with_extension(MACHINE);
+    command_line::check_outputs([path, &machine_path], [])?;
+    let machine = answer.plan_path.with_file_name(MACHINE);
+    let machine = fs::read(&machine).with_context(|| format!("reading {}", machine.display()))?;
+    let folder = answer.plan_path.parent().unwrap_or(Path::new("."));
+    let folder =
+        fs::canonicalize(folder).with_context(|| format!("reading {}", folder.display()))?;
+    let mut plan = answer.plan.clone();
+    plan.model.folder = from_root(&folder, &plan.model.folder);
+    for file in plan.files.rows_mut() {
+        file.path = from_root(&folder, &file.path);
+    }
+    command_line::write(&machine_path, &machine)?;
+    command_line::write(path, plan.to_ron()?.as_bytes())
+}
+
+/// `path` as it is seen from `folder`, spelt without `..`: that would lead nowhere once the folder is gone.
+fn from_root(folder: &Path, path: &Path) -> PathBuf {
+    let mut whole = folder.to_owned();
+    for part in path.components() {
+        if part == Component::ParentDir {
+            whole.pop();
+        } else {
+            whole.push(part);
+        }
+    }
+    whole
+}
+
 fn title(scene: &Scene, program: usize, wish: &Wish) -> String {
     match wish {
         Wish::Move { first, last, device } => {
@@ -161,7 +196,7 @@ fn prepare(
     pins: &[String],
     folder: &Path,
 ) -> Result<Vec<String>> {
-    let machine_path = folder.join("machine.ron");
+    let machine_path = folder.join(MACHINE);
     write_machine(&document.plan, wish, &machine_path)?;
     let checkpoint = checkpoint(document);
     let mut arguments = vec![
@@ -303,6 +338,17 @@ fn shell_line(compiler: &Path, arguments: &[String]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_path_from_a_folder_that_goes_is_spelt_from_the_root() {
+        let check = |path: &str, whole: &str| {
+            let found = from_root(Path::new("/tmp/answer"), Path::new(path));
+            assert_eq!(found, Path::new(whole));
+        };
+        check("../model/model.safetensors", "/tmp/model/model.safetensors");
+        check("/data/model", "/data/model");
+        check("model", "/tmp/answer/model");
+    }
 
     #[test]
     fn a_pattern_reaches_the_shell_in_quotes() {

@@ -13,7 +13,9 @@ use made_up::{Pace, Style, Wish, trace_at};
 use viewer::compare::compare;
 use viewer::document::Document;
 use viewer::scene::{Bottleneck, Kind, LaneKind, Scene};
+use viewer::step_panel::sorted;
 use viewer::theme;
+use viewer::view::View;
 
 const PREFILL: usize = 0;
 const DECODE: usize = 1;
@@ -173,6 +175,20 @@ fn a_full_device_lacks_room_for_what_it_does_not_hold_yet() {
 }
 
 #[test]
+fn steps_are_filtered_by_devices_in_any_case() {
+    let mut scene = predicted(&pipeline());
+    scene.devices[0].name = "GPU-A".to_owned();
+    let program = &scene.programs[DECODE];
+    let on_device = program.steps.iter().filter(|step| step.device == 0);
+    let on_device: Vec<usize> = on_device.map(|step| step.number).collect();
+    let mut view = View::new(&scene);
+    for filter in ["GPU-A", "gpu-a"] {
+        view.filter = filter.to_owned();
+        assert_eq!(sorted(&scene, program, &view), on_device, "{filter}");
+    }
+}
+
+#[test]
 fn movement_can_be_the_bottleneck() {
     let mut plan = pipeline();
     for step in plan.programs[DECODE].steps.rows_mut() {
@@ -262,6 +278,16 @@ fn what_only_one_plan_has_is_compared_with_its_bytes_and_folded() {
     let comparison = compare(&before, &after, DECODE);
     let models = comparison.models.as_deref();
     assert_eq!(models, Some("different models: made-up-12 / made-up-6"));
+    // What the files hold counts, not what their folder is called.
+    let of = |title: &str, fingerprint| Scene {
+        title: title.to_owned(),
+        checkpoint: vec![fingerprint],
+        ..before.clone()
+    };
+    let models = |other: Scene| compare(&of("model", 1), &other, DECODE).models;
+    assert_eq!(models(of("a copy", 1)), None);
+    assert_eq!(models(of("model", 2)), Some("different checkpoints called model".to_owned()));
+    assert_eq!(models(of("other", 2)), Some("different models: model / other".to_owned()));
     let device = |name: &str| comparison.devices.iter().find(|row| row.subject == name);
     let (gpu1, numa1) = (device("gpu1").expect("named"), device("numa1").expect("named"));
     assert!(gpu1.before == "–" && gpu1.after.contains(" of "), "{gpu1:?}");

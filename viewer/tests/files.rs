@@ -13,6 +13,8 @@ use std::time::Duration;
 use egui::{DroppedFile, Pos2};
 use egui_kittest::kittest::Queryable as _;
 use harness::{Window, write};
+use ir::machine::Machine;
+use ir::plan::Plan;
 use ir::trace::Trace;
 use made_up::{Style, Wish};
 use viewer::Viewer;
@@ -95,7 +97,8 @@ fn a_file_that_is_no_plan_is_named_and_what_is_open_stays() {
 #[test]
 fn what_a_dialog_chose_is_opened() {
     let mut window = empty();
-    let (plan, trace) = write(window.folder.path(), "chosen", Wish::new(4, 1, 1, Style::Pipeline));
+    let wish = Wish::new(12, 1, 2, Style::Pipeline);
+    let (plan, trace) = write(window.folder.path(), "chosen", wish);
     choose(&mut window, Purpose::Plan, &plan);
     assert_eq!(title(&window).as_deref(), Some("chosen.ron"));
     choose(&mut window, Purpose::Trace, &trace);
@@ -125,6 +128,30 @@ fn exports_go_where_a_dialog_says() {
         let written = fs::read(&path).unwrap();
         assert!(written.starts_with(start), "{purpose:?} begins with {:?}", &written[..8]);
     }
+}
+
+#[test]
+fn an_answer_that_is_looked_at_can_be_kept_with_its_machine() {
+    let mut window = Window::open();
+    let larger = Wish { gpu_layers: 8, ..Wish::new(12, 1, 2, Style::Pipeline) };
+    let (answer, _) = write(window.folder.path(), "answer", larger);
+    let answer = answer.display();
+    window.compiler(&format!("while [ \"$1\" != -o ]; do shift; done\ncp {answer} \"$2\""));
+    let wish = viewer::view::Wish::Move { first: 5, last: 5, device: 0 };
+    window.harness.state_mut().view.wish = Some((wish, Pos2::new(400.0, 300.0)));
+    window.await_answer();
+    window.click("Look at this plan");
+    let [kept, again] = ["kept.ron", "again.ron"].map(|name| window.folder.path().join(name));
+    choose(&mut window, Purpose::Answer, &kept);
+    assert_eq!(window.viewer().message, None);
+    assert_eq!(title(&window).as_deref(), Some("kept.ron"));
+    let plan = Plan::from_ron(&fs::read_to_string(&kept).unwrap()).unwrap();
+    assert_eq!(plan.machine, made_up::plan(larger).machine);
+    assert!(plan.model.folder.is_absolute() && plan.files.rows()[0].path.is_absolute());
+    let machine = fs::read_to_string(kept.with_extension("machine.ron")).unwrap();
+    assert!(Machine::from_ron(&machine).is_ok());
+    choose(&mut window, Purpose::Answer, &again);
+    assert!(!again.exists(), "the plan that is open has a file of its own");
 }
 
 #[test]

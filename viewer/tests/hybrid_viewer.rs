@@ -73,6 +73,17 @@ fn a_picture_is_as_large_and_as_light_as_asked() {
 }
 
 #[test]
+fn a_picture_may_end_in_capitals() {
+    let folder = tempfile::tempdir().expect("a temporary folder can be made");
+    let plan = write(&folder, "plan.ron", Wish::new(2, 1, 0, Style::Pipeline));
+    let starts: [(&str, &[u8]); 2] = [("view.PNG", b"\x89PNG"), ("view.Svg", b"<svg ")];
+    for (name, start) in starts {
+        let written = fs::read(picture(&folder, name, &[&plan])).expect("it was written");
+        assert!(written.starts_with(start), "{name}");
+    }
+}
+
+#[test]
 fn a_drawing_shows_what_was_asked_for() {
     let folder = tempfile::tempdir().expect("a temporary folder can be made");
     let plan = write(&folder, "plan.ron", Wish::new(12, 1, 2, Style::Pipeline));

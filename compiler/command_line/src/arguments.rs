@@ -94,7 +94,8 @@ fn text_of(error: &clap::Error, kind: ContextKind) -> Option<&str> {
 
 /// What is wrong with a word behind one that is no command.
 fn stray_word(word: &str, command: &Command, first: Option<&str>) -> String {
-    let known: Vec<&str> = command.get_subcommands().map(Command::get_name).collect();
+    let shown = command.get_subcommands().filter(|subcommand| !subcommand.is_hide_set());
+    let known: Vec<&str> = shown.map(Command::get_name).collect();
     let names = known.join(", ");
     let mut positionals = command.get_positionals().filter_map(Arg::get_value_names);
     let taken_for = positionals.next().and_then(|names| names.first());

@@ -2,7 +2,7 @@
 
 use std::fmt::Write as _;
 
-use ir::plan::Plan;
+use ir::plan::{ModelInfo, Plan};
 
 use crate::explain::rows::rows;
 use crate::explain::table::{Table, bytes, nanos};
@@ -21,7 +21,15 @@ pub fn diff(before: &Plan, after: &Plan) -> String {
         }
     };
     let (a, b) = (&before.model, &after.model);
-    fact("model", a.name.clone(), b.name.clone());
+    // A folder's name says little: the same checkpoint may lie in two.
+    let contents = |plan: &Plan| -> Vec<u64> {
+        plan.files.rows().iter().map(|file| file.fingerprint).collect()
+    };
+    if contents(before) != contents(after) {
+        let name = |model: &ModelInfo| format!("{} ({})", model.name, model.architecture);
+        fact("model", name(a), name(b));
+        fact("checkpoint", "one".into(), "another".into());
+    }
     fact("context", a.context.to_string(), b.context.to_string());
     fact("sequences", a.max_sequences.to_string(), b.max_sequences.to_string());
     fact("cache blocks", a.blocks.to_string(), b.blocks.to_string());

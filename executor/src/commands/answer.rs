@@ -166,8 +166,9 @@ fn prompt_ids(opened: &Opened, arguments: &AnswerArguments) -> Result<Vec<u32>> 
         }
     };
     let is_chat = arguments.chat || arguments.system.is_some();
-    // A template says something even around an empty message.
-    ensure!(is_chat || !text.is_empty(), "the prompt is empty: there is nothing to continue");
+    // Also where a template would say something around it: a pipe that failed is no message.
+    let what = if is_chat { "answer" } else { "continue" };
+    ensure!(!text.is_empty(), "the prompt is empty: there is nothing to {what}");
     let tokenizer = opened.tokenizer(PROMPT_IDS)?;
     if !is_chat {
         return tokenizer.encode(&text, true);

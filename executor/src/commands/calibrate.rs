@@ -19,9 +19,9 @@ pub(super) fn run(arguments: CalibrateArguments) -> Result<()> {
     command_line::check_outputs(output, [])?;
     let mut machine = match &arguments.machine {
         Some(path) => {
-            let reading = || format!("reading {}", path.display());
-            let text = std::fs::read_to_string(path).with_context(reading)?;
-            let machine = Machine::from_ron(&text).with_context(reading)?;
+            let text = command_line::read_text(path, "a machine")?;
+            let machine =
+                Machine::from_ron(&text).with_context(|| format!("reading {}", path.display()))?;
             machine.check().with_context(|| path.display().to_string())?;
             machine
         }

@@ -15,6 +15,8 @@ use serde_json::Value;
 use super::answer::{ReaderGone, print, summary};
 use super::session::{Answer, Asked, Opened, PROMPT_IDS, Session};
 
+/// Words of [`HELP`] and others for the same.
+const COMMANDS: [&str; 4] = ["exit", "quit", "reset", "help"];
 const HELP: &str = "/reset forgets the conversation, /exit or Ctrl-D ends, Ctrl-C stops an answer";
 
 /// Fails where there is nothing to chat with.
@@ -116,10 +118,12 @@ pub(super) fn run(
     }
 }
 
-/// Whether a line is one word behind a slash, as commands are and hardly any message.
+/// Whether a line is one word behind a slash, as commands are and hardly any message, or begins with a command.
 fn is_command(line: &str) -> bool {
     let word = line.strip_prefix('/').unwrap_or_default();
+    let first = word.split_whitespace().next();
     !word.is_empty() && word.chars().all(|c| c.is_ascii_lowercase())
+        || first.is_some_and(|first| COMMANDS.contains(&first))
 }
 
 /// Continues a conversation, whose beginning the sequence holds.

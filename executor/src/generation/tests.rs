@@ -151,16 +151,18 @@ fn options_of_no_effect_are_told() {
         (GenerationOverrides { top_k: Some(40), ..none.clone() }, "--top-k"),
         (GenerationOverrides { top_p: Some(0.9), ..none.clone() }, "--top-p"),
         (GenerationOverrides { min_p: Some(0.1), ..none.clone() }, "--min-p"),
-        (GenerationOverrides { seed: Some(3), ..none }, "--seed"),
+        (GenerationOverrides { seed: Some(3), ..none.clone() }, "--seed"),
     ];
     let greedy = from_config(json!({})).unwrap().sampling;
     let sampled = from_config(json!({ "do_sample": true })).unwrap().sampling;
     for (overrides, option) in cases {
-        assert_eq!(overrides.without_effect(&greedy), Some(option));
-        assert_eq!(overrides.without_effect(&sampled), None);
+        assert_eq!(overrides.without_effect(&greedy), [option]);
+        assert!(overrides.without_effect(&sampled).is_empty());
         let asked = GenerationOverrides { temperature: Some(0.0), ..overrides };
-        assert_eq!(asked.without_effect(&greedy), None);
+        assert!(asked.without_effect(&greedy).is_empty());
     }
+    let several = GenerationOverrides { top_p: Some(0.9), min_p: Some(0.1), ..none };
+    assert_eq!(several.without_effect(&greedy), ["--top-p", "--min-p"]);
 }
 
 #[test]

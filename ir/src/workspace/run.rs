@@ -31,12 +31,12 @@ pub enum RunPart {
     InverseTemperature,
     /// First token, tokens and past of each sequence.
     Parts,
-    /// The cache blocks of each sequence.
-    Blocks,
     /// Numbers from 0 on: the rows of a rotation table that is made for one run.
     Counting,
     /// One more than the run's number: flags are 0 at first.
     Turn,
+    /// The cache blocks of each sequence: by far the most, so that a run of few sequences tells little.
+    Blocks,
 }
 
 impl RunSizes {
@@ -66,9 +66,9 @@ impl RunPart {
         Self::Wanted,
         Self::InverseTemperature,
         Self::Parts,
-        Self::Blocks,
         Self::Counting,
         Self::Turn,
+        Self::Blocks,
     ];
 
     /// The most integers in it.

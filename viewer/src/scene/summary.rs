@@ -130,7 +130,7 @@ impl Program {
         if self.measured_tokens.is_none() || self.is_measured_in_full() {
             return String::new();
         }
-        format!(" for {tokens} token{}", if tokens == 1 { "" } else { "s" })
+        format!(" for {}", quantity::counted(tokens.into(), "token"))
     }
 
     /// The compiler's forecast of a run of some size; `None` where it has none.
@@ -416,7 +416,7 @@ fn prediction_line(program: &Program, summary: &Summary) -> String {
         let (predicted, size) = (nanos(summary.predicted_nanos), size_text(program, largest));
         return format!("{name}: predicted {predicted} {size}, not measured");
     };
-    let runs = format!("{} run{}", summary.runs, if summary.runs == 1 { "" } else { "s" });
+    let runs = quantity::counted(summary.runs as u64, "run");
     let measured = nanos(measured);
     let own = size_text(program, size);
     // Prompts are predicted with nothing cached.
@@ -451,15 +451,11 @@ fn prediction_line(program: &Program, summary: &Summary) -> String {
 
 /// `for 512 tokens`, `with 1024 tokens cached`, `for 3 sequences with 1024 tokens cached`.
 pub(crate) fn size_text(program: &Program, size: Size) -> String {
-    let Size { tokens, cached } = size;
-    let plural = |count: u32| if count == 1 { "" } else { "s" };
+    let fed = |noun: &str| quantity::counted(size.tokens.into(), noun);
+    let cached = quantity::counted(size.cached.into(), "token");
     match (program.is_decode, program.max_tokens) {
-        (false, _) => format!("for {tokens} token{}", plural(tokens)),
-        (true, 1) => format!("with {cached} token{} cached", plural(cached)),
-        (true, _) => format!(
-            "for {tokens} sequence{} with {cached} token{} cached",
-            plural(tokens),
-            plural(cached)
-        ),
+        (false, _) => format!("for {}", fed("token")),
+        (true, 1) => format!("with {cached} cached"),
+        (true, _) => format!("for {} with {cached} cached", fed("sequence")),
     }
 }

@@ -11,6 +11,7 @@ use crate::files::{Chosen, Purpose};
 use crate::perfetto;
 use crate::picture::{self, Shot};
 use crate::viewer::Viewer;
+use crate::what_if;
 
 impl Viewer {
     /// Files dropped, chosen in a dialog, or changed on disk.
@@ -41,6 +42,7 @@ impl Viewer {
                     Some(question) => question.save_pins(&path),
                     None => Ok(()),
                 }),
+                Purpose::Answer => self.report(|viewer| viewer.keep_answer(&path)),
             }
         }
         self.watch(ui);
@@ -103,6 +105,30 @@ impl Viewer {
             }
             Err(error) => self.message = Some(format!("{error:#}")),
         }
+    }
+
+    /// Whether what is open is the answer to a question, in a folder that goes with the window.
+    pub(super) fn is_on_answer(&self) -> bool {
+        let is_in = |document: &Document| {
+            self.answers.iter().any(|folder| document.plan_path.starts_with(folder.path()))
+        };
+        self.document.as_ref().is_some_and(is_in)
+    }
+
+    /// Writes the answer that is open to where it stays, and opens it there, with the same program in the same panel.
+    fn keep_answer(&mut self, path: &Path) -> Result<()> {
+        // Another plan may have been opened while the dialog was.
+        if !self.is_on_answer() {
+            return Ok(());
+        }
+        let Some(document) = &mut self.document else { return Ok(()) };
+        what_if::save(document, path)?;
+        let kept = Document::open(path, None)?;
+        self.view.revisit(&document.scene, &kept.scene);
+        *document = kept;
+        self.comparison = None;
+        self.recent.add(path, None);
+        Ok(())
     }
 
     fn report(&mut self, action: impl FnOnce(&mut Self) -> Result<()>) {

@@ -92,6 +92,8 @@ impl Viewer {
         choose(ui, "Open plan…", Purpose::Plan, true);
         choose(ui, "Open trace…", Purpose::Trace, open);
         choose(ui, "Compare with…", Purpose::Compare, open);
+        // All other plans lie in files of their own already.
+        choose(ui, "Save plan…", Purpose::Answer, self.is_on_answer());
         ui.separator();
         choose(ui, "Export view as PNG…", Purpose::Png, open);
         choose(ui, "Export view as SVG…", Purpose::Svg, open);

@@ -38,12 +38,15 @@ impl Viewer {
         {
             self.refresh_comparison();
         }
-        let (Some(question), Some(document)) = (&self.question, &self.document) else { return };
+        let Some(question) = &self.question else { return };
         let mut open = true;
         let mut keep = false;
         let mut compare = false;
         let mut save = false;
-        let moved = self.comparison.as_ref().map(|(_, _, comparison)| comparison.blocks.as_slice());
+        let differences = self.comparison.as_ref().map(|(_, _, comparison)| {
+            (comparison.programs.as_slice(), comparison.blocks.as_slice())
+        });
+        let (programs, blocks) = differences.unwrap_or_default();
         let window = egui::Window::new(format!("What if: {}", question.title))
             .id(egui::Id::unique("what if"));
         // Answers appear where the question was asked: where the drag ended.
@@ -61,32 +64,16 @@ impl Viewer {
                         });
                     }
                     Answer::Refused(error) => drop(ui.colored_label(theme::alarm(ui), error)),
-                    Answer::Plan(answer) => {
-                        for (number, row) in document.scene.programs.iter().enumerate() {
-                            let Some(other) = answer
-                                .scene
-                                .programs
-                                .iter()
-                                .position(|other| other.name == row.name)
-                            else {
-                                continue;
-                            };
-                            let before = document.scene.summaries[number].predicted_nanos;
-                            let after = answer.scene.summaries[other].predicted_nanos;
-                            let change = quantity::relative_change(before, after);
-                            let change = change.map(quantity::change).unwrap_or_default();
-                            let text = format!(
-                                "{}: {} → {} ({change})",
-                                row.name,
-                                quantity::nanos(before as f64),
-                                quantity::nanos(after as f64),
-                            );
-                            let color =
-                                if after > before { theme::alarm(ui) } else { theme::good(ui) };
+                    Answer::Plan(_) => {
+                        for row in programs {
+                            let change = row.change.map(quantity::change);
+                            let change = change.map(|change| format!(" ({change})"));
+                            let text = row.text() + &change.unwrap_or_default();
+                            let color = theme::change(ui, row.change);
                             ui.label(RichText::new(text).color(color).strong());
                         }
-                        for row in moved.unwrap_or_default().iter().take(6) {
-                            ui.label(format!("{}: {} → {}", row.subject, row.before, row.after));
+                        for row in blocks.iter().take(6) {
+                            ui.label(row.text());
                         }
                         ui.horizontal(|ui| {
                             compare = ui.button("Compare").clicked();

@@ -11,7 +11,7 @@
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use egui::{Event, Key, Modifiers, PointerButton, Pos2, vec2};
 use egui_kittest::Harness;
@@ -100,7 +100,10 @@ impl Window {
     }
 
     pub fn await_answer(&mut self) {
-        for _ in 0..200 {
+        /// A machine that is busy takes seconds to start a shell.
+        const PATIENCE: Duration = Duration::from_secs(30);
+        let asked = Instant::now();
+        while asked.elapsed() < PATIENCE {
             self.harness.run_steps(1);
             let awaited = matches!(&self.viewer().question, Some(q) if matches!(q.answer, Answer::Awaited(_)));
             if self.viewer().question.is_some() && !awaited {
@@ -109,7 +112,7 @@ impl Window {
             }
             std::thread::sleep(Duration::from_millis(20));
         }
-        panic!("the compiler did not answer in 4 s");
+        panic!("the compiler did not answer in {PATIENCE:?}");
     }
 }
 

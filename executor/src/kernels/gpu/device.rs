@@ -75,7 +75,10 @@ impl Gpu {
     pub fn vulkan() -> Result<Self> {
         panics::notice();
         let kind = cubecl::device::WgpuDeviceKind::default();
-        let device = CubeDevice::wgpu(kind).map_err(anyhow::Error::from)?;
+        // By any other interface kernels would be refused one by one.
+        let device = CubeDevice::vulkan(kind)
+            .map_err(anyhow::Error::from)
+            .context("there is no Vulkan device; Mesa's mesa-vulkan-drivers are one in software")?;
         Ok(Self { client: device.client(), device })
     }
 

@@ -31,6 +31,8 @@ use super::device::{Gpu, Span};
 pub const WORKSPACE_BYTES: usize = workspace::LIBRARY_BYTES as usize;
 /// What the library has of it.
 const PRODUCT_BYTES: usize = WORKSPACE_BYTES - TURNS_BYTES;
+/// Shapes of products that are kept ready: some for each length of a prompt, each less than a kilobyte on the host.
+const MOST_PLANS: usize = 4096;
 
 /// The library, ready on one GPU.
 pub struct Vendor {
@@ -153,6 +155,10 @@ impl Vendor {
     /// When the library has no algorithm for a product or refuses it.
     pub fn multiply(&mut self, gpu: &Gpu, products: &[Product<'_>]) -> Result<()> {
         self.stream.context().bind_to_thread().context("binding the GPU's context")?;
+        // Prompts come in any length; what is asked for again is soon found again.
+        if self.plans.len() >= MOST_PLANS {
+            self.plans.clear();
+        }
         for product in products {
             let shape = product.shape();
             if !self.plans.contains_key(&shape) {

@@ -1,7 +1,8 @@
 //! What a run is about, in device memory: tokens, positions, sequences, cache blocks, wanted rows and their
 //! temperatures, and the run's number.
 //!
-//! - Every part keeps its place and its largest size, so that captured launches find it in every run.
+//! - Every part keeps its place and its largest size, so that captured launches find it in every run. What is copied
+//!   ends with the blocks of the last sequence: at a long context those of many would take megabytes.
 
 use anyhow::{Result, ensure};
 use ir::plan::Plan;
@@ -18,6 +19,7 @@ pub(super) struct Inputs {
     all: Span,
     sizes: RunSizes,
     /// Of the run under way.
+    bytes: usize,
     tokens: usize,
     sequences: usize,
     reach: Reach,
@@ -27,7 +29,7 @@ impl Inputs {
     pub(super) fn new(plan: &Plan, memory: &mut Memory) -> Result<Self> {
         let sizes = RunSizes::of(plan);
         let all = memory.take(sizes.bytes() as usize)?;
-        Ok(Self { all, sizes, tokens: 0, sequences: 0, reach: Reach::Long })
+        Ok(Self { all, sizes, bytes: 0, tokens: 0, sequences: 0, reach: Reach::Long })
     }
 
     /// Bytes of all parts.
@@ -44,11 +46,12 @@ impl Inputs {
         turn: u32,
     ) -> Result<()> {
         let sizes = self.sizes;
-        let mut words = vec![0_i32; self.all.bytes() / size_of::<i32>()];
+        let blocks_start = RunPart::Blocks.start(sizes) as usize / size_of::<i32>();
+        let mut words = vec![0_i32; blocks_start + batch.parts().len() * sizes.blocks as usize];
         let mut put = |part: RunPart, values: &mut dyn Iterator<Item = i32>| {
             let start = part.start(sizes) as usize / size_of::<i32>();
-            let place = &mut words[start..start + part.count(sizes) as usize];
-            place.iter_mut().zip(values).for_each(|(place, value)| *place = value);
+            let end = (start + part.count(sizes) as usize).min(words.len());
+            words[start..end].iter_mut().zip(values).for_each(|(place, value)| *place = value);
         };
         let number = |value: &u32| value.cast_signed();
         put(RunPart::Token, &mut batch.tokens().iter().map(number));
@@ -88,6 +91,7 @@ impl Inputs {
             }),
         );
         (self.tokens, self.sequences) = (batch.tokens().len(), parts.len());
+        self.bytes = size_of_val(words.as_slice());
         self.reach = reach(batch);
         match mail {
             Some(mail) => mail.write_inputs(&words),
@@ -97,7 +101,7 @@ impl Inputs {
 
     /// Queues the copy of a run's batch.
     pub(super) fn queue(&self, gpu: &Gpu, mail: &Mail) {
-        gpu.take_at_once(mail.inputs(), &self.all, self.all.bytes());
+        gpu.take_at_once(mail.inputs(), &self.all, self.bytes);
     }
 
     /// The number of the run.

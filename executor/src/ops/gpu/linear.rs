@@ -206,6 +206,11 @@ impl State {
             let is_up = is_gated && index == 1;
             let target = if is_up { self.beside(out)? } else { out.clone() };
             let term = residual.filter(|_| is_direct).map(|residual| residual.span.clone());
+            ensure!(
+                term.is_none() || out.dtype == DType::F32,
+                "a residual is added to products in f32, not to {}",
+                out.dtype
+            );
             self.product(&input, matrix, format, term.as_ref(), &target)?;
             if is_direct || (is_gated && !is_up) {
                 continue;

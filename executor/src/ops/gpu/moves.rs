@@ -33,6 +33,10 @@ impl State {
         let out = self.operand(schedule, program, out, scope)?;
         let here: Vec<bool> =
             step.reads.iter().map(|&id| schedule.buffers[id].device == self.device).collect();
+        // What lies with other GPUs is there once the host has said so, all of it.
+        if !self.sums.peers.reads_on_host(program, id) {
+            self.queue_wait(program, id);
+        }
         let whole = |index: usize, into: &Span| -> Result<Operand> {
             let buffer = *step.reads.get(index).context("a movement reads nothing")?;
             if here[index] {
@@ -41,7 +45,6 @@ impl State {
             let (ty, extent) = (&schedule.buffers[buffer].ty, scope.batch.extent());
             let bytes = ty.bytes(extent) as usize;
             if let Some(place) = self.sums.peers.lies_at(self.device, program, id, buffer)? {
-                self.queue_wait(program, id);
                 self.gpu.take_at_once(place, into, bytes);
             } else if let Some(mail) = &self.mail {
                 let place = mail.value(program, id, buffer)?;

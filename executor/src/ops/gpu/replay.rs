@@ -86,9 +86,8 @@ impl Replays {
 
     /// Ends what [`Replays::prepare()`] began for a run that is not captured.
     pub(super) fn abandon(&self, gpu: &Gpu) {
-        let _alone = locked(&CAPTURING);
-        // CubeCL ends nothing but a capture: this one holds nothing.
-        drop(gpu.capture(|| Ok(())));
+        // CubeCL takes back what was prepared and never began, and says so with an error.
+        drop(gpu.client.stop_capture());
     }
 
     /// Captures what `queue` queues, while nothing is queued on any GPU of this process. `None` where the device
@@ -98,7 +97,8 @@ impl Replays {
     /// Those of `queue`.
     pub(super) fn capture(gpu: &Gpu, queue: impl FnOnce() -> Result<()>) -> Result<Option<Graph>> {
         let _alone = locked(&CAPTURING);
-        let captured = gpu.capture(queue)?;
+        // What was captured before a failure is gone when others may capture.
+        let captured = gpu.capture(queue).inspect_err(|_| drop(gpu.sync()))?;
         // Devices in software capture nothing.
         static TOLD: Once = Once::new();
         let told = captured.inspect_err(|error| {
@@ -122,7 +122,7 @@ impl Replays {
         gpu.sync()
     }
 
-    /// Keeps what was captured of a run of a kind.
+    /// Keeps what was captured of a run of a kind of which nothing is held.
     pub(super) fn keep(&mut self, key: GraphKey, graph: Graph) {
         self.captured.insert(key, graph);
     }
