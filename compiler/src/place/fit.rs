@@ -12,8 +12,8 @@ use crate::place::group::filled;
 use crate::place::offer::layouts;
 use crate::place::prices::{Prices, priced_batches};
 
-/// Parts of the room of devices that lacked memory which they are to fill, one after the other until they lack none: parts
-/// of a layer are whole heads and blocks.
+/// Parts of their room that devices which lacked memory are to fill, one after the other until they lack none: parts of
+/// a layer are whole heads and blocks.
 const FILLED: [f64; 4] = [0.99, 0.97, 0.97, 0.97];
 /// The part that leaves a device what none can do without.
 pub(super) const LEAST: f64 = 0.0;
@@ -34,8 +34,8 @@ pub(super) fn fitted(
         let plan = first.scheduled(prices)?;
         return Ok((first.arrangement, plan));
     }
-    // What is held is most of what lacks memory, and known before anything is scheduled; the rest is much as it was when
-    // groups were priced.
+    // What is held is most of what lacks memory, and known before anything is scheduled; the rest is much as it was
+    // when groups were priced.
     let mut expected = first.held(prices)?;
     for (group, _) in &arrangement.stages {
         let priced = prices.known_group(&group.devices);
@@ -83,9 +83,9 @@ impl Laid {
         Ok(emit(prices.task, &self.graphs, &[])?.forecast.devices)
     }
 
-    /// The same with shares shifted until no device lacks memory of those that take `taken` now, if what they take beside
-    /// weights and caches shrinks with these: so that those that lacked some fill `part` of their room. `None` where
-    /// nothing lacks, or nothing can change.
+    /// The same with shares shifted until no device lacks memory of those that take `taken` now, if what they take
+    /// beside weights and caches shrinks with these: so that those that lacked some fill `part` of their room. `None`
+    /// where nothing lacks, or nothing can change.
     fn shifted(
         &self,
         prices: &Prices<'_>,

@@ -11,8 +11,8 @@ use crate::place::Offer;
 const MOST_TIGHT_HOSTS: usize = 2;
 
 impl Search<'_> {
-    /// Whether hosts lack memory for everything that may stay, and less may not: the GPUs have no room for the rest, with
-    /// so many bytes more than they have left.
+    /// Whether hosts lack memory for everything that may stay, and less may not: the GPUs have no room for the rest,
+    /// with so many bytes more than they have left.
     pub(super) fn overfills_hosts(&self, everything: &Offer, more: u64) -> bool {
         let is_host = |(lacking, _): (DeviceId, u64)| self.hosts.contains(&lacking);
         let left = |(gpu, _): &(DeviceId, Range<usize>)| everything.devices[*gpu].free_bytes();
