@@ -32,22 +32,29 @@ const TOKENS_BESIDE_HOSTS: u32 = 1024;
 
 /// Decides for runs of as many tokens as is asked; else, with GPUs, for as many as is best.
 pub(crate) fn decide(model: &Model, machine: &Machine, options: &Options) -> Result<Decided> {
-    let mut decided = decide_unexplained(model, machine, options)?;
+    let decided = decide_unexplained(model, machine, options, false);
+    let mut decided = decided.or_else(|_| decide_unexplained(model, machine, options, true))?;
     let Decided { model, target, placement } = &mut decided;
     explain(&Task::new(model, target), options, placement)?;
     Ok(decided)
 }
 
-fn decide_unexplained(model: &Model, machine: &Machine, options: &Options) -> Result<Decided> {
-    let in_runs_of = |tokens: u32| {
+fn decide_unexplained(
+    model: &Model,
+    machine: &Machine,
+    options: &Options,
+    shifts_in_vain: bool,
+) -> Result<Decided> {
+    let target = |tokens: u32| {
         let target = Target::new(model, machine, options, tokens)?;
-        decide_for(model, target, options)
+        anyhow::Ok(Target { shifts_in_vain, ..target })
     };
+    let in_runs_of = |tokens: u32| decide_for(model, target(tokens)?, options);
     let [few, many] = PREFILL_TOKENS;
     if let Some(tokens) = options.prefill_tokens {
         return in_runs_of(tokens);
     }
-    let target = Target::new(model, machine, options, few)?;
+    let target = target(few)?;
     let has_gpu = target.machine.devices.rows().iter().any(|device| device.kind.is_gpu());
     let context = target.context;
     if !has_gpu || context <= few {

@@ -8,6 +8,7 @@ use std::process::ExitCode;
 use anyhow::{Context as _, Result, bail, ensure};
 use clap::builder::RangedI64ValueParser;
 use clap::{Args, Parser, Subcommand};
+use command_line::FileKind;
 use compiler::Objective;
 use compiler::explain::{diff, explain, summary};
 use compiler::options::{self, CountedExperts, FormatRule, Options, Pin, Request};
@@ -90,8 +91,8 @@ struct Compile {
     /// instead of i8.
     #[arg(long, value_name = "TYPE", value_parser = options::parse_kv_type)]
     kv_type: Option<DType>,
-    /// Compute format: f32, f16, bf16 (bf12 asks for the same), q8, q4; DEVICES=FORMAT for some devices, as 'numa*=q8'.
-    /// May be repeated.
+    /// Compute format: f32, f16, bf16 (bf12 asks for the same), q8, q4; DEVICES=FORMAT for some devices, as 'numa*=q8';
+    /// default: as stored. May be repeated.
     #[arg(long, value_name = "FORMAT")]
     format: Vec<FormatRule>,
     /// Hold bf16 in 16 bits everywhere; default: in 12 bits where that is faster.
@@ -127,9 +128,13 @@ struct Compile {
     /// Print what was decided, and why.
     #[arg(long)]
     explain: bool,
-    /// Print the graph after a pass, or after all, to standard error. May be repeated.
-    #[arg(long, value_name = "PASS", value_parser = parse_pass)]
+    #[arg(long, value_name = "PASS", value_parser = parse_pass, help = help_of_print_after())]
     print_after: Vec<String>,
+}
+
+fn help_of_print_after() -> String {
+    let passes = compiler::stages().join(", ");
+    format!("Print the graph after a pass, {passes} or all, to standard error. May be repeated")
 }
 
 /// Parses what is never 0.
@@ -208,7 +213,7 @@ fn shared_processors(machine: &Machine) -> Vec<String> {
 fn compile(arguments: &Compile) -> Result<()> {
     let options = arguments.options()?;
     let machine = match &arguments.machine {
-        Some(path) => read(path, "a machine", Machine::from_ron)?,
+        Some(path) => read(path, FileKind::Machine, Machine::from_ron)?,
         None => probe::machine(None)?,
     };
     let (model, unused) = models::lower_and_list_unused(&arguments.checkpoint)
@@ -300,7 +305,7 @@ impl Compile {
 }
 
 fn check(path: &Path) -> Result<ExitCode> {
-    let found = ir::check::check(&read(path, PLAN, Plan::from_ron)?);
+    let found = ir::check::check(&read(path, FileKind::Plan, Plan::from_ron)?);
     for violation in &found {
         command_line::tell(violation);
     }
@@ -312,18 +317,15 @@ fn check(path: &Path) -> Result<ExitCode> {
     bail!("{} has {} violation{plural}", path.display(), found.len());
 }
 
-/// What a plan is called where a file is none.
-const PLAN: &str = "a plan";
-
 /// A file of ours of some kind, by what makes something of its text.
-fn read<T>(path: &Path, kind: &str, from_ron: fn(&str) -> Result<T>) -> Result<T> {
+fn read<T>(path: &Path, kind: FileKind, from_ron: fn(&str) -> Result<T>) -> Result<T> {
     let text = command_line::read_text(path, kind)?;
     from_ron(&text).with_context(|| format!("reading {}", path.display()))
 }
 
 /// A plan that may be looked at: its ids name rows.
 fn sound_plan(path: &Path) -> Result<Plan> {
-    let plan = read(path, PLAN, Plan::from_ron)?;
+    let plan = read(path, FileKind::Plan, Plan::from_ron)?;
     if let Some(first) = ir::check::check(&plan).first() {
         bail!("{} is not sound: {first}; `hybridc check` lists all violations", path.display());
     }
@@ -331,7 +333,7 @@ fn sound_plan(path: &Path) -> Result<Plan> {
 }
 
 fn read_counts(path: &Path) -> Result<CountedExperts> {
-    let counts = read(path, "a file of counted experts", ExpertCounts::from_ron)?;
+    let counts = read(path, FileKind::ExpertCounts, ExpertCounts::from_ron)?;
     let file = path.canonicalize().with_context(|| format!("reading {}", path.display()))?;
     Ok(CountedExperts { file, counts })
 }

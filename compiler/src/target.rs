@@ -40,6 +40,8 @@ pub(crate) struct Target {
     pub(crate) blocks: u32,
     /// What is minimised.
     pub(crate) objective: Objective,
+    /// Whether shares shift where that makes nothing fit, too: so that what is told to be missing is little.
+    pub(crate) shifts_in_vain: bool,
 }
 
 /// The batch that a program is compiled and priced for.
@@ -178,6 +180,7 @@ impl Target {
             kv_types,
             blocks: 0,
             objective: options.objective,
+            shifts_in_vain: false,
         };
         target.blocks = target.blocks_within_budget(model, options.kv_cache_bytes)?;
         Ok(target)

@@ -226,6 +226,28 @@ fn a_difference_names_the_layers_that_moved() {
 }
 
 #[test]
+fn a_difference_of_checkpoints_is_one_of_their_contents() {
+    let folder = folder();
+    compile(&folder, "a.ron", &[]);
+    let copy = folder.path().join("copy");
+    fs::create_dir(&copy).expect("the folder is ours");
+    for name in ["config.json", "model.safetensors"] {
+        fs::copy(demo().join(name), copy.join(name)).expect("the demo has it");
+    }
+    let of_copy = |output: &str| {
+        success(&folder, &["compile", "copy", "-o", output, "--machine", "machine.ron"]);
+        success(&folder, &["diff", "a.ron", output])
+    };
+    assert!(!of_copy("same.ron").contains("model"));
+    let weights = copy.join("model.safetensors");
+    let mut bytes = fs::read(&weights).expect("it was just written");
+    *bytes.last_mut().expect("it has weights") ^= 1;
+    fs::write(&weights, bytes).expect("the folder is ours");
+    let text = of_copy("other.ron");
+    assert!(text.contains("checkpoint") && text.contains("copy (LlamaForCausalLM)"), "{text}");
+}
+
+#[test]
 fn a_pass_is_printed_on_request() {
     let folder = folder();
     let demo = demo();
@@ -284,6 +306,7 @@ fn bad_input_is_refused_with_one_line() {
     let folder = folder();
     fs::write(folder.path().join("bad.ron"), "nonsense").expect("the folder is ours");
     fs::create_dir(folder.path().join("sub")).expect("the folder is ours");
+    compile(&folder, "good.ron", &[]);
     let demo = demo();
     let demo = demo.to_str().expect("a plain path");
     let compile = |more: &[&str]| {
@@ -296,6 +319,9 @@ fn bad_input_is_refused_with_one_line() {
         (refusal(&folder, &["check", "missing.ron"]), "reading missing.ron"),
         (refusal(&folder, &["check", "bad.ron"]), "reading bad.ron: not a plan"),
         (refusal(&folder, &["diff", "bad.ron", "bad.ron"]), "bad.ron"),
+        (refusal(&folder, &["explain", "sub"]), "sub is a folder, not a plan"),
+        (refusal(&folder, &["compile", "good.ron"]), "this is a plan, a trace or"),
+        (refusal(&folder, &["compile", "machine.ron"]), "this is a machine, which belongs behind"),
         (
             refusal(&folder, &["compile", demo, "--machine", "bad.ron"]),
             "bad.ron: not a machine of this version",

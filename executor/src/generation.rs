@@ -146,7 +146,7 @@ impl GenerationOverrides {
     pub fn check(&self) -> Result<()> {
         ensure!(
             self.stop_strings.iter().all(|text| !text.is_empty()),
-            "a --stop is empty: it would end every answer at once"
+            "a --stop is empty: no text ends with it, so leave it out"
         );
         let any = SamplingOptions { temperature: 1.0, ..SamplingOptions::default() };
         self.sampling(&any).check()

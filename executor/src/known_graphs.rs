@@ -40,7 +40,7 @@ struct Known {
 #[derive(Clone, Copy)]
 struct Held {
     key: GraphKey,
-    /// Whether the run that captures it has ended well.
+    /// Whether the last run that was to capture it has ended well.
     is_captured: bool,
 }
 
@@ -222,7 +222,8 @@ mod tests {
         assert_eq!(known.admit(first, Phase::Decode), REPLAYS);
         let replaces = |key| Some(Admission { captures: true, replaces: Some(key) });
         assert_eq!(known.admit(third, Phase::Decode), replaces(second));
-        // What a second run under way was to capture anew, and did not, the next captures.
+        // What a second run under way was to capture anew, and did not, the next captures; one that was to replay says
+        // nothing.
         known.note_failure(first, Admission { captures: false, replaces: None });
         assert_eq!(known.admit(first, Phase::Decode), REPLAYS);
         known.note(third, true);

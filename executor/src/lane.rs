@@ -167,8 +167,7 @@ impl Lane {
         let is_captured = state.is_captured(run.graph_key);
         // All GPU lanes of a run decide alike here, so that all of them come to its meetings. One by itself replays
         // what it captured in a run of this kind that was under way before.
-        let is_gpu = |device: DeviceId| plan.machine.devices[device].kind.is_gpu();
-        let is_alone = lanes_that_meet(program, is_gpu) == 1;
+        let is_alone = self.gpus_that_meet(program) == 1;
         match admission {
             Some(admission) if admission.captures && !(is_alone && is_captured) => {
                 self.work_and_capture(run, program, lane, spans);
@@ -178,6 +177,10 @@ impl Lane {
                 self.work_in_stretches(run, program, lane, spans);
             }
         }
+    }
+
+    fn gpus_that_meet(&self, program: &Program) -> usize {
+        lanes_that_meet(program, |device| self.plan.machine.devices[device].kind.is_gpu())
     }
 
     /// Works through a run and captures it: one GPU after another, while all wait.
@@ -205,8 +208,8 @@ impl Lane {
         });
         let is_wanted = prepared.is_ok() && is_pending;
         let has_ended = prepared.is_ok() && self.work_in_stretches(run, program, lane, spans);
+        let lanes = self.gpus_that_meet(program);
         let Form::Gpu(state) = &mut self.device.form else { return };
-        let lanes = lanes_that_meet(program, |device| plan.machine.devices[device].kind.is_gpu());
         let outcome = prepared.and_then(|()| {
             guarded(|| {
                 state.finish()?;

@@ -9,6 +9,7 @@ use std::sync::{Arc, mpsc};
 use std::thread;
 
 use anyhow::{Context as _, Result, anyhow, bail, ensure};
+use command_line::FileKind;
 use ir::id::DeviceId;
 use ir::machine::{Device, DeviceKind, Machine};
 use ir::plan::{Plan, Queue};
@@ -50,8 +51,8 @@ impl PlanFile {
     /// When the file cannot be read, is not a plan of this version, or is unsound; all findings are listed.
     pub fn open(path: &Path) -> Result<Self> {
         let name = path.display();
-        let text = command_line::read_text(path, "a plan")?;
-        let plan = Plan::from_ron(&text).with_context(|| format!("reading plan {name}"))?;
+        let text = command_line::read_text(path, FileKind::Plan)?;
+        let plan = Plan::from_ron(&text).with_context(|| format!("reading {name}"))?;
         let findings = ir::check::check(&plan);
         if !findings.is_empty() {
             let list: Vec<String> = findings.iter().map(ToString::to_string).collect();

@@ -448,6 +448,11 @@ impl Plan {
         lanes.map(|lane| (lane.device, lane.queue)).collect()
     }
 
+    /// Fingerprints of the checkpoint's files, in order: the same for the same checkpoint wherever it lies.
+    pub fn fingerprints(&self) -> Vec<u64> {
+        self.files.rows().iter().map(|file| file.fingerprint).collect()
+    }
+
     /// Writes a plan; the same plan gives the same bytes.
     pub fn to_ron(&self) -> Result<String> {
         ron_text::write(self, 4)

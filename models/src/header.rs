@@ -23,10 +23,7 @@ const FOREIGN: [(&[u8], &str); 6] = [
     (b"version https://git-lfs", "a pointer of Git LFS; `git lfs pull` brings the file"),
     (b"PK\x03\x04", "a PyTorch file; save the model with safe_serialization=True"),
     (b"<!DOCTYPE", "a page of a web site, probably of a failed download"),
-    (
-        b"(\n  version:",
-        "a plan or a trace, which is made from a checkpoint; take the checkpoint itself",
-    ),
+    (b"(\n  version:", "a plan, a trace or a file of counted experts; take the checkpoint itself"),
     (b"(\n  host:", "a machine, which belongs behind --machine; take a checkpoint"),
 ];
 

@@ -6,7 +6,7 @@ use ir::id::{DeviceId, Id as _};
 use ir::machine::{Device, DeviceKind, Link, Machine};
 use ir::model::Model;
 use ir::plan::{Action, Phase, Plan};
-use ir::tensor::Format;
+use ir::tensor::{DType, Format};
 use tests::machines::{h200, two_sockets};
 use tests::made_up::{LlamaShape, MadeUp};
 
@@ -294,4 +294,28 @@ fn what_a_shared_layer_lacks_is_exact() {
         compiler::compile(&model, &machine, &shared, &mut |_, _| ()).is_ok()
     };
     assert!(tight(6 * GIB, 8 * GIB) && !tight(6 * GIB, 5 * GIB));
+}
+
+#[test]
+fn caches_of_bytes_with_a_small_host_leave_a_gpu_room_for_its_matrices() {
+    let mut machine = h200(13 * GIB);
+    let node = device(&machine, "numa0");
+    machine.devices[node].memory_bytes = 17 * GIB / 2;
+    let kv_type = Some(DType::I8);
+    let asked = Options { context: Some(65_536), kv_type, plain_bf16: true, ..options() };
+    let plan = compile(&llama_8b(), &machine, &asked);
+    assert!(chosen(&plan).contains("32 caches there"), "{}", chosen(&plan));
+}
+
+#[test]
+fn members_in_unlike_formats_share_what_each_has_room_for() {
+    let mut machine = nodes(2);
+    for (name, tenths) in [("numa0", 30), ("numa1", 74)] {
+        let node = device(&machine, name);
+        machine.devices[node].memory_bytes = tenths * GIB / 10;
+    }
+    let formats = vec!["numa1=q8".parse().expect("a rule")];
+    let asked = Options { context: Some(2048), plain_bf16: true, formats, ..options() };
+    let plan = compile(&llama_8b(), &machine, &asked);
+    assert_eq!(chosen(&plan), "tensor parallel numa0+numa1");
 }

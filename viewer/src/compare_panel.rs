@@ -67,7 +67,7 @@ pub fn show(ui: &mut Ui, scene: &Scene, other: Option<Other<'_>>, view: &mut Vie
             .iter()
             .all(|scene| scene.programs.iter().any(|other| other.name == program));
         // Of a trace of another plan, or an unsound plan, this would say too much.
-        let is_doubtful = scene.is_trace_of_another || !other.scene.findings.is_empty();
+        let is_doubtful = scene.is_doubtful() || other.scene.is_doubtful();
         if is_shared && !is_doubtful && other.comparison.blocks.is_empty() {
             ui.label("No layer runs elsewhere or takes noticeably longer or shorter.");
         }

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
 use anyhow::{Context as _, Result, ensure};
+use command_line::FileKind;
 use ir::plan::Plan;
 use ir::trace::Trace;
 
@@ -36,7 +37,7 @@ impl Document {
     pub fn open(plan_path: &Path, trace_path: Option<&Path>) -> Result<Self> {
         let modified = modified(plan_path, trace_path);
         ensure!(!is_trace(plan_path), "{} is a trace; the plan comes first", plan_path.display());
-        let text = command_line::read_text(plan_path, "a plan")?;
+        let text = command_line::read_text(plan_path, FileKind::Plan)?;
         let plan =
             Plan::from_ron(&text).with_context(|| format!("reading {}", plan_path.display()))?;
         let trace = trace_path.map(read_trace).transpose()?;
@@ -88,14 +89,15 @@ pub fn scene(plan: &Plan, trace: Option<&Trace>, fingerprint: u64) -> Scene {
     if violations.len() > MOST_FINDINGS {
         findings.push(format!("and {} more", violations.len() - MOST_FINDINGS));
     }
-    match trace.filter(|trace| trace.plan != fingerprint) {
+    let scene = match trace.filter(|trace| trace.plan != fingerprint) {
         Some(trace) => {
             let finding = "the trace was recorded with another plan, or the plan has changed since";
             findings.insert(0, finding.to_owned());
             Scene::with_trace_of_another(plan, trace, findings)
         }
         None => Scene::new(plan, trace, findings),
-    }
+    };
+    Scene { is_unsound: !violations.is_empty(), ..scene }
 }
 
 /// Whether a file holds a trace rather than a plan, by its first lines.
@@ -108,7 +110,7 @@ pub fn is_trace(path: &Path) -> bool {
 }
 
 fn read_trace(path: &Path) -> Result<Trace> {
-    Trace::from_ron(&command_line::read_text(path, "a trace")?)
+    Trace::from_ron(&command_line::read_text(path, FileKind::Trace)?)
         .with_context(|| format!("reading {}", path.display()))
 }
 

@@ -55,6 +55,8 @@ pub struct Scene {
     pub summaries: Vec<Summary>,
     /// Whether the trace is of another plan: its spans are drawn, but measure nothing of this one.
     pub is_trace_of_another: bool,
+    /// Whether the plan fails the check.
+    pub is_unsound: bool,
     /// End of the last span or run of the trace.
     pub trace_end: u64,
 }
@@ -193,7 +195,7 @@ impl Scene {
                 quantity::counted(plan.model.context.into(), "token"),
                 quantity::counted(plan.model.max_sequences.into(), "sequence")
             ),
-            checkpoint: plan.files.rows().iter().map(|file| file.fingerprint).collect(),
+            checkpoint: plan.fingerprints(),
             devices: devices(plan),
             ..empty
         };
@@ -205,6 +207,11 @@ impl Scene {
         }
         scene.summaries = (0..scene.programs.len()).map(|number| scene.summarise(number)).collect();
         scene
+    }
+
+    /// Whether what is drawn says little of what would run.
+    pub fn is_doubtful(&self) -> bool {
+        self.is_trace_of_another || self.is_unsound
     }
 
     /// The program most people ask about: decode for the fewest sequences, else the first.

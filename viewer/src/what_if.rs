@@ -134,6 +134,12 @@ pub fn save(answer: &Document, path: &Path) -> Result<()> {
     for file in plan.files.rows_mut() {
         file.path = from_root(&folder, &file.path);
     }
+    // The dialog asked about the plan's file alone.
+    ensure!(
+        fs::read(&machine_path).ok().is_none_or(|there| there == machine),
+        "{} is there already and holds another machine: choose another name",
+        machine_path.display()
+    );
     command_line::write(&machine_path, &machine)?;
     command_line::write(path, plan.to_ron()?.as_bytes())
 }

@@ -22,10 +22,7 @@ pub fn diff(before: &Plan, after: &Plan) -> String {
     };
     let (a, b) = (&before.model, &after.model);
     // A folder's name says little: the same checkpoint may lie in two.
-    let contents = |plan: &Plan| -> Vec<u64> {
-        plan.files.rows().iter().map(|file| file.fingerprint).collect()
-    };
-    if contents(before) != contents(after) {
+    if before.fingerprints() != after.fingerprints() {
         let name = |model: &ModelInfo| format!("{} ({})", model.name, model.architecture);
         fact("model", name(a), name(b));
         fact("checkpoint", "one".into(), "another".into());

@@ -10,7 +10,7 @@ use crate::graphs::Graphs;
 use crate::place::arrangement::Arrangement;
 use crate::place::group::filled;
 use crate::place::offer::layouts;
-use crate::place::prices::{Prices, priced_batches};
+use crate::place::prices::{Prices, missing, priced_batches};
 
 /// Parts of their room that devices which lacked memory are to fill, one after the other until they lack none: parts of
 /// a layer are whole heads and blocks.
@@ -29,13 +29,13 @@ pub(super) fn fitted(
     prices: &Prices<'_>,
     arrangement: &Arrangement,
 ) -> Result<(Arrangement, Plan)> {
-    let first = Laid::out(prices, arrangement.clone())?;
+    let first = Laid::new(prices, arrangement.clone())?;
     if !arrangement.can_shift() {
         let plan = first.scheduled(prices)?;
         return Ok((first.arrangement, plan));
     }
     // What is held is most of what lacks memory, and known before anything is scheduled; the rest is much as it was
-    // when groups were priced.
+    // when the group was priced, if it was.
     let mut expected = first.held(prices)?;
     for (group, _) in &arrangement.stages {
         let priced = prices.known_group(&group.devices);
@@ -52,13 +52,20 @@ pub(super) fn fitted(
         Some(scheduled) => scheduled,
         None => (first.scheduled(prices)?, first),
     };
+    // Where nothing fits, what lacks least is told.
+    let lacks = |plan: &Plan| missing(plan).map_or(0, |(_, bytes)| bytes);
+    let mut least = (lacks(&plan), laid.arrangement.clone(), plan.clone());
     for part in FILLED {
         let taken = plan.forecast.devices.clone();
         let Some(next) = laid.shifted(prices, taken, part) else { break };
         let Ok(next_plan) = next.scheduled(prices) else { break };
         (plan, laid) = (next_plan, next);
+        if lacks(&plan) < least.0 {
+            least = (lacks(&plan), laid.arrangement.clone(), plan.clone());
+        }
     }
-    Ok((laid.arrangement, plan))
+    let (_, arrangement, plan) = least;
+    Ok((arrangement, plan))
 }
 
 /// An arrangement with its graphs.
@@ -68,7 +75,7 @@ struct Laid {
 }
 
 impl Laid {
-    fn out(prices: &Prices<'_>, arrangement: Arrangement) -> Result<Self> {
+    fn new(prices: &Prices<'_>, arrangement: Arrangement) -> Result<Self> {
         let layouts = layouts(prices, &arrangement)?;
         let graphs = Graphs::new(prices.task.model, layouts, &mut |_, _| ())?;
         Ok(Self { arrangement, graphs })
@@ -96,10 +103,11 @@ impl Laid {
         for _ in 0..SHIFTS {
             let mut arrangement = last.as_ref().unwrap_or(self).arrangement.clone();
             let lacks = taken.rows().iter().any(|device| device.missing_bytes() > 0);
-            if !lacks || !arrangement.shift_shares(&taken, part) {
+            if !lacks || !arrangement.shift_shares(&taken, part, prices.task.target.shifts_in_vain)
+            {
                 break;
             }
-            let Ok(laid) = Self::out(prices, arrangement) else { break };
+            let Ok(laid) = Self::new(prices, arrangement) else { break };
             let Ok(held) = laid.held(prices) else { break };
             for (taken, held) in taken.rows_mut().iter_mut().zip(held.rows()) {
                 let shrunk = held_bytes(held) as f64 / held_bytes(taken).max(1) as f64;
@@ -122,11 +130,13 @@ impl Arrangement {
     /// Gives work of the members of shared groups that lack memory to those that have some left, so that what a member
     /// keeps is expected to fill `part` of its room.
     ///
-    /// False where nothing can change, or all members of a group together lack memory, unless [`LEAST`] is asked for.
+    /// False where nothing can change. Where all members of a group together lack memory nothing does, or, in vain, each
+    /// comes to lack as large a part of its room.
     pub(super) fn shift_shares(
         &mut self,
         taken: &Table<DeviceId, DeviceForecast>,
         part: f64,
+        in_vain: bool,
     ) -> bool {
         /// A share of which every axis gives one part.
         const ONE_PART: f64 = 1e-6;
@@ -150,9 +160,17 @@ impl Arrangement {
             let bytes = |bytes: fn(&DeviceForecast) -> u64| -> u64 {
                 group.devices.iter().map(|&device| bytes(&taken[device])).sum()
             };
-            let all_have_too_little =
-                bytes(DeviceForecast::missing_bytes) > bytes(DeviceForecast::free_bytes);
+            // Bytes are not the same where formats differ, nor is what is held in proportion to a small share.
+            let fitting: Vec<f64> =
+                group.shares.iter().zip(&rooms).map(|(share, room)| share / sum * room).collect();
+            let all_have_too_little = fitting.iter().sum::<f64>() < 1.0
+                && bytes(DeviceForecast::missing_bytes) > bytes(DeviceForecast::free_bytes);
             if all_have_too_little && part > LEAST {
+                // Then all lack a like part of their room.
+                if in_vain {
+                    group.shares = fitting.into_iter().map(|share| share.max(ONE_PART)).collect();
+                    changed = true;
+                }
                 continue;
             }
             // What is taken goes to those with room for it; to all others where that seems too little.
@@ -172,5 +190,58 @@ impl Arrangement {
             changed = true;
         }
         changed
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use ir::id::{Few, Id as _};
+
+    use super::*;
+    use crate::place::group::Group;
+
+    /// What becomes of equal shares where each member holds 100 bytes, takes 20 beside them and has so many in all.
+    fn shifted(capacities: &[u64], part: f64, in_vain: bool) -> Option<Vec<f64>> {
+        let devices: Few<DeviceId> = (0..capacities.len()).map(DeviceId::from_index).collect();
+        let group = Group { devices, shares: vec![1.0; capacities.len()] };
+        let mut arrangement =
+            Arrangement { stages: vec![(group, 0..1)], has_fixed_shares: false, hosted: None };
+        let taken = capacities.iter().map(|&capacity_bytes| DeviceForecast {
+            weight_bytes: 90,
+            cache_bytes: 10,
+            buffer_bytes: 20,
+            capacity_bytes,
+            ..DeviceForecast::default()
+        });
+        let is_shifted = arrangement.shift_shares(&taken.collect(), part, in_vain);
+        is_shifted.then(|| arrangement.stages.remove(0).0.shares)
+    }
+
+    fn check(capacities: &[u64], part: f64, expected: Option<&[f64]>) {
+        let near = |a: &[f64], b: &[f64]| a.iter().zip(b).all(|(a, b)| (a - b).abs() < 1e-5);
+        match (shifted(capacities, part, false), expected) {
+            (Some(found), Some(expected)) => assert!(near(&found, expected), "{found:?}"),
+            (found, expected) => assert_eq!(found.as_deref(), expected),
+        }
+    }
+
+    #[test]
+    fn shares_go_to_those_with_room_for_them() {
+        check(&[120, 120], 1.0, None);
+        check(&[70, 520], 1.0, Some(&[0.25, 0.75]));
+        check(&[70, 520], 0.8, Some(&[0.2, 0.8]));
+        // The second has room for as much again as it has, the third for any.
+        check(&[50, 220, 920], 1.0, Some(&[0.1, 0.45, 0.45]));
+        check(&[50, 140, 920], 1.0, Some(&[0.1, 0.4, 0.5]));
+    }
+
+    #[test]
+    fn where_all_lack_memory_no_share_helps_but_the_least_is_asked_for() {
+        check(&[70, 70], 1.0, None);
+        check(&[70, 130], 1.0, None);
+        check(&[70, 130], LEAST, Some(&[0.0, 1.0]));
+        check(&[70, 70], LEAST, None);
+        // In vain all come to lack a like part of their room.
+        assert_eq!(shifted(&[70, 130], 1.0, true), Some(vec![0.25, 0.55]));
     }
 }

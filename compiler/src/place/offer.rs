@@ -6,12 +6,12 @@ use ir::graph::Placed;
 use ir::id::{DeviceId, NodeId, Table};
 use ir::plan::Phase;
 
-use crate::graphs::Phases;
+use crate::graphs::{Graphs, Phases};
 use crate::options::Objective;
 use crate::place::arrangement::Arrangement;
 use crate::place::fit::{LEAST, fitted};
 use crate::place::lay_out::{lay_out, set_homes};
-use crate::place::prices::{Prices, Times, judged_decode, missing};
+use crate::place::prices::{Prices, Times, judged_decode, judged_decode_plan, missing};
 use crate::place::{Layouts, PROMPT_TOKENS};
 
 /// An arrangement with its exact price.
@@ -51,6 +51,16 @@ impl Prices<'_> {
         Ok(offer)
     }
 
+    /// Nanoseconds of the decode that placements are judged by: for less than the whole price of an arrangement that
+    /// differs from others in its decode alone.
+    pub(super) fn judged_decode_nanos(&self, arrangement: &Arrangement) -> Result<u64> {
+        let decode = nodes(self, arrangement, Phase::Decode)?;
+        let window_bytes = window_bytes(self, arrangement);
+        let layouts = Layouts { nodes: Phases { prefill: decode, decode: None }, window_bytes };
+        let graphs = Graphs::new(self.task.model, layouts, &mut |_, _| ())?;
+        Ok(judged_decode_plan(self.task, &graphs)?.forecast.programs[0].nanos)
+    }
+
     /// The exact price of an arrangement that is asked for. Where a member lacks memory whatever shifts, what fits, or
     /// what lacks least, is looked for between the shares that were tried last and the least that it can have.
     pub(super) fn requested_offer(&self, arrangement: &Arrangement) -> Result<Offer> {
@@ -60,7 +70,7 @@ impl Prices<'_> {
         let Some((lacking, _)) = best.candidate.missing else { return Ok(best) };
         let mut most = best.arrangement.clone();
         let mut least = most.clone();
-        if !least.shift_shares(&best.devices, LEAST) {
+        if !least.shift_shares(&best.devices, LEAST, false) {
             return Ok(best);
         }
         let missing = |offer: &Offer| offer.candidate.missing.map_or(0, |(_, bytes)| bytes);
@@ -130,21 +140,31 @@ fn offer(prices: &Prices<'_>, arrangement: &Arrangement) -> Result<Offer> {
 
 /// Where an arrangement runs every node.
 pub(super) fn layouts(prices: &Prices<'_>, arrangement: &Arrangement) -> Result<Layouts> {
-    let &Prices { task, units, pins, .. } = prices;
-    let layout = |phase: Phase| -> Result<Table<NodeId, Placed>> {
-        let (groups, group_of) = arrangement.groups(units, pins, phase);
-        let mut nodes = lay_out(task.model, &groups, &group_of)?;
-        if let Some(hosted) = &arrangement.hosted {
-            set_homes(&mut nodes, |node| {
-                let hosting = hosted.nodes[node].filter(|hosting| hosting.is_fetched(phase));
-                hosting.map(|hosting| hosting.home)
-            });
-        }
-        Ok(nodes)
-    };
-    let prefill = layout(Phase::Prefill)?;
-    let decode = arrangement.hosted.as_ref().map(|_| layout(Phase::Decode)).transpose()?;
-    let window_bytes = arrangement.hosted.as_ref().map(|hosted| hosted.window_bytes.clone());
-    let window_bytes = window_bytes.unwrap_or_else(|| task.per_device(0));
+    let prefill = nodes(prices, arrangement, Phase::Prefill)?;
+    let has_decode = arrangement.hosted.is_some();
+    let decode = has_decode.then(|| nodes(prices, arrangement, Phase::Decode)).transpose()?;
+    let window_bytes = window_bytes(prices, arrangement);
     Ok(Layouts { nodes: Phases { prefill, decode }, window_bytes })
+}
+
+/// Where it runs them in a phase.
+fn nodes(
+    prices: &Prices<'_>,
+    arrangement: &Arrangement,
+    phase: Phase,
+) -> Result<Table<NodeId, Placed>> {
+    let (groups, group_of) = arrangement.groups(prices.units, prices.pins, phase);
+    let mut nodes = lay_out(prices.task.model, &groups, &group_of)?;
+    if let Some(hosted) = &arrangement.hosted {
+        set_homes(&mut nodes, |node| {
+            let hosting = hosted.nodes[node].filter(|hosting| hosting.is_fetched(phase));
+            hosting.map(|hosting| hosting.home)
+        });
+    }
+    Ok(nodes)
+}
+
+fn window_bytes(prices: &Prices<'_>, arrangement: &Arrangement) -> Table<DeviceId, u64> {
+    let hosted = arrangement.hosted.as_ref();
+    hosted.map_or_else(|| prices.task.per_device(0), |hosted| hosted.window_bytes.clone())
 }

@@ -204,7 +204,7 @@ impl<'a> Prices<'a> {
 /// Prices all units on one group, each with its neighbours on the same group, but for what is pinned to other devices.
 fn price_group(task: &Task<'_>, units: &Units, pins: &Pins, group: &Group) -> Result<Priced> {
     let mut batches = priced_batches(task.target);
-    // The decode of one sequence takes no more memory than that of the most, and is not what counts.
+    // The decode of one sequence takes hardly more memory than that of the most, and is not what counts.
     if task.target.objective == Objective::Throughput {
         batches.drain(1..batches.len() - 1);
     }

@@ -4,6 +4,7 @@ use std::process::{Child, Command, Stdio};
 use std::{env, mem};
 
 use anyhow::{Context as _, Result, bail};
+use command_line::FileKind;
 use indicatif::ProgressBar;
 use ir::machine::Machine;
 
@@ -19,7 +20,7 @@ pub(super) fn run(arguments: CalibrateArguments) -> Result<()> {
     command_line::check_outputs(output, [])?;
     let mut machine = match &arguments.machine {
         Some(path) => {
-            let text = command_line::read_text(path, "a machine")?;
+            let text = command_line::read_text(path, FileKind::Machine)?;
             let machine =
                 Machine::from_ron(&text).with_context(|| format!("reading {}", path.display()))?;
             machine.check().with_context(|| path.display().to_string())?;

@@ -143,3 +143,18 @@ fn reply(
     session.engine.append(sequence, &ids[kept..])?;
     session.answer(sequence, asked, abort, print)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_command_is_one_word_or_begins_a_line() {
+        for line in ["/reset", "/nope", "/exit now", "/help me"] {
+            assert!(is_command(line), "{line}");
+        }
+        for line in ["/", "/usr/bin is full", "/Reset", "say /exit", "/nope nope"] {
+            assert!(!is_command(line), "{line}");
+        }
+    }
+}

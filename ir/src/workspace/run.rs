@@ -58,7 +58,8 @@ impl RunSizes {
 }
 
 impl RunPart {
-    /// All lists, in the order in which they lie.
+    /// All lists, in the order in which they lie. The blocks are the last, so that what a run of few sequences has no use
+    /// for is left out.
     pub const ALL: [Self; 9] = [
         Self::Token,
         Self::Position,
@@ -93,5 +94,15 @@ impl RunPart {
     /// Its bytes, with what lies behind it up to the next one.
     pub fn bytes(self, sizes: RunSizes) -> u64 {
         aligned(self.count(sizes).saturating_mul(4))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_blocks_come_last() {
+        assert_eq!(RunPart::ALL.last(), Some(&RunPart::Blocks));
     }
 }

@@ -19,6 +19,7 @@ use self::caches::is_chosen;
 use self::head::Head;
 use super::share::share;
 use super::{Hosted, host_cost, hosts};
+use crate::place::arrangement::Arrangement;
 use crate::place::prices::{Prices, Times};
 use crate::place::{Offer, Room};
 use crate::task::Task;
@@ -107,11 +108,13 @@ impl<'a> Search<'a> {
 
     /// The offers that are worth comparing with one of score `best`, or a rough one of them.
     pub(super) fn offers(&self, is_rough: bool, best: u64) -> Vec<Offer> {
-        // Nothing more stays with hosts that have too little memory for this.
+        // Whatever else stays takes more of hosts: none fits if these lack more than all that GPUs have.
+        let devices = &self.task.target.machine.devices;
+        let room = self.stages.iter().map(|(gpu, _)| devices[*gpu].memory_bytes).sum();
         let largest = self.fitting(self.without_caches(self.windows(0)));
-        if let Some((_, everything)) = largest.filter(|(frame, everything)| {
-            self.overfills_hosts(everything, frame.windows.iter().sum())
-        }) {
+        if let Some((_, everything)) =
+            largest.filter(|(_, everything)| self.overfills_hosts(everything, room))
+        {
             return vec![everything];
         }
         let none = self.rungs.iter().map(Vec::len).max().unwrap_or(1) - 1;
@@ -263,30 +266,21 @@ impl<'a> Search<'a> {
         if times.score(self.task.target) > best {
             return None;
         }
-        let offer = |share: f64, in_blocks: bool| {
+        // Prompts are fetched for as in `base`.
+        let tried = |share: f64, in_blocks: bool| {
             let fetching = Fetching { share: share.min(1.0), in_blocks };
-            let offer = self.prices.offer(&self.arrange(counts, frame, fetching)).ok()?;
-            offer.fits().then_some(offer)
+            let arrangement = self.arrange(counts, frame, fetching);
+            let decode = self.prices.judged_decode_nanos(&arrangement).ok();
+            let score = |decode| Times { decode, ..times }.score(self.task.target);
+            (decode.map_or(u64::MAX, score), arrangement)
         };
-        let score = |offer: &Option<Offer>| offer.as_ref().map_or(u64::MAX, |offer| offer.score);
-        let (blocks, nodes) = (offer(even, true), offer(even, false));
-        let in_blocks = score(&blocks) <= score(&nodes);
-        let mut best = if in_blocks { blocks } else { nodes };
-        for factors in [&[0.95, 0.9, 0.85][..], &[1.05, 1.1]] {
-            let first = score(&best);
-            for factor in factors {
-                let next = offer(even * factor, in_blocks);
-                if score(&next) >= score(&best) {
-                    break;
-                }
-                best = next;
-            }
-            // On the other side it only gets worse.
-            if score(&best) < first {
-                break;
-            }
-        }
-        best
+        let (blocks, nodes) = (tried(even, true), tried(even, false));
+        let in_blocks = blocks.0 <= nodes.0;
+        let others = [0.85, 0.9, 0.95, 1.05, 1.1].map(|factor| tried(even * factor, in_blocks));
+        let mut all: Vec<(u64, Arrangement)> = [blocks, nodes].into_iter().chain(others).collect();
+        all.sort_by_key(|(score, _)| *score);
+        let offer = |(_, arrangement): &(u64, Arrangement)| self.prices.offer(arrangement).ok();
+        all.iter().filter_map(offer).find(Offer::fits)
     }
 
     /// All blocks of each stage.

@@ -11,12 +11,10 @@ use crate::place::Offer;
 const MOST_TIGHT_HOSTS: usize = 2;
 
 impl Search<'_> {
-    /// Whether hosts lack memory for everything that may stay, and less may not: the GPUs have no room for the rest,
-    /// with so many bytes more than they have left.
-    pub(super) fn overfills_hosts(&self, everything: &Offer, more: u64) -> bool {
+    /// Whether hosts lack memory for everything that may stay, and less may not: so many bytes on GPUs are too few for
+    /// the rest.
+    pub(super) fn overfills_hosts(&self, everything: &Offer, room: u64) -> bool {
         let is_host = |(lacking, _): (DeviceId, u64)| self.hosts.contains(&lacking);
-        let left = |(gpu, _): &(DeviceId, Range<usize>)| everything.devices[*gpu].free_bytes();
-        let room = more.saturating_add(self.stages.iter().map(left).sum());
         everything.candidate.missing.is_some_and(is_host)
             && (self.hosts.len() > MOST_TIGHT_HOSTS || room < self.beyond_hosts(everything))
     }
@@ -37,7 +35,8 @@ impl Search<'_> {
         let slack = |gpu: DeviceId| everything.devices[gpu].free_bytes();
         let missing = everything.candidate.missing;
         let gpu_lacks = missing.is_some_and(|(lacking, _)| !self.hosts.contains(&lacking));
-        if gpu_lacks || self.overfills_hosts(&everything, 0) {
+        let room = self.stages.iter().map(|(gpu, _)| slack(*gpu)).sum();
+        if gpu_lacks || self.overfills_hosts(&everything, room) {
             return Some((all, everything));
         }
         // Blocks are much alike, so the first guess is off by little. A GPU may hold them in another format than hosts.
