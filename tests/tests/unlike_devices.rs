@@ -302,8 +302,10 @@ fn caches_of_bytes_with_a_small_host_leave_a_gpu_room_for_its_matrices() {
     let node = device(&machine, "numa0");
     machine.devices[node].memory_bytes = 17 * GIB / 2;
     let kv_type = Some(DType::I8);
-    let asked = Options { context: Some(65_536), kv_type, plain_bf16: true, ..options() };
-    let plan = compile(&llama_8b(), &machine, &asked);
+    let context = 65_536;
+    let model = Model { context, ..llama_8b() };
+    let asked = Options { context: Some(context), kv_type, plain_bf16: true, ..options() };
+    let plan = compile(&model, &machine, &asked);
     assert!(chosen(&plan).contains("32 caches there"), "{}", chosen(&plan));
 }
 

@@ -130,8 +130,8 @@ impl Arrangement {
     /// Gives work of the members of shared groups that lack memory to those that have some left, so that what a member
     /// keeps is expected to fill `part` of its room.
     ///
-    /// False where nothing can change. Where all members of a group together lack memory nothing does, or, in vain, each
-    /// comes to lack as large a part of its room.
+    /// False where nothing can change. Where all members of a group together lack memory nothing does, or, in vain,
+    /// each comes to lack as large a part of its room.
     pub(super) fn shift_shares(
         &mut self,
         taken: &Table<DeviceId, DeviceForecast>,

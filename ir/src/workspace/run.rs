@@ -58,8 +58,8 @@ impl RunSizes {
 }
 
 impl RunPart {
-    /// All lists, in the order in which they lie. The blocks are the last, so that what a run of few sequences has no use
-    /// for is left out.
+    /// All lists, in the order in which they lie. The blocks are the last, so that what a run of few sequences has no
+    /// use for is left out.
     pub const ALL: [Self; 9] = [
         Self::Token,
         Self::Position,
