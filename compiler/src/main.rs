@@ -8,7 +8,7 @@ use std::process::ExitCode;
 use anyhow::{Context as _, Result, bail, ensure};
 use clap::builder::RangedI64ValueParser;
 use clap::{Args, Parser, Subcommand};
-use command_line::FileKind;
+use command_line::{FileKind, read};
 use compiler::Objective;
 use compiler::explain::{diff, explain, summary};
 use compiler::options::{self, CountedExperts, FormatRule, Options, Pin, Request};
@@ -315,12 +315,6 @@ fn check(path: &Path) -> Result<ExitCode> {
     }
     let plural = if found.len() == 1 { "" } else { "s" };
     bail!("{} has {} violation{plural}", path.display(), found.len());
-}
-
-/// A file of ours of some kind, by what makes something of its text.
-fn read<T>(path: &Path, kind: FileKind, from_ron: fn(&str) -> Result<T>) -> Result<T> {
-    let text = command_line::read_text(path, kind)?;
-    from_ron(&text).with_context(|| format!("reading {}", path.display()))
 }
 
 /// A plan that may be looked at: its ids name rows.

@@ -40,7 +40,8 @@ impl Document {
         let text = command_line::read_text(plan_path, FileKind::Plan)?;
         let plan =
             Plan::from_ron(&text).with_context(|| format!("reading {}", plan_path.display()))?;
-        let trace = trace_path.map(read_trace).transpose()?;
+        let read = |path: &Path| command_line::read(path, FileKind::Trace, Trace::from_ron);
+        let trace = trace_path.map(read).transpose()?;
         let document = Document::of(plan, trace, ir::fingerprint(text.as_bytes()));
         let trace_path = trace_path.map(Path::to_owned);
         Ok(Document { plan_path: plan_path.to_owned(), trace_path, modified, ..document })
@@ -107,11 +108,6 @@ pub fn is_trace(path: &Path) -> bool {
     let _ = File::open(path).and_then(|file| file.take(4096).read_to_end(&mut head));
     let head = String::from_utf8_lossy(&head);
     !head.contains("model:") && head.contains("runs:")
-}
-
-fn read_trace(path: &Path) -> Result<Trace> {
-    Trace::from_ron(&command_line::read_text(path, FileKind::Trace)?)
-        .with_context(|| format!("reading {}", path.display()))
 }
 
 fn modified(plan: &Path, trace: Option<&Path>) -> Vec<Option<SystemTime>> {

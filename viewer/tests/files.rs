@@ -135,8 +135,7 @@ fn an_answer_that_is_looked_at_can_be_kept_with_its_machine() {
     let mut window = Window::open();
     let larger = Wish { gpu_layers: 8, ..Wish::new(12, 1, 2, Style::Pipeline) };
     let (answer, _) = write(window.folder.path(), "answer", larger);
-    let answer = answer.display();
-    window.compiler(&format!("while [ \"$1\" != -o ]; do shift; done\ncp {answer} \"$2\""));
+    window.answer_with(&answer);
     let wish = viewer::view::Wish::Move { first: 5, last: 5, device: 0 };
     window.harness.state_mut().view.wish = Some((wish, Pos2::new(400.0, 300.0)));
     window.await_answer();

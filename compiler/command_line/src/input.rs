@@ -42,6 +42,15 @@ impl fmt::Display for FileKind {
     }
 }
 
+/// A file of that kind, by what makes something of its text.
+///
+/// # Errors
+/// Naming the file: those of [`read_text()`] and of `from_text`.
+pub fn read<T>(path: &Path, kind: FileKind, from_text: fn(&str) -> Result<T>) -> Result<T> {
+    let text = read_text(path, kind)?;
+    from_text(&text).with_context(|| format!("reading {}", path.display()))
+}
+
 /// The text of a file that should be of that kind.
 ///
 /// # Errors

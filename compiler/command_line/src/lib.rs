@@ -7,6 +7,6 @@ mod output;
 mod tell;
 
 pub use arguments::{misuse, output_file, run};
-pub use input::{FileKind, read_text};
+pub use input::{FileKind, read, read_text};
 pub use output::{check_outputs, write};
 pub use tell::tell;

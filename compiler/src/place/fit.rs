@@ -38,9 +38,8 @@ pub(super) fn fitted(
     // when the group was priced, if it was.
     let mut expected = first.held(prices)?;
     for (group, _) in &arrangement.stages {
-        let priced = prices.known_group(&group.devices);
-        let buffers = priced.iter().flat_map(|priced| &priced.buffers);
-        for (&device, &bytes) in group.devices.iter().zip(buffers) {
+        let buffers = prices.known_buffers(&group.devices).unwrap_or_default();
+        for (&device, bytes) in group.devices.iter().zip(buffers) {
             expected[device].buffer_bytes = bytes;
         }
     }
@@ -48,24 +47,24 @@ pub(super) fn fitted(
     let by_held = first.shifted(prices, expected, most);
     // Some shares cut what a device then does not compute.
     let scheduled = by_held.and_then(|laid| Some((laid.scheduled(prices).ok()?, laid)));
-    let (mut plan, mut laid) = match scheduled {
+    let (plan, mut laid) = match scheduled {
         Some(scheduled) => scheduled,
         None => (first.scheduled(prices)?, first),
     };
     // Where nothing fits, what lacks least is told.
     let lacks = |plan: &Plan| missing(plan).map_or(0, |(_, bytes)| bytes);
-    let mut least = (lacks(&plan), laid.arrangement.clone(), plan.clone());
+    let mut taken = plan.forecast.devices.clone();
+    let mut least = (laid.arrangement.clone(), plan);
     for part in FILLED {
-        let taken = plan.forecast.devices.clone();
         let Some(next) = laid.shifted(prices, taken, part) else { break };
-        let Ok(next_plan) = next.scheduled(prices) else { break };
-        (plan, laid) = (next_plan, next);
-        if lacks(&plan) < least.0 {
-            least = (lacks(&plan), laid.arrangement.clone(), plan.clone());
+        let Ok(plan) = next.scheduled(prices) else { break };
+        laid = next;
+        taken = plan.forecast.devices.clone();
+        if lacks(&plan) < lacks(&least.1) {
+            least = (laid.arrangement.clone(), plan);
         }
     }
-    let (_, arrangement, plan) = least;
-    Ok((arrangement, plan))
+    Ok(least)
 }
 
 /// An arrangement with its graphs.

@@ -43,8 +43,10 @@ impl Offer {
 impl Prices<'_> {
     /// The exact price of an arrangement with shares that [fit](fitted), worked out once.
     pub(super) fn offer(&self, arrangement: &Arrangement) -> Result<Offer> {
-        if let Some(known) = self.known_offers.find(|(of, _)| of == arrangement) {
-            return Ok(known.1);
+        let wanted =
+            |(of, offer): &(Arrangement, Offer)| (of == arrangement).then(|| offer.clone());
+        if let Some(offer) = self.known_offers.find(wanted) {
+            return Ok(offer);
         }
         let offer = offer(self, arrangement)?;
         self.known_offers.add((arrangement.clone(), offer.clone()));

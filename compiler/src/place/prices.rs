@@ -124,10 +124,9 @@ impl<T> Default for Known<T> {
     }
 }
 
-impl<T: Clone> Known<T> {
-    pub(super) fn find(&self, is_it: impl Fn(&T) -> bool) -> Option<T> {
-        let known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        known.iter().find(|known| is_it(known)).cloned()
+impl<T> Known<T> {
+    pub(super) fn find<U>(&self, wanted: impl Fn(&T) -> Option<U>) -> Option<U> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).iter().find_map(wanted)
     }
 
     pub(super) fn add(&self, known: T) {
@@ -170,7 +169,8 @@ impl<'a> Prices<'a> {
 
     /// All units on one group, each with its neighbours there. A group is priced once.
     pub(super) fn price(&self, group: &Group) -> Result<Priced> {
-        if let Some(priced) = self.known_groups.find(|priced| priced.group == *group) {
+        let wanted = |priced: &Priced| (priced.group == *group).then(|| priced.clone());
+        if let Some(priced) = self.known_groups.find(wanted) {
             return Ok(priced);
         }
         let priced = price_group(self.task, self.units, self.pins, group)?;
@@ -178,15 +178,17 @@ impl<'a> Prices<'a> {
         Ok(priced)
     }
 
-    /// A group of these devices that was priced, whatever its shares.
-    pub(super) fn known_group(&self, devices: &[DeviceId]) -> Option<Priced> {
-        self.known_groups.find(|priced| *priced.group.devices == *devices)
+    /// What a group of these devices takes on each beside weights and caches, as it was priced, whatever its shares.
+    pub(super) fn known_buffers(&self, devices: &[DeviceId]) -> Option<Vec<u64>> {
+        let is_wanted = |priced: &Priced| *priced.group.devices == *devices;
+        self.known_groups.find(|priced| is_wanted(priced).then(|| priced.buffers.clone()))
     }
 
     /// Time of each node in the decode that placements are judged by when the device does everything, worked out once;
     /// `None` where it cannot.
     pub(super) fn decode_nanos(&self, device: DeviceId) -> Option<Arc<NodeNanos>> {
-        if let Some((_, nanos)) = self.known_decodes.find(|(of, _)| *of == device) {
+        let known = self.known_decodes.find(|(of, nanos)| (*of == device).then(|| nanos.clone()));
+        if let Some(nanos) = known {
             return nanos;
         }
         let nanos = decode_nanos(self.task, device).map(Arc::new);

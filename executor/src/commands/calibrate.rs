@@ -20,9 +20,7 @@ pub(super) fn run(arguments: CalibrateArguments) -> Result<()> {
     command_line::check_outputs(output, [])?;
     let mut machine = match &arguments.machine {
         Some(path) => {
-            let text = command_line::read_text(path, FileKind::Machine)?;
-            let machine =
-                Machine::from_ron(&text).with_context(|| format!("reading {}", path.display()))?;
+            let machine = command_line::read(path, FileKind::Machine, Machine::from_ron)?;
             machine.check().with_context(|| path.display().to_string())?;
             machine
         }

@@ -99,6 +99,12 @@ impl Window {
         self.harness.state_mut().compiler = path;
     }
 
+    /// A compiler that answers with this plan.
+    pub fn answer_with(&mut self, plan: &Path) {
+        let plan = plan.display();
+        self.compiler(&format!("while [ \"$1\" != -o ]; do shift; done\ncp {plan} \"$2\""));
+    }
+
     pub fn await_answer(&mut self) {
         /// A machine that is busy takes seconds to start a shell.
         const PATIENCE: Duration = Duration::from_secs(30);
