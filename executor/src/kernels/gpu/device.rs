@@ -227,6 +227,14 @@ impl Gpu {
     }
 }
 
+/// What a box has of a matrix (see [`Span::boxes()`]).
+#[derive(Clone, Copy, Debug)]
+pub(super) struct BoxLines {
+    pub(super) layers: usize,
+    /// Of each layer.
+    pub(super) lines: usize,
+}
+
 impl Span {
     /// Memory that CubeCL manages, with all that belongs to it. Its address is not looked up.
     pub(super) fn of(handle: Handle) -> Self {
@@ -271,28 +279,28 @@ impl Span {
         self.argument(self.bytes / LOAD_BYTES, LOAD_BYTES)
     }
 
-    /// As the device copies boxes of it: `lines` lines of `words` 4 bytes each lie one after the other, and a box has
-    /// 128 bytes of `box_lines` lines, in which 16 bytes change places by the line's number.
+    /// As the device copies boxes of it: layers of lines of `words` 4 bytes each lie one after the other. A box has 128
+    /// bytes of each of some lines of some layers, in which 16 bytes change places by the line's number.
     ///
     /// # Panics
     /// When it is shorter than that.
     pub(super) fn boxes(
         &self,
+        layers: usize,
         lines: usize,
         words: usize,
-        box_lines: usize,
+        of_box: BoxLines,
     ) -> TensorMapArg<Tiled> {
         assert!(
-            lines * words * 4 <= self.bytes,
-            "boxes of {lines} · {words} · 4 of {} bytes",
+            layers * lines * words * 4 <= self.bytes,
+            "boxes of {layers} · {lines} · {words} · 4 of {} bytes",
             self.bytes
         );
-        let shape = Shape::from([lines, words]);
-        // SAFETY: the span is as long as the lines are.
-        let tensor = unsafe {
-            TensorArg::from_raw_parts(self.handle.clone(), Strides::new(&[words, 1]), shape)
-        };
-        let tile_size = Shape::from([box_lines, LINE_BYTES / 4]);
+        let shape = Shape::from([layers, lines, words]);
+        let strides = Strides::new(&[lines * words, words, 1]);
+        // SAFETY: the span is as long as the layers are.
+        let tensor = unsafe { TensorArg::from_raw_parts(self.handle.clone(), strides, shape) };
+        let tile_size = Shape::from([of_box.layers, of_box.lines, LINE_BYTES / 4]);
         TensorMapArg::new(TiledArgs { tile_size }, tensor, u32::elem_type_native())
             .with_swizzle(TensorMapSwizzle::B128)
             .with_prefetch(TensorMapPrefetch::B256)

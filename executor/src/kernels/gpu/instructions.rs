@@ -125,6 +125,20 @@ pub(super) fn spread(word: u32, #[comptime] upper: u32, #[comptime] pair: usize)
     pair
 }
 
+/// A pair that has one of a pair's 16-bit elements twice, the lower or the upper: the instruction that takes it does so.
+#[cube]
+pub(super) fn twice(pair: u32, #[comptime] upper: usize) -> u32 {
+    let pair = held::<u32>(pair);
+    let half = comptime!(format!("half{upper}"));
+    let both: u32;
+    gpu_asm!(
+        "{{ .reg .b16 half<2>; mov.b32 {{half0, half1}}, {pair}; mov.b32 {both}, {{{half}, {half}}}; }}",
+        half = const half, pair = in(_) pair, both = out(_) both,
+        options(pure, nomem),
+    );
+    both
+}
+
 /// Four of the eight bytes of two words, lowest first: each as a hexadecimal digit of `order`.
 #[cube]
 pub(super) fn choose_bytes(first: u32, second: u32, #[comptime] order: u32) -> u32 {

@@ -18,9 +18,11 @@ use ir::tensor::Format;
 pub(super) use self::trail::Trail;
 use super::bf12::{VECTOR_LOADS, small_pair};
 use super::instructions::{
-    Packed, Sums, add_pairs, interleave, left, multiply, multiply_pairs, pack, right, spread,
+    Packed, Sums, add_pairs, interleave, left, multiply, multiply_pairs, pack, right, spread, twice,
 };
+use super::matrix::LOAD_BYTES;
 use super::panel::{Panel, SCALE_LOADS, Walk};
+use super::warpgroup::{LINE_BYTES, TURN_LINES};
 use super::words::Words;
 use crate::kernels::cpu::bf12::{STEP_COLUMNS, STEP_WORDS};
 use crate::kernels::cpu::pack::BLOCK_PAIR;
@@ -62,6 +64,20 @@ pub(super) fn portion_words(panel: Panel) -> usize {
         Format::Bf12 => STEP_WORDS,
         Format::F32 => unreachable!("f32 is not multiplied as 16-bit elements"),
     }
+}
+
+/// Loads side by side in a line of a box: those of a panel's rows.
+const SLOTS: usize = LINE_BYTES / LOAD_BYTES;
+
+/// Lines of a portion in a box, but for those of scales.
+fn portion_lines(panel: Panel) -> usize {
+    4 * portion_words(panel)
+}
+
+/// Where load `place` of a line lies in a box that begins at load `first`, with line `turn` of a turn.
+#[cube]
+fn of_line(first: usize, line: usize, place: usize, turn: usize) -> usize {
+    first + (line * SLOTS + (place ^ ((turn + line) % TURN_LINES)))
 }
 
 /// A lane's part of a portion.
@@ -208,15 +224,33 @@ impl Portion {
         }
     }
 
-    /// Becomes another portion.
-    pub(super) fn take(&mut self, other: &Portion, #[comptime] panel: Panel) {
+    /// Loads portion `part` of a step of 64 columns of a whole panel from the lines of a box in shared memory (see
+    /// [`super::warpgroup`]). `first` is the first load of the step, and `turn` the number of its line in a turn of
+    /// lines.
+    pub(super) fn load_lines(
+        &mut self,
+        staged: &[Words],
+        first: usize,
+        turn: usize,
+        slot: usize,
+        t: usize,
+        #[comptime] part: usize,
+        #[comptime] panel: Panel,
+    ) {
+        let is_block = comptime!(panel.blocks() > 0);
+        // Scales fill the first line of blocks.
+        let before = comptime!(usize::from(is_block) + part * portion_lines(panel));
+        let loads = comptime!(portion_words(panel));
         #[unroll]
-        for word in 0..comptime!(portion_words(panel)) {
-            self.words[word] = other.words[word];
+        for i in 0..loads {
+            self.words[i] = staged[of_line(first, before + loads * t + i, slot, turn)];
         }
-        #[unroll]
-        for block in 0..comptime!(panel.blocks()) {
-            self.scales[block] = other.scales[block];
+        if is_block {
+            #[unroll]
+            for block in 0..comptime!(panel.blocks()) {
+                let half = comptime!((part + block) * SLOTS / 2) + slot / 2;
+                self.scales[block] = staged[of_line(first, 0usize.runtime(), half, turn)];
+            }
         }
     }
 
@@ -294,7 +328,9 @@ impl Portion {
             let scales = self.scales(block, slot);
             #[unroll]
             for row in 0..4usize {
-                let scale = pack(scales[row], scales[row], true);
+                let of_pair = comptime!(row / 2 * 2);
+                let pair = pack(scales[of_pair], scales[comptime!(of_pair + 1)], true);
+                let scale = twice(pair, comptime!(row % 2));
                 #[unroll]
                 for i in 0..4usize {
                     let at = comptime!(i / 2 * 2 + row / 2);

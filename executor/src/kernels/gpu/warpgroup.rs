@@ -22,7 +22,7 @@ use cubecl::prelude::*;
 use cubecl_cpp::cuda::ptx::tensor_map_address;
 
 use super::device::Gpu;
-use super::instructions::Packed;
+use super::instructions::{PLANE, Packed};
 use super::registers::held;
 
 /// Rows of activations as right operands, in bf16: `[columns / 8][tokens][8]`.
@@ -46,7 +46,7 @@ const EIGHT_COLUMNS: u32 = 8;
 /// Bytes of a line of a box.
 pub(super) const LINE_BYTES: usize = 128;
 /// After so many lines the places of 16 bytes in them come again.
-const TURN_LINES: usize = 8;
+pub(super) const TURN_LINES: usize = 8;
 /// What boxes are aligned to in shared memory.
 pub(super) const BOX_ALIGNMENT: usize = TURN_LINES * LINE_BYTES;
 /// The upper half of what describes a left operand in a box: from eight rows to the next, in 16 bytes, and that the
@@ -170,6 +170,13 @@ pub(super) fn wait_for_products(#[comptime] newest: u32) {
     gpu_asm!("wgmma.wait_group.sync.aligned {newest};", newest = const newest);
 }
 
+/// Waits for this plane's group: no other planes of the cube.
+#[cube]
+pub(super) fn sync_group() {
+    // Barrier 0 is the cube's.
+    gpu_asm!("bar.sync 1, {units};", units = const comptime!(GROUP as u32 * PLANE));
+}
+
 /// Makes a barrier that counts `arrivals` arrivals. [`show_barriers()`] comes before anybody else uses it.
 #[cube]
 pub(super) fn make_barrier(barrier: u32, arrivals: u32) {
@@ -193,12 +200,13 @@ pub(super) fn arrive(barrier: u32) {
     gpu_asm!("mbarrier.arrive.shared::cta.b64 _, [{barrier}];", barrier = in(_) barrier);
 }
 
-/// Arrives at a barrier and announces bytes that are copied.
+/// Arrives at a barrier and announces bytes that are copied. One unit of a plane does, all of whose units come.
 #[cube]
 pub(super) fn announce(barrier: u32, bytes: u32) {
     let (barrier, bytes) = (held::<u32>(barrier), held::<u32>(bytes));
     gpu_asm!(
-        "mbarrier.arrive.expect_tx.shared::cta.b64 _, [{barrier}], {bytes};",
+        "{{ .reg .pred first; elect.sync _|first, 0xffffffff; ",
+        "@first mbarrier.arrive.expect_tx.shared::cta.b64 _, [{barrier}], {bytes}; }}",
         barrier = in(_) barrier, bytes = in(_) bytes,
     );
 }
@@ -215,36 +223,40 @@ pub(super) fn wait_for_turn(barrier: u32, is_odd: u32) {
 }
 
 /// Begins to copy `bytes` bytes, a multiple of 16 that has been announced at the barrier, from global memory, from the
-/// first of `from` on.
+/// first of `from` on. One unit of a plane does, all of whose units come, as with [`copy_box()`].
 #[cube]
 pub(super) fn copy_in_bulk(from: &[Packed], to: u32, bytes: u32, barrier: u32) {
     // SAFETY: the bytes that are announced at the barrier are there.
     let pointer = unsafe { from.as_ptr_unchecked() };
     let (to, bytes, barrier) = (held::<u32>(to), held::<u32>(bytes), held::<u32>(barrier));
     gpu_asm!(
-        "{{ .reg .u64 global; cvta.to.global.u64 global, {from}; ",
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{to}], [global], {bytes}, [{barrier}]; }}",
+        "{{ .reg .pred first; .reg .u64 global; elect.sync _|first, 0xffffffff; cvta.to.global.u64 global, {from}; ",
+        "@first cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes ",
+        "[{to}], [global], {bytes}, [{barrier}]; }}",
         from = in(_) pointer, to = in(_) to, bytes = in(_) bytes, barrier = in(_) barrier,
     );
 }
 
-/// Begins to copy a box, all of whose bytes have been announced at the barrier, from line `line` of a matrix and its
-/// 4 bytes number `word` on. What lies outside of the matrix becomes zeros.
+/// Begins to copy a box, all of whose bytes have been announced at the barrier, from 4 bytes number `word` of line `line`
+/// of layer `layer` of a matrix on. What lies outside of the matrix becomes zeros.
 #[cube]
 pub(super) fn copy_box(
     matrix: &TensorMap<u32, Tiled>,
     word: u32,
     line: u32,
+    layer: u32,
     to: u32,
     barrier: u32,
 ) {
     let map = tensor_map_address::<u32, Tiled>(matrix);
-    let (word, line) = (held::<u32>(word), held::<u32>(line));
+    let (word, line, layer) = (held::<u32>(word), held::<u32>(line), held::<u32>(layer));
     let (to, barrier) = (held::<u32>(to), held::<u32>(barrier));
     gpu_asm!(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes ",
-        "[{to}], [{map}, {{{word}, {line}}}], [{barrier}];",
-        map = in(_) map, word = in(_) word, line = in(_) line, to = in(_) to, barrier = in(_) barrier,
+        "{{ .reg .pred first; elect.sync _|first, 0xffffffff; ",
+        "@first cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes ",
+        "[{to}], [{map}, {{{word}, {line}, {layer}}}], [{barrier}]; }}",
+        map = in(_) map, word = in(_) word, line = in(_) line, layer = in(_) layer,
+        to = in(_) to, barrier = in(_) barrier,
     );
 }
 
@@ -284,13 +296,13 @@ pub(super) fn sync_cluster() {
 
 /// The number at that place of the shared memory of a cube of the cluster, which is laid out as this one's.
 #[cube]
-pub(super) fn load_of_cube(values: &[f32], rank: u32) -> f32 {
-    let address = shared_address::<f32>(values);
+pub(super) fn load_of_cube(values: &[u32], rank: u32) -> u32 {
+    let address = shared_address::<u32>(values);
     let (address, rank) = (held::<u32>(address), held::<u32>(rank));
-    let value: f32;
+    let value: u32;
     gpu_asm!(
         "{{ .reg .u32 there; mapa.shared::cluster.u32 there, {address}, {rank}; ",
-        "ld.shared::cluster.f32 {value}, [there]; }}",
+        "ld.shared::cluster.u32 {value}, [there]; }}",
         address = in(_) address, rank = in(_) rank, value = out(_) value,
     );
     value

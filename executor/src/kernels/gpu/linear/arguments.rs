@@ -1,7 +1,7 @@
 //! A linear as arguments of its kernels.
 
 use anyhow::{Result, bail, ensure};
-use cubecl::prelude::{Sequence, SequenceArg, Size, TensorMap, Tiled};
+use cubecl::prelude::{Sequence, SequenceArg, Size, TensorMap, TensorMapArg, Tiled};
 use ir::op::Then;
 use ir::tensor::DType;
 
@@ -10,7 +10,7 @@ use super::total::{Output, OutputLaunch, Shape};
 use super::{FLOAT_TOKENS, Linear, MAX_FUSED_TOKENS, matrix, takes_many_floats};
 use crate::kernels::gpu::device::Span;
 use crate::kernels::gpu::given::given;
-use crate::kernels::gpu::matrix::{Layout, Matrix};
+use crate::kernels::gpu::matrix::Matrix;
 use crate::kernels::gpu::peers::Group;
 use crate::kernels::gpu::words::{Words, read_size};
 
@@ -118,13 +118,13 @@ impl<'a> Linear<'a> {
         self.parts().map(|(matrices, _)| matrices.iter().map(loads).collect()).collect()
     }
 
-    /// The matrices as the device copies boxes of `box_rows` rows of them; none where they do not lie row after row.
-    pub(super) fn boxes(&self, box_rows: usize) -> SequenceArg<Sequence<TensorMap<u32, Tiled>>> {
-        let rows_of = |matrix: &&&Matrix| matrix.layout() == Layout::RowMajor;
-        let boxes =
-            |matrix: &&Matrix| matrix.data().boxes(matrix.rows(), matrix.columns() / 2, box_rows);
+    /// The matrices as the device copies boxes of them.
+    pub(super) fn boxes(
+        &self,
+        of: impl Fn(&Matrix) -> TensorMapArg<Tiled>,
+    ) -> SequenceArg<Sequence<TensorMap<u32, Tiled>>> {
         self.parts()
-            .map(|(matrices, _)| matrices.iter().filter(rows_of).map(boxes).collect())
+            .map(|(matrices, _)| matrices.iter().map(|&matrix| of(matrix)).collect())
             .collect()
     }
 

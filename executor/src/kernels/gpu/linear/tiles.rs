@@ -379,16 +379,7 @@ fn put(
         for column in 0..2usize {
             let rows = four_rows(upper, lower, column);
             let token = comptime!(group * OPERAND_TOKENS + column) + 2 * (place.lane % 4);
-            #[unroll]
-            for matrix in 0..share.matrices {
-                if comptime!(share.matrices == 1) {
-                    totals.put_token(place.team, slot, matrix, token, &rows, shape);
-                } else {
-                    if place.matrix == matrix {
-                        totals.put_token(place.team, slot, matrix, token, &rows, shape);
-                    }
-                }
-            }
+            totals.put_token(place.team, slot, place.matrix, token, &rows, shape);
         }
     }
 }

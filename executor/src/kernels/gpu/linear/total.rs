@@ -60,8 +60,8 @@ fn remainder(index: usize, rows: usize) -> usize {
 /// A cube's sums in shared memory. Groups of units hold sums of the same rows, which are to be added.
 #[derive(CubeType)]
 pub(in crate::kernels::gpu) struct Totals {
-    /// `[matrix][token][group][row]`.
-    pub(in crate::kernels::gpu) sums: Shared<[f32]>,
+    /// `[matrix][token][group][row]`: the bits of floats, so that their place can be that of what was copied before.
+    pub(in crate::kernels::gpu) sums: Shared<[u32]>,
     /// `[token][group][copy]`; every copy of a group is the same.
     pub(in crate::kernels::gpu) squares: Shared<[f32]>,
     /// The number of the run, where the output is summed up with others: read early, it is there at the end.
@@ -122,6 +122,11 @@ impl Shape {
         self.sum_cells() + self.padding
     }
 
+    /// Sums of a cube.
+    pub(in crate::kernels::gpu) fn cells(self) -> usize {
+        self.matrices * self.tokens * self.stride()
+    }
+
     fn square_cells(self) -> usize {
         self.groups * self.slots
     }
@@ -131,14 +136,18 @@ impl Shape {
 impl Totals {
     /// Room for a cube's sums of an output, or of several that are summed up with no others.
     pub(in crate::kernels::gpu) fn new(output: &Output, #[comptime] shape: Shape) -> Totals {
-        let cells = comptime!(shape.matrices * shape.tokens * shape.stride());
+        Totals::at(Shared::new_slice(comptime!(shape.cells())), output, shape)
+    }
+
+    /// The same, in that memory.
+    pub(in crate::kernels::gpu) fn at(
+        sums: Shared<[u32]>,
+        output: &Output,
+        #[comptime] shape: Shape,
+    ) -> Totals {
         let square_cells =
             comptime!(if shape.is_normed { shape.tokens * shape.square_cells() } else { 1 });
-        Totals {
-            sums: Shared::new_slice(cells),
-            squares: Shared::new_slice(square_cells),
-            turn: output.turn(),
-        }
+        Totals { sums, squares: Shared::new_slice(square_cells), turn: output.turn() }
     }
 
     /// Puts a unit's sums of one matrix, `[token][row]` from `sums[first]` on, as one of the `slots` units of its
@@ -159,7 +168,7 @@ impl Totals {
             for row in 0..shape.rows {
                 let value = comptime!(matrix * shape.tokens + token);
                 let at = comptime!(value * shape.stride()) + cell * shape.rows + row;
-                self.sums[at] = sums[comptime!(first + token * shape.rows + row)];
+                self.sums[at] = u32::reinterpret(sums[comptime!(first + token * shape.rows + row)]);
             }
         }
     }
@@ -185,15 +194,16 @@ impl Totals {
         &mut self,
         group: usize,
         slot: usize,
-        #[comptime] matrix: usize,
+        matrix: usize,
         token: usize,
         sums: &Array<f32>,
         #[comptime] shape: Shape,
     ) {
-        let first = (comptime!(matrix * shape.tokens) + token) * comptime!(shape.stride());
+        let first = (matrix * shape.tokens + token) * comptime!(shape.stride());
         #[unroll]
         for row in 0..shape.rows {
-            self.sums[first + (group * shape.slots + slot) * shape.rows + row] = sums[row];
+            let at = first + (group * shape.slots + slot) * shape.rows + row;
+            self.sums[at] = u32::reinterpret(sums[row]);
         }
     }
 
@@ -207,7 +217,7 @@ impl Totals {
         #[comptime] shape: Shape,
     ) {
         let first = (comptime!(matrix * shape.tokens) + token) * comptime!(shape.stride());
-        self.sums[first + row] = sum;
+        self.sums[first + row] = u32::reinterpret(sum);
     }
 
     /// Puts a group's sum of squares for one token, as that of a slot.
@@ -357,7 +367,7 @@ impl Totals {
         let mut sum = f32::new(0.0);
         if comptime!(shape.cubes == 1 && shape.at_once == 1) {
             for cell in range_stepped(row, comptime!(shape.sum_cells()), rows) {
-                sum += self.sums[first + cell];
+                sum += f32::reinterpret(self.sums[first + cell]);
             }
         } else {
             // Loads of other cubes take long: all at once.
@@ -366,9 +376,9 @@ impl Totals {
                 let (rank, group) = comptime!((group / shape.groups, group % shape.groups));
                 let at = first + row + comptime!(group * shape.slots * shape.rows);
                 if comptime!(shape.cubes == 1) {
-                    sum += self.sums[at];
+                    sum += f32::reinterpret(self.sums[at]);
                 } else {
-                    sum += load_of_cube(&self.sums[at..at + 1], rank as u32);
+                    sum += f32::reinterpret(load_of_cube(&self.sums[at..at + 1], rank as u32));
                 }
             }
         }

@@ -3,11 +3,10 @@
 //!
 //! - A cube is a group of four planes, each of which takes 32 rows of one matrix. All take the same columns, step after
 //!   step. A fifth plane lets the device copy whole steps to shared memory, some ahead: columns of the activations, which
-//!   lie as right operands do, and panels of the weights as they lie.
+//!   lie as right operands do, and boxes of the weights, whose lines are those of panels or of rows. (Where panels lie
+//!   as they do in memory, a quarter of a plane reads from a quarter of the banks.)
 //! - Weights that lie row after row are left operands where they are copied to: see [`rows`].
-//! - While the group of a cube waits for products, that of the other cube of the processor decodes weights. A plane
-//!   also decodes the second block of a step while the products of the first are under way, and loads blocks of the next
-//!   while it multiplies: it waits for the next step before it gives its own stage back, so there are two at least.
+//! - A plane decodes a block while the products of the one before are under way, and loads the next meanwhile.
 //! - Where rows are too few for all processors, cubes of a cluster share out the columns. Each writes some of the
 //!   outputs, from sums in the shared memory of all, always in the same order.
 
@@ -23,9 +22,9 @@ use self::copies::{Panels, copy_steps};
 use self::rows::{multiply_rows, put_rows};
 use super::share::TileShare;
 use super::{Place, put, scale_sums};
-use crate::kernels::cpu::pack::{PANEL, packed_bytes};
+use crate::kernels::cpu::pack::{PANEL, VECTOR, packed_bytes};
 use crate::kernels::gpu::bf12::{ENLARGED, VECTOR_LOADS};
-use crate::kernels::gpu::device::Gpu;
+use crate::kernels::gpu::device::{BoxLines, Gpu};
 use crate::kernels::gpu::instructions::{Packed, Sums};
 use crate::kernels::gpu::linear::Linear;
 use crate::kernels::gpu::linear::matrix::{LANE_ROWS, LANE_SLOTS, lane_walk};
@@ -33,25 +32,30 @@ use crate::kernels::gpu::linear::rights::PLANE;
 use crate::kernels::gpu::linear::total::{Output, Shape, Totals, finish_outputs};
 use crate::kernels::gpu::matrix::{LOAD_BYTES, Layout, Matrix};
 use crate::kernels::gpu::panel::{Panel, Walk};
-use crate::kernels::gpu::portion::{BLOCK, Portion, portion_blocks};
+use crate::kernels::gpu::portion::{BLOCK, Portion};
 use crate::kernels::gpu::staged::{STEP, VECTORS};
 use crate::kernels::gpu::warpgroup::{
-    BOX_ALIGNMENT, GROUP, RightOperands, arrive, clear_sums, declare_sums, lane_sums, make_barrier,
-    multiply_group, read_sum, right_operand, shared_address, show_barriers, sync_cluster,
-    wait_for_products, wait_for_turn,
+    BOX_ALIGNMENT, GROUP, LINE_BYTES, RightOperands, TURN_LINES, arrive, clear_sums, declare_sums,
+    lane_sums, make_barrier, multiply_group, read_sum, right_operand, shared_address,
+    show_barriers, sync_cluster, sync_group, wait_for_products, wait_for_turn,
 };
 use crate::kernels::gpu::words::Words;
 
 /// Rows of 16-byte vectors of a right operand in a block: eight columns each.
 const EIGHTS: usize = BLOCK / 8;
+/// Left operands of a block: two pairs of rows, each of two times 16 columns.
+const BLOCK_OPERANDS: usize = 4;
 /// Bytes of a processor's shared memory that a cube takes beside what it asks for.
 const RESERVED_BYTES: usize = 1 << 10;
-/// Steps that have a place in shared memory: three of 64 tokens fit beside the sums on every Hopper GPU.
+/// Steps that have a place in shared memory: one that is multiplied, the next, which is loaded ahead, and one on its way.
+/// Five of 64 tokens in 12 bits fit.
 const LEAST_STAGES: usize = 3;
 const MOST_STAGES: usize = 8;
-/// Bytes of weights that stages have a place for, where they are more than the fewest. (With twice as many on their way,
-/// an H200 reads 12 bits 6 % and rows 2 % more slowly; with half as many, 4 bits 14 to 18 %.)
-const STAGED_BYTES: usize = 36 << 10;
+/// Bytes of weights that stages have a place for, where they are more than the fewest. (With 36 KiB an H200 reads 12 bits
+/// 7 to 8 % more slowly, with 64 up to 3 %; with 20 KiB 8 bits 17 to 23 %.)
+const STAGED_BYTES: usize = 48 << 10;
+/// Bytes of shared memory of a cube beside its stages: two barriers for each, a sum of squares, and what lies between.
+const BESIDE_BYTES: usize = MOST_STAGES * 2 * size_of::<u64>() + size_of::<f32>() + 2 * ALIGNMENT;
 /// The most cubes of a cluster: more not every GPU has places for.
 const MOST_CUBES: usize = 8;
 /// Cubes that a processor has places for.
@@ -62,9 +66,8 @@ const PLACES_OF_CLUSTERS: f64 = 0.85;
 /// The fewest steps of a cube.
 const LEAST_STEPS: usize = 4;
 /// Numbers between the sums of tokens: a lane's lie two tokens apart from those of its neighbours, and it puts four rows
-/// or, of weights that lie row after row, one.
-const SUM_PADDING: usize = 1;
-const ROW_SUM_PADDING: usize = 4;
+/// at once or, of weights that lie row after row, one.
+const SUM_PADDING: usize = 4;
 /// The most outputs that a unit finishes at a time.
 const MOST_AT_ONCE: usize = 7;
 /// Rows of a box: those of a group's left operand.
@@ -77,6 +80,8 @@ const ALIGNMENT: usize = BOX_ALIGNMENT;
 pub(in crate::kernels::gpu::linear) struct GroupShare {
     /// Its teams are the cubes of a cluster.
     tile: TileShare,
+    /// Whether the weights are copied as boxes, as rows are and whole panels. Others are copied as they lie.
+    has_lines: bool,
     /// Steps that have a place in shared memory.
     stages: usize,
 }
@@ -105,20 +110,6 @@ impl GroupShare {
         }
     }
 
-    /// Whether planes load a portion while they multiply the one before: of 12 and 16 bits, whose portions fill more
-    /// registers, they would gain less than they lose.
-    fn loads_ahead(self) -> bool {
-        self.tile.panel.blocks() > 0
-    }
-
-    /// Numbers between the sums of tokens.
-    fn sum_padding(self) -> usize {
-        match self.tile.layout {
-            Layout::Panels => SUM_PADDING,
-            Layout::RowMajor => ROW_SUM_PADDING,
-        }
-    }
-
     /// Steps of the columns.
     fn steps(self) -> usize {
         self.tile.panel.columns / STEP
@@ -129,12 +120,40 @@ impl GroupShare {
         2 * lane_sums(self.tile.tokens)
     }
 
-    /// Bytes of shared memory of a cube beside its stages: sums, with one of squares, two barriers for each stage, and
-    /// what lies between.
-    fn beside_bytes(self) -> usize {
-        let sums = (GROUP * PANEL + self.tile.matrices * self.sum_padding()) * self.tile.tokens + 1;
-        sums * size_of::<f32>() + MOST_STAGES * 2 * size_of::<u64>() + 2 * ALIGNMENT
+    /// Words of shared memory that stages have, and sums afterwards.
+    fn words(self, shape: Shape) -> usize {
+        (self.stages * self.stage() * LOAD_BYTES / size_of::<u32>()).max(shape.cells())
     }
+}
+
+/// A matrix as boxes of a step of `bands` panels, or of as many rows.
+fn boxes(matrix: &Matrix, bands: usize) -> TensorMapArg<Tiled> {
+    let panel = matrix.panel();
+    match matrix.layout() {
+        Layout::Panels => {
+            let of_box = BoxLines { layers: bands, lines: step_lines(panel) };
+            // A line where none is whole: nobody copies it.
+            let (panels, lines) = match matrix.rows().next_multiple_of(VECTOR) / PANEL {
+                0 => (1, 1),
+                panels => (panels, panel_lines(panel)),
+            };
+            matrix.data().boxes(panels, lines, LINE_BYTES / 4, of_box)
+        }
+        Layout::RowMajor => {
+            let of_box = BoxLines { layers: 1, lines: bands * PANEL };
+            matrix.data().boxes(1, matrix.rows(), matrix.columns() / 2, of_box)
+        }
+    }
+}
+
+/// Lines of a whole panel.
+fn panel_lines(panel: Panel) -> usize {
+    panel.stride() * LOAD_BYTES / LINE_BYTES
+}
+
+/// Lines of a step of a whole panel.
+fn step_lines(panel: Panel) -> usize {
+    2 * step_loads(panel) * LOAD_BYTES / LINE_BYTES
 }
 
 /// Loads of a step of 16 rows, of the two times 16 of a panel.
@@ -175,7 +194,7 @@ impl Gpu {
         let units = (GROUP + 1) * PLANE * tile.teams;
         let of_unit = (tile.bands * PANEL * tile.tokens).div_ceil(units);
         let at_once = of_unit.min(MOST_AT_ONCE);
-        let shape = Shape { cubes: tile.teams, at_once, padding: share.sum_padding(), ..shape };
+        let shape = Shape { cubes: tile.teams, at_once, padding: SUM_PADDING, ..shape };
         let vectors = tile.tokens * tile.panel.columns * 2 / LOAD_BYTES;
         // SAFETY: the spans are as long as the shapes say, and the kernel stays within those.
         unsafe {
@@ -185,7 +204,7 @@ impl Gpu {
                 CubeDim::new_2d(PLANE as u32, GROUP as u32 + 1),
                 linear.x.argument(vectors, LOAD_BYTES),
                 linear.weights(),
-                linear.boxes(BOX_ROWS),
+                linear.boxes(|matrix| boxes(matrix, tile.bands)),
                 linear.outputs(),
                 linear.then,
                 shape,
@@ -204,9 +223,14 @@ impl Gpu {
         let tile = TileShare { panel, layout, matrices, bands, teams, tokens };
         let all_bytes = self.client.properties().hardware.max_shared_memory_size + RESERVED_BYTES;
         let most_bytes = all_bytes / PLACES as usize - RESERVED_BYTES;
-        let share = GroupShare { tile, stages: MOST_STAGES };
-        let room = most_bytes.saturating_sub(share.beside_bytes()) / LOAD_BYTES;
-        let wanted = STAGED_BYTES / (share.weight_loads() * LOAD_BYTES);
+        let is_whole = |matrix: &&Matrix| {
+            layout == Layout::RowMajor
+                || matrix.rows().next_multiple_of(VECTOR).is_multiple_of(PANEL)
+        };
+        let has_lines = linear.matrices.iter().all(is_whole);
+        let share = GroupShare { tile, has_lines, stages: MOST_STAGES };
+        let room = most_bytes.saturating_sub(BESIDE_BYTES) / LOAD_BYTES;
+        let wanted = STAGED_BYTES.div_ceil(share.weight_loads() * LOAD_BYTES);
         let stages = wanted.min(room / share.stage()).clamp(LEAST_STAGES, MOST_STAGES);
         GroupShare { stages, ..share }
     }
@@ -249,14 +273,12 @@ fn multiply_groups(
     let plane = plane_broadcast(UNIT_POS_Y, 0u32) as usize;
     let tile_share = comptime!(share.tile);
     let tile = comptime!(tile_share.bands * PANEL);
-    let mut totals = Totals::new(&outputs[0], shape);
-    let staged = Shared::<[Words]>::new_aligned_slice(
-        comptime!(share.stages * share.stage()),
-        comptime!(ALIGNMENT),
-    );
+    let memory = Shared::<[u32]>::new_aligned_slice(comptime!(share.words(shape)), ALIGNMENT);
+    let staged = memory.as_vectorized().with_vector_size::<Const<4>>();
+    let mut totals = Totals::at(memory.clone(), &outputs[0], shape);
     let barriers = Shared::<[u64]>::new_slice(comptime!(share.stages * 2));
     let ring = Ring {
-        vectors: shared_address::<Words>(&staged[0..1]),
+        vectors: shared_address::<u32>(&memory[0..1]),
         barriers: shared_address::<u64>(&barriers[0..1]),
     };
     if plane == GROUP && lane < comptime!(share.stages * 2) {
@@ -272,7 +294,7 @@ fn multiply_groups(
         let rows = outputs.index(output).rows;
         let cubes = rows.div_ceil(tile);
         if cube >= first_cube && cube < first_cube + cubes {
-            let band = plane / tile_share.matrices;
+            let band = plane % tile_share.bands;
             // Bands beyond the last row are computed as the last one and not written.
             let first_panel = (cube - first_cube) * tile_share.bands;
             let last_panel = rows.div_ceil(PANEL) - 1;
@@ -282,7 +304,7 @@ fn multiply_groups(
                 row: number * PANEL + lane / 4 * LANE_ROWS,
                 walk: lane_walk(number, rows, lane, tile_share.panel),
                 lane,
-                matrix: plane % tile_share.matrices,
+                matrix: plane / tile_share.bands,
                 team: 0usize.runtime(),
                 member: plane * PLANE + lane,
                 first_token: 0usize.runtime(),
@@ -290,9 +312,11 @@ fn multiply_groups(
             };
             if plane < GROUP {
                 match comptime!(tile_share.layout) {
-                    Layout::Panels => multiply_band(&staged, ring, plane, place, share),
+                    Layout::Panels => multiply_band(staged, ring, plane, place, share),
                     Layout::RowMajor => multiply_rows(ring, lane, share),
                 }
+                // All have read what lies where the sums come to lie.
+                sync_group();
                 let mut sums = Array::<Sums>::new(comptime!(tile_share.groups() * 2));
                 take_sums(&mut sums, share);
                 if comptime!(matches!(tile_share.panel.format, Format::Bf12)) {
@@ -305,7 +329,7 @@ fn multiply_groups(
                     }
                     Layout::RowMajor => put_rows(&mut totals, &sums, plane, lane, shape, share),
                 }
-            } else if lane == 0 {
+            } else {
                 let panels = Panels { rows, first: first_panel, last: last_panel };
                 copy_steps(input, &weights[output], &boxes[output], ring, panels, share);
             }
@@ -328,93 +352,107 @@ fn multiply_groups(
 }
 
 /// Makes the products of a plane: of its first pairs of rows for all tokens, then of the others.
+///
+/// Operands of a block are decoded while the products of the one before are under way: what is loaded lies a block
+/// ahead of what is decoded, that one a block ahead of what is multiplied.
 #[cube]
 fn multiply_band(
-    staged: &Shared<[Words]>,
+    staged: &[Words],
     ring: Ring,
     plane: usize,
     place: Place,
     #[comptime] share: GroupShare,
 ) {
     let tile = comptime!(share.tile);
-    let panel = comptime!(tile.panel);
     clear_sums(comptime!(share.sums()));
-    // The vector of this plane's panel in the first stage, as if a whole panel lay there.
+    // The vector of this plane's panel in the first stage.
     let own = plane * comptime!(share.panel_loads()) + comptime!(share.x_vectors());
-    let own = own - comptime!(loads_before(panel)) * place.walk.vectors;
     let operand = right_operand(ring.vectors, tile.tokens);
-    let blocks = comptime!(portion_blocks(panel));
-    let mut portion = Portion::new(panel);
-    let mut next = Portion::new(panel);
+    let is_split = comptime!(tile.portions() > 1);
+    let mut portion = Portion::new(tile.panel);
+    let mut first = Array::<Packed>::new(BLOCK_OPERANDS);
+    let mut second = Array::<Packed>::new(BLOCK_OPERANDS);
     let mut stage = 0usize.runtime();
     let mut turn = 0u32.runtime();
     let mut step = CUBE_POS_Z as usize;
-    if comptime!(share.loads_ahead()) {
-        wait_for_turn(ring.barriers, turn);
-        load_staged(&mut portion, staged, own, place, 0usize, share);
+    wait_for_turn(ring.barriers, turn);
+    load_staged(&mut portion, staged, own, plane, place, 0usize, share);
+    decode(&portion, &mut first, 0usize, place, share);
+    if is_split {
+        load_staged(&mut portion, staged, own, plane, place, 1usize, share);
     }
+    let mut read_stage = 0usize.runtime();
     while step < comptime!(share.steps()) {
-        let next_step = step + tile.teams;
-        let barrier = ring.barriers + stage as u32 * 16;
-        let at = stage * comptime!(share.stage());
-        if comptime!(!share.loads_ahead()) {
-            wait_for_turn(barrier, turn);
-        }
-        let is_last = stage + 1 == share.stages;
-        let following = select(is_last, 0usize, stage + 1);
-        let following_turn = select(is_last, 1u32 - turn, turn);
-        #[unroll]
-        for part in 0..comptime!(tile.portions()) {
-            if comptime!(!share.loads_ahead()) {
-                load_staged(&mut portion, staged, own + at, place, part, share);
-            } else if comptime!(part + 1 < tile.portions()) {
-                load_staged(&mut next, staged, own + at, place, comptime!(part + 1), share);
-            } else {
-                // Behind the last step is that one again: nobody reads it.
-                let is_over = next_step >= comptime!(share.steps());
-                let from = select(is_over, stage, following);
-                let turn = select(is_over, turn, following_turn);
-                wait_for_turn(ring.barriers + from as u32 * 16, turn);
-                let from = from * comptime!(share.stage());
-                load_staged(&mut next, staged, own + from, place, 0usize, share);
-            }
-            #[unroll]
-            for block in 0..blocks {
-                let lefts = portion.scaled_codes(block, place.walk.slot, panel);
-                let first = comptime!(((part * blocks + block) * EIGHTS * tile.tokens) as u32);
-                multiply_group(&lefts, operand + at as u32 + first, tile.tokens);
-                // The next block's operands take the registers of the one before.
-                wait_for_products(1u32);
-            }
-            if comptime!(share.loads_ahead()) {
-                portion.take(&next, panel);
-            }
-        }
-        // Where some are under way while a loop goes round, the compiler lets each wait for the one before.
-        wait_for_products(0u32);
+        let right = operand + (stage * comptime!(share.stage())) as u32;
+        multiply_group(&first, right, tile.tokens);
+        // Operands take the registers of those two blocks before.
+        wait_for_products(1u32);
         sync_plane();
-        // As far as this plane is concerned, the stage can be filled again.
-        if place.lane == 0 {
-            arrive(barrier + 8);
+        // As far as this plane is concerned, the stage of the step before can be filled again.
+        if place.lane == 0 && step >= tile.teams {
+            arrive(ring.barriers + read_stage as u32 * 16 + 8);
         }
-        stage = following;
-        turn = following_turn;
+        // Behind the last step is that one again: nobody reads it.
+        let next_step = step + tile.teams;
+        let is_over = next_step >= comptime!(share.steps());
+        let is_last = stage + 1 == share.stages;
+        read_stage = stage;
+        turn = select(is_last && !is_over, 1u32 - turn, turn);
+        stage = select(is_over, stage, select(is_last, 0usize, stage + 1));
+        wait_for_turn(ring.barriers + stage as u32 * 16, turn);
+        let from = own + stage * comptime!(share.stage());
+        decode(&portion, &mut second, comptime!(1 - is_split as usize), place, share);
+        load_staged(&mut portion, staged, from, plane, place, 0usize, share);
+        multiply_group(&second, right + comptime!((EIGHTS * tile.tokens) as u32), tile.tokens);
+        wait_for_products(1u32);
+        decode(&portion, &mut first, 0usize, place, share);
+        if is_split {
+            load_staged(&mut portion, staged, from, plane, place, 1usize, share);
+        }
         step = next_step;
+    }
+    wait_for_products(0u32);
+}
+
+/// Makes a block of a portion operands.
+#[cube]
+fn decode(
+    portion: &Portion,
+    operands: &mut Array<Packed>,
+    #[comptime] block: usize,
+    place: Place,
+    #[comptime] share: GroupShare,
+) {
+    let decoded = portion.scaled_codes(block, place.walk.slot, share.tile.panel);
+    #[unroll]
+    for i in 0..BLOCK_OPERANDS {
+        operands[i] = decoded[i];
     }
 }
 
-/// Loads a portion of a step from shared memory. At `own` begins the plane's panel, as if a whole one lay there.
+/// Loads a portion of a step from shared memory, where the plane's panel begins at `own`.
 #[cube]
 fn load_staged(
     portion: &mut Portion,
-    staged: &Shared<[Words]>,
+    staged: &[Words],
     own: usize,
+    plane: usize,
     place: Place,
     #[comptime] part: usize,
     #[comptime] share: GroupShare,
 ) {
-    let walk = Walk { start: own, vectors: place.walk.vectors, slot: place.walk.slot };
-    portion.load(staged, walk, place.lane % 4, part.runtime(), share.tile.panel);
+    let panel = comptime!(share.tile.panel);
+    let (slot, t) = (place.walk.slot, place.lane % 4);
+    if comptime!(share.has_lines) {
+        // Stages are whole turns of lines.
+        let turn = plane * comptime!(step_lines(panel)) % TURN_LINES;
+        portion.load_lines(staged, own, turn, slot, t, part, panel);
+    } else {
+        // As if a whole panel lay there.
+        let start = own - comptime!(loads_before(panel)) * place.walk.vectors;
+        let walk = Walk { start, vectors: place.walk.vectors, slot };
+        portion.load(staged, walk, t, part.runtime(), panel);
+    }
 }
 
 /// Takes a lane's sums from where instructions left them.

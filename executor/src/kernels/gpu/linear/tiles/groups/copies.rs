@@ -1,8 +1,8 @@
-//! The unit of a cube that lets steps be copied to shared memory, each when there is room for it.
+//! The plane of a cube that lets steps be copied to shared memory, each when there is room for it.
 
 use cubecl::prelude::*;
 
-use super::{BOX_ROWS, GroupShare, Ring, loads_before, step_loads};
+use super::{GroupShare, Ring, loads_before, panel_lines, step_lines, step_loads};
 use crate::kernels::cpu::pack::PANEL;
 use crate::kernels::gpu::instructions::Packed;
 use crate::kernels::gpu::matrix::{LOAD_BYTES, Layout};
@@ -63,9 +63,16 @@ fn copy_step(
 ) {
     let barrier = ring.barriers + stage as u32 * 16;
     let to = ring.vectors + (stage * comptime!(share.stage() * LOAD_BYTES)) as u32;
-    match comptime!(share.tile.layout) {
-        Layout::Panels => copy_panels(input, weights, barrier, to, panels, step, share),
-        Layout::RowMajor => copy_rows(input, boxes, barrier, to, panels, step, share),
+    if comptime!(!share.has_lines) {
+        copy_panels(input, weights, barrier, to, panels, step, share);
+    } else {
+        let bytes = comptime!((share.weight_loads() * LOAD_BYTES) as u32).runtime();
+        copy_activations(input, barrier, to, step, bytes, share);
+        let to = to + comptime!((share.x_vectors() * LOAD_BYTES) as u32);
+        match comptime!(share.tile.layout) {
+            Layout::Panels => copy_lines(boxes, barrier, to, panels, step, share),
+            Layout::RowMajor => copy_rows(boxes, barrier, to, panels, step, share),
+        }
     }
 }
 
@@ -85,7 +92,29 @@ fn copy_activations(
     copy_in_bulk(&input[first..first + 1], to, bytes, barrier);
 }
 
-/// Lets a step be copied from panels.
+/// Lets the weights of a step be copied from whole panels: a box of each matrix. Of panels behind the last, zeros are
+/// copied.
+#[cube]
+fn copy_lines(
+    boxes: &Sequence<TensorMap<u32, Tiled>>,
+    barrier: u32,
+    to: u32,
+    panels: Panels,
+    step: usize,
+    #[comptime] share: GroupShare,
+) {
+    let tile = comptime!(share.tile);
+    let lines = comptime!(step_lines(tile.panel));
+    let before = comptime!(panel_lines(tile.panel) - share.steps() * lines);
+    #[unroll]
+    for matrix in 0..tile.matrices {
+        let to = to + comptime!((matrix * tile.bands * lines * LINE_BYTES) as u32);
+        let line = before + step * lines;
+        copy_box(&boxes[matrix], 0u32.runtime(), line as u32, panels.first as u32, to, barrier);
+    }
+}
+
+/// Lets a step be copied from panels as they lie.
 #[cube]
 fn copy_panels(
     input: &[Packed],
@@ -109,7 +138,7 @@ fn copy_panels(
     let x_bytes = comptime!(share.x_vectors() * LOAD_BYTES);
     #[unroll]
     for member in 0..GROUP {
-        let (matrix, band) = comptime!((member % tile.matrices, member / tile.matrices));
+        let (matrix, band) = comptime!((member / tile.bands, member % tile.bands));
         let number = (panels.first + band).min(panels.last);
         let vectors = panel_vectors(panels.rows, number);
         let before = comptime!(loads_before(tile.panel));
@@ -120,11 +149,9 @@ fn copy_panels(
     }
 }
 
-/// Lets a step be copied from rows: two boxes, of the matrices of an output or of one that is alone. Of rows behind the
-/// last, zeros are copied.
+/// Lets the weights of a step be copied from rows: a box of each matrix. Of rows behind the last, zeros are copied.
 #[cube]
 fn copy_rows(
-    input: &[Packed],
     boxes: &Sequence<TensorMap<u32, Tiled>>,
     barrier: u32,
     to: u32,
@@ -132,15 +159,12 @@ fn copy_rows(
     step: usize,
     #[comptime] share: GroupShare,
 ) {
-    let matrices = comptime!(share.tile.matrices);
-    let bytes = comptime!((share.weight_loads() * LOAD_BYTES) as u32).runtime();
-    copy_activations(input, barrier, to, step, bytes, share);
+    let tile = comptime!(share.tile);
     let word = step * comptime!(LINE_BYTES / 4);
     #[unroll]
-    for half in 0..2usize {
-        let (matrix, of_matrix) = comptime!((half % matrices, half / matrices));
-        let row = panels.first * PANEL + comptime!(of_matrix * BOX_ROWS);
-        let before = comptime!(share.x_vectors() * LOAD_BYTES + half * BOX_ROWS * LINE_BYTES);
-        copy_box(&boxes[matrix], word as u32, row as u32, to + before as u32, barrier);
+    for matrix in 0..tile.matrices {
+        let to = to + comptime!((matrix * tile.bands * PANEL * LINE_BYTES) as u32);
+        let row = panels.first * PANEL;
+        copy_box(&boxes[matrix], word as u32, row as u32, 0u32.runtime(), to, barrier);
     }
 }
