@@ -10,6 +10,7 @@
 mod arguments;
 mod bytes;
 mod digits;
+mod fours;
 pub(super) mod input;
 mod matrix;
 pub(super) mod panels;

@@ -9,20 +9,20 @@
 //! - Blocks become operands multiplied with their scales in bf16, or as *codes*: whole numbers, exact, whose scales are
 //!   for the sums of a block.
 
+mod lines;
 mod trail;
 
 use cubecl::prelude::*;
 use half::f16;
 use ir::tensor::Format;
 
+pub(super) use self::lines::Lines;
 pub(super) use self::trail::Trail;
 use super::bf12::{VECTOR_LOADS, small_pair};
 use super::instructions::{
     Packed, Sums, add_pairs, interleave, left, multiply, multiply_pairs, pack, right, spread, twice,
 };
-use super::matrix::LOAD_BYTES;
 use super::panel::{Panel, SCALE_LOADS, Walk};
-use super::warpgroup::{LINE_BYTES, TURN_LINES};
 use super::words::Words;
 use crate::kernels::cpu::bf12::{STEP_COLUMNS, STEP_WORDS};
 use crate::kernels::cpu::pack::BLOCK_PAIR;
@@ -64,20 +64,6 @@ pub(super) fn portion_words(panel: Panel) -> usize {
         Format::Bf12 => STEP_WORDS,
         Format::F32 => unreachable!("f32 is not multiplied as 16-bit elements"),
     }
-}
-
-/// Loads side by side in a line of a box: those of a panel's rows.
-const SLOTS: usize = LINE_BYTES / LOAD_BYTES;
-
-/// Lines of a portion in a box, but for those of scales.
-fn portion_lines(panel: Panel) -> usize {
-    4 * portion_words(panel)
-}
-
-/// Where load `place` of a line lies in a box that begins at load `first`, with line `turn` of a turn.
-#[cube]
-fn of_line(first: usize, line: usize, place: usize, turn: usize) -> usize {
-    first + (line * SLOTS + (place ^ ((turn + line) % TURN_LINES)))
 }
 
 /// A lane's part of a portion.
@@ -221,36 +207,6 @@ impl Portion {
                 words.insert(row, pairs[row].extract(i));
             }
             self.words[i] = words;
-        }
-    }
-
-    /// Loads portion `part` of a step of 64 columns of a whole panel from the lines of a box in shared memory (see
-    /// [`super::warpgroup`]). `first` is the first load of the step, and `turn` the number of its line in a turn of
-    /// lines.
-    pub(super) fn load_lines(
-        &mut self,
-        staged: &[Words],
-        first: usize,
-        turn: usize,
-        slot: usize,
-        t: usize,
-        #[comptime] part: usize,
-        #[comptime] panel: Panel,
-    ) {
-        let is_block = comptime!(panel.blocks() > 0);
-        // Scales fill the first line of blocks.
-        let before = comptime!(usize::from(is_block) + part * portion_lines(panel));
-        let loads = comptime!(portion_words(panel));
-        #[unroll]
-        for i in 0..loads {
-            self.words[i] = staged[of_line(first, before + loads * t + i, slot, turn)];
-        }
-        if is_block {
-            #[unroll]
-            for block in 0..comptime!(panel.blocks()) {
-                let half = comptime!((part + block) * SLOTS / 2) + slot / 2;
-                self.scales[block] = staged[of_line(first, 0usize.runtime(), half, turn)];
-            }
         }
     }
 

@@ -294,6 +294,14 @@ pub(super) fn sync_cluster() {
     gpu_asm!("barrier.cluster.wait.acquire.aligned;");
 }
 
+/// Waits for all cubes of the cluster, so that none is gone whose shared memory another still reads. What was loaded has
+/// come: nobody waits for what was written. Planes come whole.
+#[cube]
+pub(super) fn leave_cluster() {
+    gpu_asm!("barrier.cluster.arrive.relaxed.aligned;");
+    gpu_asm!("barrier.cluster.wait.aligned;");
+}
+
 /// The number at that place of the shared memory of a cube of the cluster, which is laid out as this one's.
 #[cube]
 pub(super) fn load_of_cube(values: &[u32], rank: u32) -> u32 {
@@ -306,4 +314,18 @@ pub(super) fn load_of_cube(values: &[u32], rank: u32) -> u32 {
         address = in(_) address, rank = in(_) rank, value = out(_) value,
     );
     value
+}
+
+/// Four numbers at that place, a multiple of 16 bytes, of the shared memory of a cube of the cluster.
+#[cube]
+pub(super) fn load_four_of_cube(values: &[u32], rank: u32) -> Packed {
+    let address = shared_address::<u32>(values);
+    let (address, rank) = (held::<u32>(address), held::<u32>(rank));
+    let four: Packed;
+    gpu_asm!(
+        "{{ .reg .u32 there; mapa.shared::cluster.u32 there, {address}, {rank}; ",
+        "ld.shared::cluster.v4.u32 {four}, [there]; }}",
+        address = in(_) address, rank = in(_) rank, four = out(_) four,
+    );
+    four
 }

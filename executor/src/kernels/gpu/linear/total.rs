@@ -87,6 +87,9 @@ pub(in crate::kernels::gpu) struct Shape {
     /// Outputs that a unit finishes at a time, so that it waits for what they are made of once: more than one in full
     /// tiles only.
     pub(in crate::kernels::gpu) at_once: usize,
+    /// Whether a unit finishes four neighbouring rows together: in full tiles of one group, whose outputs have a multiple
+    /// of four rows and are summed up with no others. See [`super::fours`].
+    pub(in crate::kernels::gpu) in_fours: bool,
     /// Numbers between the sums of tokens that belong to none, so that units that put them meet other banks.
     pub(in crate::kernels::gpu) padding: usize,
     /// Whether the inputs are divided by their root mean square.
@@ -103,6 +106,7 @@ impl Shape {
         groups: 1,
         cubes: 1,
         at_once: 1,
+        in_fours: false,
         padding: 0,
         is_normed: false,
     };
@@ -118,7 +122,7 @@ impl Shape {
     }
 
     /// Numbers from the sums of a token to those of the next.
-    fn stride(self) -> usize {
+    pub(super) fn stride(self) -> usize {
         self.sum_cells() + self.padding
     }
 
@@ -409,7 +413,11 @@ pub(in crate::kernels::gpu) fn finish_outputs(
             // Known, so that nothing is divided by it at run time.
             let slots = comptime!(shape.slots);
             let output = outputs.index_mut(output);
-            totals.finish(output, first_row, first_token, slots, epsilon, columns, then, shape);
+            if comptime!(shape.in_fours) {
+                totals.finish_fours(output, first_row, then, shape);
+            } else {
+                totals.finish(output, first_row, first_token, slots, epsilon, columns, then, shape);
+            }
         }
         first_cube += cubes;
     }

@@ -32,12 +32,12 @@ use crate::kernels::gpu::linear::rights::PLANE;
 use crate::kernels::gpu::linear::total::{Output, Shape, Totals, finish_outputs};
 use crate::kernels::gpu::matrix::{LOAD_BYTES, Layout, Matrix};
 use crate::kernels::gpu::panel::{Panel, Walk};
-use crate::kernels::gpu::portion::{BLOCK, Portion};
+use crate::kernels::gpu::portion::{BLOCK, Lines, Portion};
 use crate::kernels::gpu::staged::{STEP, VECTORS};
 use crate::kernels::gpu::warpgroup::{
     BOX_ALIGNMENT, GROUP, LINE_BYTES, RightOperands, TURN_LINES, arrive, clear_sums, declare_sums,
-    lane_sums, make_barrier, multiply_group, read_sum, right_operand, shared_address,
-    show_barriers, sync_cluster, sync_group, wait_for_products, wait_for_turn,
+    lane_sums, leave_cluster, make_barrier, multiply_group, read_sum, right_operand,
+    shared_address, show_barriers, sync_cluster, sync_group, wait_for_products, wait_for_turn,
 };
 use crate::kernels::gpu::words::Words;
 
@@ -68,8 +68,9 @@ const LEAST_STEPS: usize = 4;
 /// Numbers between the sums of tokens: a lane's lie two tokens apart from those of its neighbours, and it puts four rows
 /// at once or, of weights that lie row after row, one.
 const SUM_PADDING: usize = 4;
-/// The most outputs that a unit finishes at a time.
+/// The most outputs that a unit finishes at a time, by themselves and in fours.
 const MOST_AT_ONCE: usize = 7;
+const MOST_FOURS_AT_ONCE: usize = 2;
 /// Rows of a box: those of a group's left operand.
 const BOX_ROWS: usize = 2 * PANEL;
 /// What stages are aligned to.
@@ -192,9 +193,12 @@ impl Gpu {
         let tile = share.tile;
         let shape = linear.shape_of_lanes(tile.tokens, tile.bands, 1);
         let units = (GROUP + 1) * PLANE * tile.teams;
-        let of_unit = (tile.bands * PANEL * tile.tokens).div_ceil(units);
-        let at_once = of_unit.min(MOST_AT_ONCE);
-        let shape = Shape { cubes: tile.teams, at_once, padding: SUM_PADDING, ..shape };
+        let in_fours = linear.sum.is_none()
+            && linear.matrices.iter().all(|matrix| matrix.rows().is_multiple_of(4));
+        let (values, most) = if in_fours { (4, MOST_FOURS_AT_ONCE) } else { (1, MOST_AT_ONCE) };
+        let of_unit = (tile.bands * PANEL * tile.tokens).div_ceil(units * values);
+        let at_once = of_unit.min(most);
+        let shape = Shape { cubes: tile.teams, at_once, in_fours, padding: SUM_PADDING, ..shape };
         let vectors = tile.tokens * tile.panel.columns * 2 / LOAD_BYTES;
         // SAFETY: the spans are as long as the shapes say, and the kernel stays within those.
         unsafe {
@@ -347,7 +351,7 @@ fn multiply_groups(
     if comptime!(tile_share.teams > 1) {
         // Others may still read this cube's sums.
         sync_plane();
-        sync_cluster();
+        leave_cluster();
     }
 }
 
@@ -446,7 +450,7 @@ fn load_staged(
     if comptime!(share.has_lines) {
         // Stages are whole turns of lines.
         let turn = plane * comptime!(step_lines(panel)) % TURN_LINES;
-        portion.load_lines(staged, own, turn, slot, t, part, panel);
+        portion.load_lines(staged, Lines { first: own, turn, slot, t }, part, panel);
     } else {
         // As if a whole panel lay there.
         let start = own - comptime!(loads_before(panel)) * place.walk.vectors;

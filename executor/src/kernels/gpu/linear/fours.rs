@@ -1,0 +1,129 @@
+//! Outputs of full tiles, four neighbouring rows at a time: a fourth of the loads from other cubes, and of the launches'
+//! last instructions.
+
+use cubecl::prelude::*;
+use ir::op::Then;
+
+use super::total::{Output, Shape, Totals, TotalsExpand};
+use crate::kernels::gpu::activation::activate;
+use crate::kernels::gpu::warpgroup::load_four_of_cube;
+use crate::kernels::gpu::words::Four;
+
+#[cube]
+impl Totals {
+    /// Writes an output's rows from `first_row` on, for all tokens that it has.
+    pub(super) fn finish_fours(
+        &self,
+        output: &mut Output,
+        first_row: usize,
+        #[comptime] then: Then,
+        #[comptime] shape: Shape,
+    ) {
+        let fours = comptime!(shape.slots * shape.rows / 4);
+        let count = comptime!(fours * shape.tokens);
+        let at_once = comptime!(shape.at_once);
+        let mut first = UNIT_POS as usize;
+        if comptime!(shape.cubes > 1) {
+            first += (CUBE_POS_Z * CUBE_DIM) as usize;
+        }
+        let units = CUBE_DIM as usize * shape.cubes;
+        let rows = output.rows;
+        let last = output.out.len() / rows - 1;
+        for start in range_stepped(first, count, units * at_once) {
+            let mut values = Array::<Four>::new(at_once);
+            #[unroll]
+            for i in 0..at_once {
+                // Beyond the last is that one once more: nobody waits for it.
+                let index = (start + comptime!(i) * units).min(count - 1);
+                let token = (index / fours).min(last);
+                let row = (first_row + index % fours * 4).min(rows - 4);
+                values[i] = self.four(&*output, token, row, first_row, then, shape);
+            }
+            #[unroll]
+            for i in 0..at_once {
+                let index = start + comptime!(i) * units;
+                let (token, row) = (index / fours, first_row + index % fours * 4);
+                if index < count && row < rows && token <= last {
+                    let out = output.out.as_vectorized_mut().with_vector_size_mut::<Const<4>>();
+                    out[(token * rows + row) / 4] = values[i];
+                }
+            }
+        }
+    }
+
+    /// Outputs of four rows from `row` on.
+    fn four(
+        &self,
+        output: &Output,
+        token: usize,
+        row: usize,
+        first_row: usize,
+        #[comptime] then: Then,
+        #[comptime] shape: Shape,
+    ) -> Four {
+        let mut values = self.sum_of_four(0usize, token, row - first_row, shape);
+        values = add_bias(values, &output.biases[0], row);
+        match then {
+            Then::Nothing => {}
+            Then::Activate(activation) =>
+            {
+                #[unroll]
+                for i in 0..4usize {
+                    values.insert(i, activate(values.extract(i), activation));
+                }
+            }
+            Then::Gate(activation) => {
+                let up = self.sum_of_four(1usize, token, row - first_row, shape);
+                let up = add_bias(up, &output.biases[1], row);
+                #[unroll]
+                for i in 0..4usize {
+                    values.insert(i, activate(values.extract(i), activation) * up.extract(i));
+                }
+            }
+        }
+        #[comptime]
+        match output.residual.clone() {
+            ComptimeOption::Some(residual) => {
+                let residual = residual.as_vectorized().with_vector_size::<Const<4>>();
+                values += residual[(token * output.rows + row) / 4];
+            }
+            ComptimeOption::None => {}
+        }
+        values
+    }
+
+    /// The sums of four rows of a tile.
+    fn sum_of_four(
+        &self,
+        #[comptime] matrix: usize,
+        token: usize,
+        row: usize,
+        #[comptime] shape: Shape,
+    ) -> Four {
+        let at = (matrix * shape.tokens + token) * comptime!(shape.stride()) + row;
+        if comptime!(shape.cubes == 1) {
+            let sums = self.sums.as_vectorized().with_vector_size::<Const<4>>();
+            Four::reinterpret(sums[at / 4])
+        } else {
+            let mut sum = Four::zeroed();
+            // Loads of other cubes take long: all at once.
+            #[unroll]
+            for rank in 0..comptime!(shape.cubes as u32) {
+                sum += Four::reinterpret(load_four_of_cube(&self.sums[at..at + 4], rank.runtime()));
+            }
+            sum
+        }
+    }
+}
+
+#[cube]
+fn add_bias(values: Four, bias: &ComptimeOption<Box<[f32]>>, row: usize) -> Four {
+    #[comptime]
+    match bias.clone() {
+        ComptimeOption::Some(bias) => {
+            let bias = bias.as_vectorized().with_vector_size::<Const<4>>();
+            values + bias[row / 4]
+        }
+        ComptimeOption::None => values,
+    }
+}
