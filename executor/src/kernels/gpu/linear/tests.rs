@@ -298,6 +298,15 @@ fn activations_in_16_bits() {
                 check(&gpu, Case { rows: &[300], columns, residual: true, ..case }, None);
             }
             check(&gpu, Case { rows: &[130, 130], columns: 2048, then: gate, ..case }, None);
+            // Whole panels, some of which the last rows do not fill.
+            if tokens == 33 && layout == Layout::Panels {
+                for (rows, columns) in [(320, 1088), (312, 4096)] {
+                    check(&gpu, Case { rows: &[rows], columns, residual: true, ..case }, None);
+                }
+                check(&gpu, Case { rows: &[160, 160], columns: 2048, then: gate, ..case }, None);
+                let rows = 4 * PANEL * gpu.processors() as usize + PANEL;
+                check(&gpu, Case { rows: &[rows], columns: 1024, ..case }, None);
+            }
             // Clusters of two, three, five, six and seven cubes, with uneven shares of the columns.
             if tokens == 33 && format == Format::Q4 {
                 for columns in [512, 832, 1344, 1600, 1856] {
