@@ -74,8 +74,8 @@ struct Compile {
     /// Plan for this machine; default: the one this runs on.
     #[arg(long, value_name = "FILE")]
     machine: Option<PathBuf>,
-    /// The most tokens of a sequence; default: the model's, at most 8192.
-    #[arg(long, value_name = "N", value_parser = at_least_one())]
+    /// The most tokens of a sequence, of its prompt and its answer: two or more; default: the model's, at most 8192.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(2..))]
     context: Option<u32>,
     /// Sequences at once.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = at_least_one())]

@@ -3,6 +3,7 @@
 //! A field that is null counts as absent, except where null means something ([`Config::nullable_size`]).
 
 use std::fmt::Write as _;
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result, anyhow, bail, ensure};
@@ -31,7 +32,13 @@ impl Config {
     /// Reads `config.json` of a checkpoint's folder.
     pub(crate) fn read(folder: &Path) -> Result<Self> {
         let file = folder.join("config.json");
-        let text = std::fs::read(&file).with_context(|| format!("reading {}", file.display()))?;
+        let text = match std::fs::read(&file) {
+            Err(error) if error.kind() == ErrorKind::NotFound => bail!(
+                "{} is missing: it is published beside the weights, says what they are, and goes into their folder",
+                file.display()
+            ),
+            read => read.with_context(|| format!("reading {}", file.display()))?,
+        };
         Self::parse(file, &text)
     }
 

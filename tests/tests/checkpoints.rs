@@ -112,7 +112,7 @@ fn a_missing_file_is_named() {
     );
     assert_eq!(
         damage(1, |folder| fs::remove_file(folder.join("config.json")).unwrap()),
-        "reading config.json: No such file or directory (os error 2)"
+        "config.json is missing: it is published beside the weights, says what they are, and goes into their folder"
     );
     assert_eq!(
         damage(3, |folder| {

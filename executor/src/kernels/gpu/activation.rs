@@ -20,8 +20,7 @@ pub(super) fn activate(x: f32, #[comptime] activation: Activation) -> f32 {
     }
 }
 
-/// `x / y` to two units in the last place, where `y` is 1 or more: what is exact takes a branch, at which a unit's other
-/// quotients wait. Beyond 2^126 it may be 0.
+/// `x / y` to two units in the last place: what is exact takes a branch, at which a unit's other quotients wait.
 #[cube]
 fn quotient(x: f32, y: f32) -> f32 {
     // Drivers of shaders do not tell of multiprocessors.

@@ -3,8 +3,9 @@
 //!
 //! - Of the left operand each of the four planes, which follow one another from a multiple of four on, holds 16 rows,
 //!   as [`super::instructions`] lays them down.
-//! - Or it lies in shared memory, as the device copies a *box*: 16 columns out of 64 that are 128 bytes of each of 64
-//!   rows, line after line; of those, each 16 bytes change places with others of the line, by the line's number.
+//! - Or it lies in shared memory, as the device copies a *box*: 16 columns out of 64 that are 128 bytes of each of some
+//!   rows, 64 of them for an operand, line after line; of those, each 16 bytes change places with others of the line, by
+//!   the line's number.
 //! - The right operand lies in shared memory: 16 bytes are eight rows of a column, 128 bytes eight columns, all columns
 //!   of eight rows follow one another, and so do the rows.
 //! - Cubes of a *cluster* run at the same time and read each other's shared memory.
@@ -292,14 +293,6 @@ pub(super) fn shared_address<T: CubePrimitive>(stretch: &[T]) -> u32 {
 pub(super) fn sync_cluster() {
     gpu_asm!("barrier.cluster.arrive.release.aligned;");
     gpu_asm!("barrier.cluster.wait.acquire.aligned;");
-}
-
-/// Waits for all cubes of the cluster, so that none is gone whose shared memory another still reads. What was loaded has
-/// come: nobody waits for what was written. Planes come whole.
-#[cube]
-pub(super) fn leave_cluster() {
-    gpu_asm!("barrier.cluster.arrive.relaxed.aligned;");
-    gpu_asm!("barrier.cluster.wait.aligned;");
 }
 
 /// The number at that place of the shared memory of a cube of the cluster, which is laid out as this one's.

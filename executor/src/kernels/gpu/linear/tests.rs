@@ -304,6 +304,7 @@ fn activations_in_16_bits() {
                     check(&gpu, Case { rows: &[rows], columns, residual: true, ..case }, None);
                 }
                 check(&gpu, Case { rows: &[160, 160], columns: 2048, then: gate, ..case }, None);
+                check(&gpu, Case { rows: &[96, 32, 160], ..case }, None);
                 let rows = 4 * PANEL * gpu.processors() as usize + PANEL;
                 check(&gpu, Case { rows: &[rows], columns: 1024, ..case }, None);
             }

@@ -84,8 +84,8 @@ pub(in crate::kernels::gpu) struct Shape {
     /// Cubes of a cluster, along the third axis: their groups hold sums of the same rows, too, in full tiles, and each
     /// cube writes some of the outputs.
     pub(in crate::kernels::gpu) cubes: usize,
-    /// Outputs that a unit finishes at a time, so that it waits for what they are made of once: more than one in full
-    /// tiles only.
+    /// Outputs, or fours of them, that a unit finishes at a time, so that it waits for what they are made of once: more
+    /// than one in full tiles only.
     pub(in crate::kernels::gpu) at_once: usize,
     /// Whether a unit finishes four neighbouring rows together: in full tiles of one group, whose outputs have a multiple
     /// of four rows and are summed up with no others. See [`super::fours`].

@@ -36,8 +36,8 @@ use crate::kernels::gpu::portion::{BLOCK, Lines, Portion};
 use crate::kernels::gpu::staged::{STEP, VECTORS};
 use crate::kernels::gpu::warpgroup::{
     BOX_ALIGNMENT, GROUP, LINE_BYTES, RightOperands, TURN_LINES, arrive, clear_sums, declare_sums,
-    lane_sums, leave_cluster, make_barrier, multiply_group, read_sum, right_operand,
-    shared_address, show_barriers, sync_cluster, sync_group, wait_for_products, wait_for_turn,
+    lane_sums, make_barrier, multiply_group, read_sum, right_operand, shared_address,
+    show_barriers, sync_cluster, sync_group, wait_for_products, wait_for_turn,
 };
 use crate::kernels::gpu::words::Words;
 
@@ -51,7 +51,7 @@ const RESERVED_BYTES: usize = 1 << 10;
 /// Five of 64 tokens in 12 bits fit.
 const LEAST_STAGES: usize = 3;
 const MOST_STAGES: usize = 8;
-/// Bytes of weights that stages have a place for, where they are more than the fewest. (With 36 KiB an H200 reads 12 bits
+/// Bytes of weights that stages have a place for at least, where there is room. (With 36 KiB an H200 reads 12 bits
 /// 7 to 8 % more slowly, with 64 up to 3 %; with 20 KiB 8 bits 17 to 23 %.)
 const STAGED_BYTES: usize = 48 << 10;
 /// Bytes of shared memory of a cube beside its stages: two barriers for each, a sum of squares, and what lies between.
@@ -71,8 +71,6 @@ const SUM_PADDING: usize = 4;
 /// The most outputs that a unit finishes at a time, by themselves and in fours.
 const MOST_AT_ONCE: usize = 7;
 const MOST_FOURS_AT_ONCE: usize = 2;
-/// Rows of a box: those of a group's left operand.
-const BOX_ROWS: usize = 2 * PANEL;
 /// What stages are aligned to.
 const ALIGNMENT: usize = BOX_ALIGNMENT;
 
@@ -134,7 +132,7 @@ fn boxes(matrix: &Matrix, bands: usize) -> TensorMapArg<Tiled> {
         Layout::Panels => {
             let of_box = BoxLines { layers: bands, lines: step_lines(panel) };
             // A line where none is whole: nobody copies it.
-            let (panels, lines) = match matrix.rows().next_multiple_of(VECTOR) / PANEL {
+            let (panels, lines) = match held_rows(matrix) / PANEL {
                 0 => (1, 1),
                 panels => (panels, panel_lines(panel)),
             };
@@ -145,6 +143,11 @@ fn boxes(matrix: &Matrix, bands: usize) -> TensorMapArg<Tiled> {
             matrix.data().boxes(1, matrix.rows(), matrix.columns() / 2, of_box)
         }
     }
+}
+
+/// Rows that panels hold: whole vectors.
+fn held_rows(matrix: &Matrix) -> usize {
+    matrix.rows().next_multiple_of(VECTOR)
 }
 
 /// Lines of a whole panel.
@@ -228,8 +231,7 @@ impl Gpu {
         let all_bytes = self.client.properties().hardware.max_shared_memory_size + RESERVED_BYTES;
         let most_bytes = all_bytes / PLACES as usize - RESERVED_BYTES;
         let is_whole = |matrix: &&Matrix| {
-            layout == Layout::RowMajor
-                || matrix.rows().next_multiple_of(VECTOR).is_multiple_of(PANEL)
+            layout == Layout::RowMajor || held_rows(matrix).is_multiple_of(PANEL)
         };
         let has_lines = linear.matrices.iter().all(is_whole);
         let share = GroupShare { tile, has_lines, stages: MOST_STAGES };
@@ -299,7 +301,7 @@ fn multiply_groups(
         let cubes = rows.div_ceil(tile);
         if cube >= first_cube && cube < first_cube + cubes {
             let band = plane % tile_share.bands;
-            // Bands beyond the last row are computed as the last one and not written.
+            // Bands beyond the last row are computed, of the last one or of zeros, and not written.
             let first_panel = (cube - first_cube) * tile_share.bands;
             let last_panel = rows.div_ceil(PANEL) - 1;
             let number = (first_panel + band).min(last_panel);
@@ -351,7 +353,7 @@ fn multiply_groups(
     if comptime!(tile_share.teams > 1) {
         // Others may still read this cube's sums.
         sync_plane();
-        leave_cluster();
+        sync_cluster();
     }
 }
 

@@ -21,7 +21,7 @@ const CACHE_PROCESSORS: f64 = 50.0;
 pub(in crate::kernels::gpu::linear) struct TileShare {
     pub(super) panel: Panel,
     pub(super) layout: Layout,
-    /// Of one output; planes beside one another take other matrices.
+    /// Of one output, each taken by other planes.
     pub(super) matrices: usize,
     /// Planes of a matrix that take other rows.
     pub(super) bands: usize,

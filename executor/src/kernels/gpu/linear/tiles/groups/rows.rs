@@ -1,12 +1,13 @@
 //! Weights in 16 bits that lie row after row: left operands in shared memory, as they are copied there.
 //!
-//! - An operand is a box of 64 rows and of a step's columns. Of an output with one matrix, two boxes follow one another;
-//!   with a gate, each is of one of the two.
+//! - An operand is 64 rows of a step's columns. Of an output with one matrix, a box holds two; with a gate, each of the
+//!   two matrices has a box.
 //! - A lane has rows `16 plane + lane / 4` of each, and those eight behind.
 
 use cubecl::prelude::*;
 
-use super::{BOX_ROWS, GroupShare, Ring};
+use super::{GroupShare, Ring};
+use crate::kernels::cpu::pack::PANEL;
 use crate::kernels::gpu::instructions::Sums;
 use crate::kernels::gpu::linear::total::{Shape, Totals};
 use crate::kernels::gpu::matrix::LOAD_BYTES;
@@ -14,6 +15,9 @@ use crate::kernels::gpu::warpgroup::{
     GROUP, arrive, clear_sums, left_operand, multiply_boxes, right_operand, wait_for_products,
     wait_for_turn,
 };
+
+/// Rows of an operand.
+const OPERAND_ROWS: usize = 2 * PANEL;
 
 /// Makes the products of a group.
 #[cube]
@@ -53,7 +57,7 @@ pub(super) fn put_rows(
     #[comptime] shape: Shape,
     #[comptime] share: GroupShare,
 ) {
-    let first = plane * comptime!(BOX_ROWS / GROUP) + lane / 4;
+    let first = plane * comptime!(OPERAND_ROWS / GROUP) + lane / 4;
     #[unroll]
     for group in 0..comptime!(share.tile.groups()) {
         #[unroll]
@@ -62,7 +66,7 @@ pub(super) fn put_rows(
             let of_lane = sums[comptime!(2 * group + half)];
             #[unroll]
             for i in 0..4usize {
-                let row = first + comptime!(of_matrix * BOX_ROWS + i / 2 * 8);
+                let row = first + comptime!(of_matrix * OPERAND_ROWS + i / 2 * 8);
                 let token = comptime!(group * 8 + i % 2) + lane % 4 * 2;
                 totals.put_row(row, matrix, token, of_lane.extract(i), shape);
             }
