@@ -350,7 +350,7 @@ fn bad_input_is_refused_with_one_line() {
         ),
         (compile(&["--max-sequences", "1000000"]), "lower --max-sequences"),
         (compile(&["--context", "1"]), "1 is not in 2..=4294967295"),
-        (compile(&["--context=-5"]), "-5 is not in 1..=4294967295"),
+        (compile(&["--context=-5"]), "-5 is not in 2..=4294967295"),
         (compile(&["--context", "4000000000"]), "longer than the model's"),
         (compile(&["--max-sequences", "0"]), "0 is not in 1.."),
         (compile(&["--gpu-memory", "abc"]), "\"abc\" is not a size: write 4GiB, 512MiB or bytes"),
