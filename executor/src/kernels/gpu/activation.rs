@@ -3,6 +3,7 @@
 use cubecl::prelude::*;
 use ir::op::Activation;
 
+use super::device::has_ptx;
 use super::registers::held;
 
 /// `activation(x)`.
@@ -23,9 +24,8 @@ pub(super) fn activate(x: f32, #[comptime] activation: Activation) -> f32 {
 /// `x / y` to two units in the last place: what is exact takes a branch, at which a unit's other quotients wait.
 #[cube]
 fn quotient(x: f32, y: f32) -> f32 {
-    // Drivers of shaders do not tell of multiprocessors.
     let properties = comptime::device_properties();
-    if comptime!(properties.hardware.num_streaming_multiprocessors.is_some()) {
+    if comptime!(has_ptx(&properties)) {
         let (x, y) = (held::<f32>(x), held::<f32>(y));
         let quotient: f32;
         gpu_asm!(

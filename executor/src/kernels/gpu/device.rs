@@ -10,6 +10,7 @@ use cubecl::bytes::Bytes;
 use cubecl::client::{Client, Graph};
 use cubecl::config::cache::CacheConfig;
 use cubecl::config::{CubeClRuntimeConfig, RuntimeConfig as _};
+use cubecl::ir::DeviceProperties;
 use cubecl::prelude::{
     BufferArg, CubeCount, CubeDim, ElemType, Scalar as _, TensorArg, TensorMapArg,
     TensorMapPrefetch, TensorMapSwizzle, Tiled, TiledArgs,
@@ -42,6 +43,12 @@ pub struct Span {
     bytes: usize,
     /// Where CUDA sees its first byte; `None` on other devices.
     address: Option<u64>,
+}
+
+/// Whether a kernel for a device of those properties may have PTX in it. (Drivers of shaders do not tell of
+/// multiprocessors.)
+pub(super) fn has_ptx(properties: &DeviceProperties) -> bool {
+    properties.hardware.num_streaming_multiprocessors.is_some()
 }
 
 /// Lets CubeCL keep what it compiles in the user's cache folder, where the next process finds it; by itself it compiles

@@ -110,15 +110,15 @@ pub(super) fn interleave(first: u32, second: u32, #[comptime] upper: bool) -> u3
     choose_bytes(first, second, comptime!(if upper { 0x7632u32 } else { 0x5410 }))
 }
 
-/// The first, or the last, two bytes of a word as the lower halves of 16-bit elements, all with the same upper half.
+/// The first, or the last, two bytes of a word as the lower halves of 16-bit elements whose other bits are zero.
 #[cube]
-pub(super) fn spread(word: u32, #[comptime] upper: u32, #[comptime] pair: usize) -> u32 {
+pub(super) fn spread(word: u32, #[comptime] pair: usize) -> u32 {
     let word = held::<u32>(word);
     let order = comptime!(if pair == 0 { 0x4140 } else { 0x4342 });
     let pair: u32;
     gpu_asm!(
-        "prmt.b32 {d}, {a}, {upper}, {order};",
-        upper = const upper, order = const order,
+        "prmt.b32 {d}, {a}, 0, {order};",
+        order = const order,
         a = in(_) word, d = out(_) pair,
         options(pure, nomem),
     );
@@ -154,13 +154,6 @@ pub(super) fn choose_bytes(first: u32, second: u32, #[comptime] order: u32) -> u
     bytes
 }
 
-/// The sums of two pairs of bf16.
-#[cube]
-pub(super) fn add_pairs(first: u32, second: u32) -> u32 {
-    // Times one.
-    fma_pairs(first, 0x3f80_3f80u32.runtime(), second)
-}
-
 /// The products of two pairs of bf16.
 #[cube]
 pub(super) fn multiply_pairs(first: u32, second: u32) -> u32 {
@@ -170,7 +163,7 @@ pub(super) fn multiply_pairs(first: u32, second: u32) -> u32 {
 
 /// The products of two pairs of bf16, each added to one of a third.
 #[cube]
-fn fma_pairs(first: u32, second: u32, third: u32) -> u32 {
+pub(super) fn fma_pairs(first: u32, second: u32, third: u32) -> u32 {
     let first = held::<u32>(first);
     let second = held::<u32>(second);
     let third = held::<u32>(third);

@@ -9,6 +9,7 @@
 //! - Blocks become operands multiplied with their scales in bf16, or as *codes*: whole numbers, exact, whose scales are
 //!   for the sums of a block.
 
+mod codes;
 mod lines;
 mod trail;
 
@@ -16,12 +17,11 @@ use cubecl::prelude::*;
 use half::f16;
 use ir::tensor::Format;
 
+pub(super) use self::codes::{byte_offsets, byte_unit, enlarge};
 pub(super) use self::lines::Lines;
 pub(super) use self::trail::Trail;
 use super::bf12::{VECTOR_LOADS, small_pair};
-use super::instructions::{
-    Packed, Sums, add_pairs, interleave, left, multiply, multiply_pairs, pack, right, spread, twice,
-};
+use super::instructions::{Packed, Sums, interleave, left, multiply, right};
 use super::panel::{Panel, SCALE_LOADS, Walk};
 use super::words::Words;
 use crate::kernels::cpu::bf12::{STEP_COLUMNS, STEP_WORDS};
@@ -29,17 +29,6 @@ use crate::kernels::cpu::pack::BLOCK_PAIR;
 
 /// Columns of a block, whatever the format.
 pub(super) const BLOCK: usize = BLOCK_PAIR / 2;
-
-/// What a step of a code is in [`Portion::bytes()`] of a block.
-pub(super) fn byte_unit(format: Format, block: usize) -> u32 {
-    if matches!(format, Format::Q4) && block == 1 { 16 } else { 1 }
-}
-
-/// What is added to each of [`Portion::bytes()`] so that the code that stands for zero becomes zero, as bytes with
-/// signs.
-pub(super) fn byte_offsets(format: Format, block: usize) -> u32 {
-    if matches!(format, Format::Q4) && block == 0 { 0xf8f8_f8f8 } else { 0x8080_8080 }
-}
 
 /// Blocks of a portion.
 pub(super) fn portion_blocks(panel: Panel) -> usize {
@@ -238,93 +227,6 @@ impl Portion {
         scales
     }
 
-    /// The left operands of a block, where elements of block formats are whole numbers: their scales are for the
-    /// sums.
-    pub(super) fn codes(
-        &self,
-        #[comptime] block: usize,
-        #[comptime] panel: Panel,
-    ) -> Array<Packed> {
-        let mut operands = Array::<Packed>::new(4usize);
-        #[unroll]
-        for step in 0..2usize {
-            if comptime!(panel.blocks() > 0) {
-                let mut pairs = Array::<u32>::new(8usize);
-                #[unroll]
-                for row in 0..4usize {
-                    let word = self.words[step].extract(row);
-                    put_codes(word, &mut pairs, comptime!(2 * row), block, panel.format);
-                }
-                #[unroll]
-                for rows in 0..2usize {
-                    let first = comptime!(4 * rows);
-                    operands[comptime!(2 * step + rows)] = left(
-                        pairs[first],
-                        pairs[comptime!(first + 2)],
-                        pairs[comptime!(first + 1)],
-                        pairs[comptime!(first + 3)],
-                    );
-                }
-            } else {
-                self.put_floats(&mut operands, step, panel);
-            }
-        }
-        operands
-    }
-
-    /// The left operands of a block: codes multiplied with their scales, both in bf16.
-    pub(super) fn scaled_codes(
-        &self,
-        #[comptime] block: usize,
-        slot: usize,
-        #[comptime] panel: Panel,
-    ) -> Array<Packed> {
-        let mut operands = self.codes(block, panel);
-        if comptime!(panel.blocks() > 0) {
-            let scales = self.scales(block, slot);
-            #[unroll]
-            for row in 0..4usize {
-                let of_pair = comptime!(row / 2 * 2);
-                let pair = pack(scales[of_pair], scales[comptime!(of_pair + 1)], true);
-                let scale = twice(pair, comptime!(row % 2));
-                #[unroll]
-                for i in 0..4usize {
-                    let at = comptime!(i / 2 * 2 + row / 2);
-                    let word = comptime!(i % 2 * 2 + row % 2);
-                    let mut operand = operands[at];
-                    operand.insert(word, multiply_pairs(operand.extract(word), scale));
-                    operands[at] = operand;
-                }
-            }
-        }
-        operands
-    }
-
-    /// The left operands of a block for both pairs of rows as unsigned bytes: [`byte_unit()`] for each step of a code.
-    pub(super) fn bytes(
-        &self,
-        #[comptime] block: usize,
-        #[comptime] panel: Panel,
-    ) -> Sequence<Packed> {
-        let mut operands = Sequence::<Packed>::new();
-        let mask = comptime!(match (panel.format, block) {
-            (Format::Q4, 0) => 0x0f0f_0f0fu32,
-            (Format::Q4, _) => 0xf0f0_f0f0,
-            _ => 0xffff_ffff,
-        });
-        #[unroll]
-        for pair in 0..2usize {
-            let (upper, lower) = comptime!((2 * pair, 2 * pair + 1));
-            operands.push(left(
-                self.words[0].extract(upper) & mask,
-                self.words[0].extract(lower) & mask,
-                self.words[1].extract(upper) & mask,
-                self.words[1].extract(lower) & mask,
-            ));
-        }
-        operands
-    }
-
     /// A load of a format without blocks; in 12 bits what would be one of bf16.
     fn floats(&self, #[comptime] index: usize, #[comptime] panel: Panel) -> Words {
         if comptime!(matches!(panel.format, Format::Bf12)) {
@@ -370,9 +272,6 @@ impl Portion {
     }
 }
 
-/// The upper byte of 128 as bf16.
-const UPPER_BYTE: u32 = 0x43;
-
 /// Adds the products of a block's left operands with `x`, the same columns of eight rows of activations, to
 /// `sums[eight][pair of rows]`.
 #[cube]
@@ -403,44 +302,4 @@ pub(super) fn four_rows(upper: Sums, lower: Sums, #[comptime] of_two: usize) -> 
     rows[2] = lower.extract(of_two);
     rows[3] = lower.extract(comptime!(2 + of_two));
     rows
-}
-
-/// Puts the four neighbouring columns of a word as two pairs of bf16: codes less the one that stands for zero.
-///
-/// A byte that becomes the lower half of 128 adds to it, up to seven bits. Of eight, the uppermost chooses what is
-/// subtracted.
-#[cube]
-fn put_codes(
-    word: u32,
-    pairs: &mut Array<u32>,
-    #[comptime] first: usize,
-    #[comptime] block: usize,
-    #[comptime] format: Format,
-) {
-    match comptime!((format, block)) {
-        (Format::Q8, _) => {
-            let codes = word & 0x7f7f_7f7fu32;
-            // -128 where the uppermost bit is set, else -256.
-            let offsets = !word & 0x8080_8080u32;
-            #[unroll]
-            for i in 0..2usize {
-                let code = spread(codes, UPPER_BYTE, i);
-                pairs[comptime!(first + i)] =
-                    add_pairs(code, spread(offsets, comptime!(UPPER_BYTE | 0x80), i));
-            }
-        }
-        (Format::Q4, block) => {
-            let codes = if comptime!(block == 0) { word } else { word >> 4u32 };
-            let codes = codes & 0x0f0f_0f0fu32;
-            #[unroll]
-            for i in 0..2usize {
-                // -136.
-                pairs[comptime!(first + i)] =
-                    add_pairs(spread(codes, UPPER_BYTE, i), 0xc308_c308u32.runtime());
-            }
-        }
-        (Format::F32 | Format::F16 | Format::Bf16 | Format::Bf12, _) => {
-            comptime!(unreachable!("floats have no codes"))
-        }
-    }
 }

@@ -288,6 +288,24 @@ pub(super) fn shared_address<T: CubePrimitive>(stretch: &[T]) -> u32 {
     address
 }
 
+/// Four numbers of the cube's shared memory, at a multiple of 16 bytes.
+#[cube]
+pub(super) fn load_four(address: u32) -> Packed {
+    let address = held::<u32>(address);
+    let four: Packed;
+    gpu_asm!("ld.shared.v4.u32 {four}, [{address}];", address = in(_) address, four = out(_) four);
+    four
+}
+
+/// Two numbers of the cube's shared memory, at a multiple of 8 bytes.
+#[cube]
+pub(super) fn load_two(address: u32) -> Vector<u32, Const<2>> {
+    let address = held::<u32>(address);
+    let two: Vector<u32, Const<2>>;
+    gpu_asm!("ld.shared.v2.u32 {two}, [{address}];", address = in(_) address, two = out(_) two);
+    two
+}
+
 /// Waits for all cubes of the cluster, and shows them what this one wrote to shared memory. Planes come whole.
 #[cube]
 pub(super) fn sync_cluster() {

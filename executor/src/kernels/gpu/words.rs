@@ -4,6 +4,8 @@ use cubecl::prelude::*;
 use half::f16;
 use ir::tensor::Format;
 
+use super::device::has_ptx;
+
 /// What a unit loads at once: 16 bytes.
 pub(super) type Words = Vector<u32, Const<4>>;
 /// Four neighbouring columns of activations.
@@ -15,11 +17,10 @@ pub(super) type Four = Vector<f32, Const<4>>;
 #[cube]
 pub(super) fn half_of(word: u32, #[comptime] upper: usize, #[comptime] format: Format) -> f32 {
     let shifted = if comptime!(upper == 0) { word << 16u32 } else { word };
-    // Drivers of shaders do not tell of multiprocessors.
     let properties = comptime::device_properties();
     if comptime!(matches!(format, Format::Bf16)) {
         f32::reinterpret(shifted & 0xffff_0000u32)
-    } else if comptime!(properties.hardware.num_streaming_multiprocessors.is_some()) {
+    } else if comptime!(has_ptx(&properties)) {
         let pair = Vector::<f16, Const<2>>::reinterpret(word);
         f32::cast_from(pair.extract(upper))
     } else {

@@ -192,7 +192,6 @@ fn multiply_stage(
     let portion = stages.index(stage);
     #[unroll]
     for block in 0..blocks {
-        let bytes = portion.bytes(block, panel);
         let scales = portion.scales(block, place.walk.slot);
         let offsets = comptime!(byte_offsets(panel.format, block)).runtime();
         let offsets = left(offsets, offsets, offsets, offsets);
@@ -201,7 +200,8 @@ fn multiply_stage(
         let offset = multiply_bytes(offsets, operand, Counts::zeroed(), true);
         #[unroll]
         for pair in 0..2usize {
-            let counts = multiply_bytes(*bytes.index(pair), operand, offset, false);
+            let bytes = portion.bytes(pair, block, panel);
+            let counts = multiply_bytes(bytes, operand, offset, false);
             #[unroll]
             for half in 0..2usize {
                 let row = comptime!(2 * pair + half);

@@ -18,7 +18,9 @@ use crate::kernels::gpu::bf12::{row_factors, scaled};
 use crate::kernels::gpu::instructions::{Sums, multiply};
 use crate::kernels::gpu::matrix::Layout;
 use crate::kernels::gpu::panel::{Panel, Walk, panel_vectors};
-use crate::kernels::gpu::portion::{Portion, four_rows, portion_blocks, portion_columns, portions};
+use crate::kernels::gpu::portion::{
+    Portion, enlarge, four_rows, portion_blocks, portion_columns, portions,
+};
 use crate::kernels::gpu::words::Words;
 
 /// Rows of a lane's sums: neighbours.
@@ -172,6 +174,7 @@ fn multiply_band<N: Size>(
             }
         }
     }
+    enlarge(sums, comptime!(shape.matrices * 2), share.panel);
     if comptime!(matches!(share.panel.format, Format::Bf12)) {
         #[unroll]
         for matrix in 0..shape.matrices {

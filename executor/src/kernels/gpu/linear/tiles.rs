@@ -26,7 +26,9 @@ use crate::kernels::gpu::device::Gpu;
 use crate::kernels::gpu::instructions::{Packed, Sums, multiply_pairs};
 use crate::kernels::gpu::matrix::{LOAD_BYTES, Layout};
 use crate::kernels::gpu::panel::Walk;
-use crate::kernels::gpu::portion::{Portion, add_block, four_rows, portion_blocks, portions};
+use crate::kernels::gpu::portion::{
+    Portion, add_block, enlarge, four_rows, portion_blocks, portions,
+};
 use crate::kernels::gpu::registers::held;
 use crate::kernels::gpu::staged::{
     STAGES, STRIDE, VECTORS, copy_vector, end_copies, stage_after, stage_before, wait_for_copies,
@@ -103,6 +105,7 @@ pub(super) fn multiply_tiles(
             };
             let mut sums = Array::<Sums>::new(comptime!(share.groups() * 2));
             multiply_band(input, &weights[output], &mut staged, place, &mut sums, share);
+            enlarge(&mut sums, comptime!(share.groups() * 2), share.panel);
             put(&mut totals, &sums, band * LANE_SLOTS + lane / 4, place, shape, share);
         }
         first_cube += cubes;

@@ -10,7 +10,7 @@ use crate::kernels::gpu::warpgroup::load_of_cube;
 /// One output of a linear.
 #[derive(CubeType, CubeLaunch)]
 pub(in crate::kernels::gpu) struct Output {
-    /// `[tokens, rows]`.
+    /// `[tokens, rows]`; its length is that of the whole span, which may have room for more tokens.
     pub(in crate::kernels::gpu) out: Box<[f32]>,
     /// One for each matrix, `[rows]`.
     pub(in crate::kernels::gpu) biases: Sequence<ComptimeOption<Box<[f32]>>>,

@@ -32,7 +32,7 @@ use crate::kernels::gpu::linear::rights::PLANE;
 use crate::kernels::gpu::linear::total::{Output, Shape, Totals, finish_outputs};
 use crate::kernels::gpu::matrix::{LOAD_BYTES, Layout, Matrix};
 use crate::kernels::gpu::panel::{Panel, Walk};
-use crate::kernels::gpu::portion::{BLOCK, Lines, Portion};
+use crate::kernels::gpu::portion::{BLOCK, Lines, Portion, enlarge};
 use crate::kernels::gpu::staged::{STEP, VECTORS};
 use crate::kernels::gpu::warpgroup::{
     BOX_ALIGNMENT, GROUP, LINE_BYTES, RightOperands, TURN_LINES, arrive, clear_sums, declare_sums,
@@ -325,6 +325,7 @@ fn multiply_groups(
                 sync_group();
                 let mut sums = Array::<Sums>::new(comptime!(tile_share.groups() * 2));
                 take_sums(&mut sums, share);
+                enlarge(&mut sums, comptime!(tile_share.groups() * 2), tile_share.panel);
                 if comptime!(matches!(tile_share.panel.format, Format::Bf12)) {
                     scale_sums(&weights[output], &mut sums, place, tile_share);
                 }
@@ -375,6 +376,15 @@ fn multiply_band(
     let own = plane * comptime!(share.panel_loads()) + comptime!(share.x_vectors());
     let operand = right_operand(ring.vectors, tile.tokens);
     let is_split = comptime!(tile.portions() > 1);
+    let lines = Lines::new(
+        ring.vectors + own as u32 * LOAD_BYTES as u32,
+        // Stages are whole turns of lines.
+        plane * comptime!(step_lines(tile.panel)) % TURN_LINES,
+        place.walk.slot,
+        place.lane % 4,
+        comptime!(tile.portions()),
+        tile.panel,
+    );
     let mut portion = Portion::new(tile.panel);
     let mut first = Array::<Packed>::new(BLOCK_OPERANDS);
     let mut second = Array::<Packed>::new(BLOCK_OPERANDS);
@@ -382,10 +392,10 @@ fn multiply_band(
     let mut turn = 0u32.runtime();
     let mut step = CUBE_POS_Z as usize;
     wait_for_turn(ring.barriers, turn);
-    load_staged(&mut portion, staged, own, plane, place, 0usize, share);
+    load_staged(&mut portion, staged, own, &lines, stage, place, 0usize, share);
     decode(&portion, &mut first, 0usize, place, share);
     if is_split {
-        load_staged(&mut portion, staged, own, plane, place, 1usize, share);
+        load_staged(&mut portion, staged, own, &lines, stage, place, 1usize, share);
     }
     let mut read_stage = 0usize.runtime();
     while step < comptime!(share.steps()) {
@@ -406,14 +416,13 @@ fn multiply_band(
         turn = select(is_last && !is_over, 1u32 - turn, turn);
         stage = select(is_over, stage, select(is_last, 0usize, stage + 1));
         wait_for_turn(ring.barriers + stage as u32 * 16, turn);
-        let from = own + stage * comptime!(share.stage());
         decode(&portion, &mut second, comptime!(1 - is_split as usize), place, share);
-        load_staged(&mut portion, staged, from, plane, place, 0usize, share);
+        load_staged(&mut portion, staged, own, &lines, stage, place, 0usize, share);
         multiply_group(&second, right + comptime!((EIGHTS * tile.tokens) as u32), tile.tokens);
         wait_for_products(1u32);
         decode(&portion, &mut first, 0usize, place, share);
         if is_split {
-            load_staged(&mut portion, staged, from, plane, place, 1usize, share);
+            load_staged(&mut portion, staged, own, &lines, stage, place, 1usize, share);
         }
         step = next_step;
     }
@@ -436,28 +445,28 @@ fn decode(
     }
 }
 
-/// Loads a portion of a step from shared memory, where the plane's panel begins at `own`.
+/// Loads a portion of the step of a stage from shared memory, where the plane's panel begins at `own`.
 #[cube]
 fn load_staged(
     portion: &mut Portion,
     staged: &[Words],
     own: usize,
-    plane: usize,
+    lines: &Lines,
+    stage: usize,
     place: Place,
     #[comptime] part: usize,
     #[comptime] share: GroupShare,
 ) {
     let panel = comptime!(share.tile.panel);
-    let (slot, t) = (place.walk.slot, place.lane % 4);
     if comptime!(share.has_lines) {
-        // Stages are whole turns of lines.
-        let turn = plane * comptime!(step_lines(panel)) % TURN_LINES;
-        portion.load_lines(staged, Lines { first: own, turn, slot, t }, part, panel);
+        let stage = stage as u32 * comptime!((share.stage() * LOAD_BYTES) as u32);
+        portion.load_lines(lines, stage, part, panel);
     } else {
         // As if a whole panel lay there.
-        let start = own - comptime!(loads_before(panel)) * place.walk.vectors;
-        let walk = Walk { start, vectors: place.walk.vectors, slot };
-        portion.load(staged, walk, t, part.runtime(), panel);
+        let start = own + stage * comptime!(share.stage())
+            - comptime!(loads_before(panel)) * place.walk.vectors;
+        let walk = Walk { start, vectors: place.walk.vectors, slot: place.walk.slot };
+        portion.load(staged, walk, place.lane % 4, part.runtime(), panel);
     }
 }
 

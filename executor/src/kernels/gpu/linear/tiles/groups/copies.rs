@@ -69,10 +69,7 @@ fn copy_step(
         let bytes = comptime!((share.weight_loads() * LOAD_BYTES) as u32).runtime();
         copy_activations(input, barrier, to, step, bytes, share);
         let to = to + comptime!((share.x_vectors() * LOAD_BYTES) as u32);
-        match comptime!(share.tile.layout) {
-            Layout::Panels => copy_lines(boxes, barrier, to, panels, step, share),
-            Layout::RowMajor => copy_rows(boxes, barrier, to, panels, step, share),
-        }
+        copy_boxes(boxes, barrier, to, panels, step, share);
     }
 }
 
@@ -92,10 +89,10 @@ fn copy_activations(
     copy_in_bulk(&input[first..first + 1], to, bytes, barrier);
 }
 
-/// Lets the weights of a step be copied from whole panels: a box of each matrix. Of panels behind the last, zeros are
-/// copied.
+/// Lets the weights of a step be copied from whole panels or from rows: a box of each matrix. Of what is behind the last,
+/// zeros are copied.
 #[cube]
-fn copy_lines(
+fn copy_boxes(
     boxes: &Sequence<TensorMap<u32, Tiled>>,
     barrier: u32,
     to: u32,
@@ -104,13 +101,21 @@ fn copy_lines(
     #[comptime] share: GroupShare,
 ) {
     let tile = comptime!(share.tile);
-    let lines = comptime!(step_lines(tile.panel));
-    let before = comptime!(panel_lines(tile.panel) - share.steps() * lines);
+    let (word, line, layer) = match comptime!(tile.layout) {
+        Layout::Panels => {
+            let lines = comptime!(step_lines(tile.panel));
+            let before = comptime!(panel_lines(tile.panel) - share.steps() * lines);
+            (0usize.runtime(), before + step * lines, panels.first)
+        }
+        Layout::RowMajor => {
+            (step * comptime!(LINE_BYTES / 4), panels.first * PANEL, 0usize.runtime())
+        }
+    };
     #[unroll]
     for matrix in 0..tile.matrices {
-        let to = to + comptime!((matrix * tile.bands * lines * LINE_BYTES) as u32);
-        let line = before + step * lines;
-        copy_box(&boxes[matrix], 0u32.runtime(), line as u32, panels.first as u32, to, barrier);
+        let of_matrix = comptime!(matrix * tile.bands * share.panel_loads() * LOAD_BYTES);
+        let to = to + comptime!(of_matrix as u32);
+        copy_box(&boxes[matrix], word as u32, line as u32, layer as u32, to, barrier);
     }
 }
 
@@ -146,25 +151,5 @@ fn copy_panels(
         let to = to + comptime!((x_bytes + member * share.panel_loads() * LOAD_BYTES) as u32);
         let bytes = vectors * comptime!(loads * LOAD_BYTES);
         copy_in_bulk(&weights[matrix][from..from + 1], to, bytes as u32, barrier);
-    }
-}
-
-/// Lets the weights of a step be copied from rows: a box of each matrix. Of rows behind the last, zeros are copied.
-#[cube]
-fn copy_rows(
-    boxes: &Sequence<TensorMap<u32, Tiled>>,
-    barrier: u32,
-    to: u32,
-    panels: Panels,
-    step: usize,
-    #[comptime] share: GroupShare,
-) {
-    let tile = comptime!(share.tile);
-    let word = step * comptime!(LINE_BYTES / 4);
-    #[unroll]
-    for matrix in 0..tile.matrices {
-        let to = to + comptime!((matrix * tile.bands * PANEL * LINE_BYTES) as u32);
-        let row = panels.first * PANEL;
-        copy_box(&boxes[matrix], word as u32, row as u32, 0u32.runtime(), to, barrier);
     }
 }
