@@ -135,25 +135,34 @@ pub fn slow_down(machine: &mut Machine, of_gpus: f64, of_nodes: f64) {
 
 /// The same host with a second socket like the first.
 pub fn two_sockets(gpu_bytes: u64) -> Machine {
+    sockets(gpu_bytes, 2)
+}
+
+/// The same with as many sockets.
+pub fn sockets(gpu_bytes: u64, count: u32) -> Machine {
     let mut machine = h200(gpu_bytes);
     let first = machine.devices.ids().last().expect("a host");
-    let second = machine.devices.push(Device {
-        name: "numa1".into(),
-        kind: DeviceKind::Numa { node: 1, cpus: (16..32).collect() },
-        ..machine.devices[first].clone()
-    });
-    let of_second: Vec<Link> = machine
-        .links
-        .iter()
-        .map(|link| {
-            let socket = |end| if end == first { second } else { end };
-            Link { from: socket(link.from), to: socket(link.to), ..link.clone() }
-        })
-        .collect();
+    let of_first = machine.links.clone();
     let between =
         |from, to| Link { from, to, bytes_per_sec: 60e9, latency_nanos: 500.0, beside_reads: None };
-    machine.links.extend(of_second);
-    machine.links.extend([between(first, second), between(second, first)]);
+    let mut all = vec![first];
+    for node in 1..count {
+        let socket = machine.devices.push(Device {
+            name: format!("numa{node}"),
+            kind: DeviceKind::Numa { node, cpus: (16 * node..16 * (node + 1)).collect() },
+            ..machine.devices[first].clone()
+        });
+        let end = |end| if end == first { socket } else { end };
+        let of_socket = of_first.iter().map(|link| Link {
+            from: end(link.from),
+            to: end(link.to),
+            ..link.clone()
+        });
+        machine.links.extend(of_socket);
+        let to_others = all.iter().flat_map(|&other| [(other, socket), (socket, other)]);
+        machine.links.extend(to_others.map(|(from, to)| between(from, to)));
+        all.push(socket);
+    }
     machine
 }
 

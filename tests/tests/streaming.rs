@@ -114,42 +114,6 @@ fn a_quarter_of_a_llama_on_the_host() {
     assert!(decode > 1.2 * 28.6, "{decode} tokens/s");
 }
 
-/// Bytes of matrices that the programs multiply with, on each NUMA node.
-fn matrix_bytes_on_nodes(plan: &Plan) -> Vec<u64> {
-    let nodes = plan.machine.devices.ids().skip(1);
-    let of_node = |node| {
-        let weights = plan.weights.rows().iter().filter(|weight| weight.device == node);
-        let matrices = weights.filter(|weight| !weight.name.contains("embed"));
-        matrices.map(|weight| plan.weight_bytes(weight)).sum()
-    };
-    nodes.map(of_node).collect()
-}
-
-#[test]
-fn two_sockets_compute_what_stays_at_the_same_time() {
-    let model = MadeUp::llama(LlamaShape::LLAMA_8B).model();
-    let decode = |machine| {
-        let plan = compile(&model, &machine, &options());
-        (rates(&plan).1, plan)
-    };
-    let (one, _) = decode(h200(8 * GIB));
-    let (two, plan) = decode(two_sockets(8 * GIB));
-    // One socket is helped by the GPU, which computes its own shards meanwhile.
-    assert!(two > 1.4 * one, "{two} tokens/s on two sockets, {one} on one");
-    let held = matrix_bytes_on_nodes(&plan);
-    assert!(held[0] > 0 && held[0].abs_diff(held[1]) < held[0] / 10, "{held:?}");
-    // Each has a shard of every layer that stays.
-    let shards = |node: &str| {
-        let on_node = plan.weights.rows().iter().filter(|weight| {
-            weight.device == plan.machine.device(node).expect("it is there")
-                && weight.name.contains(" (shard")
-        });
-        on_node.count()
-    };
-    assert!(shards("numa0") > 0);
-    assert_eq!(shards("numa0"), shards("numa1"));
-}
-
 #[test]
 fn a_gpu_computes_its_shards_while_the_host_computes_the_others() {
     let machine = keeping_caches(h200(23 * GIB / 2));
@@ -165,21 +129,6 @@ fn a_gpu_computes_its_shards_while_the_host_computes_the_others() {
     let whole = whole.and_then(|other| other.decode_nanos).expect("whole matrices fit as well");
     let decode = plan.forecast.candidates[0].decode_nanos.expect("it fits");
     assert!(decode < whole / 100 * 96, "{decode} ns instead of {whole}");
-}
-
-#[test]
-fn two_sockets_compute_half_of_every_expert() {
-    let options = Options { formats: vec!["q4".parse().expect("it is a format")], ..options() };
-    let model = MadeUp::mixture().model();
-    let plan = |machine| compile(&model, &machine, &options);
-    let (one, two) = (plan(h200(3 * GIB)), plan(two_sockets(3 * GIB)));
-    assert!(rates(&two).1 > 1.25 * rates(&one).1, "{} {}", rates(&two).1, rates(&one).1);
-    let held = matrix_bytes_on_nodes(&two);
-    assert!(held[0] > 0 && held[0].abs_diff(held[1]) < held[0] / 10, "{held:?}");
-    // No node has a whole mixture.
-    let on_nodes = two.weights.rows().iter().filter(|weight| weight.device.index() > 0);
-    let stacks: Vec<_> = on_nodes.filter(|weight| weight.shape.len() == 3).collect();
-    assert!(!stacks.is_empty() && stacks.iter().all(|stack| stack.name.contains(" (shard")));
 }
 
 #[test]
@@ -273,19 +222,6 @@ fn requested_shares_are_the_best_of_some() {
     };
     let (free, fixed) = (shared("gpu0,numa0"), shared("gpu0:100,numa0:1"));
     assert!(free <= 1.01 * fixed, "{free} {fixed}");
-}
-
-#[test]
-fn a_socket_without_memory_for_its_shards_leaves_them_to_the_other() {
-    let model = MadeUp::llama(LlamaShape::LLAMA_8B).model();
-    let mut machine = two_sockets(8 * GIB);
-    let last = machine.devices.ids().last().expect("a socket");
-    machine.devices[last].memory_bytes = GIB / 2;
-    let plan = compile(&model, &machine, &options());
-    let held = matrix_bytes_on_nodes(&plan);
-    assert!(held[0] > GIB && held[1] < GIB / 2, "{held:?}");
-    let alone = compile(&model, &h200(8 * GIB), &options());
-    assert!(rates(&plan).1 >= 0.99 * rates(&alone).1);
 }
 
 #[test]

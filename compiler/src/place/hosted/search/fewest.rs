@@ -7,16 +7,12 @@ use ir::id::DeviceId;
 use super::{Block, Frame, IN_PLACE, Search};
 use crate::place::Offer;
 
-/// Hosts that may be too small for all that may stay: with more it takes long to find out how much each can hold.
-const MOST_TIGHT_HOSTS: usize = 2;
-
 impl Search<'_> {
     /// Whether hosts lack memory for everything that may stay, and less may not: so many bytes on GPUs are too few for
     /// the rest.
     pub(super) fn overfills_hosts(&self, everything: &Offer, room: u64) -> bool {
         let is_host = |(lacking, _): (DeviceId, u64)| self.hosts.contains(&lacking);
-        everything.candidate.missing.is_some_and(is_host)
-            && (self.hosts.len() > MOST_TIGHT_HOSTS || room < self.beyond_hosts(everything))
+        everything.candidate.missing.is_some_and(is_host) && room < self.beyond_hosts(everything)
     }
 
     /// What all hosts together lack.
