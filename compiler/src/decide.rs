@@ -9,7 +9,7 @@ use ir::workspace::MAX_FUSED_ROWS;
 use rayon::prelude::*;
 
 use crate::options::Options;
-use crate::place::{Among, PROMPT_TOKENS, Placement, Room, explain, place};
+use crate::place::{Among, NOTHING_FITS, PROMPT_TOKENS, Placement, Room, explain, place};
 use crate::target::Target;
 use crate::task::Task;
 use crate::{experts, shards};
@@ -31,24 +31,25 @@ const PREFILL_TOKENS: [u32; 2] = [512, PROMPT_TOKENS];
 const TOKENS_BESIDE_HOSTS: u32 = 1024;
 
 /// Decides for runs of as many tokens as is asked; else, with GPUs, for as many as is best.
+///
+/// Fails when nothing fits, and says what is missing.
 pub(crate) fn decide(model: &Model, machine: &Machine, options: &Options) -> Result<Decided> {
-    let decided = decide_unexplained(model, machine, options, false);
-    let mut decided = decided.or_else(|_| decide_unexplained(model, machine, options, true))?;
+    let decided = decide_unexplained(model, machine, options);
+    let mut decided = decided.or_else(|_| refuse(model, machine, options))?;
     let Decided { model, target, placement } = &mut decided;
     explain(&Task::new(model, target), options, placement)?;
     Ok(decided)
 }
 
-fn decide_unexplained(
-    model: &Model,
-    machine: &Machine,
-    options: &Options,
-    shifts_in_vain: bool,
-) -> Result<Decided> {
-    let target = |tokens: u32| {
-        let target = Target::new(model, machine, options, tokens)?;
-        anyhow::Ok(Target { shifts_in_vain, ..target })
-    };
+/// Says why nothing fits, in the fewest tokens that are tried.
+fn refuse(model: &Model, machine: &Machine, options: &Options) -> Result<Decided> {
+    let tokens = options.prefill_tokens.unwrap_or(PREFILL_TOKENS[0]);
+    let target = Target::new(model, machine, options, tokens)?;
+    decide_for(model, Target { is_told: true, ..target }, options)
+}
+
+fn decide_unexplained(model: &Model, machine: &Machine, options: &Options) -> Result<Decided> {
+    let target = |tokens: u32| Target::new(model, machine, options, tokens);
     let in_runs_of = |tokens: u32| decide_for(model, target(tokens)?, options);
     let [few, many] = PREFILL_TOKENS;
     if let Some(tokens) = options.prefill_tokens {
@@ -67,15 +68,10 @@ fn decide_unexplained(
     // Longer runs than the context are runs of the context, which is tried.
     others.retain(|&tokens| tokens < context);
     let others: Vec<Result<Decided>> = others.into_par_iter().map(in_runs_of).collect();
-    let (mut fitting, mut refusals) = (Vec::new(), Vec::new());
-    for tried in [few].into_iter().chain(others).chain([many]) {
-        match tried {
-            Ok(decided) => fitting.push(decided),
-            Err(error) => refusals.push(error),
-        }
-    }
+    let mut fitting: Vec<Decided> =
+        [few].into_iter().chain(others).chain([many]).flatten().collect();
     fitting.sort_by_key(|decided| decided.target.prefill_tokens);
-    best_of(fitting).ok_or_else(|| refusals.swap_remove(0))
+    best_of(fitting).context(NOTHING_FITS)
 }
 
 /// The best of what is decided; of equals the first.

@@ -172,10 +172,13 @@ pub(crate) enum Among<'a> {
     RoughlyBeside(&'a [DeviceId]),
 }
 
+/// What an error says that nobody is told.
+pub(crate) const NOTHING_FITS: &str = "nothing fits";
+
 /// Places the task's model.
 ///
 /// Fails when a request names what does not exist or cannot be, and when nothing fits: then the error names the
-/// device that lacks least and what it lacks.
+/// device that lacks least and what it lacks, where the target is told.
 pub(crate) fn place(task: &Task<'_>, options: &Options, among: Among<'_>) -> Result<Placement> {
     let units = Units::new(task.model);
     let pins = pins(task, options)?;
@@ -183,11 +186,9 @@ pub(crate) fn place(task: &Task<'_>, options: &Options, among: Among<'_>) -> Res
     let prices = Prices::new(task, &units, &pins);
     let offers = offers(task, options, &prices, among)?;
     let Some(best) = offers.iter().find(|offer| offer.fits()) else {
-        // Nobody is told why there is none beside some GPUs.
-        let offers_of = |task: &Task<'_>| match among {
-            Among::All => self::offers(task, options, &Prices::new(task, &units, &pins), among),
-            Among::Beside(_) | Among::RoughlyBeside(_) => Ok(Vec::new()),
-        };
+        let offers_of =
+            |task: &Task<'_>| self::offers(task, options, &Prices::new(task, &units, &pins), among);
+        ensure!(task.target.is_told, NOTHING_FITS);
         bail!("{}", too_large(task, options, &offers, offers_of)?);
     };
     let layouts = layouts(&prices, &best.arrangement)?;

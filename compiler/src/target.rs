@@ -40,8 +40,9 @@ pub(crate) struct Target {
     pub(crate) blocks: u32,
     /// What is minimised.
     pub(crate) objective: Objective,
-    /// Whether shares shift where that makes nothing fit, too: so that what is told to be missing is little.
-    pub(crate) shifts_in_vain: bool,
+    /// Whether it is told why nothing fits, which takes longer: shares shift where that is in vain, too, so that what is
+    /// missing is little, and what would fit is searched for.
+    pub(crate) is_told: bool,
 }
 
 /// The batch that a program is compiled and priced for.
@@ -180,7 +181,7 @@ impl Target {
             kv_types,
             blocks: 0,
             objective: options.objective,
-            shifts_in_vain: false,
+            is_told: false,
         };
         target.blocks = target.blocks_within_budget(model, options.kv_cache_bytes)?;
         Ok(target)
@@ -224,7 +225,8 @@ impl Target {
 
     /// The same with bfloat16 in 16 bits on GPUs; `None` where no GPU holds it in 12.
     pub(crate) fn with_plain_gpus(&self) -> Option<Self> {
-        let mut plain = self.clone();
+        // Of two refusals that of 12 bits is told.
+        let mut plain = Self { is_told: false, ..self.clone() };
         for (id, device) in self.machine.devices.iter() {
             plain.has_bf12[id] &= !device.kind.is_gpu();
         }

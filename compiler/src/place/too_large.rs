@@ -45,7 +45,7 @@ pub(super) fn too_large(
     let sequences = target.max_sequences;
     // One context, and something of each sequence.
     let fewest = target.blocks_per_sequence().max(sequences);
-    let with_fewest = Target { blocks: fewest, ..target.clone() };
+    let with_fewest = Target { blocks: fewest, is_told: false, ..target.clone() };
     if fewest < target.blocks && fits(offers_of(&Task::new(task.model, &with_fewest))?) {
         let least = target.cache_block_bytes(task.model) * u64::from(fewest);
         let least = format!("{least} bytes ({})", bytes(least));
@@ -60,7 +60,7 @@ pub(super) fn too_large(
         });
     }
     let with_tokens = |prefill_tokens: u32| {
-        let fewer = Target { prefill_tokens, ..target.clone() };
+        let fewer = Target { prefill_tokens, is_told: false, ..target.clone() };
         Ok::<bool, anyhow::Error>(fits(offers_of(&Task::new(task.model, &fewer))?))
     };
     let mut advice: Vec<String> = Vec::new();
@@ -87,9 +87,17 @@ fn fewer_tokens(asked: u32, fits: impl Fn(u32) -> Result<bool>) -> Result<Option
     if asked == 1 || !fits(1)? {
         return Ok(None);
     }
-    let mut tokens = asked / 2;
-    while tokens > 1 && !fits(tokens)? {
-        tokens /= 2;
+    // What fits does so with fewer tokens, too.
+    let (mut fitting, mut halves) = (1, asked.ilog2());
+    let mut least = 0;
+    while least + 1 < halves {
+        let middle = least.midpoint(halves);
+        let tokens = asked >> middle;
+        if fits(tokens)? {
+            (fitting, halves) = (tokens, middle);
+        } else {
+            least = middle;
+        }
     }
-    Ok(Some(tokens))
+    Ok(Some(fitting))
 }
