@@ -34,22 +34,31 @@ const TOKENS_BESIDE_HOSTS: u32 = 1024;
 ///
 /// Fails when nothing fits, and says what is missing.
 pub(crate) fn decide(model: &Model, machine: &Machine, options: &Options) -> Result<Decided> {
-    let decided = decide_unexplained(model, machine, options);
+    let decided = decide_unexplained(model, machine, options, false)
+        .or_else(|_| decide_unexplained(model, machine, options, true));
     let mut decided = decided.or_else(|_| refuse(model, machine, options))?;
     let Decided { model, target, placement } = &mut decided;
     explain(&Task::new(model, target), options, placement)?;
     Ok(decided)
 }
 
-/// Says why nothing fits, in the fewest tokens that are tried.
+/// Says why runs of as many tokens as is asked, or of a few, do not fit.
 fn refuse(model: &Model, machine: &Machine, options: &Options) -> Result<Decided> {
     let tokens = options.prefill_tokens.unwrap_or(PREFILL_TOKENS[0]);
     let target = Target::new(model, machine, options, tokens)?;
-    decide_for(model, Target { is_told: true, ..target }, options)
+    decide_for(model, Target { shifts_in_vain: true, is_told: true, ..target }, options)
 }
 
-fn decide_unexplained(model: &Model, machine: &Machine, options: &Options) -> Result<Decided> {
-    let target = |tokens: u32| Target::new(model, machine, options, tokens);
+fn decide_unexplained(
+    model: &Model,
+    machine: &Machine,
+    options: &Options,
+    shifts_in_vain: bool,
+) -> Result<Decided> {
+    let target = |tokens: u32| {
+        let target = Target::new(model, machine, options, tokens)?;
+        anyhow::Ok(Target { shifts_in_vain, ..target })
+    };
     let in_runs_of = |tokens: u32| decide_for(model, target(tokens)?, options);
     let [few, many] = PREFILL_TOKENS;
     if let Some(tokens) = options.prefill_tokens {

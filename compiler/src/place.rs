@@ -172,13 +172,13 @@ pub(crate) enum Among<'a> {
     RoughlyBeside(&'a [DeviceId]),
 }
 
-/// What an error says that nobody is told.
+/// What an error says that only decides what is tried next.
 pub(crate) const NOTHING_FITS: &str = "nothing fits";
 
 /// Places the task's model.
 ///
 /// Fails when a request names what does not exist or cannot be, and when nothing fits: then the error names the
-/// device that lacks least and what it lacks, where the target is told.
+/// device that lacks least and what it lacks, if [`Target::is_told`].
 pub(crate) fn place(task: &Task<'_>, options: &Options, among: Among<'_>) -> Result<Placement> {
     let units = Units::new(task.model);
     let pins = pins(task, options)?;
@@ -186,9 +186,11 @@ pub(crate) fn place(task: &Task<'_>, options: &Options, among: Among<'_>) -> Res
     let prices = Prices::new(task, &units, &pins);
     let offers = offers(task, options, &prices, among)?;
     let Some(best) = offers.iter().find(|offer| offer.fits()) else {
+        // Nobody is told why there is none beside some GPUs.
+        let is_told = task.target.is_told && matches!(among, Among::All);
+        ensure!(is_told, NOTHING_FITS);
         let offers_of =
             |task: &Task<'_>| self::offers(task, options, &Prices::new(task, &units, &pins), among);
-        ensure!(task.target.is_told, NOTHING_FITS);
         bail!("{}", too_large(task, options, &offers, offers_of)?);
     };
     let layouts = layouts(&prices, &best.arrangement)?;

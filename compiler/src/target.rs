@@ -40,8 +40,10 @@ pub(crate) struct Target {
     pub(crate) blocks: u32,
     /// What is minimised.
     pub(crate) objective: Objective,
-    /// Whether it is told why nothing fits, which takes longer: shares shift where that is in vain, too, so that what is
-    /// missing is little, and what would fit is searched for.
+    /// Whether shares shift where that makes nothing fit by what is estimated, too: more fits, and what is told to be
+    /// missing is little.
+    pub(crate) shifts_in_vain: bool,
+    /// Whether a refusal says what to ask for instead, for which searches are made.
     pub(crate) is_told: bool,
 }
 
@@ -181,6 +183,7 @@ impl Target {
             kv_types,
             blocks: 0,
             objective: options.objective,
+            shifts_in_vain: false,
             is_told: false,
         };
         target.blocks = target.blocks_within_budget(model, options.kv_cache_bytes)?;

@@ -138,14 +138,14 @@ pub fn two_sockets(gpu_bytes: u64) -> Machine {
     sockets(gpu_bytes, 2)
 }
 
-/// The same with as many sockets.
+/// The same with `count` sockets, all linked.
 pub fn sockets(gpu_bytes: u64, count: u32) -> Machine {
     let mut machine = h200(gpu_bytes);
     let first = machine.devices.ids().last().expect("a host");
     let of_first = machine.links.clone();
     let between =
         |from, to| Link { from, to, bytes_per_sec: 60e9, latency_nanos: 500.0, beside_reads: None };
-    let mut all = vec![first];
+    let mut sockets = vec![first];
     for node in 1..count {
         let socket = machine.devices.push(Device {
             name: format!("numa{node}"),
@@ -159,9 +159,9 @@ pub fn sockets(gpu_bytes: u64, count: u32) -> Machine {
             ..link.clone()
         });
         machine.links.extend(of_socket);
-        let to_others = all.iter().flat_map(|&other| [(other, socket), (socket, other)]);
+        let to_others = sockets.iter().flat_map(|&other| [(other, socket), (socket, other)]);
         machine.links.extend(to_others.map(|(from, to)| between(from, to)));
-        all.push(socket);
+        sockets.push(socket);
     }
     machine
 }

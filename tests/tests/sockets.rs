@@ -86,7 +86,7 @@ fn a_socket_without_memory_for_its_shards_leaves_them_to_the_other() {
 #[test]
 fn nodes_that_cannot_hold_all_that_may_stay_hold_some() {
     let model = MadeUp::llama(LlamaShape::LLAMA_8B).model();
-    for count in [2, 3, 4] {
+    for count in 2..=4 {
         let with_nodes_of = |bytes: u64| {
             let mut machine = sockets(8 * GIB, count);
             for device in

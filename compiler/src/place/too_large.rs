@@ -45,7 +45,7 @@ pub(super) fn too_large(
     let sequences = target.max_sequences;
     // One context, and something of each sequence.
     let fewest = target.blocks_per_sequence().max(sequences);
-    let with_fewest = Target { blocks: fewest, is_told: false, ..target.clone() };
+    let with_fewest = Target { blocks: fewest, ..target.clone() };
     if fewest < target.blocks && fits(offers_of(&Task::new(task.model, &with_fewest))?) {
         let least = target.cache_block_bytes(task.model) * u64::from(fewest);
         let least = format!("{least} bytes ({})", bytes(least));
@@ -60,7 +60,7 @@ pub(super) fn too_large(
         });
     }
     let with_tokens = |prefill_tokens: u32| {
-        let fewer = Target { prefill_tokens, is_told: false, ..target.clone() };
+        let fewer = Target { prefill_tokens, ..target.clone() };
         Ok::<bool, anyhow::Error>(fits(offers_of(&Task::new(task.model, &fewer))?))
     };
     let mut advice: Vec<String> = Vec::new();
@@ -87,17 +87,32 @@ fn fewer_tokens(asked: u32, fits: impl Fn(u32) -> Result<bool>) -> Result<Option
     if asked == 1 || !fits(1)? {
         return Ok(None);
     }
-    // What fits does so with fewer tokens, too.
-    let (mut fitting, mut halves) = (1, asked.ilog2());
-    let mut least = 0;
-    while least + 1 < halves {
-        let middle = least.midpoint(halves);
-        let tokens = asked >> middle;
-        if fits(tokens)? {
-            (fitting, halves) = (tokens, middle);
+    // How often halved they do not fit, and how often they do: what fits does so with fewer tokens, too.
+    let (mut too_few, mut enough) = (0, asked.ilog2());
+    while too_few + 1 < enough {
+        let between = too_few.midpoint(enough);
+        if fits(asked >> between)? {
+            enough = between;
         } else {
-            least = middle;
+            too_few = between;
         }
     }
-    Ok(Some(fitting))
+    Ok(Some(asked >> enough))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_most_halved_tokens_that_fit_are_found() {
+        for asked in 1..200 {
+            for most in 0..asked {
+                let found = fewer_tokens(asked, |tokens| Ok(tokens <= most)).unwrap();
+                let mut halved = std::iter::successors(Some(asked / 2), |tokens| Some(tokens / 2));
+                let wanted = halved.find(|&tokens| tokens <= most).filter(|&tokens| tokens > 0);
+                assert_eq!(found, wanted, "{most} of {asked} tokens fit");
+            }
+        }
+    }
 }

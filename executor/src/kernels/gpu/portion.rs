@@ -6,8 +6,8 @@
 //! - Its rows are four neighbours, those of a 16-byte load: the first two are rows `g` and `g + 8` of one operand, the
 //!   others of a second one.
 //! - A *portion* is what a lane loads at once: a block of 32 columns, two in q4.
-//! - Blocks become operands multiplied with their scales in bf16, or as *codes*: whole numbers, exact, whose scales are
-//!   for the sums of a block.
+//! - Blocks become operands multiplied with their scales in bf16, or as *codes*, exact, whose scales are for the sums of
+//!   a block. Both are smaller than what they stand for, which their sums make good.
 
 mod codes;
 mod lines;
@@ -17,7 +17,7 @@ use cubecl::prelude::*;
 use half::f16;
 use ir::tensor::Format;
 
-pub(super) use self::codes::{byte_offsets, byte_unit, enlarge};
+pub(super) use self::codes::{byte_offsets, byte_unit, make_good};
 pub(super) use self::lines::Lines;
 pub(super) use self::trail::Trail;
 use super::bf12::{VECTOR_LOADS, small_pair};
@@ -60,8 +60,8 @@ pub(super) fn portion_words(panel: Panel) -> usize {
 pub(super) struct Portion {
     /// `[load][row]`; in f16 `[columns 2 i, 2 i + 1][column][pair of rows]`.
     words: Array<Words>,
-    /// `[block]`: f16 scales of eight rows, of which four are the lane's. They are told apart when they are used:
-    /// until then nothing waits for them.
+    /// `[block]`: f16 scales of eight rows, of which four are the lane's, or those four twice. They are told apart when
+    /// they are used: until then nothing waits for them.
     scales: Array<Words>,
 }
 

@@ -19,7 +19,7 @@ use crate::kernels::gpu::instructions::{Sums, multiply};
 use crate::kernels::gpu::matrix::Layout;
 use crate::kernels::gpu::panel::{Panel, Walk, panel_vectors};
 use crate::kernels::gpu::portion::{
-    Portion, enlarge, four_rows, portion_blocks, portion_columns, portions,
+    Portion, four_rows, make_good, portion_blocks, portion_columns, portions,
 };
 use crate::kernels::gpu::words::Words;
 
@@ -174,7 +174,7 @@ fn multiply_band<N: Size>(
             }
         }
     }
-    enlarge(sums, comptime!(shape.matrices * 2), share.panel);
+    make_good(sums, comptime!(shape.matrices * 2), share.panel);
     if comptime!(matches!(share.panel.format, Format::Bf12)) {
         #[unroll]
         for matrix in 0..shape.matrices {

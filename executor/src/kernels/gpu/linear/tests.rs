@@ -137,7 +137,9 @@ fn expected(
 fn check(gpu: &Gpu, case: Case<'_>, splits: Option<usize>) {
     let (x, x_values) = activations(gpu, case.element, case.tokens * case.columns);
     let (scale, scale_values) = floats(gpu, case.columns, 5);
-    let (residual, residual_values) = floats(gpu, case.tokens * case.rows[0], 7);
+    // As in plans, there is room for more tokens: kernels are told of all of it.
+    let room = case.tokens + MAX_FUSED_TOKENS;
+    let (residual, residual_values) = floats(gpu, room * case.rows[0], 7);
     let samples: Vec<Sample> = (0_u64..)
         .zip(case.rows)
         .map(|(i, &rows)| match case.layout {
@@ -148,8 +150,6 @@ fn check(gpu: &Gpu, case: Case<'_>, splits: Option<usize>) {
     let biases: Vec<_> =
         (0_u64..).zip(case.rows).map(|(i, &rows)| floats(gpu, rows, 17 + i)).collect();
     let outputs = if matches!(case.then, Then::Gate(_)) { 1 } else { case.rows.len() };
-    // As in plans, with room for more tokens: kernels are told of all of it.
-    let room = case.tokens + MAX_FUSED_TOKENS;
     let outputs: Vec<Span> =
         case.rows[..outputs].iter().map(|rows| gpu.poisoned(room * rows * 4)).collect();
     let scaled = case.norm.is_some_and(|norm| norm.scaled);

@@ -27,7 +27,7 @@ use crate::kernels::gpu::instructions::{Packed, Sums, multiply_pairs};
 use crate::kernels::gpu::matrix::{LOAD_BYTES, Layout};
 use crate::kernels::gpu::panel::Walk;
 use crate::kernels::gpu::portion::{
-    Portion, add_block, enlarge, four_rows, portion_blocks, portions,
+    Portion, add_block, four_rows, make_good, portion_blocks, portions,
 };
 use crate::kernels::gpu::registers::held;
 use crate::kernels::gpu::staged::{
@@ -105,7 +105,7 @@ pub(super) fn multiply_tiles(
             };
             let mut sums = Array::<Sums>::new(comptime!(share.groups() * 2));
             multiply_band(input, &weights[output], &mut staged, place, &mut sums, share);
-            enlarge(&mut sums, comptime!(share.groups() * 2), share.panel);
+            make_good(&mut sums, comptime!(share.groups() * 2), share.panel);
             put(&mut totals, &sums, band * LANE_SLOTS + lane / 4, place, shape, share);
         }
         first_cube += cubes;

@@ -14,7 +14,7 @@ pub(in crate::kernels::gpu) struct Output {
     pub(in crate::kernels::gpu) out: Box<[f32]>,
     /// One for each matrix, `[rows]`.
     pub(in crate::kernels::gpu) biases: Sequence<ComptimeOption<Box<[f32]>>>,
-    /// Added to the output, `[tokens, rows]`.
+    /// Added to the output, `[tokens, rows]`, with as much room.
     pub(in crate::kernels::gpu) residual: ComptimeOption<Box<[f32]>>,
     /// Where the output is summed up with those of other GPUs, which have as many rows.
     pub(in crate::kernels::gpu) meeting: ComptimeOption<Meeting>,

@@ -3,8 +3,8 @@
 //! - A byte that is the lower half of a bf16 whose other bits are zero stands for so many times 2^-133: without an
 //!   exponent up to 127, and with the least one from there on. One instruction multiplies two of them with what takes
 //!   them to where they belong and adds what the code that stands for zero comes to, negative; it rounds once.
-//! - Products of bytes with scales of f16, and scales times 2^133, have to be numbers in bf16: operands are smaller by
-//!   2^24, and their sums are [enlarged](enlarge()).
+//! - Scales are those of f16. So that they are numbers of bf16 times 2^133 as well, operands are smaller by 2^24, and
+//!   their sums are [made good](make_good()).
 
 use cubecl::prelude::*;
 use ir::tensor::Format;
@@ -53,8 +53,8 @@ fn zero_pair(format: Format) -> u32 {
 
 #[cube]
 impl Portion {
-    /// The left operands of a block. Elements of block formats are whole numbers, smaller by what [`enlarge()`] makes
-    /// good: their scales are for the sums.
+    /// The left operands of a block. Those of block formats are codes, exact and smaller by 2^[`SMALLER`]: their scales
+    /// are for the sums.
     pub(in crate::kernels::gpu) fn codes(
         &self,
         #[comptime] block: usize,
@@ -153,7 +153,7 @@ impl Portion {
 
 /// Makes good in `count` sums that operands of blocks are smaller than what they stand for.
 #[cube]
-pub(in crate::kernels::gpu) fn enlarge(
+pub(in crate::kernels::gpu) fn make_good(
     sums: &mut Array<Sums>,
     #[comptime] count: usize,
     #[comptime] panel: Panel,
@@ -180,8 +180,7 @@ mod tests {
     #[test]
     fn bytes_become_codes_times_any_scale_rounded_once() {
         let smaller = 2f64.powi(-SMALLER);
-        for (format, block) in [(Format::Q8, 0), (Format::Q8, 1), (Format::Q4, 0), (Format::Q4, 1)]
-        {
+        for (format, block) in [(Format::Q8, 0), (Format::Q4, 0), (Format::Q4, 1)] {
             let (unit, zero) = (unit_pair(format, block), zero_pair(format));
             assert_eq!([unit >> 16, zero >> 16], [unit & 0xffff, zero & 0xffff]);
             let codes = 2 * zero_code(format);

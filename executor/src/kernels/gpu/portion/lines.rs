@@ -21,7 +21,7 @@ pub(in crate::kernels::gpu) struct Lines {
     scales: Array<u32>,
 }
 
-/// Where a panel lies and what a lane reads of it.
+/// Where a panel lies.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 struct Spot {

@@ -12,7 +12,7 @@ use crate::kernels::cpu::pack::PANEL;
 use crate::kernels::gpu::activation::activate;
 use crate::kernels::gpu::instructions::{self, Packed, Sums, pack};
 use crate::kernels::gpu::panel::{Panel, Walk, panel_vectors};
-use crate::kernels::gpu::portion::{Portion, add_block, enlarge, four_rows, portion_blocks};
+use crate::kernels::gpu::portion::{Portion, add_block, four_rows, make_good, portion_blocks};
 use crate::kernels::gpu::staged::{
     STAGES, STEP, STRIDE, VECTORS, copy_vector, end_copies, stage_after, stage_before,
     wait_for_copies,
@@ -216,7 +216,7 @@ pub(super) fn multiply_tiles<N: Size>(
         }
     }
 
-    enlarge(&mut sums, comptime!(tile.slots / 4), panel);
+    make_good(&mut sums, comptime!(tile.slots / 4), panel);
     #[unroll]
     for i in 0..comptime!(tile.slots / 8) {
         let sums_of_pair = (sums[comptime!(2 * i)], sums[comptime!(2 * i + 1)]);

@@ -32,7 +32,7 @@ use crate::kernels::gpu::linear::rights::PLANE;
 use crate::kernels::gpu::linear::total::{Output, Shape, Totals, finish_outputs};
 use crate::kernels::gpu::matrix::{LOAD_BYTES, Layout, Matrix};
 use crate::kernels::gpu::panel::{Panel, Walk};
-use crate::kernels::gpu::portion::{BLOCK, Lines, Portion, enlarge};
+use crate::kernels::gpu::portion::{BLOCK, Lines, Portion, make_good};
 use crate::kernels::gpu::staged::{STEP, VECTORS};
 use crate::kernels::gpu::warpgroup::{
     BOX_ALIGNMENT, GROUP, LINE_BYTES, RightOperands, TURN_LINES, arrive, clear_sums, declare_sums,
@@ -325,7 +325,7 @@ fn multiply_groups(
                 sync_group();
                 let mut sums = Array::<Sums>::new(comptime!(tile_share.groups() * 2));
                 take_sums(&mut sums, share);
-                enlarge(&mut sums, comptime!(tile_share.groups() * 2), tile_share.panel);
+                make_good(&mut sums, comptime!(tile_share.groups() * 2), tile_share.panel);
                 if comptime!(matches!(tile_share.panel.format, Format::Bf12)) {
                     scale_sums(&weights[output], &mut sums, place, tile_share);
                 }
