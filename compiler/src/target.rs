@@ -40,8 +40,8 @@ pub(crate) struct Target {
     pub(crate) blocks: u32,
     /// What is minimised.
     pub(crate) objective: Objective,
-    /// Whether shares shift where that makes nothing fit by what is estimated, too: more fits, and what is told to be
-    /// missing is little.
+    /// Whether shares shift where that makes nothing fit by what is estimated, and many hosts that are too small are
+    /// searched, too: more fits, and what is told to be missing is little.
     pub(crate) shifts_in_vain: bool,
     /// Whether a refusal says what to ask for instead, for which searches are made.
     pub(crate) is_told: bool,

@@ -7,12 +7,21 @@ use ir::id::DeviceId;
 use super::{Block, Frame, IN_PLACE, Search};
 use crate::place::Offer;
 
+/// Hosts, and pairs of a GPU and a host, with which it takes long to find out how much each can hold if the hosts are too
+/// small for all that may stay: where there are more of both it is tried when nothing fits otherwise.
+const MANY_HOSTS: usize = 3;
+const MANY_PAIRS: usize = 9;
+
 impl Search<'_> {
-    /// Whether hosts lack memory for everything that may stay, and less may not: so many bytes on GPUs are too few for
-    /// the rest.
+    /// Whether hosts lack memory for everything that may stay, and less may not or is not tried: so many bytes on GPUs
+    /// are too few for the rest.
     pub(super) fn overfills_hosts(&self, everything: &Offer, room: u64) -> bool {
         let is_host = |(lacking, _): (DeviceId, u64)| self.hosts.contains(&lacking);
-        everything.candidate.missing.is_some_and(is_host) && room < self.beyond_hosts(everything)
+        let (hosts, pairs) = (self.hosts.len(), self.hosts.len() * self.stages.len());
+        let are_many = hosts >= MANY_HOSTS && pairs >= MANY_PAIRS;
+        let is_tried = !are_many || self.task.target.shifts_in_vain;
+        everything.candidate.missing.is_some_and(is_host)
+            && (!is_tried || room < self.beyond_hosts(everything))
     }
 
     /// What all hosts together lack.
