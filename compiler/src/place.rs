@@ -178,7 +178,7 @@ pub(crate) const NOTHING_FITS: &str = "nothing fits";
 /// Places the task's model.
 ///
 /// Fails when a request names what does not exist or cannot be, and when nothing fits: then the error names the
-/// device that lacks least and what it lacks, if [`Target::is_told`].
+/// device that lacks least and what it lacks, if [`crate::target::Target::is_told`].
 pub(crate) fn place(task: &Task<'_>, options: &Options, among: Among<'_>) -> Result<Placement> {
     let units = Units::new(task.model);
     let pins = pins(task, options)?;

@@ -4,7 +4,7 @@
 //!   exponent up to 127, and with the least one from there on. One instruction multiplies two of them with what takes
 //!   them to where they belong and adds what the code that stands for zero comes to, negative; it rounds once.
 //! - Scales are those of f16. So that they are numbers of bf16 times 2^133 as well, operands are smaller by 2^24, and
-//!   their sums are [made good](make_good()).
+//!   their sums are made good by [`make_good()`].
 
 use cubecl::prelude::*;
 use ir::tensor::Format;
