@@ -78,7 +78,7 @@ impl Portion {
     }
 
     /// The left operands of a block. Those of block formats are codes multiplied with their scales, both in bf16, and
-    /// smaller by what [`enlarge()`] makes good.
+    /// smaller by what [`make_good()`] makes good.
     pub(in crate::kernels::gpu) fn scaled_codes(
         &self,
         #[comptime] block: usize,
