@@ -46,18 +46,18 @@ pub(crate) fn decide(model: &Model, machine: &Machine, options: &Options) -> Res
 fn refuse(model: &Model, machine: &Machine, options: &Options) -> Result<Decided> {
     let tokens = options.prefill_tokens.unwrap_or(PREFILL_TOKENS[0]);
     let target = Target::new(model, machine, options, tokens)?;
-    decide_for(model, Target { shifts_in_vain: true, is_told: true, ..target }, options)
+    decide_for(model, Target { is_exhaustive: true, is_told: true, ..target }, options)
 }
 
 fn decide_unexplained(
     model: &Model,
     machine: &Machine,
     options: &Options,
-    shifts_in_vain: bool,
+    is_exhaustive: bool,
 ) -> Result<Decided> {
     let target = |tokens: u32| {
         let target = Target::new(model, machine, options, tokens)?;
-        anyhow::Ok(Target { shifts_in_vain, ..target })
+        anyhow::Ok(Target { is_exhaustive, ..target })
     };
     let in_runs_of = |tokens: u32| decide_for(model, target(tokens)?, options);
     let [few, many] = PREFILL_TOKENS;

@@ -40,9 +40,10 @@ pub(crate) struct Target {
     pub(crate) blocks: u32,
     /// What is minimised.
     pub(crate) objective: Objective,
-    /// Whether shares shift where that makes nothing fit by what is estimated, and many hosts that are too small are
-    /// searched, too: more fits, and what is told to be missing is little.
-    pub(crate) shifts_in_vain: bool,
+    /// Whether what is skipped for the time it takes is tried as well, because nothing fits otherwise: shares shift where
+    /// that makes nothing fit by what is estimated, and many hosts that are too small are searched. More fits, and what
+    /// is told to be missing is little.
+    pub(crate) is_exhaustive: bool,
     /// Whether a refusal says what to ask for instead, for which searches are made.
     pub(crate) is_told: bool,
 }
@@ -183,7 +184,7 @@ impl Target {
             kv_types,
             blocks: 0,
             objective: options.objective,
-            shifts_in_vain: false,
+            is_exhaustive: false,
             is_told: false,
         };
         target.blocks = target.blocks_within_budget(model, options.kv_cache_bytes)?;

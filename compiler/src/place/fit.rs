@@ -102,8 +102,7 @@ impl Laid {
         for _ in 0..SHIFTS {
             let mut arrangement = last.as_ref().unwrap_or(self).arrangement.clone();
             let lacks = taken.rows().iter().any(|device| device.missing_bytes() > 0);
-            if !lacks || !arrangement.shift_shares(&taken, part, prices.task.target.shifts_in_vain)
-            {
+            if !lacks || !arrangement.shift_shares(&taken, part, prices.task.target.is_exhaustive) {
                 break;
             }
             let Ok(laid) = Self::new(prices, arrangement) else { break };

@@ -109,7 +109,7 @@ impl<'a> Search<'a> {
     /// The offers that are worth comparing with one of score `best`, or a rough one of them.
     pub(super) fn offers(&self, is_rough: bool, best: u64) -> Vec<Offer> {
         // Whatever else stays takes more of hosts: none fits if these lack more than all that GPUs have, or are so many
-        // that less is not tried.
+        // that less is not tried yet.
         let devices = &self.task.target.machine.devices;
         let room = self.stages.iter().map(|(gpu, _)| devices[*gpu].memory_bytes).sum();
         let largest = self.fitting(self.without_caches(self.windows(0)));

@@ -7,8 +7,8 @@ use ir::id::DeviceId;
 use super::{Block, Frame, IN_PLACE, Search};
 use crate::place::Offer;
 
-/// Hosts, and pairs of a GPU and a host, with which it takes long to find out how much each can hold if the hosts are too
-/// small for all that may stay: where there are more of both it is tried when nothing fits otherwise.
+/// Hosts, and pairs of a GPU and a host, from which on it takes long to find out how much each can hold if the hosts are
+/// too small for all that may stay: where there are as many of both it is tried only when nothing fits otherwise.
 const MANY_HOSTS: usize = 3;
 const MANY_PAIRS: usize = 9;
 
@@ -19,7 +19,7 @@ impl Search<'_> {
         let is_host = |(lacking, _): (DeviceId, u64)| self.hosts.contains(&lacking);
         let (hosts, pairs) = (self.hosts.len(), self.hosts.len() * self.stages.len());
         let are_many = hosts >= MANY_HOSTS && pairs >= MANY_PAIRS;
-        let is_tried = !are_many || self.task.target.shifts_in_vain;
+        let is_tried = !are_many || self.task.target.is_exhaustive;
         everything.candidate.missing.is_some_and(is_host)
             && (!is_tried || room < self.beyond_hosts(everything))
     }
