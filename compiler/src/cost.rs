@@ -6,6 +6,7 @@ use ir::layout::Move;
 use ir::letters::SHARED_COPY_BYTES;
 use ir::machine::{CacheRate, Device, LinearRate};
 use ir::op::{Attention, Experts, Linear, Op, Products, Then};
+use ir::plan::Phase;
 use ir::tensor::{DType, Extent, Format, TensorType};
 use ir::workspace::{FLOAT_ROWS, MAX_FUSED_ROWS, broken_loads, most_fused_rows, product_format};
 
@@ -61,7 +62,12 @@ pub(crate) fn run_nanos(
     let matrices = |tokens: u32| -> Result<f64> {
         let (mut nanos, mut beside) = (0.0, 0f64);
         for held in operands.weights.iter().filter(|held| held.shape.len() > 1) {
-            let format = if held.also_unpacked && tokens > MAX_FUSED_ROWS {
+            // Prompts take unpacked copies, decodes what they can as it lies.
+            let most = match batch.phase {
+                Phase::Prefill => MAX_FUSED_ROWS,
+                Phase::Decode => most_fused_rows(held.format),
+            };
+            let format = if held.also_unpacked && tokens > most {
                 product_format(held.format, kind.has_library())
             } else {
                 held.format

@@ -5,7 +5,6 @@ use anyhow::{Context as _, Result};
 use ir::machine::Machine;
 use ir::model::Model;
 use ir::op::{Experts, Op};
-use ir::workspace::MAX_FUSED_ROWS;
 use rayon::prelude::*;
 
 use crate::options::Options;
@@ -108,10 +107,12 @@ fn other_tokens(model: &Model) -> Vec<u32> {
     [TOKENS_BESIDE_HOSTS].into_iter().chain(fused).collect()
 }
 
-/// The most tokens that leave each of `all` experts, of which each token has `used`, rows that are multiplied with
-/// matrices as they lie, if their choices are even; `None` where others are tried that are as few.
+/// The most tokens that leave each of `all` experts, of which each token has `used`, few rows, if their choices are even;
+/// `None` where others are tried that are as few.
 fn fused_tokens(used: u32, all: u32) -> Option<u32> {
-    let tokens = u64::from(MAX_FUSED_ROWS) * u64::from(all) / u64::from(used.max(1));
+    /// Rows that take little longer than one, as matrices lie.
+    const FEW_ROWS: u64 = 64;
+    let tokens = FEW_ROWS * u64::from(all) / u64::from(used.max(1));
     u32::try_from(tokens).ok().filter(|tokens| (1..PREFILL_TOKENS[0]).contains(tokens))
 }
 

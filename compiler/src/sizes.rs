@@ -4,7 +4,7 @@ use anyhow::Result;
 use ir::forecast::RunForecast;
 use ir::plan::{Phase, Plan};
 use ir::tensor::Extent;
-use ir::workspace::MAX_FUSED_ROWS;
+use ir::workspace::{MAX_FUSED_ROWS, MAX_PACKED_ROWS};
 
 use crate::bind::Bound;
 use crate::emit::program;
@@ -15,7 +15,8 @@ use crate::target::Batch;
 use crate::task::Task;
 
 /// Tokens of prompts: what is said in a chat, where GPUs multiply in another way, and what people measure.
-const TOKENS: [u32; 5] = [8, MAX_FUSED_ROWS, MAX_FUSED_ROWS + 1, 128, 512];
+const TOKENS: [u32; 6] =
+    [8, 64, MAX_FUSED_ROWS, MAX_FUSED_ROWS + 1, MAX_PACKED_ROWS, MAX_PACKED_ROWS + 1];
 
 /// Adds to a plan's forecast what its programs, one for each batch, take for fewer tokens, with nothing cached or behind
 /// what prompts have cached.

@@ -201,7 +201,7 @@ mod tests {
 
     #[test]
     fn long_prompts_are_never_captured_and_short_ones_where_the_plan_lets_them() {
-        let (short, long) = (key(0, 64), key(0, 65));
+        let [short, long] = [0, 1].map(|more| key(0, MAX_FUSED_ROWS as usize + more));
         for (captures_prompts, expected) in [(true, REPLAYS), (false, None)] {
             let known = KnownGraphs::new(8, captures_prompts);
             assert_eq!(known.admit(short, Phase::Prefill), expected);

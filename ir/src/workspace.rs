@@ -23,9 +23,17 @@ pub use run::{RunPart, RunSizes};
 /// instructions; more are multiplied by the vendor's library where it is there, but for those of small matrices and of
 /// [`most_fused_rows()`].
 pub const FLOAT_ROWS: u32 = 8;
-/// The most rows for which a GPU with matrix instructions takes matrices in 16 bits and fewer as they lie; for more the
-/// vendor's library has them row after row. Also the most rows of floats that it multiplies with small matrices.
-pub const MAX_FUSED_ROWS: u32 = 64;
+/// The most rows for which a GPU with matrix instructions takes matrices in 16 bits as they lie; for more the vendor's
+/// library has them row after row. Also the most rows of floats that it multiplies with small matrices, and of an
+/// operand.
+pub const MAX_FUSED_ROWS: u32 = 128;
+/// The most rows for which it takes packed matrices as they lie, where none is held unpacked as well; for more they are
+/// unpacked for the vendor's library. An H200 takes 512 rows of 4 and 8 bits so in 0.62 of the time and of 12 bits in
+/// 0.8: see benches/RESULTS.md.
+pub const MAX_PACKED_ROWS: u32 = 512;
+/// The same where the matrix instructions are not those of warpgroups, as on other GPUs than Hopper; of matrices in 16
+/// bits half as many, since the library then reads them as fast.
+pub const MAX_PLANE_ROWS: u32 = 64;
 /// Bytes, about, of a piece of a packed matrix that is unpacked for the vendor's library: large enough that a product
 /// of one piece fills any GPU, small beside the memory of the smallest.
 const UNPACKED_BYTES: u64 = 128 << 20;
@@ -216,12 +224,32 @@ pub fn exchange_bytes(members: usize, piece_bytes: u64) -> u64 {
     EXCHANGE_HEADER_BYTES + inboxes * (exchange_flagged_bytes(piece_bytes) + piece_bytes)
 }
 
-/// What `rows` rows of activations are padded to as right operands of a GPU's matrix instructions: few kinds, since
-/// kernels are compiled for each. `None` where a linear takes them row after row.
-pub fn operand_rows(rows: u32) -> Option<u32> {
-    /// The most rows for which other instructions are as good.
-    const FEW_ROWS: u32 = 16;
-    (rows > FEW_ROWS && rows <= MAX_FUSED_ROWS).then(|| rows.next_multiple_of(MAX_FUSED_ROWS / 2))
+/// Rows of activations as right operands of a GPU's matrix instructions.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct OperandRows {
+    /// How many operands there are.
+    pub stacks: u32,
+    /// Rows of each, what pads the last with them.
+    pub rows: u32,
+}
+
+impl OperandRows {
+    /// How `rows` rows lie: few kinds, since kernels are compiled for each. `None` where a linear takes them row after
+    /// row.
+    pub fn of(rows: u32) -> Option<Self> {
+        /// The most rows for which other instructions are as good.
+        const FEW_ROWS: u32 = 16;
+        let stacks = rows.div_ceil(MAX_FUSED_ROWS);
+        (rows > FEW_ROWS && rows <= MAX_PACKED_ROWS).then(|| {
+            let rows = rows.div_ceil(stacks).next_multiple_of(MAX_FUSED_ROWS / 4);
+            Self { stacks, rows }
+        })
+    }
+
+    /// All rows.
+    pub fn count(self) -> u32 {
+        self.stacks * self.rows
+    }
 }
 
 /// Rows of a packed matrix `[outputs, inputs]` that are unpacked at a time for the vendor's library, to elements of two
@@ -292,8 +320,9 @@ impl Need<'_> {
             }
             if product_format(weight.format, true) == Format::Bf16 {
                 // What has matrix instructions takes rows in 16 bits as operands; without the library any, in parts.
-                let most = rows.min(MAX_FUSED_ROWS);
-                let taken = operand_rows(most).or((!has_library).then_some(most)).unwrap_or(0);
+                let most = rows.min(most_fused_rows(weight.format));
+                let operands = OperandRows::of(most).map(OperandRows::count);
+                let taken = operands.or((!has_library).then_some(most)).unwrap_or(0);
                 let element = Format::Bf16.bytes(1, 1);
                 raise(&mut space.input_bytes, product(&[taken, features], element));
             }
@@ -315,7 +344,8 @@ impl Need<'_> {
             }
             // Only the library makes outputs of 16 bits; others are made in f32 first, beside the products of a gate.
             if made != DType::F32 {
-                let first = if has_library { rows.min(MAX_FUSED_ROWS) } else { rows };
+                let most = most_fused_rows(weight.format).max(MAX_FUSED_ROWS);
+                let first = if has_library { rows.min(most) } else { rows };
                 let beside = if is_gated && !has_library { 2 } else { 1 };
                 raise(&mut space.inner_bytes, beside * of_rows(first, DType::F32));
             }
@@ -374,7 +404,8 @@ impl Need<'_> {
 pub fn most_fused_rows(held: Format) -> u32 {
     match held {
         Format::F32 | Format::F16 => FLOAT_ROWS,
-        Format::Bf16 | Format::Bf12 | Format::Q8 | Format::Q4 => MAX_FUSED_ROWS,
+        Format::Bf16 => MAX_FUSED_ROWS,
+        Format::Bf12 | Format::Q8 | Format::Q4 => MAX_PACKED_ROWS,
     }
 }
 
@@ -416,6 +447,17 @@ pub(crate) fn is_cast(linear: &Linear) -> bool {
 mod tests {
     use super::*;
     use crate::packing::PANEL_ROWS;
+
+    #[test]
+    fn operands_hold_all_rows_and_each_has_some() {
+        let of = |rows| OperandRows::of(rows).map(|operands| (operands.stacks, operands.rows));
+        assert_eq!([of(16), of(MAX_PACKED_ROWS + 1)], [None, None]);
+        assert_eq!([of(17), of(128), of(129)], [Some((1, 32)), Some((1, 128)), Some((2, 96))]);
+        for rows in 17..=MAX_PACKED_ROWS {
+            let operands = OperandRows::of(rows).unwrap();
+            assert!(operands.count() >= rows && operands.count() < rows + operands.rows);
+        }
+    }
 
     #[test]
     fn pieces_are_even_whole_panels_near_the_limit() {

@@ -11,7 +11,7 @@ use ir::model::Model;
 use ir::op::{Linear, Op, Then};
 use ir::plan::{Action, Phase, Plan, Program};
 use ir::tensor::{DType, Format};
-use ir::workspace::MAX_FUSED_ROWS;
+use ir::workspace::{MAX_FUSED_ROWS, MAX_PACKED_ROWS};
 use tests::machines::{self, h200, two_numa};
 use tests::made_up::{LlamaShape, MadeUp};
 use tests::toys::Toy;
@@ -76,7 +76,7 @@ fn unpacking(gpu_bytes: u64) -> Machine {
     for rate in &mut machine.devices.rows_mut()[0].rates.linear {
         let is_packed = matches!(rate.format, Format::Bf12 | Format::Q8 | Format::Q4);
         for point in
-            rate.points.iter_mut().filter(|point| is_packed && point.tokens > MAX_FUSED_ROWS)
+            rate.points.iter_mut().filter(|point| is_packed && point.tokens > MAX_PACKED_ROWS)
         {
             point.weights_per_sec = 1.0 / (1.0 / point.weights_per_sec + 1.0 / 1.2e12);
         }

@@ -2,7 +2,7 @@
 
 use ir::machine::{LinearRate, RatePoint, RateSource, Rates};
 use ir::tensor::Format;
-use ir::workspace::{LIBRARY_BYTES, MAX_FUSED_ROWS};
+use ir::workspace::{LIBRARY_BYTES, MAX_PACKED_ROWS, MAX_PLANE_ROWS};
 
 use crate::gpu::Gpu;
 
@@ -119,19 +119,24 @@ const GPUS: &[(&str, f64, f64)] = &[
     ("T4", 0.32e12, 65e12),
 ];
 
-/// Part of what products of many rows reach with the vendor's library that is left without it, by a GPU's `name`: of
-/// packed matrices a third to nine twentieths on an H200; of others in bf16 a quarter on Hopper, which multiplies 64 rows
-/// at a time, and a ninth where that is 32; f16 is multiplied without tensor cores.
-fn part_without_library(format: Format, name: &str) -> f64 {
-    // The second is found in H200 and GH200, too.
-    let is_hopper = ["H100", "H20"].iter().any(|hopper| name.contains(hopper));
+/// Part of what products of many rows reach with the vendor's library that a GPU's own kernels reach, by its `name`: of
+/// packed matrices seven tenths on an H200, a third by kernels of other GPUs there; of others in bf16 half on Hopper,
+/// and a ninth where that is 32 rows at a time; f16 is multiplied without tensor cores.
+fn own_part(format: Format, name: &str) -> f64 {
     match format {
         Format::F32 => 1.0,
         Format::F16 => 1.0 / 15.0,
-        Format::Bf16 if is_hopper => 1.0 / 4.0,
+        Format::Bf16 if is_hopper(name) => 1.0 / 2.0,
         Format::Bf16 => 1.0 / 9.0,
+        Format::Bf12 | Format::Q8 | Format::Q4 if is_hopper(name) => 0.7,
         Format::Bf12 | Format::Q8 | Format::Q4 => 1.0 / 3.0,
     }
+}
+
+/// Whether a GPU of that name has the matrix instructions of warpgroups.
+fn is_hopper(name: &str) -> bool {
+    // The second is found in H200 and GH200, too.
+    ["H100", "H20"].iter().any(|hopper| name.contains(hopper))
 }
 
 /// Whether a GPU's name holds that of a model: `A100` in `NVIDIA A100-SXM4-40GB`, but not in `RTX A1000`.
@@ -154,12 +159,14 @@ pub(crate) fn gpu_rates(gpu: &Gpu, has_library: bool) -> Rates {
     };
     // Streaming kernels reach 87 % of the copy rate on an H200.
     let read_bytes_per_sec = bytes * 0.87;
-    let reached = |format: Format| {
-        let part = if has_library { 1.0 } else { part_without_library(format, &gpu.name) };
-        bf16 * REACHED * part
-    };
+    let library = bf16 * REACHED;
+    let own = |format: Format| library * own_part(format, &gpu.name);
+    let reached = |format: Format| if has_library { library } else { own(format) };
     let curve = |format, peak: f64| linear(format, read_bytes_per_sec, peak);
-    let blocks = |format| packed(format, read_bytes_per_sec, reached(format));
+    let most_rows = if is_hopper(&gpu.name) { MAX_PACKED_ROWS } else { MAX_PLANE_ROWS };
+    let unpacked = has_library.then_some((most_rows, library));
+    let panels = |format, bytes| packed(format, bytes, own(format), unpacked);
+    let blocks = |format| panels(format, read_bytes_per_sec);
     Rates {
         source: RateSource::Nominal,
         read_bytes_per_sec,
@@ -170,7 +177,7 @@ pub(crate) fn gpu_rates(gpu: &Gpu, has_library: bool) -> Rates {
             curve(Format::F16, reached(Format::F16)),
             curve(Format::Bf16, reached(Format::Bf16)),
             // On an H200 one row takes 0.84 of the time in 16 bits.
-            packed(Format::Bf12, read_bytes_per_sec * 0.9, reached(Format::Bf12)),
+            panels(Format::Bf12, read_bytes_per_sec * 0.9),
             blocks(Format::Q8),
             blocks(Format::Q4),
         ],
@@ -203,21 +210,30 @@ fn linear(format: Format, bytes_per_sec: f64, ops_per_sec: f64) -> LinearRate {
     LinearRate { format, points: tokens.into_iter().map(at).collect() }
 }
 
-/// The same of a GPU's packed matrices, which for many tokens are first read and written in 16 bits.
-fn packed(format: Format, bytes_per_sec: f64, ops_per_sec: f64) -> LinearRate {
-    /// From hundreds of tokens on; between two points the time grows evenly.
-    const MANY_TOKENS: [u32; 3] = [MAX_FUSED_ROWS + 1, 512, 2048];
+/// The same of a GPU's packed matrices. Where there is a vendor's library, `library` says up to how many rows they are
+/// multiplied with as they lie, and how fast it is: for more rows they are first read and written in 16 bits.
+fn packed(
+    format: Format,
+    bytes_per_sec: f64,
+    ops_per_sec: f64,
+    library: Option<(u32, f64)>,
+) -> LinearRate {
+    /// From hundreds of rows on; between two points the time grows evenly.
+    const MANY_ROWS: [u32; 3] = [512, 1024, 2048];
     let packed_bytes = format.bytes(1, 1024) as f64 / 1024.0;
     let mut rate = linear(format, bytes_per_sec, ops_per_sec);
-    rate.points.retain(|point| point.tokens <= MAX_FUSED_ROWS);
-    let most_rows = 2.0 * f64::from(MAX_FUSED_ROWS);
-    let as_it_lies = (bytes_per_sec / packed_bytes).min(ops_per_sec / most_rows);
-    rate.points.push(RatePoint { tokens: MAX_FUSED_ROWS, weights_per_sec: as_it_lies, nanos: 0.0 });
-    rate.points.dedup_by_key(|point| point.tokens);
+    let Some((most_rows, library_ops_per_sec)) = library else { return rate };
+    let point =
+        |tokens, seconds: f64| RatePoint { tokens, weights_per_sec: 1.0 / seconds, nanos: 0.0 };
+    let arithmetic = |tokens: u32, ops_per_sec: f64| 2.0 * f64::from(tokens) / ops_per_sec;
+    rate.points.retain(|point| point.tokens < most_rows);
+    let as_it_lies = (packed_bytes / bytes_per_sec).max(arithmetic(most_rows, ops_per_sec));
+    rate.points.push(point(most_rows, as_it_lies));
     let unpacked_bytes = packed_bytes + Format::Bf16.bytes(1, 1024) as f64 / 1024.0;
-    rate.points.extend(MANY_TOKENS.map(|tokens| {
-        let seconds = unpacked_bytes / bytes_per_sec + 2.0 * f64::from(tokens) / ops_per_sec;
-        RatePoint { tokens, weights_per_sec: 1.0 / seconds, nanos: 0.0 }
+    let more = MANY_ROWS.into_iter().filter(|&tokens| tokens > most_rows + 1);
+    rate.points.extend([most_rows + 1].into_iter().chain(more).map(|tokens| {
+        let seconds = unpacked_bytes / bytes_per_sec + arithmetic(tokens, library_ops_per_sec);
+        point(tokens, seconds)
     }));
     rate
 }
@@ -237,13 +253,13 @@ mod tests {
     #[test]
     fn many_tokens_pay_for_unpacking_once() {
         let rows = linear(Format::Q4, 3.7e12, 800e12);
-        let packed = packed(Format::Q4, 3.7e12, 800e12);
+        let packed = packed(Format::Q4, 3.7e12, 500e12, Some((256, 800e12)));
         let seconds = |rate: &LinearRate, tokens| 1.0 / rate.weights_per_sec(tokens);
         assert_eq!(seconds(&packed, 1), seconds(&rows, 1));
         // No GPU multiplies faster than its arithmetic, however few bytes it reads.
         for slow in [50e12, 800e12] {
-            let packed = super::packed(Format::Q4, 0.8e12, slow);
-            for tokens in [19, 48, 64] {
+            let packed = super::packed(Format::Q4, 0.8e12, slow, Some((256, slow)));
+            for tokens in [19, 48, 64, 256] {
                 let ops = 2.0 * f64::from(tokens) * packed.weights_per_sec(tokens);
                 assert!(ops <= slow * 1.001, "{ops} of {slow}");
             }
@@ -274,9 +290,10 @@ mod tests {
             };
             rate(true) / rate(false)
         };
-        for (name, bf16) in [("NVIDIA H100 80GB HBM3", 4.0), ("NVIDIA L40S", 9.0)] {
+        let gpus = [("NVIDIA H100 80GB HBM3", 2.0, 1.0..1.5), ("NVIDIA L40S", 9.0, 2.0..3.1)];
+        for (name, bf16, q4) in gpus {
             assert!((lost(name, Format::Bf16) - bf16).abs() < 0.1, "{name}");
-            assert!((2.0..3.1).contains(&lost(name, Format::Q4)), "{name}");
+            assert!(q4.contains(&lost(name, Format::Q4)), "{name}");
             assert_eq!(lost(name, Format::F32), 1.0);
         }
     }

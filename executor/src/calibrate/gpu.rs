@@ -50,7 +50,7 @@ impl Sizes {
         columns: 4096,
         streamed_bytes: 256 << 20,
         rows: 14336,
-        tokens: &[1, 2, 4, 8, 16, 32, 64, 256, 512, 2048],
+        tokens: &[1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048],
         mixture: [2048, 768, 128],
         prompt: 2048,
         launches: 20,
@@ -197,7 +197,7 @@ impl Meter<'_> {
         let count = tokens * self.sizes.columns;
         let order = self.gpu.right_operands(&matrices[0], tokens);
         let (element, x) = match order {
-            Some(order) => (DType::Bf16, self.narrow(order.tokens * self.sizes.columns)?),
+            Some(order) => (DType::Bf16, self.narrow(order.count() * self.sizes.columns)?),
             None if tokens <= FLOAT_TOKENS => (DType::F32, self.floats(count)?),
             None => (DType::Bf16, self.narrow(count)?),
         };

@@ -215,7 +215,8 @@ impl Engine {
 fn padded(tokens: usize) -> usize {
     match tokens {
         0..=32 => tokens.next_multiple_of(8),
-        33..=SHORT_PROMPT => tokens.next_multiple_of(16),
+        33..=64 => tokens.next_multiple_of(16),
+        65..=SHORT_PROMPT => tokens.next_multiple_of(32),
         _ => tokens,
     }
 }

@@ -5,6 +5,7 @@ use ir::machine::DeviceKind;
 use ir::op::{Activation, Linear, Norm, NormKind, Op, Then};
 use ir::plan::{Action, Plan};
 use ir::tensor::{DType, Dim, Format};
+use ir::workspace::MAX_FUSED_ROWS;
 
 use crate::plans::{b, d, one_device, streamed, w};
 use crate::{findings, finds, finds_in_op, finds_in_prefill, finds_in_step, named};
@@ -387,7 +388,7 @@ fn narrow(plan: &mut Plan, step: &str) {
 fn gpus_alone_hold_values_between_linears_of_many_tokens_in_16_bits() {
     let made = "s10 (second) of prefill: bf16[tokens, 8] where numbers of f32 are expected";
     let read = "s11 (select) of prefill: bf16[tokens, 8] where numbers of f32 are expected";
-    let many = |plan: &mut Plan| plan.programs[0].max.tokens = 65;
+    let many = |plan: &mut Plan| plan.programs[0].max.tokens = MAX_FUSED_ROWS + 1;
     let narrow_second = |plan: &mut Plan| narrow(plan, "second");
     let mut long = streamed();
     many(&mut long);

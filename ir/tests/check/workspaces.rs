@@ -62,7 +62,8 @@ fn many_rows_need_the_largest_packed_matrix_unpacked() {
     assert_eq!((space.matrix_bytes, space.library_bytes), (8 * 8 * 2, LIBRARY_BYTES));
     assert_eq!(space.input_bytes, 9 * 8 * 2);
     // As right operands of matrix instructions rows come in thirty-twos.
-    for (rows, bytes) in [(17, 32 * 8 * 2), (40, 64 * 8 * 2), (70, 70 * 8 * 2)] {
+    for (rows, operands) in [(17, 32), (40, 64), (70, 96), (130, 130)] {
+        let bytes = operands * 8 * 2;
         let plan = with_tokens(on_gpu(streamed()), rows);
         assert_eq!(workspaces(&plan)[d(0)].input_bytes, bytes, "{rows} rows");
     }
@@ -71,8 +72,9 @@ fn many_rows_need_the_largest_packed_matrix_unpacked() {
     let head = quantised.weights.ids().last().expect("there are weights");
     quantised.weights[head].format = Format::Q8;
     assert_eq!(workspaces(&quantised)[d(0)].matrix_bytes, 32 * 8 * 2);
-    // So do those of blocks.
-    for (rows, bytes) in [(9, 9 * 8 * 2), (17, 32 * 8 * 2), (40, 64 * 8 * 2), (70, 70 * 8 * 2)] {
+    // So do those of blocks, of up to 512 rows.
+    for (rows, operands) in [(9, 9), (17, 32), (40, 64), (70, 96), (130, 2 * 96), (513, 513)] {
+        let bytes = operands * 8 * 2;
         let mut plan = with_tokens(quantised.clone(), rows);
         plan.programs[0].max.rows = rows;
         assert_eq!(workspaces(&plan)[d(0)].input_bytes, bytes, "{rows} rows");
@@ -80,7 +82,7 @@ fn many_rows_need_the_largest_packed_matrix_unpacked() {
 }
 
 #[test]
-fn up_to_64_rows_behind_a_layer_norm_are_f32() {
+fn up_to_128_rows_behind_a_layer_norm_are_f32() {
     let input_bytes = |tokens| {
         let mut plan = with_tokens(on_gpu(streamed()), tokens);
         for id in plan.programs[0].steps.ids().collect::<Vec<_>>() {
@@ -91,7 +93,9 @@ fn up_to_64_rows_behind_a_layer_norm_are_f32() {
         workspaces(&plan)[d(0)].input_bytes
     };
     // The library takes more in 16 bits.
-    for (rows, bytes) in [(9, 9 * 8 * 4), (64, 64 * 8 * 4), (100, 64 * 8 * 4), (200, 200 * 8 * 2)] {
+    for (rows, bytes) in
+        [(9, 9 * 8 * 4), (128, 128 * 8 * 4), (200, 128 * 8 * 4), (300, 300 * 8 * 2)]
+    {
         assert_eq!(input_bytes(rows), bytes, "{rows} rows");
     }
 }
@@ -109,8 +113,8 @@ fn without_the_library_f32_is_counted_and_parts_of_the_rows_in_16_bits() {
     };
     let space = without(9);
     assert_eq!((space.matrix_bytes, space.library_bytes), (8 * 8 * 4, 0));
-    // Rows as they lie, then as operands, of which there are 64 at most.
-    for (rows, parts) in [(9, 9), (16, 16), (17, 32), (40, 64), (70, 64)] {
+    // Rows as they lie, then as operands, of which there are 128 at most.
+    for (rows, parts) in [(9, 9), (16, 16), (17, 32), (40, 64), (70, 96), (130, 128)] {
         assert_eq!(without(rows).input_bytes, parts * 8 * 2, "{rows} rows");
     }
 }

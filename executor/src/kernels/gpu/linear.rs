@@ -27,7 +27,7 @@ use anyhow::{Result, ensure};
 use cubecl::prelude::{CubeCount, CubeDim};
 use ir::op::Then;
 use ir::tensor::{DType, Format};
-use ir::workspace::{most_fused_rows, product_format};
+use ir::workspace::{MAX_PACKED_ROWS, MAX_PLANE_ROWS, most_fused_rows, product_format};
 
 use self::bytes::ByteShare;
 use self::digits::{DIGIT_TOKENS, digit_bytes};
@@ -46,9 +46,11 @@ use crate::kernels::cpu::pack::{PANEL, VECTOR};
 
 /// Tokens of floats that a cube takes at most: with more, sums no longer fit a unit's registers.
 pub const FLOAT_TOKENS: usize = ir::workspace::FLOAT_ROWS as usize;
-/// Tokens that one launch takes at most, of bf16 or with small matrices: with more, a library's tiles of 128 rows read
-/// the activations less often.
+/// Tokens that one launch takes at most, of bf16 with matrices in 16 bits, or of floats with small ones: with more, a
+/// library's tiles of 128 rows read the activations less often.
 pub const MAX_FUSED_TOKENS: usize = ir::workspace::MAX_FUSED_ROWS as usize;
+/// The same of bf16 with packed matrices.
+const MAX_PACKED_TOKENS: usize = MAX_PACKED_ROWS as usize;
 /// Weights of a matrix, at most, of which [`MAX_FUSED_TOKENS`] tokens of floats are taken, some after others: their
 /// sums take an H200 5 µs at least, as a call of a library does, and a cache holds the matrix. Routers have as many.
 const MOST_SMALL_WEIGHTS: usize = 2 << 20;
@@ -93,7 +95,8 @@ pub struct Linear<'a> {
     pub element: DType,
     /// How `x` lies where that is not row after row: in bf16, as [`Gpu::right_operands()`] says.
     pub order: Option<RightOperands>,
-    /// Rows of `x`: 1 to [`FLOAT_TOKENS`]; to [`MAX_FUSED_TOKENS`] in bf16 or with small matrices.
+    /// Rows of `x`: 1 to [`FLOAT_TOKENS`]; more in bf16, as [`Gpu::takes_narrow()`] says, and to [`MAX_FUSED_TOKENS`] of
+    /// floats with small matrices.
     pub tokens: usize,
     /// Applied to `x` first, which is f32 then.
     pub norm: Option<RmsNorm<'a>>,
@@ -164,12 +167,14 @@ impl Gpu {
             && matrix.columns().is_multiple_of(8)
     }
 
-    /// The most tokens in bf16 that a matrix is multiplied with as it lies: of 16 bits, half as many where planes by
-    /// themselves multiply, since a library then reads matrices as fast.
+    /// The most tokens in bf16 that a matrix is multiplied with as it lies.
     pub fn most_narrow(&self, matrix: &Matrix) -> usize {
-        let most = most_fused_rows(matrix.format()) as usize;
-        let is_alone = matrix.format() == Format::Bf16 && !self.has_groups(matrix);
-        if is_alone { most / 2 } else { most }
+        let most = match matrix.format() {
+            format if self.has_groups(matrix) => most_fused_rows(format),
+            Format::Bf16 => MAX_PLANE_ROWS / 2,
+            Format::F32 | Format::F16 | Format::Bf12 | Format::Q8 | Format::Q4 => MAX_PLANE_ROWS,
+        };
+        most as usize
     }
 
     /// The most rows in bf16 that all of these matrices are multiplied with as they lie; `None` where one is not.

@@ -48,7 +48,7 @@ impl Gpu {
         [tokens, features]: [usize; 2],
         order: RightOperands,
     ) -> Span {
-        let out = self.poisoned(order.tokens * features * 2);
+        let out = self.poisoned(order.count() * features * 2);
         self.cast(&Cast {
             x,
             element: DType::Bf16,

@@ -26,16 +26,25 @@ use super::device::Gpu;
 use super::instructions::{PLANE, Packed};
 use super::registers::held;
 
-/// Rows of activations as right operands, in bf16: `[columns / 8][tokens][8]`.
+/// Rows of activations as right operands, in bf16: `[stacks][columns / 8][tokens][8]`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct RightOperands {
-    /// Columns of the operands: tokens, and what pads them, whose products nobody reads.
+    /// Operands, each of other tokens.
+    pub stacks: usize,
+    /// Columns of an operand: tokens, and what pads them, whose products nobody reads.
     pub tokens: usize,
     /// Whether the eight are every fourth pair of 32 columns, as [`super::portion`] gives them to lanes, and not
     /// neighbours.
     pub is_spread: bool,
     /// What activations are multiplied with: a power of two.
     pub factor: f32,
+}
+
+impl RightOperands {
+    /// Tokens of all operands, and what pads them.
+    pub fn count(self) -> usize {
+        self.stacks * self.tokens
+    }
 }
 
 /// Planes that make an instruction together.

@@ -51,7 +51,7 @@ impl State {
         let outputs = &operands.outputs;
         let made = if matches!(linear.then, Then::Gate(_)) { 1 } else { matrices.len() };
         ensure!(outputs.len() == made, "a linear writes {} outputs", outputs.len());
-        let own = self.own_element(x.rows, x.dtype, &matrices);
+        let own = self.own_element(x.rows, x.dtype, linear, &matrices, scope);
         // Only the vendor's library writes what it makes in 16 bits.
         let narrow = outputs.first().filter(|out| out.dtype != DType::F32);
         let narrow = narrow.filter(|_| own.is_some() || self.vendor.is_none());
@@ -89,18 +89,25 @@ impl State {
         Ok(Operand { span, dtype: DType::F32, rows, columns })
     }
 
-    /// The type in which the GPU's own kernels take `rows` rows of type `dtype` with these matrices as they lie; `None`
-    /// where the vendor's library multiplies them, or what stands in for it.
+    /// The type in which the GPU's own kernels take `rows` rows of type `dtype` with these matrices of a linear as they
+    /// lie; `None` where the vendor's library multiplies them, or what stands in for it.
     pub(super) fn own_element<'a>(
         &self,
         rows: usize,
         dtype: DType,
+        linear: &op::Linear,
         matrices: impl IntoIterator<Item = &'a Matrix> + Clone,
+        scope: Scope<'_>,
     ) -> Option<DType> {
         let takes_narrow = |matrix: &Matrix| self.gpu.takes_narrow(matrix, rows);
+        // What is held unpacked as well the library reads as it is in prompts; decodes are captured without it.
+        let is_unpacked = |&id: &WeightId| self.weights.unpacked(id).is_some();
+        let is_own = rows <= MAX_FUSED_TOKENS
+            || scope.batch.is_decode()
+            || !linear.weights.iter().any(is_unpacked);
         match rows {
             ..=FLOAT_TOKENS if dtype == DType::F32 => Some(DType::F32),
-            _ if matrices.clone().into_iter().all(takes_narrow) => Some(DType::Bf16),
+            _ if is_own && matrices.clone().into_iter().all(takes_narrow) => Some(DType::Bf16),
             ..=MAX_FUSED_TOKENS
                 if dtype == DType::F32 && matrices.into_iter().all(takes_many_floats) =>
             {
@@ -291,7 +298,7 @@ impl State {
         if format.float() == Some(x.dtype) && op.norm.is_none() && order.is_none() {
             return Ok(x.span.clone());
         }
-        let rows = order.map_or(x.rows, |order| order.tokens);
+        let rows = order.map_or(x.rows, RightOperands::count);
         let bytes = Layout::RowMajor.bytes(format, rows, x.columns)?;
         let out = Scratch::first(&self.scratch.input, bytes)?;
         let norm = op.norm.as_ref().map(|norm| self.norm_weights(norm)).transpose()?;

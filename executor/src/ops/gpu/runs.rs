@@ -44,7 +44,7 @@ impl State {
     /// kind. Says whether.
     pub(crate) fn prepare_capture(&self, scope: Scope<'_>, run: &Run, steps: &[StepId]) -> bool {
         let program = &scope.plan.programs[run.program];
-        let is_own = |&id: &StepId| !self.may_call_library(program, id, scope.batch.extent());
+        let is_own = |&id: &StepId| !self.may_call_library(program, id, scope);
         // Only prompts have values of 16 bits between linears, for which the library may be called for few rows, too.
         let is_few = program.phase == Phase::Decode && scope.batch.tokens().len() <= FLOAT_TOKENS;
         let can_be_replayed =
@@ -57,16 +57,17 @@ impl State {
         can_be_replayed
     }
 
-    /// Whether a step calls the vendor's library in a run of size `extent`, if there is one.
-    fn may_call_library(&self, program: &Program, step: StepId, extent: Extent) -> bool {
+    /// Whether a step calls the vendor's library in a run, if there is one.
+    fn may_call_library(&self, program: &Program, step: StepId, scope: Scope<'_>) -> bool {
         let step = &program.steps[step];
         let Action::Run(op) = &step.action else { return false };
         let Some(Products::Linear(linear)) = op.products() else { return false };
         let ty = &program.buffers[step.reads[0]].ty;
-        let (rows, dtype) = (dims(ty, extent).0, ty.dtype);
+        let (rows, dtype) = (dims(ty, scope.batch.extent()).0, ty.dtype);
         let matrices: Result<Vec<&Matrix>> =
             linear.weights.iter().map(|&id| self.weights.matrix(id)).collect();
-        matrices.map_or(true, |matrices| self.own_element(rows, dtype, matrices).is_none())
+        let own = matrices.map(|matrices| self.own_element(rows, dtype, linear, matrices, scope));
+        own.map_or(true, |own| own.is_none())
     }
 
     /// Whether a run can be replayed.
@@ -315,7 +316,7 @@ impl State {
                     let after = &lane.steps[position + 1..];
                     // The library's products leave a term. A sum that another stretch begins with may have to wait.
                     let is_joined = self.sums.peers.is_joined(program, id)
-                        && !self.may_call_library(schedule, id, scope.batch.extent())
+                        && !self.may_call_library(schedule, id, scope)
                         && steps.last() != Some(&id);
                     let sum = after.first().copied().filter(|_| is_joined);
                     let written = sum.map_or(&step.writes, |sum| &schedule.steps[sum].writes);

@@ -37,7 +37,7 @@ impl Gpu {
         ensure!(
             format == Format::Bf16
                 && features.is_multiple_of(BLOCK)
-                && order.tokens >= tokens
+                && order.count() >= tokens
                 && residual.is_none()
                 && self.multiplies(DType::Bf16),
             "{tokens} rows of {features} features in {format} are no right operands"
@@ -63,7 +63,7 @@ impl Gpu {
                 x.argument(tokens * features / PAIR, PAIR * taken.bytes() as usize),
                 row(norm.and_then(|norm| norm.scale)),
                 row(norm.and_then(|norm| norm.bias)),
-                out.argument(order.tokens * features * 2 / LOAD_BYTES, LOAD_BYTES),
+                out.argument(order.count() * features * 2 / LOAD_BYTES, LOAD_BYTES),
                 order.factor,
                 norm.map_or(0.0, |norm| norm.scale_offset),
                 norm.map_or(0.0, |norm| norm.epsilon),
@@ -160,7 +160,8 @@ fn cast_operands<X: Float>(
                     * Vector::new(operand_factor);
                 words.insert(j, pack(value.extract(0usize), value.extract(1usize), true));
             }
-            out[eight * tokens + token] = words;
+            let (stack, of_stack) = (token / tokens, token % tokens);
+            out[(stack * eights + eight) * tokens + of_stack] = words;
         }
     }
 }
@@ -204,7 +205,7 @@ mod tests {
                 let x: Vec<f32> = x;
                 let scale = Random(5).floats(features);
                 let scale_span = gpu.upload(&scale);
-                let order = RightOperands { tokens: COLUMNS, is_spread, factor: 4.0 };
+                let order = RightOperands { stacks: 1, tokens: COLUMNS, is_spread, factor: 4.0 };
                 let out = gpu.poisoned(COLUMNS * features * 2);
                 gpu.cast(&Cast {
                     x: &gpu.upload(&x),

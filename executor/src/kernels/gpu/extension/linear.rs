@@ -196,7 +196,7 @@ impl Call<'_> {
         order: Option<RightOperands>,
     ) -> Result<Span> {
         let columns = self.x.columns;
-        let made = order.map_or(rows, |order| order.tokens);
+        let made = order.map_or(rows, RightOperands::count);
         let element_bytes = if format == Format::F32 { 4 } else { 2 };
         let out = self.gpu.scratch(made * columns * element_bytes);
         let x = part(&self.x.span, columns, first, rows);

@@ -7,7 +7,7 @@ use ir::tensor::DType;
 
 use super::input::InputLaunch;
 use super::total::{Output, OutputLaunch, Shape};
-use super::{FLOAT_TOKENS, Linear, MAX_FUSED_TOKENS, matrix, takes_many_floats};
+use super::{FLOAT_TOKENS, Linear, MAX_FUSED_TOKENS, MAX_PACKED_TOKENS, matrix, takes_many_floats};
 use crate::kernels::gpu::device::Span;
 use crate::kernels::gpu::given::given;
 use crate::kernels::gpu::matrix::Matrix;
@@ -17,9 +17,11 @@ use crate::kernels::gpu::words::{Words, read_size};
 impl<'a> Linear<'a> {
     pub(super) fn check(&self) -> Result<()> {
         let Some(first) = self.matrices.first() else { bail!("a linear has no matrix") };
-        let takes_more =
-            self.is_narrow() || self.matrices.iter().all(|matrix| takes_many_floats(matrix));
-        let most = if takes_more { MAX_FUSED_TOKENS } else { FLOAT_TOKENS };
+        let most = match () {
+            () if self.is_narrow() => MAX_PACKED_TOKENS,
+            () if self.matrices.iter().all(|matrix| takes_many_floats(matrix)) => MAX_FUSED_TOKENS,
+            () => FLOAT_TOKENS,
+        };
         ensure!(
             (1..=most).contains(&self.tokens),
             "a launch takes 1 to {most} tokens, not {}",

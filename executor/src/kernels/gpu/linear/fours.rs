@@ -11,11 +11,13 @@ use crate::kernels::gpu::words::Four;
 
 #[cube]
 impl Totals {
-    /// Writes an output's rows from `first_row` on, for all tokens that it has.
+    /// Writes an output's rows from `first_row` on, for all tokens that it has, as rows `first_token` and those after
+    /// it.
     pub(super) fn finish_fours(
         &self,
         output: &mut Output,
         first_row: usize,
+        first_token: usize,
         #[comptime] then: Then,
         #[comptime] shape: Shape,
     ) {
@@ -28,7 +30,7 @@ impl Totals {
         }
         let units = CUBE_DIM as usize * shape.cubes;
         let rows = output.rows;
-        let last = output.out.len() / rows - 1;
+        let last = output.out.len() / rows - 1 - first_token;
         for start in range_stepped(first, count, units * at_once) {
             let mut values = Array::<Four>::new(at_once);
             #[unroll]
@@ -37,7 +39,8 @@ impl Totals {
                 let index = (start + comptime!(i) * units).min(count - 1);
                 let token = (index / fours).min(last);
                 let row = (first_row + index % fours * 4).min(rows - 4);
-                values[i] = self.four(&*output, token, row, first_row, then, shape);
+                let at = (first_token + token) * rows + row;
+                values[i] = self.four(&*output, token, row, first_row, at, then, shape);
             }
             #[unroll]
             for i in 0..at_once {
@@ -45,19 +48,21 @@ impl Totals {
                 let (token, row) = (index / fours, first_row + index % fours * 4);
                 if index < count && row < rows && token <= last {
                     let out = output.out.as_vectorized_mut().with_vector_size_mut::<Const<4>>();
-                    out[(token * rows + row) / 4] = values[i];
+                    out[((first_token + token) * rows + row) / 4] = values[i];
                 }
             }
         }
     }
 
-    /// Outputs of four rows from `row` on.
+    /// Outputs of four rows from `row` on, which are number `at` and those after it.
+    #[expect(clippy::too_many_arguments, reason = "a kernel's parts have no state of their own")]
     fn four(
         &self,
         output: &Output,
         token: usize,
         row: usize,
         first_row: usize,
+        at: usize,
         #[comptime] then: Then,
         #[comptime] shape: Shape,
     ) -> Four {
@@ -85,7 +90,7 @@ impl Totals {
         match output.residual.clone() {
             ComptimeOption::Some(residual) => {
                 let residual = residual.as_vectorized().with_vector_size::<Const<4>>();
-                values += residual[(token * output.rows + row) / 4];
+                values += residual[at / 4];
             }
             ComptimeOption::None => {}
         }

@@ -414,7 +414,7 @@ pub(in crate::kernels::gpu) fn finish_outputs(
             let slots = comptime!(shape.slots);
             let output = outputs.index_mut(output);
             if comptime!(shape.in_fours) {
-                totals.finish_fours(output, first_row, then, shape);
+                totals.finish_fours(output, first_row, first_token, then, shape);
             } else {
                 totals.finish(output, first_row, first_token, slots, epsilon, columns, then, shape);
             }

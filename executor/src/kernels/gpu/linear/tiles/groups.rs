@@ -1,5 +1,5 @@
-//! 17 to 64 rows of bf16 activations with the matrix instructions of a warpgroup: weights go from shared memory to
-//! registers, and one instruction multiplies them with all tokens, which it reads in shared memory by itself.
+//! More than 16 rows of bf16 activations with the matrix instructions of a warpgroup: weights go from shared memory to
+//! registers, and one instruction multiplies them with up to 128 tokens, which it reads in shared memory by itself.
 //!
 //! - A cube is a group of four planes, each of which takes 32 rows of one matrix. All take the same columns, step after
 //!   step. A fifth plane lets the device copy whole steps to shared memory, some ahead: columns of the activations, which
@@ -9,21 +9,23 @@
 //! - A plane decodes a block while the products of the one before are under way, and loads the next meanwhile.
 //! - Where rows are too few for all processors, cubes of a cluster share out the columns. Each writes some of the
 //!   outputs, from sums in the shared memory of all, always in the same order.
+//! - Tokens of more than one operand are stacks, of which each has cubes of its own.
 
 mod copies;
 mod rows;
+mod share;
 
 use cubecl::prelude::*;
 use ir::op::Then;
 use ir::tensor::Format;
-use ir::workspace::operand_rows;
+use ir::workspace::OperandRows;
 
 use self::copies::{Panels, copy_steps};
 use self::rows::{multiply_rows, put_rows};
-use super::share::TileShare;
+use self::share::{ALIGNMENT, GroupShare, held_rows, loads_before, panel_lines, step_lines};
 use super::{Place, put, scale_sums};
-use crate::kernels::cpu::pack::{PANEL, VECTOR, packed_bytes};
-use crate::kernels::gpu::bf12::{ENLARGED, VECTOR_LOADS};
+use crate::kernels::cpu::pack::PANEL;
+use crate::kernels::gpu::bf12::ENLARGED;
 use crate::kernels::gpu::device::{BoxLines, Gpu};
 use crate::kernels::gpu::instructions::{Packed, Sums};
 use crate::kernels::gpu::linear::Linear;
@@ -31,13 +33,13 @@ use crate::kernels::gpu::linear::matrix::{LANE_ROWS, LANE_SLOTS, lane_walk};
 use crate::kernels::gpu::linear::rights::PLANE;
 use crate::kernels::gpu::linear::total::{Output, Shape, Totals, finish_outputs};
 use crate::kernels::gpu::matrix::{LOAD_BYTES, Layout, Matrix};
-use crate::kernels::gpu::panel::{Panel, Walk};
+use crate::kernels::gpu::panel::Walk;
 use crate::kernels::gpu::portion::{BLOCK, Lines, Portion, make_good};
-use crate::kernels::gpu::staged::{STEP, VECTORS};
+use crate::kernels::gpu::staged::STEP;
 use crate::kernels::gpu::warpgroup::{
-    BOX_ALIGNMENT, GROUP, LINE_BYTES, RightOperands, TURN_LINES, arrive, clear_sums, declare_sums,
-    lane_sums, make_barrier, multiply_group, read_sum, right_operand, shared_address,
-    show_barriers, sync_cluster, sync_group, wait_for_products, wait_for_turn,
+    GROUP, LINE_BYTES, RightOperands, TURN_LINES, arrive, clear_sums, declare_sums, make_barrier,
+    multiply_group, read_sum, right_operand, shared_address, show_barriers, sync_cluster,
+    sync_group, wait_for_products, wait_for_turn,
 };
 use crate::kernels::gpu::words::Words;
 
@@ -45,85 +47,12 @@ use crate::kernels::gpu::words::Words;
 const EIGHTS: usize = BLOCK / 8;
 /// Left operands of a block: two pairs of rows, each of two times 16 columns.
 const BLOCK_OPERANDS: usize = 4;
-/// Bytes of a processor's shared memory that a cube takes beside what it asks for.
-const RESERVED_BYTES: usize = 1 << 10;
-/// Steps that have a place in shared memory: one that is multiplied, the next, which is loaded ahead, and one on its way.
-/// Five of 64 tokens in 12 bits fit.
-const LEAST_STAGES: usize = 3;
-const MOST_STAGES: usize = 8;
-/// Bytes of weights that stages have a place for at least, where there is room. (With 36 KiB an H200 reads 12 bits
-/// 7 to 8 % more slowly, with 64 up to 3 %; with 20 KiB 8 bits 17 to 23 %.)
-const STAGED_BYTES: usize = 48 << 10;
-/// Bytes of shared memory of a cube beside its stages: two barriers for each, a sum of squares, and what lies between.
-const BESIDE_BYTES: usize = MOST_STAGES * 2 * size_of::<u64>() + size_of::<f32>() + 2 * ALIGNMENT;
-/// The most cubes of a cluster: more not every GPU has places for.
-const MOST_CUBES: usize = 8;
-/// Cubes that a processor has places for.
-const PLACES: u32 = 2;
-/// The part of all places that clusters find: processors come in groups of unlike size, no multiples of a cluster. On
-/// an H200 clusters of seven find 32 · 7 of 264 places, of eight 45 · 8 of 396, which its profiler says.
-const PLACES_OF_CLUSTERS: f64 = 0.85;
-/// The fewest steps of a cube.
-const LEAST_STEPS: usize = 4;
 /// Numbers between the sums of tokens: a lane's lie two tokens apart from those of its neighbours, and it puts four rows
 /// at once or, of weights that lie row after row, one.
 const SUM_PADDING: usize = 4;
 /// The most outputs that a unit finishes at a time, by themselves and in fours.
 const MOST_AT_ONCE: usize = 7;
 const MOST_FOURS_AT_ONCE: usize = 2;
-/// What stages are aligned to.
-const ALIGNMENT: usize = BOX_ALIGNMENT;
-
-/// How the matrices of a launch are shared out.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(in crate::kernels::gpu::linear) struct GroupShare {
-    /// Its teams are the cubes of a cluster.
-    tile: TileShare,
-    /// Whether the weights are copied as boxes, as rows are and whole panels. Others are copied as they lie.
-    has_lines: bool,
-    /// Steps that have a place in shared memory.
-    stages: usize,
-}
-
-impl GroupShare {
-    /// Vectors of the activations in a step.
-    fn x_vectors(self) -> usize {
-        self.tile.tokens * VECTORS
-    }
-
-    /// Vectors of a stage.
-    fn stage(self) -> usize {
-        (self.x_vectors() + self.weight_loads()).next_multiple_of(ALIGNMENT / LOAD_BYTES)
-    }
-
-    /// Loads of the weights in a step.
-    fn weight_loads(self) -> usize {
-        GROUP * self.panel_loads()
-    }
-
-    /// Loads from panel to panel in a stage.
-    fn panel_loads(self) -> usize {
-        match self.tile.layout {
-            Layout::Panels => 2 * step_loads(self.tile.panel),
-            Layout::RowMajor => PANEL * VECTORS,
-        }
-    }
-
-    /// Steps of the columns.
-    fn steps(self) -> usize {
-        self.tile.panel.columns / STEP
-    }
-
-    /// Sums of a lane.
-    fn sums(self) -> usize {
-        2 * lane_sums(self.tile.tokens)
-    }
-
-    /// Words of shared memory that stages have, and sums afterwards.
-    fn words(self, shape: Shape) -> usize {
-        (self.stages * self.stage() * LOAD_BYTES / size_of::<u32>()).max(shape.cells())
-    }
-}
 
 /// A matrix as boxes of a step of `bands` panels, or of as many rows.
 fn boxes(matrix: &Matrix, bands: usize) -> TensorMapArg<Tiled> {
@@ -145,40 +74,16 @@ fn boxes(matrix: &Matrix, bands: usize) -> TensorMapArg<Tiled> {
     }
 }
 
-/// Rows that panels hold: whole vectors.
-fn held_rows(matrix: &Matrix) -> usize {
-    matrix.rows().next_multiple_of(VECTOR)
-}
-
-/// Lines of a whole panel.
-fn panel_lines(panel: Panel) -> usize {
-    panel.stride() * LOAD_BYTES / LINE_BYTES
-}
-
-/// Lines of a step of a whole panel.
-fn step_lines(panel: Panel) -> usize {
-    2 * step_loads(panel) * LOAD_BYTES / LINE_BYTES
-}
-
-/// Loads of a step of 16 rows, of the two times 16 of a panel.
-fn step_loads(panel: Panel) -> usize {
-    packed_bytes(panel.format, PANEL, STEP) / LOAD_BYTES / 2 - loads_before(panel)
-}
-
-/// Loads in front of the first step of 16 rows.
-fn loads_before(panel: Panel) -> usize {
-    if matches!(panel.format, Format::Bf12) { VECTOR_LOADS } else { 0 }
-}
-
 impl Gpu {
     /// How the rows of `tokens` tokens lie for a matrix that [`Gpu::takes_narrow()`], where they do not lie row after
     /// row.
     pub fn right_operands(&self, matrix: &Matrix, tokens: usize) -> Option<RightOperands> {
         let takes = self.takes_narrow(matrix, tokens) && self.has_groups(matrix);
         let factor = if matches!(matrix.format(), Format::Bf12) { ENLARGED } else { 1.0 };
-        let tokens = operand_rows(tokens as u32).filter(|_| takes)? as usize;
+        let rows = OperandRows::of(tokens as u32).filter(|_| takes)?;
+        let (stacks, tokens) = (rows.stacks as usize, rows.rows as usize);
         let is_spread = matrix.layout() == Layout::Panels;
-        Some(RightOperands { tokens, is_spread, factor })
+        Some(RightOperands { stacks, tokens, is_spread, factor })
     }
 
     /// Whether groups of planes multiply a matrix.
@@ -192,7 +97,7 @@ impl Gpu {
         linear: &Linear<'_>,
         operands: RightOperands,
     ) {
-        let share = self.group_share(linear, operands.tokens);
+        let share = self.group_share(linear, operands);
         let tile = share.tile;
         let shape = linear.shape_of_lanes(tile.tokens, tile.bands, 1);
         let units = (GROUP + 1) * PLANE * tile.teams;
@@ -202,12 +107,16 @@ impl Gpu {
         let of_unit = (tile.bands * PANEL * tile.tokens).div_ceil(units * values);
         let at_once = of_unit.min(most);
         let shape = Shape { cubes: tile.teams, at_once, in_fours, padding: SUM_PADDING, ..shape };
-        let vectors = tile.tokens * tile.panel.columns * 2 / LOAD_BYTES;
+        let vectors = operands.count() * tile.panel.columns * 2 / LOAD_BYTES;
         // SAFETY: the spans are as long as the shapes say, and the kernel stays within those.
         unsafe {
             multiply_groups::launch_unchecked(
                 &self.client,
-                CubeCount::new_3d(linear.cubes(tile.bands * PANEL), 1, tile.teams as u32),
+                CubeCount::new_3d(
+                    linear.cubes(tile.bands * PANEL),
+                    operands.stacks as u32,
+                    tile.teams as u32,
+                ),
                 CubeDim::new_2d(PLANE as u32, GROUP as u32 + 1),
                 linear.x.argument(vectors, LOAD_BYTES),
                 linear.weights(),
@@ -219,36 +128,6 @@ impl Gpu {
             );
         }
     }
-
-    /// How a launch is shared out: among as many cubes as processors have places for at a time.
-    fn group_share(&self, linear: &Linear<'_>, tokens: usize) -> GroupShare {
-        let (panel, layout) = (linear.matrices[0].panel(), linear.matrices[0].layout());
-        let matrices = linear.matrices_of_output();
-        let bands = GROUP / matrices;
-        let tiles = linear.cubes(bands * PANEL);
-        let teams = cluster_cubes(tiles, panel.columns / STEP, self.processors());
-        let tile = TileShare { panel, layout, matrices, bands, teams, tokens };
-        let all_bytes = self.client.properties().hardware.max_shared_memory_size + RESERVED_BYTES;
-        let most_bytes = all_bytes / PLACES as usize - RESERVED_BYTES;
-        let is_whole = |matrix: &&Matrix| {
-            layout == Layout::RowMajor || held_rows(matrix).is_multiple_of(PANEL)
-        };
-        let has_lines = linear.matrices.iter().all(is_whole);
-        let share = GroupShare { tile, has_lines, stages: MOST_STAGES };
-        let room = most_bytes.saturating_sub(BESIDE_BYTES) / LOAD_BYTES;
-        let wanted = STAGED_BYTES.div_ceil(share.weight_loads() * LOAD_BYTES);
-        let stages = wanted.min(room / share.stage()).clamp(LEAST_STAGES, MOST_STAGES);
-        GroupShare { stages, ..share }
-    }
-}
-
-/// Cubes of a cluster: the most that leave each enough of `steps`, and of which all of `tiles` clusters are there at
-/// once.
-fn cluster_cubes(tiles: u32, steps: usize, processors: u32) -> usize {
-    let places = f64::from(PLACES * processors) * PLACES_OF_CLUSTERS;
-    let fits =
-        |&cubes: &usize| steps >= cubes * LEAST_STEPS && f64::from(tiles) * cubes as f64 <= places;
-    (2..=MOST_CUBES).rev().find(fits).unwrap_or(1)
 }
 
 /// Addresses of stages.
@@ -261,8 +140,8 @@ struct Ring {
     barriers: u32,
 }
 
-/// Writes every output: cubes take bands of its rows, output after output; along the third axis, in clusters, other
-/// columns.
+/// Writes every output: cubes take bands of its rows, output after output; along the second axis other tokens, along the
+/// third, in clusters, other columns.
 #[cube(launch_unchecked, cluster_dim = CubeDim::new_3d(1, 1, share.tile.teams as u32))]
 fn multiply_groups(
     input: &[Packed],
@@ -350,7 +229,8 @@ fn multiply_groups(
         sync_cube();
     }
     let columns = comptime!(tile_share.panel.columns);
-    finish_outputs(&totals, outputs, 0usize, 0.0, tile, columns, then, shape);
+    let first_token = CUBE_POS_Y as usize * comptime!(tile_share.tokens);
+    finish_outputs(&totals, outputs, first_token, 0.0, tile, columns, then, shape);
     if comptime!(tile_share.teams > 1) {
         // Others may still read this cube's sums.
         sync_plane();
@@ -482,20 +362,5 @@ fn take_sums(sums: &mut Array<Sums>, #[comptime] share: GroupShare) {
             sum.insert(i, read_sum(comptime!((at % 2 * groups + at / 2) * 4 + i)));
         }
         sums[at] = sum;
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn clusters_fill_processors_and_leave_each_cube_some_steps() {
-        // Matrices of the 8 B shape on 132 processors: output, down, q with k and v, gate with up.
-        let of = |tiles, columns: usize| cluster_cubes(tiles, columns / STEP, 132);
-        assert_eq!([of(32, 4096), of(32, 14336), of(48, 4096), of(224, 4096)], [7, 7, 4, 1]);
-        // Few columns are shared by few.
-        let columns = [256, 512, 832, 1088, 1344, 1600, 1856, 2048];
-        assert_eq!(columns.map(|columns| of(3, columns)), [1, 2, 3, 4, 5, 6, 7, 8]);
     }
 }

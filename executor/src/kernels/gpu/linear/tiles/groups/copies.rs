@@ -2,7 +2,8 @@
 
 use cubecl::prelude::*;
 
-use super::{GroupShare, Ring, loads_before, panel_lines, step_lines, step_loads};
+use super::Ring;
+use super::share::{GroupShare, loads_before, panel_lines, step_lines, step_loads};
 use crate::kernels::cpu::pack::PANEL;
 use crate::kernels::gpu::instructions::Packed;
 use crate::kernels::gpu::matrix::{LOAD_BYTES, Layout};
@@ -85,7 +86,7 @@ fn copy_activations(
 ) {
     let bytes = comptime!((share.x_vectors() * LOAD_BYTES) as u32).runtime();
     announce(barrier, weight_bytes + bytes);
-    let first = step * comptime!(share.x_vectors());
+    let first = (CUBE_POS_Y as usize * share.steps() + step) * comptime!(share.x_vectors());
     copy_in_bulk(&input[first..first + 1], to, bytes, barrier);
 }
 

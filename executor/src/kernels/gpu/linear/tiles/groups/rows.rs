@@ -6,7 +6,8 @@
 
 use cubecl::prelude::*;
 
-use super::{GroupShare, Ring};
+use super::Ring;
+use super::share::GroupShare;
 use crate::kernels::cpu::pack::PANEL;
 use crate::kernels::gpu::instructions::Sums;
 use crate::kernels::gpu::linear::total::{Shape, Totals};
