@@ -1,10 +1,10 @@
 //! How much longer steps take that wait for launches, or share a node's memory: its cores read it, and links fetch from
 //! it.
 
-use ir::id::{DeviceId, Id as _, StepId, Table};
+use ir::id::{DeviceId, Id as _, StepId, Table, WeightId};
 use ir::op::Op;
 use ir::plan::{Action, Phase, Program, Queue, Step};
-use ir::workspace::{MAX_FUSED_ROWS, most_fused_rows};
+use ir::workspace::{MAX_PLANE_ROWS, most_rows_on};
 
 use crate::bind::Bound;
 use crate::cost::{fetch_share, nanos_at, rows_of};
@@ -111,12 +111,16 @@ fn work(
         Action::Run(Op::Linear(linear))
             if program.phase == Phase::Prefill && program.lane(device, Queue::Copy).is_some() =>
         {
-            let formats = linear.weights.iter().map(|&id| bound.weights[id].format);
-            let most = formats.map(most_fused_rows).min().unwrap_or(0);
+            let kind = &machine.devices[device].kind;
+            let most = |&id: &WeightId| {
+                let weight = &bound.weights[id];
+                most_rows_on(kind, weight.format, weight.shape(task).last().copied().unwrap_or(1))
+            };
+            let most = linear.weights.iter().map(most).min().unwrap_or(0);
             let rows = step.reads.first().map(|&x| rows_of(&program.buffers[x].ty, program.max));
             let beside = if rows > Some(most) { BESIDE_COPIES_NANOS } else { 0 };
             // What products of many rows take longer was measured where they wait for launches, too.
-            let counted = if rows > Some(MAX_FUSED_ROWS) { wait } else { 0 };
+            let counted = if rows > Some(MAX_PLANE_ROWS) { wait } else { 0 };
             Work { nanos: nanos + beside.saturating_sub(counted) as f64, memory: Memory::Unused }
         }
         Action::Run(_) | Action::Move { .. } => Work { nanos, memory: Memory::Unused },

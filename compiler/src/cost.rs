@@ -4,11 +4,11 @@ use anyhow::{Context as _, Result, bail};
 use ir::id::{DeviceId, Few};
 use ir::layout::Move;
 use ir::letters::SHARED_COPY_BYTES;
-use ir::machine::{CacheRate, Device, LinearRate};
+use ir::machine::{CacheRate, Device, DeviceKind, LinearRate};
 use ir::op::{Attention, Experts, Linear, Op, Products, Then};
 use ir::plan::Phase;
 use ir::tensor::{DType, Extent, Format, TensorType};
-use ir::workspace::{FLOAT_ROWS, MAX_FUSED_ROWS, broken_loads, most_fused_rows, product_format};
+use ir::workspace::{FLOAT_ROWS, MAX_FUSED_ROWS, broken_loads, most_rows_on, product_format};
 
 use crate::target::{Batch, Target};
 
@@ -44,6 +44,13 @@ pub(crate) struct Held {
     pub(crate) also_unpacked: bool,
 }
 
+impl Held {
+    /// Columns of its rows.
+    fn columns(&self) -> u32 {
+        self.shape.last().copied().unwrap_or(1)
+    }
+}
+
 /// Nanoseconds of one computation on a device. Fails when the device does not compute a weight's format, or not in rows
 /// of so many features.
 pub(crate) fn run_nanos(
@@ -63,9 +70,10 @@ pub(crate) fn run_nanos(
         let (mut nanos, mut beside) = (0.0, 0f64);
         for held in operands.weights.iter().filter(|held| held.shape.len() > 1) {
             // Prompts take unpacked copies, decodes what they can as it lies.
+            let most = most_rows_on(kind, held.format, held.columns());
             let most = match batch.phase {
-                Phase::Prefill => MAX_FUSED_ROWS,
-                Phase::Decode => most_fused_rows(held.format),
+                Phase::Prefill => most.min(MAX_FUSED_ROWS),
+                Phase::Decode => most,
             };
             let format = if held.also_unpacked && tokens > most {
                 product_format(held.format, kind.has_library())
@@ -99,7 +107,7 @@ pub(crate) fn run_nanos(
             } else {
                 activations
             };
-            matrices(rows)? + beside + streamed(unpacked_bytes(operands, batch))
+            matrices(rows)? + beside + streamed(unpacked_bytes(kind, operands, batch))
         }
         Some(Products::Attention(attention)) => {
             let home = operands.borrows_from.unwrap_or(device);
@@ -157,17 +165,20 @@ fn append_bytes(operands: &Operands<'_>, batch: &Batch) -> u64 {
     2 * queries + others + others / 2
 }
 
-/// Bytes read and written to unpack fetched matrices of floats: products of up to [`most_fused_rows()`] take panels as
-/// they are.
-fn unpacked_bytes(operands: &Operands<'_>, batch: &Batch) -> u64 {
+/// Bytes read and written to unpack fetched matrices of floats: products of up to [`most_rows_on()`] take panels as they
+/// are.
+fn unpacked_bytes(kind: &DeviceKind, operands: &Operands<'_>, batch: &Batch) -> u64 {
     if !operands.is_fetched {
         return 0;
     }
     let rows = rows_of(operands.reads[0], batch.extent);
     // Rates of the others are those of panels.
-    let is_unpacked = |format: Format| format.float().is_some() && rows > most_fused_rows(format);
-    let matrices = operands.weights.iter();
-    let matrices = matrices.filter(|held| held.shape.len() > 1 && is_unpacked(held.format));
+    let is_unpacked = |held: &&Held| {
+        let most = most_rows_on(kind, held.format, held.columns());
+        held.format.float().is_some() && rows > most
+    };
+    let matrices = operands.weights.iter().filter(|held| held.shape.len() > 1);
+    let matrices = matrices.filter(is_unpacked);
     let bytes = matrices.map(|Held { format, shape, .. }| {
         let elements: u64 = shape.iter().map(|&size| u64::from(size)).product();
         format.bytes(1, elements) + 2 * elements

@@ -4,7 +4,7 @@ use anyhow::Result;
 use ir::forecast::RunForecast;
 use ir::plan::{Phase, Plan};
 use ir::tensor::Extent;
-use ir::workspace::{MAX_FUSED_ROWS, MAX_PACKED_ROWS};
+use ir::workspace::{MAX_FUSED_ROWS, MAX_PACKED_ROWS, MAX_PLANE_ROWS};
 
 use crate::bind::Bound;
 use crate::emit::program;
@@ -15,8 +15,15 @@ use crate::target::Batch;
 use crate::task::Task;
 
 /// Tokens of prompts: what is said in a chat, where GPUs multiply in another way, and what people measure.
-const TOKENS: [u32; 6] =
-    [8, 64, MAX_FUSED_ROWS, MAX_FUSED_ROWS + 1, MAX_PACKED_ROWS, MAX_PACKED_ROWS + 1];
+const TOKENS: [u32; 7] = [
+    8,
+    MAX_PLANE_ROWS,
+    MAX_PLANE_ROWS + 1,
+    MAX_FUSED_ROWS,
+    MAX_FUSED_ROWS + 1,
+    MAX_PACKED_ROWS,
+    MAX_PACKED_ROWS + 1,
+];
 
 /// Adds to a plan's forecast what its programs, one for each batch, take for fewer tokens, with nothing cached or behind
 /// what prompts have cached.

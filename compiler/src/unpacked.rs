@@ -1,8 +1,8 @@
 //! Packed matrices that GPUs hold row after row as well, in memory that the plan leaves over.
 //!
-//! Decode reads fewest bytes of a packed matrix, but for prompts it is unpacked in every run before the vendor's
-//! library multiplies with it, which takes as long for few tokens as for many: of 8 B weights on an H200 some 7 ms,
-//! beside the 13 ms of the products of 512 tokens.
+//! Decode reads fewest bytes of a packed matrix, but for prompts of more tokens than a GPU multiplies with it as it lies
+//! it is unpacked in every run before the vendor's library does, which takes as long for few tokens as for many: of 8 B
+//! weights on an H200 some 7 ms, beside the 13 ms of the products of 512 tokens.
 
 use std::collections::HashSet;
 

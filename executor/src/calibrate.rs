@@ -80,6 +80,9 @@ pub fn calibrate(
         let name = machine.devices[id].name.clone();
         progress(&name);
         let gpu = Gpu::cuda(ordinal).with_context(|| format!("opening {name}"))?;
+        if let DeviceKind::Gpu { has_warpgroups, .. } = &mut machine.devices[id].kind {
+            *has_warpgroups = gpu.has_warpgroups();
+        }
         let rates = gpu::rates(&gpu, gpu::Sizes::FULL);
         machine.devices[id].rates = rates.with_context(|| format!("measuring {name}"))?;
         for (node, cpus) in &devices {

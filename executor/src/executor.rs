@@ -81,9 +81,9 @@ impl Executor {
         &self.plan
     }
 
-    /// Whether short prompts are captured and replayed, and runs of many lengths are to have as many tokens for that.
-    pub(crate) fn pads_prompts(&self) -> bool {
-        self.known.pads_prompts()
+    /// Tokens that the run of a prompt of `tokens` tokens is to have, so that fewer kinds of them are captured.
+    pub(crate) fn padded(&self, tokens: usize) -> usize {
+        self.known.padded(tokens)
     }
 
     /// Starts a run of a program and returns at once. Several runs may be under way; each lane works

@@ -12,7 +12,6 @@ use ir::id::WeightId;
 use ir::op::Op;
 use ir::plan::{Action, Phase, Plan, Program, Step};
 use ir::tensor::Dim;
-use ir::workspace::MAX_FUSED_ROWS;
 
 use crate::load::{GpuDriver, Options};
 use crate::locked;
@@ -22,9 +21,9 @@ use crate::ops::gpu::GraphKey;
 pub(crate) struct KnownGraphs {
     /// The most that are captured at one time.
     most: usize,
-    /// Whether short prompts are captured and replayed as decode steps are.
-    captures_prompts: bool,
-    /// Whether short prompts are padded to few lengths, so that fewer are captured.
+    /// Tokens of the longest prompts that are captured and replayed as decode steps are; 0 where none is.
+    most_tokens: usize,
+    /// Whether these are padded to few lengths, so that fewer are captured.
     pads_prompts: bool,
     known: Mutex<Known>,
 }
@@ -61,19 +60,27 @@ impl KnownGraphs {
         let most = usize::try_from(captured::most_kinds(plan)).unwrap_or(usize::MAX);
         // What is traced launches up to three times as much.
         let most = if options.trace { most / 3 } else { most };
+        let most_tokens =
+            if captures_prompts { captured::most_prompt_tokens(plan) as usize } else { 0 };
         let pads_prompts = captures_prompts && longer_runs_are_free(plan);
-        Self { most, captures_prompts, pads_prompts, known: Mutex::default() }
+        Self { most, most_tokens, pads_prompts, known: Mutex::default() }
     }
 
-    /// None yet, and never more than `most` captured at one time.
+    /// None yet, never more than `most` captured at one time, and no prompts of more than `most_tokens` tokens.
     #[cfg(test)]
-    pub(crate) fn new(most: usize, captures_prompts: bool) -> Self {
-        Self { most, captures_prompts, pads_prompts: false, known: Mutex::default() }
+    pub(crate) fn new(most: usize, most_tokens: usize) -> Self {
+        Self { most, most_tokens, pads_prompts: false, known: Mutex::default() }
     }
 
-    /// Whether runs of short prompts of many lengths are to have as many tokens.
-    pub(crate) fn pads_prompts(&self) -> bool {
-        self.pads_prompts
+    /// Tokens that the run of a prompt of `tokens` tokens is to have: where short ones are captured and replayed, few
+    /// lengths, and little more work.
+    pub(crate) fn padded(&self, tokens: usize) -> usize {
+        match tokens {
+            _ if !self.pads_prompts || tokens > self.most_tokens => tokens,
+            0..=32 => tokens.next_multiple_of(8),
+            33..=64 => tokens.next_multiple_of(16),
+            _ => tokens.next_multiple_of(32),
+        }
     }
 
     /// Lets in a run of a program in the order in which lanes work through runs; `None` where runs of its kind are
@@ -81,8 +88,7 @@ impl KnownGraphs {
     /// only once.
     pub(crate) fn admit(&self, key: GraphKey, phase: Phase) -> Option<Admission> {
         let is_decode = phase == Phase::Decode;
-        let is_short = key.tokens() <= MAX_FUSED_ROWS as usize;
-        if !(is_decode || self.captures_prompts && is_short) {
+        if !is_decode && key.tokens() > self.most_tokens {
             return None;
         }
         let mut known = self.lock();
@@ -141,7 +147,9 @@ fn longer_runs_are_free(plan: &Plan) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use ir::machine::DeviceKind;
     use ir::tensor::{DType, Format};
+    use ir::workspace::{MAX_FUSED_ROWS, MAX_PLANE_ROWS};
 
     use super::*;
     use crate::batch::Batch;
@@ -153,6 +161,7 @@ mod tests {
         GraphKey::of(program, &batch)
     }
 
+    const SHORT: usize = MAX_PLANE_ROWS as usize;
     const REPLAYS: Option<Admission> = Some(Admission { captures: false, replaces: None });
     const CAPTURES: Option<Admission> = Some(Admission { captures: true, replaces: None });
 
@@ -164,7 +173,7 @@ mod tests {
 
     #[test]
     fn decodes_are_captured_at_once_and_prompts_when_they_come_again() {
-        let known = KnownGraphs::new(8, true);
+        let known = KnownGraphs::new(8, SHORT);
         let (decode, prompt) = (key(1, 1), key(0, 20));
         assert_eq!(known.admit(decode, Phase::Decode), CAPTURES);
         assert_eq!(known.admit(prompt, Phase::Prefill), REPLAYS);
@@ -187,23 +196,31 @@ mod tests {
         let plan = |device, format| plan(&model, (&machine, device), format, DType::F32);
         let found = |plan: &Plan, gpu_driver, trace| {
             let known = KnownGraphs::of(plan, &Options { gpu_driver, trace, ..Options::default() });
-            (known.captures_prompts, known.pads_prompts(), known.most)
+            (known.most_tokens, known.padded(61), known.most)
         };
         let [packed, floats] = [Format::Q8, Format::F16].map(|format| plan("gpu0", format));
         // Sixteen kinds, and two for each sequence.
-        assert_eq!(found(&packed, GpuDriver::Cuda, false), (true, true, 22));
-        assert_eq!(found(&floats, GpuDriver::Cuda, false), (true, false, 22));
-        assert_eq!(found(&packed, GpuDriver::Cuda, true), (true, true, 7));
-        assert_eq!(found(&packed, GpuDriver::Vulkan, false), (false, false, 22));
+        assert_eq!(found(&packed, GpuDriver::Cuda, false), (SHORT, 64, 22));
+        assert_eq!(found(&floats, GpuDriver::Cuda, false), (SHORT, 61, 22));
+        assert_eq!(found(&packed, GpuDriver::Cuda, true), (SHORT, 64, 7));
+        assert_eq!(found(&packed, GpuDriver::Vulkan, false), (0, 61, 22));
         let of_node = plan("numa0", Format::Q8);
-        assert_eq!(found(&of_node, GpuDriver::Cuda, false), (false, false, 22));
+        assert_eq!(found(&of_node, GpuDriver::Cuda, false), (0, 61, 22));
+        // As many tokens as matrices are multiplied with as they lie.
+        let mut of_hopper = packed;
+        for device in of_hopper.machine.devices.rows_mut() {
+            if let DeviceKind::Gpu { has_warpgroups, .. } = &mut device.kind {
+                *has_warpgroups = true;
+            }
+        }
+        assert_eq!(found(&of_hopper, GpuDriver::Cuda, false), (MAX_FUSED_ROWS as usize, 64, 22));
     }
 
     #[test]
     fn long_prompts_are_never_captured_and_short_ones_where_the_plan_lets_them() {
-        let [short, long] = [0, 1].map(|more| key(0, MAX_FUSED_ROWS as usize + more));
-        for (captures_prompts, expected) in [(true, REPLAYS), (false, None)] {
-            let known = KnownGraphs::new(8, captures_prompts);
+        let [short, long] = [SHORT, SHORT + 1].map(|tokens| key(0, tokens));
+        for (most_tokens, expected) in [(SHORT, REPLAYS), (0, None)] {
+            let known = KnownGraphs::new(8, most_tokens);
             assert_eq!(known.admit(short, Phase::Prefill), expected);
             assert_eq!(known.admit(long, Phase::Prefill), None);
             // Decodes are, however many sequences there are.
@@ -213,7 +230,7 @@ mod tests {
 
     #[test]
     fn the_least_recently_used_makes_room() {
-        let known = KnownGraphs::new(2, true);
+        let known = KnownGraphs::new(2, SHORT);
         let [first, second, third] = [1, 2, 3].map(|program| key(program, 1));
         for decode in [first, second] {
             assert_eq!(known.admit(decode, Phase::Decode), CAPTURES);
@@ -237,7 +254,7 @@ mod tests {
 
     #[test]
     fn where_there_is_memory_for_none_none_is_captured() {
-        let known = KnownGraphs::new(0, true);
+        let known = KnownGraphs::new(0, SHORT);
         let decode = key(1, 1);
         assert_eq!(known.admit(decode, Phase::Decode), REPLAYS);
         known.note(decode, false);

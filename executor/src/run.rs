@@ -390,7 +390,7 @@ mod tests {
         let machine = linked(vec![numa(0, 1 << 30)]);
         let (model, options) = (Toy::llama().model().unwrap(), compiler::Options::default());
         let plan = compiler::compile(&model, &machine, &options, &mut |_, _| ()).unwrap();
-        let known = Arc::new(KnownGraphs::new(1, false));
+        let known = Arc::new(KnownGraphs::new(1, 0));
         let uses = Arc::new(Uses::of(&plan.programs[0]));
         let run = Run::new(&plan, 0, 0, Batch::default(), &known, &uses, &Arc::default());
         if let Some(failure) = failure {

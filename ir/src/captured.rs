@@ -3,13 +3,13 @@
 //! A captured launch takes memory of the device, from the driver, until its graph is dropped; the driver keeps it for
 //! the next one. So the executor holds a number of graphs that is known, and what they take is counted.
 
-use crate::id::{BufferId, DeviceId, Id as _, StepId};
+use crate::id::{BufferId, DeviceId, Id as _, StepId, WeightId};
 use crate::machine::DeviceKind;
 use crate::op::{Linear, Op, Products};
 use crate::packing::gpu_has_panels;
 use crate::plan::{Action, Buffer, Phase, Plan, Program, Queue, Step, Weight};
 use crate::tensor::DType;
-use crate::workspace::{FLOAT_ROWS, is_cast};
+use crate::workspace::{FLOAT_ROWS, MAX_FUSED_ROWS, MAX_PLANE_ROWS, is_cast, most_rows_on};
 
 /// Kinds of runs held beside those of `SEQUENCE_KINDS`: lengths of short prompts, near and far contexts.
 const OTHER_KINDS: u64 = 16;
@@ -30,6 +30,14 @@ pub fn includes_prompts(plan: &Plan) -> bool {
     let mut steps = plan.programs.iter().flat_map(|program| program.steps.rows());
     let has_experts = |step: &Step| matches!(step.action, Action::Run(Op::Experts(_)));
     plan.working_gpus().len() == 1 && !plan.borrows() && !steps.any(has_experts)
+}
+
+/// Tokens of the longest prompts that are captured where a plan [`includes_prompts()`]: as many as are multiplied with
+/// matrices as they lie, whatever their format but f16 and f32.
+pub fn most_prompt_tokens(plan: &Plan) -> u32 {
+    let device = |id: &DeviceId| plan.machine.devices.get(*id);
+    let has_warpgroups = |id: &DeviceId| device(id).is_some_and(|gpu| gpu.kind.has_warpgroups());
+    if plan.working_gpus().iter().all(has_warpgroups) { MAX_FUSED_ROWS } else { MAX_PLANE_ROWS }
 }
 
 /// Bytes that captured launches take on a device, at most; 0 where none is captured.
@@ -97,7 +105,8 @@ impl Launches<'_> {
         }
     }
 
-    /// Neighbours that lie alike are multiplied in one launch.
+    /// Neighbours that lie alike are multiplied in one launch; without the vendor's library as many rows at a time as
+    /// kernels take.
     fn of_linear(&self, linear: &Linear) -> u64 {
         let lies = |weight: &Weight| {
             (weight.format, weight.device, gpu_has_panels(weight.format, &weight.shape))
@@ -113,6 +122,30 @@ impl Launches<'_> {
         let rows = rows.map_or(u32::MAX, |rows| rows.size(self.program.max));
         // Few rows of f32 are taken as they are; any other input is first brought in its form, but for small matrices.
         let is_taken = rows <= FLOAT_ROWS && !is_narrow(input) && !is_cast(linear);
-        kinds.len() as u64 * if is_taken { 1 } else { 2 } + u64::from(is_narrow(output))
+        let of_part = kinds.len() as u64 * if is_taken { 1 } else { 2 };
+        of_part * self.parts(linear, rows) + u64::from(is_narrow(output))
+    }
+
+    /// Parts of `rows` rows that are multiplied one after another.
+    fn parts(&self, linear: &Linear, rows: u32) -> u64 {
+        /// What is launched for a matrix in f16 or f32 without the library, half of which are counted for a part: a
+        /// cast, the unpacking, the product and what follows it.
+        const OF_FLOATS: u64 = 2;
+        let Plan { machine, weights, .. } = self.plan;
+        let of_matrix = |&id: &WeightId| {
+            let weight = weights.get(id)?;
+            let kind = &machine.devices.get(weight.device)?.kind;
+            if kind.has_library() || rows <= FLOAT_ROWS {
+                return None;
+            }
+            let columns = weight.shape.last().copied().unwrap_or(1);
+            let most = most_rows_on(kind, weight.format, columns);
+            let rows = match self.program.phase {
+                Phase::Prefill => rows.min(most_prompt_tokens(self.plan)),
+                Phase::Decode => rows,
+            };
+            Some(if most > FLOAT_ROWS { u64::from(rows.div_ceil(most)) } else { OF_FLOATS })
+        };
+        linear.weights.iter().filter_map(of_matrix).max().unwrap_or(1)
     }
 }

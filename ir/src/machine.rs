@@ -96,6 +96,10 @@ pub enum DeviceKind {
         library_bytes: u64,
         /// What the driver takes of them for each launch that it has captured.
         launch_bytes: u64,
+        /// Whether it has the matrix instructions of warpgroups, as Hopper has: then its own kernels multiply more rows
+        /// (see [`crate::workspace::most_fused_rows()`]).
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        has_warpgroups: bool,
     },
     /// Cores of one NUMA node.
     Numa {
@@ -110,6 +114,11 @@ impl DeviceKind {
     /// Whether it is a GPU.
     pub fn is_gpu(&self) -> bool {
         matches!(self, Self::Gpu { .. })
+    }
+
+    /// Whether it is a GPU with the matrix instructions of warpgroups.
+    pub fn has_warpgroups(&self) -> bool {
+        matches!(self, Self::Gpu { has_warpgroups: true, .. })
     }
 
     /// Whether it is a GPU with the vendor's library of products.

@@ -138,8 +138,13 @@ mod tests {
     #[test]
     fn a_device_holds_what_its_kernels_read() {
         let numa = DeviceKind::Numa { node: 0, cpus: vec![0] };
-        let gpu =
-            DeviceKind::Gpu { ordinal: 0, reserved_bytes: 0, library_bytes: 0, launch_bytes: 0 };
+        let gpu = DeviceKind::Gpu {
+            ordinal: 0,
+            reserved_bytes: 0,
+            library_bytes: 0,
+            launch_bytes: 0,
+            has_warpgroups: false,
+        };
         assert_eq!(held_bytes(&numa, Format::Bf16, &[2, 33, 40]), 2 * 64 * 64 * 2);
         assert_eq!(held_bytes(&gpu, Format::Bf16, &[33, 40]), 33 * 40 * 2);
         assert_eq!(held_bytes(&gpu, Format::Bf16, &[33, 36]), 64 * 64 * 2);

@@ -26,7 +26,7 @@ use crate::weight::Source;
 use crate::workspace::{EXCHANGE_MEMBERS, MOST_FLAGGED_TERM_BYTES, product_format};
 
 /// Raised whenever a field changes meaning; other plans are refused.
-pub const VERSION: u32 = 7;
+pub const VERSION: u32 = 8;
 
 /// Fetched weights begin at multiples of this: what vendor libraries ask of a matrix.
 pub const FETCH_ALIGNMENT: u64 = 256;
@@ -97,8 +97,8 @@ pub struct Weight {
     pub format: Format,
     /// One axis for a scale or bias, two for a matrix `[outputs, inputs]`, three for a stack of matrices.
     pub shape: Vec<u32>,
-    /// Whether a GPU holds a packed matrix row after row as well, as products of many rows take it; else they unpack it
-    /// in every run.
+    /// Whether a GPU holds a packed matrix row after row as well, as the vendor's library takes it for prompts; else
+    /// runs of more rows than are multiplied as it lies ([`crate::workspace::most_rows_on()`]) unpack it each time.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub also_unpacked: bool,
     /// One source for the whole weight; or, for a stack, one for each row of its first axis.

@@ -23,17 +23,19 @@ pub use run::{RunPart, RunSizes};
 /// instructions; more are multiplied by the vendor's library where it is there, but for those of small matrices and of
 /// [`most_fused_rows()`].
 pub const FLOAT_ROWS: u32 = 8;
-/// The most rows for which a GPU with matrix instructions takes matrices in 16 bits as they lie; for more the vendor's
-/// library has them row after row. Also the most rows of floats that it multiplies with small matrices, and of an
-/// operand.
+/// The most rows for which a GPU with the matrix instructions of warpgroups takes matrices in 16 bits as they lie; for
+/// more the vendor's library has them row after row. Also the most rows of floats that any multiplies with small
+/// matrices, and of an operand.
 pub const MAX_FUSED_ROWS: u32 = 128;
-/// The most rows for which it takes packed matrices as they lie, where none is held unpacked as well; for more they are
-/// unpacked for the vendor's library. An H200 takes 512 rows of 4 and 8 bits so in 0.62 of the time and of 12 bits in
-/// 0.8: see benches/RESULTS.md.
+/// The most rows for which it takes packed matrices as they lie; for more they are unpacked for the vendor's library. An
+/// H200 takes 512 rows of 4 and 8 bits so in 0.62 of the time and of 12 bits in 0.8: see benches/RESULTS.md. Prompts of
+/// more than [`MAX_FUSED_ROWS`] use what is held unpacked as well.
 pub const MAX_PACKED_ROWS: u32 = 512;
-/// The same where the matrix instructions are not those of warpgroups, as on other GPUs than Hopper; of matrices in 16
-/// bits half as many, since the library then reads them as fast.
+/// The same with other matrix instructions; of matrices in 16 bits half as many, since the library then reads them as
+/// fast.
 pub const MAX_PLANE_ROWS: u32 = 64;
+/// What the columns of matrices are a multiple of for the matrix instructions of warpgroups.
+pub const WARPGROUP_COLUMNS: u32 = 64;
 /// Bytes, about, of a piece of a packed matrix that is unpacked for the vendor's library: large enough that a product
 /// of one piece fills any GPU, small beside the memory of the smallest.
 const UNPACKED_BYTES: u64 = 128 << 20;
@@ -318,9 +320,11 @@ impl Need<'_> {
             if format.float() != Some(input) || linear.norm.is_some() {
                 raise(&mut space.input_bytes, product(&[rows, features], element));
             }
+            // Those of any GPU: the one that runs the plan may have other instructions than the plan says.
+            let most = most_fused_rows(weight.format, true);
             if product_format(weight.format, true) == Format::Bf16 {
                 // What has matrix instructions takes rows in 16 bits as operands; without the library any, in parts.
-                let most = rows.min(most_fused_rows(weight.format));
+                let most = rows.min(most);
                 let operands = OperandRows::of(most).map(OperandRows::count);
                 let taken = operands.or((!has_library).then_some(most)).unwrap_or(0);
                 let element = Format::Bf16.bytes(1, 1);
@@ -344,7 +348,7 @@ impl Need<'_> {
             }
             // Only the library makes outputs of 16 bits; others are made in f32 first, beside the products of a gate.
             if made != DType::F32 {
-                let most = most_fused_rows(weight.format).max(MAX_FUSED_ROWS);
+                let most = most.max(MAX_FUSED_ROWS);
                 let first = if has_library { rows.min(most) } else { rows };
                 let beside = if is_gated && !has_library { 2 } else { 1 };
                 raise(&mut space.inner_bytes, beside * of_rows(first, DType::F32));
@@ -399,14 +403,22 @@ impl Need<'_> {
     }
 }
 
-/// The most rows that any GPU with matrix instructions multiplies with a matrix of that format as it lies; for more the
-/// vendor's library has it row after row.
-pub fn most_fused_rows(held: Format) -> u32 {
-    match held {
-        Format::F32 | Format::F16 => FLOAT_ROWS,
-        Format::Bf16 => MAX_FUSED_ROWS,
-        Format::Bf12 | Format::Q8 | Format::Q4 => MAX_PACKED_ROWS,
+/// The most rows that a GPU with matrix instructions, be they those of warpgroups or not, multiplies with a matrix of
+/// that format as it lies; for more the vendor's library has it row after row.
+pub fn most_fused_rows(held: Format, has_warpgroups: bool) -> u32 {
+    match (held, has_warpgroups) {
+        (Format::F32 | Format::F16, _) => FLOAT_ROWS,
+        (Format::Bf16, true) => MAX_FUSED_ROWS,
+        (Format::Bf16, false) => MAX_PLANE_ROWS / 2,
+        (Format::Bf12 | Format::Q8 | Format::Q4, true) => MAX_PACKED_ROWS,
+        (Format::Bf12 | Format::Q8 | Format::Q4, false) => MAX_PLANE_ROWS,
     }
+}
+
+/// The same for a matrix of `columns` columns on a device.
+pub fn most_rows_on(device: &DeviceKind, held: Format, columns: u32) -> u32 {
+    let has_warpgroups = device.has_warpgroups() && columns.is_multiple_of(WARPGROUP_COLUMNS);
+    most_fused_rows(held, has_warpgroups)
 }
 
 /// What a GPU multiplies a matrix of that format in with many rows, input and matrix alike: matrix instructions, those

@@ -99,6 +99,7 @@ pub fn h200(gpu_bytes: u64) -> Machine {
             reserved_bytes: 640 << 20,
             library_bytes: 32 << 20,
             launch_bytes: 2560,
+            has_warpgroups: true,
         },
         memory_bytes: gpu_bytes,
         cpu_caches: Vec::new(),
@@ -170,7 +171,13 @@ pub fn sockets(gpu_bytes: u64, count: u32) -> Machine {
 pub fn gpu(ordinal: u32, memory_bytes: u64) -> Device {
     Device {
         name: format!("gpu{ordinal}"),
-        kind: DeviceKind::Gpu { ordinal, reserved_bytes: 0, library_bytes: 0, launch_bytes: 0 },
+        kind: DeviceKind::Gpu {
+            ordinal,
+            reserved_bytes: 0,
+            library_bytes: 0,
+            launch_bytes: 0,
+            has_warpgroups: false,
+        },
         memory_bytes,
         cpu_caches: Vec::new(),
         rates: rates(3e12 / SLOWER, 5e3, 3e14 / SLOWER),

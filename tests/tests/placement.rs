@@ -316,8 +316,13 @@ fn gpus_share_heads_in_parts_that_they_multiply() {
     let toy = Toy { heads: 32, kv_heads: 32, head_dim: 100, stored: DType::Bf16, ..Toy::llama() };
     let mut machine = linked((0..3).map(|ordinal| gpu(ordinal, GIB)).collect());
     for (ordinal, device) in (0..).zip(machine.devices.rows_mut()) {
-        device.kind =
-            DeviceKind::Gpu { ordinal, reserved_bytes: 0, library_bytes: 256, launch_bytes: 0 };
+        device.kind = DeviceKind::Gpu {
+            ordinal,
+            reserved_bytes: 0,
+            library_bytes: 256,
+            launch_bytes: 0,
+            has_warpgroups: false,
+        };
     }
     // By these parts alone 13, 13 and 6 of 32.
     let request = parse_tensor_parallel("gpu0:2,gpu1:2,gpu2:1").expect("it is a request");

@@ -98,8 +98,13 @@ fn what_gpus_cannot_multiply_stays_beside_them() {
     let mut machine = machines::one_gpu_two_numa();
     let gpu = &mut machine.devices.rows_mut()[0];
     // With the vendor's library products are made in 16 bits.
-    gpu.kind =
-        DeviceKind::Gpu { ordinal: 0, reserved_bytes: 0, library_bytes: 256, launch_bytes: 0 };
+    gpu.kind = DeviceKind::Gpu {
+        ordinal: 0,
+        reserved_bytes: 0,
+        library_bytes: 256,
+        launch_bytes: 0,
+        has_warpgroups: false,
+    };
     let options = Options { context: Some(128), prefill_tokens: Some(64), ..Options::default() };
     let on_gpu = Request::Pipeline(vec!["gpu0".to_owned()]);
     let compiled = |request: Request, prefill_tokens: u32| {

@@ -148,9 +148,15 @@ fn a_slow_gpu_does_not_keep_the_host_out() {
     let slow = |number: usize, gpu: &mut Device| {
         gpu.name = format!("gpu{number}");
         gpu.kind = match gpu.kind {
-            DeviceKind::Gpu { reserved_bytes, library_bytes, launch_bytes, .. } => {
-                DeviceKind::Gpu { ordinal: 1, reserved_bytes, library_bytes, launch_bytes }
-            }
+            DeviceKind::Gpu {
+                reserved_bytes, library_bytes, launch_bytes, has_warpgroups, ..
+            } => DeviceKind::Gpu {
+                ordinal: 1,
+                reserved_bytes,
+                library_bytes,
+                launch_bytes,
+                has_warpgroups,
+            },
             DeviceKind::Numa { .. } => unreachable!("it is like a GPU"),
         };
         gpu.memory_bytes = 12 * GIB;

@@ -153,6 +153,7 @@ fn gpu_device(gpu: &Gpu) -> Device {
             reserved_bytes: nominal::GPU_RESERVED_BYTES,
             library_bytes: if has_library { nominal::GPU_LIBRARY_BYTES } else { 0 },
             launch_bytes: nominal::GPU_LAUNCH_BYTES,
+            has_warpgroups: nominal::is_hopper(&gpu.name),
         },
         memory_bytes: usable(gpu.memory_bytes, USABLE_GPU_MEMORY),
         cpu_caches: Vec::new(),

@@ -134,9 +134,9 @@ fn own_part(format: Format, name: &str) -> f64 {
 }
 
 /// Whether a GPU of that name has the matrix instructions of warpgroups.
-fn is_hopper(name: &str) -> bool {
+pub(crate) fn is_hopper(name: &str) -> bool {
     // The second is found in H200 and GH200, too.
-    ["H100", "H20"].iter().any(|hopper| name.contains(hopper))
+    ["H100", "H20", "H800"].iter().any(|hopper| name.contains(hopper))
 }
 
 /// Whether a GPU's name holds that of a model: `A100` in `NVIDIA A100-SXM4-40GB`, but not in `RTX A1000`.

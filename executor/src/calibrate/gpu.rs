@@ -5,6 +5,7 @@
 mod attention;
 mod experts;
 
+use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result};
@@ -241,6 +242,12 @@ impl Meter<'_> {
             self.matrices(format, rows, count)
         };
         let [large, small] = [matrices(sizes[0])?, matrices(sizes[1])?];
+        // The library takes the first that are too many as they lie, in another time.
+        let most = self.gpu.most_narrow(&large[0]);
+        let more = (self.vendor.is_some() && self.gpu.takes_narrow(&large[0], most))
+            .then_some(most as u32 + 1);
+        let tokens: BTreeSet<u32> = tokens.iter().copied().chain(more).collect();
+        let tokens: Vec<u32> = tokens.into_iter().collect();
         let weights = sizes.map(|rows| (rows * columns) as f64);
         let whole = tokens.iter().map(|&tokens| self.whole(&large, tokens));
         let whole = whole.collect::<Result<Vec<f64>>>()?;

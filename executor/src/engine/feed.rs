@@ -6,15 +6,11 @@ use std::sync::atomic::AtomicBool;
 use anyhow::{Context as _, Result, bail, ensure};
 use ir::plan::Phase;
 use ir::tensor::Extent;
-use ir::workspace::MAX_FUSED_ROWS;
 
 use super::stages::most_tokens_of_a_run;
 use super::{Engine, SequenceId};
 use crate::batch::Batch;
 use crate::run::{Row, RunHandle};
-
-/// The longest prompts, in tokens, that are padded to fewer lengths where their runs are captured.
-const SHORT_PROMPT: usize = MAX_FUSED_ROWS as usize;
 
 /// A started run and the rows of its logits that the caller gets.
 struct Pending {
@@ -164,8 +160,8 @@ impl Engine {
                 wanted.iter().map(|wanted| inverse_temperatures[wanted.sequence]).collect(),
             );
         }
-        if self.pads_prompts && !wants_all && !batch.is_decode() {
-            batch.pad(padded(batch.tokens().len()).min(most_tokens));
+        if !wants_all && !batch.is_decode() {
+            batch.pad(self.executor.padded(batch.tokens().len()).min(most_tokens));
         }
         let handle = self.executor.start(program, batch)?;
         Ok(Pending { handle, wanted })
@@ -207,16 +203,5 @@ impl Engine {
             ids.iter().for_each(|&id| self.release_uncached(id));
         }
         reserved
-    }
-}
-
-/// Tokens of a run for a prompt of `tokens` tokens where short ones are captured and replayed: few lengths, and little
-/// more work.
-fn padded(tokens: usize) -> usize {
-    match tokens {
-        0..=32 => tokens.next_multiple_of(8),
-        33..=64 => tokens.next_multiple_of(16),
-        65..=SHORT_PROMPT => tokens.next_multiple_of(32),
-        _ => tokens,
     }
 }

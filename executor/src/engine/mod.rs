@@ -32,8 +32,6 @@ pub struct Engine {
     next: u64,
     /// Stages that can work on different runs of a prompt at a time.
     stages: usize,
-    /// Whether runs of short prompts are padded to few lengths.
-    pads_prompts: bool,
 }
 
 /// Names an open sequence.
@@ -72,8 +70,7 @@ impl Engine {
         let model = &executor.plan().model;
         let blocks = Blocks::new(model.blocks, model.block_tokens);
         let stages = stages::stages(executor.plan());
-        let pads_prompts = executor.pads_prompts();
-        Self { executor, blocks, sequences: BTreeMap::new(), next: 0, stages, pads_prompts }
+        Self { executor, blocks, sequences: BTreeMap::new(), next: 0, stages }
     }
 
     /// The plan that is run.

@@ -23,8 +23,9 @@ fn on_gpu(mut plan: Plan) -> Plan {
     plan.machine.devices[d(0)].kind = DeviceKind::Gpu {
         ordinal: 0,
         reserved_bytes: 0,
-        library_bytes: 0,
+        library_bytes: 1,
         launch_bytes: LAUNCH_BYTES,
+        has_warpgroups: false,
     };
     plan
 }
@@ -96,6 +97,25 @@ fn an_input_in_another_form_is_a_launch_of_its_own() {
         (captured_bytes(&plan, d(0)) - before) / (18 * LAUNCH_BYTES)
     };
     assert_eq!((with_norm(NormKind::Rms), with_norm(NormKind::Layer)), (0, 1));
+}
+
+#[test]
+fn without_the_library_parts_of_the_rows_are_launched_one_after_another() {
+    let launches = |format: Format, has_library: bool| {
+        let mut plan = decoding(on_gpu(one_device()), 1);
+        if let DeviceKind::Gpu { library_bytes, .. } = &mut plan.machine.devices[d(0)].kind {
+            *library_bytes = u64::from(has_library);
+        }
+        for weight in plan.weights.rows_mut().iter_mut().filter(|weight| weight.shape.len() > 1) {
+            weight.format = format;
+        }
+        plan.programs.iter_mut().for_each(|program| program.max.tokens = 130);
+        captured_bytes(&plan, d(0)) / (18 * LAUNCH_BYTES)
+    };
+    // Five linears see all tokens: 64 and 64 and two, each with an input of its own.
+    assert_eq!(launches(Format::Q4, false) - launches(Format::Q4, true), 5 * 2 * 2);
+    // What is not multiplied as it lies takes four launches for a matrix.
+    assert_eq!(launches(Format::F32, false) - launches(Format::F32, true), 5 * 2);
 }
 
 #[test]

@@ -71,8 +71,13 @@ pub(crate) fn gpus() -> Plan {
 /// A GPU that computes two linears and a mixture with a NUMA device's weights; the second is fetched over the first.
 pub(crate) fn streamed() -> Plan {
     let mut made = Builder::new(2);
-    made.plan.machine.devices[d(0)].kind =
-        DeviceKind::Gpu { ordinal: 0, reserved_bytes: 1 << 10, library_bytes: 0, launch_bytes: 0 };
+    made.plan.machine.devices[d(0)].kind = DeviceKind::Gpu {
+        ordinal: 0,
+        reserved_bytes: 1 << 10,
+        library_bytes: 0,
+        launch_bytes: 0,
+        has_warpgroups: false,
+    };
     made.plan.machine.devices[d(0)].name = "gpu0".into();
     made.program.lanes[1] = Lane { device: d(0), queue: Queue::Copy, steps: Vec::new() };
     let x = made.embed(0);
@@ -85,7 +90,13 @@ pub(crate) fn streamed() -> Plan {
 
 /// A GPU without the vendor's library.
 pub(crate) fn gpu(ordinal: u32) -> DeviceKind {
-    DeviceKind::Gpu { ordinal, reserved_bytes: 0, library_bytes: 0, launch_bytes: 0 }
+    DeviceKind::Gpu {
+        ordinal,
+        reserved_bytes: 0,
+        library_bytes: 0,
+        launch_bytes: 0,
+        has_warpgroups: false,
+    }
 }
 
 /// A weight of 8 features in bfloat16: one panel of 32 rows and 32 columns.

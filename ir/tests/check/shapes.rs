@@ -254,8 +254,13 @@ fn gpus_multiply_rows_of_whole_loads() {
     assert_eq!(broken(&with_columns(6, 9)).unwrap(), found);
     assert_eq!(broken(&with_columns(12, 9)), None);
     let has_library = |plan: &mut Plan| {
-        let library =
-            DeviceKind::Gpu { ordinal: 0, reserved_bytes: 0, library_bytes: 1, launch_bytes: 0 };
+        let library = DeviceKind::Gpu {
+            ordinal: 0,
+            reserved_bytes: 0,
+            library_bytes: 1,
+            launch_bytes: 0,
+            has_warpgroups: false,
+        };
         plan.machine.devices[d(0)].kind = library;
     };
     let mut plan = with_columns(12, 9);

@@ -28,6 +28,7 @@ fn on_gpu(mut plan: Plan) -> Plan {
         reserved_bytes: 0,
         library_bytes: LIBRARY_BYTES,
         launch_bytes: 0,
+        has_warpgroups: false,
     };
     plan
 }
@@ -134,6 +135,7 @@ fn terms_of_a_sum_over_gpus_have_a_place_where_they_come_through_the_host() {
             reserved_bytes: 0,
             library_bytes: LIBRARY_BYTES,
             launch_bytes: 0,
+            has_warpgroups: false,
         };
     }
     // Nothing but sums is left to do.

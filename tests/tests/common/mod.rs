@@ -117,6 +117,7 @@ pub(crate) fn gpu_machine() -> Machine {
                 reserved_bytes: 0,
                 library_bytes: 0,
                 launch_bytes: 0,
+                has_warpgroups: false,
             },
             ..machine.devices[numa[0]].clone()
         });

@@ -145,8 +145,13 @@ fn machine(wish: Wish) -> Machine {
     let exchange = if wish.gpus > 1 { 32 << 10 } else { 0 };
     let rest = u64::from(VOCABULARY * wish.hidden) * 4 + u64::from(wish.hidden) * 2048 + exchange;
     let gpus = (0..wish.gpus).map(|i| {
-        let kind =
-            DeviceKind::Gpu { ordinal: i, reserved_bytes: 0, library_bytes: 0, launch_bytes: 0 };
+        let kind = DeviceKind::Gpu {
+            ordinal: i,
+            reserved_bytes: 0,
+            library_bytes: 0,
+            launch_bytes: 0,
+            has_warpgroups: false,
+        };
         device(format!("gpu{i}"), kind, layer * u64::from(wish.gpu_layers) + rest, 20e9)
     });
     let nodes = (0..wish.nodes).map(|i| {

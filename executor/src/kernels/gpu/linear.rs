@@ -27,7 +27,7 @@ use anyhow::{Result, ensure};
 use cubecl::prelude::{CubeCount, CubeDim};
 use ir::op::Then;
 use ir::tensor::{DType, Format};
-use ir::workspace::{MAX_PACKED_ROWS, MAX_PLANE_ROWS, most_fused_rows, product_format};
+use ir::workspace::{MAX_PACKED_ROWS, most_fused_rows, product_format};
 
 use self::bytes::ByteShare;
 use self::digits::{DIGIT_TOKENS, digit_bytes};
@@ -169,12 +169,7 @@ impl Gpu {
 
     /// The most tokens in bf16 that a matrix is multiplied with as it lies.
     pub fn most_narrow(&self, matrix: &Matrix) -> usize {
-        let most = match matrix.format() {
-            format if self.has_groups(matrix) => most_fused_rows(format),
-            Format::Bf16 => MAX_PLANE_ROWS / 2,
-            Format::F32 | Format::F16 | Format::Bf12 | Format::Q8 | Format::Q4 => MAX_PLANE_ROWS,
-        };
-        most as usize
+        most_fused_rows(matrix.format(), self.has_groups(matrix)) as usize
     }
 
     /// The most rows in bf16 that all of these matrices are multiplied with as they lie; `None` where one is not.

@@ -66,7 +66,7 @@ const BOX_ROWS: u32 = (BOX_ALIGNMENT / 16) as u32 | 1 << 30;
 impl Gpu {
     /// Whether it has these instructions: no GPU before Hopper, which first had clusters, and none after, which copy
     /// images in another way, too.
-    pub(super) fn has_warpgroups(&self) -> bool {
+    pub(crate) fn has_warpgroups(&self) -> bool {
         let features = &self.client.properties().features;
         features.cube_cluster && !features.tma.contains(Tma::Im2colWide)
     }

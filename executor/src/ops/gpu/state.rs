@@ -326,8 +326,8 @@ fn counted_library(
     let Some(library) = Library::load(gpu, ordinal)? else {
         // No error: the plan may be of another machine, or of one that had the library when it was probed.
         tracing::warn!(
-            "{name}: cuBLASLt, which the plan counts on, is not found here, so many tokens are multiplied by kernels \
-             that are half as fast or slower: install it, or calibrate and compile again without it"
+            "{name}: cuBLASLt, which the plan counts on, is not found here, so many tokens are multiplied by slower \
+             kernels: install it, or calibrate and compile again without it"
         );
         return Ok(None);
     };

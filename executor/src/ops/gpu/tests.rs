@@ -93,7 +93,7 @@ fn walk(plan: &Plan, folder: &Path, options: &Options) {
     for weight in plan.weights.rows() {
         burn.hold(weight, &checkpoint, &team).unwrap();
     }
-    let known = KnownGraphs::new(0, false);
+    let known = KnownGraphs::new(0, 0);
     for (number, (phase, batch)) in batches(plan.model.vocabulary).into_iter().enumerate() {
         let parts = batch.parts().len() as u32;
         let fits = |&program: &usize| {

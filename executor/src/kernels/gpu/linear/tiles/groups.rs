@@ -18,7 +18,7 @@ mod share;
 use cubecl::prelude::*;
 use ir::op::Then;
 use ir::tensor::Format;
-use ir::workspace::OperandRows;
+use ir::workspace::{OperandRows, WARPGROUP_COLUMNS};
 
 use self::copies::{Panels, copy_steps};
 use self::rows::{multiply_rows, put_rows};
@@ -43,6 +43,8 @@ use crate::kernels::gpu::warpgroup::{
 };
 use crate::kernels::gpu::words::Words;
 
+/// What plans take for a step, by which they know which matrices are multiplied so.
+const _: () = assert!(STEP == WARPGROUP_COLUMNS as usize);
 /// Rows of 16-byte vectors of a right operand in a block: eight columns each.
 const EIGHTS: usize = BLOCK / 8;
 /// Left operands of a block: two pairs of rows, each of two times 16 columns.
