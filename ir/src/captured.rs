@@ -74,7 +74,7 @@ fn launches(plan: &Plan, program: &Program, device: DeviceId) -> u64 {
         let waiting = u64::from(!step.waits.is_empty());
         // Each value is sent by itself.
         let telling = if is_told[id.index()] { step.writes.len().max(1) as u64 } else { 0 };
-        Some(waiting + telling + Launches { plan, program, step }.count())
+        Some(waiting + telling + Launches { plan, program, step, device }.count())
     };
     let of_steps: u64 = lane.steps.iter().filter_map(of_step).sum();
     if of_steps == 0 { 0 } else { OF_RUN + of_steps }
@@ -85,6 +85,7 @@ struct Launches<'a> {
     plan: &'a Plan,
     program: &'a Program,
     step: &'a Step,
+    device: DeviceId,
 }
 
 impl Launches<'_> {
@@ -134,7 +135,7 @@ impl Launches<'_> {
         let Plan { machine, weights, .. } = self.plan;
         let of_matrix = |&id: &WeightId| {
             let weight = weights.get(id)?;
-            let kind = &machine.devices.get(weight.device)?.kind;
+            let kind = &machine.devices.get(self.device)?.kind;
             if kind.has_library() || rows <= FLOAT_ROWS {
                 return None;
             }

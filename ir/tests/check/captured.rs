@@ -116,6 +116,12 @@ fn without_the_library_parts_of_the_rows_are_launched_one_after_another() {
     assert_eq!(launches(Format::Q4, false) - launches(Format::Q4, true), 5 * 2 * 2);
     // What is not multiplied as it lies takes four launches for a matrix.
     assert_eq!(launches(Format::F32, false) - launches(Format::F32, true), 5 * 2);
+    // It is the GPU that has the library, wherever what it fetches stays.
+    let mut fetched = decoding(on_gpu(streamed()), 1);
+    fetched.programs.iter_mut().for_each(|program| program.max.tokens = 130);
+    let mut held = fetched.clone();
+    held.weights.rows_mut().iter_mut().for_each(|weight| weight.device = d(0));
+    assert_eq!(captured_bytes(&fetched, d(0)), captured_bytes(&held, d(0)));
 }
 
 #[test]
