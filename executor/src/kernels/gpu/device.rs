@@ -178,7 +178,10 @@ impl Gpu {
             return Ok(Err(error));
         }
         // What is left open would take in all that is queued from now on.
-        let queued = catch_unwind(AssertUnwindSafe(queue));
+        let queued = catch_unwind(AssertUnwindSafe(|| {
+            queue()?;
+            self.overlap_launches()
+        }));
         let captured = self.client.stop_capture();
         queued.unwrap_or_else(|panic| resume_unwind(panic))?;
         self.check_launches().map(|()| captured)

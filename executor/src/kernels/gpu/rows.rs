@@ -9,6 +9,7 @@ use ir::tensor::DType;
 use self::panels::{Table, gather_panels};
 use super::device::{Gpu, Span, element};
 use super::matrix::{Layout, Matrix};
+use super::overlap::follow;
 use super::words::read_size;
 
 /// Which rows of a table are picked, and what becomes of them.
@@ -110,6 +111,7 @@ fn gather<F: Float, N: Size>(
     all: u32,
     #[define(F)] _element: ElemType,
 ) {
+    follow();
     let at = ABSOLUTE_POS as u32;
     if at < all {
         let row = rows[(at / vectors) as usize] + offset;

@@ -18,6 +18,7 @@ use ir::workspace::shortlist::{
 };
 
 use super::device::{Gpu, Span};
+use super::overlap::follow;
 
 /// Units of a cube.
 const UNITS: u32 = 256;
@@ -377,6 +378,7 @@ fn list(
     vocabulary: u32,
     #[comptime] plane: u32,
 ) {
+    follow();
     let inverse_temperature = inverse_temperatures[CUBE_POS_Y as usize];
     let row = CUBE_POS_Y * vocabulary;
     let first = CUBE_POS_X * LISTED_LOGITS + UNIT_POS;
@@ -411,6 +413,7 @@ fn merge(
     all: u32,
     #[comptime] plane: u32,
 ) {
+    follow();
     let inverse_temperature = inverse_temperatures[CUBE_POS_Y as usize];
     let list = CUBE_POS_X * MERGED_LISTS + UNIT_POS / SHARERS;
     let is_there = list < all;

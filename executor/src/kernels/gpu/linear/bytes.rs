@@ -17,6 +17,7 @@ use super::total::{Output, Shape, Totals, finish_outputs};
 use crate::kernels::cpu::pack::PANEL;
 use crate::kernels::gpu::ahead::{Regions, ask_at_the_end};
 use crate::kernels::gpu::instructions::{Counts, left, multiply_bytes};
+use crate::kernels::gpu::overlap::follow;
 use crate::kernels::gpu::panel::{Panel, Walk};
 use crate::kernels::gpu::portion::{
     Portion, Trail, byte_offsets, byte_unit, portion_blocks, portions,
@@ -128,6 +129,9 @@ fn multiply_band<N: Size>(
     for stage in 0..comptime!(share.stages - 1) {
         load_stage(&mut stages, weights, place.matrix, &mut trail, stage, share);
     }
+    // The compiler moves loads behind a launch that is waited for, but not behind a barrier.
+    sync_cube();
+    follow();
     digits.convert(input, totals, comptime!(share.planes()), shape, share.panel);
     // `[block][row]`: blocks' bytes differ in what they count.
     let mut sums = Array::<f32>::new(comptime!(blocks * LANE_ROWS));

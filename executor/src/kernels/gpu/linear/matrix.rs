@@ -17,6 +17,7 @@ use crate::kernels::gpu::ahead::{Regions, ask_at_the_end};
 use crate::kernels::gpu::bf12::{row_factors, scaled};
 use crate::kernels::gpu::instructions::{Sums, multiply};
 use crate::kernels::gpu::matrix::Layout;
+use crate::kernels::gpu::overlap::follow;
 use crate::kernels::gpu::panel::{Panel, Walk, panel_vectors};
 use crate::kernels::gpu::portion::{
     Portion, four_rows, make_good, portion_blocks, portion_columns, portions,
@@ -151,6 +152,7 @@ fn multiply_band<N: Size>(
     for stage in 0..comptime!(share.stages - 1) {
         load_stage(&mut stages, weights, place, number + stage * share.splits, stage, shape, share);
     }
+    follow();
     if number < count {
         conversion.load(input, number, shape.tokens, share.panel);
     }

@@ -10,6 +10,7 @@ use super::input::Input;
 use super::product::{multiply_four, zeros};
 use super::total::{Output, Shape, Totals, finish_outputs};
 use crate::kernels::gpu::ahead::{Regions, ask_at_the_end};
+use crate::kernels::gpu::overlap::follow;
 use crate::kernels::gpu::words::{Words, half_of};
 
 /// What is known of a row-major matrix, and of how it is shared out, when a kernel is compiled.
@@ -51,6 +52,7 @@ pub(super) fn multiply_rows<N: Size>(
     let plane = UNIT_POS_Y as usize;
     let tile = comptime!(share.bands * shape.rows);
     let first_token = CUBE_POS_Y as usize * shape.tokens;
+    follow();
     let mut totals = Totals::new(&outputs[0], shape);
     let mut first_cube = 0usize.runtime();
     #[unroll]

@@ -18,6 +18,7 @@ use crate::kernels::gpu::attention::scores::{UNSEEN, score, weight};
 use crate::kernels::gpu::instructions::{
     PLANE, Packed, Sums, interleave, left, multiply, pack, quad_max, quad_sum, right,
 };
+use crate::kernels::gpu::overlap::follow;
 
 /// Planes of a cube that has a part of a context.
 const PLANES: u32 = 4;
@@ -99,6 +100,7 @@ pub(super) fn decode(
     let t = UNIT_POS_X % 4;
 
     ask_at_once(ahead, plane, rows.planes.runtime());
+    follow();
 
     let sequence = sequences[token as usize];
     let range = parts(sequence, positions[token as usize], split);

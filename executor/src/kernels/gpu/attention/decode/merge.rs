@@ -10,6 +10,7 @@ use super::{Decode, Partial};
 use crate::kernels::gpu::attention::Shape;
 use crate::kernels::gpu::attention::scores::{UNSEEN, weight};
 use crate::kernels::gpu::device::{Gpu, Span};
+use crate::kernels::gpu::overlap::follow;
 
 /// Units of a cube, unless a head alone takes more: WebGPU's default limit.
 const UNITS: u32 = 256;
@@ -84,6 +85,7 @@ fn merge<N: Size>(
     #[comptime] team: Team,
     #[comptime] cuda: bool,
 ) {
+    follow();
     let splits = comptime!(split.splits);
     let token = CUBE_POS_X;
     let row = token * heads + CUBE_POS_Y;

@@ -10,6 +10,7 @@ use super::split::{Split, parts};
 use crate::kernels::gpu::attention::Shape;
 use crate::kernels::gpu::attention::paging::cache_row;
 use crate::kernels::gpu::attention::scores::{UNSEEN, score, weight};
+use crate::kernels::gpu::overlap::follow;
 
 /// Planes of a cube.
 pub(super) const PLANES: u32 = 4;
@@ -80,6 +81,7 @@ pub(super) fn decode<F: Float, N: Size>(
     let lane = UNIT_POS_X % team;
     let member = UNIT_POS_Y * comptime!(plane / team) + UNIT_POS_X / team;
 
+    follow();
     let sequence = sequences[token as usize];
     let range = parts(sequence, positions[token as usize], split);
     let start = range.base + part * range.share;
