@@ -4,10 +4,9 @@
 //! - Nothing is waited for and nothing is written: results are the same with and without.
 //! - What a launch asks for must fit into the L2 cache beside what it reads itself meanwhile.
 
-use cubecl::ir::features::Tma;
 use cubecl::prelude::*;
 
-use super::device::{Gpu, Span};
+use super::device::{Gpu, Span, is_hopper_or_newer};
 use super::registers::held;
 
 /// Asked for by an attention of few tokens, which reads little itself and is soon over: with more, the attention takes
@@ -45,7 +44,7 @@ pub(super) struct Ahead {
 impl Gpu {
     /// Whether launches can ask for memory ahead: NVIDIA GPUs from Hopper on.
     pub fn asks_ahead(&self) -> bool {
-        self.is_cuda() && self.client.properties().features.tma.contains(Tma::Base)
+        self.is_cuda() && is_hopper_or_newer(self.client.properties())
     }
 }
 

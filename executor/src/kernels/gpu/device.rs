@@ -11,6 +11,7 @@ use cubecl::client::{Client, Graph};
 use cubecl::config::cache::CacheConfig;
 use cubecl::config::{CubeClRuntimeConfig, RuntimeConfig as _};
 use cubecl::ir::DeviceProperties;
+use cubecl::ir::features::Tma;
 use cubecl::prelude::{
     BufferArg, CubeCount, CubeDim, ElemType, Scalar as _, TensorArg, TensorMapArg,
     TensorMapPrefetch, TensorMapSwizzle, Tiled, TiledArgs,
@@ -49,6 +50,11 @@ pub struct Span {
 /// multiprocessors.)
 pub(super) fn has_ptx(properties: &DeviceProperties) -> bool {
     properties.hardware.num_streaming_multiprocessors.is_some()
+}
+
+/// Whether a device of those properties is an NVIDIA GPU of Hopper's kind or newer: they copy in bulk.
+pub(super) fn is_hopper_or_newer(properties: &DeviceProperties) -> bool {
+    has_ptx(properties) && properties.features.tma.contains(Tma::Base)
 }
 
 /// Lets CubeCL keep what it compiles in the user's cache folder, where the next process finds it; by itself it compiles
@@ -165,8 +171,8 @@ impl Gpu {
         self.check_launches().map(|()| bytes)
     }
 
-    /// Captures what `queue` queues, which is not done: launches that have run since `graph_prepare`. Inside it is why
-    /// the device captured nothing.
+    /// Captures what `queue` queues, which is not done: launches that have run since `graph_prepare`. When they are
+    /// replayed, some begin while others end (see [`super::overlap`]). Inside it is why the device captured nothing.
     ///
     /// # Errors
     /// Those of `queue`; a panic of its passes on once the capture has ended.
@@ -180,11 +186,13 @@ impl Gpu {
         // What is left open would take in all that is queued from now on.
         let queued = catch_unwind(AssertUnwindSafe(|| {
             queue()?;
-            self.overlap_launches()
+            anyhow::Ok(self.overlap_launches())
         }));
         let captured = self.client.stop_capture();
-        queued.unwrap_or_else(|panic| resume_unwind(panic))?;
-        self.check_launches().map(|()| captured)
+        let overlapped = queued.unwrap_or_else(|panic| resume_unwind(panic))?;
+        self.check_launches()?;
+        let overlapped = overlapped.map_err(|error| ServerError::graph_state(format!("{error:#}")));
+        Ok(overlapped.and(captured))
     }
 
     /// Whether all launches of this process got as far as the device.

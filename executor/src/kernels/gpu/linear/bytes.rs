@@ -129,7 +129,7 @@ fn multiply_band<N: Size>(
     for stage in 0..comptime!(share.stages - 1) {
         load_stage(&mut stages, weights, place.matrix, &mut trail, stage, share);
     }
-    // The compiler moves loads behind a launch that is waited for, but not behind a barrier.
+    // The compiler moves loads behind the wait for the launch before, but not behind a barrier.
     sync_cube();
     follow();
     digits.convert(input, totals, comptime!(share.planes()), shape, share.panel);
