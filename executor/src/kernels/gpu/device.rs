@@ -191,7 +191,6 @@ impl Gpu {
         let captured = self.client.stop_capture();
         let overlapped = queued.unwrap_or_else(|panic| resume_unwind(panic))?;
         self.check_launches()?;
-        let overlapped = overlapped.map_err(|error| ServerError::graph_state(format!("{error:#}")));
         Ok(overlapped.and(captured))
     }
 

@@ -20,9 +20,10 @@ use std::fmt::{self, Write as _};
 use std::mem::MaybeUninit;
 use std::ptr;
 
-use anyhow::{Context as _, Result};
+use anyhow::{Context as _, Result, anyhow};
 use cubecl::device_handle::DeviceHandle;
 use cubecl::prelude::*;
+use cubecl::server::ServerError;
 use cubecl_runtime::runtime::Runtime;
 use cudarc::driver::sys::{self, CUgraph, CUgraphEdgeData, CUgraphNode, CUstream};
 
@@ -62,40 +63,36 @@ impl Gpu {
     ///
     /// # Errors
     /// When what is captured lacks an edge now.
-    pub(super) fn overlap_launches(&self) -> Result<usize> {
+    pub(super) fn overlap_launches(&self) -> Result<usize, ServerError> {
         if !self.overlaps() {
             return Ok(0);
         }
+        self.overlap_captured().unwrap_or_else(|error| {
+            tracing::debug!("launches of a captured run do not overlap: {error:#}");
+            Ok(0)
+        })
+    }
+
+    /// The same where launches can; the outer error is why nothing was changed.
+    fn overlap_captured(&self) -> Result<Result<usize, ServerError>> {
         // All launches are the driver's before its graph is looked at.
         self.flush()?;
         let server = DeviceHandle::<Server>::new(self.client.service_id().device);
         let overlapped = server.submit_blocking(|server| {
             let mut streams = Streams::default();
             write!(streams, "{server:?}")?;
-            let mut count = 0;
             for stream in streams.found {
-                // SAFETY: a server's streams live as long as it does, and it is not used meanwhile.
-                if let Some(graph) = unsafe { captured_graph(stream) }? {
-                    // SAFETY: the graph is that of a capture that goes on.
-                    let edges = unsafe { followed_edges(graph) }?;
-                    // SAFETY: as above, and the edges are the graph's.
-                    count += unsafe { overlap(graph, &edges) }?;
+                // SAFETY: a server's streams live as long as it does, and it is not used meanwhile. A graph is that of
+                // a capture that goes on, and the edges are its own.
+                unsafe {
+                    if let Some(graph) = captured_graph(stream)? {
+                        return Ok(overlap(graph, &followed_edges(graph)?));
+                    }
                 }
             }
-            anyhow::Ok(count)
+            anyhow::Ok(Ok(0))
         });
-        match overlapped {
-            Ok(Ok(count)) => Ok(count),
-            Ok(Err(error)) if error.is::<LostEdge>() => Err(error),
-            Ok(Err(error)) => {
-                tracing::debug!("launches of a captured run do not overlap: {error:#}");
-                Ok(0)
-            }
-            Err(error) => {
-                tracing::debug!("launches of a captured run do not overlap: {error:?}");
-                Ok(0)
-            }
-        }
+        overlapped.map_err(|error| anyhow!("{error:?}"))?
     }
 
     /// Whether launches can begin early.
@@ -105,18 +102,6 @@ impl Gpu {
             && driver().is_ok_and(|version| version >= FIRST_DRIVER)
     }
 }
-
-/// An edge was taken from a graph and could not be put back.
-#[derive(Debug)]
-struct LostEdge;
-
-impl fmt::Display for LostEdge {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("the driver did not take back an edge of a captured run")
-    }
-}
-
-impl std::error::Error for LostEdge {}
 
 /// The driver's version, 1000 for each major one and 10 for each minor one.
 fn driver() -> Result<i32> {
@@ -186,11 +171,14 @@ unsafe fn captured_graph(stream: CUstream) -> Result<Option<CUgraph>> {
 /// Lets the second kernel of each edge begin early, and says of how many that could be done.
 ///
 /// # Errors
-/// [`LostEdge`].
+/// When the driver does not take back an edge that was removed.
 ///
 /// # Safety
 /// The graph exists, no other thread uses it, and the edges are whole ones of it.
-unsafe fn overlap(graph: CUgraph, edges: &[(CUgraphNode, CUgraphNode)]) -> Result<usize> {
+unsafe fn overlap(
+    graph: CUgraph,
+    edges: &[(CUgraphNode, CUgraphNode)],
+) -> Result<usize, ServerError> {
     let (whole, early) = (ptr::from_ref(&WHOLE), ptr::from_ref(&EARLY));
     for (count, (from, to)) in edges.iter().enumerate() {
         // SAFETY: the nodes are the graph's, and so is the edge between them until it is removed.
@@ -202,7 +190,10 @@ unsafe fn overlap(graph: CUgraph, edges: &[(CUgraphNode, CUgraphNode)]) -> Resul
             let added = sys::cuGraphAddDependencies_v2(graph, from, to, early, 1);
             if added.result().is_err() {
                 let added = sys::cuGraphAddDependencies_v2(graph, from, to, whole, 1);
-                return added.result().map(|()| count).map_err(|_| LostEdge.into());
+                let lost = |error| {
+                    ServerError::graph_state(format!("a captured run lost an edge: {error}"))
+                };
+                return added.result().map(|()| count).map_err(lost);
             }
         }
     }
@@ -384,7 +375,7 @@ mod tests {
         let mut overlapped = 0;
         let captured = gpu.capture(|| {
             queue()?;
-            overlapped = gpu.overlap_launches()?;
+            overlapped = gpu.overlap_launches().unwrap();
             Ok(())
         });
         let graph = captured.unwrap().unwrap();
