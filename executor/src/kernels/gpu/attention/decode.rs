@@ -113,7 +113,8 @@ impl Gpu {
 
     fn decode_matrix(&self, call: &Decode<'_>, shape: Shape, split: Split, partial: &Partial) {
         let Decode { cache, tokens, .. } = call;
-        let kept = matrix::Rows::new(shape, split, cache.element == DType::Bf16);
+        let is_bf16 = cache.element == DType::Bf16;
+        let kept = matrix::Rows::new(shape, split, is_bf16, tokens.tokens, self.processors());
         let rows = tokens.tokens * shape.heads as usize;
         let cached = shape.cached(cache.blocks) / 8;
         let factors = Factors::new(call.attention);

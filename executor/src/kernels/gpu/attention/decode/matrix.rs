@@ -20,11 +20,11 @@ use crate::kernels::gpu::instructions::{
 };
 use crate::kernels::gpu::overlap::follow;
 
-/// Planes of a cube that has a part of a context.
-const PLANES: u32 = 4;
-/// Planes of a cube that has all of a short context: with twice as many, most of those take one turn. More would not
-/// fit the registers.
-const WHOLE_PLANES: u32 = 8;
+/// Planes that a cube may have: the most where it has all of a short context, most of which take one turn then, half as
+/// many where it has a part of one, and the fewest where there are more cubes than find places.
+const PLANES: [u32; 3] = [8, 4, 2];
+/// Planes that a multiprocessor holds at once, of up to 168 registers: heads of 128 elements.
+const PLANES_AT_ONCE: u32 = 12;
 /// Shared memory that a cube may use on every device.
 const SHARED_BYTES: u32 = 32 << 10;
 
@@ -47,14 +47,26 @@ pub(super) struct Rows {
 }
 
 impl Rows {
-    pub(super) fn new(shape: Shape, split: Split, bf16: bool) -> Self {
+    /// For `tokens` contexts on a device of so many multiprocessors. Cubes that wait for others to end wait once more for
+    /// all that they load: so planes are as many as let all cubes run at once.
+    pub(super) fn new(
+        shape: Shape,
+        split: Split,
+        bf16: bool,
+        tokens: usize,
+        processors: u32,
+    ) -> Self {
         // Sums of 16 rows of longer heads are more than the registers hold.
         let most = if shape.head_dim > 128 { 8 } else { 16 };
         let chunks = shape.group.div_ceil(most);
         let heads = shape.group.div_ceil(chunks);
-        let met_bytes = WHOLE_PLANES * heads * shape.head_dim * size_of::<f32>() as u32;
-        let is_wide = split.is_whole() && met_bytes <= SHARED_BYTES;
-        let planes = if is_wide { WHOLE_PLANES } else { PLANES };
+        let cubes = shape.kv_heads * chunks * split.splits * tokens as u32;
+        let fits = |planes: u32| {
+            let met_bytes = planes * heads * shape.head_dim * size_of::<f32>() as u32;
+            let is_short = split.is_whole() && met_bytes <= SHARED_BYTES;
+            (planes <= PLANES[1] || is_short) && cubes * planes <= processors * PLANES_AT_ONCE
+        };
+        let planes = PLANES.into_iter().find(|&planes| fits(planes)).unwrap_or(PLANES[2]);
         Self { heads, chunks, planes, bf16 }
     }
 

@@ -121,6 +121,26 @@ fn a_whole_context_needs_no_merge() {
     check_split(&cut, &run, DType::F16, 1, "cut group");
 }
 
+/// Contexts of at most 60 tokens, so many that cubes have few planes on the largest GPU.
+pub(super) fn many_short(count: usize) -> Run {
+    let parts: Vec<(usize, usize)> = (0..count).map(|i| (i * 7 % 60, 1)).collect();
+    Run::new(&parts).padded(1)
+}
+
+#[test]
+fn many_contexts_are_given_fewer_planes_each() {
+    for count in [90, 300] {
+        for head_dim in [32, 128] {
+            for element in [DType::F16, DType::Bf16] {
+                let what = format!("{count} contexts of {head_dim} in {element}");
+                check_split(&plain(4, 4, head_dim), &many_short(count), element, 1, &what);
+            }
+        }
+    }
+    let cut = Attention { group: 4, first_head: 3, kv_heads: 3, ..plain(6, 1, 32) };
+    check_split(&cut, &many_short(450), DType::F16, 1, "cut group");
+}
+
 #[test]
 fn contexts_that_are_short_or_seen_through_a_window_are_not_split() {
     let Some(gpu) = gpu() else { return };

@@ -111,6 +111,11 @@ fn newest_tokens_are_appended_by_the_cube_that_reads_them() {
         let rotation = Some((Pairing::Halves, head_dim));
         check_newest(&plain(heads, kv_heads, head_dim), &run(), rotation, splits, &what);
     }
+    for count in [90, 300] {
+        let what = format!("{count} contexts");
+        let rotation = Some((Pairing::Halves, 128));
+        check_newest(&plain(8, 4, 128), &many_short(count), rotation, 1, &what);
+    }
 }
 
 #[test]
