@@ -31,8 +31,9 @@ const MOST_CUBES: usize = 8;
 /// some quarter of a processor has three, whose registers end at 168. With 96 tokens they need 154 to 166, with 128 196
 /// to 208.
 const MOST_TOKENS_OF_TWO: usize = 96;
-/// The part of all places that clusters find: processors come in groups of unlike size, no multiples of a cluster. On
-/// an H200 clusters of seven find 32 · 7 of 264 places, of eight 45 · 8 of 396, which its profiler says.
+/// The part of all places that clusters of more than two cubes find: processors come in groups of unlike size, no
+/// multiples of a cluster. On an H200 clusters of seven find 32 · 7 of 264 places, of eight 45 · 8 of 396, which its
+/// profiler says.
 const PLACES_OF_CLUSTERS: f64 = 0.85;
 /// The fewest steps of a cube.
 const LEAST_STEPS: usize = 4;
@@ -149,9 +150,11 @@ fn places(layout: Layout, tokens: usize) -> u32 {
 /// Cubes of a cluster: the most that leave each enough of `steps`, and of which all of `tiles` clusters are there at
 /// once.
 fn cluster_cubes(tiles: u32, steps: usize, places: u32) -> usize {
-    let places = f64::from(places) * PLACES_OF_CLUSTERS;
-    let fits =
-        |&cubes: &usize| steps >= cubes * LEAST_STEPS && f64::from(tiles) * cubes as f64 <= places;
+    let fits = |&cubes: &usize| {
+        // Processors come in pairs.
+        let part = if cubes == 2 { 1.0 } else { PLACES_OF_CLUSTERS };
+        steps >= cubes * LEAST_STEPS && f64::from(tiles) * cubes as f64 <= f64::from(places) * part
+    };
     (2..=MOST_CUBES).rev().find(fits).unwrap_or(1)
 }
 
@@ -167,6 +170,8 @@ mod tests {
         // Of more tokens, of which a processor has a place for one cube.
         let of_many = |tiles, columns: usize| cluster_cubes(tiles, columns / STEP, 132);
         assert_eq!([of_many(32, 4096), of_many(48, 4096), of_many(224, 4096)], [3, 2, 1]);
+        // Of two stacks.
+        assert_eq!([of_many(64, 4096), of_many(96, 4096)], [2, 1]);
         // Few columns are shared by few.
         let columns = [256, 512, 832, 1088, 1344, 1600, 1856, 2048];
         assert_eq!(columns.map(|columns| of(3, columns)), [1, 2, 3, 4, 5, 6, 7, 8]);
