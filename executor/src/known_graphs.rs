@@ -4,7 +4,7 @@
 //! What is decided here is the same for all devices of a run. A lane that is to record its steps, and a GPU some of
 //! whose launches cannot be captured (`State::prepare_capture`), may still leave it.
 
-use std::collections::BTreeSet;
+use std::collections::VecDeque;
 use std::sync::{Mutex, MutexGuard};
 
 use ir::captured;
@@ -17,21 +17,25 @@ use crate::load::{GpuDriver, Options};
 use crate::locked;
 use crate::ops::gpu::GraphKey;
 
+/// Runs of other kinds between two of one kind, at most, that make it worth capturing: prompts of any length are met
+/// again at some time, and capturing each would cost more than it brings.
+const MOST_MET: usize = 8;
+
 /// Kinds of runs that are captured, as few as their memory is counted for.
 pub(crate) struct KnownGraphs {
     /// The most that are captured at one time.
     most: usize,
     /// Tokens of the longest prompts that are captured and replayed as decode steps are; 0 where none is.
     most_tokens: usize,
-    /// Whether these are padded to few lengths, so that fewer are captured.
-    pads_prompts: bool,
+    /// Tokens of the longest ones that are padded to few lengths, so that fewer are captured; 0 where none is.
+    most_padded: usize,
     known: Mutex<Known>,
 }
 
 #[derive(Default)]
 struct Known {
-    /// Kinds of which a run has ended well.
-    met: BTreeSet<GraphKey>,
+    /// Kinds of which a run has ended well of late, the latest last.
+    met: VecDeque<GraphKey>,
     /// Kinds whose launches lanes hold, or will before they come to the next run; the least recently used first.
     held: Vec<Held>,
 }
@@ -63,20 +67,22 @@ impl KnownGraphs {
         let most_tokens =
             if captures_prompts { captured::most_prompt_tokens(plan) as usize } else { 0 };
         let pads_prompts = captures_prompts && longer_runs_are_free(plan);
-        Self { most, most_tokens, pads_prompts, known: Mutex::default() }
+        let most_padded =
+            if pads_prompts { captured::most_padded_tokens(plan) as usize } else { 0 };
+        Self { most, most_tokens, most_padded, known: Mutex::default() }
     }
 
     /// None yet, never more than `most` captured at one time, and no prompts of more than `most_tokens` tokens.
     #[cfg(test)]
     pub(crate) fn new(most: usize, most_tokens: usize) -> Self {
-        Self { most, most_tokens, pads_prompts: false, known: Mutex::default() }
+        Self { most, most_tokens, most_padded: 0, known: Mutex::default() }
     }
 
     /// Tokens that the run of a prompt of `tokens` tokens is to have: where short ones are captured and replayed, few
     /// lengths, and little more work.
     pub(crate) fn padded(&self, tokens: usize) -> usize {
         match tokens {
-            _ if !self.pads_prompts || tokens > self.most_tokens => tokens,
+            _ if tokens > self.most_padded => tokens,
             0..=32 => tokens.next_multiple_of(8),
             33..=64 => tokens.next_multiple_of(16),
             _ => tokens.next_multiple_of(32),
@@ -84,8 +90,7 @@ impl KnownGraphs {
     }
 
     /// Lets in a run of a program in the order in which lanes work through runs; `None` where runs of its kind are
-    /// never captured. A decode is captured at once, a prompt when it comes the second time, since many lengths are met
-    /// only once.
+    /// never captured. A decode is captured at once, a prompt when its kind comes again soon, since many lengths do not.
     pub(crate) fn admit(&self, key: GraphKey, phase: Phase) -> Option<Admission> {
         let is_decode = phase == Phase::Decode;
         if !is_decode && key.tokens() > self.most_tokens {
@@ -109,7 +114,11 @@ impl KnownGraphs {
     /// A run that was let in has ended well.
     pub(crate) fn note_end(&self, key: GraphKey, admission: Admission) {
         let mut known = self.lock();
-        known.met.insert(key);
+        known.met.retain(|&met| met != key);
+        known.met.push_back(key);
+        if known.met.len() > MOST_MET {
+            known.met.pop_front();
+        }
         if let Some(held) = known.held.iter_mut().find(|held| held.key == key) {
             held.is_captured |= admission.captures;
         }
@@ -128,8 +137,8 @@ impl KnownGraphs {
     }
 }
 
-/// Whether it costs nothing to compute a few tokens more: processors take longer for them, and matrices in 16 and 32
-/// bits are the vendor library's from some tokens on, whose products are not captured.
+/// Whether it costs nothing to compute a few tokens more: processors take longer for them, and so may the vendor's
+/// library, whose matrices in 16 and 32 bits are from some tokens on.
 fn longer_runs_are_free(plan: &Plan) -> bool {
     let is_packed = |&weight: &WeightId| plan.weights[weight].format.float().is_none();
     let is_free = |program: &Program, step: &Step| {
@@ -149,7 +158,7 @@ fn longer_runs_are_free(plan: &Plan) -> bool {
 mod tests {
     use ir::machine::DeviceKind;
     use ir::tensor::{DType, Format};
-    use ir::workspace::{MAX_FUSED_ROWS, MAX_PLANE_ROWS};
+    use ir::workspace::MAX_PLANE_ROWS;
 
     use super::*;
     use crate::batch::Batch;
@@ -189,31 +198,32 @@ mod tests {
     }
 
     #[test]
-    fn prompts_are_captured_through_cuda_and_padded_where_no_library_multiplies() {
+    fn prompts_are_captured_through_cuda_and_short_ones_of_packed_matrices_padded() {
         let folder = tempfile::tempdir().unwrap();
         let model = written(&gated()[0], folder.path());
         let machine = beside_a_gpu();
         let plan = |device, format| plan(&model, (&machine, device), format, DType::F32);
         let found = |plan: &Plan, gpu_driver, trace| {
             let known = KnownGraphs::of(plan, &Options { gpu_driver, trace, ..Options::default() });
-            (known.most_tokens, known.padded(61), known.most)
+            (known.most_tokens, known.padded(61), known.padded(97), known.most)
         };
+        let most = 512;
         let [packed, floats] = [Format::Q8, Format::F16].map(|format| plan("gpu0", format));
         // Sixteen kinds, and two for each sequence.
-        assert_eq!(found(&packed, GpuDriver::Cuda, false), (SHORT, 64, 22));
-        assert_eq!(found(&floats, GpuDriver::Cuda, false), (SHORT, 61, 22));
-        assert_eq!(found(&packed, GpuDriver::Cuda, true), (SHORT, 64, 7));
-        assert_eq!(found(&packed, GpuDriver::Vulkan, false), (0, 61, 22));
+        assert_eq!(found(&packed, GpuDriver::Cuda, false), (most, 64, 97, 22));
+        assert_eq!(found(&floats, GpuDriver::Cuda, false), (most, 61, 97, 22));
+        assert_eq!(found(&packed, GpuDriver::Cuda, true), (most, 64, 97, 7));
+        assert_eq!(found(&packed, GpuDriver::Vulkan, false), (0, 61, 97, 22));
         let of_node = plan("numa0", Format::Q8);
-        assert_eq!(found(&of_node, GpuDriver::Cuda, false), (0, 61, 22));
-        // As many tokens as matrices are multiplied with as they lie.
+        assert_eq!(found(&of_node, GpuDriver::Cuda, false), (0, 61, 97, 22));
+        // As many tokens as reading matrices takes longer than.
         let mut of_hopper = packed;
         for device in of_hopper.machine.devices.rows_mut() {
             if let DeviceKind::Gpu { has_warpgroups, .. } = &mut device.kind {
                 *has_warpgroups = true;
             }
         }
-        assert_eq!(found(&of_hopper, GpuDriver::Cuda, false), (MAX_FUSED_ROWS as usize, 64, 22));
+        assert_eq!(found(&of_hopper, GpuDriver::Cuda, false), (most, 64, 128, 22));
     }
 
     #[test]

@@ -9,7 +9,9 @@ use crate::op::{Linear, Op, Products};
 use crate::packing::gpu_has_panels;
 use crate::plan::{Action, Buffer, Phase, Plan, Program, Queue, Step, Weight};
 use crate::tensor::DType;
-use crate::workspace::{FLOAT_ROWS, MAX_FUSED_ROWS, MAX_PLANE_ROWS, is_cast, most_rows_on};
+use crate::workspace::{
+    FLOAT_ROWS, MAX_FUSED_ROWS, MAX_PLANE_ROWS, is_cast, most_rows_on, piece_rows,
+};
 
 /// Kinds of runs held beside those of `SEQUENCE_KINDS`: lengths of short prompts, near and far contexts.
 const OTHER_KINDS: u64 = 16;
@@ -23,18 +25,31 @@ pub fn most_kinds(plan: &Plan) -> u64 {
     OTHER_KINDS.saturating_add(sequences.unwrap_or(0).saturating_mul(SEQUENCE_KINDS))
 }
 
-/// Whether short prompts of a plan are captured: where one GPU works on them, by launches of its own. Several would
-/// have to wait for each other while prompts pass in parts, what brings a borrowed cache is launched anew for each run,
-/// and experts would be read for tokens of no sequence.
+/// Whether prompts of up to [`most_prompt_tokens()`] tokens are captured: where one GPU works on them. Several would have
+/// to wait for each other while prompts pass in parts, what brings a borrowed cache is launched anew for each run, and
+/// experts would be read for tokens of no sequence.
 pub fn includes_prompts(plan: &Plan) -> bool {
     let mut steps = plan.programs.iter().flat_map(|program| program.steps.rows());
     let has_experts = |step: &Step| matches!(step.action, Action::Run(Op::Experts(_)));
     plan.working_gpus().len() == 1 && !plan.borrows() && !steps.any(has_experts)
 }
 
-/// Tokens of the longest prompts that are captured where a plan [`includes_prompts()`]: as many as are multiplied with
-/// matrices as they lie, whatever their format but f16 and f32.
+/// Tokens of the longest prompts that are captured anywhere. Longer ones take a device several times as long as the host
+/// takes to make their launches.
+const MOST_PROMPT_TOKENS: u32 = 512;
+
+/// Tokens of the longest prompts that are captured where a plan [`includes_prompts()`]. Beside a host, whose letters wait
+/// for each other in all but short programs, memory is scarce.
 pub fn most_prompt_tokens(plan: &Plan) -> u32 {
+    let is_gpu = |id: DeviceId| plan.machine.devices.get(id).is_some_and(|d| d.kind.is_gpu());
+    let mut lanes = plan.programs.iter().flat_map(|program| &program.lanes);
+    let is_beside_host = lanes.any(|lane| !lane.steps.is_empty() && !is_gpu(lane.device));
+    if is_beside_host { most_padded_tokens(plan) } else { MOST_PROMPT_TOKENS }
+}
+
+/// Tokens of the longest prompts that take hardly longer with a few tokens more, where a plan [`includes_prompts()`] and
+/// its matrices are packed: to read matrices takes longer than to multiply.
+pub fn most_padded_tokens(plan: &Plan) -> u32 {
     let device = |id: &DeviceId| plan.machine.devices.get(*id);
     let has_warpgroups = |id: &DeviceId| device(id).is_some_and(|gpu| gpu.kind.has_warpgroups());
     if plan.working_gpus().iter().all(has_warpgroups) { MAX_FUSED_ROWS } else { MAX_PLANE_ROWS }
@@ -106,8 +121,8 @@ impl Launches<'_> {
         }
     }
 
-    /// Neighbours that lie alike are multiplied in one launch; without the vendor's library as many rows at a time as
-    /// kernels take.
+    /// Neighbours that lie alike are multiplied in one launch; without the vendor's library, which may be missing where
+    /// the plan runs, as many rows at a time as kernels take.
     fn of_linear(&self, linear: &Linear) -> u64 {
         let lies = |weight: &Weight| {
             (weight.format, weight.device, gpu_has_panels(weight.format, &weight.shape))
@@ -124,7 +139,47 @@ impl Launches<'_> {
         // Few rows of f32 are taken as they are; any other input is first brought in its form, but for small matrices.
         let is_taken = rows <= FLOAT_ROWS && !is_narrow(input) && !is_cast(linear);
         let of_part = kinds.len() as u64 * if is_taken { 1 } else { 2 };
-        of_part * self.parts(linear, rows) + u64::from(is_narrow(output))
+        let rows = match self.program.phase {
+            Phase::Prefill => rows.min(most_prompt_tokens(self.plan)),
+            Phase::Decode => rows,
+        };
+        let by_kernels = of_part * self.parts(linear, rows);
+        by_kernels.max(self.by_library(linear, rows)) + u64::from(is_narrow(output))
+    }
+
+    /// With the vendor's library: casts of the input, and for each matrix the unpacking and the product of each piece
+    /// and what follows it.
+    fn by_library(&self, linear: &Linear, rows: u32) -> u64 {
+        /// A product may begin with zeros, and end with the sum of its parts.
+        const OF_PRODUCT: u64 = 3;
+        let Plan { machine, weights, .. } = self.plan;
+        let kind = machine.devices.get(self.device).map(|device| &device.kind);
+        let Some(kind) = kind.filter(|kind| kind.has_library()) else { return 0 };
+        let weights = linear.weights.iter().filter_map(|&id| weights.get(id));
+        let sizes = |weight: &Weight| {
+            let size = |dim: Option<&u32>| dim.copied().unwrap_or(1);
+            [size(weight.shape.first()), size(weight.shape.last())]
+        };
+        // Of prompts what is held unpacked as well is the library's from fewer rows on.
+        let most = match self.program.phase {
+            Phase::Prefill => MAX_FUSED_ROWS,
+            Phase::Decode => u32::MAX,
+        };
+        let is_own =
+            |weight: &Weight| rows <= most.min(most_rows_on(kind, weight.format, sizes(weight)[1]));
+        if rows <= FLOAT_ROWS || weights.clone().all(is_own) {
+            return 0;
+        }
+        let of_matrix = |weight: &Weight| {
+            let [outputs, inputs] = sizes(weight);
+            let (pieces, unpacked) = match weight.format.float() {
+                Some(_) => (1, 0),
+                None => (u64::from(outputs.div_ceil(piece_rows(outputs, inputs).max(1))), 1),
+            };
+            // The cast is made anew where the format of products changes.
+            1 + pieces * (unpacked + OF_PRODUCT) + 1
+        };
+        weights.map(of_matrix).sum()
     }
 
     /// Parts of `rows` rows that are multiplied one after another.
@@ -136,15 +191,11 @@ impl Launches<'_> {
         let of_matrix = |&id: &WeightId| {
             let weight = weights.get(id)?;
             let kind = &machine.devices.get(self.device)?.kind;
-            if kind.has_library() || rows <= FLOAT_ROWS {
+            if rows <= FLOAT_ROWS {
                 return None;
             }
             let columns = weight.shape.last().copied().unwrap_or(1);
             let most = most_rows_on(kind, weight.format, columns);
-            let rows = match self.program.phase {
-                Phase::Prefill => rows.min(most_prompt_tokens(self.plan)),
-                Phase::Decode => rows,
-            };
             Some(if most > FLOAT_ROWS { u64::from(rows.div_ceil(most)) } else { OF_FLOATS })
         };
         linear.weights.iter().filter_map(of_matrix).max().unwrap_or(1)

@@ -39,8 +39,7 @@ pub const WARPGROUP_COLUMNS: u32 = 64;
 /// Bytes, about, of a piece of a packed matrix that is unpacked for the vendor's library: large enough that a product
 /// of one piece fills any GPU, small beside the memory of the smallest.
 const UNPACKED_BYTES: u64 = 128 << 20;
-/// Memory that the vendor's library may use while it multiplies, with the flags by which products take turns: NVIDIA
-/// advises 32 MiB for Hopper.
+/// Memory that the vendor's library may use while it multiplies: NVIDIA advises 32 MiB for Hopper.
 pub const LIBRARY_BYTES: u64 = 32 << 20;
 /// The most parts that decode attention splits a context into: beyond it merging costs more than splitting saves.
 pub const ATTENTION_SPLITS: u32 = 64;

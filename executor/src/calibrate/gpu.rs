@@ -109,8 +109,8 @@ impl<'a> Meter<'a> {
     fn new(gpu: &'a Gpu, sizes: Sizes, compiled: Option<Share>) -> Result<Self> {
         let library =
             gpu.ordinal().map(|ordinal| Library::load(gpu, ordinal)).transpose()?.flatten();
-        let vendor =
-            library.map(|library| Vendor::new(gpu, library, gpu.allocate(WORKSPACE_BYTES)?, false));
+        let vendor = library
+            .map(|library| anyhow::Ok(Vendor::new(gpu, library, gpu.allocate(WORKSPACE_BYTES)?)));
         Ok(Self { gpu, vendor: vendor.transpose()?, sizes, turns: Turns::new(compiled) })
     }
 }
@@ -287,8 +287,8 @@ impl Meter<'_> {
     }
 
     /// Nanoseconds of a product of many tokens, with what a run launches before it: the unpacking of a packed matrix;
-    /// and, where tokens are few, the cast of activations for one that is not, since the GPU then waits between
-    /// launches and the library's stream for a good part of what reading the matrix takes.
+    /// and, where tokens are few, the cast of activations for one that is not, which takes a good part of what reading
+    /// the matrix takes.
     fn product(&mut self, matrix: &Matrix, tokens: usize, out: &Span) -> Result<f64> {
         if self.turns.leave() {
             return Ok(1.0);
@@ -307,7 +307,7 @@ impl Meter<'_> {
             && format != Format::F32;
         let floats = is_cast.then(|| self.floats(tokens * inputs)).transpose()?;
         let (gpu, launches) = (self.gpu.clone(), self.sizes.launches);
-        let mut work = |launches: usize| {
+        let work = |launches: usize| {
             let start = Instant::now();
             for _ in 0..launches {
                 if let Some(floats) = &floats {
@@ -319,7 +319,7 @@ impl Meter<'_> {
                 };
                 let matrix = unpacked.as_ref().unwrap_or(matrix);
                 let w = matrix.data();
-                match &mut self.vendor {
+                match &self.vendor {
                     Some(vendor) => {
                         let (x, term, stride) = (&x, None, outputs);
                         let made = DType::F32;
@@ -335,13 +335,15 @@ impl Meter<'_> {
                             inputs,
                             outputs,
                         };
-                        vendor.multiply(&gpu, &[product])?;
+                        vendor.multiply(&product)?;
                     }
                     None => gpu.gemm(&x, tokens, matrix, out)?,
                 }
             }
             gpu.sync()?;
-            anyhow::Ok(start.elapsed())
+            let elapsed = start.elapsed();
+            self.vendor.as_ref().map_or(Ok(()), Vendor::check)?;
+            anyhow::Ok(elapsed)
         };
         if !self.turns.begin(|| work(1).map(drop))? {
             return Ok(1.0);
@@ -434,8 +436,22 @@ mod tests {
     fn every_rate_is_measured() {
         let Some(gpu) = gpu() else { return };
         let rates = rates(&gpu, Sizes::SMALL).unwrap();
-        let curves = rates.linear.iter().chain(&rates.experts).chain(&rates.shared_experts);
-        let points = curves.flat_map(|rate| &rate.points);
+        let tokens = |rate: &LinearRate| rate.points.iter().map(|point| point.tokens).collect();
+        let measured: Vec<BTreeSet<u32>> = rates.linear.iter().map(tokens).collect();
+        assert_eq!(measured.len(), Format::ALL.len());
+        let asked: BTreeSet<u32> = Sizes::SMALL.tokens.iter().copied().collect();
+        // The first that are the library's, where there is one, are more.
+        let is_whole =
+            |tokens: &BTreeSet<u32>| tokens.is_superset(&asked) && tokens.len() - asked.len() <= 1;
+        assert!(measured.iter().all(is_whole), "{measured:?}");
+        let mixtures: Vec<RatePoint> = rates
+            .experts
+            .iter()
+            .chain(&rates.shared_experts)
+            .flat_map(|rate| rate.points.clone())
+            .collect();
+        assert_eq!(mixtures.len(), EXPERT_FORMATS.len() * (2 + 4));
+        let points = rates.linear.iter().flat_map(|rate| &rate.points).chain(&mixtures);
         let beside: Vec<f64> =
             points.clone().map(|point| point.nanos).chain([rates.attention_nanos]).collect();
         assert!(beside.iter().all(|nanos| nanos.is_finite() && *nanos >= 0.0), "{beside:?}");
@@ -446,9 +462,9 @@ mod tests {
             rates.cache_bytes_per_sec,
         ];
         let all: Vec<f64> = points.map(|point| point.weights_per_sec).chain(others).collect();
-        assert_eq!(all.len(), Format::ALL.len() * 3 + EXPERT_FORMATS.len() * (2 + 4) + 4);
         assert!(all.iter().all(|rate| rate.is_finite() && *rate > 0.0), "{all:?}");
     }
+
     #[test]
     fn shares_of_what_is_compiled_are_all_of_it() {
         const SHARES: u32 = 3;

@@ -21,6 +21,7 @@ mod panics;
 mod portion;
 mod registers;
 mod staged;
+mod stream;
 pub mod warpgroup;
 mod words;
 

@@ -1,6 +1,6 @@
 //! Memory of captured launches.
 
-use ir::captured::{captured_bytes, includes_prompts, most_kinds};
+use ir::captured::{captured_bytes, includes_prompts, most_kinds, most_prompt_tokens};
 use ir::check::memory;
 use ir::machine::DeviceKind;
 use ir::op::{Norm, NormKind, Op};
@@ -100,8 +100,8 @@ fn an_input_in_another_form_is_a_launch_of_its_own() {
 }
 
 #[test]
-fn without_the_library_parts_of_the_rows_are_launched_one_after_another() {
-    let launches = |format: Format, has_library: bool| {
+fn many_rows_are_launched_in_parts_and_by_the_library_piece_by_piece() {
+    let launches = |format: Format, has_library: bool, shape: [u32; 2]| {
         let mut plan = decoding(on_gpu(one_device()), 1);
         if let DeviceKind::Gpu { library_bytes, .. } = &mut plan.machine.devices[d(0)].kind {
             *library_bytes = u64::from(has_library);
@@ -109,19 +109,53 @@ fn without_the_library_parts_of_the_rows_are_launched_one_after_another() {
         for weight in plan.weights.rows_mut().iter_mut().filter(|weight| weight.shape.len() > 1) {
             weight.format = format;
         }
+        let steps = plan.programs[0].steps.rows().iter();
+        let of_q = steps.filter(|step| &*step.name == "q").find_map(|step| match &step.action {
+            Action::Run(Op::Linear(linear)) => linear.weights.first().copied(),
+            Action::Run(_) | Action::Move { .. } | Action::Fetch { .. } => None,
+        });
+        plan.weights[of_q.expect("there is such a linear")].shape = shape[..].into();
         plan.programs.iter_mut().for_each(|program| program.max.tokens = 130);
         captured_bytes(&plan, d(0)) / (18 * LAUNCH_BYTES)
     };
-    // Five linears see all tokens: 64 and 64 and two, each with an input of its own.
-    assert_eq!(launches(Format::Q4, false) - launches(Format::Q4, true), 5 * 2 * 2);
-    // What is not multiplied as it lies takes four launches for a matrix.
-    assert_eq!(launches(Format::F32, false) - launches(Format::F32, true), 5 * 2);
+    let small = [8, 8];
+    let of_few = launches(Format::Q4, false, small) - 5 * 3 * 2;
+    // Five linears see all tokens: 64 and 64 and two, each with an input of its own. By the library it is as many: the
+    // input, a matrix unpacked, up to three for its product, and what follows. It may be missing where the plan runs.
+    assert_eq!(launches(Format::Q4, true, small), of_few + 5 * (3 * 2));
+    // What is not multiplied as it lies takes four launches for a matrix, and by the library one more.
+    assert_eq!(launches(Format::F32, false, small), of_few + 5 * 4);
+    assert_eq!(launches(Format::F32, true, small), of_few + 5 * 5);
+    // A matrix in two pieces.
+    let large = [1 << 17, 1 << 10];
+    assert_eq!(launches(Format::Q4, true, large), launches(Format::Q4, true, small) + 4);
+    assert_eq!(launches(Format::Q4, false, large), launches(Format::Q4, false, small));
     // It is the GPU that has the library, wherever what it fetches stays.
     let mut fetched = decoding(on_gpu(streamed()), 1);
     fetched.programs.iter_mut().for_each(|program| program.max.tokens = 130);
     let mut held = fetched.clone();
     held.weights.rows_mut().iter_mut().for_each(|weight| weight.device = d(0));
     assert_eq!(captured_bytes(&fetched, d(0)), captured_bytes(&held, d(0)));
+}
+
+#[test]
+fn no_launches_are_counted_for_prompts_that_are_too_long_to_be_captured() {
+    let bytes = |tokens: u32| {
+        let mut plan = on_gpu(one_device());
+        plan.programs.truncate(1);
+        let program = &mut plan.programs[0];
+        program.max.tokens = tokens;
+        for step in program.steps.rows_mut() {
+            if let Action::Run(op @ Op::Experts(_)) = &mut step.action {
+                *op = Op::Add;
+            }
+        }
+        assert!(includes_prompts(&plan));
+        captured_bytes(&plan, d(0))
+    };
+    let most = most_prompt_tokens(&on_gpu(one_device()));
+    assert!(bytes(64) < bytes(most));
+    assert_eq!(bytes(most), bytes(8 * most));
 }
 
 #[test]

@@ -7,7 +7,8 @@
 //!   are `__restrict__`, for which the language alone would allow it. In 39 compiled kernels of all seven names nothing
 //!   but first weights was loaded before. The other way round loads are moved behind it, unless a barrier lies between.
 //! - CubeCL has every launch wait for the one before as a whole. Its captured graph is still the driver's while a run is
-//!   captured; edges between kernels that follow are replaced there by edges that let the second begin early.
+//!   captured (see [`super::stream`]); edges between kernels that follow are replaced there by edges that let the second
+//!   begin early.
 //! - Other kernels, such as those that wait for letters, keep whole edges to both sides.
 //! - Which kernels follow was measured: decodes in 4 and 8 bits are 4 to 6 % faster. With kernels whose cubes are
 //!   clusters and the casts between them 64 rows in 4 bits were 8 % slower, and so was one row in 12 bits with its
@@ -16,18 +17,16 @@
 #![expect(unsafe_code, reason = "a graph that is being captured is changed through the driver")]
 
 use std::ffi::CStr;
-use std::fmt::{self, Write as _};
 use std::mem::MaybeUninit;
 use std::ptr;
 
-use anyhow::{Context as _, Result, anyhow};
-use cubecl::device_handle::DeviceHandle;
+use anyhow::{Context as _, Result};
 use cubecl::prelude::*;
 use cubecl::server::ServerError;
-use cubecl_runtime::runtime::Runtime;
 use cudarc::driver::sys::{self, CUgraph, CUgraphEdgeData, CUgraphNode, CUstream};
 
 use super::device::{Gpu, is_hopper_or_newer};
+use super::stream::streams;
 
 /// The kernels that follow, and the only ones of their names in captured runs.
 const FOLLOWERS: [&str; 7] =
@@ -44,8 +43,6 @@ const WHOLE: CUgraphEdgeData =
 /// `CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC`.
 const EARLY: CUgraphEdgeData =
     CUgraphEdgeData { from_port: 1, to_port: 0, type_: 1, reserved: [0; 5] };
-
-type Server = <cubecl::cuda::CudaRuntime as Runtime>::Server;
 
 /// Waits for the launch before, and lets the next begin. Some unit of every cube does before any of the cube reads what
 /// launches write, or writes anything: others meet it at a barrier.
@@ -77,22 +74,18 @@ impl Gpu {
     fn overlap_captured(&self) -> Result<Result<usize, ServerError>> {
         // All launches are the driver's before its graph is looked at.
         self.flush()?;
-        let server = DeviceHandle::<Server>::new(self.client.service_id().device);
-        let overlapped = server.submit_blocking(|server| {
-            let mut streams = Streams::default();
-            write!(streams, "{server:?}")?;
-            for stream in streams.found {
+        self.ask_server(|server| {
+            for stream in streams(server)? {
                 // SAFETY: a server's streams live as long as it does, and it is not used meanwhile. A graph is that of
                 // a capture that goes on, and the edges are its own.
                 unsafe {
-                    if let Some(graph) = captured_graph(stream)? {
+                    if let Some(graph) = captured_graph(stream.raw())? {
                         return Ok(overlap(graph, &followed_edges(graph)?));
                     }
                 }
             }
-            anyhow::Ok(Ok(0))
-        });
-        overlapped.map_err(|error| anyhow!("{error:?}"))?
+            Ok(Ok(0))
+        })
     }
 
     /// Whether launches can begin early.
@@ -113,35 +106,6 @@ fn driver() -> Result<i32> {
 
 fn check(call: &str, status: sys::CUresult) -> Result<()> {
     status.result().with_context(|| format!("{call} failed"))
-}
-
-/// Finds the streams of a server in its debug text: CubeCL gives them away by nothing else.
-#[derive(Default)]
-struct Streams {
-    found: Vec<CUstream>,
-    /// The end of the text so far, in which a stream may begin.
-    end: String,
-}
-
-impl Streams {
-    /// What stands before a stream's address.
-    const MARK: &str = "Stream { sys: 0x";
-}
-
-impl fmt::Write for Streams {
-    fn write_str(&mut self, text: &str) -> fmt::Result {
-        self.end.push_str(text);
-        while let Some(mark) = self.end.find(Self::MARK) {
-            let digits = &self.end[mark + Self::MARK.len()..];
-            let Some(count) = digits.find(|c: char| !c.is_ascii_hexdigit()) else { return Ok(()) };
-            let address = usize::from_str_radix(&digits[..count], 16).map_err(|_| fmt::Error)?;
-            self.found.push(ptr::with_exposed_provenance_mut(address));
-            self.end.drain(..mark + Self::MARK.len() + count);
-        }
-        let kept = self.end.floor_char_boundary(self.end.len().saturating_sub(Self::MARK.len()));
-        self.end.drain(..kept);
-        Ok(())
-    }
 }
 
 /// The graph to which a stream's launches are added, if they are captured.
@@ -288,17 +252,6 @@ mod tests {
     use super::*;
     use crate::kernels::gpu::rows::Gather;
     use crate::kernels::gpu::testing::gpu;
-
-    #[test]
-    fn streams_are_found_in_pieces_of_text() {
-        let mut streams = Streams::default();
-        let text = "Server { é, streams: [None, Some(Stream { sys: 0x7f01, x: 1 }), Stream { sys: 0x20 }] }";
-        for piece in text.split_inclusive(|c: char| !c.is_alphanumeric()) {
-            streams.write_str(piece).unwrap();
-        }
-        let found: Vec<usize> = streams.found.iter().map(|stream| stream.addr()).collect();
-        assert_eq!(found, [0x7f01, 0x20]);
-    }
 
     #[test]
     fn kernels_are_known_by_their_names() {

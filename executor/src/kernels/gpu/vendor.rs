@@ -1,61 +1,55 @@
 //! Matrix products of many rows by the vendor's library (cuBLASLt), loaded at run time.
 //!
-//! - The library works on a stream of our own, since CubeCL's are private. Events of the whole context put its work
-//!   between CubeCL's launches: all that was queued before a product ends before it, and what is queued after it
-//!   begins after it. Nothing waits on the host.
-//! - Copies of weights that are made meanwhile would be drawn into that order; beside them the streams take turns by
-//!   flags.
+//! - The library works on the stream of CubeCL's launches, called by the thread that makes them (see
+//!   [`super::stream`]): products come between the launches around them with nothing to wait for, and are captured like
+//!   them.
+//! - So what goes wrong there is told later: by [`Vendor::check()`].
 
 #![expect(
     unsafe_code,
     reason = "the vendor's library and driver are called through their C interfaces"
 )]
 
-mod turns;
+#[cfg(test)]
+mod tests;
 
 use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 use std::ffi::c_void;
 use std::ptr;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
-use anyhow::{Context as _, Result, bail, ensure};
+use anyhow::{Context as _, Error, Result, bail, ensure};
+use cubecl::device_handle::DeviceHandle;
+use cubecl::server::{BufferBinding, Handle};
+use cubecl_runtime::server::Server as _;
 use cudarc::cublaslt::{result, sys};
-use cudarc::driver::{CudaContext, CudaEvent, CudaStream, sys as driver};
+use cudarc::driver::CudaContext;
 use ir::tensor::DType;
 use ir::workspace;
 
-use self::turns::{TURNS_BYTES, Turns};
 use super::device::{Gpu, Span};
+use super::stream::{Server, Stream};
+use crate::locked;
 
-/// Device memory that the library may use while it multiplies, with the flags of turns.
+/// Device memory that the library may use while it multiplies.
 pub const WORKSPACE_BYTES: usize = workspace::LIBRARY_BYTES as usize;
-/// What the library has of it.
-const PRODUCT_BYTES: usize = WORKSPACE_BYTES - TURNS_BYTES;
 /// Shapes of products that are kept ready: some for each length of a prompt, each less than a kilobyte on the host.
 const MOST_PLANS: usize = 4096;
 
 /// The library, ready on one GPU.
 pub struct Vendor {
-    library: Library,
-    stream: Arc<CudaStream>,
+    server: DeviceHandle<Server>,
     workspace: Span,
-    /// The end of what CubeCL queued, then the end of the products.
-    events: [CudaEvent; 2],
-    /// For work beside which copies are made.
-    turns: Option<Turns>,
-    plans: BTreeMap<Shape, Plan>,
-    /// How products are put between launches.
-    pub order: Order,
+    desk: Arc<Mutex<Desk>>,
 }
 
-/// Ways to put products between CubeCL's launches.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Order {
-    /// By events of the whole context. Copies that are on their way in it take part in that order: products wait for
-    /// them, and they for products.
-    Events,
-    /// By flags: for work beside which copies are made.
-    Flags,
+/// What the thread works with that calls the library.
+struct Desk {
+    library: Library,
+    plans: BTreeMap<Shape, Plan>,
+    /// Why a product since the last check was not made.
+    failure: Option<Error>,
 }
 
 /// One product: `out = x · wᵀ`, or `out = x · wᵀ + term`; sums are in f32 until they are written.
@@ -105,13 +99,37 @@ struct Plan {
 pub struct Library {
     context: Arc<CudaContext>,
     handle: sys::cublasLtHandle_t,
+    /// Where it works.
+    stream: Stream,
 }
 
+/// A product that is queued, with the addresses of its operands.
+struct Call {
+    shape: Shape,
+    w: u64,
+    x: u64,
+    /// What is added, or the output where nothing is.
+    term: u64,
+    out: u64,
+    workspace: u64,
+    adds: bool,
+    /// What launches before were to write.
+    read: Vec<Handle>,
+    /// The output and the workspace, which are there until the product is queued.
+    _written: [Handle; 2],
+}
+
+// SAFETY: neither the library's handle nor its descriptions belong to a thread, and one thread at a time uses them.
+unsafe impl Send for Library {}
+// SAFETY: as above.
+unsafe impl Send for Plan {}
+
 impl Library {
-    /// Loads the library for a GPU; `None` where it is not installed.
+    /// Loads the library for what this thread launches on a GPU; `None` where it is not installed. To be called before
+    /// any run.
     ///
     /// # Errors
-    /// When it is there and refuses to start.
+    /// When it is there and refuses to start, or nobody knows on which stream.
     pub fn load(gpu: &Gpu, ordinal: usize) -> Result<Option<Self>> {
         // SAFETY: the call only looks for the library.
         if !gpu.is_cuda() || !unsafe { sys::is_culib_present() } {
@@ -119,8 +137,9 @@ impl Library {
         }
         let context = CudaContext::new(ordinal).context("opening the GPU's context")?;
         context.bind_to_thread().context("binding the GPU's context")?;
+        let stream = gpu.own_stream(&context).context("finding a stream for cuBLASLt")?;
         let handle = result::create_handle().context("starting cuBLASLt")?;
-        Ok(Some(Self { context, handle }))
+        Ok(Some(Self { context, handle, stream }))
     }
 }
 
@@ -133,112 +152,90 @@ impl Drop for Library {
 }
 
 impl Vendor {
-    /// The library with [`WORKSPACE_BYTES`] of memory; `beside_copies` says whether products are to be put in
-    /// [`Order::Flags`].
+    /// The library with [`WORKSPACE_BYTES`] of memory.
+    pub fn new(gpu: &Gpu, library: Library, workspace: Span) -> Self {
+        let desk = Desk { library, plans: BTreeMap::new(), failure: None };
+        Self { server: gpu.server(), workspace, desk: Arc::new(Mutex::new(desk)) }
+    }
+
+    /// Queues a product after all launches that this thread has made; those it makes from now on come after it.
     ///
     /// # Errors
-    /// When the driver has no more streams, or launches cannot raise flags.
-    pub fn new(gpu: &Gpu, library: Library, workspace: Span, beside_copies: bool) -> Result<Self> {
-        let context = &library.context;
-        let stream = context.new_stream().context("making a stream for cuBLASLt")?;
-        let event = || context.new_event(None).context("making an event for cuBLASLt");
-        let events = [event()?, event()?];
-        let flags = beside_copies.then(|| workspace.part(PRODUCT_BYTES, TURNS_BYTES));
-        let turns = flags.map(|flags| Turns::new(gpu, context, &flags)).transpose()?;
-        let (plans, order) = (BTreeMap::new(), Order::Events);
-        Ok(Self { library, stream, workspace, events, turns, plans, order })
-    }
-
-    /// Queues products after all launches made so far; launches made from now on come after them.
-    ///
-    /// # Errors
-    /// When the library has no algorithm for a product or refuses it.
-    pub fn multiply(&mut self, gpu: &Gpu, products: &[Product<'_>]) -> Result<()> {
-        self.stream.context().bind_to_thread().context("binding the GPU's context")?;
-        // Prompts come in any length; what is asked for again is soon found again.
-        if self.plans.len() >= MOST_PLANS {
-            self.plans.clear();
-        }
-        for product in products {
-            let shape = product.shape();
-            if !self.plans.contains_key(&shape) {
-                self.plans.insert(shape, Plan::new(self.library.handle, shape)?);
-            }
-        }
-        // What no launch could write would be multiplied as it is.
-        let read =
-            products.iter().flat_map(|product| [Some(product.x), Some(product.w), product.term]);
-        let read: Vec<&Span> = read.flatten().collect();
-        match self.order {
-            Order::Events => {
-                self.begin_after_all(gpu, &read)?;
-                let queued = products.iter().try_for_each(|product| self.queue(product));
-                let ended = self.end_before_all();
-                queued.and(ended)
-            }
-            Order::Flags => {
-                let turns = self.turns.as_ref().context("no copies were to be made meanwhile")?;
-                turns.begin(gpu, &self.stream, &read)?;
-                // A turn that began ends, whatever was queued in it.
-                let queued = products.iter().try_for_each(|product| self.queue(product));
-                let ended = turns.end(gpu, &self.stream);
-                queued.and(ended)
-            }
-        }
-    }
-
-    /// Lets what is queued on the stream begin after all that the context has.
-    fn begin_after_all(&self, gpu: &Gpu, read: &[&Span]) -> Result<()> {
-        // What CubeCL has not passed on is not yet in the context.
-        gpu.flush_written(read)?;
-        let (context, event) = (self.stream.context().cu_ctx(), self.events[0].cu_event());
-        // SAFETY: context, stream and event live as long as `self`.
-        unsafe { driver::cuCtxRecordEvent(context, event) }
-            .result()
-            .context("recording what a product comes after")?;
-        // SAFETY: as above.
-        unsafe { driver::cuStreamWaitEvent(self.stream.cu_stream(), event, 0) }
-            .result()
-            .context("waiting for what a product comes after")
-    }
-
-    /// Lets all that is queued in the context from now on begin after what the stream has.
-    fn end_before_all(&self) -> Result<()> {
-        let (context, event) = (self.stream.context().cu_ctx(), self.events[1].cu_event());
-        // SAFETY: as above.
-        unsafe { driver::cuEventRecord(event, self.stream.cu_stream()) }
-            .result()
-            .context("recording a product")?;
-        // SAFETY: as above.
-        unsafe { driver::cuCtxWaitEvent(context, event) }.result().context("waiting for a product")
-    }
-
-    fn queue(&self, product: &Product<'_>) -> Result<()> {
-        let plan = &self.plans[&product.shape()];
+    /// When its operands are shorter than its shape. What the library refuses [`Vendor::check()`] tells.
+    pub fn multiply(&self, product: &Product<'_>) -> Result<()> {
         product.check()?;
+        let &Product { x, w, term, out, .. } = product;
+        let call = Call {
+            shape: product.shape(),
+            w: w.address()?,
+            x: x.address()?,
+            term: term.unwrap_or(out).address()?,
+            out: out.address()?,
+            workspace: self.workspace.address()?,
+            adds: term.is_some(),
+            read: [Some(x), Some(w), term].into_iter().flatten().map(Span::handle).collect(),
+            _written: [out, &self.workspace].map(Span::handle),
+        };
+        let desk = Arc::clone(&self.desk);
+        self.server.submit(move |server| {
+            let desk = &mut *locked(&desk);
+            if desk.failure.is_none() {
+                desk.failure = desk.multiply(server, &call).err();
+            }
+        });
+        Ok(())
+    }
+
+    /// Whether all products were made that were queued before launches were last passed on to the device.
+    ///
+    /// # Errors
+    /// When the library has no algorithm for one or refuses it, or what it was to read could not be written: each is
+    /// told once.
+    pub fn check(&self) -> Result<()> {
+        locked(&self.desk).failure.take().map_or(Ok(()), Err)
+    }
+}
+
+impl Desk {
+    /// Queues a product on the stream.
+    fn multiply(&mut self, server: &mut Server, call: &Call) -> Result<()> {
+        let Self { library, plans, .. } = self;
+        library.context.bind_to_thread().context("binding the GPU's context")?;
+        // What no launch could write would be multiplied as it is.
+        let read: Vec<BufferBinding> = call.read.iter().cloned().map(Handle::binding).collect();
+        let checked = read.first().map(|first| first.stream).map(|of| server.check(read, of));
+        checked.transpose().context("a launch before a product could not be made")?;
+        // Prompts come in any length; what is asked for again is soon found again.
+        if plans.len() >= MOST_PLANS {
+            plans.clear();
+        }
+        let plan = match plans.entry(call.shape) {
+            Entry::Occupied(held) => held.into_mut(),
+            Entry::Vacant(place) => place.insert(Plan::new(library.handle, call.shape)?),
+        };
         let (one, zero) = (1.0_f32, 0.0_f32);
-        let add = if product.term.is_some() { &one } else { &zero };
-        let pointer = |span: &Span| -> Result<*mut c_void> { Ok(span.address()? as *mut c_void) };
-        // SAFETY: the spans are as long as the layouts say (checked above) and alive; scalars are read before
-        // the call returns.
+        let add = if call.adds { &one } else { &zero };
+        let pointer = |address: u64| address as *mut c_void;
+        // SAFETY: the memory is as long as the layouts say, which was checked where its address was taken, and is the
+        // call's until it is queued, as that of launches is; scalars are read before the call returns.
         unsafe {
             result::matmul(
-                self.library.handle,
+                library.handle,
                 plan.description,
                 (&raw const one).cast(),
                 ptr::from_ref(add).cast(),
-                pointer(product.w)?,
+                pointer(call.w),
                 plan.w,
-                pointer(product.x)?,
+                pointer(call.x),
                 plan.x,
-                pointer(product.term.unwrap_or(product.out))?,
+                pointer(call.term),
                 plan.out,
-                pointer(product.out)?,
+                pointer(call.out),
                 plan.out,
                 &raw const plan.algorithm,
-                pointer(&self.workspace)?,
-                PRODUCT_BYTES,
-                self.stream.cu_stream().cast(),
+                pointer(call.workspace),
+                WORKSPACE_BYTES,
+                library.stream.raw().cast(),
             )
         }
         .context("multiplying with cuBLASLt")
@@ -320,7 +317,7 @@ impl Plan {
         plan.w = result::create_matrix_layout(element, inputs, outputs, inputs as i64)?;
         plan.x = result::create_matrix_layout(element, inputs, tokens, inputs as i64)?;
         plan.out = result::create_matrix_layout(made, outputs, tokens, shape.stride as i64)?;
-        let (preference, workspace_bytes) = (result::create_matmul_pref()?, PRODUCT_BYTES);
+        let (preference, workspace_bytes) = (result::create_matmul_pref()?, WORKSPACE_BYTES);
         // SAFETY: attributes are read before the calls return; what is destroyed is not used again.
         let heuristic = unsafe {
             result::set_matmul_pref_attribute(
@@ -358,94 +355,4 @@ fn type_of(dtype: DType) -> Result<sys::cudaDataType_t> {
         DType::Bf16 => sys::cudaDataType_t::CUDA_R_16BF,
         DType::I32 | DType::U8 | DType::I8 => bail!("a product of integers is asked for"),
     })
-}
-
-#[cfg(test)]
-mod tests {
-    use half::bf16;
-
-    use super::super::testing::gpu;
-    use super::*;
-
-    #[test]
-    fn products_fall_between_the_launches_around_them() {
-        let Some(gpu) = gpu() else { return };
-        let Some(library) = Library::load(&gpu, 0).unwrap() else {
-            eprintln!("skipped: no cuBLASLt");
-            return;
-        };
-        let mut vendor =
-            Vendor::new(&gpu, library, gpu.allocate(WORKSPACE_BYTES).unwrap(), true).unwrap();
-        let (tokens, inputs, outputs) = (48, 256, 128);
-        let wave = |count: usize, phase: f32| -> Vec<f32> {
-            (0..count).map(|i| (i as f32 * 0.37 + phase).sin()).collect()
-        };
-        let narrow = |wide: &[f32]| wide.iter().map(|&x| bf16::from_f32(x)).collect::<Vec<_>>();
-        let (x, w) = (narrow(&wave(tokens * inputs, 0.0)), narrow(&wave(outputs * inputs, 1.0)));
-        let term = wave(tokens * outputs, 2.0);
-        let (x_span, w_span, term_span) = (gpu.upload(&x), gpu.upload(&w), gpu.upload(&term));
-        // One in the type that it is made of, in 16 bits.
-        let narrow_out = gpu.poisoned(tokens * outputs * 2);
-        let product = Product {
-            x: &x_span,
-            w: &w_span,
-            element: DType::Bf16,
-            term: None,
-            out: &narrow_out,
-            made: DType::Bf16,
-            stride: outputs,
-            tokens,
-            inputs,
-            outputs,
-        };
-        vendor.multiply(&gpu, &[product]).unwrap();
-        let narrow_made = gpu.download::<bf16>(&narrow_out, tokens * outputs);
-        let doubled = gpu.poisoned(tokens * outputs * 4);
-        let out = gpu.poisoned(tokens * outputs * 4);
-        for order in [Order::Events, Order::Flags].repeat(10) {
-            vendor.order = order;
-            let count = tokens * outputs;
-            gpu.add(&term_span, &term_span, &doubled, count);
-            // In two pieces, side by side.
-            let piece = |first: usize, outputs: usize| {
-                let w = w_span.part(first * inputs * 2, outputs * inputs * 2);
-                let [term, out] =
-                    [&doubled, &out].map(|span| span.part(first * 4, span.bytes() - first * 4));
-                (w, term, out, outputs)
-            };
-            for (w, term, out, outputs) in [piece(0, 64), piece(64, 64)] {
-                let product = Product {
-                    x: &x_span,
-                    w: &w,
-                    element: DType::Bf16,
-                    term: Some(&term),
-                    out: &out,
-                    made: DType::F32,
-                    stride: 128,
-                    tokens,
-                    inputs,
-                    outputs,
-                };
-                vendor.multiply(&gpu, &[product]).unwrap();
-            }
-            gpu.add(&out, &term_span, &out, count);
-            let made = gpu.download::<f32>(&out, count);
-            for (i, made) in made.iter().enumerate() {
-                let row = |m: &[bf16], row: usize| m[row * inputs..(row + 1) * inputs].to_vec();
-                let (x, w) = (row(&x, i / outputs), row(&w, i % outputs));
-                let sum: f64 = x
-                    .iter()
-                    .zip(&w)
-                    .map(|(a, b)| f64::from(a.to_f32()) * f64::from(b.to_f32()))
-                    .sum();
-                let rounded = (f64::from(narrow_made[i].to_f32()) - sum).abs();
-                assert!(rounded < 4e-3 * sum.abs().max(1e-3), "{i}: {} of {sum}", narrow_made[i]);
-                let expected = sum + 3.0 * f64::from(term[i]);
-                assert!(
-                    (f64::from(*made) - expected).abs() < 1e-3,
-                    "{i}: {made} is not {expected}"
-                );
-            }
-        }
-    }
 }

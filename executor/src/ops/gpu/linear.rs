@@ -100,7 +100,7 @@ impl State {
         scope: Scope<'_>,
     ) -> Option<DType> {
         let takes_narrow = |matrix: &Matrix| self.gpu.takes_narrow(matrix, rows);
-        // What is held unpacked as well the library reads as it is in prompts; decodes are captured without it.
+        // What is held unpacked as well the library reads as it is in prompts; decodes are forecast without.
         let is_unpacked = |&id: &WeightId| self.weights.unpacked(id).is_some();
         let is_own = rows <= MAX_FUSED_TOKENS
             || scope.batch.is_decode()
@@ -257,7 +257,7 @@ impl State {
     ) -> Result<()> {
         let (inputs, outputs) = (matrix.columns(), matrix.rows());
         let (tokens, made, out) = (out.rows, out.dtype, &out.span);
-        let Some(vendor) = &mut self.vendor else {
+        let Some(vendor) = &self.vendor else {
             let unpacked = match matrix.layout() {
                 Layout::RowMajor => None,
                 Layout::Panels => Some(unpack(&self.gpu, &self.scratch, matrix, format)?),
@@ -265,11 +265,11 @@ impl State {
             return self.gpu.gemm(x, tokens, unpacked.as_ref().unwrap_or(matrix), out);
         };
         let element = format.float().context("a product is made of floats")?;
-        let mut multiply = |matrix: &Matrix, out: &Span, term: Option<&Span>| {
+        let multiply = |matrix: &Matrix, out: &Span, term: Option<&Span>| {
             let (w, stride, outputs) = (matrix.data(), outputs, matrix.rows());
             let product =
                 Product { x, w, element, term, out, made, stride, tokens, inputs, outputs };
-            vendor.multiply(&self.gpu, &[product])
+            vendor.multiply(&product)
         };
         if matrix.layout() == Layout::RowMajor {
             return multiply(matrix, out, term);

@@ -1,7 +1,8 @@
 //! Every operation with this project's GPU kernels, on device memory whose places are known before the first run.
 //!
 //! - Only queueing happens here: nothing waits for the device but what crosses to the host or stands beside fetches.
-//! - Runs of few tokens are captured once and replayed as a whole; what crosses to the host meanwhile goes by letters.
+//! - Decodes and prompts of some hundred tokens are captured once and replayed as a whole; what crosses to the host
+//!   meanwhile goes by letters.
 
 mod ahead;
 mod attention;

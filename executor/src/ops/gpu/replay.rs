@@ -5,7 +5,7 @@
 use std::collections::BTreeMap;
 use std::sync::{Mutex, Once};
 
-use anyhow::{Context as _, Result};
+use anyhow::{Context as _, Result, anyhow};
 use cubecl::client::Graph;
 
 use super::inputs::reach;
@@ -90,20 +90,30 @@ impl Replays {
         drop(gpu.client.stop_capture());
     }
 
-    /// Captures what `queue` queues, while nothing is queued on any GPU of this process. `None` where the device
-    /// cannot: then runs go on being queued launch by launch.
+    /// Captures what `queue` queues, while nothing is queued on any GPU of this process. `None` where the device cannot, or
+    /// `queue` says why something is not captured: then runs go on being queued launch by launch.
     ///
     /// # Errors
     /// Those of `queue`.
-    pub(super) fn capture(gpu: &Gpu, queue: impl FnOnce() -> Result<()>) -> Result<Option<Graph>> {
+    pub(super) fn capture(
+        gpu: &Gpu,
+        queue: impl FnOnce() -> Result<Result<()>>,
+    ) -> Result<Option<Graph>> {
         let _alone = locked(&CAPTURING);
+        let mut queued = Ok(());
+        let captured = gpu.capture(|| {
+            queued = queue()?;
+            Ok(())
+        });
         // What was captured before a failure is gone when others may capture.
-        let captured = gpu.capture(queue).inspect_err(|_| drop(gpu.sync()))?;
+        let captured = captured.inspect_err(|_| drop(gpu.sync()))?;
+        let captured = captured.map_err(|error| anyhow!("{error:?}"));
+        let captured = captured.and_then(|graph| queued.map(|()| graph));
         // Devices in software capture nothing.
         static TOLD: Once = Once::new();
         let told = captured.inspect_err(|error| {
             let tell =
-                || tracing::warn!("launches are not captured, so runs take longer: {error:?}");
+                || tracing::warn!("launches are not captured, so runs take longer: {error:#}");
             if gpu.is_cuda() {
                 TOLD.call_once(tell);
             }

@@ -11,7 +11,7 @@ use std::mem;
 use anyhow::{Context as _, Result, bail, ensure};
 use ir::id::{BufferId, StepId};
 use ir::op::{Op, Products};
-use ir::plan::{Action, Phase, Program, Queue};
+use ir::plan::{Action, Program, Queue};
 use ir::tensor::{DType, Extent, TensorType};
 use ir::trace::Span;
 
@@ -21,10 +21,9 @@ use super::replay::{GraphKey, Replays};
 use super::stamps::Moment;
 use super::state::{Operands, State, dims};
 use crate::kernels::cpu::extension::Input;
-use crate::kernels::gpu::linear::FLOAT_TOKENS;
 use crate::kernels::gpu::matrix::Matrix;
 use crate::kernels::gpu::shortlist::UNUSABLE;
-use crate::kernels::gpu::vendor::Order;
+use crate::kernels::gpu::vendor::Vendor;
 use crate::ops::Scope;
 use crate::run::Run;
 use crate::slots::{Slots, Value};
@@ -42,19 +41,22 @@ impl State {
 
     /// Begins a run if it can be captured when it is over: nothing but launches that are the same in every run of its
     /// kind. Says whether.
-    pub(crate) fn prepare_capture(&self, scope: Scope<'_>, run: &Run, steps: &[StepId]) -> bool {
-        let program = &scope.plan.programs[run.program];
-        let is_own = |&id: &StepId| !self.may_call_library(program, id, scope);
-        // Only prompts have values of 16 bits between linears, for which the library may be called for few rows, too.
-        let is_few = program.phase == Phase::Decode && scope.batch.tokens().len() <= FLOAT_TOKENS;
+    pub(crate) fn prepare_capture(&self, run: &Run) -> bool {
         let can_be_replayed =
             self.mail.as_ref().is_some_and(|mail| mail.can_be_replayed(run.program))
-                && self.expert_counter.is_none()
-                && (self.vendor.is_none() || is_few || steps.iter().all(is_own));
+                && self.expert_counter.is_none();
         if can_be_replayed {
             self.replays.prepare(&self.gpu);
         }
         can_be_replayed
+    }
+
+    /// Whether the vendor's library made all products that were queued before the last flush.
+    ///
+    /// # Errors
+    /// When it refused one.
+    fn check_products(&self) -> Result<()> {
+        self.vendor.as_ref().map_or(Ok(()), Vendor::check)
     }
 
     /// Whether a step calls the vendor's library in a run, if there is one.
@@ -104,7 +106,9 @@ impl State {
             let mut at = *steps.first().context("a run has no steps")?;
             self.queue_inputs()?;
             self.queue_stamp(Moment::Start);
-            self.queue(scope, program, steps, None, &mut at)
+            self.queue(scope, program, steps, None, &mut at)?;
+            self.gpu.flush()?;
+            Ok(self.check_products())
         })?;
         if let Some(graph) = captured {
             self.replays.keep(key, graph);
@@ -211,7 +215,8 @@ impl State {
         if let Some(mail) = &self.mail {
             mail.release(program, turn(scope.run));
         }
-        if let Err(error) = self.gpu.sync() {
+        // What the library refused in this run is no other's failure.
+        if let Err(error) = self.gpu.sync().and_then(|()| self.check_products()) {
             tracing::debug!("a run that ended early: {error:#}");
         }
     }
@@ -235,15 +240,12 @@ impl State {
             self.queue_inputs()?;
         }
         let schedule = &scope.plan.programs[program];
-        if let Some(vendor) = &mut self.vendor {
-            let has_fetches = schedule.lane(self.device, Queue::Copy).is_some();
-            vendor.order = if has_fetches { Order::Flags } else { Order::Events };
-        }
         let (&first, &last) = steps.first().zip(steps.last()).context("a stretch has no steps")?;
         self.deliver(scope, run, first)?;
         self.queue(scope, program, steps, Some(slots), at)?;
         if let Some(mail) = &self.mail {
             self.gpu.flush()?;
+            self.check_products()?;
             // All that the launches wait for of the host is there, so they end unless a GPU fails that they sum with.
             // One that could not be made raises no flag.
             let is_over = || self.gpu.check(&[&self.buffers, &self.scratch.inner]).map(|()| true);

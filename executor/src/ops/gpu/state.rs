@@ -8,7 +8,7 @@ use ir::frame::Frame;
 use ir::id::{BufferId, DeviceId, Table, WeightId};
 use ir::machine::{Device, DeviceKind};
 use ir::op::Op;
-use ir::plan::{Plan, Program, Queue, Step, Weight};
+use ir::plan::{Plan, Program, Step, Weight};
 use ir::tensor::{DType, Extent, TensorType};
 use ir::workspace::workspace;
 
@@ -157,12 +157,11 @@ impl State {
             );
             peers.register_library(device, gpu.clone(), scratch.inner.clone());
         }
-        let fetches = |program: &Program| program.lane(device, Queue::Copy).is_some();
         let counts_library = plan.machine.devices[device].kind.has_library();
         let has_library = Some(library.is_some()).filter(|&has| has == counts_library);
         let vendor = library.map(|(library, bytes)| {
             let workspace = memory.take(bytes as usize)?;
-            Vendor::new(&gpu, library, workspace, plan.programs.iter().any(fetches))
+            anyhow::Ok(Vendor::new(&gpu, library, workspace))
         });
         Ok(Self {
             weights: Weights::new(&gpu, has_library)?,
