@@ -345,10 +345,10 @@ impl Need<'_> {
                 let made = if has_library { made } else { DType::F32 };
                 raise(&mut space.inner_bytes, of_rows(rows, made));
             }
-            // Only the library makes outputs of 16 bits; others are made in f32 first, beside the products of a gate.
+            // Kernels that take floats, and what stands in for the library, make outputs of 16 bits in f32 first, beside
+            // the products of a gate.
             if made != DType::F32 {
-                let most = most.max(MAX_FUSED_ROWS);
-                let first = if has_library { rows.min(most) } else { rows };
+                let first = if has_library { rows.min(MAX_FUSED_ROWS) } else { rows };
                 let beside = if is_gated && !has_library { 2 } else { 1 };
                 raise(&mut space.inner_bytes, beside * of_rows(first, DType::F32));
             }

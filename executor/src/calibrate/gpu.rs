@@ -216,6 +216,7 @@ impl Meter<'_> {
                 then: Then::Nothing,
                 residual: None,
                 outputs: &[&out],
+                made: DType::F32,
                 ahead: &[],
                 sum: None,
             })

@@ -108,8 +108,10 @@ pub struct Linear<'a> {
     pub then: Then,
     /// Added to the only output, `f32[tokens, rows]`.
     pub residual: Option<&'a Span>,
-    /// One for each matrix, or one for gate and up, `f32[tokens, rows]`. None of the inputs.
+    /// One for each matrix, or one for gate and up, `[tokens, rows]` of `made`. None of the inputs.
     pub outputs: &'a [&'a Span],
+    /// Of the outputs: f32, or with `x` in bf16 any float that the device knows, where they are summed up with no others.
+    pub made: DType,
     /// Where the only output is summed up with those of other GPUs: all of it is sent with flags.
     pub sum: Option<&'a Group>,
     /// What it asks for ahead at its end; of bf16 nothing is asked for, since memory does not idle then.

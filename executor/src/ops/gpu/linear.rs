@@ -52,14 +52,18 @@ impl State {
         let made = if matches!(linear.then, Then::Gate(_)) { 1 } else { matrices.len() };
         ensure!(outputs.len() == made, "a linear writes {} outputs", outputs.len());
         let own = self.own_element(x.rows, x.dtype, linear, &matrices, scope);
-        // Only the vendor's library writes what it makes in 16 bits.
-        let narrow = outputs.first().filter(|out| out.dtype != DType::F32);
-        let narrow = narrow.filter(|_| own.is_some() || self.vendor.is_none());
+        let most = self.rows_at_a_time(x, residual, outputs, &matrices).filter(|_| own.is_none());
+        // Kernels that take floats, and those that stand in for the library, write floats.
+        let writes_floats = match own {
+            Some(element) => element == DType::F32,
+            None => most.is_none() && self.vendor.is_none(),
+        };
+        let narrow = outputs.first().filter(|out| writes_floats && out.dtype != DType::F32);
         let wide = narrow.map(|out| self.wide(linear, out)).transpose()?;
         let targets = wide.as_ref().map_or(&outputs[..], slice::from_ref);
         if let Some(element) = own {
             self.few(linear, x, element, residual, &matrices, targets, operands)?;
-        } else if let Some(most) = self.rows_at_a_time(x, residual, targets, &matrices) {
+        } else if let Some(most) = most {
             for first in (0..x.rows).step_by(most) {
                 let part = |operand: &Operand| operand.rows_from(first, most);
                 let (x, residual) = (part(x), residual.map(part));
@@ -180,6 +184,7 @@ impl State {
                 then: op.then,
                 residual: residual.map(|residual| &residual.span),
                 outputs: &spans,
+                made: made.first().context("a linear writes nothing")?.dtype,
                 sum: operands.sum.as_ref(),
                 ahead: if part.end == all.len() { &operands.ahead } else { &[] },
             })?;

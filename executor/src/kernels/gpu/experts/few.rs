@@ -101,7 +101,7 @@ fn integers(ids: &Span, count: usize) -> BufferArg {
     ids.argument(count, size_of::<i32>())
 }
 
-fn output(out: &Span, tokens: usize, rows: usize, matrices: usize) -> OutputLaunch {
+fn output(out: &Span, tokens: usize, rows: usize, matrices: usize) -> OutputLaunch<f32> {
     let biases = (0..matrices).map(|_| None.into()).collect();
     OutputLaunch::new(
         out.argument(tokens * rows, size_of::<f32>()),
@@ -119,7 +119,7 @@ fn gate_experts<N: Size>(
     input: &Input<N>,
     weights: &Sequence<Box<[Words]>>,
     ids: &[i32],
-    output: &mut Output,
+    output: &mut Output<f32>,
     first_expert: i32,
     experts: i32,
     used: usize,
@@ -185,7 +185,7 @@ fn sum_experts<N: Size>(
     weights: &Sequence<Box<[Words]>>,
     ids: &[i32],
     expert_weights: &[f32],
-    output: &mut Output,
+    output: &mut Output<f32>,
     first_expert: i32,
     experts: i32,
     used: usize,

@@ -139,6 +139,7 @@ impl Call<'_> {
                 then: self.then,
                 residual: residual.as_ref(),
                 outputs: &spans,
+                made: Stored::F32,
                 sum: None,
                 ahead: &[],
             })?;

@@ -1,7 +1,7 @@
 //! A linear as arguments of its kernels.
 
 use anyhow::{Result, bail, ensure};
-use cubecl::prelude::{Sequence, SequenceArg, Size, TensorMap, TensorMapArg, Tiled};
+use cubecl::prelude::{Float, Sequence, SequenceArg, Size, TensorMap, TensorMapArg, Tiled};
 use ir::op::Then;
 use ir::tensor::DType;
 
@@ -48,6 +48,13 @@ impl<'a> Linear<'a> {
             self.outputs.len()
         );
         ensure!(self.residual.is_none() || outputs == 1, "a residual is added to one output");
+        ensure!(
+            self.made == DType::F32 || self.is_narrow() && self.sum.is_none(),
+            "{} rows of {} make no outputs of {}",
+            self.tokens,
+            self.element,
+            self.made
+        );
         if let Some(sum) = self.sum {
             sum.check()?;
             let count = self.tokens * first.rows();
@@ -130,13 +137,13 @@ impl<'a> Linear<'a> {
             .collect()
     }
 
-    pub(super) fn outputs(&self) -> SequenceArg<Output> {
+    pub(super) fn outputs<F: Float>(&self) -> SequenceArg<Output<F>> {
         let floats = |span: &Span, count: usize| span.argument(count, size_of::<f32>());
         let others = [self.residual.is_some(), self.sum.is_some()];
         let output = |((matrices, biases), out): ((&[&Matrix], &[Option<&Span>]), &&Span)| {
             let rows = matrices[0].rows();
             OutputLaunch::new(
-                floats(out, self.tokens * rows),
+                out.argument(self.tokens * rows, self.made.bytes() as usize),
                 biases.iter().map(|bias| bias.map(|bias| floats(bias, rows)).into()).collect(),
                 self.residual.map(|residual| floats(residual, self.tokens * rows)).into(),
                 self.sum.map(Group::meeting).into(),

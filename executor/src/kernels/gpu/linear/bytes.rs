@@ -50,7 +50,7 @@ impl ByteShare {
 pub(super) fn multiply_blocks<N: Size>(
     input: &Input<N>,
     weights: &Sequence<Sequence<Box<[Words]>>>,
-    outputs: &mut Sequence<Output>,
+    outputs: &mut Sequence<Output<f32>>,
     ahead: &Regions,
     epsilon: f32,
     #[comptime] then: Then,

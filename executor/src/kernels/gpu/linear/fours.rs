@@ -13,9 +13,9 @@ use crate::kernels::gpu::words::Four;
 impl Totals {
     /// Writes an output's rows from `first_row` on, for all tokens that it has, as rows `first_token` and those after
     /// it.
-    pub(super) fn finish_fours(
+    pub(super) fn finish_fours<F: Float>(
         &self,
-        output: &mut Output,
+        output: &mut Output<F>,
         first_row: usize,
         first_token: usize,
         #[comptime] then: Then,
@@ -48,7 +48,8 @@ impl Totals {
                 let (token, row) = (index / fours, first_row + index % fours * 4);
                 if index < count && row < rows && token <= last {
                     let out = output.out.as_vectorized_mut().with_vector_size_mut::<Const<4>>();
-                    out[((first_token + token) * rows + row) / 4] = values[i];
+                    out[((first_token + token) * rows + row) / 4] =
+                        Vector::<F, Const<4>>::cast_from(values[i]);
                 }
             }
         }
@@ -56,9 +57,9 @@ impl Totals {
 
     /// Outputs of four rows from `row` on, which are number `at` and those after it.
     #[expect(clippy::too_many_arguments, reason = "a kernel's parts have no state of their own")]
-    fn four(
+    fn four<F: Float>(
         &self,
-        output: &Output,
+        output: &Output<F>,
         token: usize,
         row: usize,
         first_row: usize,

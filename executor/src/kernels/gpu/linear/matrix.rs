@@ -55,7 +55,7 @@ impl Share {
 pub(super) fn multiply_portions<N: Size>(
     input: &Input<N>,
     weights: &Sequence<Sequence<Box<[Words]>>>,
-    outputs: &mut Sequence<Output>,
+    outputs: &mut Sequence<Output<f32>>,
     ahead: &Regions,
     epsilon: f32,
     #[comptime] then: Then,

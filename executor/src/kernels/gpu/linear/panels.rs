@@ -30,7 +30,7 @@ pub(super) struct PanelShare {
 pub(super) fn multiply_panels<N: Size>(
     input: &Input<N>,
     weights: &Sequence<Sequence<Box<[Words]>>>,
-    outputs: &mut Sequence<Output>,
+    outputs: &mut Sequence<Output<f32>>,
     ahead: &Regions,
     epsilon: f32,
     #[comptime] then: Then,

@@ -40,7 +40,7 @@ impl RowShare {
 pub(super) fn multiply_rows<N: Size>(
     input: &Input<N>,
     weights: &Sequence<Sequence<Box<[Words]>>>,
-    outputs: &mut Sequence<Output>,
+    outputs: &mut Sequence<Output<f32>>,
     tokens: u32,
     ahead: &Regions,
     epsilon: f32,

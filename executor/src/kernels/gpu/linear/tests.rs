@@ -171,6 +171,7 @@ fn check(gpu: &Gpu, case: Case<'_>, splits: Option<usize>) {
         then: case.then,
         residual: case.residual.then_some(&residual),
         outputs: &outputs.iter().collect::<Vec<_>>(),
+        made: DType::F32,
         ahead: &[],
         sum: None,
     };
@@ -185,17 +186,25 @@ fn check(gpu: &Gpu, case: Case<'_>, splits: Option<usize>) {
         Some(splits) => gpu.multiply_rows(&linear, splits),
         None => gpu.linear(&linear).unwrap(),
     }
-    let biases: Vec<Vec<f32>> = biases.into_iter().map(|(_, values)| values).collect();
+    let biases: Vec<Vec<f32>> = biases.iter().map(|(_, values)| values.clone()).collect();
     let scale = scaled.then_some(&scale_values[..]);
     let expected = expected(&case, &x_values, scale, &samples, &biases, &residual_values);
-    for (out, expected) in outputs.iter().zip(&expected) {
+    let Case { layout, format, columns, rows, tokens, .. } = case;
+    let what = format!("{layout:?} {format} {rows:?} by {columns}, {tokens} tokens");
+    let halves: Vec<Span> =
+        rows[..outputs.len()].iter().map(|rows| gpu.poisoned(room * rows * 2)).collect();
+    if is_narrow {
+        let outputs = &halves.iter().collect::<Vec<_>>();
+        gpu.linear(&Linear { outputs, made: DType::Bf16, ..linear }).unwrap();
+    }
+    for ((out, half), expected) in outputs.iter().zip(&halves).zip(&expected) {
         let out = gpu.download::<f32>(out, expected.len());
         let distance = distance(&out, expected);
-        let Case { layout, format, columns, rows, tokens, .. } = case;
-        assert!(
-            distance < limit,
-            "{distance} away: {layout:?} {format} {rows:?} by {columns}, {tokens} tokens"
-        );
+        assert!(distance < limit, "{distance} away: {what}");
+        if is_narrow {
+            let half = gpu.download::<bf16>(half, expected.len());
+            assert!(out.iter().copied().map(bf16::from_f32).eq(half), "not rounded: {what}");
+        }
     }
 }
 
@@ -412,7 +421,7 @@ fn what_does_not_fit_is_refused() {
     let Some(gpu) = gpu() else { return };
     let (x, _) = floats(&gpu, 256, 1);
     let [narrow, wide] = [128, 256].map(|columns| panels(&gpu, Format::F16, 16, columns, 1).matrix);
-    let linear = |matrices: &[&Matrix], tokens, outputs: &[&Span]| {
+    let makes = |made, matrices: &[&Matrix], tokens, outputs: &[&Span]| {
         gpu.linear(&Linear {
             x: &x,
             element: DType::F32,
@@ -424,10 +433,15 @@ fn what_does_not_fit_is_refused() {
             then: Then::Nothing,
             residual: None,
             outputs,
+            made,
             ahead: &[],
             sum: None,
         })
     };
+    let linear = |matrices: &[&Matrix], tokens, outputs: &[&Span]| {
+        makes(DType::F32, matrices, tokens, outputs)
+    };
+    assert!(makes(DType::Bf16, &[&narrow], 1, &[&x]).is_err());
     assert!(linear(&[], 1, &[]).is_err());
     assert!(linear(&[&narrow, &wide], 1, &[&x, &x]).is_err());
     assert!(linear(&[&narrow], FLOAT_TOKENS + 1, &[&x]).is_err());
@@ -463,6 +477,7 @@ fn asking_ahead_changes_no_bit() {
                 then: Then::Nothing,
                 residual: None,
                 outputs: &[&out],
+                made: DType::F32,
                 ahead,
                 sum: None,
             })

@@ -22,7 +22,7 @@ use super::rights::{OPERAND_TOKENS, PLANE};
 use super::total::{Output, Shape, Totals, finish_outputs};
 use crate::kernels::cpu::pack::PANEL;
 use crate::kernels::gpu::bf12::{ENLARGED_PAIR, row_factors, scaled};
-use crate::kernels::gpu::device::Gpu;
+use crate::kernels::gpu::device::{Gpu, element};
 use crate::kernels::gpu::instructions::{Packed, Sums, multiply_pairs};
 use crate::kernels::gpu::matrix::{LOAD_BYTES, Layout};
 use crate::kernels::gpu::panel::Walk;
@@ -56,6 +56,7 @@ impl Gpu {
                 linear.then,
                 shape,
                 share,
+                element(linear.made),
             );
         }
     }
@@ -63,14 +64,15 @@ impl Gpu {
 
 /// Writes every output: cubes take bands of its rows, output after output; along the second axis, other tokens.
 #[cube(launch_unchecked)]
-pub(super) fn multiply_tiles(
+pub(super) fn multiply_tiles<F: Float>(
     input: &[Packed],
     weights: &Sequence<Sequence<Box<[Words]>>>,
-    outputs: &mut Sequence<Output>,
+    outputs: &mut Sequence<Output<F>>,
     tokens: u32,
     #[comptime] then: Then,
     #[comptime] shape: Shape,
     #[comptime] share: TileShare,
+    #[define(F)] _made: ElemType,
 ) {
     let cube = CUBE_POS_X as usize;
     let lane = UNIT_POS_X as usize;

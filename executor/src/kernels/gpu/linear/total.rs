@@ -9,14 +9,14 @@ use crate::kernels::gpu::warpgroup::load_of_cube;
 
 /// One output of a linear.
 #[derive(CubeType, CubeLaunch)]
-pub(in crate::kernels::gpu) struct Output {
+pub(in crate::kernels::gpu) struct Output<F: Float> {
     /// `[tokens, rows]`; its length is that of the whole span, which may have room for more tokens.
-    pub(in crate::kernels::gpu) out: Box<[f32]>,
+    pub(in crate::kernels::gpu) out: Box<[F]>,
     /// One for each matrix, `[rows]`.
     pub(in crate::kernels::gpu) biases: Sequence<ComptimeOption<Box<[f32]>>>,
     /// Added to the output, `[tokens, rows]`, with as much room.
     pub(in crate::kernels::gpu) residual: ComptimeOption<Box<[f32]>>,
-    /// Where the output is summed up with those of other GPUs, which have as many rows.
+    /// Where the output, in f32, is summed up with those of other GPUs, which have as many rows.
     pub(in crate::kernels::gpu) meeting: ComptimeOption<Meeting>,
     /// Features of a token.
     pub(in crate::kernels::gpu) rows: usize,
@@ -27,7 +27,7 @@ pub(in crate::kernels::gpu) struct Output {
 }
 
 #[cube]
-impl Output {
+impl<F: Float> Output<F> {
     /// The number of the run whose sum this is; 0 where it is none.
     fn turn(&self) -> u32 {
         #[comptime]
@@ -139,14 +139,17 @@ impl Shape {
 #[cube]
 impl Totals {
     /// Room for a cube's sums of an output, or of several that are summed up with no others.
-    pub(in crate::kernels::gpu) fn new(output: &Output, #[comptime] shape: Shape) -> Totals {
+    pub(in crate::kernels::gpu) fn new<F: Float>(
+        output: &Output<F>,
+        #[comptime] shape: Shape,
+    ) -> Totals {
         Totals::at(Shared::new_slice(comptime!(shape.cells())), output, shape)
     }
 
     /// The same, in that memory.
-    pub(in crate::kernels::gpu) fn at(
+    pub(in crate::kernels::gpu) fn at<F: Float>(
         sums: Shared<[u32]>,
-        output: &Output,
+        output: &Output<F>,
         #[comptime] shape: Shape,
     ) -> Totals {
         let square_cells =
@@ -242,9 +245,9 @@ impl Totals {
     ///
     /// A tile of fewer than the shape's slots has as many more groups.
     #[expect(clippy::too_many_arguments, reason = "a kernel's parts have no state of their own")]
-    pub(in crate::kernels::gpu) fn finish(
+    pub(in crate::kernels::gpu) fn finish<F: Float>(
         &self,
-        output: &mut Output,
+        output: &mut Output<F>,
         first_row: usize,
         first_token: usize,
         slots: usize,
@@ -297,7 +300,7 @@ impl Totals {
                         }
                         ComptimeOption::None => {}
                     }
-                    output.out[at] = value;
+                    output.out[at] = F::cast_from(value);
                 }
             }
         }
@@ -305,9 +308,9 @@ impl Totals {
 
     /// An output without those of other GPUs.
     #[expect(clippy::too_many_arguments, reason = "a kernel's parts have no state of their own")]
-    fn value(
+    fn value<F: Float>(
         &self,
-        output: &Output,
+        output: &Output<F>,
         place: Place,
         rows: usize,
         slots: usize,
@@ -393,9 +396,9 @@ impl Totals {
 /// Writes the rows of a cube, once all of its sums are put: cubes take tiles of `tile` rows, output after output.
 #[cube]
 #[expect(clippy::too_many_arguments, reason = "a kernel's parts have no state of their own")]
-pub(in crate::kernels::gpu) fn finish_outputs(
+pub(in crate::kernels::gpu) fn finish_outputs<F: Float>(
     totals: &Totals,
-    outputs: &mut Sequence<Output>,
+    outputs: &mut Sequence<Output<F>>,
     first_token: usize,
     epsilon: f32,
     #[comptime] tile: usize,

@@ -146,6 +146,7 @@ fn linears_sum_what_they_make() {
                     then: Then::Nothing,
                     residual: (rank == 0).then_some(&residual),
                     outputs: &[&out],
+                    made: DType::F32,
                     ahead: &[],
                     sum,
                 };

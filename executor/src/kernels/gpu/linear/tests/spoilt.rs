@@ -31,6 +31,7 @@ fn check(gpu: &Gpu, sample: &Sample, element: DType, tokens: usize) {
         then: Then::Nothing,
         residual: None,
         outputs: &[&out],
+        made: DType::F32,
         ahead: &[],
         sum: None,
     })

@@ -26,7 +26,7 @@ use self::share::{ALIGNMENT, GroupShare, held_rows, loads_before, panel_lines, s
 use super::{Place, put, scale_sums};
 use crate::kernels::cpu::pack::PANEL;
 use crate::kernels::gpu::bf12::ENLARGED;
-use crate::kernels::gpu::device::{BoxLines, Gpu};
+use crate::kernels::gpu::device::{BoxLines, Gpu, element};
 use crate::kernels::gpu::instructions::{Packed, Sums};
 use crate::kernels::gpu::linear::Linear;
 use crate::kernels::gpu::linear::matrix::{LANE_ROWS, LANE_SLOTS, lane_walk};
@@ -127,6 +127,7 @@ impl Gpu {
                 linear.then,
                 shape,
                 share,
+                element(linear.made),
             );
         }
     }
@@ -145,14 +146,15 @@ struct Ring {
 /// Writes every output: cubes take bands of its rows, output after output; along the second axis other tokens, along the
 /// third, in clusters, other columns.
 #[cube(launch_unchecked, cluster_dim = CubeDim::new_3d(1, 1, share.tile.teams as u32))]
-fn multiply_groups(
+fn multiply_groups<F: Float>(
     input: &[Packed],
     weights: &Sequence<Sequence<Box<[Words]>>>,
     boxes: &Sequence<Sequence<TensorMap<u32, Tiled>>>,
-    outputs: &mut Sequence<Output>,
+    outputs: &mut Sequence<Output<F>>,
     #[comptime] then: Then,
     #[comptime] shape: Shape,
     #[comptime] share: GroupShare,
+    #[define(F)] _made: ElemType,
 ) {
     let cube = CUBE_POS_X as usize;
     let lane = UNIT_POS_X as usize;
