@@ -1,14 +1,19 @@
 //! How much longer steps take that wait for launches, or share a node's memory: its cores read it, and links fetch from
 //! it.
 
-use ir::id::{DeviceId, Id as _, StepId, Table};
+use ir::id::{DeviceId, Id as _, StepId, Table, WeightId};
 use ir::op::Op;
-use ir::plan::{Action, Phase, Program, Step};
+use ir::plan::{Action, Phase, Program, Queue, Step};
+use ir::workspace::{MAX_PLANE_ROWS, most_rows_on};
 
 use crate::bind::Bound;
-use crate::cost::{fetch_share, nanos_at};
+use crate::cost::{fetch_share, nanos_at, rows_of};
 use crate::queueing::waits_for_launches;
 use crate::task::Task;
+
+/// What a product of the vendor's library takes longer on a GPU while weights are copied to it, which take some of the
+/// memory's time. Measured on an H200, between nothing and this: see benches/RESULTS.md.
+const BESIDE_COPIES_NANOS: u64 = 20_000;
 
 /// What a step does.
 #[derive(Clone, Copy, Debug)]
@@ -63,7 +68,7 @@ pub(crate) fn contend(task: &Task<'_>, bound: &Bound, program: &mut Program) {
         program.steps.ids().map(|_| Work { nanos: 0.0, memory: Memory::Unused }).collect();
     for lane in &program.lanes {
         for &id in &lane.steps {
-            works[id] = work(task, bound, program, lane.device, &program.steps[id]);
+            works[id] = work(task, bound, program, lane.device, (&program.steps[id], waits[id]));
         }
     }
     let nanos = flow(program, &works);
@@ -72,8 +77,14 @@ pub(crate) fn contend(task: &Task<'_>, bound: &Bound, program: &mut Program) {
     }
 }
 
-/// What a step of a device does.
-fn work(task: &Task<'_>, bound: &Bound, program: &Program, device: DeviceId, step: &Step) -> Work {
+/// What a step of a device does, of which it waits so many nanoseconds for its launches.
+fn work(
+    task: &Task<'_>,
+    bound: &Bound,
+    program: &Program,
+    device: DeviceId,
+    (step, wait): (&Step, u64),
+) -> Work {
     let machine = &task.target.machine;
     let nanos = step.estimate_nanos as f64;
     match &step.action {
@@ -96,6 +107,21 @@ fn work(task: &Task<'_>, bound: &Bound, program: &Program, device: DeviceId, ste
                 0.0
             };
             Work { nanos, memory: Memory::Read { node: device, part, kept: rates.beside_fetch } }
+        }
+        Action::Run(Op::Linear(linear))
+            if program.phase == Phase::Prefill && program.lane(device, Queue::Copy).is_some() =>
+        {
+            let kind = &machine.devices[device].kind;
+            let most = |&id: &WeightId| {
+                let weight = &bound.weights[id];
+                most_rows_on(kind, weight.format, weight.shape(task).last().copied().unwrap_or(1))
+            };
+            let most = linear.weights.iter().map(most).min().unwrap_or(0);
+            let rows = step.reads.first().map(|&x| rows_of(&program.buffers[x].ty, program.max));
+            let beside = if rows > Some(most) { BESIDE_COPIES_NANOS } else { 0 };
+            // What products of many rows take longer was measured where they wait for launches, too.
+            let counted = if rows > Some(MAX_PLANE_ROWS) { wait } else { 0 };
+            Work { nanos: nanos + beside.saturating_sub(counted) as f64, memory: Memory::Unused }
         }
         Action::Run(_) | Action::Move { .. } => Work { nanos, memory: Memory::Unused },
     }
@@ -191,7 +217,7 @@ fn flow(program: &Program, works: &Table<StepId, Work>) -> Table<StepId, u64> {
 #[cfg(test)]
 mod tests {
     use ir::id::{BufferId, CauseId, Few, WeightId};
-    use ir::plan::{Lane, Queue};
+    use ir::plan::Lane;
     use ir::smallvec;
     use ir::tensor::Extent;
 
