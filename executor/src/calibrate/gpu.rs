@@ -217,6 +217,7 @@ impl Meter<'_> {
                 residual: None,
                 outputs: &[&out],
                 made: DType::F32,
+                made_order: None,
                 ahead: &[],
                 sum: None,
             })

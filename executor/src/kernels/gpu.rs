@@ -15,6 +15,7 @@ pub mod ahead;
 mod bf12;
 mod given;
 mod instructions;
+mod order;
 mod overlap;
 mod panel;
 mod panics;

@@ -61,6 +61,7 @@ impl Meter<'_> {
                 fresh: None,
                 ahead: &[],
                 workspace: &workspace,
+                order: None,
             };
             self.gpu.decode(&call, out);
             Ok(())

@@ -112,6 +112,9 @@ pub struct Linear<'a> {
     pub outputs: &'a [&'a Span],
     /// Of the outputs: f32, or with `x` in bf16 any float that the device knows, where they are summed up with no others.
     pub made: DType,
+    /// How the only output lies where that is not row after row, for as many tokens as `x` in its order: then it is made
+    /// in bf16, and nothing is added to it.
+    pub made_order: Option<RightOperands>,
     /// Where the only output is summed up with those of other GPUs: all of it is sent with flags.
     pub sum: Option<&'a Group>,
     /// What it asks for ahead at its end; of bf16 nothing is asked for, since memory does not idle then.

@@ -64,6 +64,28 @@ impl Gpu {
         out
     }
 
+    /// Checks rows that lie in an order against the same in bf16, row after row.
+    pub(crate) fn assert_ordered(
+        &self,
+        actual: &Span,
+        rows: &Span,
+        [tokens, features]: [usize; 2],
+        order: RightOperands,
+        what: &str,
+    ) {
+        let expected = self.ordered(rows, [tokens, features], order);
+        let eights = features / 8;
+        let [actual, expected] =
+            [actual, &expected].map(|span| self.download::<[u16; 8]>(span, order.count() * eights));
+        for (at, pair) in actual.iter().zip(&expected).enumerate() {
+            let token = at / (eights * order.tokens) * order.tokens + at % order.tokens;
+            // Nobody reads what pads the last operand.
+            if token < tokens {
+                assert_eq!(pair.0, pair.1, "{what}: token {token} of {tokens}, {order:?}");
+            }
+        }
+    }
+
     /// New device memory whose every bit is set, so that an element that no kernel wrote shows as not a number.
     pub(crate) fn poisoned(&self, bytes: usize) -> Span {
         self.upload(&vec![0xff_u8; bytes])

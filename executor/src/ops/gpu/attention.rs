@@ -68,6 +68,7 @@ impl State {
                         fresh: appends.then_some(&append),
                         ahead: &operands.ahead,
                         workspace: &self.scratch.partial,
+                        order: out.order,
                     };
                     self.gpu.decode(&call, &out.span);
                 } else {

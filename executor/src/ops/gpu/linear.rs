@@ -90,7 +90,7 @@ impl State {
         let has_up = self.vendor.is_none() && matches!(linear.then, Then::Gate(_));
         let start = if has_up { bytes } else { 0 };
         let span = Scratch::first(&self.scratch.inner, start + bytes)?.part(start, bytes);
-        Ok(Operand { span, dtype: DType::F32, rows, columns })
+        Ok(Operand { span, dtype: DType::F32, rows, columns, order: None })
     }
 
     /// The type in which the GPU's own kernels take `rows` rows of type `dtype` with these matrices of a linear as they
@@ -161,15 +161,18 @@ impl State {
             }
             Some(_) => input = self.cast_input(op, x, Format::F32, None)?,
         }
-        // How the input lies as it was narrowed last.
-        let mut narrowed = None;
+        // How the input lies as it was narrowed last, or as the linear before made it.
+        let mut narrowed = x.order.map(Some);
         let biases = self.biases(op)?;
         let all: Vec<&Matrix> = matrices.iter().collect();
         for part in launches(&all, op.then, |matrix| (matrix.format(), matrix.layout())) {
             let made = &outputs[part.start..part.end.min(outputs.len())];
+            let first = made.first().context("a linear writes nothing")?;
+            let made_order = first.order;
             let spans: Vec<&Span> = made.iter().map(|out| &out.span).collect();
             let order = self.gpu.right_operands(all[part.start], x.rows).filter(|_| is_narrow);
             if is_narrow && narrowed != Some(order) {
+                ensure!(x.order.is_none(), "the input lies as {:?}, not as {order:?}", x.order);
                 input = self.cast_input(op, x, Format::Bf16, order)?;
                 narrowed = Some(order);
             }
@@ -184,7 +187,8 @@ impl State {
                 then: op.then,
                 residual: residual.map(|residual| &residual.span),
                 outputs: &spans,
-                made: made.first().context("a linear writes nothing")?.dtype,
+                made: if made_order.is_some() { DType::Bf16 } else { first.dtype },
+                made_order,
                 sum: operands.sum.as_ref(),
                 ahead: if part.end == all.len() { &operands.ahead } else { &[] },
             })?;

@@ -10,6 +10,7 @@ mod borrowed;
 mod caches;
 mod copies;
 mod experts;
+mod inner;
 mod inputs;
 mod linear;
 mod mail;

@@ -54,7 +54,7 @@ impl State {
                 with_bytes(schedule, buffer, scope, slots, |bytes| self.gpu.write(into, bytes))?;
             }
             let (rows, columns) = dims(ty, extent);
-            Ok(Operand { span: into.part(0, bytes), dtype: ty.dtype, rows, columns })
+            Ok(Operand { span: into.part(0, bytes), dtype: ty.dtype, rows, columns, order: None })
         };
         let staging = &self.scratch.inner;
         match movement {

@@ -13,6 +13,7 @@ use ir::tensor::{DType, Extent, TensorType};
 use ir::workspace::workspace;
 
 use super::caches::Caches;
+use super::inner::InnerValues;
 use super::inputs::Inputs;
 use super::mail::{Mail, Part};
 use super::memory::Memory;
@@ -31,6 +32,7 @@ use crate::kernels::gpu::ahead::Region;
 use crate::kernels::gpu::device::{Gpu, Span};
 use crate::kernels::gpu::peers::Group;
 use crate::kernels::gpu::vendor::{Library, Vendor, WORKSPACE_BYTES};
+use crate::kernels::gpu::warpgroup::RightOperands;
 use crate::ops::Scope;
 use crate::peers::{Peers, members};
 use crate::trace::Recorder;
@@ -57,6 +59,8 @@ pub(crate) struct State {
     window: Option<Span>,
     /// For each program, which buffers others read.
     pub(super) exported: Vec<Table<BufferId, bool>>,
+    /// For each program, what lies between two linears.
+    pub(super) inner: Vec<InnerValues>,
     pub(super) replays: Replays,
     /// Number of the run whose batch is on the device.
     pub(super) run: Option<u32>,
@@ -83,6 +87,8 @@ pub(super) struct Operand {
     pub(super) dtype: DType,
     pub(super) rows: usize,
     pub(super) columns: usize,
+    /// How it lies where that is not row after row: in bf16, whatever `dtype` says (see [`super::inner`]).
+    pub(super) order: Option<RightOperands>,
 }
 
 impl Operand {
@@ -133,6 +139,9 @@ impl State {
         let programs = plan.programs.iter().enumerate();
         let exported = programs.map(|(index, program)| exported(program, device, &peers, index));
         let exported: Vec<Table<BufferId, bool>> = exported.collect();
+        let inner = plan.programs.iter().zip(&exported);
+        let inner = inner.map(|(program, exported)| InnerValues::new(program, device, exported));
+        let inner = inner.collect();
         let part =
             |(index, program)| Part { program, index, peers: &peers, exported: &exported[index] };
         let parts: Vec<Part<'_>> = plan.programs.iter().enumerate().map(part).collect();
@@ -174,6 +183,7 @@ impl State {
             buffers,
             frames,
             window,
+            inner,
             exported,
             sums: Sums::new(peers, plan, (device, &gpu), &space, &mut memory)?,
             memory,
@@ -235,13 +245,15 @@ impl State {
         let (rows, columns) = dims(ty, extent);
         if let (Some(place), Some(window)) = (self.frames[program].fetched(buffer), &self.window) {
             let span = window.part(place.start as usize, place.bytes as usize);
-            return Ok(Operand { span, dtype: ty.dtype, rows, columns });
+            return Ok(Operand { span, dtype: ty.dtype, rows, columns, order: None });
         }
         let place = self.frames[program].place(buffer);
         let place = place.with_context(|| format!("{buffer} is not on this device"))?;
         ensure!(ty.bytes(extent) <= place.bytes, "{buffer} outgrows its place");
         let span = self.buffers.part(place.start as usize, place.bytes as usize);
-        Ok(Operand { span, dtype: ty.dtype, rows, columns })
+        let operand = Operand { span, dtype: ty.dtype, rows, columns, order: None };
+        let order = self.inner_order(schedule, (program, buffer), &operand, scope);
+        Ok(Operand { order, ..operand })
     }
 
     /// Where the weights lie that an operation reads from the window, as panels.

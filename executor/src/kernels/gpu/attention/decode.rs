@@ -27,6 +27,8 @@ use super::{Cache, Factors, Reach, SHORT_CONTEXT, Shape, Tokens};
 use crate::kernels::gpu::ahead::{Region, argument};
 use crate::kernels::gpu::device::{Gpu, Span, element};
 use crate::kernels::gpu::instructions::PLANE;
+use crate::kernels::gpu::order::Order;
+use crate::kernels::gpu::warpgroup::RightOperands;
 
 /// Attention of one token of each sequence, or of few.
 pub struct Decode<'a> {
@@ -44,11 +46,14 @@ pub struct Decode<'a> {
     pub ahead: &'a [Region],
     /// At least `partial_bytes` of [`workspace::Workspace`].
     pub workspace: &'a Span,
+    /// How attention lies where that is not row after row: in bf16, where [`Gpu::decode_appends`].
+    pub order: Option<RightOperands>,
 }
 
 /// Where splits leave their results.
 struct Partial {
-    /// f32 `[tokens, heads, splits, head_dim]`: weighted values; attention where there is one split.
+    /// f32 `[tokens, heads, splits, head_dim]`: weighted values; attention, as it is asked for, where there is one
+    /// split.
     values: Span,
     /// f32 `[tokens, heads, splits, 2]`: largest score, sum of weights; nothing where there is one split.
     stats: Span,
@@ -68,7 +73,8 @@ impl Gpu {
         matrix::serves(attention.head_dim) && self.multiplies(cache.element)
     }
 
-    /// Writes attention to `out`, f32 `[tokens, heads · head_dim]`; rows that pad the run become zeros.
+    /// Writes attention to `out`, f32 `[tokens, heads · head_dim]` or as the call says; rows that pad the run become
+    /// zeros.
     pub fn decode(&self, call: &Decode<'_>, out: &Span) {
         self.decode_split(call, self.splits(call.attention, &call.tokens), out);
     }
@@ -86,8 +92,8 @@ impl Gpu {
             self.decode_matrix(call, shape, split, &partial);
         } else {
             assert!(
-                call.fresh.is_none(),
-                "decode appends on no device without matrix instructions"
+                call.fresh.is_none() && call.order.is_none(),
+                "decode appends on no device without matrix instructions, and writes no operands"
             );
             self.decode_portable(call, shape, split, &partial);
         }
@@ -118,6 +124,11 @@ impl Gpu {
         let rows = tokens.tokens * shape.heads as usize;
         let cached = shape.cached(cache.blocks) / 8;
         let factors = Factors::new(call.attention);
+        let operands = call.order.filter(|_| split.is_whole());
+        let order = Order::of(operands);
+        let made = order.element();
+        let made_rows = operands
+            .map_or(rows * split.splits as usize, |order| order.count() * shape.heads as usize);
         let across = shape.kv_heads * kept.chunks;
         // Cubes beyond the splits ask for what comes next, so that every processor takes part in that.
         let is_asking = !call.ahead.is_empty();
@@ -138,7 +149,7 @@ impl Gpu {
                 tokens.sequence.argument(tokens.tokens, 4),
                 tokens.position.argument(tokens.tokens, 4),
                 tokens.blocks.argument(tokens.sequences * tokens.max_blocks, 4),
-                partial.values.argument(rows * split.splits as usize * shape.head_dim as usize, 4),
+                partial.values.argument(made_rows * shape.head_dim as usize, made.bytes() as usize),
                 partial.stats.argument(rows * split.splits as usize * 2, 4),
                 argument(call.ahead),
                 factors.inner,
@@ -147,6 +158,8 @@ impl Gpu {
                 shape,
                 split,
                 kept,
+                order,
+                element(made),
             );
         }
     }

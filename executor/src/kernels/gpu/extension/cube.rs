@@ -157,6 +157,7 @@ impl Kernels for CubeBackend {
                     fresh: appends.then_some(&append),
                     ahead: &[],
                     workspace: &gpu.scratch(bytes as usize),
+                    order: None,
                 },
                 &out,
             );

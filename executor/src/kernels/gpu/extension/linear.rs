@@ -140,6 +140,7 @@ impl Call<'_> {
                 residual: residual.as_ref(),
                 outputs: &spans,
                 made: Stored::F32,
+                made_order: None,
                 sum: None,
                 ahead: &[],
             })?;

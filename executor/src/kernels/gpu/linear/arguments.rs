@@ -12,6 +12,8 @@ use crate::kernels::gpu::device::Span;
 use crate::kernels::gpu::given::given;
 use crate::kernels::gpu::matrix::Matrix;
 use crate::kernels::gpu::peers::Group;
+use crate::kernels::gpu::portion::BLOCK;
+use crate::kernels::gpu::warpgroup::RightOperands;
 use crate::kernels::gpu::words::{Words, read_size};
 
 impl<'a> Linear<'a> {
@@ -55,6 +57,21 @@ impl<'a> Linear<'a> {
             self.element,
             self.made
         );
+        if let Some(made) = self.made_order {
+            let fits = |order: RightOperands| {
+                (order.stacks, order.tokens) == (made.stacks, made.tokens)
+                    && self.made == DType::Bf16
+                    && outputs == 1
+                    && first.rows().is_multiple_of(BLOCK)
+                    && self.residual.is_none()
+            };
+            ensure!(
+                self.order.is_some_and(fits),
+                "{outputs} outputs of {} features in {} do not lie as {made:?}",
+                first.rows(),
+                self.made
+            );
+        }
         if let Some(sum) = self.sum {
             sum.check()?;
             let count = self.tokens * first.rows();
@@ -142,8 +159,9 @@ impl<'a> Linear<'a> {
         let others = [self.residual.is_some(), self.sum.is_some()];
         let output = |((matrices, biases), out): ((&[&Matrix], &[Option<&Span>]), &&Span)| {
             let rows = matrices[0].rows();
+            let tokens = self.made_order.map_or(self.tokens, RightOperands::count);
             OutputLaunch::new(
-                out.argument(self.tokens * rows, self.made.bytes() as usize),
+                out.argument(tokens * rows, self.made.bytes() as usize),
                 biases.iter().map(|bias| bias.map(|bias| floats(bias, rows)).into()).collect(),
                 self.residual.map(|residual| floats(residual, self.tokens * rows)).into(),
                 self.sum.map(Group::meeting).into(),

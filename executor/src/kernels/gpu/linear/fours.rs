@@ -6,6 +6,7 @@ use ir::op::Then;
 
 use super::total::{Output, Shape, Totals, TotalsExpand};
 use crate::kernels::gpu::activation::activate;
+use crate::kernels::gpu::order::{Order, element_of};
 use crate::kernels::gpu::warpgroup::load_four_of_cube;
 use crate::kernels::gpu::words::Four;
 
@@ -47,9 +48,7 @@ impl Totals {
                 let index = start + comptime!(i) * units;
                 let (token, row) = (index / fours, first_row + index % fours * 4);
                 if index < count && row < rows && token <= last {
-                    let out = output.out.as_vectorized_mut().with_vector_size_mut::<Const<4>>();
-                    out[((first_token + token) * rows + row) / 4] =
-                        Vector::<F, Const<4>>::cast_from(values[i]);
+                    put_four(output, values[i], first_token + token, row, shape);
                 }
             }
         }
@@ -119,6 +118,35 @@ impl Totals {
             }
             sum
         }
+    }
+}
+
+/// Puts four neighbouring features of a token.
+#[cube]
+fn put_four<F: Float>(
+    output: &mut Output<F>,
+    values: Four,
+    token: usize,
+    row: usize,
+    #[comptime] shape: Shape,
+) {
+    let order = comptime!(shape.order);
+    if comptime!(matches!(order, Order::Operands { is_spread: true, .. })) {
+        // Only pairs are neighbours.
+        let values = values * Four::new(comptime!(order.factor()));
+        let out = output.out.as_vectorized_mut().with_vector_size_mut::<Const<2>>();
+        #[unroll]
+        for pair in 0..2usize {
+            let mut two = Vector::<f32, Const<2>>::empty();
+            two.insert(0usize, values.extract(comptime!(2 * pair)));
+            two.insert(1usize, values.extract(comptime!(2 * pair + 1)));
+            let at = element_of(token, row + comptime!(2 * pair), output.rows, order);
+            out[at / 2] = Vector::<F, Const<2>>::cast_from(two);
+        }
+    } else {
+        let at = element_of(token, row, output.rows, order);
+        let out = output.out.as_vectorized_mut().with_vector_size_mut::<Const<4>>();
+        out[at / 4] = Vector::<F, Const<4>>::cast_from(values);
     }
 }
 

@@ -1,3 +1,4 @@
+mod narrow;
 mod spoilt;
 
 use half::bf16;
@@ -11,6 +12,7 @@ use crate::kernels::gpu::ahead::Region;
 use crate::kernels::gpu::device::{Gpu, Span};
 use crate::kernels::gpu::matrix::testing::{Sample, panels, row_major};
 use crate::kernels::gpu::matrix::{Layout, Matrix};
+use crate::kernels::gpu::portion::BLOCK;
 use crate::kernels::gpu::testing::gpu;
 
 /// One linear to check.
@@ -172,6 +174,7 @@ fn check(gpu: &Gpu, case: Case<'_>, splits: Option<usize>) {
         residual: case.residual.then_some(&residual),
         outputs: &outputs.iter().collect::<Vec<_>>(),
         made: DType::F32,
+        made_order: None,
         ahead: &[],
         sum: None,
     };
@@ -205,6 +208,11 @@ fn check(gpu: &Gpu, case: Case<'_>, splits: Option<usize>) {
             let half = gpu.download::<bf16>(half, expected.len());
             assert!(out.iter().copied().map(bf16::from_f32).eq(half), "not rounded: {what}");
         }
+    }
+    if let ([half], Some(order), false) = (&halves[..], order, case.residual)
+        && rows[0].is_multiple_of(BLOCK)
+    {
+        narrow::check_operands(gpu, &linear, order, half);
     }
 }
 
@@ -268,95 +276,6 @@ fn a_norm_in_front() {
         }
     }
     check(&gpu, Case { norm: Some(Norm { scaled: false, scale_offset: 0.0 }), ..PLAIN }, None);
-}
-
-#[test]
-fn activations_in_16_bits_with_panels_of_bf16() {
-    check_narrow(Format::Bf16, Layout::Panels);
-}
-
-#[test]
-fn activations_in_16_bits_with_rows_of_bf16() {
-    check_narrow(Format::Bf16, Layout::RowMajor);
-}
-
-#[test]
-fn activations_in_16_bits_with_12_bits() {
-    check_narrow(Format::Bf12, Layout::Panels);
-}
-
-#[test]
-fn activations_in_16_bits_with_q8() {
-    check_narrow(Format::Q8, Layout::Panels);
-}
-
-#[test]
-fn activations_in_16_bits_with_q4() {
-    check_narrow(Format::Q4, Layout::Panels);
-}
-
-/// Checks linears of all kinds of numbers of tokens of bf16, as far as they are taken.
-fn check_narrow(format: Format, layout: Layout) {
-    let Some(gpu) = gpu() else { return };
-    if !gpu.takes_narrow(&panels(&gpu, Format::Q8, 16, 64, 1).matrix, 1) {
-        eprintln!("skipped: the device has no matrix instructions");
-        return;
-    }
-    // Few; one operand of each size; two and three operands.
-    let few = [1, 8, 9, 16];
-    let more = [17, 32, 33, 65, MAX_FUSED_TOKENS, MAX_FUSED_TOKENS + 1, 300];
-    for tokens in few.into_iter().chain(more) {
-        let case = Case { format, layout, element: DType::Bf16, tokens, ..PLAIN };
-        check_narrow_case(&gpu, case);
-    }
-}
-
-fn check_narrow_case(gpu: &Gpu, case: Case<'_>) {
-    let Case { format, layout, tokens, .. } = case;
-    let takes = |columns: usize| {
-        let sample = match layout {
-            Layout::Panels => panels(gpu, format, PANEL, columns, 1),
-            Layout::RowMajor => row_major(gpu, format, PANEL, columns, 1),
-        };
-        gpu.takes_narrow(&sample.matrix, tokens)
-    };
-    let shapes = [(64, 256), (16, 128), (41, 96), (100, 72), (7, 1000), (33, 64)];
-    for (rows, columns) in shapes.into_iter().filter(|&(_, columns)| takes(columns)) {
-        check(gpu, Case { rows: &[rows], columns, ..case }, None);
-    }
-    if !takes(PLAIN.columns) {
-        return;
-    }
-    let case = Case { biased: true, ..case };
-    let gate = Then::Gate(Activation::Silu);
-    check(gpu, Case { rows: &[40, 40], then: gate, residual: true, ..case }, None);
-    check(gpu, Case { rows: &[70, 16, 33], ..case }, None);
-    // Columns that several cubes share.
-    for columns in [1040, 1088, 4096].into_iter().filter(|&columns| takes(columns)) {
-        check(gpu, Case { rows: &[300], columns, residual: true, ..case }, None);
-    }
-    check(gpu, Case { rows: &[130, 130], columns: 2048, then: gate, ..case }, None);
-    // Whole panels, some of which the last rows do not fill.
-    if [33, MAX_FUSED_TOKENS].contains(&tokens) && layout == Layout::Panels {
-        for (rows, columns) in [(320, 1088), (312, 4096)] {
-            check(gpu, Case { rows: &[rows], columns, residual: true, ..case }, None);
-        }
-        check(gpu, Case { rows: &[160, 160], columns: 2048, then: gate, ..case }, None);
-        check(gpu, Case { rows: &[96, 32, 160], ..case }, None);
-        let rows = 4 * PANEL * gpu.processors() as usize + PANEL;
-        check(gpu, Case { rows: &[rows], columns: 1024, ..case }, None);
-    }
-    // Clusters of two, three, five, six and seven cubes, with uneven shares of the columns.
-    if tokens == 33 && format == Format::Q4 {
-        for columns in [512, 832, 1344, 1600, 1856] {
-            check(gpu, Case { rows: &[300], columns, ..case }, None);
-        }
-    }
-    // Too many tiles for two cubes each, so that each takes all columns, and its stages in turns.
-    if (17..=MAX_FUSED_TOKENS).contains(&tokens) {
-        let rows = 4 * PANEL * gpu.processors() as usize + 7;
-        check(gpu, Case { rows: &[rows], columns: 1024, ..case }, None);
-    }
 }
 
 #[test]
@@ -434,6 +353,7 @@ fn what_does_not_fit_is_refused() {
             residual: None,
             outputs,
             made,
+            made_order: None,
             ahead: &[],
             sum: None,
         })
@@ -478,6 +398,7 @@ fn asking_ahead_changes_no_bit() {
                 residual: None,
                 outputs: &[&out],
                 made: DType::F32,
+                made_order: None,
                 ahead,
                 sum: None,
             })

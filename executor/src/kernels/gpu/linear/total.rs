@@ -4,13 +4,14 @@ use cubecl::prelude::*;
 use ir::op::Then;
 
 use crate::kernels::gpu::activation::activate;
+use crate::kernels::gpu::order::Order;
 use crate::kernels::gpu::peers::small::Meeting;
 use crate::kernels::gpu::warpgroup::load_of_cube;
 
 /// One output of a linear.
 #[derive(CubeType, CubeLaunch)]
 pub(in crate::kernels::gpu) struct Output<F: Float> {
-    /// `[tokens, rows]`; its length is that of the whole span, which may have room for more tokens.
+    /// `[tokens, rows]`, or as [`Order`] says; its length is that of the whole span, which may have room for more tokens.
     pub(in crate::kernels::gpu) out: Box<[F]>,
     /// One for each matrix, `[rows]`.
     pub(in crate::kernels::gpu) biases: Sequence<ComptimeOption<Box<[f32]>>>,
@@ -90,6 +91,8 @@ pub(in crate::kernels::gpu) struct Shape {
     /// Whether a unit finishes four neighbouring rows together: in full tiles of one group, whose outputs have a multiple
     /// of four rows and are summed up with no others. See [`super::fours`].
     pub(in crate::kernels::gpu) in_fours: bool,
+    /// How outputs that are finished in fours lie.
+    pub(in crate::kernels::gpu) order: Order,
     /// Numbers between the sums of tokens that belong to none, so that units that put them meet other banks.
     pub(in crate::kernels::gpu) padding: usize,
     /// Whether the inputs are divided by their root mean square.
@@ -107,6 +110,7 @@ impl Shape {
         cubes: 1,
         at_once: 1,
         in_fours: false,
+        order: Order::Rows,
         padding: 0,
         is_normed: false,
     };

@@ -147,6 +147,7 @@ fn linears_sum_what_they_make() {
                     residual: (rank == 0).then_some(&residual),
                     outputs: &[&out],
                     made: DType::F32,
+                    made_order: None,
                     ahead: &[],
                     sum,
                 };

@@ -6,7 +6,7 @@
 //!   lane `t` multiplies elements `32 c + 8 t ..` of queries and keys, and column `g` of product `j` over values is
 //!   element `64 s + 8 g + j`.
 
-use cubecl::prelude::*;
+use cubecl::prelude::{Cast as _, *};
 
 use super::newest::{Place, prepare};
 use super::split::{RUN, Split, parts};
@@ -18,6 +18,7 @@ use crate::kernels::gpu::attention::scores::{UNSEEN, score, weight};
 use crate::kernels::gpu::instructions::{
     PLANE, Packed, Sums, interleave, left, multiply, pack, quad_max, quad_sum, right,
 };
+use crate::kernels::gpu::order::{Order, element_of};
 use crate::kernels::gpu::overlap::follow;
 
 /// Planes that a cube may have: the most where it has all of a short context, most of which take one turn then, half as
@@ -78,7 +79,7 @@ impl Rows {
 
 /// Cubes: key heads times chunks of their query heads, splits and what only asks ahead, tokens.
 #[cube(launch_unchecked)]
-pub(super) fn decode(
+pub(super) fn decode<F: Float>(
     queries: &[f32],
     fresh: &ComptimeOption<Fresh>,
     keys: &mut [Packed],
@@ -86,7 +87,7 @@ pub(super) fn decode(
     sequences: &[i32],
     positions: &[i32],
     blocks: &[i32],
-    partial: &mut [f32],
+    partial: &mut [F],
     stats: &mut [f32],
     ahead: &Regions,
     inner: f32,
@@ -95,7 +96,10 @@ pub(super) fn decode(
     #[comptime] shape: Shape,
     #[comptime] split: Split,
     #[comptime] rows: Rows,
+    #[comptime] order: Order,
+    #[define(F)] _made: ElemType,
 ) {
+    let features = comptime!((shape.heads * shape.head_dim) as usize);
     let head_dim = comptime!(shape.head_dim);
     let heads = comptime!(rows.heads);
     let bf16 = comptime!(rows.bf16);
@@ -129,8 +133,9 @@ pub(super) fn decode(
                 let slot = at / head_dim;
                 let head = first_head + i32::cast_from(slot);
                 if is_head(head, slot, in_group, shape, rows) {
-                    let row = token * comptime!(shape.heads) + u32::cast_from(head);
-                    partial[(row * head_dim + at % head_dim) as usize] = 0.0;
+                    let feature = u32::cast_from(head) * head_dim + at % head_dim;
+                    partial[element_of(token as usize, feature as usize, features, order)] =
+                        F::new(0.0);
                 }
                 at += comptime!(rows.planes * PLANE);
             }
@@ -337,13 +342,15 @@ pub(super) fn decode(
                 sum += met[(row * head_dim + at % head_dim) as usize] * kept;
                 all += met_stats[(2 * row + 1) as usize] * kept;
             }
-            let row = (token * comptime!(shape.heads) + u32::cast_from(head))
-                * comptime!(split.splits)
-                + part;
             if comptime!(split.is_whole()) {
-                partial[(row * head_dim + at % head_dim) as usize] = sum / all;
+                let feature = u32::cast_from(head) * head_dim + at % head_dim;
+                partial[element_of(token as usize, feature as usize, features, order)] =
+                    F::cast_from(sum / all * comptime!(order.factor()));
             } else {
-                partial[(row * head_dim + at % head_dim) as usize] = sum;
+                let row = (token * comptime!(shape.heads) + u32::cast_from(head))
+                    * comptime!(split.splits)
+                    + part;
+                partial[(row * head_dim + at % head_dim) as usize] = F::cast_from(sum);
                 if at.is_multiple_of(head_dim) {
                     stats[(2 * row) as usize] = above;
                     stats[(2 * row + 1) as usize] = all;

@@ -3,13 +3,14 @@
 //! - A cube takes one head. Everything that it reads it asks for at once: each unit a few elements of every so
 //!   manieth part, each plane the stats of all parts.
 
-use cubecl::prelude::*;
+use cubecl::prelude::{Cast as _, *};
 
 use super::split::{Split, parts};
 use super::{Decode, Partial};
 use crate::kernels::gpu::attention::Shape;
 use crate::kernels::gpu::attention::scores::{UNSEEN, weight};
-use crate::kernels::gpu::device::{Gpu, Span};
+use crate::kernels::gpu::device::{Gpu, Span, element};
+use crate::kernels::gpu::order::{Order, element_of};
 use crate::kernels::gpu::overlap::follow;
 
 /// Units of a cube, unless a head alone takes more: WebGPU's default limit.
@@ -51,6 +52,11 @@ impl Gpu {
         let vector = 4.min(1 << head_dim.trailing_zeros());
         let team = Team::new(shape.head_dim, vector, self.plane());
         let (size, vectors) = (vector as usize, rows * head_dim / vector as usize);
+        let order = Order::of(call.order);
+        let made_rows = call.order.map_or(rows, |order| order.count() * shape.heads as usize);
+        let made = order.element();
+        // Only pairs are neighbours in operands.
+        let together = if call.order.is_some() { 2 } else { size };
         // SAFETY: every index lies within its argument by the grid, and parts are no more than splits.
         unsafe {
             merge::launch_unchecked(
@@ -58,15 +64,18 @@ impl Gpu {
                 CubeCount::Static(tokens.tokens as u32, shape.heads, 1),
                 CubeDim::new_2d(team.plane, team.planes),
                 size,
+                together,
                 partial.values.argument(vectors * split.splits as usize, 4 * size),
                 partial.stats.argument(rows * split.splits as usize * 2, 4),
                 tokens.sequence.argument(tokens.tokens, 4),
                 tokens.position.argument(tokens.tokens, 4),
-                out.argument(vectors, 4 * size),
+                out.argument(made_rows * head_dim / together, made.bytes() as usize * together),
                 shape.heads,
                 split,
                 team,
                 self.is_cuda(),
+                order,
+                element(made),
             );
         }
     }
@@ -74,19 +83,23 @@ impl Gpu {
 
 /// Cubes: tokens, heads.
 #[cube(launch_unchecked)]
-fn merge<N: Size>(
+fn merge<F: Float, N: Size, M: Size>(
     partial: &[Vector<f32, N>],
     stats: &[f32],
     sequences: &[i32],
     positions: &[i32],
-    out: &mut [Vector<f32, N>],
+    out: &mut [Vector<F, M>],
     heads: u32,
     #[comptime] split: Split,
     #[comptime] team: Team,
     #[comptime] cuda: bool,
+    #[comptime] order: Order,
+    #[define(F)] _made: ElemType,
 ) {
     follow();
     let splits = comptime!(split.splits);
+    let size = N::value();
+    let head_dim = comptime!(team.units * size as u32);
     let token = CUBE_POS_X;
     let row = token * heads + CUBE_POS_Y;
     let unit = UNIT_POS_Y * team.plane + UNIT_POS_X;
@@ -95,7 +108,7 @@ fn merge<N: Size>(
     let range = parts(sequences[token as usize], positions[token as usize], split);
     if range.end <= range.base {
         if unit < team.units {
-            out[(row * team.units + unit) as usize] = Vector::zeroed();
+            put(out, Vector::<f32, N>::zeroed(), token, heads, unit, head_dim, order);
         }
         terminate!();
     }
@@ -160,6 +173,33 @@ fn merge<N: Size>(
         for other in 0..team.teams {
             merged += met[(other * team.units + unit) as usize];
         }
-        out[(row * team.units + unit) as usize] = merged / Vector::<f32, N>::new(total);
+        let merged = merged / Vector::new(total) * Vector::new(comptime!(order.factor()));
+        put(out, merged, token, heads, unit, head_dim, order);
+    }
+}
+
+/// Puts a unit's elements of this cube's head.
+#[cube]
+fn put<F: Float, N: Size, M: Size>(
+    out: &mut [Vector<F, M>],
+    merged: Vector<f32, N>,
+    token: u32,
+    heads: u32,
+    unit: u32,
+    #[comptime] head_dim: u32,
+    #[comptime] order: Order,
+) {
+    let (size, together) = (N::value(), M::value());
+    let first = CUBE_POS_Y as usize * comptime!(head_dim as usize) + unit as usize * size;
+    let features = heads as usize * comptime!(head_dim as usize);
+    #[unroll]
+    for part in 0..comptime!(size / together) {
+        let mut elements = Vector::<f32, M>::empty();
+        #[unroll]
+        for i in 0..together {
+            elements.insert(i, merged.extract(comptime!(part * together + i)));
+        }
+        let at = element_of(token as usize, first + comptime!(part * together), features, order);
+        out[at / together] = Vector::<F, M>::cast_from(elements);
     }
 }

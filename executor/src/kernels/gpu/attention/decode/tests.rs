@@ -1,9 +1,11 @@
 mod newest;
 
+use half::bf16;
 use ir::tensor::DType;
 
 use super::*;
 use crate::kernels::gpu::attention::testing::*;
+use crate::kernels::gpu::bf12::ENLARGED;
 use crate::kernels::gpu::testing::gpu;
 
 fn check(attention: &Attention, run: &Run, element: DType, what: &str) {
@@ -29,10 +31,12 @@ fn check_split(attention: &Attention, run: &Run, element: DType, splits: usize, 
         fresh: None,
         ahead: &[],
         workspace: &gpu.poisoned(Partial::bytes(attention, run.rows(), splits).iter().sum()),
+        order: None,
     };
     gpu.decode_split(&call, splits, &out);
     let expected = reference(attention, run, &cached, &queries);
     let actual: Vec<f32> = gpu.download(&out, run.rows() * features);
+    check_operands(&gpu, &call, splits, &actual, what);
     // Where matrix instructions multiply them, queries and weights are rounded as the cache's elements are.
     let tolerance = match (element, gpu.multiplies(element)) {
         (DType::Bf16, _) => 2e-2,
@@ -41,6 +45,22 @@ fn check_split(attention: &Attention, run: &Run, element: DType, splits: usize, 
     };
     assert_close(&actual, &expected, tolerance, what);
     assert!(actual[expected.len()..].iter().all(|x| *x == 0.0), "{what}: padding is not zero");
+}
+
+/// Checks attention that lies as operands of matrices of each layout against the same row after row.
+fn check_operands(gpu: &Gpu, call: &Decode<'_>, splits: usize, rows: &[f32], what: &str) {
+    if !gpu.decode_appends(call.attention, &call.cache) || !gpu.multiplies(DType::Bf16) {
+        return;
+    }
+    let tokens = call.tokens.tokens;
+    let halves: Vec<bf16> = rows.iter().copied().map(bf16::from_f32).collect();
+    for (is_spread, factor) in [(true, 1.0), (true, ENLARGED), (false, 1.0)] {
+        let order = RightOperands { stacks: tokens.div_ceil(96), tokens: 96, is_spread, factor };
+        let features = rows.len() / tokens;
+        let out = gpu.poisoned(order.count() * features * 2);
+        gpu.decode_split(&Decode { order: Some(order), ..*call }, splits, &out);
+        gpu.assert_ordered(&out, &gpu.upload(&halves), [tokens, features], order, what);
+    }
 }
 
 #[test]
@@ -192,6 +212,7 @@ fn asking_ahead_changes_no_bit() {
                 ahead,
                 workspace: &gpu
                     .poisoned(Partial::bytes(&attention, run.rows(), splits).iter().sum()),
+                order: None,
             };
             gpu.decode_split(&call, splits, &out);
             let out: Vec<f32> = gpu.download(&out, count);

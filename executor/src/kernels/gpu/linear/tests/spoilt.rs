@@ -32,6 +32,7 @@ fn check(gpu: &Gpu, sample: &Sample, element: DType, tokens: usize) {
         residual: None,
         outputs: &[&out],
         made: DType::F32,
+        made_order: None,
         ahead: &[],
         sum: None,
     })

@@ -33,6 +33,7 @@ use crate::kernels::gpu::linear::matrix::{LANE_ROWS, LANE_SLOTS, lane_walk};
 use crate::kernels::gpu::linear::rights::PLANE;
 use crate::kernels::gpu::linear::total::{Output, Shape, Totals, finish_outputs};
 use crate::kernels::gpu::matrix::{LOAD_BYTES, Layout, Matrix};
+use crate::kernels::gpu::order::Order;
 use crate::kernels::gpu::panel::Walk;
 use crate::kernels::gpu::portion::{BLOCK, Lines, Portion, make_good};
 use crate::kernels::gpu::staged::STEP;
@@ -108,7 +109,9 @@ impl Gpu {
         let (values, most) = if in_fours { (4, MOST_FOURS_AT_ONCE) } else { (1, MOST_AT_ONCE) };
         let of_unit = (tile.bands * PANEL * tile.tokens).div_ceil(units * values);
         let at_once = of_unit.min(most);
-        let shape = Shape { cubes: tile.teams, at_once, in_fours, padding: SUM_PADDING, ..shape };
+        let order = Order::of(linear.made_order);
+        let (cubes, padding) = (tile.teams, SUM_PADDING);
+        let shape = Shape { cubes, at_once, in_fours, order, padding, ..shape };
         let vectors = operands.count() * tile.panel.columns * 2 / LOAD_BYTES;
         // SAFETY: the spans are as long as the shapes say, and the kernel stays within those.
         unsafe {

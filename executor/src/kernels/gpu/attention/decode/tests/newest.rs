@@ -70,6 +70,7 @@ fn check_newest(
                 fresh: appends.then_some(&append),
                 ahead: &[],
                 workspace: &gpu.poisoned(bytes),
+                order: None,
             };
             gpu.decode_split(&call, splits, &out);
             let count = cached.keys.len();
