@@ -103,7 +103,8 @@ pub(crate) fn run_nanos(
                 }
             }
             let beside = if is_gpu && rows > FLOAT_ROWS {
-                streamed(pass_bytes(linear, operands, batch))
+                let casts = u32::from(is_cast_apart(kind, linear, operands, batch));
+                streamed(pass_bytes(linear, operands, batch)) + f64::from(casts) * rates.step_nanos
             } else {
                 activations
             };
@@ -123,7 +124,7 @@ pub(crate) fn run_nanos(
             attending
                 + crossing
                 + match (is_gpu, is_prompt) {
-                    (true, true) => streamed(append_bytes(operands, batch)),
+                    (true, true) => rates.step_nanos + streamed(append_bytes(operands, batch)),
                     (false, true) => 0.0,
                     (_, false) => rates.attention_nanos,
                 }
@@ -135,6 +136,19 @@ pub(crate) fn run_nanos(
         None => activations,
     };
     Ok(rates.step_nanos + work)
+}
+
+/// Whether a GPU casts the input of a linear of many rows in a launch of its own, as it does what is normalised or in
+/// f32. What a decode hands from linear to linear and from attention to linear comes as the matrix instructions of
+/// warpgroups take it.
+fn is_cast_apart(
+    kind: &DeviceKind,
+    linear: &Linear,
+    operands: &Operands<'_>,
+    batch: &Batch,
+) -> bool {
+    let is_handed_on = batch.phase == Phase::Decode && kind.has_warpgroups();
+    linear.norm.is_some() || operands.reads[0].dtype == DType::F32 && !is_handed_on
 }
 
 /// Bytes that a GPU moves before and after the products of a linear of many rows: the input is narrowed to 16 bits if

@@ -213,10 +213,10 @@ fn toy() -> Toy {
     }
 }
 
-/// Gated layers, without and with norms of heads and branches.
+/// Gated layers, without and with norms of heads and branches; inner values of the latter are whole operands of GPUs.
 pub(crate) fn gated() -> [Toy; 2] {
     let habits = Habits { has_head_norms: true, has_branch_norms: true, ..Habits::default() };
-    [toy(), Toy { habits, ..toy() }]
+    [toy(), Toy { habits, intermediate: 640, ..toy() }]
 }
 
 /// Plain layers with biases.

@@ -11,12 +11,14 @@ use ir::machine::{DeviceKind, Machine};
 use ir::op::Op;
 use ir::plan::{Action, Plan};
 use ir::tensor::{DType, Format};
+use ir::workspace::{WARPGROUP_COLUMNS, product_format};
 
 use super::copies::collect;
 use super::state::{Operand, State};
 use crate::bind::{Device, Form};
 use crate::checkpoint::Checkpoint;
 use crate::kernels::gpu::testing;
+use crate::kernels::gpu::warpgroup::RightOperands;
 use crate::known_graphs::KnownGraphs;
 use crate::load::{GpuDriver, Options};
 use crate::ops::tests::{
@@ -45,6 +47,9 @@ fn machine(has_library: bool) -> Machine {
 /// What a buffer holds.
 fn value(state: &State, operand: &Operand) -> Value {
     let &Operand { rows, columns, dtype, .. } = operand;
+    if let Some(order) = operand.order {
+        return Value::of_floats(rows_of_operands(state, operand, order), rows, columns);
+    }
     let bytes = state.gpu.read(&operand.span.part(0, rows * operand.row_bytes())).unwrap();
     let floats = match dtype {
         DType::F32 => collect(&bytes),
@@ -54,6 +59,27 @@ fn value(state: &State, operand: &Operand) -> Value {
         DType::U8 | DType::I8 => unreachable!("no step writes bytes"),
     };
     Value::of_floats(floats, rows, columns)
+}
+
+/// Right operands, row after row.
+fn rows_of_operands(state: &State, operand: &Operand, order: RightOperands) -> Vec<f32> {
+    let &Operand { rows, columns, .. } = operand;
+    let bytes = state.gpu.read(&operand.span.part(0, order.count() * columns * 2)).unwrap();
+    let elements = collect::<bf16>(&bytes);
+    let element = |at: usize| {
+        let (token, feature) = (at / columns, at % columns);
+        // Each eight of a block of 32 has every fourth pair, or its neighbours.
+        let (eight, of_eight) = if order.is_spread {
+            let pair = feature % 32 / 2;
+            (feature / 32 * 4 + pair % 4, pair / 4 * 2 + feature % 2)
+        } else {
+            (feature / 8, feature % 8)
+        };
+        let eight = token / order.tokens * (columns / 8) + eight;
+        let at = (eight * order.tokens + token % order.tokens) * 8 + of_eight;
+        elements[at].to_f32() / order.factor
+    };
+    (0..rows * columns).map(element).collect()
 }
 
 /// How far the kernels of an operation may be off, as a share of the largest element: sums are in another order, and
@@ -81,8 +107,8 @@ fn tolerance(plan: &Plan, op: &Op, driver: GpuDriver, is_narrow: bool) -> f64 {
     products * of_formats.fold(of_cache.max(handed_on), f64::max)
 }
 
-/// Runs every step of every batch both ways; what follows is fed what the GPU makes.
-fn walk(plan: &Plan, folder: &Path, options: &Options) {
+/// Runs every step of every batch both ways; what follows is fed what the GPU makes. Says whether some lay as operands.
+fn walk(plan: &Plan, folder: &Path, options: &Options) -> bool {
     let checkpoint = Checkpoint::open(&plan.files, folder).unwrap();
     let id = plan.machine.device("gpu0").unwrap();
     let peers = Arc::new(Peers::new(plan, options));
@@ -94,6 +120,7 @@ fn walk(plan: &Plan, folder: &Path, options: &Options) {
         burn.hold(weight, &checkpoint, &team).unwrap();
     }
     let known = KnownGraphs::new(0, 0);
+    let mut are_operands = false;
     for (number, (phase, batch)) in batches(plan.model.vocabulary).into_iter().enumerate() {
         let parts = batch.parts().len() as u32;
         let fits = |&program: &usize| {
@@ -121,12 +148,15 @@ fn walk(plan: &Plan, folder: &Path, options: &Options) {
             state.run(scope, &run, &[step], true, &mut { step }).expect(&at);
             assert_eq!(outputs.len(), expected.len(), "{at}");
             for (output, expected) in outputs.iter().zip(&expected) {
-                let is_narrow = inputs.iter().chain([output]).any(|x| x.dtype.bytes() < 4);
+                let is_narrow =
+                    inputs.iter().chain([output]).any(|x| x.dtype.bytes() < 4 || x.order.is_some());
                 let most = tolerance(plan, op, options.gpu_driver, is_narrow);
                 compare(value(&state, output), expected, most, &at);
+                are_operands |= output.order.is_some();
             }
         }
     }
+    are_operands
 }
 
 /// Formats of matrices, each with that of a cache and the type of floats that a GPU has to know beside that of the
@@ -156,7 +186,10 @@ fn agrees(toy: &Toy) {
         for &has_library in libraries {
             let machine = machine(has_library);
             let plan = plan(&model, (&machine, "gpu0"), format, kv_type);
-            walk(&plan, folder.path(), &options);
+            let are_operands = walk(&plan, folder.path(), &options);
+            let has_whole = toy.intermediate.is_multiple_of(WARPGROUP_COLUMNS);
+            let is_bf16 = product_format(format, true) == Format::Bf16;
+            assert_eq!(are_operands, gpu.has_warpgroups() && has_whole && is_bf16, "{format}");
         }
     }
 }
