@@ -8,7 +8,10 @@ use ir::machine::{CacheRate, Device, DeviceKind, LinearRate};
 use ir::op::{Attention, Experts, Linear, Op, Products, Then};
 use ir::plan::Phase;
 use ir::tensor::{DType, Extent, Format, TensorType};
-use ir::workspace::{FLOAT_ROWS, MAX_FUSED_ROWS, broken_loads, most_rows_on, product_format};
+use ir::workspace::{
+    FLOAT_ROWS, MAX_FUSED_ROWS, WARPGROUP_COLUMNS, broken_loads, most_float_rows, most_rows_on,
+    product_format,
+};
 
 use crate::target::{Batch, Target};
 
@@ -45,6 +48,11 @@ pub(crate) struct Held {
 }
 
 impl Held {
+    /// Its elements.
+    fn elements(&self) -> u64 {
+        self.shape.iter().map(|&size| u64::from(size)).product()
+    }
+
     /// Columns of its rows.
     fn columns(&self) -> u32 {
         self.shape.last().copied().unwrap_or(1)
@@ -81,8 +89,7 @@ pub(crate) fn run_nanos(
                 held.format
             };
             let rate = linear_rate(target, device, format)?;
-            let elements: f64 = held.shape.iter().map(|&size| f64::from(size)).product();
-            nanos += nanos_at(elements, rate.weights_per_sec(tokens));
+            nanos += nanos_at(held.elements() as f64, rate.weights_per_sec(tokens));
             // Few tokens go through all matrices in one launch.
             let own = rate.nanos(tokens);
             beside = if tokens > FLOAT_ROWS { beside + own } else { beside.max(own) };
@@ -102,12 +109,14 @@ pub(crate) fn run_nanos(
                     bail!("{name} does not multiply rows of {features} features in {format}");
                 }
             }
-            let beside = if is_gpu && rows > FLOAT_ROWS {
-                let casts = u32::from(is_cast_apart(kind, linear, operands, batch));
-                streamed(pass_bytes(linear, operands, batch)) + f64::from(casts) * rates.step_nanos
-            } else {
-                activations
-            };
+            let is_cast = is_gpu && is_cast_apart(kind, linear, operands, batch);
+            let cast = f64::from(u32::from(is_cast)) * rates.step_nanos;
+            let beside = cast
+                + if is_gpu && rows > FLOAT_ROWS {
+                    streamed(pass_bytes(linear, operands, batch))
+                } else {
+                    activations
+                };
             matrices(rows)? + beside + streamed(unpacked_bytes(kind, operands, batch))
         }
         Some(Products::Attention(attention)) => {
@@ -138,15 +147,23 @@ pub(crate) fn run_nanos(
     Ok(rates.step_nanos + work)
 }
 
-/// Whether a GPU casts the input of a linear of many rows in a launch of its own, as it does what is normalised or in
-/// f32. What a decode hands from linear to linear and from attention to linear comes as the matrix instructions of
-/// warpgroups take it.
+/// Whether a GPU casts the input of a linear in a launch of its own: that of more rows than it takes as floats, where
+/// they are normalised or in f32. What a decode hands from linear to linear and from attention to linear comes as the
+/// matrix instructions of warpgroups take it.
 fn is_cast_apart(
     kind: &DeviceKind,
     linear: &Linear,
     operands: &Operands<'_>,
     batch: &Batch,
 ) -> bool {
+    let rows = rows_of(operands.reads[0], batch.extent);
+    let matrices = operands.weights.iter().filter(|held| held.shape.len() > 1);
+    let is_whole = |held: &Held| held.columns().is_multiple_of(WARPGROUP_COLUMNS);
+    let has_warpgroups = kind.has_warpgroups() && matrices.clone().all(is_whole);
+    if rows <= most_float_rows(matrices.map(|held| (held.format, held.elements())), has_warpgroups)
+    {
+        return false;
+    }
     let is_handed_on = batch.phase == Phase::Decode && kind.has_warpgroups();
     linear.norm.is_some() || operands.reads[0].dtype == DType::F32 && !is_handed_on
 }
@@ -193,10 +210,7 @@ fn unpacked_bytes(kind: &DeviceKind, operands: &Operands<'_>, batch: &Batch) -> 
     };
     let matrices = operands.weights.iter().filter(|held| held.shape.len() > 1);
     let matrices = matrices.filter(is_unpacked);
-    let bytes = matrices.map(|Held { format, shape, .. }| {
-        let elements: u64 = shape.iter().map(|&size| u64::from(size)).product();
-        format.bytes(1, elements) + 2 * elements
-    });
+    let bytes = matrices.map(|held| held.format.bytes(1, held.elements()) + 2 * held.elements());
     bytes.sum()
 }
 

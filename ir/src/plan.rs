@@ -105,6 +105,13 @@ pub struct Weight {
     pub sources: Vec<Source>,
 }
 
+impl Weight {
+    /// Its elements; at most `u64::MAX`.
+    pub fn elements(&self) -> u64 {
+        self.shape.iter().map(|&size| u64::from(size)).fold(1, u64::saturating_mul)
+    }
+}
+
 /// Keys and values of one layer on one device.
 ///
 /// Keys and values are one region each, `[blocks, kv_heads, block_tokens, head_dim]`; of bytes each block ends with its

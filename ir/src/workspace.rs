@@ -34,6 +34,8 @@ pub const MAX_PACKED_ROWS: u32 = 512;
 /// The same with other matrix instructions; of matrices in 16 bits half as many, since the library then reads them as
 /// fast.
 pub const MAX_PLANE_ROWS: u32 = 64;
+/// Weights of the matrices of a linear from which on those take few rows, too.
+const LEAST_OPERAND_WEIGHTS: u64 = 12 << 20;
 /// What the columns of matrices are a multiple of for the matrix instructions of warpgroups.
 pub const WARPGROUP_COLUMNS: u32 = 64;
 /// Bytes, about, of a piece of a packed matrix that is unpacked for the vendor's library: large enough that a product
@@ -225,6 +227,31 @@ pub fn exchange_bytes(members: usize, piece_bytes: u64) -> u64 {
     EXCHANGE_HEADER_BYTES + inboxes * (exchange_flagged_bytes(piece_bytes) + piece_bytes)
 }
 
+/// The most rows that are multiplied as floats with large matrices of that format where there are the matrix instructions
+/// of warpgroups, which take more in 16 bits. An H200 decodes 2 sequences in 16 and 12 bits 1.13 times as fast so as it
+/// does with floats, 3 in 4 bits 1.2 times and in 8 bits 1.04 times: see benches/RESULTS.md.
+fn most_large_float_rows(held: Format) -> u32 {
+    match held {
+        Format::F32 | Format::F16 => FLOAT_ROWS,
+        Format::Bf16 | Format::Bf12 => 1,
+        Format::Q8 | Format::Q4 => 2,
+    }
+}
+
+/// The most rows that a GPU multiplies as floats with the matrices of a linear, each of a format and so many weights.
+/// Small matrices do not make up for the launch that casts their input.
+pub fn most_float_rows(
+    matrices: impl IntoIterator<Item = (Format, u64)>,
+    has_warpgroups: bool,
+) -> u32 {
+    let (mut most, mut all) = (0, 0_u64);
+    for (held, weights) in matrices {
+        most = most.max(most_large_float_rows(held));
+        all = all.saturating_add(weights);
+    }
+    if has_warpgroups && all >= LEAST_OPERAND_WEIGHTS { most } else { FLOAT_ROWS }
+}
+
 /// Rows of activations as right operands of a GPU's matrix instructions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OperandRows {
@@ -235,16 +262,16 @@ pub struct OperandRows {
 }
 
 impl OperandRows {
-    /// How `rows` rows lie: few kinds, since kernels are compiled for each. `None` where a linear takes them row after
-    /// row.
+    /// How `rows` rows lie: few kinds, since kernels are compiled for each. `None` where there are too many.
     pub fn of(rows: u32) -> Option<Self> {
-        /// The most rows for which other instructions are as good.
-        const FEW_ROWS: u32 = 16;
-        let stacks = rows.div_ceil(MAX_FUSED_ROWS);
-        (rows > FEW_ROWS && rows <= MAX_PACKED_ROWS).then(|| {
-            let rows = rows.div_ceil(stacks).next_multiple_of(MAX_FUSED_ROWS / 4);
-            Self { stacks, rows }
-        })
+        /// Columns of an operand are a multiple of it.
+        const LEAST: u32 = 8;
+        const FEW: u32 = 2 * LEAST;
+        let stacks = rows.div_ceil(MAX_FUSED_ROWS).max(1);
+        let of_each = rows.div_ceil(stacks);
+        let multiple = if of_each <= FEW { LEAST } else { MAX_FUSED_ROWS / 4 };
+        let rows_of_each = of_each.next_multiple_of(multiple);
+        (rows <= MAX_PACKED_ROWS).then_some(Self { stacks, rows: rows_of_each })
     }
 
     /// All rows.
@@ -305,7 +332,15 @@ impl Need<'_> {
         if is_cast(linear) {
             raise(&mut space.input_bytes, product(&[rows.min(MAX_FUSED_ROWS), features], 4));
         }
+        let weights = linear.weights.iter().filter_map(|&id| self.plan.weights.get(id));
+        let held = weights.map(|weight| (weight.format, weight.elements()));
         if rows <= FLOAT_ROWS {
+            if let Some(operands) =
+                OperandRows::of(rows).filter(|_| rows > most_float_rows(held, true))
+            {
+                let element = Format::Bf16.bytes(1, 1);
+                raise(&mut space.input_bytes, product(&[operands.count(), features], element));
+            }
             return;
         }
         raise(&mut space.library_bytes, self.library_bytes);
@@ -462,12 +497,25 @@ mod tests {
     #[test]
     fn operands_hold_all_rows_and_each_has_some() {
         let of = |rows| OperandRows::of(rows).map(|operands| (operands.stacks, operands.rows));
-        assert_eq!([of(16), of(MAX_PACKED_ROWS + 1)], [None, None]);
+        assert_eq!(of(MAX_PACKED_ROWS + 1), None);
+        assert_eq!([of(1), of(8), of(9)], [Some((1, 8)), Some((1, 8)), Some((1, 16))]);
         assert_eq!([of(17), of(128), of(129)], [Some((1, 32)), Some((1, 128)), Some((2, 96))]);
-        for rows in 17..=MAX_PACKED_ROWS {
+        for rows in 1..=MAX_PACKED_ROWS {
             let operands = OperandRows::of(rows).unwrap();
             assert!(operands.count() >= rows && operands.count() < rows + operands.rows);
         }
+    }
+
+    #[test]
+    fn few_rows_are_floats_as_formats_and_sizes_say() {
+        let of = |held, weights| most_float_rows([(held, weights)], true);
+        let large = LEAST_OPERAND_WEIGHTS;
+        assert_eq!(Format::ALL.map(|held| of(held, large)), [8, 8, 1, 1, 2, 2]);
+        assert_eq!(of(Format::Bf12, large - 1), FLOAT_ROWS);
+        // Matrices of one linear share a launch, and the form that those take which are floats the longest.
+        let shared = [(Format::Q4, large / 2), (Format::Bf16, large / 2)];
+        assert_eq!(most_float_rows(shared, true), 2);
+        assert_eq!(most_float_rows(shared, false), FLOAT_ROWS);
     }
 
     #[test]

@@ -13,7 +13,7 @@ use half::bf16;
 use ir::machine::{LinearRate, RatePoint, RateSource, Rates};
 use ir::op::Then;
 use ir::tensor::{DType, Format};
-use ir::workspace;
+use ir::workspace::{self, most_float_rows};
 
 use self::experts::EXPERT_FORMATS;
 use super::compiled::{Share, Turns};
@@ -191,12 +191,17 @@ impl Meter<'_> {
         })
     }
 
-    /// Nanoseconds of a linear of few tokens, with one matrix after the other.
+    /// Nanoseconds of a linear of few tokens, with one matrix after the other; their input is in the form that matrices of
+    /// a layer's size take.
     fn few(&self, matrices: &[Matrix], tokens: usize, launches: usize) -> Result<f64> {
         let rows = matrices.iter().map(Matrix::rows).max().unwrap_or(0);
         let out = self.gpu.allocate(tokens * rows * size_of::<f32>())?;
         let count = tokens * self.sizes.columns;
+        let has_groups = self.gpu.has_groups(&matrices[0]);
+        let of_layer = (self.sizes.rows * self.sizes.columns) as u64;
+        let most_floats = most_float_rows([(matrices[0].format(), of_layer)], has_groups);
         let order = self.gpu.right_operands(&matrices[0], tokens);
+        let order = order.filter(|_| tokens > most_floats as usize);
         let (element, x) = match order {
             Some(order) => (DType::Bf16, self.narrow(order.count() * self.sizes.columns)?),
             None if tokens <= FLOAT_TOKENS => (DType::F32, self.floats(count)?),

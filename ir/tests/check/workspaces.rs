@@ -55,14 +55,29 @@ fn few_rows_are_multiplied_with_matrices_as_they_lie() {
 }
 
 #[test]
+fn few_rows_come_as_operands_to_large_matrices() {
+    let input_bytes = |rows, outputs| {
+        let mut plan = with_tokens(on_gpu(streamed()), rows);
+        plan.programs[0].max.rows = rows;
+        for weight in plan.weights.rows_mut().iter_mut().filter(|weight| weight.shape.len() == 2) {
+            (weight.shape[0], weight.format) = (outputs, Format::Bf12);
+        }
+        workspaces(&plan)[d(0)].input_bytes
+    };
+    // Of eight columns each; operands have eight rows.
+    assert_eq!([1, 2, 8].map(|rows| input_bytes(rows, 2 << 20)), [0, 8 * 8 * 2, 8 * 8 * 2]);
+    assert_eq!([1, 2, 8].map(|rows| input_bytes(rows, 1 << 10)), [0, 0, 0]);
+}
+
+#[test]
 fn many_rows_need_the_largest_packed_matrix_unpacked() {
     // The linears' matrices are 8 by 8, in bfloat16 and fetched; those of the router and the head are the GPU's own
     // floats.
     let plan = with_tokens(on_gpu(streamed()), 9);
     let space = workspaces(&plan)[d(0)];
     assert_eq!((space.matrix_bytes, space.library_bytes), (8 * 8 * 2, LIBRARY_BYTES));
-    assert_eq!(space.input_bytes, 9 * 8 * 2);
-    // As right operands of matrix instructions rows come in thirty-twos.
+    // As right operands of matrix instructions rows come in eights, and more than sixteen in thirty-twos.
+    assert_eq!(space.input_bytes, 16 * 8 * 2);
     for (rows, operands) in [(17, 32), (40, 64), (70, 96), (130, 130)] {
         let bytes = operands * 8 * 2;
         let plan = with_tokens(on_gpu(streamed()), rows);
@@ -74,7 +89,7 @@ fn many_rows_need_the_largest_packed_matrix_unpacked() {
     quantised.weights[head].format = Format::Q8;
     assert_eq!(workspaces(&quantised)[d(0)].matrix_bytes, 32 * 8 * 2);
     // So do those of blocks, of up to 512 rows.
-    for (rows, operands) in [(9, 9), (17, 32), (40, 64), (70, 96), (130, 2 * 96), (513, 513)] {
+    for (rows, operands) in [(9, 16), (17, 32), (40, 64), (70, 96), (130, 2 * 96), (513, 513)] {
         let bytes = operands * 8 * 2;
         let mut plan = with_tokens(quantised.clone(), rows);
         plan.programs[0].max.rows = rows;
@@ -114,8 +129,8 @@ fn without_the_library_f32_is_counted_and_parts_of_the_rows_in_16_bits() {
     };
     let space = without(9);
     assert_eq!((space.matrix_bytes, space.library_bytes), (8 * 8 * 4, 0));
-    // Rows as they lie, then as operands, of which there are 128 at most.
-    for (rows, parts) in [(9, 9), (16, 16), (17, 32), (40, 64), (70, 96), (130, 128)] {
+    // As operands, of which there are 128 at most.
+    for (rows, parts) in [(9, 16), (16, 16), (17, 32), (40, 64), (70, 96), (130, 128)] {
         assert_eq!(without(rows).input_bytes, parts * 8 * 2, "{rows} rows");
     }
 }

@@ -27,7 +27,7 @@ use anyhow::{Result, ensure};
 use cubecl::prelude::{CubeCount, CubeDim};
 use ir::op::Then;
 use ir::tensor::{DType, Format};
-use ir::workspace::{MAX_PACKED_ROWS, most_fused_rows, product_format};
+use ir::workspace::{MAX_PACKED_ROWS, most_float_rows, most_fused_rows, product_format};
 
 use self::bytes::ByteShare;
 use self::digits::{DIGIT_TOKENS, digit_bytes};
@@ -175,6 +175,13 @@ impl Gpu {
     /// The most tokens in bf16 that a matrix is multiplied with as it lies.
     pub fn most_narrow(&self, matrix: &Matrix) -> usize {
         most_fused_rows(matrix.format(), self.has_groups(matrix)) as usize
+    }
+
+    /// The most tokens of floats that matrices of one linear are better multiplied with as such.
+    pub fn most_floats<'a>(&self, matrices: impl IntoIterator<Item = &'a Matrix> + Clone) -> usize {
+        let has_groups = matrices.clone().into_iter().all(|matrix| self.has_groups(matrix));
+        let held = |matrix: &Matrix| (matrix.format(), (matrix.rows() * matrix.columns()) as u64);
+        most_float_rows(matrices.into_iter().map(held), has_groups) as usize
     }
 
     /// The most rows in bf16 that all of these matrices are multiplied with as they lie; `None` where one is not.

@@ -109,9 +109,11 @@ impl State {
         let is_own = rows <= MAX_FUSED_TOKENS
             || scope.batch.is_decode()
             || !linear.weights.iter().any(is_unpacked);
+        let are_narrow = is_own && matrices.clone().into_iter().all(takes_narrow);
+        let are_floats = !are_narrow || rows <= self.gpu.most_floats(matrices.clone());
         match rows {
-            ..=FLOAT_TOKENS if dtype == DType::F32 => Some(DType::F32),
-            _ if is_own && matrices.clone().into_iter().all(takes_narrow) => Some(DType::Bf16),
+            ..=FLOAT_TOKENS if dtype == DType::F32 && are_floats => Some(DType::F32),
+            _ if are_narrow => Some(DType::Bf16),
             ..=MAX_FUSED_TOKENS
                 if dtype == DType::F32 && matrices.into_iter().all(takes_many_floats) =>
             {

@@ -1,5 +1,5 @@
 //! Some tens of rows of bf16 activations with matrix instructions: weights go from panels to registers, activations
-//! through shared memory. Hopper GPUs take more than 16 rows of whole steps and of packed weights as [`groups`] say.
+//! through shared memory. Hopper GPUs take rows of whole steps and packed weights as [`groups`] say.
 //!
 //! - Weights of 16 bits may also lie row after row.
 //! - A plane takes 32 rows of one matrix for all tokens, and some of the columns, step after step; what it loads of the

@@ -1,4 +1,4 @@
-//! More than 16 rows of bf16 activations with the matrix instructions of a warpgroup: weights go from shared memory to
+//! Rows of bf16 activations with the matrix instructions of a warpgroup: weights go from shared memory to
 //! registers, and one instruction multiplies them with up to 128 tokens, which it reads in shared memory by itself.
 //!
 //! - A cube is a group of four planes, each of which takes 32 rows of one matrix. All take the same columns, step after
@@ -90,7 +90,7 @@ impl Gpu {
     }
 
     /// Whether groups of planes multiply a matrix.
-    pub(in crate::kernels::gpu::linear) fn has_groups(&self, matrix: &Matrix) -> bool {
+    pub(crate) fn has_groups(&self, matrix: &Matrix) -> bool {
         self.has_warpgroups() && matrix.columns().is_multiple_of(STEP)
     }
 
