@@ -148,24 +148,31 @@ pub(crate) fn run_nanos(
 }
 
 /// Whether a GPU casts the input of a linear in a launch of its own: that of more rows than it takes as floats, where
-/// they are normalised or in f32. What a decode hands from linear to linear and from attention to linear comes as the
-/// matrix instructions of warpgroups take it.
+/// they are normalised or in another format than products. What a decode hands from linear to linear and from attention
+/// to linear comes as the matrix instructions of warpgroups take it.
 fn is_cast_apart(
     kind: &DeviceKind,
     linear: &Linear,
     operands: &Operands<'_>,
     batch: &Batch,
 ) -> bool {
-    let rows = rows_of(operands.reads[0], batch.extent);
+    let x = operands.reads[0];
+    let rows = rows_of(x, batch.extent);
     let matrices = operands.weights.iter().filter(|held| held.shape.len() > 1);
     let is_whole = |held: &Held| held.columns().is_multiple_of(WARPGROUP_COLUMNS);
     let has_warpgroups = kind.has_warpgroups() && matrices.clone().all(is_whole);
-    if rows <= most_float_rows(matrices.map(|held| (held.format, held.elements())), has_warpgroups)
-    {
+    let sizes = matrices.clone().map(|held| (held.format, held.elements()));
+    if rows <= most_float_rows(sizes, has_warpgroups) {
         return false;
     }
-    let is_handed_on = batch.phase == Phase::Decode && kind.has_warpgroups();
-    linear.norm.is_some() || operands.reads[0].dtype == DType::F32 && !is_handed_on
+    let is_own = |held: &Held| rows <= most_rows_on(kind, held.format, held.columns());
+    let is_handed_on = batch.phase == Phase::Decode
+        && has_warpgroups
+        && !operands.is_fetched
+        && matrices.clone().all(is_own);
+    let is_other =
+        |held: &Held| product_format(held.format, kind.has_library()).float() != Some(x.dtype);
+    linear.norm.is_some() || !is_handed_on && matrices.clone().any(is_other)
 }
 
 /// Bytes that a GPU moves before and after the products of a linear of many rows: the input is narrowed to 16 bits if

@@ -2,8 +2,7 @@
 //!
 //! Matrix instructions take them in bfloat16 anyway. Held so, they and the products of a gate take half the memory and
 //! half the time of being written and read, and nothing narrows them in between: of a block with 8 B weights and 2048
-//! tokens 350 instead of 820 MB go by. (Runs of fewer tokens in such a program, whose products are not the library's,
-//! make them in f32 and narrow them.)
+//! tokens 350 instead of 820 MB go by. (Runs of few tokens in such a program make them in f32 and narrow them.)
 
 use std::collections::HashMap;
 

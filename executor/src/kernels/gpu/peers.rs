@@ -169,8 +169,7 @@ impl Gpu {
                     CubeDim::new_1d(UNITS),
                     term.argument(count, size_of::<f32>()),
                     out.argument(count, size_of::<f32>()),
-                    group.meeting(),
-                    count as u32,
+                    group.meeting(count),
                 );
             }
             return Ok(());

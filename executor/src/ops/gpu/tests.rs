@@ -199,6 +199,19 @@ fn kernels_agree_with_burn_on_gated_layers() {
     gated().iter().for_each(agrees);
 }
 
+/// Of which three rows come as operands, too.
+#[test]
+fn kernels_agree_with_burn_on_large_linears() {
+    let Some(gpu) = testing::gpu() else { return };
+    if !gpu.has_warpgroups() {
+        eprintln!("skipped: only Hopper GPUs multiply few rows with large matrices in another way");
+        return;
+    }
+    let [plain, _] = gated();
+    let sizes = Toy { layers: 1, features: 640, intermediate: 19_712, ..plain };
+    agrees(&Toy { heads: 20, stored: DType::Bf16, ..sizes });
+}
+
 #[test]
 fn kernels_agree_with_burn_on_plain_layers_with_biases() {
     agrees(&plain_with_biases());

@@ -11,7 +11,6 @@ use super::{FLOAT_TOKENS, Linear, MAX_FUSED_TOKENS, MAX_PACKED_TOKENS, matrix, t
 use crate::kernels::gpu::device::Span;
 use crate::kernels::gpu::given::given;
 use crate::kernels::gpu::matrix::Matrix;
-use crate::kernels::gpu::peers::Group;
 use crate::kernels::gpu::portion::BLOCK;
 use crate::kernels::gpu::warpgroup::RightOperands;
 use crate::kernels::gpu::words::{Words, read_size};
@@ -164,7 +163,7 @@ impl<'a> Linear<'a> {
                 out.argument(tokens * rows, self.made.bytes() as usize),
                 biases.iter().map(|bias| bias.map(|bias| floats(bias, rows)).into()).collect(),
                 self.residual.map(|residual| floats(residual, self.tokens * rows)).into(),
-                self.sum.map(Group::meeting).into(),
+                self.sum.map(|sum| sum.meeting(self.tokens * rows)).into(),
                 rows,
                 given(biases.iter().map(Option::is_some).chain(others)),
             )

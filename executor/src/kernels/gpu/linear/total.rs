@@ -300,7 +300,10 @@ impl Totals {
                     #[comptime]
                     match output.meeting.clone() {
                         ComptimeOption::Some(meeting) => {
-                            value = meeting.sum(self.turn, at as u32, value);
+                            // What pads the tokens is no part of any term.
+                            if meeting.has(at as u32) {
+                                value = meeting.sum(self.turn, at as u32, value);
+                            }
                         }
                         ComptimeOption::None => {}
                     }

@@ -17,6 +17,8 @@ pub(in crate::kernels::gpu) struct Meeting {
     turn: Box<[u32]>,
     /// Which sum of the run it is.
     sum_of_run: u32,
+    /// Numbers of each term: all members send as many.
+    count: u32,
     /// Bytes that an inbox has for a small term.
     flagged_bytes: u32,
     /// Which of the members this GPU is.
@@ -28,12 +30,13 @@ pub(in crate::kernels::gpu) struct Meeting {
 }
 
 impl Group {
-    /// How kernels are told of the group.
-    pub(in crate::kernels::gpu) fn meeting(&self) -> MeetingLaunch {
+    /// How kernels are told of the group, for terms of `count` numbers.
+    pub(in crate::kernels::gpu) fn meeting(&self, count: usize) -> MeetingLaunch {
         MeetingLaunch::new(
             self.exchanges.0.iter().copied().collect(),
             self.turn.argument(1, size_of::<u32>()),
             self.number,
+            count as u32,
             self.flagged_bytes() as u32,
             self.rank,
             self.exchanges.0.len() as u32,
@@ -43,9 +46,9 @@ impl Group {
 
 /// The sum of small terms, a number for each unit.
 #[cube(launch_unchecked)]
-pub(super) fn sum_with_flags(term: &[f32], out: &mut [f32], meeting: &Meeting, count: u32) {
+pub(super) fn sum_with_flags(term: &[f32], out: &mut [f32], meeting: &Meeting) {
     let at = CUBE_POS_X * UNITS + UNIT_POS;
-    if at < count {
+    if meeting.has(at) {
         let turn = meeting.turn();
         out[at as usize] = meeting.sum(turn, at, term[at as usize]);
     }
@@ -56,6 +59,11 @@ impl Meeting {
     /// The run's number.
     pub(in crate::kernels::gpu) fn turn(&self) -> u32 {
         self.turn[0]
+    }
+
+    /// Whether terms have a number `at`.
+    pub(in crate::kernels::gpu) fn has(&self, at: u32) -> bool {
+        at < self.count
     }
 
     /// Number `at` of the sum of all terms, of which this GPU's is `value`, in run `turn`.
