@@ -80,19 +80,21 @@ pub(crate) fn run_nanos(
             // Prompts take unpacked copies, decodes what they can as it lies.
             let most = most_rows_on(kind, held.format, held.columns());
             let most = match batch.phase {
-                Phase::Prefill => most.min(MAX_FUSED_ROWS),
-                Phase::Decode => most,
+                Phase::Prefill if held.also_unpacked => most.min(MAX_FUSED_ROWS),
+                Phase::Prefill | Phase::Decode => most,
             };
-            let format = if held.also_unpacked && tokens > most {
+            let is_unpacked = held.also_unpacked && tokens > most;
+            let format = if is_unpacked {
                 product_format(held.format, kind.has_library())
             } else {
                 held.format
             };
             let rate = linear_rate(target, device, format)?;
             nanos += nanos_at(held.elements() as f64, rate.weights_per_sec(tokens));
-            // Few tokens go through all matrices in one launch.
+            // All matrices go through one launch, but for those of the vendor's library.
             let own = rate.nanos(tokens);
-            beside = if tokens > FLOAT_ROWS { beside + own } else { beside.max(own) };
+            let is_alone = tokens > if is_gpu { most } else { FLOAT_ROWS };
+            beside = if is_alone { beside + own } else { beside.max(own) };
         }
         Ok(nanos + beside)
     };

@@ -208,8 +208,8 @@ fn kernels_agree_with_burn_on_large_linears() {
         return;
     }
     let [plain, _] = gated();
-    let sizes = Toy { layers: 1, features: 640, intermediate: 19_712, ..plain };
-    agrees(&Toy { heads: 20, stored: DType::Bf16, ..sizes });
+    let intermediate = 19_712;
+    agrees(&Toy { layers: 1, features: 640, heads: 20, intermediate, ..plain });
 }
 
 #[test]
