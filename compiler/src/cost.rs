@@ -9,8 +9,8 @@ use ir::op::{Attention, Experts, Linear, Op, Products, Then};
 use ir::plan::Phase;
 use ir::tensor::{DType, Extent, Format, TensorType};
 use ir::workspace::{
-    FLOAT_ROWS, MAX_FUSED_ROWS, WARPGROUP_COLUMNS, broken_loads, most_float_rows, most_rows_on,
-    product_format,
+    FLOAT_ROWS, MAX_FUSED_ROWS, OperandRows, WARPGROUP_COLUMNS, broken_loads, most_float_rows,
+    most_rows_on, product_format,
 };
 
 use crate::target::{Batch, Target};
@@ -151,7 +151,8 @@ pub(crate) fn run_nanos(
 
 /// Whether a GPU casts the input of a linear in a launch of its own: that of more rows than it takes as floats, where
 /// they are normalised or in another format than products. What a decode hands from linear to linear and from attention
-/// to linear comes as the matrix instructions of warpgroups take it.
+/// to linear comes as the matrix instructions of warpgroups take it, where it has room for that. (So does what a prompt
+/// of some tokens hands from gate and up to down; that is counted a cast too many.)
 fn is_cast_apart(
     kind: &DeviceKind,
     linear: &Linear,
@@ -168,12 +169,14 @@ fn is_cast_apart(
         return false;
     }
     let is_own = |held: &Held| rows <= most_rows_on(kind, held.format, held.columns());
+    // Operands lie where as many rows of f32 would.
+    let has_room = OperandRows::of(rows).is_some_and(|operands| operands.count() <= 2 * rows);
     let is_handed_on = batch.phase == Phase::Decode
         && has_warpgroups
+        && has_room
         && !operands.is_fetched
         && matrices.clone().all(is_own);
-    let is_other =
-        |held: &Held| product_format(held.format, kind.has_library()).float() != Some(x.dtype);
+    let is_other = |held: &Held| product_format(held.format, true).float() != Some(x.dtype);
     linear.norm.is_some() || !is_handed_on && matrices.clone().any(is_other)
 }
 

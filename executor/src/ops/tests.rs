@@ -32,7 +32,7 @@ pub(crate) fn plan(
     let options = compiler::Options {
         formats: vec![format.to_string().parse().unwrap()],
         kv_type: Some(kv_type),
-        max_sequences: 3,
+        max_sequences: 4,
         context: Some(96),
         request: Request::Pipeline(vec![device.to_owned()]),
         ..compiler::Options::default()

@@ -172,11 +172,7 @@ impl State {
             let first = made.first().context("a linear writes nothing")?;
             let made_order = first.order;
             let spans: Vec<&Span> = made.iter().map(|out| &out.span).collect();
-            // A few rows in 16 bits are taken as they lie where a cast is not worth it.
-            let is_cast = x.order.is_some()
-                || x.rows > self.gpu.most_floats(all[part.clone()].iter().copied());
-            let order = self.gpu.right_operands(all[part.start], x.rows);
-            let order = order.filter(|_| is_narrow && is_cast);
+            let order = self.gpu.right_operands(all[part.start], x.rows).filter(|_| is_narrow);
             if is_narrow && narrowed != Some(order) {
                 ensure!(x.order.is_none(), "the input lies as {:?}, not as {order:?}", x.order);
                 input = self.cast_input(op, x, Format::Bf16, order)?;

@@ -1,6 +1,7 @@
 //! Kernels of GPUs beside their plain Burn form: every operation of a plan gets the same inputs in both, in runs of many
 //! tokens and of one, with the vendor's library and without.
 
+use std::collections::BTreeSet;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -107,8 +108,9 @@ fn tolerance(plan: &Plan, op: &Op, driver: GpuDriver, is_narrow: bool) -> f64 {
     products * of_formats.fold(of_cache.max(handed_on), f64::max)
 }
 
-/// Runs every step of every batch both ways; what follows is fed what the GPU makes. Says whether some lay as operands.
-fn walk(plan: &Plan, folder: &Path, options: &Options) -> bool {
+/// Runs every step of every batch both ways; what follows is fed what the GPU makes. Says of how many
+/// rows something lay as operands.
+fn walk(plan: &Plan, folder: &Path, options: &Options) -> BTreeSet<usize> {
     let checkpoint = Checkpoint::open(&plan.files, folder).unwrap();
     let id = plan.machine.device("gpu0").unwrap();
     let peers = Arc::new(Peers::new(plan, options));
@@ -120,7 +122,7 @@ fn walk(plan: &Plan, folder: &Path, options: &Options) -> bool {
         burn.hold(weight, &checkpoint, &team).unwrap();
     }
     let known = KnownGraphs::new(0, 0);
-    let mut are_operands = false;
+    let mut ordered = BTreeSet::new();
     for (number, (phase, batch)) in batches(plan.model.vocabulary).into_iter().enumerate() {
         let parts = batch.parts().len() as u32;
         let fits = |&program: &usize| {
@@ -152,11 +154,11 @@ fn walk(plan: &Plan, folder: &Path, options: &Options) -> bool {
                     inputs.iter().chain([output]).any(|x| x.dtype.bytes() < 4 || x.order.is_some());
                 let most = tolerance(plan, op, options.gpu_driver, is_narrow);
                 compare(value(&state, output), expected, most, &at);
-                are_operands |= output.order.is_some();
+                ordered.extend(output.order.map(|_| output.rows));
             }
         }
     }
-    are_operands
+    ordered
 }
 
 /// Formats of matrices, each with that of a cache and the type of floats that a GPU has to know beside that of the
@@ -186,10 +188,13 @@ fn agrees(toy: &Toy) {
         for &has_library in libraries {
             let machine = machine(has_library);
             let plan = plan(&model, (&machine, "gpu0"), format, kv_type);
-            let are_operands = walk(&plan, folder.path(), &options);
+            let ordered = walk(&plan, folder.path(), &options);
             let has_whole = toy.intermediate.is_multiple_of(WARPGROUP_COLUMNS);
             let is_bf16 = product_format(format, true) == Format::Bf16;
-            assert_eq!(are_operands, gpu.has_warpgroups() && has_whole && is_bf16, "{format}");
+            let are_operands = gpu.has_warpgroups() && has_whole && is_bf16;
+            assert_eq!(!ordered.is_empty(), are_operands, "{format}");
+            let is_large = toy.features * toy.intermediate >= 12 << 20;
+            assert_eq!(ordered.contains(&3), are_operands && is_large, "{format}");
         }
     }
 }
