@@ -210,12 +210,12 @@ mod tests {
         let most = 512;
         let [packed, floats] = [Format::Q8, Format::F16].map(|format| plan("gpu0", format));
         // Sixteen kinds, and two for each sequence.
-        assert_eq!(found(&packed, GpuDriver::Cuda, false), (most, 64, 97, 22));
-        assert_eq!(found(&floats, GpuDriver::Cuda, false), (most, 61, 97, 22));
-        assert_eq!(found(&packed, GpuDriver::Cuda, true), (most, 64, 97, 7));
-        assert_eq!(found(&packed, GpuDriver::Vulkan, false), (0, 61, 97, 22));
+        assert_eq!(found(&packed, GpuDriver::Cuda, false), (most, 64, 97, 24));
+        assert_eq!(found(&floats, GpuDriver::Cuda, false), (most, 61, 97, 24));
+        assert_eq!(found(&packed, GpuDriver::Cuda, true), (most, 64, 97, 8));
+        assert_eq!(found(&packed, GpuDriver::Vulkan, false), (0, 61, 97, 24));
         let of_node = plan("numa0", Format::Q8);
-        assert_eq!(found(&of_node, GpuDriver::Cuda, false), (0, 61, 97, 22));
+        assert_eq!(found(&of_node, GpuDriver::Cuda, false), (0, 61, 97, 24));
         // As many tokens as reading matrices takes longer than.
         let mut of_hopper = packed;
         for device in of_hopper.machine.devices.rows_mut() {
@@ -223,7 +223,7 @@ mod tests {
                 *has_warpgroups = true;
             }
         }
-        assert_eq!(found(&of_hopper, GpuDriver::Cuda, false), (most, 64, 128, 22));
+        assert_eq!(found(&of_hopper, GpuDriver::Cuda, false), (most, 64, 128, 24));
     }
 
     #[test]
