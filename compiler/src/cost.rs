@@ -9,7 +9,7 @@ use ir::op::{Attention, Experts, Linear, Op, Products, Then};
 use ir::plan::Phase;
 use ir::tensor::{DType, Extent, Format, TensorType};
 use ir::workspace::{
-    FLOAT_ROWS, MAX_FUSED_ROWS, OperandRows, WARPGROUP_COLUMNS, broken_loads, most_float_rows,
+    FLOAT_ROWS, MAX_FUSED_ROWS, OperandRows, broken_loads, has_warpgroups_for, most_float_rows,
     most_rows_on, product_format,
 };
 
@@ -34,6 +34,13 @@ pub(crate) struct Operands<'a> {
     pub(crate) is_fetched: bool,
     /// Whose cache is borrowed.
     pub(crate) borrows_from: Option<DeviceId>,
+}
+
+impl Operands<'_> {
+    /// The weights that rows are multiplied with.
+    fn matrices(&self) -> impl Iterator<Item = &Held> + Clone {
+        self.weights.iter().filter(|held| held.shape.len() > 1)
+    }
 }
 
 /// How a device, or the home that it fetches from, holds a weight.
@@ -76,7 +83,7 @@ pub(crate) fn run_nanos(
     let is_gpu = kind.is_gpu();
     let matrices = |tokens: u32| -> Result<f64> {
         let (mut nanos, mut beside) = (0.0, 0f64);
-        for held in operands.weights.iter().filter(|held| held.shape.len() > 1) {
+        for held in operands.matrices() {
             // Prompts take unpacked copies, decodes what they can as it lies.
             let most = most_rows_on(kind, held.format, held.columns());
             let most = match batch.phase {
@@ -103,8 +110,7 @@ pub(crate) fn run_nanos(
             let rows = rows_of(operands.reads[0], batch.extent);
             if is_gpu {
                 let features = operands.reads[0].features(batch.extent);
-                let held = operands.weights.iter().filter(|held| held.shape.len() > 1);
-                let held = held.map(|held| held.format);
+                let held = operands.matrices().map(|held| held.format);
                 let broken = broken_loads(linear, held, (rows, features), kind.has_library());
                 if let Some(format) = broken {
                     let name = target.name(device);
@@ -161,10 +167,8 @@ fn is_cast_apart(
 ) -> bool {
     let x = operands.reads[0];
     let rows = rows_of(x, batch.extent);
-    let matrices = operands.weights.iter().filter(|held| held.shape.len() > 1);
-    let is_whole = |held: &Held| held.columns().is_multiple_of(WARPGROUP_COLUMNS);
-    let has_warpgroups = kind.has_warpgroups() && matrices.clone().all(is_whole);
-    let sizes = matrices.clone().map(|held| (held.format, held.elements()));
+    let has_warpgroups = operands.matrices().all(|held| has_warpgroups_for(kind, held.columns()));
+    let sizes = operands.matrices().map(|held| (held.format, held.elements()));
     if rows <= most_float_rows(sizes, has_warpgroups) {
         return false;
     }
@@ -175,9 +179,9 @@ fn is_cast_apart(
         && has_warpgroups
         && has_room
         && !operands.is_fetched
-        && matrices.clone().all(is_own);
+        && operands.matrices().all(is_own);
     let is_other = |held: &Held| product_format(held.format, true).float() != Some(x.dtype);
-    linear.norm.is_some() || !is_handed_on && matrices.clone().any(is_other)
+    linear.norm.is_some() || !is_handed_on && operands.matrices().any(is_other)
 }
 
 /// Bytes that a GPU moves before and after the products of a linear of many rows: the input is narrowed to 16 bits if
@@ -220,8 +224,7 @@ fn unpacked_bytes(kind: &DeviceKind, operands: &Operands<'_>, batch: &Batch) -> 
         let most = most_rows_on(kind, held.format, held.columns());
         held.format.float().is_some() && rows > most
     };
-    let matrices = operands.weights.iter().filter(|held| held.shape.len() > 1);
-    let matrices = matrices.filter(is_unpacked);
+    let matrices = operands.matrices().filter(is_unpacked);
     let bytes = matrices.map(|held| held.format.bytes(1, held.elements()) + 2 * held.elements());
     bytes.sum()
 }

@@ -10,7 +10,8 @@ use crate::packing::gpu_has_panels;
 use crate::plan::{Action, Buffer, Phase, Plan, Program, Queue, Step, Weight};
 use crate::tensor::DType;
 use crate::workspace::{
-    FLOAT_ROWS, MAX_FUSED_ROWS, MAX_PLANE_ROWS, is_cast, most_float_rows, most_rows_on, piece_rows,
+    FLOAT_ROWS, MAX_FUSED_ROWS, MAX_PLANE_ROWS, is_cast, most_float_rows_of, most_rows_on,
+    piece_rows,
 };
 
 /// Kinds of runs held beside those of `SEQUENCE_KINDS`: lengths of short prompts, near and far contexts.
@@ -137,9 +138,8 @@ impl Launches<'_> {
         let rows = input.and_then(|input| input.ty.shape.first());
         let rows = rows.map_or(u32::MAX, |rows| rows.size(self.program.max));
         // Few rows of f32 are taken as they are; any other input is first brought in its form, but for small matrices.
-        let held = linear.weights.iter().filter_map(|&id| self.plan.weights.get(id));
-        let held = held.map(|weight| (weight.format, weight.elements()));
-        let is_taken = rows <= most_float_rows(held, true) && !is_narrow(input) && !is_cast(linear);
+        let most_floats = most_float_rows_of(self.plan, linear);
+        let is_taken = rows <= most_floats && !is_narrow(input) && !is_cast(linear);
         let of_part = kinds.len() as u64 * if is_taken { 1 } else { 2 };
         let rows = match self.program.phase {
             Phase::Prefill => rows.min(most_prompt_tokens(self.plan)),

@@ -20,7 +20,7 @@ use crate::tensor::{DType, Dim, Format};
 
 pub use rows::{
     FLOAT_ROWS, MAX_FUSED_ROWS, MAX_PACKED_ROWS, MAX_PLANE_ROWS, OperandRows, WARPGROUP_COLUMNS,
-    most_float_rows, most_fused_rows, most_rows_on,
+    has_warpgroups_for, most_float_rows, most_fused_rows, most_rows_on,
 };
 pub use run::{RunPart, RunSizes};
 
@@ -265,12 +265,9 @@ impl Need<'_> {
         if is_cast(linear) {
             raise(&mut space.input_bytes, product(&[rows.min(MAX_FUSED_ROWS), features], 4));
         }
-        let weights = linear.weights.iter().filter_map(|&id| self.plan.weights.get(id));
-        let held = weights.map(|weight| (weight.format, weight.elements()));
         if rows <= FLOAT_ROWS {
-            if let Some(operands) =
-                OperandRows::of(rows).filter(|_| rows > most_float_rows(held, true))
-            {
+            let are_operands = rows > most_float_rows_of(self.plan, linear);
+            if let Some(operands) = OperandRows::of(rows).filter(|_| are_operands) {
                 let element = Format::Bf16.bytes(1, 1);
                 raise(&mut space.input_bytes, product(&[operands.count(), features], element));
             }
@@ -395,6 +392,12 @@ pub fn broken_loads(
     let laid_out = products.map(|held| product_format(held, has_library));
     let mut laid_out = is_cast(linear).then_some(Format::F32).into_iter().chain(laid_out);
     laid_out.find(|&format| !has_whole_loads(format, u64::from(features)))
+}
+
+/// The most rows that a GPU with the matrix instructions of warpgroups multiplies as floats with a linear's matrices.
+pub(crate) fn most_float_rows_of(plan: &Plan, linear: &Linear) -> u32 {
+    let weights = linear.weights.iter().filter_map(|&id| plan.weights.get(id));
+    most_float_rows(weights.map(|weight| (weight.format, weight.elements())), true)
 }
 
 /// Whether the input of few rows is normalised first: kernels do so on the way where the norm is a plain root mean

@@ -91,8 +91,12 @@ pub fn most_fused_rows(held: Format, has_warpgroups: bool) -> u32 {
 
 /// The same for a matrix of `columns` columns on a device.
 pub fn most_rows_on(device: &DeviceKind, held: Format, columns: u32) -> u32 {
-    let has_warpgroups = device.has_warpgroups() && columns.is_multiple_of(WARPGROUP_COLUMNS);
-    most_fused_rows(held, has_warpgroups)
+    most_fused_rows(held, has_warpgroups_for(device, columns))
+}
+
+/// Whether a device has the matrix instructions of warpgroups for a matrix of `columns` columns.
+pub fn has_warpgroups_for(device: &DeviceKind, columns: u32) -> bool {
+    device.has_warpgroups() && columns.is_multiple_of(WARPGROUP_COLUMNS)
 }
 
 #[cfg(test)]
