@@ -21,6 +21,7 @@ mod panel;
 mod panics;
 mod portion;
 mod registers;
+mod spread;
 mod staged;
 mod stream;
 pub mod warpgroup;

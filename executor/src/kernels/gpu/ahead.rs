@@ -4,9 +4,12 @@
 //! - Nothing is waited for and nothing is written: results are the same with and without.
 //! - What a launch asks for must fit into the L2 cache beside what it reads itself meanwhile.
 
+#![expect(unsafe_code, reason = "assembly is given an address")]
+
 use cubecl::prelude::*;
 
 use super::device::{Gpu, Span, is_hopper_or_newer};
+use super::instructions::Packed;
 use super::registers::held;
 
 /// Asked for by an attention of few tokens, which reads little itself and is soon over: with more, the attention takes
@@ -104,6 +107,14 @@ pub(super) fn ask_at_the_end(regions: &Regions, plane: u32, planes: u32) {
             ask(regions, (CUBE_POS_X - first) * planes + plane, asking * planes);
         }
     }
+}
+
+/// Asks for the line of the cache where an element lies.
+#[cube]
+pub(super) fn ask_for_line(at: &[Packed]) {
+    // SAFETY: nothing is read, and no address is wrong to ask for.
+    let pointer = unsafe { at.as_ptr_unchecked() };
+    gpu_asm!("prefetch.global.L2 [{pointer}];", pointer = in(_) pointer);
 }
 
 #[cube]

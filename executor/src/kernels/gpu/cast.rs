@@ -151,7 +151,8 @@ fn cast_rows<X: Float, F: Float, N: Size>(
     }
     for i in range_stepped(UNIT_POS as usize, vectors, UNITS) {
         let taken = Vector::<f32, N>::cast_from(x[first + i]);
-        let mut value = normed(taken, i, mean, factor, scale, bias, scale_offset);
+        let (scale, bias) = affine(i, scale, bias, scale_offset);
+        let mut value = normed(taken, mean, factor, scale, bias);
         #[comptime]
         match residual.clone() {
             ComptimeOption::Some(residual) => value += residual[first + i],
@@ -161,29 +162,37 @@ fn cast_rows<X: Float, F: Float, N: Size>(
     }
 }
 
-/// Vector number `at` of a row, normalised.
+/// A vector of a row, normalised.
 #[cube]
 fn normed<N: Size>(
     taken: Vector<f32, N>,
-    at: usize,
     mean: f32,
     factor: f32,
+    scale: Vector<f32, N>,
+    bias: Vector<f32, N>,
+) -> Vector<f32, N> {
+    (taken - Vector::new(mean)) * Vector::new(factor) * scale + bias
+}
+
+/// What vector number `at` of a row is multiplied with, and what is added then.
+#[cube]
+fn affine<N: Size>(
+    at: usize,
     scale: &ComptimeOption<Box<[Vector<f32, N>]>>,
     bias: &ComptimeOption<Box<[Vector<f32, N>]>>,
     scale_offset: f32,
-) -> Vector<f32, N> {
-    let mut value = (taken - Vector::new(mean)) * Vector::new(factor);
-    #[comptime]
+) -> (Vector<f32, N>, Vector<f32, N>) {
+    let scale = #[comptime]
     match scale.clone() {
-        ComptimeOption::Some(scale) => value *= scale[at] + Vector::new(scale_offset),
-        ComptimeOption::None => {}
-    }
-    #[comptime]
+        ComptimeOption::Some(scale) => scale[at] + Vector::new(scale_offset),
+        ComptimeOption::None => Vector::new(1.0),
+    };
+    let bias = #[comptime]
     match bias.clone() {
-        ComptimeOption::Some(bias) => value += bias[at],
-        ComptimeOption::None => {}
-    }
-    value
+        ComptimeOption::Some(bias) => bias[at],
+        ComptimeOption::None => Vector::new(0.0),
+    };
+    (scale, bias)
 }
 
 /// The sum of a row's elements less `mean`, or of their squares: for every unit of the cube.
@@ -205,15 +214,21 @@ fn row_sum<X: Float, N: Size>(
             sum += if comptime!(squared) { element * element } else { element };
         }
     }
-    cube_sum(sum, UNITS, plane)
+    cube_sum(sum, UNITS, plane, 0usize)
 }
 
-/// The sum of what the units of a cube of `units` have: for each of them.
+/// The sum of what the units of a cube of `units` have: for each of them. Shared memory has room for as many numbers at
+/// least.
 #[cube]
-fn cube_sum(term: f32, #[comptime] units: usize, #[comptime] plane: usize) -> f32 {
+fn cube_sum(
+    term: f32,
+    #[comptime] units: usize,
+    #[comptime] plane: usize,
+    #[comptime] room: usize,
+) -> f32 {
     let sum = plane_sum(term);
     let planes = comptime!(units / plane);
-    let mut sums = Shared::<[f32]>::new_slice(planes);
+    let mut sums = Shared::<[f32]>::new_slice(comptime!(planes.max(room)));
     let unit_of_plane = UNIT_POS as usize % plane;
     if unit_of_plane == 0 {
         sums[UNIT_POS as usize / plane] = sum;

@@ -4,15 +4,14 @@
 //!   the next launch begin. So two run at the same time at most. Before it waits, a kernel may load weights, and read
 //!   what was written two launches ago or earlier.
 //! - That no compiler moves other loads before the wait rests on what NVIDIA says of the instruction: CubeCL's arguments
-//!   are `__restrict__`, for which the language alone would allow it. In 39 compiled kernels of all seven names nothing
-//!   but first weights was loaded before. The other way round loads are moved behind it, unless a barrier lies between.
+//!   are `__restrict__`, for which the language alone would allow it. In 39 compiled kernels of those that
+//!   followed first nothing but weights was loaded before. The other way round loads are moved behind it, unless a barrier lies between.
 //! - CubeCL has every launch wait for the one before as a whole. Its captured graph is still the driver's while a run is
 //!   captured (see [`super::stream`]); edges between kernels that follow are replaced there by edges that let the second
 //!   begin early.
 //! - Other kernels, such as those that wait for letters, keep whole edges to both sides.
-//! - Which kernels follow was measured: decodes in 4 and 8 bits are 4 to 6 % faster. With kernels whose cubes are
-//!   clusters and the casts between them 64 rows in 4 bits were 8 % slower, and so was one row in 12 bits with its
-//!   kernel.
+//! - Cubes that begin early find their places as others leave them: see [`super::spread`].
+//! - Which kernels follow was measured: see benches/RESULTS.md. One row in 12 bits with its kernel is slower so.
 
 #![expect(unsafe_code, reason = "a graph that is being captured is changed through the driver")]
 
@@ -29,9 +28,21 @@ use super::device::{Gpu, is_hopper_or_newer};
 use super::stream::streams;
 
 /// The kernels that follow, and the only ones of their names in captured runs.
-const FOLLOWERS: [&str; 7] =
-    ["decode", "gather", "list", "merge", "multiply_blocks", "multiply_portions", "multiply_rows"];
-
+const FOLLOWERS: [&str; 9] = [
+    CASTS,
+    "decode",
+    "gather",
+    "list",
+    "merge",
+    "multiply_blocks",
+    CLUSTERS,
+    "multiply_portions",
+    "multiply_rows",
+];
+/// The kernel whose cubes are few, each with a processor of its own.
+const CASTS: &str = "cast_operands";
+/// The kernel whose cubes may come in clusters.
+const CLUSTERS: &str = "multiply_groups";
 /// The first driver that knows edges of more than one kind: that of CUDA 12.3.
 const FIRST_DRIVER: i32 = 12_030;
 
@@ -173,7 +184,9 @@ unsafe fn followed_edges(graph: CUgraph) -> Result<Vec<(CUgraphNode, CUgraphNode
     // SAFETY: the graph exists, and so do its nodes.
     unsafe {
         for (from, to) in whole_edges(graph)? {
-            if follows(from)? && follows(to)? {
+            if let (Some(first), Some(second)) = (follower(from)?, follower(to)?)
+                && may_overlap(first, second)
+            {
                 followed.push((from, to));
             }
         }
@@ -207,16 +220,16 @@ unsafe fn whole_edges(graph: CUgraph) -> Result<Vec<(CUgraphNode, CUgraphNode)>>
     Ok(edges.filter(|&(_, data)| data == WHOLE).map(|(edge, _)| edge).collect())
 }
 
-/// Whether a node of a graph is a kernel that follows.
+/// Which one of [`FOLLOWERS`] a node of a graph is.
 ///
 /// # Safety
 /// The node exists.
-unsafe fn follows(node: CUgraphNode) -> Result<bool> {
+unsafe fn follower(node: CUgraphNode) -> Result<Option<&'static str>> {
     let mut kind = sys::CUgraphNodeType::CU_GRAPH_NODE_TYPE_EMPTY;
     // SAFETY: the node exists.
     check("cuGraphNodeGetType", unsafe { sys::cuGraphNodeGetType(node, &raw mut kind) })?;
     if kind != sys::CUgraphNodeType::CU_GRAPH_NODE_TYPE_KERNEL {
-        return Ok(false);
+        return Ok(None);
     }
     let mut launch = MaybeUninit::<sys::CUDA_KERNEL_NODE_PARAMS>::zeroed();
     // SAFETY: the node is a kernel's, whose launch is written.
@@ -225,23 +238,35 @@ unsafe fn follows(node: CUgraphNode) -> Result<bool> {
     // SAFETY: numbers and pointers, of which zeros are some.
     let function = unsafe { launch.assume_init() }.func;
     if function.is_null() {
-        return Ok(false);
+        return Ok(None);
     }
     let mut name = ptr::null();
     // SAFETY: the function is that of a launch.
     check("cuFuncGetName", unsafe { sys::cuFuncGetName(&raw mut name, function) })?;
     // SAFETY: the driver's names end with a zero and live as long as their functions.
     let name = unsafe { CStr::from_ptr(name) };
-    Ok(name.to_str().is_ok_and(is_follower))
+    Ok(name.to_str().ok().and_then(follower_name))
 }
 
-/// Whether a compiled kernel follows: its name is that of its function, those of its types and sizes, and a number.
-fn is_follower(name: &str) -> bool {
-    let Some((name, _)) = name.rsplit_once('_') else { return false };
-    FOLLOWERS.iter().filter_map(|follower| name.strip_prefix(follower)).any(|types| {
-        // Types and sizes of kernels are named by one letter.
-        types.is_empty() || types.starts_with('_') && types.get(2..3) == Some("_")
+/// Which one of those that follow a compiled kernel is: its name is that of its function, those of its types and sizes,
+/// and a number.
+fn follower_name(name: &str) -> Option<&'static str> {
+    let (name, _) = name.rsplit_once('_')?;
+    FOLLOWERS.into_iter().find(|follower| {
+        name.strip_prefix(follower).is_some_and(|types| {
+            // Types and sizes of kernels are named by one letter.
+            types.is_empty() || types.starts_with('_') && types.get(2..3) == Some("_")
+        })
     })
+}
+
+/// Whether a kernel that follows may begin before the one before it is over.
+///
+/// The cubes of a cluster find their places together or not at all. Where those of another launch end one by one, the
+/// first clusters take what is free, and the last find none until those are over: on an H200 32 clusters of seven, a
+/// down behind its gate and up, took 27.9 µs then with 64 rows instead of some 16. Cubes of a cast are few.
+fn may_overlap(first: &str, second: &str) -> bool {
+    second != CLUSTERS || first == CASTS
 }
 
 #[cfg(test)]
@@ -257,11 +282,20 @@ mod tests {
     fn kernels_are_known_by_their_names() {
         for name in ["merge_0ab1", "merge_n_4_0ab1", "gather_f_f32_n_4_77aa", "multiply_rows_n_4_1"]
         {
-            assert!(is_follower(name), "{name}");
+            assert!(follower_name(name).is_some(), "{name}");
         }
-        for name in ["list_tiles_0ab1", "gather_panels_0ab1", "multiply_groups_0ab1", "merge"] {
-            assert!(!is_follower(name), "{name}");
+        for name in ["list_tiles_0ab1", "gather_panels_0ab1", "multiply_tiles_0ab1", "merge"] {
+            assert_eq!(follower_name(name), None, "{name}");
         }
+    }
+
+    #[test]
+    fn clusters_begin_early_where_they_find_places() {
+        assert!(may_overlap(CASTS, CLUSTERS));
+        assert!(!may_overlap(CLUSTERS, CLUSTERS));
+        assert!(!may_overlap("decode", CLUSTERS));
+        assert!(may_overlap(CLUSTERS, "decode"));
+        assert!(may_overlap(CLUSTERS, CASTS));
     }
 
     /// Calls `visit` with the text of every file of kernels.
@@ -287,7 +321,7 @@ mod tests {
                 text.split("#[cube(launch").skip(1).filter(|_| !path.ends_with("overlap.rs"));
             for kernel in kernels {
                 let name = kernel.split("fn ").nth(1).unwrap().split(['(', '<']).next().unwrap();
-                if is_follower(&format!("{name}_0")) {
+                if follower_name(&format!("{name}_0")).is_some() {
                     // To the next kernel, with what stands between.
                     assert!(kernel.contains("    follow();"), "{name} of {}", path.display());
                     seen.push(String::from(name));

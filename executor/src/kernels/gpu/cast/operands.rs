@@ -5,11 +5,12 @@ use cubecl::prelude::{Cast as _, *};
 use ir::op::NormKind;
 use ir::tensor::{DType, Format};
 
-use super::{Cast, Norm, cube_sum, normed};
+use super::{Cast, Norm, affine, cube_sum, normed};
 use crate::kernels::gpu::device::{Gpu, Span, element};
 use crate::kernels::gpu::given::given;
 use crate::kernels::gpu::instructions::{Packed, pack};
 use crate::kernels::gpu::matrix::LOAD_BYTES;
+use crate::kernels::gpu::overlap::follow;
 use crate::kernels::gpu::portion::BLOCK;
 use crate::kernels::gpu::warpgroup::RightOperands;
 
@@ -26,6 +27,8 @@ const MOST_UNITS: usize = 1024;
 /// Eights that a unit keeps in registers while the squares of its row are added up; more where rows are longer than all
 /// units keep.
 const KEPT: usize = 8;
+/// The most eights of a unit whose factors it loads before the launch before is over: of more, registers have no room.
+const MOST_EARLY: usize = 4;
 
 impl Gpu {
     /// Queues a cast to right operands.
@@ -75,6 +78,7 @@ impl Gpu {
                 units,
                 cubes,
                 self.plane() as usize,
+                self.bytes_to_spread((tokens * cubes) as u32) / size_of::<f32>(),
                 element(taken),
             );
         }
@@ -100,6 +104,7 @@ fn cast_operands<X: Float>(
     #[comptime] units: usize,
     #[comptime] cubes: usize,
     #[comptime] plane: usize,
+    #[comptime] room: usize,
     #[define(X)] _taken: ElemType,
 ) {
     let features = comptime!((eights * PAIRS * PAIR) as f32);
@@ -107,6 +112,23 @@ fn cast_operands<X: Float>(
     let token = CUBE_POS_X as usize;
     let first_pair = token * comptime!(eights * PAIRS);
     let unit = CUBE_POS_Y as usize * units + UNIT_POS as usize;
+    // No launch writes what rows are multiplied with.
+    let early = comptime!(if norm.is_some() && kept <= MOST_EARLY { kept * PAIRS } else { 0 });
+    let mut scales = Array::<Vector<f32, Const<2>>>::new(comptime!(early.max(1)));
+    let mut biases = Array::<Vector<f32, Const<2>>>::new(comptime!(early.max(1)));
+    #[unroll]
+    for i in 0..early {
+        let eight = (unit + comptime!(i / PAIRS * units * cubes)).min(comptime!(eights - 1));
+        let at = pair_of(eight, comptime!(i % PAIRS), is_spread);
+        let (pair, term) = affine(at, scale, bias, scale_offset);
+        scales[i] = pair;
+        biases[i] = term;
+    }
+    if comptime!(early > 0) {
+        // The compiler moves loads behind the wait for the launch before, but not behind a barrier.
+        sync_cube();
+    }
+    follow();
     let mut pairs = Array::<Vector<f32, Const<2>>>::new(comptime!(kept * PAIRS));
     #[unroll]
     for i in 0..kept {
@@ -130,7 +152,7 @@ fn cast_operands<X: Float>(
         for i in 0..comptime!(kept * PAIRS) {
             sum += pairs[i].extract(0usize) + pairs[i].extract(1usize);
         }
-        mean = cube_sum(sum, units, plane) / features;
+        mean = cube_sum(sum, units, plane, 0usize) / features;
     }
     if comptime!(norm.is_some()) {
         let mut squares = f32::new(0.0);
@@ -145,7 +167,7 @@ fn cast_operands<X: Float>(
                 }
             }
         }
-        factor = (cube_sum(squares, units, plane) / features + epsilon).inverse_sqrt();
+        factor = (cube_sum(squares, units, plane, room) / features + epsilon).inverse_sqrt();
     }
     #[unroll]
     for i in 0..kept {
@@ -154,9 +176,15 @@ fn cast_operands<X: Float>(
             let mut words = Packed::empty();
             #[unroll]
             for j in 0..PAIRS {
-                let at = pair_of(eight, j, is_spread);
-                let pair = pairs[comptime!(i * PAIRS + j)];
-                let value = normed(pair, at, mean, factor, scale, bias, scale_offset)
+                let number = comptime!(i * PAIRS + j);
+                if comptime!(early == 0) {
+                    let at = pair_of(eight, j, is_spread);
+                    let (pair, term) = affine(at, scale, bias, scale_offset);
+                    scales[0] = pair;
+                    biases[0] = term;
+                }
+                let of_pair = comptime!(if early > 0 { number } else { 0 });
+                let value = normed(pairs[number], mean, factor, scales[of_pair], biases[of_pair])
                     * Vector::new(operand_factor);
                 words.insert(j, pack(value.extract(0usize), value.extract(1usize), true));
             }

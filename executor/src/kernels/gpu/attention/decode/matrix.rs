@@ -8,11 +8,11 @@
 
 use cubecl::prelude::{Cast as _, *};
 
-use super::newest::{Place, prepare};
+use super::newest::{Place, find_angles, prepare};
 use super::split::{RUN, Split, parts};
-use crate::kernels::gpu::ahead::{Regions, ask_at_once};
+use crate::kernels::gpu::ahead::{Regions, ask_at_once, ask_for_line};
 use crate::kernels::gpu::attention::Shape;
-use crate::kernels::gpu::attention::heads::Fresh;
+use crate::kernels::gpu::attention::heads::{Angle, Fresh};
 use crate::kernels::gpu::attention::paging::cache_row;
 use crate::kernels::gpu::attention::scores::{UNSEEN, score, weight};
 use crate::kernels::gpu::instructions::{
@@ -116,12 +116,34 @@ pub(super) fn decode<F: Float>(
     let t = UNIT_POS_X % 4;
 
     ask_at_once(ahead, plane, rows.planes.runtime());
-    follow();
-
+    // What a run was given, and what earlier runs cached, was there before the launch before.
     let sequence = sequences[token as usize];
     let range = parts(sequence, positions[token as usize], split);
     let start = range.base + part * range.share;
     let stop = u32::min(start + range.share, range.end);
+    let first_block = u32::cast_from(sequence.max(0i32)) * max_blocks;
+    // Of a token that sees nothing, the first of any: nobody reads it.
+    let newest = u32::max(range.end, 1u32) - 1;
+    let newest_row = cache_row(blocks, first_block, newest, kv_head, shape);
+    let mut next = start + plane * RUN;
+    let first = u32::min(next, newest);
+    let mut first_row = cache_row(blocks, first_block, first, kv_head, shape);
+    if next < stop {
+        let row = (first_row + u32::min(UNIT_POS_X / 2, newest - next)) * vectors;
+        let at = (row + UNIT_POS_X % 2 * comptime!(vectors / 2)) as usize;
+        ask_for_line(&keys[at..at + 1]);
+        ask_for_line(&values[at..at + 1]);
+    }
+    let mut angles = Sequence::<Angle>::new();
+    #[comptime]
+    match fresh {
+        ComptimeOption::Some(fresh) => find_angles(fresh, token, &mut angles, shape, rows),
+        ComptimeOption::None => {}
+    }
+    // The compiler moves loads behind the wait for the launch before, but not behind a barrier.
+    sync_cube();
+    follow();
+
     // Query heads before the first or behind the last are computed as zeros and not stored.
     let first_head = i32::cast_from(kv_head * comptime!(shape.group) + in_group)
         - comptime!(shape.first_head as i32);
@@ -142,21 +164,20 @@ pub(super) fn decode<F: Float>(
         }
         terminate!();
     }
-    let first_block = u32::cast_from(sequence) * max_blocks;
 
     let place = Place {
         token,
         kv_head,
         first_head,
         in_group,
-        newest: cache_row(blocks, first_block, range.end - 1, kv_head, shape),
+        newest: newest_row,
         has_newest: stop == range.end,
     };
     let mut query = Array::<Packed>::new(comptime!((2 * quarters) as usize));
     #[comptime]
     match fresh {
         ComptimeOption::Some(fresh) => {
-            let prepared = prepare(fresh, queries, keys, values, place, shape, rows);
+            let prepared = prepare(fresh, queries, keys, values, &angles, place, shape, rows);
             left_operands(&prepared, 0i32, place, &mut query, shape, rows);
         }
         ComptimeOption::None => {
@@ -180,10 +201,8 @@ pub(super) fn decode<F: Float>(
 
     let mut key = Array::<Packed>::new(comptime!((2 * quarters) as usize));
     let mut value = Array::<Packed>::new(comptime!((4 * slices) as usize));
-    let mut next = start + plane * RUN;
     while next < stop {
         // The tokens behind the last are read as the last: they weigh nothing, but must be numbers.
-        let first_row = cache_row(blocks, first_block, next, kv_head, shape);
         let last = stop - 1 - next;
         #[unroll]
         for half in 0..2u32 {
@@ -289,6 +308,9 @@ pub(super) fn decode<F: Float>(
             }
         }
         next += comptime!(rows.planes * RUN);
+        if next < stop {
+            first_row = cache_row(blocks, first_block, next, kv_head, shape);
+        }
     }
 
     // Planes meet in shared memory.

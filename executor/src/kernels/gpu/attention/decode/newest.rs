@@ -23,6 +23,29 @@ pub(super) struct Place {
     pub(super) has_newest: bool,
 }
 
+/// Finds the angles of a unit's elements of the cube's heads.
+#[cube]
+pub(super) fn find_angles(
+    fresh: &Fresh,
+    token: u32,
+    angles: &mut Sequence<Angle>,
+    #[comptime] shape: Shape,
+    #[comptime] rows: Rows,
+) {
+    let units = comptime!(rows.planes * PLANE);
+    let unit = UNIT_POS_Y * PLANE + UNIT_POS_X;
+    #[comptime]
+    match &fresh.turn {
+        ComptimeOption::Some(turn) => {
+            #[unroll]
+            for i in 0..comptime!(((rows.heads + 1) * shape.head_dim).div_ceil(units)) {
+                angles.push(turn.angle(token, (unit + i * units) % comptime!(shape.head_dim)));
+            }
+        }
+        ComptimeOption::None => {}
+    }
+}
+
 /// The cube's query heads in shared memory, f32 `[rows.heads + 1, head_dim]`; the last row is for the key.
 ///
 /// Key and value are in the cache for this cube when it returns. Other cubes may write the same there and read only
@@ -33,6 +56,7 @@ pub(super) fn prepare(
     queries: &[f32],
     keys: &mut [Packed],
     values: &mut [Packed],
+    angles: &Sequence<Angle>,
     place: Place,
     #[comptime] shape: Shape,
     #[comptime] rows: Rows,
@@ -41,25 +65,11 @@ pub(super) fn prepare(
     let heads = comptime!(rows.heads);
     let vectors = comptime!(head_dim / 8);
     let elements = comptime!((rows.heads + 1) * head_dim);
-    let units = comptime!(rows.planes * PLANE);
     let (plane, lane) = (UNIT_POS_Y, UNIT_POS_X);
     let unit = plane * PLANE + lane;
     let kv_row = place.token * comptime!(shape.kv_heads) + place.kv_head;
 
     // Everything is loaded before the first barrier.
-    let each = comptime!(elements.div_ceil(units));
-    let mut angles = Sequence::<Angle>::new();
-    #[comptime]
-    match &fresh.turn {
-        ComptimeOption::Some(turn) =>
-        {
-            #[unroll]
-            for i in 0..each {
-                angles.push(turn.angle(place.token, (unit + i * units) % head_dim));
-            }
-        }
-        ComptimeOption::None => {}
-    }
     let writes_value = place.has_newest && plane == 0 && lane < vectors;
     let mut value = Packed::zeroed();
     if writes_value {
@@ -108,7 +118,7 @@ pub(super) fn prepare(
     }
     sync_cube();
 
-    let prepared = turned(fresh, bare, &angles, unit, shape, rows);
+    let prepared = turned(fresh, bare, angles, unit, shape, rows);
     if place.has_newest {
         let cached = place.newest * vectors + lane;
         if writes_value {

@@ -5,6 +5,7 @@
 //!   step. A fifth plane lets the device copy whole steps to shared memory, some ahead: columns of the activations, which
 //!   lie as right operands do, and boxes of the weights, whose lines are those of panels or of rows. (Where panels lie
 //!   as they do in memory, a quarter of a plane reads from a quarter of the banks.)
+//! - Weights of the first steps are on their way before the launch before is over.
 //! - Weights that lie row after row are left operands where they are copied to: see [`rows`].
 //! - A plane decodes a block while the products of the one before are under way, and loads the next meanwhile.
 //! - Where rows are too few for all processors, cubes of a cluster share out the columns. Each writes some of the
@@ -20,7 +21,7 @@ use ir::op::Then;
 use ir::tensor::Format;
 use ir::workspace::{OperandRows, WARPGROUP_COLUMNS};
 
-use self::copies::{Panels, copy_steps};
+use self::copies::{Panels, copy_first_weights, copy_steps};
 use self::rows::{multiply_rows, put_rows};
 use self::share::{ALIGNMENT, GroupShare, held_rows, loads_before, panel_lines, step_lines};
 use super::{Place, put, scale_sums};
@@ -34,6 +35,7 @@ use crate::kernels::gpu::linear::rights::PLANE;
 use crate::kernels::gpu::linear::total::{Output, Shape, Totals, finish_outputs};
 use crate::kernels::gpu::matrix::{LOAD_BYTES, Layout, Matrix};
 use crate::kernels::gpu::order::Order;
+use crate::kernels::gpu::overlap::follow;
 use crate::kernels::gpu::panel::Walk;
 use crate::kernels::gpu::portion::{BLOCK, Lines, Portion, make_good};
 use crate::kernels::gpu::staged::STEP;
@@ -224,6 +226,8 @@ fn multiply_groups<F: Float>(
                 }
             } else {
                 let panels = Panels { rows, first: first_panel, last: last_panel };
+                copy_first_weights(&weights[output], &boxes[output], ring, panels, share);
+                follow();
                 copy_steps(input, &weights[output], &boxes[output], ring, panels, share);
             }
         }

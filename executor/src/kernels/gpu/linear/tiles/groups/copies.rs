@@ -24,7 +24,23 @@ pub(super) struct Panels {
     pub(super) last: usize,
 }
 
-/// Lets all steps of a cube be copied, each when there is room for it.
+/// Lets the weights of a cube's first steps be copied, which no launch writes.
+#[cube]
+pub(super) fn copy_first_weights(
+    weights: &Sequence<Box<[Words]>>,
+    boxes: &Sequence<TensorMap<u32, Tiled>>,
+    ring: Ring,
+    panels: Panels,
+    #[comptime] share: GroupShare,
+) {
+    #[unroll]
+    for stage in 0..share.early_steps() {
+        let step = CUBE_POS_Z as usize + comptime!(stage * share.tile.teams);
+        copy_weights(weights, boxes, ring, panels, step, stage.runtime(), share);
+    }
+}
+
+/// Lets all steps of a cube be copied but for its first weights, each when there is room for it.
 #[cube]
 pub(super) fn copy_steps(
     input: &[Packed],
@@ -34,13 +50,21 @@ pub(super) fn copy_steps(
     panels: Panels,
     #[comptime] share: GroupShare,
 ) {
-    let mut stage = 0usize.runtime();
+    let first = CUBE_POS_Z as usize;
+    let early = comptime!(share.early_steps());
+    #[unroll]
+    for stage in 0..early {
+        let step = first + comptime!(stage * share.tile.teams);
+        copy_activations(input, ring, step, stage.runtime(), share);
+    }
+    let mut stage = early.runtime();
     // The turn before the first counts as over.
     let mut turn = 1u32.runtime();
-    let mut step = CUBE_POS_Z as usize;
+    let mut step = first + comptime!(early * share.tile.teams);
     while step < comptime!(share.steps()) {
         wait_for_turn(ring.barriers + stage as u32 * 16 + 8, turn);
-        copy_step(input, weights, boxes, ring, panels, step, stage, share);
+        copy_weights(weights, boxes, ring, panels, step, stage, share);
+        copy_activations(input, ring, step, stage, share);
         stage += 1;
         if stage == share.stages {
             stage = 0usize;
@@ -50,10 +74,9 @@ pub(super) fn copy_steps(
     }
 }
 
-/// Lets a step of the activations and of the cube's panels be copied to a stage.
+/// Announces all of a step that is copied to a stage, and lets the weights of the cube's panels be.
 #[cube]
-fn copy_step(
-    input: &[Packed],
+fn copy_weights(
     weights: &Sequence<Box<[Words]>>,
     boxes: &Sequence<TensorMap<u32, Tiled>>,
     ring: Ring,
@@ -62,30 +85,30 @@ fn copy_step(
     stage: usize,
     #[comptime] share: GroupShare,
 ) {
+    let x_bytes = comptime!((share.x_vectors() * LOAD_BYTES) as u32);
     let barrier = ring.barriers + stage as u32 * 16;
-    let to = ring.vectors + (stage * comptime!(share.stage() * LOAD_BYTES)) as u32;
+    let to = ring.vectors + (stage * comptime!(share.stage() * LOAD_BYTES)) as u32 + x_bytes;
     if comptime!(!share.has_lines) {
-        copy_panels(input, weights, barrier, to, panels, step, share);
+        copy_panels(weights, barrier, to, panels, step, share);
     } else {
-        let bytes = comptime!((share.weight_loads() * LOAD_BYTES) as u32).runtime();
-        copy_activations(input, barrier, to, step, bytes, share);
-        let to = to + comptime!((share.x_vectors() * LOAD_BYTES) as u32);
+        let bytes = comptime!((share.weight_loads() * LOAD_BYTES) as u32 + x_bytes);
+        announce(barrier, bytes.runtime());
         copy_boxes(boxes, barrier, to, panels, step, share);
     }
 }
 
-/// Lets a step of the activations be copied, and announces it with so many bytes of weights.
+/// Lets a step of the activations be copied to a stage, which has been announced.
 #[cube]
 fn copy_activations(
     input: &[Packed],
-    barrier: u32,
-    to: u32,
+    ring: Ring,
     step: usize,
-    weight_bytes: u32,
+    stage: usize,
     #[comptime] share: GroupShare,
 ) {
     let bytes = comptime!((share.x_vectors() * LOAD_BYTES) as u32).runtime();
-    announce(barrier, weight_bytes + bytes);
+    let barrier = ring.barriers + stage as u32 * 16;
+    let to = ring.vectors + (stage * comptime!(share.stage() * LOAD_BYTES)) as u32;
     let first = (CUBE_POS_Y as usize * share.steps() + step) * comptime!(share.x_vectors());
     copy_in_bulk(&input[first..first + 1], to, bytes, barrier);
 }
@@ -120,10 +143,9 @@ fn copy_boxes(
     }
 }
 
-/// Lets a step be copied from panels as they lie.
+/// Lets the weights of a step be copied from panels as they lie, and announces them with its activations.
 #[cube]
 fn copy_panels(
-    input: &[Packed],
     weights: &Sequence<Box<[Words]>>,
     barrier: u32,
     to: u32,
@@ -140,8 +162,7 @@ fn copy_panels(
         vectors += panel_vectors(panels.rows, (panels.first + band).min(panels.last));
     }
     let bytes = vectors * comptime!(tile.matrices * loads * LOAD_BYTES);
-    copy_activations(input, barrier, to, step, bytes as u32, share);
-    let x_bytes = comptime!(share.x_vectors() * LOAD_BYTES);
+    announce(barrier, bytes as u32 + comptime!((share.x_vectors() * LOAD_BYTES) as u32));
     #[unroll]
     for member in 0..GROUP {
         let (matrix, band) = comptime!((member / tile.bands, member % tile.bands));
@@ -149,7 +170,7 @@ fn copy_panels(
         let vectors = panel_vectors(panels.rows, number);
         let before = comptime!(loads_before(tile.panel));
         let from = number * comptime!(tile.panel.stride()) + (before + step * loads) * vectors;
-        let to = to + comptime!((x_bytes + member * share.panel_loads() * LOAD_BYTES) as u32);
+        let to = to + comptime!((member * share.panel_loads() * LOAD_BYTES) as u32);
         let bytes = vectors * comptime!(loads * LOAD_BYTES);
         copy_in_bulk(&weights[matrix][from..from + 1], to, bytes as u32, barrier);
     }

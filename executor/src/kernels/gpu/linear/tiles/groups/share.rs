@@ -11,11 +11,10 @@ use crate::kernels::gpu::linear::tiles::share::TileShare;
 use crate::kernels::gpu::linear::total::Shape;
 use crate::kernels::gpu::matrix::{LOAD_BYTES, Layout, Matrix};
 use crate::kernels::gpu::panel::Panel;
+use crate::kernels::gpu::spread::RESERVED_BYTES;
 use crate::kernels::gpu::staged::{STEP, VECTORS};
 use crate::kernels::gpu::warpgroup::{BOX_ALIGNMENT, GROUP, LINE_BYTES, RightOperands, lane_sums};
 
-/// Bytes of a processor's shared memory that a cube takes beside what it asks for.
-const RESERVED_BYTES: usize = 1 << 10;
 /// Steps that have a place in shared memory: one that is multiplied, the next, which is loaded ahead, and one on its way.
 /// Five of 64 tokens in 12 bits fit.
 const LEAST_STAGES: usize = 3;
@@ -35,6 +34,9 @@ const MOST_TOKENS_OF_TWO: usize = 96;
 /// multiples of a cluster. On an H200 clusters of seven find 32 · 7 of 264 places, of eight 45 · 8 of 396, which its
 /// profiler says.
 const PLACES_OF_CLUSTERS: f64 = 0.85;
+/// Steps whose weights are on their way before the launch before is over: of a gate and an up in 4 bits, what memory
+/// delivers in 1 µs. More delay the first activations.
+const EARLY_STEPS: usize = 2;
 /// The fewest steps of a cube.
 const LEAST_STEPS: usize = 4;
 /// What stages are aligned to.
@@ -49,6 +51,8 @@ pub(in crate::kernels::gpu::linear) struct GroupShare {
     pub(super) has_lines: bool,
     /// Steps that have a place in shared memory.
     pub(super) stages: usize,
+    /// Words of shared memory that a cube has at least, so that no more find a place on a processor than are meant to.
+    pub(super) least_words: usize,
 }
 
 impl GroupShare {
@@ -80,6 +84,11 @@ impl GroupShare {
         self.tile.panel.columns / STEP
     }
 
+    /// Steps whose weights each cube copies early.
+    pub(super) fn early_steps(self) -> usize {
+        EARLY_STEPS.min(self.steps() / self.tile.teams)
+    }
+
     /// Sums of a lane.
     pub(super) fn sums(self) -> usize {
         2 * lane_sums(self.tile.tokens)
@@ -87,7 +96,8 @@ impl GroupShare {
 
     /// Words of shared memory that stages have, and sums afterwards.
     pub(super) fn words(self, shape: Shape) -> usize {
-        (self.stages * self.stage() * LOAD_BYTES / size_of::<u32>()).max(shape.cells())
+        let staged = self.stages * self.stage() * LOAD_BYTES / size_of::<u32>();
+        staged.max(shape.cells()).max(self.least_words)
     }
 }
 
@@ -133,7 +143,11 @@ impl Gpu {
             layout == Layout::RowMajor || held_rows(matrix).is_multiple_of(PANEL)
         };
         let has_lines = linear.matrices.iter().all(is_whole);
-        let share = GroupShare { tile, has_lines, stages: MOST_STAGES };
+        // Of more cubes than that, each processor takes the next whenever one of its ends.
+        let are_all_there = tiles * teams as u32 <= places * self.processors();
+        let least_bytes = if are_all_there { self.bytes_for_places(places) } else { 0 };
+        let least_words = least_bytes / size_of::<u32>();
+        let share = GroupShare { tile, has_lines, stages: MOST_STAGES, least_words };
         let room = most_bytes.saturating_sub(BESIDE_BYTES) / LOAD_BYTES;
         let wanted = STAGED_BYTES.div_ceil(share.weight_loads() * LOAD_BYTES);
         let stages = wanted.min(room / share.stage()).clamp(LEAST_STAGES, MOST_STAGES);

@@ -1,0 +1,51 @@
+//! Cubes of a launch spread evenly over a GPU's processors, whenever each of them begins.
+//!
+//! Processors that are all free are given cubes in turn. Where a launch begins while the one before ends (see
+//! [`super::overlap`]), those that are free first are given as many as fit, and the last of them are what all wait for:
+//! on an H200 224 cubes of a gate and an up went to 108 of 132 processors, three to some, and took 33.6 µs instead of
+//! 26.4. So cubes ask for as much shared memory as lets no more than their share of a processor find a place there.
+
+use super::device::{Gpu, is_hopper_or_newer};
+
+/// Bytes of a processor's shared memory that a cube takes beside what it asks for.
+pub(super) const RESERVED_BYTES: usize = 1 << 10;
+/// More cubes of a processor than this spread well enough by themselves.
+const MOST_PLACES: u32 = 16;
+
+impl Gpu {
+    /// Bytes of shared memory of a cube by which no more than so many find places on a processor; 0 where launches do
+    /// not overlap.
+    pub(super) fn bytes_for_places(&self, places: u32) -> usize {
+        if !self.is_cuda() || !is_hopper_or_newer(self.client.properties()) || places > MOST_PLACES
+        {
+            return 0;
+        }
+        let all = self.client.properties().hardware.max_shared_memory_size + RESERVED_BYTES;
+        bytes_of_one_less(all, places as usize)
+    }
+
+    /// The same for a launch of so many cubes, which all run at the same time.
+    pub(super) fn bytes_to_spread(&self, cubes: u32) -> usize {
+        self.bytes_for_places(cubes.div_ceil(self.processors()).max(1))
+    }
+}
+
+/// The fewest bytes of a cube by which one more than `places` do not fit.
+fn bytes_of_one_less(all: usize, places: usize) -> usize {
+    (all / (places + 1) + 1 - RESERVED_BYTES).next_multiple_of(16)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn as_many_cubes_fit_as_are_meant_to() {
+        let all = 228 << 10;
+        for places in 1..=MOST_PLACES as usize {
+            let bytes = bytes_of_one_less(all, places) + RESERVED_BYTES;
+            assert!(bytes * places <= all, "{places} fit");
+            assert!(bytes * (places + 1) > all, "no more than {places} do");
+        }
+    }
+}
