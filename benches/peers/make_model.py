@@ -17,6 +17,8 @@ import numpy as np
 SHAPES = {
     "llama-1.1b": (2048, 5632, 22, 32, 4, 32000, False, False),
     "qwen2.5-0.5b": (896, 4864, 24, 14, 2, 151936, True, True),
+    "qwen2.5-1.5b": (1536, 8960, 28, 12, 2, 151936, True, True),
+    "llama-3b": (3072, 8192, 28, 24, 8, 128256, True, False),
     "llama-8b": (4096, 14336, 32, 32, 8, 128256, False, False),
     "llama-160m": (768, 2048, 12, 12, 12, 32000, False, False),
 }
