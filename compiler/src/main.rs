@@ -178,6 +178,8 @@ fn run(command: Command) -> Result<ExitCode> {
                 Some(path) => {
                     command_line::check_outputs([path], [])?;
                     command_line::write(path, text.as_bytes())?;
+                    let devices = machine.listed_devices();
+                    command_line::tell(format_args!("wrote {}: {devices}", path.display()));
                 }
                 None => print(&text)?,
             }

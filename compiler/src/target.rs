@@ -127,7 +127,7 @@ impl Target {
                 devices.any(|device| rule.devices.is_match(&device.name)),
                 "the format {:?} matches no device: the machine has {}",
                 rule.text,
-                names(&machine)
+                machine.listed_devices()
             );
         }
         let formats: Table<DeviceId, Option<Format>> = machine
@@ -310,16 +310,9 @@ impl Target {
 }
 
 fn device(machine: &Machine, name: &str) -> Result<DeviceId> {
-    machine
-        .device(name)
-        .with_context(|| format!("unknown device {name:?}: the machine has {}", names(machine)))
-}
-
-/// `gpu0, numa0`.
-fn names(machine: &Machine) -> String {
-    let names: Vec<&str> =
-        machine.devices.rows().iter().map(|device| device.name.as_str()).collect();
-    names.join(", ")
+    machine.device(name).with_context(|| {
+        format!("unknown device {name:?}: the machine has {}", machine.listed_devices())
+    })
 }
 
 /// The machine less what the options take away.

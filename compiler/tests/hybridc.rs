@@ -116,7 +116,10 @@ fn the_nodes_of_this_machine_are_probed_and_divided() {
         machine.devices.rows().iter().filter(|device| !device.kind.is_gpu()).count()
     };
     let whole = nodes(&success(&folder, &["probe"]));
-    success(&folder, &["probe", "--split", "2", "-o", "halves.ron"]);
+    let output = hybridc(&folder, &["probe", "--split", "2", "-o", "halves.ron"]);
+    assert!(output.status.success());
+    let said = text(&output.stderr);
+    assert!(said.contains("wrote halves.ron: ") && said.contains("numa0, numa1"), "{said}");
     let halves = fs::read_to_string(folder.path().join("halves.ron")).expect("it was written");
     assert_eq!(nodes(&halves), 2 * whole);
     let demo = demo();

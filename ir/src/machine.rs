@@ -258,6 +258,12 @@ impl Machine {
         self.devices.iter().find(|(_, device)| device.name == name).map(|(id, _)| id)
     }
 
+    /// The names of all devices: `gpu0, numa0`.
+    pub fn listed_devices(&self) -> String {
+        let names = self.devices.rows().iter().map(|device| device.name.as_str());
+        names.collect::<Vec<_>>().join(", ")
+    }
+
     /// The path from one device to another.
     pub fn link(&self, from: DeviceId, to: DeviceId) -> Option<&Link> {
         self.links.iter().find(|link| link.from == from && link.to == to)

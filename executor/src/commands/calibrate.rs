@@ -45,7 +45,12 @@ pub(super) fn run(arguments: CalibrateArguments) -> Result<()> {
     spinner.finish_and_clear();
     let text = machine.to_ron()?;
     match output {
-        Some(path) => command_line::write(path, text.as_bytes()),
+        Some(path) => {
+            command_line::write(path, text.as_bytes())?;
+            let devices = machine.listed_devices();
+            command_line::tell(format_args!("wrote {}: measured {devices}", path.display()));
+            Ok(())
+        }
         None => print(&text),
     }
 }

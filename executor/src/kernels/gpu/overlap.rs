@@ -2,10 +2,11 @@
 //!
 //! - A kernel that [`follow()`]s waits until the launch before is over and what that wrote can be seen; only then may
 //!   the next launch begin. So two run at the same time at most. Before it waits, a kernel may load weights, and read
-//!   what was written two launches ago or earlier.
+//!   what was written two launches ago or earlier: what a run was given comes by launches that do not follow.
 //! - That no compiler moves other loads before the wait rests on what NVIDIA says of the instruction: CubeCL's arguments
-//!   are `__restrict__`, for which the language alone would allow it. In 39 compiled kernels of those that
-//!   followed first nothing but weights was loaded before. The other way round loads are moved behind it, unless a barrier lies between.
+//!   are `__restrict__`, for which the language alone would allow it. In the 39 kernels that followed when this was made
+//!   nothing but weights was loaded before. The other way round loads are moved behind it, unless a barrier lies
+//!   between.
 //! - CubeCL has every launch wait for the one before as a whole. Its captured graph is still the driver's while a run is
 //!   captured (see [`super::stream`]); edges between kernels that follow are replaced there by edges that let the second
 //!   begin early.
@@ -39,7 +40,7 @@ const FOLLOWERS: [&str; 9] = [
     "multiply_portions",
     "multiply_rows",
 ];
-/// The kernel whose cubes are few, each with a processor of its own.
+/// The kernel that casts rows: it follows where it has few of them.
 const CASTS: &str = "cast_operands";
 /// The kernel whose cubes may come in clusters.
 const CLUSTERS: &str = "multiply_groups";
@@ -56,7 +57,7 @@ const EARLY: CUgraphEdgeData =
     CUgraphEdgeData { from_port: 1, to_port: 0, type_: 1, reserved: [0; 5] };
 
 /// Waits for the launch before, and lets the next begin. Some unit of every cube does before any of the cube reads what
-/// launches write, or writes anything: others meet it at a barrier.
+/// the launch before may have written, or writes anything: others meet it at a barrier.
 #[cube]
 pub(super) fn follow() {
     let properties = comptime::device_properties();
@@ -91,7 +92,7 @@ impl Gpu {
                 // a capture that goes on, and the edges are its own.
                 unsafe {
                     if let Some(graph) = captured_graph(stream.raw())? {
-                        return Ok(overlap(graph, &followed_edges(graph)?));
+                        return Ok(overlap(graph, &followed_edges(graph, self.processors())?));
                     }
                 }
             }
@@ -175,17 +176,20 @@ unsafe fn overlap(
     Ok(edges.len())
 }
 
-/// A graph's edges between kernels that follow, as far as they are whole.
+/// A graph's edges between kernels that follow on a GPU of so many processors, as far as they are whole.
 ///
 /// # Safety
 /// The graph exists, and no other thread uses it.
-unsafe fn followed_edges(graph: CUgraph) -> Result<Vec<(CUgraphNode, CUgraphNode)>> {
+unsafe fn followed_edges(
+    graph: CUgraph,
+    processors: u32,
+) -> Result<Vec<(CUgraphNode, CUgraphNode)>> {
     let mut followed = Vec::new();
     // SAFETY: the graph exists, and so do its nodes.
     unsafe {
         for (from, to) in whole_edges(graph)? {
             if let (Some(first), Some(second)) = (follower(from)?, follower(to)?)
-                && may_overlap(first, second)
+                && may_overlap(first, second, processors)
             {
                 followed.push((from, to));
             }
@@ -220,11 +224,19 @@ unsafe fn whole_edges(graph: CUgraph) -> Result<Vec<(CUgraphNode, CUgraphNode)>>
     Ok(edges.filter(|&(_, data)| data == WHOLE).map(|(edge, _)| edge).collect())
 }
 
-/// Which one of [`FOLLOWERS`] a node of a graph is.
+/// A launch of a kernel that follows.
+#[derive(Clone, Copy, Debug)]
+struct Follower {
+    /// One of [`FOLLOWERS`].
+    name: &'static str,
+    cubes: u32,
+}
+
+/// What a node of a graph launches, if that is one of [`FOLLOWERS`].
 ///
 /// # Safety
 /// The node exists.
-unsafe fn follower(node: CUgraphNode) -> Result<Option<&'static str>> {
+unsafe fn follower(node: CUgraphNode) -> Result<Option<Follower>> {
     let mut kind = sys::CUgraphNodeType::CU_GRAPH_NODE_TYPE_EMPTY;
     // SAFETY: the node exists.
     check("cuGraphNodeGetType", unsafe { sys::cuGraphNodeGetType(node, &raw mut kind) })?;
@@ -236,7 +248,8 @@ unsafe fn follower(node: CUgraphNode) -> Result<Option<&'static str>> {
     let told = unsafe { sys::cuGraphKernelNodeGetParams_v2(node, launch.as_mut_ptr()) };
     check("cuGraphKernelNodeGetParams", told)?;
     // SAFETY: numbers and pointers, of which zeros are some.
-    let function = unsafe { launch.assume_init() }.func;
+    let launch = unsafe { launch.assume_init() };
+    let function = launch.func;
     if function.is_null() {
         return Ok(None);
     }
@@ -245,7 +258,9 @@ unsafe fn follower(node: CUgraphNode) -> Result<Option<&'static str>> {
     check("cuFuncGetName", unsafe { sys::cuFuncGetName(&raw mut name, function) })?;
     // SAFETY: the driver's names end with a zero and live as long as their functions.
     let name = unsafe { CStr::from_ptr(name) };
-    Ok(name.to_str().ok().and_then(follower_name))
+    let name = name.to_str().ok().and_then(follower_name);
+    let cubes = launch.gridDimX * launch.gridDimY * launch.gridDimZ;
+    Ok(name.map(|name| Follower { name, cubes }))
 }
 
 /// Which one of those that follow a compiled kernel is: its name is that of its function, those of its types and sizes,
@@ -260,13 +275,17 @@ fn follower_name(name: &str) -> Option<&'static str> {
     })
 }
 
-/// Whether a kernel that follows may begin before the one before it is over.
+/// Whether the second of two launches may begin before the first is over.
 ///
 /// The cubes of a cluster find their places together or not at all. Where those of another launch end one by one, the
 /// first clusters take what is free, and the last find none until those are over: on an H200 32 clusters of seven, a
-/// down behind its gate and up, took 27.9 µs then with 64 rows instead of some 16. Cubes of a cast are few.
-fn may_overlap(first: &str, second: &str) -> bool {
-    second != CLUSTERS || first == CASTS
+/// down behind its gate and up, took 27.9 µs then with 64 rows instead of some 16. Casts of few rows leave most
+/// processors free; cubes that have one each when all are free may not have if they begin early.
+fn may_overlap(first: Follower, second: Follower, processors: u32) -> bool {
+    let follows = |launch: Follower| launch.name != CASTS || launch.cubes <= processors / 2;
+    let finds_places =
+        || second.name != CLUSTERS || first.name == CASTS && second.cubes > processors;
+    follows(first) && follows(second) && finds_places()
 }
 
 #[cfg(test)]
@@ -280,8 +299,15 @@ mod tests {
 
     #[test]
     fn kernels_are_known_by_their_names() {
-        for name in ["merge_0ab1", "merge_n_4_0ab1", "gather_f_f32_n_4_77aa", "multiply_rows_n_4_1"]
-        {
+        for name in [
+            "merge_0ab1",
+            "merge_n_4_0ab1",
+            "gather_f_f32_n_4_77aa",
+            "multiply_rows_n_4_1",
+            "cast_operands_x_f32_77aa",
+            "multiply_groups_f_bf16_0ab1",
+            "decode_f_f32_1",
+        ] {
             assert!(follower_name(name).is_some(), "{name}");
         }
         for name in ["list_tiles_0ab1", "gather_panels_0ab1", "multiply_tiles_0ab1", "merge"] {
@@ -291,11 +317,14 @@ mod tests {
 
     #[test]
     fn clusters_begin_early_where_they_find_places() {
-        assert!(may_overlap(CASTS, CLUSTERS));
-        assert!(!may_overlap(CLUSTERS, CLUSTERS));
-        assert!(!may_overlap("decode", CLUSTERS));
-        assert!(may_overlap(CLUSTERS, "decode"));
-        assert!(may_overlap(CLUSTERS, CASTS));
+        let may = |first, second| may_overlap(first, second, 132);
+        let of = |name, cubes| Follower { name, cubes };
+        let (clusters, attention) = (of(CLUSTERS, 224), of("decode", 192));
+        assert!(may(of(CASTS, 64), clusters) && may(clusters, of(CASTS, 64)));
+        assert!(!may(of(CASTS, 128), clusters) && !may(clusters, of(CASTS, 128)));
+        assert!(!may(of(CASTS, 64), of(CLUSTERS, 96)));
+        assert!(!may(clusters, clusters) && !may(attention, clusters));
+        assert!(may(clusters, attention) && may(attention, attention));
     }
 
     /// Calls `visit` with the text of every file of kernels.

@@ -9,24 +9,16 @@ use super::device::{Gpu, is_hopper_or_newer};
 
 /// Bytes of a processor's shared memory that a cube takes beside what it asks for.
 pub(super) const RESERVED_BYTES: usize = 1 << 10;
-/// More cubes of a processor than this spread well enough by themselves.
-const MOST_PLACES: u32 = 16;
 
 impl Gpu {
-    /// Bytes of shared memory of a cube by which no more than so many find places on a processor; 0 where launches do
-    /// not overlap.
-    pub(super) fn bytes_for_places(&self, places: u32) -> usize {
-        if !self.is_cuda() || !is_hopper_or_newer(self.client.properties()) || places > MOST_PLACES
-        {
+    /// Bytes of shared memory of a cube by which no more than so many find places on a processor; 0 on GPUs whose
+    /// launches follow one another as a whole.
+    pub(super) fn bytes_for_places(&self, places: usize) -> usize {
+        let properties = self.client.properties();
+        if !self.is_cuda() || !is_hopper_or_newer(properties) {
             return 0;
         }
-        let all = self.client.properties().hardware.max_shared_memory_size + RESERVED_BYTES;
-        bytes_of_one_less(all, places as usize)
-    }
-
-    /// The same for a launch of so many cubes, which all run at the same time.
-    pub(super) fn bytes_to_spread(&self, cubes: u32) -> usize {
-        self.bytes_for_places(cubes.div_ceil(self.processors()).max(1))
+        bytes_of_one_less(properties.hardware.max_shared_memory_size + RESERVED_BYTES, places)
     }
 }
 
@@ -41,8 +33,8 @@ mod tests {
 
     #[test]
     fn as_many_cubes_fit_as_are_meant_to() {
-        let all = 228 << 10;
-        for places in 1..=MOST_PLACES as usize {
+        for (all, places) in [228, 100].into_iter().flat_map(|all| [(all << 10, 1), (all << 10, 2)])
+        {
             let bytes = bytes_of_one_less(all, places) + RESERVED_BYTES;
             assert!(bytes * places <= all, "{places} fit");
             assert!(bytes * (places + 1) > all, "no more than {places} do");

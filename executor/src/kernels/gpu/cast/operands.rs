@@ -54,6 +54,9 @@ impl Gpu {
             }
             None => (UNITS, eights.div_ceil(UNITS)),
         };
+        // Each row's cube has a processor of its own where there are enough.
+        let is_alone = norm.is_some() && tokens <= self.processors() as usize;
+        let room = if is_alone { self.bytes_for_places(1) } else { 0 };
         let row = |span: Option<&Span>| {
             span.map(|span| span.argument(features / PAIR, PAIR * size_of::<f32>())).into()
         };
@@ -78,7 +81,7 @@ impl Gpu {
                 units,
                 cubes,
                 self.plane() as usize,
-                self.bytes_to_spread((tokens * cubes) as u32) / size_of::<f32>(),
+                room / size_of::<f32>(),
                 element(taken),
             );
         }
@@ -112,7 +115,7 @@ fn cast_operands<X: Float>(
     let token = CUBE_POS_X as usize;
     let first_pair = token * comptime!(eights * PAIRS);
     let unit = CUBE_POS_Y as usize * units + UNIT_POS as usize;
-    // No launch writes what rows are multiplied with.
+    // No launch writes the factors and terms of a norm.
     let early = comptime!(if norm.is_some() && kept <= MOST_EARLY { kept * PAIRS } else { 0 });
     let mut scales = Array::<Vector<f32, Const<2>>>::new(comptime!(early.max(1)));
     let mut biases = Array::<Vector<f32, Const<2>>>::new(comptime!(early.max(1)));

@@ -116,13 +116,13 @@ pub(super) fn decode<F: Float>(
     let t = UNIT_POS_X % 4;
 
     ask_at_once(ahead, plane, rows.planes.runtime());
-    // What a run was given, and what earlier runs cached, was there before the launch before.
+    // What a run was given, and what earlier runs cached, was there before the launch before began.
     let sequence = sequences[token as usize];
     let range = parts(sequence, positions[token as usize], split);
     let start = range.base + part * range.share;
     let stop = u32::min(start + range.share, range.end);
     let first_block = u32::cast_from(sequence.max(0i32)) * max_blocks;
-    // Of a token that sees nothing, the first of any: nobody reads it.
+    // Of a token that sees nothing, that of the first sequence: nobody reads what lies there.
     let newest = u32::max(range.end, 1u32) - 1;
     let newest_row = cache_row(blocks, first_block, newest, kv_head, shape);
     let mut next = start + plane * RUN;
