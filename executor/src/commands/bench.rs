@@ -261,14 +261,24 @@ fn most_sequences(plan: &Plan) -> usize {
     decodes.map(|program| program.max_sequences as usize).max().unwrap_or(0)
 }
 
-/// Predicted generated tokens per second, over all sequences, with so many tokens cached of each.
+/// Predicted generated tokens per second, over all sequences, with so many tokens cached of each. Programs are priced
+/// full; of fewer sequences a run takes what lies on the line to the next smaller program.
 fn forecast_decode(plan: &Plan, sequences: usize, cached: usize) -> Option<f64> {
+    let cached = u32::try_from(cached).ok()?;
     let index = plan.program_for(Phase::Decode, sequences, sequences, false)?;
-    if (plan.programs[index].max_sequences as usize) < sequences {
+    let most = |index: usize| plan.programs[index].max_sequences as usize;
+    if most(index) < sequences {
         return None;
     }
-    let cached = u32::try_from(cached).ok()?;
-    let nanos = plan.forecast.programs.get(index)?.nanos_of(cached);
+    let smaller = (0..plan.programs.len())
+        .filter(|&other| plan.programs[other].phase == Phase::Decode && most(other) < sequences)
+        .max_by_key(|&other| most(other));
+    let nanos_of = |index: usize| Some(plan.forecast.programs.get(index)?.nanos_of(cached));
+    let mut nanos = nanos_of(index)?;
+    if let Some(smaller) = smaller {
+        let part = (most(index) - sequences) as f64 / (most(index) - most(smaller)) as f64;
+        nanos += (nanos_of(smaller)? - nanos) * part;
+    }
     (nanos > 0.0).then(|| sequences as f64 * 1e9 / nanos)
 }
 
@@ -410,6 +420,32 @@ mod tests {
         // What no run takes as a whole passes in full runs, without stages one after another.
         assert!(is(nanos(3 * tokens, u32::MAX, 3), 1200.0 + 2.0 * 400.0));
         assert!(is(nanos(3 * tokens + tokens / 4, u32::MAX, 1), 3.0 * 1200.0 + 300.0));
+    }
+
+    #[test]
+    fn as_many_sequences_as_no_program_is_for_are_forecast_between_two() {
+        let machine = linked(vec![numa(0, 1 << 30)]);
+        let options = compiler::Options { max_sequences: 16, ..compiler::Options::default() };
+        let model = Toy::llama().model().unwrap();
+        let mut plan = compiler::compile(&model, &machine, &options, &mut |_, _| ()).unwrap();
+        for (program, forecast) in plan.programs.iter().zip(&mut plan.forecast.programs) {
+            forecast.others.clear();
+            forecast.nanos = match (program.phase, program.max_sequences) {
+                (Phase::Decode, 1) => 100,
+                (Phase::Decode, 4) => 160,
+                (Phase::Decode, 16) => 400,
+                (Phase::Prefill, _) => 7,
+                (phase, sequences) => panic!("{phase:?} of {sequences} sequences"),
+            };
+        }
+        let nanos = |sequences: usize| {
+            forecast_decode(&plan, sequences, 0).map(|rate| sequences as f64 * 1e9 / rate)
+        };
+        for (sequences, expected) in [(1, 100.0), (2, 120.0), (4, 160.0), (7, 220.0), (16, 400.0)] {
+            let nanos = nanos(sequences).unwrap();
+            assert!((nanos - expected).abs() < 1e-6, "{sequences}: {nanos}");
+        }
+        assert_eq!(nanos(17), None);
     }
 
     #[test]
