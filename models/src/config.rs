@@ -103,6 +103,9 @@ impl Config {
         let Some(value) = self.field(name) else { return Ok(None) };
         match whole(value) {
             Some(size) if size > 0 => Ok(Some(size)),
+            None if value.as_f64().is_some_and(|number| number > f64::from(u32::MAX)) => {
+                Err(self.unexpected(name, "a whole number of at most 32 bits"))
+            }
             _ => Err(self.unexpected(name, "a whole number from 1 up")),
         }
     }
@@ -129,7 +132,8 @@ impl Config {
         let Some(value) = self.field(name) else { return Ok(None) };
         match value.as_f64() {
             Some(number) if (number as f32).is_finite() => Ok(Some(number)),
-            _ => Err(self.unexpected(name, "a number")),
+            Some(_) => Err(self.unexpected(name, "a number that 32 bits hold")),
+            None => Err(self.unexpected(name, "a number")),
         }
     }
 
@@ -144,7 +148,10 @@ impl Config {
     /// A number above zero that may be absent.
     pub(crate) fn optional_positive(&self, name: &str) -> Result<Option<f64>> {
         match self.optional_number(name)? {
-            Some(number) if number as f32 <= 0.0 => Err(self.unexpected(name, "a number above 0")),
+            Some(number) if number <= 0.0 => Err(self.unexpected(name, "a number above 0")),
+            Some(number) if number as f32 <= 0.0 => {
+                Err(self.unexpected(name, "a number above 0 that 32 bits hold"))
+            }
             number => Ok(number),
         }
     }

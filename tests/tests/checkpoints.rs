@@ -234,6 +234,18 @@ fn a_malformed_configuration_is_refused() {
         "config.json: num_attention_heads is -4, not a whole number from 1 up"
     );
     assert_eq!(
+        with("hidden_size", json!(1_u64 << 40)),
+        "config.json: hidden_size is 1099511627776, not a whole number of at most 32 bits"
+    );
+    assert_eq!(
+        with("rms_norm_eps", json!(1e300)),
+        "config.json: rms_norm_eps is 1e+300, not a number that 32 bits hold"
+    );
+    assert_eq!(
+        with("rope_theta", json!(1e-300)),
+        "config.json: rope_theta is 1e-300, not a number above 0 that 32 bits hold"
+    );
+    assert_eq!(
         with("num_key_value_heads", json!(3)),
         "config.json: num_attention_heads is 4, not a multiple of num_key_value_heads, 3"
     );
