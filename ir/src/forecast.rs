@@ -121,10 +121,8 @@ impl ProgramForecast {
         runs.dedup_by_key(|run| run.tokens);
         let above = runs.partition_point(|run| run.tokens < tokens).min(runs.len() - 1);
         let Some(below) = above.checked_sub(1) else { return runs[above].nanos as f64 };
-        let [below, above] = [runs[below], runs[above]];
-        let part = (f64::from(tokens) - f64::from(below.tokens))
-            / (f64::from(above.tokens) - f64::from(below.tokens));
-        below.nanos as f64 + part * (above.nanos as f64 - below.nanos as f64)
+        let point = |run: RunForecast| (f64::from(run.tokens), run.nanos as f64);
+        on_line(f64::from(tokens), [runs[below], runs[above]].map(point))
     }
 
     /// Nanoseconds that a run of prefill of `tokens` takes longer behind `past` cached tokens than behind none: each
@@ -134,6 +132,12 @@ impl ProgramForecast {
         let longer = behind.nanos.saturating_sub(self.nanos) as f64;
         longer * (tokens / f64::from(self.tokens.max(1))) * (past / f64::from(behind.tokens.max(1)))
     }
+}
+
+/// The second number of the point at `at` on the line through two points with unlike first numbers.
+pub fn on_line(at: f64, [(from, below), (to, above)]: [(f64, f64); 2]) -> f64 {
+    let part = (at - from) / (to - from);
+    below + part * (above - below)
 }
 
 #[cfg(test)]

@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
 use command_line::{misuse, tell};
+use ir::forecast::on_line;
 use ir::id::DeviceId;
 use ir::machine::{Device, RateSource};
 use ir::plan::{Phase, Plan, Queue};
@@ -274,11 +275,11 @@ fn forecast_decode(plan: &Plan, sequences: usize, cached: usize) -> Option<f64> 
         .filter(|&other| plan.programs[other].phase == Phase::Decode && most(other) < sequences)
         .max_by_key(|&other| most(other));
     let nanos_of = |index: usize| Some(plan.forecast.programs.get(index)?.nanos_of(cached));
-    let mut nanos = nanos_of(index)?;
-    if let Some(smaller) = smaller {
-        let part = (most(index) - sequences) as f64 / (most(index) - most(smaller)) as f64;
-        nanos += (nanos_of(smaller)? - nanos) * part;
-    }
+    let point = |index: usize| Some((most(index) as f64, nanos_of(index)?));
+    let nanos = match smaller {
+        Some(smaller) => on_line(sequences as f64, [point(smaller)?, point(index)?]),
+        None => nanos_of(index)?,
+    };
     (nanos > 0.0).then(|| sequences as f64 * 1e9 / nanos)
 }
 
@@ -370,11 +371,16 @@ mod tests {
     use super::super::{Cli, Command};
     use super::*;
 
-    /// A plan of a toy for one node.
-    fn plan() -> Plan {
+    /// A plan of a toy for one node and so many sequences.
+    fn plan_of(max_sequences: u32) -> Plan {
         let machine = linked(vec![numa(0, 1 << 30)]);
-        let (model, options) = (Toy::llama().model().unwrap(), compiler::Options::default());
+        let options = compiler::Options { max_sequences, ..compiler::Options::default() };
+        let model = Toy::llama().model().unwrap();
         compiler::compile(&model, &machine, &options, &mut |_, _| ()).unwrap()
+    }
+
+    fn plan() -> Plan {
+        plan_of(compiler::Options::default().max_sequences)
     }
 
     #[test]
@@ -424,10 +430,7 @@ mod tests {
 
     #[test]
     fn as_many_sequences_as_no_program_is_for_are_forecast_between_two() {
-        let machine = linked(vec![numa(0, 1 << 30)]);
-        let options = compiler::Options { max_sequences: 16, ..compiler::Options::default() };
-        let model = Toy::llama().model().unwrap();
-        let mut plan = compiler::compile(&model, &machine, &options, &mut |_, _| ()).unwrap();
+        let mut plan = plan_of(16);
         for (program, forecast) in plan.programs.iter().zip(&mut plan.forecast.programs) {
             forecast.others.clear();
             forecast.nanos = match (program.phase, program.max_sequences) {

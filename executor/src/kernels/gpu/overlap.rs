@@ -229,6 +229,7 @@ unsafe fn whole_edges(graph: CUgraph) -> Result<Vec<(CUgraphNode, CUgraphNode)>>
 struct Follower {
     /// One of [`FOLLOWERS`].
     name: &'static str,
+    /// All of the launch.
     cubes: u32,
 }
 
@@ -283,9 +284,8 @@ fn follower_name(name: &str) -> Option<&'static str> {
 /// processors free; cubes that have one each when all are free may not have if they begin early.
 fn may_overlap(first: Follower, second: Follower, processors: u32) -> bool {
     let follows = |launch: Follower| launch.name != CASTS || launch.cubes <= processors / 2;
-    let finds_places =
-        || second.name != CLUSTERS || first.name == CASTS && second.cubes > processors;
-    follows(first) && follows(second) && finds_places()
+    let finds_places = second.name != CLUSTERS || first.name == CASTS && second.cubes > processors;
+    follows(first) && follows(second) && finds_places
 }
 
 #[cfg(test)]

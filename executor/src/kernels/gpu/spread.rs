@@ -8,17 +8,27 @@
 use super::device::{Gpu, is_hopper_or_newer};
 
 /// Bytes of a processor's shared memory that a cube takes beside what it asks for.
-pub(super) const RESERVED_BYTES: usize = 1 << 10;
+const RESERVED_BYTES: usize = 1 << 10;
 
 impl Gpu {
+    /// Bytes of shared memory of a cube by which so many find places on a processor.
+    pub(super) fn most_bytes_for_places(&self, places: usize) -> usize {
+        self.processor_bytes() / places - RESERVED_BYTES
+    }
+
     /// Bytes of shared memory of a cube by which no more than so many find places on a processor; 0 on GPUs whose
     /// launches follow one another as a whole.
-    pub(super) fn bytes_for_places(&self, places: usize) -> usize {
-        let properties = self.client.properties();
-        if !self.is_cuda() || !is_hopper_or_newer(properties) {
-            return 0;
+    pub(super) fn least_bytes_for_places(&self, places: usize) -> usize {
+        if is_hopper_or_newer(self.client.properties()) {
+            bytes_of_one_less(self.processor_bytes(), places)
+        } else {
+            0
         }
-        bytes_of_one_less(properties.hardware.max_shared_memory_size + RESERVED_BYTES, places)
+    }
+
+    /// Shared memory of a processor.
+    fn processor_bytes(&self) -> usize {
+        self.client.properties().hardware.max_shared_memory_size + RESERVED_BYTES
     }
 }
 

@@ -56,7 +56,7 @@ impl Gpu {
         };
         // Each row's cube has a processor of its own where there are enough.
         let is_alone = norm.is_some() && tokens <= self.processors() as usize;
-        let room = if is_alone { self.bytes_for_places(1) } else { 0 };
+        let room = if is_alone { self.least_bytes_for_places(1) } else { 0 };
         let row = |span: Option<&Span>| {
             span.map(|span| span.argument(features / PAIR, PAIR * size_of::<f32>())).into()
         };

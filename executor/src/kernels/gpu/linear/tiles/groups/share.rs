@@ -11,7 +11,6 @@ use crate::kernels::gpu::linear::tiles::share::TileShare;
 use crate::kernels::gpu::linear::total::Shape;
 use crate::kernels::gpu::matrix::{LOAD_BYTES, Layout, Matrix};
 use crate::kernels::gpu::panel::Panel;
-use crate::kernels::gpu::spread::RESERVED_BYTES;
 use crate::kernels::gpu::staged::{STEP, VECTORS};
 use crate::kernels::gpu::warpgroup::{BOX_ALIGNMENT, GROUP, LINE_BYTES, RightOperands, lane_sums};
 
@@ -137,15 +136,15 @@ impl Gpu {
         let places = places(layout, tokens);
         let teams = cluster_cubes(tiles, panel.columns / STEP, places * self.processors());
         let tile = TileShare { panel, layout, matrices, bands, teams, tokens };
-        let all_bytes = self.client.properties().hardware.max_shared_memory_size + RESERVED_BYTES;
-        let most_bytes = all_bytes / places as usize - RESERVED_BYTES;
+        let most_bytes = self.most_bytes_for_places(places as usize);
         let is_whole = |matrix: &&Matrix| {
             layout == Layout::RowMajor || held_rows(matrix).is_multiple_of(PANEL)
         };
         let has_lines = linear.matrices.iter().all(is_whole);
         // Where more cubes than find places wait for one, processors take them as they come to be free.
         let are_all_there = tiles * teams as u32 <= places * self.processors();
-        let least_bytes = if are_all_there { self.bytes_for_places(places as usize) } else { 0 };
+        let least_bytes =
+            if are_all_there { self.least_bytes_for_places(places as usize) } else { 0 };
         let least_words = least_bytes / size_of::<u32>();
         let share = GroupShare { tile, has_lines, stages: MOST_STAGES, least_words };
         let room = most_bytes.saturating_sub(BESIDE_BYTES) / LOAD_BYTES;
