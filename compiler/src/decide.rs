@@ -45,7 +45,8 @@ pub(crate) fn decide(model: &Model, machine: &Machine, options: &Options) -> Res
 fn refuse(model: &Model, machine: &Machine, options: &Options) -> Result<Decided> {
     let tokens = options.prefill_tokens.unwrap_or(PREFILL_TOKENS[0]);
     let target = Target::new(model, machine, options, tokens)?;
-    decide_for(model, Target { is_exhaustive: true, is_told: true, ..target }, options)
+    let target = Target { is_exhaustive: true, is_told: true, ..target };
+    decide_for(model, in_widths(target), options)
 }
 
 fn decide_unexplained(
@@ -58,24 +59,33 @@ fn decide_unexplained(
         let target = Target::new(model, machine, options, tokens)?;
         anyhow::Ok(Target { is_exhaustive, ..target })
     };
-    let in_runs_of = |tokens: u32| decide_for(model, target(tokens)?, options);
+    let in_runs_of = |tokens: u32| decide_for(model, in_widths(target(tokens)?), options);
     let [few, many] = PREFILL_TOKENS;
     if let Some(tokens) = options.prefill_tokens {
         return in_runs_of(tokens);
     }
-    let target = target(few)?;
-    let has_gpu = target.machine.devices.rows().iter().any(|device| device.kind.is_gpu());
-    let context = target.context;
+    let first = target(few)?;
+    let has_gpu = first.machine.devices.rows().iter().any(|device| device.kind.is_gpu());
+    let context = first.context;
     if !has_gpu || context <= few {
-        return decide_for(model, target, options);
+        return decide_for(model, in_widths(first), options);
     }
-    let (few, many) = rayon::join(|| decide_for(model, target, options), || in_runs_of(many));
+    let few = || decide_for(model, in_widths(first), options);
+    let (few, many) = rayon::join(few, || in_runs_of(many));
     // Where the fewest do not fit, fewer may.
     let are_tried = few.is_err() || [&few, &many].into_iter().flatten().any(uses_hosts);
     let mut others = if are_tried { other_tokens(model) } else { Vec::new() };
     // Longer runs than the context are runs of the context, which is tried.
     others.retain(|&tokens| tokens < context);
-    let others: Vec<Result<Decided>> = others.into_par_iter().map(in_runs_of).collect();
+    // In widths that fewer or more tokens are best in.
+    let chosen = [&few, &many].into_iter().flatten().map(|decided| &decided.target.has_bf12);
+    let chosen: Vec<_> = chosen.cloned().collect();
+    let in_chosen_widths = |tokens: u32| {
+        let mut targets = in_widths(target(tokens)?);
+        targets.retain(|target| chosen.is_empty() || chosen.contains(&target.has_bf12));
+        decide_for(model, targets, options)
+    };
+    let others: Vec<Result<Decided>> = others.into_par_iter().map(in_chosen_widths).collect();
     let mut fitting: Vec<Decided> =
         [few].into_iter().chain(others).chain([many]).flatten().collect();
     fitting.sort_by_key(|decided| decided.target.prefill_tokens);
@@ -116,12 +126,19 @@ fn fused_tokens(used: u32, all: u32) -> Option<u32> {
     u32::try_from(tokens).ok().filter(|tokens| (1..PREFILL_TOKENS[0]).contains(tokens))
 }
 
-fn decide_for(model: &Model, target: Target, options: &Options) -> Result<Decided> {
+/// A target, and the same with bfloat16 in 16 bits on GPUs that may hold it in 12.
+fn in_widths(target: Target) -> Vec<Target> {
+    let plain = target.with_plain_gpus();
+    [target].into_iter().chain(plain).collect()
+}
+
+/// Decides for the best of targets that differ in widths.
+fn decide_for(model: &Model, targets: Vec<Target>, options: &Options) -> Result<Decided> {
     if let Some(counted) = &options.expert_counts {
         let file = || format!("using {}", counted.file.display());
         experts::check_counts(model, &counted.counts).with_context(file)?;
     }
-    let (target, placed) = place_by_width(model, target, options)?;
+    let (target, placed) = place_by_width(model, targets, options)?;
     let counted = with_counts(model, &placed, &target, options)?;
     let with_shards = |model, placed| shards::with_shards(model, placed, &target, options);
     let (model, placement) = with_shards(model.clone(), placed)?;
@@ -135,21 +152,26 @@ fn decide_for(model: &Model, target: Target, options: &Options) -> Result<Decide
     Ok(Decided { model, target, placement })
 }
 
-/// The better placement of two, with its target: with bfloat16 in 12 bits on GPUs, which leaves room for more, and in
-/// 16, which prompts and many sequences need not unpack. The decode of one sequence and of the most weigh alike.
-fn place_by_width(model: &Model, target: Target, options: &Options) -> Result<(Target, Placement)> {
-    let place_for = |target: &Target| place(&Task::new(model, target), options, Among::All);
-    let Some(plain) = target.with_plain_gpus() else {
-        return place_for(&target).map(|placed| (target, placed));
+/// The best placement, with its target: with bfloat16 in 12 bits on GPUs, which leaves room for more, or in 16, which
+/// prompts and many sequences need not unpack. The decode of one sequence and of the most weigh alike.
+fn place_by_width(
+    model: &Model,
+    targets: Vec<Target>,
+    options: &Options,
+) -> Result<(Target, Placement)> {
+    let place_for = |target: Target| {
+        let placed = place(&Task::new(model, &target), options, Among::All)?;
+        anyhow::Ok((target, placed))
     };
-    let (narrow, wide) = rayon::join(|| place_for(&target), || place_for(&plain));
-    let both = |placed: &Placement| placed.score + placed.score_of_most;
-    // Either may fit alone: 12 bits take less, but room to unpack a matrix as well.
-    match (narrow, wide) {
-        (Ok(narrow), Ok(wide)) if both(&wide) <= both(&narrow) => Ok((plain, wide)),
-        (Err(_), Ok(wide)) => Ok((plain, wide)),
-        (narrow, _) => narrow.map(|narrow| (target, narrow)),
-    }
+    let placed: Vec<Result<(Target, Placement)>> = targets.into_par_iter().map(place_for).collect();
+    let both = |(_, placed): &(Target, Placement)| placed.score + placed.score_of_most;
+    // Any may fit alone: 12 bits take less, but room to unpack a matrix as well. Of refusals the first is told.
+    let better = |a: Result<(Target, Placement)>, b: Result<(Target, Placement)>| match (a, b) {
+        (Ok(narrow), Ok(wide)) if both(&wide) <= both(&narrow) => Ok(wide),
+        (Err(_), Ok(wide)) => Ok(wide),
+        (narrow, _) => narrow,
+    };
+    placed.into_iter().reduce(better).context(NOTHING_FITS)?
 }
 
 /// The model and placement with the most used experts of mixtures on GPUs, where experts are counted, some are beside

@@ -38,8 +38,8 @@ use crate::graphs::Phases;
 use crate::options::{Options, Request};
 use crate::place::arrangement::Arrangement;
 use crate::place::offer::{Offer, layouts};
-pub(crate) use crate::place::prices::missing;
 use crate::place::prices::{Pins, Prices};
+pub(crate) use crate::place::prices::{Times, missing};
 use crate::place::too_large::too_large;
 use crate::place::units::Units;
 use crate::target::BLOCK_TOKENS;
@@ -283,10 +283,7 @@ fn offers(
         // All of them are impossible; the first says why.
         prices.offer(first)?;
     }
-    offers.sort_by_key(|offer| match offer.candidate.missing {
-        None => (0, offer.score),
-        Some((_, bytes)) => (bytes, 0),
-    });
+    offers.sort_by_key(Offer::rank);
     if is_shared {
         // They differ in their shares alone.
         offers.truncate(1);

@@ -8,8 +8,10 @@ use ir::packing::stored_together;
 use ir::plan::Phase;
 use ir::tensor::{DType, Extent, Format};
 
+use crate::cost::nanos_at;
 use crate::indices::{most_rows, most_tokens};
 use crate::options::{DEFAULT_CONTEXT, Objective, Options};
+use crate::place::Times;
 
 /// Tokens of one cache block: 32 rows of a head are contiguous, and a sequence wastes 16 tokens on average.
 pub(crate) const BLOCK_TOKENS: u32 = 32;
@@ -142,9 +144,6 @@ impl Target {
                     .next()
             })
             .collect();
-        let gains =
-            |device: &Device| !options.plain_bf16 && gains_by_bf12(device, options.max_sequences);
-        let has_bf12 = machine.devices.rows().iter().map(gains).collect();
         let cannot_store = |dtype: DType| {
             let is_stored =
                 |cache: &&ModelCache| cache.head_dim.is_multiple_of(stored_together(dtype));
@@ -180,13 +179,15 @@ impl Target {
             max_sequences: options.max_sequences,
             prefill_tokens: prefill_tokens.min(context).min(most_tokens),
             formats,
-            has_bf12,
+            has_bf12: Table::default(),
             kv_types,
             blocks: 0,
             objective: options.objective,
             is_exhaustive: false,
             is_told: false,
         };
+        let gains = |device: &Device| !options.plain_bf16 && target.gains_by_bf12(device);
+        target.has_bf12 = target.machine.devices.rows().iter().map(gains).collect();
         target.blocks = target.blocks_within_budget(model, options.kv_cache_bytes)?;
         Ok(target)
     }
@@ -225,6 +226,29 @@ impl Target {
         let caches = model.caches.rows().iter();
         let row = |cache: &ModelCache| 2 * widest(cache.head_dim) * u64::from(cache.kv_heads);
         caches.map(|cache| row(cache) * u64::from(BLOCK_TOKENS)).sum()
+    }
+
+    /// Whether a device may be better off with 12 bits. For a NUMA node this is a question of speed: decoding may take
+    /// longer than the bytes that it saves. Where it is decode that nodes compute, that of one sequence and of the most
+    /// weigh alike, as in [`decide`](crate::decide::decide); where they compute prompts for throughput, too, requests
+    /// count. A GPU may also need the memory, so placements are compared.
+    fn gains_by_bf12(&self, device: &Device) -> bool {
+        let has_gpu = self.machine.devices.rows().iter().any(|device| device.kind.is_gpu());
+        let nanos = |format| {
+            let rates = device.rates.linear(format)?;
+            // Of as many weights as a small model has.
+            let nanos = |tokens| nanos_at(1e9, rates.weights_per_sec(tokens)) as u64;
+            let (prefill, decode) = (nanos(self.prefill_tokens), nanos(self.max_sequences));
+            Some(match self.objective {
+                Objective::Throughput if !has_gpu => Times { prefill, decode }.request(self),
+                Objective::Throughput | Objective::Latency => nanos(1) + decode,
+            })
+        };
+        match (device.kind.is_gpu(), nanos(Format::Bf12), nanos(Format::Bf16)) {
+            (true, narrow, _) => narrow.is_some(),
+            (false, Some(narrow), wide) => wide.is_none_or(|wide| narrow < wide),
+            (false, None, _) => false,
+        }
     }
 
     /// The same with bfloat16 in 16 bits on GPUs; `None` where no GPU holds it in 12.
@@ -348,22 +372,6 @@ fn reduced(machine: &Machine, options: &Options) -> Result<Machine> {
         }
     }
     Ok(reduced)
-}
-
-/// Whether a device may be better off with 12 bits. For a NUMA node this is a question of speed: decoding may take
-/// longer than the bytes that it saves. The decode of one sequence and of the most weigh alike, as in
-/// [`decide`](crate::decide::decide). A GPU may also need the memory, so placements are compared.
-fn gains_by_bf12(device: &Device, max_sequences: u32) -> bool {
-    let time = |format| {
-        let rates = device.rates.linear(format)?;
-        let time = |tokens| rates.weights_per_sec(tokens).recip();
-        Some(time(1) + time(max_sequences))
-    };
-    match (device.kind.is_gpu(), time(Format::Bf12), time(Format::Bf16)) {
-        (true, narrow, _) => narrow.is_some(),
-        (false, Some(narrow), wide) => wide.is_none_or(|wide| narrow < wide),
-        (false, None, _) => false,
-    }
 }
 
 /// The element type that most of the checkpoint's matrix bytes have.

@@ -7,13 +7,15 @@
 use std::collections::HashSet;
 
 use anyhow::Result;
-use ir::id::{StepId, WeightId};
+use ir::forecast::{DeviceForecast, ProgramForecast};
+use ir::id::{DeviceId, StepId, WeightId};
 use ir::op::Op;
 use ir::plan::{Action, Phase, Plan, Program};
 use ir::workspace::{MAX_FUSED_ROWS, WORKSPACE_ALIGNMENT};
 
 use crate::bind::bind;
 use crate::cost::rows_of;
+use crate::emit::emit;
 use crate::graphs::Graphs;
 use crate::part::WeightKey;
 use crate::place::missing;
@@ -26,6 +28,22 @@ const WORTH: u64 = 50;
 /// One part in so many of a GPU's memory is left free: other programs may come to need it before the plan is run.
 const FREE: u64 = 10;
 
+/// The forecast of the first program of `plan`, prefill, with the copies that GPUs have room for beside what it counts;
+/// `None` where that is none.
+pub(crate) fn prefill(
+    task: &Task<'_>,
+    mut graphs: Graphs,
+    plan: &Plan,
+) -> Result<Option<ProgramForecast>> {
+    graphs.unpacked = with_room(task, &graphs, plan)?;
+    if graphs.unpacked.is_empty() {
+        return Ok(None);
+    }
+    let with = emit(task, &graphs, &[task.target.prefill()])?;
+    let prefill = with.forecast.programs.into_iter().next();
+    Ok(prefill.filter(|prefill| is_worth_it(&plan.forecast.programs[0], prefill)))
+}
+
 /// The plan of `graphs` with all programs, and the batch of each, in which GPUs hold as many of their packed matrices
 /// unpacked as well as they have room for, where prompts are predicted to be done sooner by that.
 pub(crate) fn plan(task: &Task<'_>, graphs: &mut Graphs) -> Result<(Plan, Vec<Batch>)> {
@@ -33,8 +51,8 @@ pub(crate) fn plan(task: &Task<'_>, graphs: &mut Graphs) -> Result<(Plan, Vec<Ba
     graphs.unpacked = with_room(task, graphs, &without.0)?;
     if !graphs.unpacked.is_empty() {
         let with = prompts::plan(task, graphs)?;
-        let [before, after] = [&without, &with].map(|(plan, _)| plan.forecast.programs[0].nanos);
-        if missing(&with.0).is_none() && after < before - before / WORTH {
+        let [before, after] = [&without, &with].map(|(plan, _)| &plan.forecast.programs[0]);
+        if missing(&with.0).is_none() && is_worth_it(before, after) {
             return Ok(with);
         }
         graphs.unpacked.clear();
@@ -42,10 +60,22 @@ pub(crate) fn plan(task: &Task<'_>, graphs: &mut Graphs) -> Result<(Plan, Vec<Ba
     Ok(without)
 }
 
+/// Whether prompts are done so much sooner with copies that these are worth their memory.
+fn is_worth_it(without: &ProgramForecast, with: &ProgramForecast) -> bool {
+    with.nanos < without.nanos - without.nanos / WORTH
+}
+
 /// The packed matrices that prompts multiply many rows with, the first of each GPU that it has room for.
 fn with_room(task: &Task<'_>, graphs: &Graphs, plan: &Plan) -> Result<HashSet<WeightKey>> {
-    let keys = bind(task, graphs)?.weights;
+    let most = |device: &DeviceForecast| device.capacity_bytes - device.capacity_bytes / FREE;
     let mut room = plan.forecast.devices.clone();
+    let has_room = |(id, device): (DeviceId, &DeviceForecast)| {
+        task.target.machine.devices[id].kind.is_gpu() && device.needed_bytes() < most(device)
+    };
+    if !room.iter().any(has_room) {
+        return Ok(HashSet::new());
+    }
+    let keys = bind(task, graphs)?.weights;
     let mut chosen = HashSet::new();
     for program in plan.programs.iter().filter(|program| program.phase == Phase::Prefill) {
         for lane in &program.lanes {
@@ -57,8 +87,7 @@ fn with_room(task: &Task<'_>, graphs: &Graphs, plan: &Plan) -> Result<HashSet<We
                 let Some(bytes) = plan.unpacked_bytes(held) else { continue };
                 let device = &mut room[held.device];
                 let bytes = bytes.next_multiple_of(WORKSPACE_ALIGNMENT);
-                let most = device.capacity_bytes - device.capacity_bytes / FREE;
-                if bytes <= most.saturating_sub(device.needed_bytes()) {
+                if bytes <= most(device).saturating_sub(device.needed_bytes()) {
                     device.weight_bytes += bytes;
                     chosen.insert(key);
                 }

@@ -124,13 +124,17 @@ pub fn h200(gpu_bytes: u64) -> Machine {
 pub fn slow_down(machine: &mut Machine, of_gpus: f64, of_nodes: f64) {
     for device in machine.devices.rows_mut() {
         let factor = if device.kind.is_gpu() { of_gpus } else { of_nodes };
-        let rates = &mut device.rates;
-        rates.read_bytes_per_sec *= factor;
-        rates.cache_bytes_per_sec *= factor;
-        rates.attention_flops_per_sec *= factor;
-        for point in rates.linear.iter_mut().flat_map(|linear| &mut linear.points) {
-            point.weights_per_sec *= factor;
-        }
+        slow_down_rates(&mut device.rates, factor);
+    }
+}
+
+/// Multiplies the rates of a device by a factor.
+pub fn slow_down_rates(rates: &mut Rates, factor: f64) {
+    rates.read_bytes_per_sec *= factor;
+    rates.cache_bytes_per_sec *= factor;
+    rates.attention_flops_per_sec *= factor;
+    for point in rates.linear.iter_mut().flat_map(|linear| &mut linear.points) {
+        point.weights_per_sec *= factor;
     }
 }
 

@@ -7,7 +7,7 @@ use ir::machine::{Device, DeviceKind, Link, Machine};
 use ir::model::Model;
 use ir::plan::{Action, Phase, Plan};
 use ir::tensor::{DType, Format};
-use tests::machines::{h200, two_sockets};
+use tests::machines::{h200, slow_down_rates, two_sockets};
 use tests::made_up::{LlamaShape, MadeUp};
 
 const GIB: u64 = 1 << 30;
@@ -170,6 +170,37 @@ fn a_slow_gpu_does_not_keep_the_host_out() {
 }
 
 #[test]
+fn a_small_slow_gpu_that_fits_first_is_not_taken_instead_of_a_large_one() {
+    let mut machine = two_sockets(10 * GIB);
+    let large = device(&machine, "gpu0");
+    let options = Options {
+        context: Some(1024),
+        max_sequences: 64,
+        objective: Objective::Throughput,
+        ..options()
+    };
+    let alone = compile(&llama_8b(), &machine, &options);
+    add_like(
+        &mut machine,
+        "gpu0",
+        |number, gpu| {
+            gpu.name = format!("gpu{number}");
+            if let DeviceKind::Gpu { ordinal, .. } = &mut gpu.kind {
+                *ordinal = 1;
+            }
+            gpu.memory_bytes = 4 * GIB;
+            slow_down_rates(&mut gpu.rates, 0.4);
+        },
+        1,
+    );
+    let is_host = |end: DeviceId| !machine.devices[end].kind.is_gpu();
+    machine.links.retain(|link| is_host(link.from) || is_host(link.to));
+    let plan = compile(&llama_8b(), &machine, &options);
+    assert_eq!(chosen(&plan), chosen(&alone));
+    assert!(plan.forecast.devices[large].weight_bytes > 5 * GIB);
+}
+
+#[test]
 fn a_tiny_gpu_is_left_out_beside_a_host() {
     let mut machine = h200(24 * GIB);
     add_like(
@@ -273,6 +304,26 @@ fn many_sequences_leave_12_bits_to_the_decode_of_one() {
     let plan = compile(&llama_8b(), &machine, &Options { max_sequences: 64, ..options() });
     let is_narrow = plan.weights.rows().iter().any(|weight| weight.format == Format::Bf12);
     assert!(is_narrow);
+}
+
+#[test]
+fn prompts_leave_12_bits_to_latency_on_nodes() {
+    let mut machine = nodes(1);
+    let node = device(&machine, "numa0");
+    for rate in &mut machine.devices[node].rates.linear {
+        if rate.format == Format::Bf12 {
+            let points = rate.points.iter_mut().filter(|point| point.tokens > 64);
+            points.for_each(|point| point.weights_per_sec /= 1.5);
+        }
+    }
+    let is_narrow = |objective| {
+        let without = vec!["gpu0".into()];
+        let options = Options { objective, max_sequences: 32, without, ..options() };
+        let plan = compile(&llama_8b(), &machine, &options);
+        plan.weights.rows().iter().any(|weight| weight.format == Format::Bf12)
+    };
+    assert!(is_narrow(Objective::Latency));
+    assert!(!is_narrow(Objective::Throughput));
 }
 
 #[test]

@@ -20,19 +20,16 @@ pub(super) const LEAST: f64 = 0.0;
 /// Shifts of shares between two schedules: each takes what the last one found missing.
 const SHIFTS: usize = 6;
 
-/// An arrangement with its plan for the batches that placements are priced with. Where a member of a shared group lacks
-/// memory, shares shift to the others as far as that helps.
+/// An arrangement with its graphs, and its plan for the batches that placements are priced with. Where a member of a
+/// shared group lacks memory, shares shift to the others as far as that helps.
 ///
 /// # Errors
 /// When a device does not compute what it is to.
-pub(super) fn fitted(
-    prices: &Prices<'_>,
-    arrangement: &Arrangement,
-) -> Result<(Arrangement, Plan)> {
+pub(super) fn fitted(prices: &Prices<'_>, arrangement: &Arrangement) -> Result<(Laid, Plan)> {
     let first = Laid::new(prices, arrangement.clone())?;
     if !arrangement.can_shift() {
         let plan = first.scheduled(prices)?;
-        return Ok((first.arrangement, plan));
+        return Ok((first, plan));
     }
     // What is held is most of what lacks memory, and known before anything is scheduled; the rest is much as it was
     // when the group was priced, if it was.
@@ -54,23 +51,24 @@ pub(super) fn fitted(
     // Where nothing fits, what lacks least is told.
     let lacks = |plan: &Plan| missing(plan).map_or(0, |(_, bytes)| bytes);
     let mut taken = plan.forecast.devices.clone();
-    let mut least = (laid.arrangement.clone(), plan);
+    let mut least = (laid.clone(), plan);
     for part in FILLED {
         let Some(next) = laid.shifted(prices, taken, part) else { break };
         let Ok(plan) = next.scheduled(prices) else { break };
         laid = next;
         taken = plan.forecast.devices.clone();
         if lacks(&plan) < lacks(&least.1) {
-            least = (laid.arrangement.clone(), plan);
+            least = (laid.clone(), plan);
         }
     }
     Ok(least)
 }
 
 /// An arrangement with its graphs.
-struct Laid {
-    arrangement: Arrangement,
-    graphs: Graphs,
+#[derive(Clone)]
+pub(super) struct Laid {
+    pub(super) arrangement: Arrangement,
+    pub(super) graphs: Graphs,
 }
 
 impl Laid {

@@ -28,6 +28,9 @@ use crate::place::prices::{Prices, Times};
 use crate::place::{Offer, Room, are_alike, is_numa};
 use crate::task::Task;
 
+/// Of several sets of GPUs so many are searched: those that seem best by a rough search of each.
+const MOST_SEARCHED: usize = 2;
+
 /// What stays beside the GPUs of an arrangement.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Hosted {
@@ -85,18 +88,15 @@ pub(crate) fn offers(
         offers
     };
     let [only] = gpu_sets else {
-        // Of several sets only the one that seems best is searched.
-        let mut found: Vec<Vec<Offer>> =
-            gpu_sets.par_iter().map(|gpus| of_set(gpus, true)).collect();
-        let score = |offers: &[Offer]| {
-            let fitting = offers.iter().filter(|offer| offer.fits());
-            fitting.map(|offer| offer.score).min().unwrap_or(u64::MAX)
-        };
-        let best = (0..found.len()).min_by_key(|&set| score(&found[set]));
-        if let Some(best) = best {
-            found[best] = of_set(&gpu_sets[best], false);
-        }
-        return found.into_iter().flatten().collect();
+        let mut found: Vec<(&Vec<DeviceId>, Vec<Offer>)> =
+            gpu_sets.par_iter().map(|gpus| (gpus, of_set(gpus, true))).collect();
+        // A rough search may find nothing that fits where the whole one does.
+        found.sort_by_key(|(_, offers)| {
+            offers.iter().map(Offer::rank).min().unwrap_or((u64::MAX, u64::MAX))
+        });
+        let seem_best = found.par_iter_mut().take(MOST_SEARCHED);
+        seem_best.for_each(|(gpus, offers)| *offers = of_set(gpus, false));
+        return found.into_iter().flat_map(|(_, offers)| offers).collect();
     };
     of_set(only, is_rough)
 }

@@ -1,5 +1,7 @@
 //! What an arrangement costs: the finished schedule, priced.
 
+use std::ops::Range;
+
 use anyhow::Result;
 use ir::forecast::{Candidate, DeviceForecast, ProgramForecast};
 use ir::graph::Placed;
@@ -9,10 +11,12 @@ use ir::plan::Phase;
 use crate::graphs::{Graphs, Phases};
 use crate::options::Objective;
 use crate::place::arrangement::Arrangement;
-use crate::place::fit::{LEAST, fitted};
+use crate::place::fit::{LEAST, Laid, fitted};
+use crate::place::group::Group;
 use crate::place::lay_out::{lay_out, set_homes};
 use crate::place::prices::{Prices, Times, judged_decode, judged_decode_plan, missing};
-use crate::place::{Layouts, PROMPT_TOKENS};
+use crate::place::{Layouts, PROMPT_TOKENS, is_numa};
+use crate::unpacked;
 
 /// An arrangement with its exact price.
 #[derive(Clone, Debug)]
@@ -34,6 +38,11 @@ pub(super) struct Offer {
 }
 
 impl Offer {
+    /// The lowest is best: those that fit by their scores, then the others by what they lack.
+    pub(super) fn rank(&self) -> (u64, u64) {
+        self.candidate.missing.map_or((0, self.score), |(_, bytes)| (bytes, 0))
+    }
+
     /// Whether no device lacks memory.
     pub(super) fn fits(&self) -> bool {
         self.candidate.missing.is_none()
@@ -96,10 +105,18 @@ impl Prices<'_> {
 
 fn offer(prices: &Prices<'_>, arrangement: &Arrangement) -> Result<Offer> {
     let &Prices { task, units, pins, .. } = prices;
-    let (arrangement, plan) = fitted(prices, arrangement)?;
+    let (Laid { arrangement, graphs }, plan) = fitted(prices, arrangement)?;
     let missing = missing(&plan);
     let forecast = &plan.forecast.programs;
-    let prefill = &forecast[0];
+    // What is beside GPUs would be better there than copies of what is.
+    let is_on_gpus = |(group, _): &(Group, Range<usize>)| {
+        group.devices.iter().all(|&device| !is_numa(task, device))
+    };
+    let has_copies = missing.is_none()
+        && arrangement.hosted.is_none()
+        && arrangement.stages.iter().all(is_on_gpus);
+    let with_copies = if has_copies { unpacked::prefill(task, graphs, &plan)? } else { None };
+    let prefill = with_copies.as_ref().unwrap_or(&forecast[0]);
     // A run of a prompt starts when the one before leaves the busiest lane, unless runs work one after another.
     let apart = match plan.runs_one_by_one(&plan.programs[0]) {
         true => prefill.nanos,

@@ -205,10 +205,12 @@ impl<'a> Prices<'a> {
 
 /// Prices all units on one group, each with its neighbours on the same group, but for what is pinned to other devices.
 fn price_group(task: &Task<'_>, units: &Units, pins: &Pins, group: &Group) -> Result<Priced> {
-    let mut batches = priced_batches(task.target);
-    // The decode of one sequence takes hardly more memory than that of the most, and is not what counts.
-    if task.target.objective == Objective::Throughput {
-        batches.drain(1..batches.len() - 1);
+    let target = task.target;
+    let mut batches = priced_batches(target);
+    // The decode that is not judged takes hardly more memory than that of the most, or than prefill of more tokens.
+    if target.objective == Objective::Throughput || target.max_sequences <= target.prefill_tokens {
+        let judged = judged_decode(target, &batches).clone();
+        batches.splice(1.., [judged]);
     }
     let priced = |(groups, group_of): (Vec<Group>, Table<NodeId, usize>)| -> Result<_> {
         let graphs = arrange(task, &groups, &group_of)?;

@@ -234,8 +234,9 @@ mod tests {
             {
                 let x = Random(3).floats(TOKENS * features).iter().map(|x| x + 1.0).collect();
                 let x: Vec<f32> = x;
-                let scale = Random(5).floats(features);
-                let scale_span = gpu.upload(&scale);
+                let [scale, bias] = [5, 7].map(|seed| Random(seed).floats(features));
+                let [scale_span, bias_span] = [&scale, &bias].map(|values| gpu.upload(values));
+                let is_biased = kind == Some(NormKind::Layer);
                 let order = RightOperands { stacks: 1, tokens: COLUMNS, is_spread, factor: 4.0 };
                 let out = gpu.poisoned(COLUMNS * features * 2);
                 gpu.cast(&Cast {
@@ -246,7 +247,7 @@ mod tests {
                     norm: kind.map(|kind| Norm {
                         kind,
                         scale: Some(&scale_span),
-                        bias: None,
+                        bias: is_biased.then_some(&bias_span),
                         scale_offset: 1.0,
                         epsilon: EPSILON,
                     }),
@@ -257,7 +258,8 @@ mod tests {
                 })
                 .unwrap();
                 let scale = kind.map(|_| &scale[..]);
-                let expected = expected(&x, features, kind, scale, None, None);
+                let bias = is_biased.then_some(&bias[..]);
+                let expected = expected(&x, features, kind, scale, bias, None);
                 let out = gpu.download::<bf16>(&out, COLUMNS * features);
                 for (eight, of_tokens) in out.chunks_exact(COLUMNS * 8).enumerate() {
                     for (token, elements) in of_tokens.chunks_exact(8).take(TOKENS).enumerate() {

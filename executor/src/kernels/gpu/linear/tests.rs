@@ -1,3 +1,4 @@
+mod captured;
 mod narrow;
 mod spoilt;
 
