@@ -77,7 +77,8 @@ fn decide_unexplained(
     let mut others = if are_tried { other_tokens(model) } else { Vec::new() };
     // Longer runs than the context are runs of the context, which is tried.
     others.retain(|&tokens| tokens < context);
-    // In widths that fewer or more tokens are best in.
+    // To save time, in the widths alone that are best for the fewest or for the most tokens: with GPUs, which widths
+    // there are does not depend on the tokens, so one of them is left.
     let chosen = [&few, &many].into_iter().flatten().map(|decided| &decided.target.has_bf12);
     let chosen: Vec<_> = chosen.cloned().collect();
     let in_chosen_widths = |tokens: u32| {
@@ -153,7 +154,7 @@ fn decide_for(model: &Model, targets: Vec<Target>, options: &Options) -> Result<
 }
 
 /// The best placement, with its target: with bfloat16 in 12 bits on GPUs, which leaves room for more, or in 16, which
-/// prompts and many sequences need not unpack. The decode of one sequence and of the most weigh alike.
+/// prompts and many sequences need not unpack. For latency the decode of one sequence and of the most weigh alike.
 fn place_by_width(
     model: &Model,
     targets: Vec<Target>,

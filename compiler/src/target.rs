@@ -229,9 +229,9 @@ impl Target {
     }
 
     /// Whether a device may be better off with 12 bits. For a NUMA node this is a question of speed: decoding may take
-    /// longer than the bytes that it saves. Where it is decode that nodes compute, that of one sequence and of the most
-    /// weigh alike, as in [`decide`](crate::decide::decide); where they compute prompts for throughput, too, requests
-    /// count. A GPU may also need the memory, so placements are compared.
+    /// longer than the bytes that it saves. For latency the decode of one sequence and of the most weigh alike, as in
+    /// [`decide`](crate::decide::decide). For throughput requests count or, on a machine with GPUs, which are taken to
+    /// compute the prompts, the decode of the most sequences. A GPU may also need the memory, so placements are compared.
     fn gains_by_bf12(&self, device: &Device) -> bool {
         let has_gpu = self.machine.devices.rows().iter().any(|device| device.kind.is_gpu());
         let nanos = |format| {
@@ -240,8 +240,9 @@ impl Target {
             let nanos = |tokens| nanos_at(1e9, rates.weights_per_sec(tokens)) as u64;
             let (prefill, decode) = (nanos(self.prefill_tokens), nanos(self.max_sequences));
             Some(match self.objective {
-                Objective::Throughput if !has_gpu => Times { prefill, decode }.request(self),
-                Objective::Throughput | Objective::Latency => nanos(1) + decode,
+                Objective::Throughput if has_gpu => decode,
+                Objective::Throughput => Times { prefill, decode }.request(self),
+                Objective::Latency => nanos(1).saturating_add(decode),
             })
         };
         match (device.kind.is_gpu(), nanos(Format::Bf12), nanos(Format::Bf16)) {

@@ -28,8 +28,9 @@ const WORTH: u64 = 50;
 /// One part in so many of a GPU's memory is left free: other programs may come to need it before the plan is run.
 const FREE: u64 = 10;
 
-/// The forecast of the first program of `plan`, prefill, with the copies that GPUs have room for beside what it counts;
-/// `None` where that is none.
+/// The forecast of prefill, the first program of `plan`, if GPUs hold the copies that they have room for beside what
+/// `plan` counts; `None` where they have room for none or prefill gains too little. What [`plan`] makes of all programs
+/// decides in the end.
 pub(crate) fn prefill(
     task: &Task<'_>,
     mut graphs: Graphs,

@@ -44,28 +44,23 @@ pub(super) fn fitted(prices: &Prices<'_>, arrangement: &Arrangement) -> Result<(
     let by_held = first.shifted(prices, expected, most);
     // Some shares cut what a device then does not compute.
     let scheduled = by_held.and_then(|laid| Some((laid.scheduled(prices).ok()?, laid)));
-    let (plan, mut laid) = match scheduled {
+    let (plan, laid) = match scheduled {
         Some(scheduled) => scheduled,
         None => (first.scheduled(prices)?, first),
     };
-    // Where nothing fits, what lacks least is told.
-    let lacks = |plan: &Plan| missing(plan).map_or(0, |(_, bytes)| bytes);
-    let mut taken = plan.forecast.devices.clone();
-    let mut least = (laid.clone(), plan);
+    let mut tried = vec![(laid, plan)];
     for part in FILLED {
-        let Some(next) = laid.shifted(prices, taken, part) else { break };
+        let (last, plan) = tried.last().expect("the first is there");
+        let Some(next) = last.shifted(prices, plan.forecast.devices.clone(), part) else { break };
         let Ok(plan) = next.scheduled(prices) else { break };
-        laid = next;
-        taken = plan.forecast.devices.clone();
-        if lacks(&plan) < lacks(&least.1) {
-            least = (laid.clone(), plan);
-        }
+        tried.push((next, plan));
     }
-    Ok(least)
+    // Where nothing fits, what lacks least is told.
+    let lacks = |(_, plan): &(Laid, Plan)| missing(plan).map_or(0, |(_, bytes)| bytes);
+    Ok(tried.into_iter().min_by_key(lacks).expect("the first is there"))
 }
 
 /// An arrangement with its graphs.
-#[derive(Clone)]
 pub(super) struct Laid {
     pub(super) arrangement: Arrangement,
     pub(super) graphs: Graphs,

@@ -87,18 +87,20 @@ pub(crate) fn offers(
         }
         offers
     };
-    let [only] = gpu_sets else {
-        let mut found: Vec<(&Vec<DeviceId>, Vec<Offer>)> =
-            gpu_sets.par_iter().map(|gpus| (gpus, of_set(gpus, true))).collect();
-        // A rough search may find nothing that fits where the whole one does.
-        found.sort_by_key(|(_, offers)| {
-            offers.iter().map(Offer::rank).min().unwrap_or((u64::MAX, u64::MAX))
-        });
-        let seem_best = found.par_iter_mut().take(MOST_SEARCHED);
-        seem_best.for_each(|(gpus, offers)| *offers = of_set(gpus, false));
-        return found.into_iter().flat_map(|(_, offers)| offers).collect();
-    };
-    of_set(only, is_rough)
+    if let [only] = gpu_sets {
+        return of_set(only, is_rough);
+    }
+    let mut found: Vec<(&Vec<DeviceId>, Vec<Offer>)> =
+        gpu_sets.par_iter().map(|gpus| (gpus, of_set(gpus, true))).collect();
+    // A rough search may find nothing that fits where the whole one does: behind those of which something fits come those
+    // that lack least, and those without an offer are last.
+    found.sort_by_key(|(_, offers)| {
+        let best = offers.iter().map(Offer::rank).min();
+        (best.is_none(), best)
+    });
+    let seem_best = found.par_iter_mut().take(MOST_SEARCHED);
+    seem_best.for_each(|(gpus, offers)| *offers = of_set(gpus, false));
+    found.into_iter().flat_map(|(_, offers)| offers).collect()
 }
 
 /// What GPUs have left when all experts of a mixture are beside them; empty where an arrangement keeps none there.

@@ -1,7 +1,5 @@
 //! What an arrangement costs: the finished schedule, priced.
 
-use std::ops::Range;
-
 use anyhow::Result;
 use ir::forecast::{Candidate, DeviceForecast, ProgramForecast};
 use ir::graph::Placed;
@@ -12,10 +10,9 @@ use crate::graphs::{Graphs, Phases};
 use crate::options::Objective;
 use crate::place::arrangement::Arrangement;
 use crate::place::fit::{LEAST, Laid, fitted};
-use crate::place::group::Group;
 use crate::place::lay_out::{lay_out, set_homes};
 use crate::place::prices::{Prices, Times, judged_decode, judged_decode_plan, missing};
-use crate::place::{Layouts, PROMPT_TOKENS, is_numa};
+use crate::place::{Layouts, PROMPT_TOKENS};
 use crate::unpacked;
 
 /// An arrangement with its exact price.
@@ -28,12 +25,12 @@ pub(super) struct Offer {
     pub(super) score_of_most: u64,
     /// The same with a prompt of [`PROMPT_TOKENS`], or of the context if that is shorter, in as many runs as it takes.
     pub(super) score_of_prompt: u64,
-    /// Time of the prefill that the score counts.
+    /// Time of the prefill that the score counts, with copies of packed matrices on GPUs that have room for them.
     pub(super) prefill_nanos: u64,
     /// Time of the decode that the score counts.
     pub(super) decode_nanos: u64,
     pub(super) candidate: Candidate,
-    /// What each device would hold.
+    /// What each device would hold, without such copies.
     pub(super) devices: Table<DeviceId, DeviceForecast>,
 }
 
@@ -108,14 +105,10 @@ fn offer(prices: &Prices<'_>, arrangement: &Arrangement) -> Result<Offer> {
     let (Laid { arrangement, graphs }, plan) = fitted(prices, arrangement)?;
     let missing = missing(&plan);
     let forecast = &plan.forecast.programs;
-    // What is beside GPUs would be better there than copies of what is.
-    let is_on_gpus = |(group, _): &(Group, Range<usize>)| {
-        group.devices.iter().all(|&device| !is_numa(task, device))
+    let with_copies = match missing {
+        None => unpacked::prefill(task, graphs, &plan)?,
+        Some(_) => None,
     };
-    let has_copies = missing.is_none()
-        && arrangement.hosted.is_none()
-        && arrangement.stages.iter().all(is_on_gpus);
-    let with_copies = if has_copies { unpacked::prefill(task, graphs, &plan)? } else { None };
     let prefill = with_copies.as_ref().unwrap_or(&forecast[0]);
     // A run of a prompt starts when the one before leaves the busiest lane, unless runs work one after another.
     let apart = match plan.runs_one_by_one(&plan.programs[0]) {

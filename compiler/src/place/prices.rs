@@ -207,10 +207,10 @@ impl<'a> Prices<'a> {
 fn price_group(task: &Task<'_>, units: &Units, pins: &Pins, group: &Group) -> Result<Priced> {
     let target = task.target;
     let mut batches = priced_batches(target);
-    // The decode that is not judged takes hardly more memory than that of the most, or than prefill of more tokens.
+    // The decode that is not judged is left out where its buffers are hardly larger: that of one sequence beside that of
+    // the most, and that of the most beside prefill of as many tokens or more.
     if target.objective == Objective::Throughput || target.max_sequences <= target.prefill_tokens {
-        let judged = judged_decode(target, &batches).clone();
-        batches.splice(1.., [judged]);
+        batches = vec![target.prefill(), judged_decode(target, &batches).clone()];
     }
     let priced = |(groups, group_of): (Vec<Group>, Table<NodeId, usize>)| -> Result<_> {
         let graphs = arrange(task, &groups, &group_of)?;

@@ -12,7 +12,7 @@ use crate::kernels::gpu::matrix::Matrix;
 use crate::kernels::gpu::matrix::testing::panels;
 use crate::kernels::gpu::testing::gpu;
 
-/// More than the linears for so few take as floats, and fewer than half of any such GPU's processors.
+/// More than are taken as floats, and so few that their casts take half of a whole GPU's processors at most.
 const TOKENS: usize = 20;
 const FEATURES: usize = 1024;
 
@@ -61,7 +61,7 @@ fn captured_casts_and_linears_overlap_and_see_each_others_outputs() {
         eprintln!("skipped: launches of this GPU do not overlap");
         return;
     }
-    // A linear of more cubes than processors, which begins early behind its cast, and one of clusters, which does not.
+    // One linear has more cubes than processors and begins early behind its cast; the other has fewer, and does not.
     let inner = 4 * PANEL * (gpu.processors() as usize + 8);
     for format in [Format::Q4, Format::Bf12] {
         let up = panels(&gpu, format, inner, FEATURES, 1).matrix;
@@ -87,7 +87,7 @@ fn captured_casts_and_linears_overlap_and_see_each_others_outputs() {
             Ok(())
         });
         let graph = captured.unwrap().unwrap();
-        assert_eq!(overlapped, 5, "of seven edges those from casts to clusters are whole");
+        assert_eq!(overlapped, 5, "of seven edges two are whole, from casts to the second linear");
         for seed in 0..10 {
             let given = Random(seed).floats(TOKENS * FEATURES);
             gpu.write(&x, bytemuck::cast_slice(&given)).unwrap();
