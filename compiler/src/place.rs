@@ -300,8 +300,8 @@ fn fits_fast_gpus(task: &Task<'_>, offer: &Offer) -> bool {
     let rate = |device: DeviceId| devices[device].rates.read_bytes_per_sec;
     let gpus = devices.ids().filter(|&device| !is_numa(task, device));
     let fastest = gpus.map(rate).fold(0.0, f64::max);
-    let mut members = offer.arrangement.stages.iter().flat_map(|(group, _)| &group.devices);
-    offer.fits() && members.all(|&device| !is_numa(task, device) && rate(device) >= SLOW * fastest)
+    let mut members = offer.arrangement.devices();
+    offer.fits() && members.all(|device| !is_numa(task, device) && rate(device) >= SLOW * fastest)
 }
 
 /// The device that each node is pinned to, with the pattern that did it; the last pin that matches holds.

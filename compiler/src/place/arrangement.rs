@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use ir::id::{NodeId, Table};
+use ir::id::{DeviceId, NodeId, Table};
 use ir::plan::Phase;
 
 use crate::place::group::Group;
@@ -55,6 +55,11 @@ impl Arrangement {
             }));
         }
         (groups, group_of)
+    }
+
+    /// The devices of all stages.
+    pub(crate) fn devices(&self) -> impl Iterator<Item = DeviceId> {
+        self.stages.iter().flat_map(|(group, _)| group.devices.iter().copied())
     }
 
     /// The group of a unit's stage.

@@ -12,7 +12,7 @@ use crate::place::arrangement::Arrangement;
 use crate::place::fit::{LEAST, Laid, fitted};
 use crate::place::lay_out::{lay_out, set_homes};
 use crate::place::prices::{Prices, Times, judged_decode, judged_decode_plan, missing};
-use crate::place::{Layouts, PROMPT_TOKENS};
+use crate::place::{Layouts, PROMPT_TOKENS, is_numa};
 use crate::unpacked;
 
 /// An arrangement with its exact price.
@@ -25,7 +25,7 @@ pub(super) struct Offer {
     pub(super) score_of_most: u64,
     /// The same with a prompt of [`PROMPT_TOKENS`], or of the context if that is shorter, in as many runs as it takes.
     pub(super) score_of_prompt: u64,
-    /// Time of the prefill that the score counts, with copies of packed matrices on GPUs that have room for them.
+    /// Time of the prefill that the score counts, with copies of packed matrices where all is on GPUs that have room for them.
     pub(super) prefill_nanos: u64,
     /// Time of the decode that the score counts.
     pub(super) decode_nanos: u64,
@@ -105,9 +105,12 @@ fn offer(prices: &Prices<'_>, arrangement: &Arrangement) -> Result<Offer> {
     let (Laid { arrangement, graphs }, plan) = fitted(prices, arrangement)?;
     let missing = missing(&plan);
     let forecast = &plan.forecast.programs;
+    // To save time: where nodes hold or compute a part, GPUs seldom have room for copies, and prefill is priced without.
+    let is_on_gpus =
+        arrangement.hosted.is_none() && arrangement.devices().all(|device| !is_numa(task, device));
     let with_copies = match missing {
-        None => unpacked::prefill(task, graphs, &plan)?,
-        Some(_) => None,
+        None if is_on_gpus => unpacked::prefill(task, graphs, &plan)?,
+        None | Some(_) => None,
     };
     let prefill = with_copies.as_ref().unwrap_or(&forecast[0]);
     // A run of a prompt starts when the one before leaves the busiest lane, unless runs work one after another.
