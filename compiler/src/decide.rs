@@ -65,7 +65,7 @@ fn decide_unexplained(
         return in_runs_of(tokens);
     }
     let first = target(few)?;
-    let has_gpu = first.machine.devices.rows().iter().any(|device| device.kind.is_gpu());
+    let has_gpu = first.machine.has_gpus();
     let context = first.context;
     if !has_gpu || context <= few {
         return decide_for(model, in_widths(first), options);

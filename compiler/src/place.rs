@@ -340,7 +340,7 @@ fn check_cache_sizes(task: &Task<'_>) -> Result<()> {
         u64::from(task.target.blocks) * heads * u64::from(cache.head_dim)
     };
     let largest = task.model.caches.rows().iter().map(elements).max().unwrap_or(0);
-    let has_gpu = task.target.machine.devices.rows().iter().any(|device| device.kind.is_gpu());
+    let has_gpu = task.target.machine.has_gpus();
     ensure!(
         !has_gpu || largest <= u64::from(u32::MAX),
         "the keys of a layer are {largest} numbers, and GPUs take {} at most: lower --max-sequences or --context, give \

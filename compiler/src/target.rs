@@ -113,7 +113,7 @@ impl Target {
              {most_sequences}",
             options.max_sequences
         );
-        let has_gpu = machine.devices.rows().iter().any(|device| device.kind.is_gpu());
+        let has_gpu = machine.has_gpus();
         let most_tokens = if has_gpu { most_tokens(model) } else { u32::MAX };
         let most_sequences = if has_gpu { most_tokens.min(most_rows(model)) } else { u32::MAX };
         ensure!(
@@ -233,7 +233,7 @@ impl Target {
     /// [`decide`](crate::decide::decide). For throughput requests count or, on a machine with GPUs, which are taken to
     /// compute the prompts, the decode of the most sequences. A GPU may also need the memory, so placements are compared.
     fn gains_by_bf12(&self, device: &Device) -> bool {
-        let has_gpu = self.machine.devices.rows().iter().any(|device| device.kind.is_gpu());
+        let has_gpu = self.machine.has_gpus();
         let nanos = |format| {
             let rates = device.rates.linear(format)?;
             // Of as many weights as a small model has.
@@ -281,7 +281,7 @@ impl Target {
 
     /// The batch of a program for prompts of up to `tokens` tokens, placed as in a phase.
     pub(crate) fn prompt(&self, tokens: u32, placed_as: Phase) -> Batch {
-        let has_gpus = self.machine.devices.rows().iter().any(|device| device.kind.is_gpu());
+        let has_gpus = self.machine.has_gpus();
         let rows = if has_gpus { GPU_PREFILL_ROWS } else { CPU_PREFILL_ROWS };
         Batch {
             program: format!("prefill{tokens}"),
@@ -342,9 +342,8 @@ fn device(machine: &Machine, name: &str) -> Result<DeviceId> {
 
 /// The machine less what the options take away.
 fn reduced(machine: &Machine, options: &Options) -> Result<Machine> {
-    let mut devices = machine.devices.rows().iter();
     ensure!(
-        options.gpu_memory_bytes.is_none() || devices.any(|device| device.kind.is_gpu()),
+        options.gpu_memory_bytes.is_none() || machine.has_gpus(),
         "--gpu-memory limits GPUs, and the machine has none: leave it out"
     );
     let without: Vec<DeviceId> =

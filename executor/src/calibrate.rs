@@ -175,7 +175,7 @@ pub fn reads_now(machine: &Machine, id: DeviceId) -> Result<Option<f64>> {
 /// The processors of a NUMA node that compute. Beside GPUs those are fewer than all, and slower: that is what most
 /// plans of such a machine use.
 fn computing(machine: &Machine, id: DeviceId) -> Option<Vec<u32>> {
-    let has_gpus = machine.devices.rows().iter().any(|device| device.kind.is_gpu());
+    let has_gpus = machine.has_gpus();
     let cpus = cpus(&machine.devices[id])?;
     Some(if has_gpus { beside_gpus(cpus)[0] } else { cpus }.to_vec())
 }

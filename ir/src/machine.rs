@@ -258,6 +258,11 @@ impl Machine {
         self.devices.iter().find(|(_, device)| device.name == name).map(|(id, _)| id)
     }
 
+    /// Whether any device is a GPU.
+    pub fn has_gpus(&self) -> bool {
+        self.devices.rows().iter().any(|device| device.kind.is_gpu())
+    }
+
     /// The names of all devices: `gpu0, numa0`.
     pub fn listed_devices(&self) -> String {
         let names = self.devices.rows().iter().map(|device| device.name.as_str());

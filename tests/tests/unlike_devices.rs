@@ -63,6 +63,18 @@ fn add_like(machine: &mut Machine, name: &str, changes: impl Fn(usize, &mut Devi
     }
 }
 
+/// Adds GPUs like the machine's first, which has number 0.
+fn add_gpus(machine: &mut Machine, changes: impl Fn(usize, &mut Device), count: usize) {
+    let numbered = |number: usize, gpu: &mut Device| {
+        gpu.name = format!("gpu{number}");
+        if let DeviceKind::Gpu { ordinal, .. } = &mut gpu.kind {
+            *ordinal = u32::try_from(number).expect("GPUs are few");
+        }
+        changes(number, gpu);
+    };
+    add_like(machine, "gpu0", numbered, count);
+}
+
 /// So many NUMA nodes like an H200's host, and no GPU.
 fn nodes(count: u32) -> Machine {
     let mut machine = h200(GIB);
@@ -145,26 +157,13 @@ fn as_many_nodes_share_as_there_are_heads_for() {
 #[test]
 fn a_slow_gpu_does_not_keep_the_host_out() {
     let mut machine = h200(10 * GIB);
-    let slow = |number: usize, gpu: &mut Device| {
-        gpu.name = format!("gpu{number}");
-        gpu.kind = match gpu.kind {
-            DeviceKind::Gpu {
-                reserved_bytes, library_bytes, launch_bytes, has_warpgroups, ..
-            } => DeviceKind::Gpu {
-                ordinal: 1,
-                reserved_bytes,
-                library_bytes,
-                launch_bytes,
-                has_warpgroups,
-            },
-            DeviceKind::Numa { .. } => unreachable!("it is like a GPU"),
-        };
+    let slow = |_: usize, gpu: &mut Device| {
         gpu.memory_bytes = 12 * GIB;
         gpu.rates.read_bytes_per_sec /= 100.0;
         let points = gpu.rates.linear.iter_mut().flat_map(|rate| &mut rate.points);
         points.for_each(|point| point.weights_per_sec /= 400.0);
     };
-    add_like(&mut machine, "gpu0", slow, 1);
+    add_gpus(&mut machine, slow, 1);
     let plan = compile(&llama_8b(), &machine, &options());
     assert!(chosen(&plan).contains("beside gpu0"), "{}", chosen(&plan));
 }
@@ -180,19 +179,11 @@ fn a_small_slow_gpu_that_fits_first_is_not_taken_instead_of_a_large_one() {
         ..options()
     };
     let alone = compile(&llama_8b(), &machine, &options);
-    add_like(
-        &mut machine,
-        "gpu0",
-        |number, gpu| {
-            gpu.name = format!("gpu{number}");
-            if let DeviceKind::Gpu { ordinal, .. } = &mut gpu.kind {
-                *ordinal = 1;
-            }
-            gpu.memory_bytes = 4 * GIB;
-            slow_down_rates(&mut gpu.rates, 0.4);
-        },
-        1,
-    );
+    let small = |_: usize, gpu: &mut Device| {
+        gpu.memory_bytes = 4 * GIB;
+        slow_down_rates(&mut gpu.rates, 0.4);
+    };
+    add_gpus(&mut machine, small, 1);
     let is_host = |end: DeviceId| !machine.devices[end].kind.is_gpu();
     machine.links.retain(|link| is_host(link.from) || is_host(link.to));
     let plan = compile(&llama_8b(), &machine, &options);
@@ -203,18 +194,10 @@ fn a_small_slow_gpu_that_fits_first_is_not_taken_instead_of_a_large_one() {
 #[test]
 fn a_tiny_gpu_is_left_out_beside_a_host() {
     let mut machine = h200(24 * GIB);
-    add_like(
-        &mut machine,
-        "gpu0",
-        |number, gpu| {
-            gpu.name = format!("gpu{number}");
-            if let DeviceKind::Gpu { ordinal, .. } = &mut gpu.kind {
-                *ordinal = u32::try_from(number).expect("GPUs are few");
-            }
-            gpu.memory_bytes = [GIB * 49 / 2, 400 << 20][number - 1];
-        },
-        2,
-    );
+    let smaller = |number: usize, gpu: &mut Device| {
+        gpu.memory_bytes = [GIB * 49 / 2, 400 << 20][number - 1];
+    };
+    add_gpus(&mut machine, smaller, 2);
     let formats = vec!["q8".parse().expect("it is a rule")];
     let model = MadeUp::llama(LlamaShape::LLAMA_70B).model();
     let plan = compile(&model, &machine, &Options { formats, ..options() });

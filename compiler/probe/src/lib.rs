@@ -63,7 +63,7 @@ pub fn machine(split: Option<u32>) -> Result<Machine> {
 pub fn mismatch(machine: &Machine) -> Result<Vec<String>> {
     let processors = Processors::read()?;
     // To ask for them takes a while.
-    let has_gpus = machine.devices.rows().iter().any(|device| device.kind.is_gpu());
+    let has_gpus = machine.has_gpus();
     let gpus = if has_gpus { gpu::read() } else { Vec::new() };
     Ok(differences(machine, &processors, &gpus))
 }

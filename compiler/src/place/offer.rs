@@ -25,7 +25,8 @@ pub(super) struct Offer {
     pub(super) score_of_most: u64,
     /// The same with a prompt of [`PROMPT_TOKENS`], or of the context if that is shorter, in as many runs as it takes.
     pub(super) score_of_prompt: u64,
-    /// Time of the prefill that the score counts, with copies of packed matrices where all is on GPUs that have room for them.
+    /// Time of the prefill that the score counts, with copies of packed matrices where all is on GPUs that have room for
+    /// them.
     pub(super) prefill_nanos: u64,
     /// Time of the decode that the score counts.
     pub(super) decode_nanos: u64,

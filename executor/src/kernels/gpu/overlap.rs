@@ -386,15 +386,7 @@ mod tests {
             spans.array_windows().for_each(|[from, to]| gpu.select(from, COUNT, &call, to));
             anyhow::Ok(())
         };
-        gpu.client.graph_prepare().unwrap();
-        queue().unwrap();
-        let mut overlapped = 0;
-        let captured = gpu.capture(|| {
-            queue()?;
-            overlapped = gpu.overlap_launches().unwrap();
-            Ok(())
-        });
-        let graph = captured.unwrap().unwrap();
+        let (graph, overlapped) = gpu.captured(queue);
         assert_eq!(overlapped, spans.len() - 2, "CubeCL tells of its streams in another way");
         for run in 1..=20_u16 {
             gpu.write(&spans[0], bytemuck::cast_slice(&vec![f32::from(run); COUNT])).unwrap();

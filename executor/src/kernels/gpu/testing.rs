@@ -1,5 +1,6 @@
 //! What the kernels' tests share: a GPU, real or in software.
 
+use cubecl::client::Graph;
 use ir::tensor::{DType, Format};
 
 use super::cast::Cast;
@@ -39,6 +40,19 @@ impl Gpu {
     pub(crate) fn download<T: bytemuck::Pod>(&self, span: &Span, count: usize) -> Vec<T> {
         let bytes = self.read(span).unwrap();
         bytemuck::pod_collect_to_vec(&bytes[..count * size_of::<T>()])
+    }
+
+    /// What `queue` queues, done once and captured, and how many of its launches begin while those before them end.
+    pub(crate) fn captured(&self, queue: impl Fn() -> anyhow::Result<()>) -> (Graph, usize) {
+        self.client.graph_prepare().unwrap();
+        queue().unwrap();
+        let mut overlapped = 0;
+        let captured = self.capture(|| {
+            queue()?;
+            overlapped = self.overlap_launches().unwrap();
+            Ok(())
+        });
+        (captured.unwrap().unwrap(), overlapped)
     }
 
     /// bf16 `[tokens, features]` in another order.

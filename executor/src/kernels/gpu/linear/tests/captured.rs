@@ -78,15 +78,7 @@ fn captured_casts_and_linears_overlap_and_see_each_others_outputs() {
             }
             anyhow::Ok(())
         };
-        gpu.client.graph_prepare().unwrap();
-        run().unwrap();
-        let mut overlapped = 0;
-        let captured = gpu.capture(|| {
-            run()?;
-            overlapped = gpu.overlap_launches().unwrap();
-            Ok(())
-        });
-        let graph = captured.unwrap().unwrap();
+        let (graph, overlapped) = gpu.captured(run);
         assert_eq!(overlapped, 5, "of seven edges two are whole, from casts to the second linear");
         for seed in 0..10 {
             let given = Random(seed).floats(TOKENS * FEATURES);
