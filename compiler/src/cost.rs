@@ -229,10 +229,31 @@ fn unpacked_bytes(kind: &DeviceKind, operands: &Operands<'_>, batch: &Batch) -> 
     bytes.sum()
 }
 
+/// How what a device is brought follows other things.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Way {
+    /// Whether GPUs replay captured launches and fetch nothing, so that what crosses are letters alone.
+    pub(crate) by_letters: bool,
+    /// What it comes right behind of, from the same devices.
+    pub(crate) behind: Behind,
+}
+
+/// What something comes right behind of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Behind {
+    /// Nothing from the same devices.
+    Nothing,
+    /// Another value, of earlier steps.
+    Earlier,
+    /// Another value of the same step.
+    SameStep,
+}
+
 /// Nanoseconds of one device's part of a movement.
 ///
 /// `incoming` are the bytes read from each device, its own included; `written` is what it holds afterwards. What comes
-/// right behind another value from the same devices (`is_behind`) was under way with it, and wakes nobody.
+/// right behind another value from the same devices was under way with it, and wakes nobody; a letter was if both are of
+/// one step, and a GPU has a launch for each.
 /// Fails when no link leads from a device that is read.
 pub(crate) fn move_nanos(
     target: &Target,
@@ -240,38 +261,52 @@ pub(crate) fn move_nanos(
     movement: &Move,
     incoming: &[(DeviceId, u64)],
     written: u64,
-    is_behind: bool,
+    way: Way,
 ) -> Result<f64> {
     let Device { rates, kind, .. } = &target.machine.devices[device];
     let (mut latency, mut crossing) = (0f64, 0.0);
+    // Launches of GPUs that send or take letters.
+    let mut launch = None;
     for &(from, bytes) in incoming.iter().filter(|(from, _)| *from != device) {
         let link = target.machine.need_link(from, device)?;
+        let sender = &target.machine.devices[from];
+        let crosses = sender.kind.is_gpu() != kind.is_gpu();
+        let letter = link.letter_nanos.filter(|_| way.by_letters && crosses);
         // Messages of several peers are under way at once; their bytes share the receiver's port.
-        latency = latency.max(link.latency_nanos);
+        latency = latency.max(letter.unwrap_or(link.latency_nanos));
         crossing += nanos_at(bytes as f64, link.bytes_per_sec);
-        if target.machine.devices[from].kind.is_gpu() != kind.is_gpu() {
-            crossing += letter_nanos(bytes);
+        if crosses {
+            crossing += copy_nanos(bytes);
+        }
+        if letter.is_some() {
+            let gpu = if kind.is_gpu() { rates } else { &sender.rates };
+            launch = Some(gpu.step_nanos);
         }
     }
-    let local = match movement {
+    let (local, sum) = match movement {
         // The link writes what it brings.
-        Move::Transfer { .. } | Move::Broadcast { .. } => 0,
+        Move::Transfer { .. } | Move::Broadcast { .. } => (0, 0.0),
         // Every term is read once more to be added or placed.
         Move::AllReduce
         | Move::AllGather { .. }
         | Move::ReduceScatter { .. }
-        | Move::Slice { .. } => incoming.iter().map(|(_, bytes)| bytes).sum::<u64>() + written,
+        | Move::Slice { .. } => {
+            (incoming.iter().map(|(_, bytes)| bytes).sum::<u64>() + written, rates.step_nanos)
+        }
     };
-    let beginning = match (is_behind, kind.is_gpu()) {
-        (false, _) => rates.step_nanos + latency,
-        (true, true) => rates.step_nanos,
-        (true, false) => 0.0,
+    let beginning = match (launch, way.behind, kind.is_gpu()) {
+        // A letter's time has the launch that takes or sends it; the host's thread is no step of a team.
+        (Some(_), Behind::Nothing | Behind::Earlier, _) => latency + sum,
+        (Some(launch), Behind::SameStep, _) => launch + sum,
+        (None, Behind::Nothing, _) => rates.step_nanos + latency,
+        (None, Behind::Earlier | Behind::SameStep, true) => rates.step_nanos,
+        (None, Behind::Earlier | Behind::SameStep, false) => 0.0,
     };
     Ok(beginning + crossing + nanos_at(local as f64, rates.read_bytes_per_sec))
 }
 
 /// Nanoseconds in which a GPU's lane copies a value into a letter, or out of one.
-fn letter_nanos(bytes: u64) -> f64 {
+fn copy_nanos(bytes: u64) -> f64 {
     let is_shared = bytes >= SHARED_COPY_BYTES;
     let rate = if is_shared { SHARED_COPY_BYTES_PER_SEC } else { LONE_COPY_BYTES_PER_SEC };
     nanos_at(bytes as f64, rate)

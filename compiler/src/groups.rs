@@ -5,11 +5,12 @@ use anyhow::Result;
 use ir::id::DeviceId;
 use ir::layout::Move;
 
-use crate::cost::move_nanos;
+use crate::cost::{Behind, Way, move_nanos};
 use crate::target::Target;
 
 /// The members of a sum over `devices` by kind, as indices, where summing by groups is predicted faster; `None` where
-/// one crossing is, or there is nothing to group. Every member holds a term of `bytes` bytes.
+/// one crossing is, or there is nothing to group. Every member holds a term of `bytes` bytes, which crosses as letters
+/// alone do if it does so `by_letters`.
 ///
 /// # Errors
 /// When no link leads from one of them to another.
@@ -17,6 +18,7 @@ pub(crate) fn groups(
     target: &Target,
     devices: &[DeviceId],
     bytes: u64,
+    by_letters: bool,
 ) -> Result<Option<Vec<Vec<usize>>>> {
     let is_gpu = |device: DeviceId| target.machine.devices[device].kind.is_gpu();
     let (gpus, nodes): (Vec<usize>, Vec<usize>) =
@@ -25,9 +27,10 @@ pub(crate) fn groups(
         return Ok(None);
     }
     let groups = vec![gpus, nodes];
+    let way = Way { by_letters, behind: Behind::Nothing };
     let sum = |device: DeviceId, terms: &mut dyn Iterator<Item = usize>| {
         let incoming: Vec<(DeviceId, u64)> = terms.map(|term| (devices[term], bytes)).collect();
-        move_nanos(target, device, &Move::AllReduce, &incoming, bytes, false)
+        move_nanos(target, device, &Move::AllReduce, &incoming, bytes, way)
     };
     let slowest = |nanos: Vec<f64>| nanos.into_iter().fold(0.0, f64::max);
     let at_once: Vec<f64> = devices

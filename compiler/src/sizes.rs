@@ -5,6 +5,7 @@ use ir::forecast::RunForecast;
 use ir::plan::{Phase, Plan};
 use ir::tensor::Extent;
 use ir::workspace::{MAX_FUSED_ROWS, MAX_PACKED_ROWS, MAX_PLANE_ROWS};
+use rayon::prelude::*;
 
 use crate::bind::Bound;
 use crate::emit::program;
@@ -34,22 +35,21 @@ pub(crate) fn forecast(
     batches: &[Batch],
     plan: &mut Plan,
 ) -> Result<()> {
-    let nanos = |batch: &Batch| {
+    let run = |tokens: u32, batch: &Batch| {
         let program = program(task, graphs, bound, batch, &mut Causes::default())?;
-        anyhow::Ok(simulate(&program).nanos)
+        Ok(RunForecast { tokens, nanos: simulate(&program).nanos })
     };
-    for (batch, forecast) in batches.iter().zip(&mut plan.forecast.programs) {
-        for batch in others(batch) {
-            let (tokens, nanos) = (batch.varying_tokens(), nanos(&batch)?);
-            forecast.others.push(RunForecast { tokens, nanos });
-        }
+    let programs = batches.iter().zip(&mut plan.forecast.programs).par_bridge();
+    programs.try_for_each(|(batch, forecast)| {
+        let others = others(batch).into_par_iter();
+        let others = others.map(|batch| run(batch.varying_tokens(), &batch));
+        forecast.others = others.collect::<Result<_>>()?;
         let tokens = task.target.context.saturating_sub(batch.extent.tokens);
         if batch.phase == Phase::Prefill && tokens > 0 {
-            let nanos = nanos(&Batch { past: tokens, ..batch.clone() })?;
-            forecast.behind = Some(RunForecast { tokens, nanos });
+            forecast.behind = Some(run(tokens, &Batch { past: tokens, ..batch.clone() })?);
         }
-    }
-    Ok(())
+        Ok(())
+    })
 }
 
 /// The sizes that are forecast of a program beside its own.

@@ -4,6 +4,7 @@
 
 mod compiled;
 mod gpu;
+mod letters;
 mod links;
 mod peers;
 mod processors;
@@ -95,6 +96,11 @@ pub fn calibrate(
             set(machine, *node, id, bus.to_gpu);
             links_of(machine, *node, id).for_each(|link| link.beside_reads = bus.beside_reads);
             set(machine, id, *node, bus.from_gpu);
+            let letter = letters::letter_nanos(&gpu, &driving)
+                .with_context(|| format!("measuring letters, {label}"))?;
+            for (from, to) in [(*node, id), (id, *node)] {
+                links_of(machine, from, to).for_each(|link| link.letter_nanos = letter);
+            }
             // The GPU that is nearest disturbs a node most.
             let beside_fetch = &mut machine.devices[*node].rates.beside_fetch;
             *beside_fetch = if opened.is_empty() {
@@ -203,7 +209,7 @@ fn set(machine: &mut Machine, from: DeviceId, to: DeviceId, speed: links::Speed)
     for link in links_of(machine, from, to) {
         link.bytes_per_sec = speed.bytes_per_sec;
         link.latency_nanos = speed.latency_nanos;
-        link.beside_reads = None;
+        (link.letter_nanos, link.beside_reads) = (None, None);
     }
 }
 

@@ -232,6 +232,10 @@ pub struct Link {
     pub bytes_per_sec: f64,
     /// Time of an empty transfer.
     pub latency_nanos: f64,
+    /// The same between a GPU that replays captured launches and a NUMA node, while the GPU fetches nothing: then what
+    /// crosses are letters in memory that both look into. Where it is missing, as any transfer.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub letter_nanos: Option<f64>,
     /// What a link from a NUMA node to a GPU keeps of its rate while the node's cores read their memory: more than 0,
     /// at most 1. Where it is missing, as much as they keep of theirs.
     #[serde(default, skip_serializing_if = "Option::is_none")]

@@ -42,9 +42,9 @@ impl Config {
         Self::parse(file, &text)
     }
 
-    /// The configuration with this text; `file` is for errors.
+    /// The configuration with this text; `file` is for errors. Some editors put a byte order mark before what they save.
     pub(crate) fn parse(file: PathBuf, text: &[u8]) -> Result<Self> {
-        match serde_json::from_slice(text) {
+        match serde_json::from_slice(text.strip_prefix(b"\xef\xbb\xbf").unwrap_or(text)) {
             Ok(Value::Object(fields)) => Ok(Self { file, section: String::new(), fields }),
             Ok(_) => bail!("{}: not an object", file.display()),
             Err(error) => bail!("{}: not JSON: {error}", file.display()),
@@ -331,6 +331,12 @@ mod tests {
         assert_eq!(config.optional_size("head_dim").unwrap(), None);
         assert_eq!(config.nullable_size("sliding_window", Some(4096)).unwrap(), None);
         assert_eq!(config.nullable_size("window", Some(4096)).unwrap(), Some(4096));
+    }
+
+    #[test]
+    fn a_byte_order_mark_is_passed_over() {
+        let config = config("\u{feff}{\"hidden_size\": 64}");
+        assert_eq!(config.size("hidden_size", 1).unwrap(), 64);
     }
 
     #[test]

@@ -116,6 +116,7 @@ pub fn h200(gpu_bytes: u64) -> Machine {
     let mut machine = linked(vec![gpu, host]);
     for link in &mut machine.links {
         (link.bytes_per_sec, link.latency_nanos) = (55e9, 10e3);
+        link.letter_nanos = Some(4.7e3);
     }
     machine
 }
@@ -148,8 +149,14 @@ pub fn sockets(gpu_bytes: u64, count: u32) -> Machine {
     let mut machine = h200(gpu_bytes);
     let first = machine.devices.ids().last().expect("a host");
     let of_first = machine.links.clone();
-    let between =
-        |from, to| Link { from, to, bytes_per_sec: 60e9, latency_nanos: 500.0, beside_reads: None };
+    let between = |from, to| Link {
+        from,
+        to,
+        bytes_per_sec: 60e9,
+        latency_nanos: 500.0,
+        letter_nanos: None,
+        beside_reads: None,
+    };
     let mut sockets = vec![first];
     for node in 1..count {
         let socket = machine.devices.push(Device {
@@ -217,7 +224,14 @@ pub fn linked(devices: Vec<Device>) -> Machine {
                 (false, false) => (6e10, 1e3),
                 (true, false) | (false, true) => (5e10, 1e4),
             };
-            links.push(Link { from, to, bytes_per_sec, latency_nanos, beside_reads: None });
+            links.push(Link {
+                from,
+                to,
+                bytes_per_sec,
+                latency_nanos,
+                letter_nanos: None,
+                beside_reads: None,
+            });
         }
     }
     links.iter_mut().for_each(|link| link.bytes_per_sec /= SLOWER);

@@ -11,7 +11,7 @@ use ir::id::{DeviceId, Id as _, StepId};
 use ir::machine::{Device, DeviceKind, Link, Machine};
 use ir::model::Model;
 use ir::op::Op;
-use ir::plan::{Action, Phase, Plan, Program, Queue};
+use ir::plan::{Action, Phase, Plan, Program, Queue, Step};
 use ir::tensor::Format;
 use tests::machines::{h200, keeping_caches, two_sockets};
 use tests::made_up::{LlamaShape, MadeUp};
@@ -269,22 +269,71 @@ fn experts_stay_on_the_host_before_anything_else() {
     }
 }
 
-#[test]
-fn values_that_cross_together_are_under_way_together() {
-    let plan = compile(&MadeUp::mixture().model(), &h200(3 * GIB), &options());
-    let decode = &plan.programs[first_decode(&plan)];
+/// What the host waits for in a step of decode: times of what comes first of some values from the GPU, and of what comes
+/// right behind another, first of another step's and then of the same one's.
+fn crossings(plan: &Plan) -> [Vec<u64>; 3] {
+    let decode = &plan.programs[first_decode(plan)];
     let node = decode.lane(DeviceId::from_index(1), Queue::Compute).expect("the host computes");
     let is_move = |step: StepId| matches!(decode.steps[step].action, Action::Move { .. });
-    let (mut first, mut behind) = (Vec::new(), Vec::new());
+    let writer = |step: StepId| {
+        let read = decode.steps[step].reads[0];
+        decode.steps.iter().find(|(_, step)| step.writes.contains(&read)).map(|(id, _)| id)
+    };
+    let mut crossings = [const { Vec::new() }; 3];
     for pair in node.steps.windows(2).filter(|pair| is_move(pair[1])) {
-        let nanos = decode.steps[pair[1]].estimate_nanos;
-        if is_move(pair[0]) { behind.push(nanos) } else { first.push(nanos) }
+        let place = match is_move(pair[0]) {
+            false => 0,
+            true if writer(pair[0]) != writer(pair[1]) => 1,
+            true => 2,
+        };
+        crossings[place].push(decode.steps[pair[1]].estimate_nanos);
     }
-    // What experts take, and by whom and how they are chosen.
-    assert!(!first.is_empty() && behind.len() >= 2 * first.len());
-    let latency = plan.machine.links[0].latency_nanos as u64;
+    // What experts take, by whom, and how they are chosen.
+    assert!(crossings.iter().all(|times| times.len() >= 20), "{crossings:?}");
+    crossings
+}
+
+#[test]
+fn values_that_cross_together_are_under_way_together() {
+    let mut machine = h200(3 * GIB);
+    machine.links.iter_mut().for_each(|link| link.letter_nanos = None);
+    let plan = compile(&MadeUp::mixture().model(), &machine, &options());
+    let [first, behind, of_same_step] = crossings(&plan);
+    let latency = machine.links[0].latency_nanos as u64;
     assert!(first.iter().all(|&nanos| nanos > latency), "{first:?}");
-    assert!(behind.iter().all(|&nanos| nanos < 1000), "{behind:?}");
+    assert!(behind.iter().chain(&of_same_step).all(|&nanos| nanos < 1000), "{behind:?}");
+}
+
+#[test]
+fn what_crosses_in_decodes_takes_what_letters_take() {
+    let machine = h200(3 * GIB);
+    let plan = compile(&MadeUp::mixture().model(), &machine, &options());
+    let [first, behind, of_same_step] = crossings(&plan);
+    // A row of 8 KB is copied twice besides.
+    let letter = machine.links[0].letter_nanos.expect("it is measured") as u64;
+    let are_letters =
+        |times: &[u64]| times.iter().all(|nanos| (letter..letter + 2000).contains(nanos));
+    assert!(are_letters(&first) && are_letters(&behind), "{first:?} {behind:?}");
+    // The GPU sends each by a launch.
+    let launch = machine.devices.rows()[0].rates.step_nanos as u64;
+    assert!(
+        of_same_step.iter().all(|nanos| (launch..launch + 100).contains(nanos)),
+        "{of_same_step:?}"
+    );
+}
+
+#[test]
+fn what_crosses_beside_fetches_takes_longer() {
+    let plan = llama(7 * GIB);
+    let decode = &plan.programs[first_decode(&plan)];
+    assert!(counts(decode, 0).0 > 0, "{} fetches nothing", decode.name);
+    let latency = plan.machine.links[0].latency_nanos as u64;
+    let crosses = |step: &&Step| matches!(&step.action, Action::Move { .. });
+    // What comes first of some values: what is right behind is under way with it.
+    let first = |step: &&Step| crosses(step) && step.estimate_nanos > latency / 4;
+    let first: Vec<u64> =
+        decode.steps.rows().iter().filter(first).map(|step| step.estimate_nanos).collect();
+    assert!(!first.is_empty() && first.iter().all(|&nanos| nanos > latency), "{first:?}");
 }
 
 /// Counts of the made-up mixture: the choices of an expert fall with its rank, which differs from layer to layer.

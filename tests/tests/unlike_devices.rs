@@ -50,6 +50,7 @@ fn add_like(machine: &mut Machine, name: &str, changes: impl Fn(usize, &mut Devi
                 to,
                 bytes_per_sec: 60e9,
                 latency_nanos: 500.0,
+                letter_nanos: None,
                 beside_reads: None,
             };
             machine.links.extend([link(from, to), link(to, from)]);

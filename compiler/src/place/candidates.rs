@@ -8,7 +8,7 @@ use crate::options::Objective;
 use crate::place::are_alike;
 use crate::place::arrangement::Arrangement;
 use crate::place::group::Group;
-use crate::place::prices::{Priced, Prices, handover};
+use crate::place::prices::{Handovers, Priced, Prices};
 use crate::place::stages::{Goal, cut};
 
 /// Orders of devices that are tried for pipelines: all orders of five unlike devices.
@@ -77,12 +77,12 @@ impl Prices<'_> {
         goal: Goal,
         most: usize,
     ) -> (Option<u64>, Vec<Arrangement>) {
+        let found =
+            sequences.par_iter().filter_map(|sequence| self.pipeline(sequence, goal, false));
+        let found: Vec<(u64, Arrangement)> = found.collect();
         let mut pipelines: Vec<(u64, Arrangement)> = Vec::new();
-        for sequence in sequences {
-            if let Some(pipeline) = self.pipeline(sequence, goal, false)
-                && pipeline.1.stages.len() > 1
-                && !pipelines.contains(&pipeline)
-            {
+        for pipeline in found {
+            if pipeline.1.stages.len() > 1 && !pipelines.contains(&pipeline) {
                 pipelines.push(pipeline);
             }
         }
@@ -215,7 +215,8 @@ impl Prices<'_> {
         goal: Goal,
         uses_all: bool,
     ) -> Option<(u64, Arrangement)> {
-        let handover = |from, to| handover(self.task, from, to);
+        let handovers = Handovers::new(self.task);
+        let handover = |from, to| handovers.between(from, to);
         let (score, stages) =
             cut(self.task.target, sequence, handover, |device| self.free[device], goal, uses_all)?;
         let stages = stages

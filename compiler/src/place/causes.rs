@@ -15,7 +15,7 @@ use crate::options::{Options, Request};
 use crate::part::WeightKey;
 use crate::place::arrangement::Arrangement;
 use crate::place::group::Group;
-use crate::place::prices::{Priced, Prices, busiest, handover, judged_decode_plan, unit_of_name};
+use crate::place::prices::{Handovers, Priced, Prices, busiest, judged_decode_plan, unit_of_name};
 use crate::place::units::Units;
 use crate::place::{Layouts, Offer, Pins, Placement};
 use crate::task::Task;
@@ -252,14 +252,15 @@ fn unit_cause(
     let own = stage(unit);
     let leader = |stage: usize| arrangement.stages[stage].0.devices[0];
     let last = arrangement.stages.last().map_or(0, |(_, range)| range.end) - 1;
-    // Handovers into and out of the unit, were it on `device`.
+    let handover = Handovers::new(task);
+    // Those into and out of the unit, were it on `device`.
     let handovers = |device| -> Option<i64> {
         let mut nanos = 0;
         if unit > 0 {
-            nanos += handover(task, leader(stage(unit - 1)), device)?.decode as i64;
+            nanos += handover.between(leader(stage(unit - 1)), device)?.decode as i64;
         }
         if unit < last {
-            nanos += handover(task, device, leader(stage(unit + 1)))?.decode as i64;
+            nanos += handover.between(device, leader(stage(unit + 1)))?.decode as i64;
         }
         Some(nanos)
     };

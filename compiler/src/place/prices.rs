@@ -5,9 +5,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use anyhow::Result;
 use ir::id::{DeviceId, NodeId, Table};
+use ir::layout::Move;
 use ir::plan::{Phase, Plan, Program, Queue};
 
-use crate::cost::nanos_at;
+use crate::cost::{Behind, Way, move_nanos};
 use crate::emit::emit;
 use crate::graphs::{Graphs, Phases};
 use crate::options::Objective;
@@ -351,22 +352,37 @@ pub(crate) fn missing(plan: &Plan) -> Option<(DeviceId, u64)> {
     lacking.max_by_key(|&(device, bytes)| (bytes, std::cmp::Reverse(device)))
 }
 
-/// Nanoseconds to hand the activations of one unit, of the model's width, to the next, for prefill and decode.
-///
-/// `None` where no link leads from one device to the other.
-pub(crate) fn handover(task: &Task<'_>, from: DeviceId, to: DeviceId) -> Option<Times> {
-    let (_, first) = task.model.layers.nodes().next()?;
-    if from == to {
-        return Some(Times::default());
+/// What it takes to hand the activations of one unit, of the model's width, to the next.
+pub(crate) struct Handovers<'a> {
+    task: &'a Task<'a>,
+    /// Prefill and the decode that placements are judged by, each with the bytes that are handed over.
+    batches: [(Batch, u64); 2],
+}
+
+impl<'a> Handovers<'a> {
+    pub(crate) fn new(task: &'a Task<'a>) -> Self {
+        let batches = priced_batches(task.target);
+        let layers = &task.model.layers;
+        let first = layers.nodes().next().map(|(_, first)| &layers.value(first.outputs[0]).ty);
+        let batches = [&batches[0], judged_decode(task.target, &batches)]
+            .map(|batch| (batch.clone(), first.map_or(0, |ty| ty.bytes(batch.extent))));
+        Self { task, batches }
     }
-    let value = &task.model.layers.value(first.outputs[0]).ty;
-    let (machine, batches) = (&task.target.machine, priced_batches(task.target));
-    let link = machine.link(from, to)?;
-    let nanos = |batch: &Batch| {
-        let bytes = value.bytes(batch.extent) as f64;
-        (link.latency_nanos + nanos_at(bytes, link.bytes_per_sec)) as u64
-            + machine.devices[to].rates.step_nanos as u64
-    };
-    let decode = nanos(judged_decode(task.target, &batches));
-    Some(Times { prefill: nanos(&batches[0]), decode })
+
+    /// Nanoseconds from one device to another; `None` where no link leads there.
+    pub(crate) fn between(&self, from: DeviceId, to: DeviceId) -> Option<Times> {
+        if from == to {
+            return Some(Times::default());
+        }
+        let movement = Move::Transfer { from, to };
+        let nanos = |(batch, bytes): &(Batch, u64)| {
+            let by_letters = batch.phase == Phase::Decode;
+            let way = Way { by_letters, behind: Behind::Nothing };
+            let incoming = [(from, *bytes)];
+            let nanos = move_nanos(self.task.target, to, &movement, &incoming, *bytes, way);
+            nanos.ok().map(|nanos| nanos as u64)
+        };
+        let [prefill, decode] = self.batches.each_ref().map(nanos);
+        Some(Times { prefill: prefill?, decode: decode? })
+    }
 }

@@ -2,6 +2,7 @@
 
 use anyhow::Result;
 use ir::id::DeviceId;
+use rayon::prelude::*;
 
 use super::are_alike;
 use super::arrangement::Arrangement;
@@ -60,21 +61,18 @@ impl Prices<'_> {
                 sets.extend(few[index + 1..].iter().map(|second| vec![*first, *second]));
             }
         }
-        let mut groups: Vec<Priced> = Vec::new();
+        let mut groups: Vec<Group> = Vec::new();
         for set in sets.into_iter().filter(|set| set.len() > 1) {
             let group = Group {
                 devices: set.iter().map(|priced| priced.group.devices[0]).collect(),
                 shares: set.iter().map(|priced| self.speed(priced)).collect(),
             };
-            if groups.iter().any(|known| known.group.devices == group.devices) {
-                continue;
-            }
-            // A group that cannot share this model is no candidate.
-            if let Ok(priced) = self.price(&group) {
-                groups.push(priced);
+            if !groups.iter().any(|known| known.devices == group.devices) {
+                groups.push(group);
             }
         }
-        groups
+        // A group that cannot share this model is no candidate.
+        groups.par_iter().filter_map(|group| self.price(group).ok()).collect()
     }
 
     /// The fastest of groups with other shares than by their members' speed alone.

@@ -13,7 +13,7 @@ use ir::smallvec;
 use ir::workspace::{EXCHANGE_MEMBERS, MOST_FLAGGED_TERM_BYTES, SUMMED_TOGETHER};
 
 use super::Draft;
-use crate::cost::{library_sum_nanos, move_nanos};
+use crate::cost::{Behind, Way, library_sum_nanos, move_nanos};
 use crate::groups::{groups, terms};
 
 /// The vendor's library has to be so much faster than a direct sum: its buffers take memory.
@@ -88,7 +88,8 @@ impl Draft<'_> {
         terms: ValueId,
         members: &[DeviceId],
     ) -> Result<Option<Vec<Vec<usize>>>> {
-        groups(self.task.target, members, graph.value(terms).ty.bytes(self.batch.extent))
+        let bytes = graph.value(terms).ty.bytes(self.batch.extent);
+        groups(self.task.target, members, bytes, self.is_by_letters(members.iter().copied()))
     }
 
     /// A sum within each group of members, then over the groups.
@@ -147,7 +148,9 @@ impl Draft<'_> {
         let Some(by_library) = by_library.filter(|_| may_be_librarys) else {
             return Ok(Algorithm::Direct);
         };
-        let direct = |&(to, _)| move_nanos(target, to, movement, &incoming, largest, false);
+        let way = Way { by_letters: false, behind: Behind::Nothing };
+        let direct =
+            |&(to, _): &(DeviceId, u64)| move_nanos(target, to, movement, &incoming, largest, way);
         let direct: Vec<f64> = incoming.iter().map(direct).collect::<Result<_>>()?;
         let is_faster = direct.into_iter().fold(0.0, f64::max) > by_library * LIBRARY_GAIN;
         Ok(if is_faster { Algorithm::Library } else { Algorithm::Direct })
@@ -203,14 +206,43 @@ impl Draft<'_> {
         self.lane_of.rows().iter().rposition(|of_step| of_step == lane).map(StepId::from_index)
     }
 
-    /// Whether the last step of a device brought it something from the same devices.
-    fn is_behind(&self, device: DeviceId, incoming: &[(DeviceId, u64)]) -> bool {
-        let Some(last) = self.last_step(device).map(|last| &self.steps[last]) else { return false };
+    /// How something comes to a device.
+    fn way(&self, device: DeviceId, reads: &[BufferId], incoming: &[(DeviceId, u64)]) -> Way {
+        let devices = incoming.iter().map(|(from, _)| *from).chain([device]);
+        Way {
+            by_letters: self.is_by_letters(devices),
+            behind: self.behind(device, reads, incoming),
+        }
+    }
+
+    /// Whether what crosses between those devices are letters alone: GPUs capture decodes, and what they fetch is in
+    /// the way of letters.
+    fn is_by_letters(&self, mut devices: impl Iterator<Item = DeviceId>) -> bool {
+        let is_busy = |device| self.fetchers.contains_key(&device);
+        self.batch.phase == Phase::Decode && !devices.any(is_busy)
+    }
+
+    /// What a device was brought by its last step from the same devices.
+    fn behind(&self, device: DeviceId, reads: &[BufferId], incoming: &[(DeviceId, u64)]) -> Behind {
+        let last = self.last_step(device).map(|last| &self.steps[last]);
+        let Some(last) = last.filter(|last| matches!(last.action, Action::Move { .. })) else {
+            return Behind::Nothing;
+        };
         let senders = |incoming: &[(DeviceId, u64)]| -> BTreeSet<DeviceId> {
             incoming.iter().map(|(from, _)| *from).filter(|&from| from != device).collect()
         };
         let (theirs, ours) = (senders(&self.incoming(&last.reads)), senders(incoming));
-        matches!(last.action, Action::Move { .. }) && !ours.is_empty() && theirs == ours
+        if ours.is_empty() || theirs != ours {
+            return Behind::Nothing;
+        }
+        let writers = |reads: &[BufferId]| -> BTreeSet<StepId> {
+            reads.iter().filter_map(|&buffer| self.uses[buffer].first().copied()).collect()
+        };
+        if writers(reads).is_subset(&writers(&last.reads)) {
+            Behind::SameStep
+        } else {
+            Behind::Earlier
+        }
     }
 
     /// Where buffers lie, and their bytes in the batch that is priced.
@@ -262,8 +294,8 @@ impl Draft<'_> {
                 let is_joined = self.is_joined(device, movement, &reads, &incoming);
                 let launch = target.machine.devices[device].rates.step_nanos;
                 let saved = if is_joined { launch } else { 0.0 };
-                let is_behind = self.is_behind(device, &incoming);
-                move_nanos(target, device, movement, &incoming, written, is_behind)? - saved
+                let way = self.way(device, &reads, &incoming);
+                move_nanos(target, device, movement, &incoming, written, way)? - saved
             }
             Algorithm::Library => library_sum_nanos(target, reads.len(), written)
                 .context("a library that the machine lacks was chosen")?,

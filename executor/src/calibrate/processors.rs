@@ -44,7 +44,8 @@ const STREAMED_BYTES: usize = 512 << 20;
 /// The rates of a device's processors, which are the team's. Nothing fetches while they are measured.
 pub(super) fn device_rates(team: &Team, isa: Isa, device: &Device) -> Result<Rates> {
     let memory = Memory::new(team, last_caches(device))?;
-    let measured = turns::streaming(team, isa, &memory)?;
+    let step_nanos = step_nanos(team, isa, &memory)?;
+    let measured = turns::streaming(team, isa, &memory, step_nanos)?;
     let [least, read_bytes_per_sec, most] = measured.read_bytes_per_sec;
     if most > UNEVEN * least {
         tracing::warn!(
@@ -55,7 +56,6 @@ pub(super) fn device_rates(team: &Team, isa: Isa, device: &Device) -> Result<Rat
             most / 1e9
         );
     }
-    let step_nanos = step_nanos(team, isa, &memory)?;
     let [usual, others @ ..] =
         CACHES_OF.map(|(kv_type, element)| attention::rates(team, isa, &memory, kv_type, element));
     let usual = usual?;

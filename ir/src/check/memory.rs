@@ -285,16 +285,20 @@ fn buffer_peaks(
             on.push(&held[id]);
         }
     }
+    let mut sent: Table<DeviceId, Vec<&Held>> =
+        plan.machine.devices.ids().map(|_| Vec::new()).collect();
     for (&gpu, &home) in homes {
-        on[home].extend(letters::sent(plan, program, gpu).into_iter().map(|buffer| &held[buffer]));
+        let buffers = letters::sent(plan, program, gpu).into_iter();
+        sent[home].extend(buffers.map(|buffer| &held[buffer]));
     }
     let order = Order::of(program);
     let other_runs = plan.queues().len() as u64;
-    let peak = |(device, held): (DeviceId, &Vec<&Held>)| {
+    let peak = |(device, own): (DeviceId, &Vec<&Held>)| {
         if plan.machine.devices[device].kind.is_gpu() {
             return Frame::new(plan, program, device).bytes();
         }
-        let all = held.iter().map(|held| held.bytes).fold(0, u64::saturating_add);
+        let both = [own.as_slice(), &sent[device]].concat();
+        let all = both.iter().map(|held| held.bytes).fold(0, u64::saturating_add);
         let Some(order) = &order else { return all.saturating_mul(other_runs + 1) };
         let lanes = program.lanes.iter().enumerate();
         let clocks: Vec<Clock<'_>> = lanes
@@ -302,11 +306,18 @@ fn buffer_peaks(
             .map(|(lane, Lane { steps, .. })| Clock { lane, steps, order })
             .collect();
         let is_own = |clock: &&Clock<'_>| program.lanes[clock.lane].device == device;
-        // Where no lane is its own it holds what GPUs sent.
-        let has_own = clocks.iter().any(|clock| is_own(&clock));
+        let own_clocks = || clocks.iter().filter(is_own);
         // Each lane gives a bound; the lowest holds.
-        let clocks = clocks.iter().filter(|clock| !has_own || is_own(clock));
-        clocks.map(|clock| clock.peak(held, other_runs)).min().unwrap_or(all)
+        let lowest = |clocks: &mut dyn Iterator<Item = &Clock<'_>>, held: &[&Held]| {
+            clocks.map(|clock| clock.peak(held, other_runs)).min()
+        };
+        // Where no lane is its own it holds what GPUs sent.
+        let Some(together) = lowest(&mut own_clocks(), &both) else {
+            return lowest(&mut clocks.iter(), &both).unwrap_or(all);
+        };
+        // What GPUs sent long before or after its own steps is told apart by their lanes alone.
+        let apart = lowest(&mut own_clocks(), own).zip(lowest(&mut clocks.iter(), &sent[device]));
+        apart.map_or(together, |(own, sent)| together.min(own.saturating_add(sent)))
     };
     on.iter().map(peak).collect()
 }

@@ -49,6 +49,9 @@ impl Machine {
             ensure!(from != to, "{link_name}: a device needs none to itself");
             check_rate("bytes_per_sec", &link_name, link.bytes_per_sec)?;
             check_nanos("latency_nanos", &link_name, link.latency_nanos)?;
+            if let Some(nanos) = link.letter_nanos {
+                check_nanos("letter_nanos", &link_name, nanos)?;
+            }
             if let Some(part) = link.beside_reads {
                 check_part("beside_reads", &link_name, part)?;
             }

@@ -127,6 +127,7 @@ pub(crate) fn gpu_machine() -> Machine {
                 to,
                 bytes_per_sec: 1e10,
                 latency_nanos: 1e4,
+                letter_nanos: None,
                 beside_reads: None,
             };
             machine.links.extend([link(gpu, numa), link(numa, gpu)]);

@@ -167,6 +167,7 @@ fn machine(wish: Wish) -> Machine {
                 to,
                 bytes_per_sec: 1e9,
                 latency_nanos: 4e3,
+                letter_nanos: None,
                 beside_reads: None,
             });
         }

@@ -37,10 +37,38 @@ pub(super) fn notice() {
 /// When a launch was lost in a panic.
 pub(super) fn check() -> Result<()> {
     if let Some(said) = FIRST.get() {
+        let words: Vec<&str> = said.split_whitespace().collect();
         bail!(
-            "a launch was lost when the thread that drives the GPU panicked ({said}): start again, with no other \
-             process that compiles kernels at the same time"
+            "a launch was lost when the thread that drives the GPU panicked ({}): {}",
+            words.join(" "),
+            advice(said)
         );
     }
     Ok(())
+}
+
+/// What to do about a panic.
+fn advice(said: &str) -> &'static str {
+    let lacks_toolkit = ["CUDA installation not found", "nvrtc"];
+    if lacks_toolkit.iter().any(|words| said.contains(words)) {
+        "kernels are compiled by the CUDA toolkit's NVRTC with its headers; install them, and name their folder in \
+         CUDA_PATH if it is not /usr/local/cuda, /opt/cuda or /usr, or compile the plan with --without for this GPU"
+    } else {
+        "start again, with no other process that compiles kernels at the same time"
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::advice;
+
+    #[test]
+    fn what_a_missing_toolkit_makes_cubecl_say_is_told_apart() {
+        // As CubeCL 0.11 and cudarc 0.19 word it.
+        let headers =
+            "\n        CUDA installation not found.\n        Please ensure that CUDA is installed";
+        let library = "Unable to dynamically load the \"nvrtc\" shared library";
+        assert!([headers, library].iter().all(|said| advice(said).contains("CUDA_PATH")));
+        assert!(!advice("called `Option::unwrap()` on a `None` value").contains("CUDA_PATH"));
+    }
 }

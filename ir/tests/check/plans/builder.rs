@@ -62,6 +62,7 @@ impl Builder {
                 to: d(to),
                 bytes_per_sec: 1e10,
                 latency_nanos: 1e3,
+                letter_nanos: None,
                 beside_reads: None,
             })
             .collect();
