@@ -7,7 +7,7 @@ use ir::machine::{Device, DeviceKind, Link, Machine};
 use ir::model::Model;
 use ir::plan::{Action, Phase, Plan};
 use ir::tensor::{DType, Format};
-use tests::machines::{h200, slow_down_rates, two_sockets};
+use tests::machines::{gpu, h200, linked, numa, slow_down_rates, two_sockets};
 use tests::made_up::{LlamaShape, MadeUp};
 
 const GIB: u64 = 1 << 30;
@@ -361,4 +361,20 @@ fn members_in_unlike_formats_share_what_each_has_room_for() {
     let asked = Options { context: Some(2048), plain_bf16: true, formats, ..options() };
     let plan = compile(&llama_8b(), &machine, &asked);
     assert_eq!(chosen(&plan), "tensor parallel numa0+numa1");
+}
+
+#[test]
+fn gpus_that_share_layers_may_follow_nodes_that_do() {
+    // What GPUs sent each other was once counted for as long as the nodes before them do nothing.
+    let size = |index: u32| (15 + 2 * u64::from(index)) * GIB;
+    let gpus = (0..4).map(|ordinal| gpu(ordinal, size(ordinal)));
+    let machine = linked(gpus.chain((0..4).map(|node| numa(node, size(node) + GIB))).collect());
+    let options =
+        Options { objective: Objective::Throughput, max_sequences: 4, ..Options::default() };
+    let plan = compile(&MadeUp::llama(LlamaShape::LLAMA_70B).model(), &machine, &options);
+    let candidates = &plan.forecast.candidates;
+    let pipeline = "pipeline numa0+numa1+numa2+numa3 → gpu0+gpu1+gpu2+gpu3";
+    let pipeline = candidates.iter().find(|candidate| candidate.name == pipeline);
+    let pipeline = pipeline.expect("it is among the best by what layers take");
+    assert_eq!(pipeline.missing, None);
 }

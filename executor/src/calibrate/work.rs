@@ -12,7 +12,7 @@ use crate::kernels::cpu::cache::{Cache, CacheShape, Element};
 use crate::kernels::cpu::experts::{Expert, Experts, experts};
 use crate::kernels::cpu::isa::Isa;
 use crate::kernels::cpu::linear::{Linear, linear};
-use crate::kernels::cpu::pack::{PackedMatrix, pack};
+use crate::kernels::cpu::pack::{PANEL, PackedMatrix, pack};
 use crate::memory::Region;
 use crate::team::Team;
 
@@ -122,11 +122,15 @@ impl Mixture {
     /// When there is no memory.
     pub fn new(team: &Team, format: Format, experts: usize) -> Result<Self> {
         let [features, inner] = MIXTURE;
-        let expert = |_| -> Result<[PackedMatrix; 3]> {
-            let wide = || made_up_matrix(team, format, inner, features);
-            Ok([wide()?, wide()?, made_up_matrix(team, format, features, inner)?])
+        // Stacks, as plans hold them: a matrix by itself is smaller than a huge page.
+        let stack = |rows: usize, columns| -> Result<Vec<PackedMatrix>> {
+            let stack = made_up_matrix(team, format, experts * rows, columns)?;
+            let panels = rows / PANEL;
+            Ok((0..experts).map(|expert| stack.part(expert * panels, panels)).collect())
         };
-        Ok(Self((0..experts).map(expert).collect::<Result<_>>()?))
+        let wide = || stack(inner, features);
+        let stacks = wide()?.into_iter().zip(wide()?).zip(stack(features, inner)?);
+        Ok(Self(stacks.map(|((gate, up), down)| [gate, up, down]).collect()))
     }
 
     /// Weights of an expert.

@@ -23,8 +23,8 @@ const MANY_TOKENS: [u32; 3] = [64, 128, 512];
 /// Formats that mixtures are held in.
 const EXPERT_FORMATS: [Format; 5] =
     [Format::F32, Format::F16, Format::Bf16, Format::Q8, Format::Q4];
-/// Experts of the measured mixture: two times as many as a token chooses, and those that one chooses to warm up.
-const EXPERTS: usize = 3 * USED;
+/// Experts of the measured mixture, of which a token chooses half.
+const EXPERTS: usize = 2 * USED;
 /// Tokens that share an expert, in the mean.
 const SHARING: [u32; 8] = [1, 2, 4, 8, 16, 32, 64, 128];
 /// From so many tokens on, arithmetic bounds what they are multiplied with, wherever that is read from: small matrices
@@ -108,9 +108,6 @@ trait Work {
     /// For each number of tokens that number, and the weights that are worked through.
     fn points(&self) -> Vec<(u32, u64)>;
 
-    /// Lets everything but the weights be as near as it is where a layer of the kind has just been computed.
-    fn warm_up(&mut self, team: &Team, isa: Isa) -> Result<()>;
-
     /// Does it for the tokens of a point.
     fn run(&mut self, team: &Team, isa: Isa, point: usize) -> Result<()>;
 }
@@ -126,8 +123,6 @@ struct LinearWork {
 /// A mixture whose experts are chosen.
 struct ExpertWork {
     mixture: Mixture,
-    /// A token whose experts no others choose.
-    first: MixtureTokens,
     tokens: Vec<MixtureTokens>,
 }
 
@@ -168,11 +163,6 @@ impl Work for LinearWork {
         self.tokens.iter().map(|&tokens| (tokens, weights)).collect()
     }
 
-    /// Their matrices are so large that nothing else counts.
-    fn warm_up(&mut self, _: &Team, _: Isa) -> Result<()> {
-        Ok(())
-    }
-
     fn run(&mut self, team: &Team, isa: Isa, point: usize) -> Result<()> {
         let tokens = self.tokens[point] as usize;
         let x = &self.x[..tokens * self.matrix.columns()];
@@ -183,8 +173,7 @@ impl Work for LinearWork {
 
 impl ExpertWork {
     fn new(mixture: Mixture) -> Self {
-        let first = MixtureTokens::new(1, |_, rank| 2 * USED + rank);
-        Self { mixture, first, tokens: SHARING.into_iter().map(sharing).collect() }
+        Self { mixture, tokens: SHARING.into_iter().map(sharing).collect() }
     }
 }
 
@@ -194,18 +183,12 @@ impl Work for ExpertWork {
         SHARING.into_iter().zip(self.tokens.iter().map(weights)).collect()
     }
 
-    /// One token's experts are read in a tenth of a millisecond, of which a team that has just done something else lost
-    /// a fifth on a host of 32 cores.
-    fn warm_up(&mut self, team: &Team, isa: Isa) -> Result<()> {
-        self.mixture.compute(team, isa, &mut self.first)
-    }
-
     fn run(&mut self, team: &Team, isa: Isa, point: usize) -> Result<()> {
         self.mixture.compute(team, isa, &mut self.tokens[point])
     }
 }
 
-/// Tokens of which `share` choose each expert in the mean: half of two times [`USED`] as many more, and half as many fewer, as
+/// Tokens of which `share` choose each expert in the mean: half of the experts as many more, and half as many fewer, as
 /// is that number's square root, by which they would differ if each chose at random. One shares none.
 fn sharing(share: u32) -> MixtureTokens {
     if share == 1 {
@@ -234,7 +217,6 @@ impl<W: Work> Measured<W> {
         let bytes = self.format.bytes(1, point.weights) as usize;
         let may_repeat = point.tokens >= self.bound_from || memory.is_above_caches(bytes);
         let time = if may_repeat { VISIT_TIME } else { Duration::ZERO };
-        self.work.warm_up(team, isa)?;
         let nanos = timed(1, time, || self.work.run(team, isa, turn))?;
         point.visits.push(Visit { nanos, read });
         Ok(())
@@ -248,7 +230,7 @@ impl<W: Work> Measured<W> {
             let nanos: Vec<f64> = visits.iter().map(|visit| visit.nanos).collect();
             let beside: Vec<f64> = visits.iter().map(|visit| visit.read * part).collect();
             let nanos = usual_nanos(&nanos, &beside, read * part);
-            // A step of an instant is all noise.
+            // What is left of little more than a step is all noise.
             let nanos = (nanos - step_nanos).max(nanos / 2.0);
             let weights_per_sec = *weights as f64 / nanos * 1e9;
             RatePoint { tokens: *tokens, weights_per_sec, nanos: 0.0 }
