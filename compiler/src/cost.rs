@@ -232,7 +232,7 @@ fn unpacked_bytes(kind: &DeviceKind, operands: &Operands<'_>, batch: &Batch) -> 
 /// How what a device is brought follows other things.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Way {
-    /// Whether GPUs replay captured launches and fetch nothing, so that what crosses are letters alone.
+    /// Whether GPUs replay captured launches and fetch nothing, so that letters take what links say of these.
     pub(crate) by_letters: bool,
     /// What it comes right behind of, from the same devices.
     pub(crate) behind: Behind,
@@ -280,7 +280,7 @@ pub(crate) fn move_nanos(
         }
         if letter.is_some() {
             let gpu = if kind.is_gpu() { rates } else { &sender.rates };
-            launch = Some(gpu.step_nanos);
+            launch = Some(gpu.step_nanos.max(launch.unwrap_or(0.0)));
         }
     }
     let (local, sum) = match movement {

@@ -39,17 +39,18 @@ pub(crate) fn forecast(
         let program = program(task, graphs, bound, batch, &mut Causes::default())?;
         Ok(RunForecast { tokens, nanos: simulate(&program).nanos })
     };
-    let programs = batches.iter().zip(&mut plan.forecast.programs).par_bridge();
-    programs.try_for_each(|(batch, forecast)| {
+    for (batch, forecast) in batches.iter().zip(&mut plan.forecast.programs) {
         let others = others(batch).into_par_iter();
         let others = others.map(|batch| run(batch.varying_tokens(), &batch));
-        forecast.others = others.collect::<Result<_>>()?;
+        // Of several errors the first is told, whichever came first.
+        let others: Vec<Result<RunForecast>> = others.collect();
+        forecast.others = others.into_iter().collect::<Result<_>>()?;
         let tokens = task.target.context.saturating_sub(batch.extent.tokens);
         if batch.phase == Phase::Prefill && tokens > 0 {
             forecast.behind = Some(run(tokens, &Batch { past: tokens, ..batch.clone() })?);
         }
-        Ok(())
-    })
+    }
+    Ok(())
 }
 
 /// The sizes that are forecast of a program beside its own.

@@ -232,8 +232,8 @@ pub struct Link {
     pub bytes_per_sec: f64,
     /// Time of an empty transfer.
     pub latency_nanos: f64,
-    /// The same between a GPU that replays captured launches and a NUMA node, while the GPU fetches nothing: then what
-    /// crosses are letters in memory that both look into. Where it is missing, as any transfer.
+    /// The same between a NUMA node and a GPU that replays captured launches and fetches nothing: the launches that take
+    /// and send letters are queued then, and nothing is in these letters' way. Where it is missing, as any transfer.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub letter_nanos: Option<f64>,
     /// What a link from a NUMA node to a GPU keeps of its rate while the node's cores read their memory: more than 0,

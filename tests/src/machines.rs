@@ -116,7 +116,7 @@ pub fn h200(gpu_bytes: u64) -> Machine {
     let mut machine = linked(vec![gpu, host]);
     for link in &mut machine.links {
         (link.bytes_per_sec, link.latency_nanos) = (55e9, 10e3);
-        link.letter_nanos = Some(4.7e3);
+        link.letter_nanos = Some(3.1e3);
     }
     machine
 }

@@ -15,8 +15,8 @@ const NODE_BYTES_PER_SEC: f64 = 20e9;
 const SOCKET_BYTES_PER_SEC: f64 = 40e9;
 /// A 32 KiB copy to the host with its wait took 20 µs on an H200.
 const PCIE_LATENCY_NANOS: f64 = 20_000.0;
-/// 16 KiB there and back between captured launches took 9.4 µs on an H200.
-const PCIE_LETTER_NANOS: f64 = 4_700.0;
+/// Half of what a few bytes take there and back between captured launches: 2.8 to 3.4 µs were measured on H200s.
+const PCIE_LETTER_NANOS: f64 = 3_100.0;
 /// Launch and wait of a peer copy: two launches at 5 µs.
 const PEER_LATENCY_NANOS: f64 = 10_000.0;
 /// One way of NVLink 4 (450 GB/s, data sheet), three quarters of it usable.

@@ -3,11 +3,12 @@
 
 #![expect(unsafe_code, reason = "letters lie in memory that a GPU reads and writes, too")]
 
+use std::fmt::Display;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Context as _, Result};
 use cudarc::driver::CudaContext;
 use hwlocality::Topology;
 use ir::letters::FLAG_BYTES;
@@ -29,7 +30,8 @@ const REPLAYS: u32 = 15;
 const LOOKING: Duration = Duration::from_secs(1);
 
 /// Nanoseconds of a letter with next to nothing in it, one way: the launch that takes or sends it, and the host's thread,
-/// on one of the processors `driving`, that sees it and answers. `None` where the GPU captures no launches.
+/// on one of the processors `driving`, that sees it and answers. `None` where the GPU captures no launches, or does not
+/// answer.
 ///
 /// # Errors
 /// When no memory can be pinned, or the GPU fails.
@@ -100,12 +102,24 @@ impl<'a> Letters<'a> {
             Ok(())
         };
         self.gpu.write(&turn, &0u32.to_ne_bytes())?;
-        if self.gpu.client.graph_prepare().is_err() {
+        let unmeasured = |error: &dyn Display| {
+            tracing::warn!(
+                "letters are not measured, and are forecast as other transfers: {error}"
+            );
+        };
+        if let Err(error) = self.gpu.client.graph_prepare() {
+            unmeasured(&error);
             return Ok(None);
         }
         queue()?;
         self.gpu.sync()?;
-        let Ok(graph) = self.gpu.capture(queue)? else { return Ok(None) };
+        let graph = match self.gpu.capture(queue)? {
+            Ok(graph) => graph,
+            Err(error) => {
+                unmeasured(&error);
+                return Ok(None);
+            }
+        };
         let mut times = Vec::new();
         for number in 1..=REPLAYS + 1 {
             self.gpu.write(&turn, &number.to_ne_bytes())?;
@@ -115,7 +129,10 @@ impl<'a> Letters<'a> {
             (0..LETTERS)
                 .for_each(|letter| self.raised(letter, false).store(number, Ordering::Release));
             self.gpu.sync()?;
-            let answered = answered?;
+            let Some(answered) = answered else {
+                unmeasured(&"the GPU did not answer one within a second");
+                return Ok(None);
+            };
             if number > 1 {
                 times.extend(answered);
             }
@@ -124,19 +141,21 @@ impl<'a> Letters<'a> {
     }
 
     /// Sends all letters of a turn, each when the one before has come back. Nanoseconds there and back of all but the
-    /// first, which waits for the replay to begin.
-    fn answer(&self, turn: u32) -> Result<Vec<f64>> {
+    /// first, which waits for the replay to begin; `None` where one does not come back.
+    fn answer(&self, turn: u32) -> Option<Vec<f64>> {
         let mut times = Vec::with_capacity(LETTERS);
         for letter in 0..LETTERS {
             let start = Instant::now();
             self.raised(letter, false).store(turn, Ordering::Release);
             let back = self.raised(letter, true);
             let is_back = spin_for(LOOKING, || back.load(Ordering::Acquire) == turn);
-            ensure!(is_back, "the GPU did not answer a letter: calibrate again");
+            if !is_back {
+                return None;
+            }
             times.push(start.elapsed().as_nanos() as f64);
         }
         times.remove(0);
-        Ok(times)
+        Some(times)
     }
 }
 
@@ -153,7 +172,7 @@ mod tests {
             return;
         }
         let nanos = letter_nanos(&gpu, &[0]).unwrap().expect("CUDA captures launches");
-        // There and back 9.4 µs with 16 KiB were measured on an H200; a system call or a blocking copy takes 20 and more.
-        assert!((500.0..20_000.0).contains(&nanos), "{nanos}");
+        // One way: 2.8 to 3.4 µs were measured on H200s; a copy that is waited for takes 12 to 15.
+        assert!((500.0..8_000.0).contains(&nanos), "{nanos}");
     }
 }

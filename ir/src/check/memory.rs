@@ -1,9 +1,9 @@
 //! The most bytes each device holds at one time, in one run of any program.
 //!
 //! Buffers are counted at a program's largest extent. The bound holds for every interleaving of lanes: time is
-//! measured by the progress of one lane of the device, and a buffer counts from the first moment at which its
-//! writer can have started to the last at which the step that frees it can be unfinished. Where a device's own
-//! lane writes and frees all its buffers the bound is exact.
+//! measured by the progress of one lane of the device, and for what GPUs sent a node by that of one of these, and a
+//! buffer counts from the first moment at which its writer can have started to the last at which the step that frees it
+//! can be unfinished. Where a device's own lane writes and frees all its buffers the bound is exact.
 //! On GPUs every buffer has a place, and so have weights and caches, each at a multiple of 256 bytes: what is counted
 //! is what is taken, in one piece, before the first run.
 //! Fetched weights lie in a window of their own, which is as large as the last byte that any of them takes.
@@ -27,7 +27,7 @@ use crate::op::{Experts, Linear, Products};
 use crate::packing::{
     BLOCK_COLUMNS, BLOCK_PAIR_COLUMNS, BLOCK_PANELS, BLOCK_STRIPS, PANEL_ROWS, STRIP_ROWS,
 };
-use crate::plan::{Action, Lane, Plan, Program, Step};
+use crate::plan::{Action, Lane, Plan, Program, Queue, Step};
 use crate::tensor::{DType, Format};
 use crate::workspace::{aligned, workspaces};
 
@@ -316,7 +316,12 @@ fn buffer_peaks(
             return lowest(&mut clocks.iter(), &both).unwrap_or(all);
         };
         // What GPUs sent long before or after its own steps is told apart by their lanes alone.
-        let apart = lowest(&mut own_clocks(), own).zip(lowest(&mut clocks.iter(), &sent[device]));
+        let is_senders = |clock: &&Clock<'_>| {
+            let lane = &program.lanes[clock.lane];
+            lane.queue == Queue::Compute && homes.get(&lane.device) == Some(&device)
+        };
+        let mut senders = clocks.iter().filter(is_senders);
+        let apart = lowest(&mut own_clocks(), own).zip(lowest(&mut senders, &sent[device]));
         apart.map_or(together, |(own, sent)| together.min(own.saturating_add(sent)))
     };
     on.iter().map(peak).collect()

@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use ir::check::memory;
 use ir::id::{BufferId, DeviceId};
+use ir::letters;
 use ir::plan::{Buffer, Plan};
 use ir::smallvec;
 use ir::tensor::TensorType;
@@ -11,7 +12,9 @@ use proptest::collection::vec;
 use proptest::{prop_assert, proptest};
 
 use crate::finds;
-use crate::plans::{PANEL_BYTES, d, one_device, pipeline, s, streamed, tensor_parallel};
+use crate::plans::{
+    PANEL_BYTES, d, gpu, node_before_gpus, one_device, pipeline, s, streamed, tensor_parallel,
+};
 
 /// Bytes of buffers at a time, of eight tokens of `features` each.
 fn rows(features: u64) -> u64 {
@@ -89,7 +92,9 @@ fn the_window_counts_against_the_capacity() {
 proptest! {
     #[test]
     fn no_interleaving_of_lanes_holds_more_than_the_bound(choices in vec(0usize..64, 64)) {
-        for plan in [one_device(), pipeline(), tensor_parallel(), streamed()] {
+        let beside_gpus = [on_gpu(pipeline(), 0), on_gpu(pipeline(), 1), on_gpu(tensor_parallel(), 0)];
+        let plans = [one_device(), pipeline(), tensor_parallel(), streamed(), node_before_gpus()];
+        for plan in plans.into_iter().chain(beside_gpus) {
             let bound = memory(&plan);
             for (device, bytes) in held_by_runs(&plan, 1, &choices) {
                 let bound = bound[device].buffer_bytes + bound[device].fetch_bytes;
@@ -100,26 +105,56 @@ proptest! {
 
     #[test]
     fn no_runs_under_way_hold_more_than_the_bound(choices in vec(0usize..64, 200)) {
-        for plan in [one_device(), pipeline(), tensor_parallel()] {
+        let beside_gpus = [on_gpu(pipeline(), 0), on_gpu(pipeline(), 1), on_gpu(tensor_parallel(), 0)];
+        let plans = [one_device(), pipeline(), tensor_parallel(), node_before_gpus()];
+        for plan in plans.into_iter().chain(beside_gpus) {
             let bound = memory(&plan);
-            for (device, bytes) in held_by_runs(&plan, 5, &choices) {
+            // Buffers of a GPU have one place for all runs.
+            let is_node = |device: DeviceId| !plan.machine.devices[device].kind.is_gpu();
+            let held = held_by_runs(&plan, 5, &choices).into_iter();
+            for (device, bytes) in held.filter(|(device, _)| is_node(*device)) {
                 prop_assert!(bytes <= bound[device].buffer_bytes, "{device} holds {bytes}");
             }
         }
     }
 }
 
+/// The plan with one of its devices a GPU.
+fn on_gpu(mut plan: Plan, device: usize) -> Plan {
+    plan.machine.devices[d(device)].kind = gpu(0);
+    plan
+}
+
+#[test]
+fn what_gpus_send_each_other_counts_while_they_run() {
+    let plan = node_before_gpus();
+    let sent = |gpu| letters::sent(&plan, &plan.programs[0], d(gpu)).len();
+    assert_eq!(sent(1) + sent(2), 9);
+    // What the node embeds may be there of this run and three others, and so may the output; of the values that pass
+    // between the GPUs, two at a time.
+    assert_eq!(memory(&plan)[d(0)].buffer_bytes, (4 + 3 + 2) * rows(8));
+}
+
 /// The most bytes each device holds in so many runs of the first program, of which no more are under way than may be,
-/// when `choices` say which of the lanes that can go on does.
+/// when `choices` say which of the lanes that can go on does. What a GPU sends its letters' home holds as well.
 fn held_by_runs(plan: &Plan, runs: usize, choices: &[usize]) -> BTreeMap<DeviceId, u64> {
     let program = &plan.programs[0];
     let most_under_way = plan.queues().len() + 1;
     let mut done = vec![BTreeSet::new(); runs];
     let mut next = vec![(0, 0); program.lanes.len()];
     let (mut now, mut most, mut taken) = (BTreeMap::new(), BTreeMap::new(), 0);
-    let size = |buffer: BufferId| {
-        let buffer = &program.buffers[buffer];
-        (buffer.device, buffer.ty.bytes(program.max))
+    let homes = letters::homes(plan);
+    let sent = homes.iter().flat_map(|(&gpu, &home)| {
+        letters::sent(plan, program, gpu).into_iter().map(move |buffer| (buffer, home))
+    });
+    let sent: BTreeMap<BufferId, DeviceId> = sent.collect();
+    let sizes = |id: BufferId| {
+        let buffer = &program.buffers[id];
+        let bytes = buffer.ty.bytes(program.max);
+        [Some(buffer.device), sent.get(&id).copied()]
+            .into_iter()
+            .flatten()
+            .map(move |device| (device, bytes))
     };
     for choice in choices.iter().cycle().take(runs * program.steps.len()) {
         let ready: Vec<usize> = (0..next.len())
@@ -139,19 +174,20 @@ fn held_by_runs(plan: &Plan, runs: usize, choices: &[usize]) -> BTreeMap<DeviceI
         let is_last = position + 1 == program.lanes[lane].steps.len();
         next[lane] = if is_last { (run + 1, 0) } else { (run, position + 1) };
         done[run].insert(id);
-        for (device, bytes) in program.steps[id].writes.iter().map(|&buffer| size(buffer)) {
+        for (device, bytes) in program.steps[id].writes.iter().flat_map(|&buffer| sizes(buffer)) {
             let now = now.entry(device).or_insert(0u64);
             *now += bytes;
             let most = most.entry(device).or_insert(0);
             *most = (*most).max(*now);
         }
-        for (device, bytes) in program.steps[id].frees.iter().map(|&buffer| size(buffer)) {
+        for (device, bytes) in program.steps[id].frees.iter().flat_map(|&buffer| sizes(buffer)) {
             *now.entry(device).or_default() -= bytes;
         }
         // The caller takes what the oldest run has made when that is over.
         while taken < runs && done[taken].len() == program.steps.len() {
-            let (device, bytes) = size(program.output);
-            *now.entry(device).or_default() -= bytes;
+            for (device, bytes) in sizes(program.output) {
+                *now.entry(device).or_default() -= bytes;
+            }
             taken += 1;
         }
     }

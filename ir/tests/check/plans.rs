@@ -68,6 +68,21 @@ pub(crate) fn gpus() -> Plan {
     made.head(0, again[0])
 }
 
+/// A node that embeds, then two GPUs that hand the value to each other some times.
+pub(crate) fn node_before_gpus() -> Plan {
+    let mut made = Builder::new(3);
+    for ordinal in [1, 2] {
+        made.plan.machine.devices[d(ordinal)].kind = gpu(ordinal as u32);
+    }
+    let x = made.embed(0);
+    let mut x = made.transfer(0, 1, x);
+    for _ in 0..4 {
+        x = made.transfer(1, 2, x);
+        x = made.transfer(2, 1, x);
+    }
+    made.head(1, x)
+}
+
 /// A GPU that computes two linears and a mixture with a NUMA device's weights; the second is fetched over the first.
 pub(crate) fn streamed() -> Plan {
     let mut made = Builder::new(2);
