@@ -238,6 +238,13 @@ pub(crate) struct Way {
     pub(crate) behind: Behind,
 }
 
+impl Way {
+    /// Behind nothing.
+    pub(crate) fn alone(by_letters: bool) -> Self {
+        Self { by_letters, behind: Behind::Nothing }
+    }
+}
+
 /// What something comes right behind of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Behind {

@@ -5,7 +5,7 @@ use anyhow::Result;
 use ir::id::DeviceId;
 use ir::layout::Move;
 
-use crate::cost::{Behind, Way, move_nanos};
+use crate::cost::{Way, move_nanos};
 use crate::target::Target;
 
 /// The members of a sum over `devices` by kind, as indices, where summing by groups is predicted faster; `None` where
@@ -27,7 +27,7 @@ pub(crate) fn groups(
         return Ok(None);
     }
     let groups = vec![gpus, nodes];
-    let way = Way { by_letters, behind: Behind::Nothing };
+    let way = Way::alone(by_letters);
     let sum = |device: DeviceId, terms: &mut dyn Iterator<Item = usize>| {
         let incoming: Vec<(DeviceId, u64)> = terms.map(|term| (devices[term], bytes)).collect();
         move_nanos(target, device, &Move::AllReduce, &incoming, bytes, way)

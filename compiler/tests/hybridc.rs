@@ -70,14 +70,7 @@ fn two_nodes() -> Machine {
         },
     };
     let [first, second] = [0, 1].map(DeviceId::from_index);
-    let link = |from, to| Link {
-        from,
-        to,
-        bytes_per_sec: 2e10,
-        latency_nanos: 1e3,
-        letter_nanos: None,
-        beside_reads: None,
-    };
+    let link = |from, to| Link::new(from, to, 2e10, 1e3);
     Machine {
         devices: [0, 1].map(node).into_iter().collect(),
         links: vec![link(first, second), link(second, first)],

@@ -232,8 +232,13 @@ fn through(machine: &Machine, [from, by, to]: [DeviceId; 3]) -> Option<links::Sp
 
 /// Runs `work` on a thread of its own with a team: a team binds the thread that makes it.
 fn on_team<T: Send>(cpus: &[u32], work: impl FnOnce(&Team) -> Result<T> + Send) -> Result<T> {
+    on_thread(|| work(&Team::new(cpus)?))
+}
+
+/// Runs `work` on a thread of its own, which it may bind.
+fn on_thread<T: Send>(work: impl FnOnce() -> Result<T> + Send) -> Result<T> {
     thread::scope(|scope| {
-        let measured = scope.spawn(|| work(&Team::new(cpus)?)).join();
+        let measured = scope.spawn(work).join();
         measured.map_err(|_| anyhow!("a kernel panicked"))?
     })
 }

@@ -3,6 +3,7 @@
 #![expect(unsafe_code, reason = "host memory is pinned by the driver's C interface")]
 
 use std::sync::Arc;
+use std::sync::atomic::AtomicU32;
 
 use anyhow::{Context as _, Result, ensure};
 use cudarc::driver::{CudaContext, sys};
@@ -47,6 +48,22 @@ impl Pinned {
     /// Where the GPUs see the first byte.
     pub(crate) fn address(&self) -> u64 {
         self.address
+    }
+
+    /// The word that starts at that byte, as a flag between the host and a GPU.
+    ///
+    /// # Panics
+    /// When it lies beyond the region, or at no multiple of its size.
+    pub(crate) fn flag(&self, start: usize) -> &AtomicU32 {
+        let is_inside =
+            start.checked_add(size_of::<u32>()).is_some_and(|end| end <= self.region.bytes());
+        assert!(
+            is_inside && start.is_multiple_of(size_of::<u32>()),
+            "a flag lies beyond its memory"
+        );
+        // SAFETY: the word lies in the region, at a multiple of its size, and is only used as an atomic; the GPU's
+        // loads and stores of it are whole, too.
+        unsafe { AtomicU32::from_ptr(self.region.as_ptr().add(start).cast()) }
     }
 }
 

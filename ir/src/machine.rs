@@ -242,6 +242,13 @@ pub struct Link {
     pub beside_reads: Option<f64>,
 }
 
+impl Link {
+    /// A path of which no more is known.
+    pub fn new(from: DeviceId, to: DeviceId, bytes_per_sec: f64, latency_nanos: f64) -> Self {
+        Self { from, to, bytes_per_sec, latency_nanos, letter_nanos: None, beside_reads: None }
+    }
+}
+
 impl Machine {
     /// Reads a machine file.
     pub fn from_ron(text: &str) -> Result<Self> {

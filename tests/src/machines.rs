@@ -139,6 +139,11 @@ pub fn slow_down_rates(rates: &mut Rates, factor: f64) {
     }
 }
 
+/// A link between two nodes of one host.
+pub fn between_nodes(from: DeviceId, to: DeviceId) -> Link {
+    Link::new(from, to, 60e9, 500.0)
+}
+
 /// The same host with a second socket like the first.
 pub fn two_sockets(gpu_bytes: u64) -> Machine {
     sockets(gpu_bytes, 2)
@@ -149,14 +154,6 @@ pub fn sockets(gpu_bytes: u64, count: u32) -> Machine {
     let mut machine = h200(gpu_bytes);
     let first = machine.devices.ids().last().expect("a host");
     let of_first = machine.links.clone();
-    let between = |from, to| Link {
-        from,
-        to,
-        bytes_per_sec: 60e9,
-        latency_nanos: 500.0,
-        letter_nanos: None,
-        beside_reads: None,
-    };
     let mut sockets = vec![first];
     for node in 1..count {
         let socket = machine.devices.push(Device {
@@ -172,7 +169,7 @@ pub fn sockets(gpu_bytes: u64, count: u32) -> Machine {
         });
         machine.links.extend(of_socket);
         let to_others = sockets.iter().flat_map(|&other| [(other, socket), (socket, other)]);
-        machine.links.extend(to_others.map(|(from, to)| between(from, to)));
+        machine.links.extend(to_others.map(|(from, to)| between_nodes(from, to)));
         sockets.push(socket);
     }
     machine
@@ -211,6 +208,14 @@ pub fn core_rates() -> Rates {
     rates(2.8e10, 2e3, 9.4e10)
 }
 
+/// Four GPUs and four nodes that 70 B in 16 bits do not fit by themselves: unlike in memory, so that every order of them
+/// is another pipeline, and too small for most of these.
+pub fn eight_unlike() -> Machine {
+    let size = |index: u32| (15 + 2 * u64::from(index)) << 30;
+    let gpus = (0..4).map(|ordinal| gpu(ordinal, size(ordinal)));
+    linked(gpus.chain((0..4).map(|node| numa(node, size(node) + (1 << 30)))).collect())
+}
+
 /// A machine of these devices, each linked to every other.
 pub fn linked(devices: Vec<Device>) -> Machine {
     let ids: Vec<DeviceId> = (0..devices.len()).map(DeviceId::from_index).collect();
@@ -224,14 +229,7 @@ pub fn linked(devices: Vec<Device>) -> Machine {
                 (false, false) => (6e10, 1e3),
                 (true, false) | (false, true) => (5e10, 1e4),
             };
-            links.push(Link {
-                from,
-                to,
-                bytes_per_sec,
-                latency_nanos,
-                letter_nanos: None,
-                beside_reads: None,
-            });
+            links.push(Link::new(from, to, bytes_per_sec, latency_nanos));
         }
     }
     links.iter_mut().for_each(|link| link.bytes_per_sec /= SLOWER);

@@ -6,7 +6,7 @@ use std::time::Duration;
 use compiler::Options;
 use compiler::options::Objective;
 use mimalloc::MiMalloc;
-use tests::machines::{gpu, linked, numa};
+use tests::machines::{eight_unlike, gpu, linked, numa};
 use tests::made_up::{LlamaShape, MadeUp};
 use tests::shortest;
 
@@ -38,10 +38,7 @@ fn seventy_billion_parameters_over_eight_unlike_devices_take_about_a_second() {
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     let folder = tempfile::tempdir().expect("a folder for the headers");
     MadeUp::llama(LlamaShape::LLAMA_70B).write(folder.path(), 4).expect("headers are written");
-    // Unlike in memory, so that every order of them is another pipeline, and too small for most of these.
-    let size = |index: u32| (15 + 2 * u64::from(index)) * GIB;
-    let gpus = (0..4).map(|ordinal| gpu(ordinal, size(ordinal)));
-    let machine = linked(gpus.chain((0..4).map(|node| numa(node, size(node) + GIB))).collect());
+    let machine = eight_unlike();
     let compile = |objective| {
         let options = Options { objective, max_sequences: 4, ..Options::default() };
         let model = models::lower(folder.path()).expect("the headers are a model");

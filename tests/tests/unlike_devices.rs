@@ -7,7 +7,7 @@ use ir::machine::{Device, DeviceKind, Link, Machine};
 use ir::model::Model;
 use ir::plan::{Action, Phase, Plan};
 use ir::tensor::{DType, Format};
-use tests::machines::{gpu, h200, linked, numa, slow_down_rates, two_sockets};
+use tests::machines::{between_nodes, eight_unlike, h200, slow_down_rates, two_sockets};
 use tests::made_up::{LlamaShape, MadeUp};
 
 const GIB: u64 = 1 << 30;
@@ -45,15 +45,7 @@ fn add_like(machine: &mut Machine, name: &str, changes: impl Fn(usize, &mut Devi
             (1..number).map(|before| (DeviceId::from_index(another.index() - before), another)),
         );
         for (from, to) in between {
-            let link = |from, to| Link {
-                from,
-                to,
-                bytes_per_sec: 60e9,
-                latency_nanos: 500.0,
-                letter_nanos: None,
-                beside_reads: None,
-            };
-            machine.links.extend([link(from, to), link(to, from)]);
+            machine.links.extend([between_nodes(from, to), between_nodes(to, from)]);
         }
         machine.links.extend(
             links.iter().filter(|link| link.from == first || link.to == first).map(|link| {
@@ -366,12 +358,9 @@ fn members_in_unlike_formats_share_what_each_has_room_for() {
 #[test]
 fn gpus_that_share_layers_may_follow_nodes_that_do() {
     // What GPUs sent each other was once counted for as long as the nodes before them do nothing.
-    let size = |index: u32| (15 + 2 * u64::from(index)) * GIB;
-    let gpus = (0..4).map(|ordinal| gpu(ordinal, size(ordinal)));
-    let machine = linked(gpus.chain((0..4).map(|node| numa(node, size(node) + GIB))).collect());
     let options =
         Options { objective: Objective::Throughput, max_sequences: 4, ..Options::default() };
-    let plan = compile(&MadeUp::llama(LlamaShape::LLAMA_70B).model(), &machine, &options);
+    let plan = compile(&MadeUp::llama(LlamaShape::LLAMA_70B).model(), &eight_unlike(), &options);
     let candidates = &plan.forecast.candidates;
     let pipeline = "pipeline numa0+numa1+numa2+numa3 → gpu0+gpu1+gpu2+gpu3";
     let pipeline = candidates.iter().find(|candidate| candidate.name == pipeline);

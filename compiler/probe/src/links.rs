@@ -52,14 +52,7 @@ pub(crate) fn all(devices: &Table<DeviceId, Device>, gpus: &[Gpu]) -> Vec<Link> 
             };
             let crosses = sender.kind.is_gpu() != receiver.kind.is_gpu();
             let letter_nanos = crosses.then_some(PCIE_LETTER_NANOS);
-            links.push(Link {
-                from,
-                to,
-                bytes_per_sec,
-                latency_nanos,
-                letter_nanos,
-                beside_reads: None,
-            });
+            links.push(Link { letter_nanos, ..Link::new(from, to, bytes_per_sec, latency_nanos) });
         }
     }
     links

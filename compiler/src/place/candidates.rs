@@ -8,7 +8,7 @@ use crate::options::Objective;
 use crate::place::are_alike;
 use crate::place::arrangement::Arrangement;
 use crate::place::group::Group;
-use crate::place::prices::{Handovers, Priced, Prices};
+use crate::place::prices::{Priced, Prices};
 use crate::place::stages::{Goal, cut};
 
 /// Orders of devices that are tried for pipelines: all orders of five unlike devices.
@@ -215,8 +215,7 @@ impl Prices<'_> {
         goal: Goal,
         uses_all: bool,
     ) -> Option<(u64, Arrangement)> {
-        let handovers = Handovers::new(self.task);
-        let handover = |from, to| handovers.between(from, to);
+        let handover = |from, to| self.handovers.between(from, to);
         let (score, stages) =
             cut(self.task.target, sequence, handover, |device| self.free[device], goal, uses_all)?;
         let stages = stages

@@ -15,7 +15,7 @@ use crate::options::{Options, Request};
 use crate::part::WeightKey;
 use crate::place::arrangement::Arrangement;
 use crate::place::group::Group;
-use crate::place::prices::{Handovers, Priced, Prices, busiest, judged_decode_plan, unit_of_name};
+use crate::place::prices::{Priced, Prices, busiest, judged_decode_plan, unit_of_name};
 use crate::place::units::Units;
 use crate::place::{Layouts, Offer, Pins, Placement};
 use crate::task::Task;
@@ -69,7 +69,7 @@ pub(crate) fn explain(
         // Where the unit is alone already is no other place.
         let elsewhere: Vec<&Priced> =
             others.iter().filter(|other| !on.iter().eq(&other.group.devices)).collect();
-        let mut cause = unit_cause(task, options, arrangement, stages, &elsewhere, &taken, unit);
+        let mut cause = unit_cause(prices, options, arrangement, stages, &elsewhere, &taken, unit);
         if cause.reason == Reason::Fastest
             && options.request == Request::Any
             && let Some(better) = better
@@ -237,7 +237,7 @@ fn shortage(task: &Task<'_>, taken: &Table<DeviceId, u64>, device: DeviceId, mor
 }
 
 fn unit_cause(
-    task: &Task<'_>,
+    prices: &Prices<'_>,
     options: &Options,
     arrangement: &Arrangement,
     chosen: &[Priced],
@@ -245,6 +245,7 @@ fn unit_cause(
     taken: &Table<DeviceId, u64>,
     unit: usize,
 ) -> Cause {
+    let &Prices { task, ref handovers, .. } = prices;
     let stage = |unit: usize| {
         let stage = arrangement.stages.iter().position(|(_, range)| range.contains(&unit));
         stage.expect("stages cover all units")
@@ -252,23 +253,22 @@ fn unit_cause(
     let own = stage(unit);
     let leader = |stage: usize| arrangement.stages[stage].0.devices[0];
     let last = arrangement.stages.last().map_or(0, |(_, range)| range.end) - 1;
-    let handover = Handovers::new(task);
-    // Those into and out of the unit, were it on `device`.
-    let handovers = |device| -> Option<i64> {
+    // What handing over into and out of the unit takes, were it on `device`.
+    let around = |device| -> Option<i64> {
         let mut nanos = 0;
         if unit > 0 {
-            nanos += handover.between(leader(stage(unit - 1)), device)?.decode as i64;
+            nanos += handovers.between(leader(stage(unit - 1)), device)?.decode as i64;
         }
         if unit < last {
-            nanos += handover.between(device, leader(stage(unit + 1)))?.decode as i64;
+            nanos += handovers.between(device, leader(stage(unit + 1)))?.decode as i64;
         }
         Some(nanos)
     };
-    let here = chosen[own].times[unit].decode as i64 + handovers(leader(own)).unwrap_or(0);
+    let here = chosen[own].times[unit].decode as i64 + around(leader(own)).unwrap_or(0);
     let mut options_elsewhere: Vec<(i64, &Priced)> = others
         .iter()
         .filter_map(|&other| {
-            let there = other.times[unit].decode as i64 + handovers(other.group.devices[0])?;
+            let there = other.times[unit].decode as i64 + around(other.group.devices[0])?;
             Some((there - here, other))
         })
         .collect();

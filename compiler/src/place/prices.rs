@@ -8,7 +8,7 @@ use ir::id::{DeviceId, NodeId, Table};
 use ir::layout::Move;
 use ir::plan::{Phase, Plan, Program, Queue};
 
-use crate::cost::{Behind, Way, move_nanos};
+use crate::cost::{Way, move_nanos};
 use crate::emit::emit;
 use crate::graphs::{Graphs, Phases};
 use crate::options::Objective;
@@ -111,6 +111,7 @@ pub(crate) struct Prices<'a> {
     pub(super) pins: &'a Pins,
     /// Bytes that pinned nodes take are not there for stages.
     pub(super) free: Table<DeviceId, u64>,
+    pub(super) handovers: Handovers<'a>,
     known_groups: Known<Priced>,
     pub(super) known_offers: Known<(Arrangement, Offer)>,
     known_decodes: Known<(DeviceId, Option<Arc<NodeNanos>>)>,
@@ -162,6 +163,7 @@ impl<'a> Prices<'a> {
             units,
             pins,
             free,
+            handovers: Handovers::new(task),
             known_groups: Known::default(),
             known_offers: Known::default(),
             known_decodes: Known::default(),
@@ -360,7 +362,7 @@ pub(crate) struct Handovers<'a> {
 }
 
 impl<'a> Handovers<'a> {
-    pub(crate) fn new(task: &'a Task<'a>) -> Self {
+    fn new(task: &'a Task<'a>) -> Self {
         let batches = priced_batches(task.target);
         let layers = &task.model.layers;
         let first = layers.nodes().next().map(|(_, first)| &layers.value(first.outputs[0]).ty);
@@ -377,8 +379,7 @@ impl<'a> Handovers<'a> {
         let movement = Move::Transfer { from, to };
         let nanos = |(batch, bytes): &(Batch, u64)| {
             let by_letters = batch.phase == Phase::Decode;
-            let way = Way { by_letters, behind: Behind::Nothing };
-            let incoming = [(from, *bytes)];
+            let (incoming, way) = ([(from, *bytes)], Way::alone(by_letters));
             let nanos = move_nanos(self.task.target, to, &movement, &incoming, *bytes, way);
             nanos.ok().map(|nanos| nanos as u64)
         };

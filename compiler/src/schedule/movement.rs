@@ -148,7 +148,7 @@ impl Draft<'_> {
         let Some(by_library) = by_library.filter(|_| may_be_librarys) else {
             return Ok(Algorithm::Direct);
         };
-        let way = Way { by_letters: false, behind: Behind::Nothing };
+        let way = Way::alone(false);
         let direct =
             |&(to, _): &(DeviceId, u64)| move_nanos(target, to, movement, &incoming, largest, way);
         let direct: Vec<f64> = incoming.iter().map(direct).collect::<Result<_>>()?;

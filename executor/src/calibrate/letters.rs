@@ -1,7 +1,7 @@
 //! How long what crosses between a node and a GPU is on its way while a GPU replays captured launches: letters in pinned
 //! memory, as decodes exchange them.
 
-#![expect(unsafe_code, reason = "letters lie in memory that a GPU reads and writes, too")]
+#![expect(unsafe_code, reason = "kernels are given addresses of host memory")]
 
 use std::fmt::Display;
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use hwlocality::Topology;
 use ir::letters::FLAG_BYTES;
 
 use super::gpu::replay;
-use super::median;
+use super::{median, on_thread};
 use crate::kernels::gpu::device::Gpu;
 use crate::kernels::gpu::mail::{Place, UNIT_BYTES};
 use crate::memory::Region;
@@ -37,14 +37,10 @@ const LOOKING: Duration = Duration::from_secs(1);
 /// When no memory can be pinned, or the GPU fails.
 pub(super) fn letter_nanos(gpu: &Gpu, driving: &[u32]) -> Result<Option<f64>> {
     let Some(ordinal) = gpu.ordinal() else { return Ok(None) };
-    // By itself, since a team's thread stays where it was bound.
-    std::thread::scope(|scope| {
-        let measured = scope.spawn(|| {
-            let topology = Topology::new().context("reading the machine's topology")?;
-            bind(&topology, driving)?;
-            Letters::new(gpu, ordinal)?.nanos()
-        });
-        measured.join().map_err(|_| anyhow::anyhow!("a thread panicked"))?
+    on_thread(|| {
+        let topology = Topology::new().context("reading the machine's topology")?;
+        bind(&topology, driving)?;
+        Letters::new(gpu, ordinal)?.nanos()
     })
 }
 
@@ -52,7 +48,6 @@ pub(super) fn letter_nanos(gpu: &Gpu, driving: &[u32]) -> Result<Option<f64>> {
 struct Letters<'a> {
     gpu: &'a Gpu,
     pinned: Pinned,
-    region: Arc<Region>,
 }
 
 impl<'a> Letters<'a> {
@@ -61,7 +56,7 @@ impl<'a> Letters<'a> {
         let region = Arc::new(Region::new(Self::value(2))?);
         let context = CudaContext::new(ordinal).context("opening the GPU's context")?;
         let pinned = Pinned::new(&context, &region).context("pinning memory for letters")?;
-        Ok(Self { gpu, pinned: pinned.context("new memory is pinned already")?, region })
+        Ok(Self { gpu, pinned: pinned.context("new memory is pinned already")? })
     }
 
     /// Where the flag of a letter lies, there or back.
@@ -76,7 +71,7 @@ impl<'a> Letters<'a> {
 
     fn place(&self, letter: usize, is_back: bool) -> Place {
         let address = |start: usize| self.pinned.address() + start as u64;
-        // SAFETY: both lie in the region, whose pages stay pinned until the launches have ended; flags say which side may
+        // SAFETY: both lie in what is pinned, whose pages stay pinned until the launches have ended; flags say which side may
         // use the value.
         unsafe {
             Place::new(
@@ -87,9 +82,7 @@ impl<'a> Letters<'a> {
     }
 
     fn raised(&self, letter: usize, is_back: bool) -> &AtomicU32 {
-        // SAFETY: the word lies in the region, at a multiple of its size, and is only used as an atomic; the GPU's loads
-        // and stores of it are whole, too.
-        unsafe { AtomicU32::from_ptr(self.region.as_ptr().add(Self::flag(letter, is_back)).cast()) }
+        self.pinned.flag(Self::flag(letter, is_back))
     }
 
     fn nanos(&self) -> Result<Option<f64>> {
@@ -107,13 +100,15 @@ impl<'a> Letters<'a> {
                 "letters are not measured, and are forecast as other transfers: {error}"
             );
         };
-        if let Err(error) = self.gpu.client.graph_prepare() {
-            unmeasured(&error);
-            return Ok(None);
-        }
-        queue()?;
-        self.gpu.sync()?;
-        let graph = match self.gpu.capture(queue)? {
+        let captured = match self.gpu.client.graph_prepare() {
+            Ok(()) => {
+                queue()?;
+                self.gpu.sync()?;
+                self.gpu.capture(queue)?
+            }
+            Err(error) => Err(error),
+        };
+        let graph = match captured {
             Ok(graph) => graph,
             Err(error) => {
                 unmeasured(&error);

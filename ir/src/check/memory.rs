@@ -320,9 +320,12 @@ fn buffer_peaks(
             let lane = &program.lanes[clock.lane];
             lane.queue == Queue::Compute && homes.get(&lane.device) == Some(&device)
         };
-        let mut senders = clocks.iter().filter(is_senders);
-        let apart = lowest(&mut own_clocks(), own).zip(lowest(&mut senders, &sent[device]));
-        apart.map_or(together, |(own, sent)| together.min(own.saturating_add(sent)))
+        let by_senders = lowest(&mut clocks.iter().filter(is_senders), &sent[device]);
+        let apart = by_senders.and_then(|sent| {
+            let own = lowest(&mut own_clocks(), own)?;
+            Some(own.saturating_add(sent))
+        });
+        apart.map_or(together, |apart| together.min(apart))
     };
     on.iter().map(peak).collect()
 }

@@ -5,20 +5,14 @@ use std::time::{Duration, Instant};
 use ir::check::{check, memory};
 use ir::letters::{FLAG_BYTES, OWN_PLACES_BYTES, SENDING_FLAGS_BYTES, home, letter_bytes};
 use ir::machine::{Device, Link};
-use ir::plan::{Phase, Plan};
+use ir::plan::Phase;
 use ir::workspace::RunSizes;
 
-use crate::plans::{d, gpu, gpus, one_device, pipeline, tensor_parallel};
-
-/// The first device becomes a GPU.
-fn on_gpu(mut plan: Plan) -> Plan {
-    plan.machine.devices[d(0)].kind = gpu(0);
-    plan
-}
+use crate::plans::{d, gpu, gpus, on_gpu, one_device, pipeline, tensor_parallel};
 
 #[test]
 fn letters_count_with_the_node_that_a_gpu_exchanges_values_with() {
-    let (nodes, plan) = (pipeline(), on_gpu(pipeline()));
+    let (nodes, plan) = (pipeline(), on_gpu(pipeline(), 0));
     // Three programs for one sequence at most.
     let steps = plan.programs[0].lanes[0].steps.len() as u64;
     let flags = 3 * (3 * FLAG_BYTES * steps + SENDING_FLAGS_BYTES);
@@ -35,7 +29,7 @@ fn letters_count_with_the_node_that_a_gpu_exchanges_values_with() {
 
 #[test]
 fn a_gpu_that_works_alone_leaves_its_logits_with_the_node_that_computes_nothing() {
-    let mut plan = on_gpu(pipeline());
+    let mut plan = on_gpu(pipeline(), 0);
     for program in &mut plan.programs {
         program.lanes.remove(1);
         program.lanes[0].steps = program.steps.ids().collect();
@@ -55,7 +49,7 @@ fn a_gpu_that_works_alone_leaves_its_logits_with_the_node_that_computes_nothing(
 
 #[test]
 fn the_fastest_way_leads_home() {
-    let mut plan = on_gpu(tensor_parallel());
+    let mut plan = on_gpu(tensor_parallel(), 0);
     assert_eq!(home(&plan, d(0)), Some(d(1)));
     let near = plan.machine.devices[d(1)].clone();
     let far = plan.machine.devices.push(near);
@@ -67,14 +61,14 @@ fn the_fastest_way_leads_home() {
     assert_eq!(home(&plan, d(0)), Some(far));
     plan.machine.links.last_mut().unwrap().bytes_per_sec = 1e9;
     assert_eq!(home(&plan, d(0)), Some(d(1)));
-    assert_eq!(home(&on_gpu(one_device()), d(0)), None);
+    assert_eq!(home(&on_gpu(one_device(), 0), d(0)), None);
     assert_eq!(home(&gpus(), d(0)), None);
 }
 
 /// The loader checks each plan it reads: time must not grow with the devices times the links.
 #[test]
 fn thousands_of_devices_are_checked_in_seconds() {
-    let mut plan = on_gpu(pipeline());
+    let mut plan = on_gpu(pipeline(), 0);
     plan.machine.devices[d(0)].memory_bytes = 1 << 30;
     let (first, link) = (plan.machine.devices[d(1)].clone(), plan.machine.links[0].clone());
     for number in 1..=2000 {
@@ -102,7 +96,7 @@ fn what_gpus_may_exchange_without_the_host_is_counted_up_to_what_has_its_own_pla
     let many = letter_bytes(&plan, d(0)) - inputs;
     assert!(few < 1 << 20 && (OWN_PLACES_BYTES..OWN_PLACES_BYTES + (1 << 20)).contains(&many));
     // One GPU that shares work with a node knows; but decodes of fewer sequences may have places of their own.
-    let mut plan = on_gpu(tensor_parallel());
+    let mut plan = on_gpu(tensor_parallel(), 0);
     for program in &mut plan.programs {
         program.max.tokens = 1 << 22;
     }

@@ -13,7 +13,7 @@ use proptest::{prop_assert, proptest};
 
 use crate::finds;
 use crate::plans::{
-    PANEL_BYTES, d, gpu, node_before_gpus, one_device, pipeline, s, streamed, tensor_parallel,
+    PANEL_BYTES, d, node_before_gpus, on_gpu, one_device, pipeline, s, streamed, tensor_parallel,
 };
 
 /// Bytes of buffers at a time, of eight tokens of `features` each.
@@ -92,9 +92,7 @@ fn the_window_counts_against_the_capacity() {
 proptest! {
     #[test]
     fn no_interleaving_of_lanes_holds_more_than_the_bound(choices in vec(0usize..64, 64)) {
-        let beside_gpus = [on_gpu(pipeline(), 0), on_gpu(pipeline(), 1), on_gpu(tensor_parallel(), 0)];
-        let plans = [one_device(), pipeline(), tensor_parallel(), streamed(), node_before_gpus()];
-        for plan in plans.into_iter().chain(beside_gpus) {
+        for plan in interleaved().into_iter().chain([streamed()]) {
             let bound = memory(&plan);
             for (device, bytes) in held_by_runs(&plan, 1, &choices) {
                 let bound = bound[device].buffer_bytes + bound[device].fetch_bytes;
@@ -105,9 +103,7 @@ proptest! {
 
     #[test]
     fn no_runs_under_way_hold_more_than_the_bound(choices in vec(0usize..64, 200)) {
-        let beside_gpus = [on_gpu(pipeline(), 0), on_gpu(pipeline(), 1), on_gpu(tensor_parallel(), 0)];
-        let plans = [one_device(), pipeline(), tensor_parallel(), node_before_gpus()];
-        for plan in plans.into_iter().chain(beside_gpus) {
+        for plan in interleaved() {
             let bound = memory(&plan);
             // Buffers of a GPU have one place for all runs.
             let is_node = |device: DeviceId| !plan.machine.devices[device].kind.is_gpu();
@@ -119,10 +115,17 @@ proptest! {
     }
 }
 
-/// The plan with one of its devices a GPU.
-fn on_gpu(mut plan: Plan, device: usize) -> Plan {
-    plan.machine.devices[d(device)].kind = gpu(0);
-    plan
+/// Plans whose lanes may go on in any order, of nodes alone and beside GPUs.
+fn interleaved() -> Vec<Plan> {
+    vec![
+        one_device(),
+        pipeline(),
+        tensor_parallel(),
+        node_before_gpus(),
+        on_gpu(pipeline(), 0),
+        on_gpu(pipeline(), 1),
+        on_gpu(tensor_parallel(), 0),
+    ]
 }
 
 #[test]

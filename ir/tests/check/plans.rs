@@ -68,6 +68,12 @@ pub(crate) fn gpus() -> Plan {
     made.head(0, again[0])
 }
 
+/// The plan with one of its devices a GPU.
+pub(crate) fn on_gpu(mut plan: Plan, device: usize) -> Plan {
+    plan.machine.devices[d(device)].kind = gpu(0);
+    plan
+}
+
 /// A node that embeds, then two GPUs that hand the value to each other some times.
 pub(crate) fn node_before_gpus() -> Plan {
     let mut made = Builder::new(3);

@@ -122,14 +122,7 @@ pub(crate) fn gpu_machine() -> Machine {
             ..machine.devices[numa[0]].clone()
         });
         for numa in numa {
-            let link = |from, to| Link {
-                from,
-                to,
-                bytes_per_sec: 1e10,
-                latency_nanos: 1e4,
-                letter_nanos: None,
-                beside_reads: None,
-            };
+            let link = |from, to| Link::new(from, to, 1e10, 1e4);
             machine.links.extend([link(gpu, numa), link(numa, gpu)]);
         }
     }

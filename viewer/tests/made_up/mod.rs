@@ -162,14 +162,7 @@ fn machine(wish: Wish) -> Machine {
     let mut links = Vec::new();
     for from in devices.ids() {
         for to in devices.ids().filter(|&to| to != from) {
-            links.push(Link {
-                from,
-                to,
-                bytes_per_sec: 1e9,
-                latency_nanos: 4e3,
-                letter_nanos: None,
-                beside_reads: None,
-            });
+            links.push(Link::new(from, to, 1e9, 4e3));
         }
     }
     let host =

@@ -187,7 +187,7 @@ fn stamp(turn: &[u32], address: u64, flag: u64) {
 #[cfg(test)]
 mod tests {
     use std::sync::Arc;
-    use std::sync::atomic::{AtomicU32, Ordering};
+    use std::sync::atomic::Ordering;
     use std::thread;
     use std::time::Duration;
 
@@ -227,10 +227,7 @@ mod tests {
             };
             let turn = gpu.upload(&[7_u32]);
             let span = gpu.poisoned(bytes.next_multiple_of(UNIT_BYTES));
-            // SAFETY: flags lie at the start of the region, which outlives them, and are only used as atomics.
-            let flag = |at: usize| unsafe {
-                AtomicU32::from_ptr(region.as_ptr().add(at * size_of::<u32>()).cast())
-            };
+            let flag = |at: usize| pinned.flag(at * size_of::<u32>());
             // Another run's number is no flag for this one.
             flag(0).store(6, Ordering::Release);
             thread::scope(|scope| {

@@ -10,7 +10,7 @@
 use std::fmt::{self, Write as _};
 use std::ptr;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::Ordering;
 
 use anyhow::{Context as _, Result, anyhow, bail};
 use cubecl::device_handle::DeviceHandle;
@@ -99,11 +99,9 @@ impl Gpu {
         let region = Arc::new(Region::new(size_of::<u32>())?);
         let pinned = Pinned::new(context, &region).context("pinning a flag")?;
         let pinned = pinned.context("the memory of a flag is pinned already")?;
-        // SAFETY: the flag lies in the region, which is pinned until the launches with it have ended; it is only used
-        // as a flag.
-        let (place, flag) = unsafe {
-            (Place::new(pinned.address(), 0), AtomicU32::from_ptr(region.as_ptr().cast()))
-        };
+        let flag = pinned.flag(0);
+        // SAFETY: the flag lies in the region, which is pinned until the launches with it have ended.
+        let place = unsafe { Place::new(pinned.address(), 0) };
         let turn = self.allocate(size_of::<u32>())?;
         let mut candidates: Option<Vec<Stream>> = None;
         for round in 1..=ROUNDS {

@@ -10,7 +10,7 @@
 use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
@@ -215,14 +215,14 @@ impl Mail {
     /// Hands over a step's letter in run `turn`.
     pub(super) fn deliver(&self, program: usize, step: StepId, turn: u32) {
         if let Some(letter) = self.programs[program].incoming.get(&step) {
-            self.flag(letter.flag).store(turn, Ordering::Release);
+            self.pinned.flag(letter.flag).store(turn, Ordering::Release);
         }
     }
 
     /// Hands over all letters of run `turn`, whatever they hold: the run is over and its launches must end.
     pub(super) fn release(&self, program: usize, turn: u32) {
         for letter in self.programs[program].incoming.values() {
-            self.flag(letter.flag).store(turn, Ordering::Release);
+            self.pinned.flag(letter.flag).store(turn, Ordering::Release);
         }
     }
 
@@ -292,7 +292,7 @@ impl Mail {
         let raised = Cell::new(0);
         let all_are_raised = || {
             let is_raised = |flag: usize| {
-                self.flag(first + flag * size_of::<u32>()).load(Ordering::Acquire) == turn
+                self.pinned.flag(first + flag * size_of::<u32>()).load(Ordering::Acquire) == turn
             };
             while raised.get() < flags && is_raised(raised.get()) {
                 raised.set(raised.get() + 1);
@@ -318,13 +318,6 @@ impl Mail {
         let place =
             unsafe { std::slice::from_raw_parts_mut(self.region.as_ptr().add(start), bytes.len()) };
         copy(bytes, place);
-    }
-
-    fn flag(&self, start: usize) -> &AtomicU32 {
-        assert!(start + size_of::<u32>() <= self.region.bytes(), "a flag lies beyond its memory");
-        // SAFETY: the word lies in the region, at a multiple of its size, and is only used as an atomic; the GPU's
-        // loads and stores of it are whole, too.
-        unsafe { AtomicU32::from_ptr(self.region.as_ptr().add(start).cast()) }
     }
 
     /// Where the GPU finds flags and a value that start there in the region.

@@ -57,14 +57,7 @@ impl Builder {
         let pairs = (0..devices).flat_map(|from| (0..devices).map(move |to| (from, to)));
         let links = pairs
             .filter(|(from, to)| from != to)
-            .map(|(from, to)| Link {
-                from: d(from),
-                to: d(to),
-                bytes_per_sec: 1e10,
-                latency_nanos: 1e3,
-                letter_nanos: None,
-                beside_reads: None,
-            })
+            .map(|(from, to)| Link::new(d(from), d(to), 1e10, 1e3))
             .collect();
         let machine =
             Machine { devices: (0..devices).map(device).collect(), links, ..Machine::default() };
