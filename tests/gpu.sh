@@ -12,8 +12,8 @@ cd "$(dirname "$0")/.."
 
 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2>/dev/null ||
   { echo "there is no NVIDIA GPU here: tests/run.sh checks the kernels on a device in software" >&2; exit 1; }
-names=(kernels::gpu ops::gpu a_gpu captured_runs every_rate sums_by_groups every_device_counts in_12_bits values_of_16_bits
-  caches_that_a_gpu_borrows)
+names=(kernels::gpu ops::gpu calibrate:: a_gpu captured_runs every_rate sums_by_groups every_device_counts in_12_bits
+  values_of_16_bits caches_that_a_gpu_borrows)
 if [ -n "${PROGRAMS:-}" ]; then
   programs=$PROGRAMS
   tests=("$programs"/tests/*)

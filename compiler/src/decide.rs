@@ -2,6 +2,7 @@
 //! bits, with the most used experts on GPUs and with matrices divided.
 
 use anyhow::{Context as _, Result};
+use ir::id::DeviceId;
 use ir::machine::Machine;
 use ir::model::Model;
 use ir::op::{Experts, Op};
@@ -11,7 +12,7 @@ use crate::options::Options;
 use crate::place::{Among, NOTHING_FITS, PROMPT_TOKENS, Placement, Room, explain, place};
 use crate::target::Target;
 use crate::task::Task;
-use crate::{experts, shards};
+use crate::{experts, shards, table};
 
 /// What is decided before movement is made explicit.
 pub(crate) struct Decided {
@@ -33,8 +34,8 @@ const TOKENS_BESIDE_HOSTS: u32 = 1024;
 ///
 /// Fails when nothing fits, and says what is missing.
 pub(crate) fn decide(model: &Model, machine: &Machine, options: &Options) -> Result<Decided> {
-    let decided = decide_unexplained(model, machine, options, false)
-        .or_else(|_| decide_unexplained(model, machine, options, true));
+    let decided = decide_table(model, machine, options, false)
+        .or_else(|_| decide_table(model, machine, options, true));
     let mut decided = decided.or_else(|_| refuse(model, machine, options))?;
     let Decided { model, target, placement } = &mut decided;
     explain(&Task::new(model, target), options, placement)?;
@@ -49,15 +50,42 @@ fn refuse(model: &Model, machine: &Machine, options: &Options) -> Result<Decided
     decide_for(model, in_widths(target), options)
 }
 
-fn decide_unexplained(
+/// Decides with tables of tokens anywhere, and with them on a NUMA node where that may be better: where GPUs have no
+/// room for both them and more of the layers, or nothing fits.
+fn decide_table(
     model: &Model,
     machine: &Machine,
     options: &Options,
     is_exhaustive: bool,
 ) -> Result<Decided> {
+    let decide = |home| decide_unexplained(model, machine, options, is_exhaustive, home);
+    let free = decide(None);
+    let home = match &free {
+        Ok(Decided { model, target, placement }) => {
+            let task = Task::new(model, target);
+            let home = table::home(&task, options);
+            home.filter(|_| table::is_room_short(&task, placement))
+        }
+        Err(_) => {
+            let target = Target::new(model, machine, options, PREFILL_TOKENS[0])?;
+            table::home(&Task::new(model, &target), options)
+        }
+    };
+    let Some(home) = home else { return free };
+    let fitting = [free, decide(Some(home))].into_iter().flatten().collect();
+    best_of(fitting).context(NOTHING_FITS)
+}
+
+fn decide_unexplained(
+    model: &Model,
+    machine: &Machine,
+    options: &Options,
+    is_exhaustive: bool,
+    table_home: Option<DeviceId>,
+) -> Result<Decided> {
     let target = |tokens: u32| {
         let target = Target::new(model, machine, options, tokens)?;
-        anyhow::Ok(Target { is_exhaustive, ..target })
+        anyhow::Ok(Target { is_exhaustive, table_home, ..target })
     };
     let in_runs_of = |tokens: u32| decide_for(model, in_widths(target(tokens)?), options);
     let [few, many] = PREFILL_TOKENS;

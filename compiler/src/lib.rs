@@ -31,6 +31,7 @@ mod rewrite;
 mod schedule;
 mod shards;
 mod sizes;
+mod table;
 mod unpacked;
 mod window;
 

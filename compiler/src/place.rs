@@ -42,6 +42,7 @@ use crate::place::prices::{Pins, Prices};
 pub(crate) use crate::place::prices::{Times, missing};
 use crate::place::too_large::too_large;
 use crate::place::units::Units;
+use crate::table;
 use crate::target::BLOCK_TOKENS;
 use crate::task::Task;
 
@@ -304,15 +305,21 @@ fn fits_fast_gpus(task: &Task<'_>, offer: &Offer) -> bool {
     offer.fits() && members.all(|device| !is_numa(task, device) && rate(device) >= SLOW * fastest)
 }
 
-/// The device that each node is pinned to, with the pattern that did it; the last pin that matches holds.
+/// The device that each node is pinned to, with the pattern that did it; the last pin that matches holds. What the
+/// target keeps on a NUMA node is there without a pattern.
 fn pins(task: &Task<'_>, options: &Options) -> Result<Pins> {
     let mut pins: Pins = task.model.layers.nodes().map(|_| None).collect();
+    if let Some(home) = task.target.table_home {
+        for (id, _) in table::lookups(task.model) {
+            pins[id] = Some((home, None));
+        }
+    }
     for pin in &options.pins {
         let device = task.target.device(&pin.device)?;
         let mut matched = false;
         for (id, node) in task.model.layers.nodes() {
             if pin.pattern.is_match(&node.name) {
-                pins[id] = Some((device, pin.pattern.as_str().to_owned()));
+                pins[id] = Some((device, Some(pin.pattern.as_str().to_owned())));
                 matched = true;
             }
         }

@@ -40,6 +40,8 @@ pub(crate) struct Target {
     pub(crate) kv_types: Table<DeviceId, DType>,
     /// Blocks of every cache, over all sequences.
     pub(crate) blocks: u32,
+    /// The NUMA node that holds tables of tokens and looks them up, where that is tried; `None` leaves them free.
+    pub(crate) table_home: Option<DeviceId>,
     /// What is minimised.
     pub(crate) objective: Objective,
     /// Whether what is skipped for the time it takes is tried as well, because nothing fits otherwise: shares shift where
@@ -182,6 +184,7 @@ impl Target {
             has_bf12: Table::default(),
             kv_types,
             blocks: 0,
+            table_home: None,
             objective: options.objective,
             is_exhaustive: false,
             is_told: false,

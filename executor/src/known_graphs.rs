@@ -137,8 +137,9 @@ impl KnownGraphs {
     }
 }
 
-/// Whether it costs nothing to compute a few tokens more: processors take longer for them, and so may the vendor's
-/// library, whose matrices in 16 and 32 bits are from some tokens on.
+/// Whether it costs nothing to compute a few tokens more: processors take longer for them, experts would be read for
+/// tokens of no sequence, and the vendor's library, whose matrices in 16 and 32 bits are from some tokens on, may take
+/// longer, too.
 fn longer_runs_are_free(plan: &Plan) -> bool {
     let is_packed = |&weight: &WeightId| plan.weights[weight].format.float().is_none();
     let is_free = |program: &Program, step: &Step| {
@@ -149,9 +150,9 @@ fn longer_runs_are_free(plan: &Plan) -> bool {
         plan.machine.devices[read.device].kind.is_gpu()
             && (!is_padded || linear.weights.iter().all(is_packed))
     };
-    plan.programs
-        .iter()
-        .all(|program| program.steps.rows().iter().all(|step| is_free(program, step)))
+    let mut programs = plan.programs.iter();
+    !plan.has_experts()
+        && programs.all(|program| program.steps.rows().iter().all(|step| is_free(program, step)))
 }
 
 #[cfg(test)]

@@ -202,7 +202,7 @@ impl Lane {
                 // At one time there is one graph of a kind. It goes before CubeCL prepares: what its launches read goes
                 // with it, and the run brings that anew.
                 state.discard_captured(run.graph_key)?;
-                is_pending = state.prepare_capture(run);
+                is_pending = state.prepare_capture(&plan, run);
             }
             Ok(())
         });

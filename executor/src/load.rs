@@ -100,12 +100,14 @@ pub fn load(
     let is_plain = options.kernels == Kernels::Plain || options.backend != CpuBackend::Flex;
     ensure!(
         !(is_plain && file.plan.borrows()),
-        "GPUs borrow caches of NUMA nodes in this plan, which takes CPU devices with kernels of our own"
+        "GPUs borrow caches of NUMA nodes in this plan, which takes CPU devices with kernels of our own: leave out \
+         --kernels plain and --cpu-backend ndarray"
     );
     let fetches = file.plan.queues().iter().any(|(_, queue)| *queue == Queue::Copy);
     ensure!(
         !(is_plain && fetches),
-        "GPUs fetch weights of NUMA nodes in this plan, which takes CPU devices with kernels of our own"
+        "GPUs fetch weights of NUMA nodes in this plan, which takes CPU devices with kernels of our own: leave out \
+         --kernels plain and --cpu-backend ndarray"
     );
     cpus::ensure_processors(&file.plan, options)?;
     ensure_host_memory(&file.plan, probe::available_memory())?;

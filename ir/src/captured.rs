@@ -5,16 +5,16 @@
 
 use crate::id::{BufferId, DeviceId, Id as _, StepId, WeightId};
 use crate::machine::DeviceKind;
-use crate::op::{Linear, Op, Products};
+use crate::op::{Linear, Products};
 use crate::packing::gpu_has_panels;
 use crate::plan::{Action, Buffer, Phase, Plan, Program, Queue, Step, Weight};
 use crate::tensor::DType;
 use crate::workspace::{
-    FLOAT_ROWS, MAX_FUSED_ROWS, MAX_PLANE_ROWS, is_cast, most_float_rows_of, most_rows_on,
-    piece_rows,
+    FLOAT_ROWS, MAX_FUSED_ROWS, MAX_PACKED_ROWS, MAX_PLANE_ROWS, is_cast, most_float_rows_of,
+    most_rows_on, piece_rows,
 };
 
-/// Kinds of runs held beside those of `SEQUENCE_KINDS`: lengths of short prompts, near and far contexts.
+/// Kinds of runs held beside those of `SEQUENCE_KINDS`: lengths of prompts, near and far contexts.
 const OTHER_KINDS: u64 = 16;
 /// Decodes of as many sequences come with near and with far contexts, and with whole logits or the most likely ones.
 /// Seldom more than two of these are in use.
@@ -27,25 +27,55 @@ pub fn most_kinds(plan: &Plan) -> u64 {
 }
 
 /// Whether prompts of up to [`most_prompt_tokens()`] tokens are captured: where one GPU works on them. Several would have
-/// to wait for each other while prompts pass in parts, what brings a borrowed cache is launched anew for each run, and
-/// experts would be read for tokens of no sequence.
+/// to wait for each other while prompts pass in parts, and what brings a borrowed cache is launched anew for each run.
+/// Those of mixtures are where that GPU has all it needs: else it waits for others longer than for launches.
 pub fn includes_prompts(plan: &Plan) -> bool {
-    let mut steps = plan.programs.iter().flat_map(|program| program.steps.rows());
-    let has_experts = |step: &Step| matches!(step.action, Action::Run(Op::Experts(_)));
-    plan.working_gpus().len() == 1 && !plan.borrows() && !steps.any(has_experts)
+    let is_alone = Beside::of(plan) == Beside::Nothing;
+    plan.working_gpus().len() == 1 && !plan.borrows() && (is_alone || !plan.has_experts())
 }
 
-/// Tokens of the longest prompts that are captured anywhere. Longer ones take a device several times as long as the host
-/// takes to make their launches.
-const MOST_PROMPT_TOKENS: u32 = 512;
+/// Tokens of the longest prompts that are captured on a GPU that multiplies all of them by kernels of its own, which take
+/// up to so many rows at a time: longer ones are more launches, and take the host a fraction of the GPU's time.
+pub const MOST_TOKENS_OF_KERNELS: u32 = MAX_PACKED_ROWS;
 
-/// Tokens of the longest prompts that are captured where a plan [`includes_prompts()`]. Beside a host, whose letters wait
+/// Tokens of the longest prompts that are captured where a plan [`includes_prompts()`]: all that one run takes, where the
+/// GPU has all it needs and the vendor's library, which makes as many launches of any. Beside a host, whose letters wait
 /// for each other in all but short programs, memory is scarce.
 pub fn most_prompt_tokens(plan: &Plan) -> u32 {
-    let is_gpu = |id: DeviceId| plan.machine.devices.get(id).is_some_and(|d| d.kind.is_gpu());
-    let mut lanes = plan.programs.iter().flat_map(|program| &program.lanes);
-    let is_beside_host = lanes.any(|lane| !lane.steps.is_empty() && !is_gpu(lane.device));
-    if is_beside_host { most_padded_tokens(plan) } else { MOST_PROMPT_TOKENS }
+    let has_library = |id: &DeviceId| {
+        plan.machine.devices.get(*id).is_some_and(|device| device.kind.has_library())
+    };
+    match Beside::of(plan) {
+        Beside::Nodes => most_padded_tokens(plan),
+        Beside::Nothing if plan.working_gpus().iter().all(has_library) => {
+            let prompts = plan.programs.iter().filter(|program| program.phase == Phase::Prefill);
+            prompts.map(|program| program.max.tokens).max().unwrap_or(0)
+        }
+        Beside::Nothing | Beside::Fetches => MOST_TOKENS_OF_KERNELS,
+    }
+}
+
+/// What else works beside the launches of GPUs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Beside {
+    Nothing,
+    Fetches,
+    Nodes,
+}
+
+impl Beside {
+    /// The most of it in any program.
+    fn of(plan: &Plan) -> Self {
+        let lanes = plan.programs.iter().flat_map(|program| &program.lanes);
+        let working = lanes.filter(|lane| !lane.steps.is_empty()).map(|lane| {
+            match (plan.machine.devices.get(lane.device), lane.queue) {
+                (Some(device), Queue::Compute) if device.kind.is_gpu() => Self::Nothing,
+                (Some(device), Queue::Copy) if device.kind.is_gpu() => Self::Fetches,
+                _ => Self::Nodes,
+            }
+        });
+        working.max().unwrap_or(Self::Nothing)
+    }
 }
 
 /// Tokens of the longest prompts that take hardly longer with a few tokens more, where a plan [`includes_prompts()`] and
@@ -141,12 +171,15 @@ impl Launches<'_> {
         let most_floats = most_float_rows_of(self.plan, linear);
         let is_taken = rows <= most_floats && !is_narrow(input) && !is_cast(linear);
         let of_part = kinds.len() as u64 * if is_taken { 1 } else { 2 };
-        let rows = match self.program.phase {
-            Phase::Prefill => rows.min(most_prompt_tokens(self.plan)),
-            Phase::Decode => rows,
+        let (of_kernels, of_library) = match self.program.phase {
+            Phase::Prefill => {
+                let rows = rows.min(most_prompt_tokens(self.plan));
+                (rows.min(MOST_TOKENS_OF_KERNELS), rows)
+            }
+            Phase::Decode => (rows, rows),
         };
-        let by_kernels = of_part * self.parts(linear, rows);
-        by_kernels.max(self.by_library(linear, rows)) + u64::from(is_narrow(output))
+        let by_kernels = of_part * self.parts(linear, of_kernels);
+        by_kernels.max(self.by_library(linear, of_library)) + u64::from(is_narrow(output))
     }
 
     /// With the vendor's library: casts of the input, and for each matrix the unpacking and the product of each piece

@@ -361,6 +361,12 @@ impl Plan {
         self.machine.devices.ids().any(|device| self.borrowed_by(device).next().is_some())
     }
 
+    /// Whether any program chooses experts of a mixture.
+    pub fn has_experts(&self) -> bool {
+        let mut steps = self.programs.iter().flat_map(|program| program.steps.rows());
+        steps.any(|step| matches!(step.action, Action::Run(Op::Experts(_))))
+    }
+
     /// Whether runs of a program work one after another: nothing is fetched for one before it starts, and what the run
     /// before borrowed is at home again when that has ended.
     pub fn runs_one_by_one(&self, program: &Program) -> bool {

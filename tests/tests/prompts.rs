@@ -4,6 +4,7 @@
 
 use std::collections::BTreeSet;
 
+use compiler::options::Objective;
 use compiler::{Options, compile};
 use ir::letters::most_programs;
 use ir::machine::{DeviceKind, LinearRate, Machine, RatePoint};
@@ -72,13 +73,18 @@ fn experts_of_few_and_of_many_tokens_have_curves_of_their_own() {
 
 /// An H200 that takes as long to unpack a matrix for its library as it was measured to.
 fn unpacking(gpu_bytes: u64) -> Machine {
+    unpacking_at(gpu_bytes, 1.2e12)
+}
+
+/// An H200 that unpacks so many weights a second for its library.
+fn unpacking_at(gpu_bytes: u64, weights_per_sec: f64) -> Machine {
     let mut machine = h200(gpu_bytes);
     for rate in &mut machine.devices.rows_mut()[0].rates.linear {
         let is_packed = matches!(rate.format, Format::Bf12 | Format::Q8 | Format::Q4);
         for point in
             rate.points.iter_mut().filter(|point| is_packed && point.tokens > MAX_PACKED_ROWS)
         {
-            point.weights_per_sec = 1.0 / (1.0 / point.weights_per_sec + 1.0 / 1.2e12);
+            point.weights_per_sec = 1.0 / (1.0 / point.weights_per_sec + 1.0 / weights_per_sec);
         }
     }
     machine
@@ -130,6 +136,26 @@ fn memory_that_is_left_over_holds_packed_matrices_as_prompts_multiply_them() {
     }
     // Where weights are fetched there is no room for anything twice.
     assert!(unpacked(&plan(&llama, &unpacking(10 * GIB), "bf16")).is_empty());
+}
+
+#[test]
+fn copies_decide_how_long_runs_are() {
+    let llama = llama();
+    let tokens = |gpu_bytes| {
+        let options = Options {
+            formats: vec!["q4".parse().expect("it is a rule")],
+            objective: Objective::Throughput,
+            max_sequences: 24,
+            context: Some(2048),
+            ..Options::default()
+        };
+        // To unpack a matrix takes longer than a product of 2048 tokens gains over four of 512, which take it as it lies.
+        let machine = unpacking_at(gpu_bytes, 0.4e12);
+        let plan = compile(&llama, &machine, &options, &mut |_, _| ()).expect("it fits");
+        assert_eq!(plan.queues().len(), 1, "all is on the GPU");
+        plan.programs[0].max.tokens
+    };
+    assert_eq!([40, 14].map(|gib| tokens(gib * GIB)), [2048, 512]);
 }
 
 #[test]

@@ -2,6 +2,7 @@
 
 use compiler::Options;
 use compiler::options::{Objective, Request};
+use ir::graph::{Cause, Reason};
 use ir::id::{DeviceId, Id as _};
 use ir::machine::{Device, DeviceKind, Link, Machine};
 use ir::model::Model;
@@ -366,4 +367,44 @@ fn gpus_that_share_layers_may_follow_nodes_that_do() {
     let pipeline = candidates.iter().find(|candidate| candidate.name == pipeline);
     let pipeline = pipeline.expect("it is among the best by what layers take");
     assert_eq!(pipeline.missing, None);
+}
+
+/// GPUs unlike in speed that share layers have room for the shares that suit them only without the table of tokens.
+#[test]
+fn a_node_holds_the_table_where_gpus_that_share_layers_lack_room_for_it() {
+    let model = llama_8b();
+    let mut machine = h200(9 * GIB);
+    add_gpus(&mut machine, |_, gpu| slow_down_rates(&mut gpu.rates, 0.3), 1);
+    let plan = compile(&model, &machine, &options());
+    let pins = vec!["embed_tokens=numa0".parse().expect("a pin")];
+    let pinned = compile(&model, &machine, &Options { pins, ..options() });
+    let nanos = |plan: &Plan| plan.forecast.programs.iter().map(|of| of.nanos).collect::<Vec<_>>();
+    assert_eq!(nanos(&plan), nanos(&pinned));
+    assert!(chosen(&plan).ends_with(", embedding on numa0"), "{}", chosen(&plan));
+    let is_pin = |cause: &Cause| matches!(cause.reason, Reason::Pinned { .. });
+    assert!(plan.asked.pins.is_empty() && !plan.causes.rows().iter().any(is_pin));
+}
+
+/// With room for all of the model, and by a request that says which devices do what, the table is on GPUs.
+#[test]
+fn gpus_hold_the_table_where_they_have_room_or_are_asked_for() {
+    let model = llama_8b();
+    let mut machine = h200(4 * GIB);
+    add_gpus(&mut machine, |_, _| (), 3);
+    let holds_table = |plan: &Plan| {
+        let numa0 = device(&plan.machine, "numa0");
+        plan.weights.rows().iter().any(|weight| weight.device == numa0)
+    };
+    let gpus = ["gpu0", "gpu1", "gpu2", "gpu3"].map(str::to_owned);
+    let request = Request::Pipeline(gpus.to_vec());
+    let with = |request, gpu_gib: u64| {
+        let mut machine = machine.clone();
+        let devices = machine.devices.rows_mut().iter_mut();
+        let gpus = devices.filter(|device| device.kind.is_gpu());
+        gpus.for_each(|gpu| gpu.memory_bytes = gpu_gib * GIB);
+        compile(&model, &machine, &Options { request, ..options() })
+    };
+    assert!(holds_table(&with(Request::Any, 4)));
+    assert!(!holds_table(&with(Request::Any, 8)));
+    assert!(!holds_table(&with(request, 6)));
 }

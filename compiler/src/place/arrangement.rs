@@ -73,12 +73,20 @@ impl Arrangement {
         if pins.rows().iter().all(Option::is_some) {
             return "all as pinned".into();
         }
-        let leads_elsewhere = pins.iter().any(|(id, pin)| {
-            let group = self.group_of(units.of[id]);
-            pin.as_ref().is_some_and(|(device, _)| *group.devices != [*device])
-        });
-        let shape = self.shape(task);
-        if leads_elsewhere { format!("{shape} but for pins") } else { shape }
+        let elsewhere = |(id, pin): (NodeId, &Option<(DeviceId, Option<String>)>)| {
+            let (device, pattern) = pin.as_ref()?;
+            let leads_elsewhere = *self.group_of(units.of[id]).devices != [*device];
+            leads_elsewhere.then_some((*device, pattern.is_some()))
+        };
+        let elsewhere: Vec<(DeviceId, bool)> = pins.iter().filter_map(elsewhere).collect();
+        let mut name = self.shape(task);
+        if elsewhere.iter().any(|(_, is_asked)| *is_asked) {
+            name += " but for pins";
+        }
+        if let Some((home, _)) = elsewhere.iter().find(|(_, is_asked)| !is_asked) {
+            name += &format!(", embedding on {}", task.target.name(*home));
+        }
+        name
     }
 
     /// Its stages, for people.

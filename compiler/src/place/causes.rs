@@ -1,5 +1,6 @@
 //! Why each node is where it is, and where it would be next.
 
+use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 
 use anyhow::Result;
@@ -96,8 +97,16 @@ pub(crate) fn explain(
             } else {
                 causes[unit].clone()
             };
-            if let Some((_, pattern)) = &pins[id] {
-                placed.cause.reason = Reason::Pinned { pattern: pattern.clone() };
+            match &pins[id] {
+                Some((_, Some(pattern))) => {
+                    placed.cause.reason = Reason::Pinned { pattern: pattern.clone() };
+                }
+                Some((home, None)) => {
+                    let node = task.model.layers.node(id);
+                    let group = arrangement.group_of(unit);
+                    placed.cause = table_cause(task, &taken, group, *home, node);
+                }
+                None => {}
             }
             // Prices are without what is pinned.
             if pins[id].is_some() || torn.contains(&unit) {
@@ -228,6 +237,31 @@ fn hosted_cause(
         missing_bytes => Reason::Memory { device: gpu, missing_bytes },
     };
     Cause { reason, runner_up }
+}
+
+/// Why a NUMA node looks tokens up: the devices of the next stage have no room for the table, with everything else
+/// where it is; else everything is fastest so.
+fn table_cause(
+    task: &Task<'_>,
+    taken: &Table<DeviceId, u64>,
+    group: &Group,
+    home: DeviceId,
+    node: &Node<Op>,
+) -> Cause {
+    let lacks = |&device: &DeviceId| {
+        let weights = node.work.weights().into_iter();
+        let bytes = weights.map(|weight| WeightKey::whole(task, weight, device).bytes(task)).sum();
+        (device, shortage(task, taken, device, bytes))
+    };
+    let others = group.devices.iter().filter(|&&device| device != home);
+    let most = others.map(lacks).max_by_key(|&(device, missing)| (missing, Reverse(device)));
+    let reason = match most {
+        Some((device, missing_bytes)) if missing_bytes > 0 => {
+            Reason::Memory { device, missing_bytes }
+        }
+        Some(_) | None => Reason::Fastest,
+    };
+    Cause { reason, runner_up: None }
 }
 
 /// Bytes that a device lacks for so many more.

@@ -98,8 +98,9 @@ pub(crate) struct Priced {
     pub(crate) buffers: Vec<u64>,
 }
 
-/// The device that each node is pinned to, with the pattern that pins it; `None` where it is free.
-pub(crate) type Pins = Table<NodeId, Option<(DeviceId, String)>>;
+/// The device that each node is pinned to, with the user's pattern that pins it, which a table of tokens that is tried
+/// on a NUMA node lacks; `None` where it is free.
+pub(crate) type Pins = Table<NodeId, Option<(DeviceId, Option<String>)>>;
 
 /// Nanoseconds of each node.
 type NodeNanos = Table<NodeId, u64>;

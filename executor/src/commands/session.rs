@@ -11,8 +11,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, anyhow, bail, ensure};
 use indicatif::{ProgressBar, ProgressStyle};
-use ir::op::Op;
-use ir::plan::{Action, Plan};
+use ir::plan::Plan;
 
 use executor::counting::ExpertCounter;
 use executor::engine::{Choice, Chooser, Engine, SequenceId, Timings, check_tokens};
@@ -285,12 +284,7 @@ const INTERRUPTED: i32 = 130;
 
 /// Whether a plan chooses experts, by the numbers that the checkpoint gives them.
 fn check_countable(plan: &Plan) -> Result<()> {
-    let mut steps = plan.programs.iter().flat_map(|program| program.steps.rows());
-    ensure!(
-        steps.any(|step| matches!(step.action, Action::Run(Op::Route { .. }))),
-        "--count-experts: {} is no mixture of experts",
-        plan.model.name
-    );
+    ensure!(plan.has_experts(), "--count-experts: {} is no mixture of experts", plan.model.name);
     ensure!(
         plan.asked.expert_counts.is_none(),
         "--count-experts: the plan was compiled with --expert-counts, which puts experts in another order; count with \

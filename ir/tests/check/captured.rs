@@ -139,23 +139,39 @@ fn many_rows_are_launched_in_parts_and_by_the_library_piece_by_piece() {
 }
 
 #[test]
-fn no_launches_are_counted_for_prompts_that_are_too_long_to_be_captured() {
-    let bytes = |tokens: u32| {
+fn launches_of_prompts_are_counted_up_to_the_longest_that_are_captured() {
+    let prompts = |tokens: u32, library: u64| {
         let mut plan = on_gpu(one_device());
-        plan.programs.truncate(1);
-        let program = &mut plan.programs[0];
-        program.max.tokens = tokens;
-        for step in program.steps.rows_mut() {
-            if let Action::Run(op @ Op::Experts(_)) = &mut step.action {
-                *op = Op::Add;
-            }
+        if let DeviceKind::Gpu { library_bytes, .. } = &mut plan.machine.devices[d(0)].kind {
+            *library_bytes = library;
         }
+        plan.programs.truncate(1);
+        plan.programs[0].max.tokens = tokens;
         assert!(includes_prompts(&plan));
-        captured_bytes(&plan, d(0))
+        plan
     };
-    let most = most_prompt_tokens(&on_gpu(one_device()));
-    assert!(bytes(64) < bytes(most));
-    assert_eq!(bytes(most), bytes(8 * most));
+    let bytes = |tokens, library| captured_bytes(&prompts(tokens, library), d(0));
+    // The vendor's library makes as many launches of any number of tokens, kernels without it more of more.
+    assert_eq!(most_prompt_tokens(&prompts(5000, 1)), 5000);
+    assert_eq!(bytes(5000, 1), bytes(512, 1));
+    assert_eq!(most_prompt_tokens(&prompts(5000, 0)), 512);
+    assert!(bytes(64, 0) < bytes(512, 0));
+    assert_eq!(bytes(5000, 0), bytes(512, 0));
+}
+
+#[test]
+fn beside_hosts_short_prompts_are_captured_but_for_mixtures() {
+    let mixture = on_gpu(pipeline());
+    assert!(!includes_prompts(&mixture));
+    let mut dense = mixture;
+    for step in dense.programs.iter_mut().flat_map(|program| program.steps.rows_mut()) {
+        if let Action::Run(op @ Op::Experts(_)) = &mut step.action {
+            *op = Op::Add;
+        }
+    }
+    assert!(includes_prompts(&dense));
+    dense.programs.iter_mut().for_each(|program| program.max.tokens = 5000);
+    assert_eq!(most_prompt_tokens(&dense), 64);
 }
 
 #[test]
@@ -165,10 +181,9 @@ fn nodes_and_what_has_no_part_in_decoding_hold_none() {
     let mut idle = decoding(on_gpu(one_device()), 1);
     idle.programs.iter_mut().for_each(|program| program.lanes.clear());
     assert_eq!(captured_bytes(&idle, d(0)), 0);
-    // Prompts alone: of mixtures they are not captured.
-    let mut prompts = on_gpu(one_device());
+    // Prompts alone, which are not captured: another device waits for them.
+    let mut prompts = on_gpu(pipeline());
     prompts.programs.truncate(1);
-    assert!(!includes_prompts(&prompts));
     assert_eq!(captured_bytes(&prompts, d(0)), 0);
     assert!(!includes_prompts(&gpus()) && !includes_prompts(&streamed()));
 }

@@ -9,9 +9,10 @@
 use std::mem;
 
 use anyhow::{Context as _, Result, bail, ensure};
+use ir::captured::MOST_TOKENS_OF_KERNELS;
 use ir::id::{BufferId, StepId};
 use ir::op::{Op, Products};
-use ir::plan::{Action, Program, Queue};
+use ir::plan::{Action, Phase, Plan, Program, Queue};
 use ir::tensor::{DType, Extent, TensorType};
 use ir::trace::Span;
 
@@ -40,11 +41,16 @@ impl State {
     }
 
     /// Begins a run if it can be captured when it is over: nothing but launches that are the same in every run of its
-    /// kind. Says whether.
-    pub(crate) fn prepare_capture(&self, run: &Run) -> bool {
+    /// kind, and no more than are counted. Says whether.
+    pub(crate) fn prepare_capture(&self, plan: &Plan, run: &Run) -> bool {
+        let most_tokens = match (plan.programs[run.program].phase, &self.vendor) {
+            (Phase::Prefill, None) => MOST_TOKENS_OF_KERNELS as usize,
+            (Phase::Prefill, Some(_)) | (Phase::Decode, _) => usize::MAX,
+        };
         let can_be_replayed =
             self.mail.as_ref().is_some_and(|mail| mail.can_be_replayed(run.program))
-                && self.expert_counter.is_none();
+                && self.expert_counter.is_none()
+                && run.batch.tokens().len() <= most_tokens;
         if can_be_replayed {
             self.replays.prepare(&self.gpu);
         }
@@ -110,8 +116,11 @@ impl State {
             self.gpu.flush()?;
             Ok(self.check_products())
         })?;
-        if let Some(graph) = captured {
-            self.replays.keep(key, graph);
+        match captured {
+            Some(graph) => self.replays.keep(key, graph),
+            // CubeCL takes what was captured for launches that failed.
+            None if gpu.is_cuda() => self.memory.forget_failures(&gpu),
+            None => (),
         }
         Ok(())
     }
@@ -218,6 +227,9 @@ impl State {
         // What the library refused in this run is no other's failure.
         if let Err(error) = self.gpu.sync().and_then(|()| self.check_products()) {
             tracing::debug!("a run that ended early: {error:#}");
+        }
+        if self.gpu.is_cuda() {
+            self.memory.forget_failures(&self.gpu);
         }
     }
 
@@ -382,7 +394,14 @@ impl State {
             self.gpu.post(&span, bytes, place, &turn);
         }
         if let Some(place) = flag {
-            self.gpu.raise_flag(place, &turn);
+            match schedule.steps[step].writes.first() {
+                // Others may read it where it lies: if the launch that was to write it was not made, nor is this one.
+                Some(&written) => {
+                    let written = self.operand(schedule, program, written, scope)?;
+                    self.gpu.post(&written.span, 0, place, &turn);
+                }
+                None => self.gpu.raise_flag(place, &turn),
+            }
         }
         if let Some(place) = mail.taken(program, step) {
             self.gpu.raise_flag(place, &turn);
