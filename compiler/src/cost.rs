@@ -388,7 +388,11 @@ fn linear_rate(target: &Target, device: DeviceId, format: Format) -> Result<&Lin
         device.rates.linear(Format::Bf16).filter(|_| is_fetched)
     });
     rate.with_context(|| {
-        format!("{} does not compute {format}: the machine gives no rate for it", device.name)
+        format!(
+            "{} does not compute {format}: the machine file gives no rate for it; calibrate again, or choose another \
+             --format",
+            device.name
+        )
     })
 }
 

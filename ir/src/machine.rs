@@ -3,6 +3,7 @@
 mod check;
 
 use anyhow::{Context as _, Result};
+use ron::extensions::Extensions;
 use serde::{Deserialize, Serialize};
 
 use crate::id::{DeviceId, Table};
@@ -250,9 +251,10 @@ impl Link {
 }
 
 impl Machine {
-    /// Reads a machine file.
+    /// Reads a machine file, in which what is optional may stand as it is or in `Some(…)`: people write it, too.
     pub fn from_ron(text: &str) -> Result<Self> {
-        let read = ron::from_str(text);
+        let options = ron::Options::default().with_default_extension(Extensions::IMPLICIT_SOME);
+        let read = options.from_str(text);
         if read.is_err() {
             ron_text::refuse_other_kinds(text, "a machine")?;
         }

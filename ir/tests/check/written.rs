@@ -6,7 +6,7 @@ use ir::counts::ExpertCounts;
 use ir::forecast::{Candidate, DeviceForecast, ProgramForecast, RunForecast};
 use ir::graph::{Cause, Reason, RunnerUp};
 use ir::id::{Id as _, RopeId};
-use ir::machine::{CacheRate, Collectives, CpuCache, LinearRate, Machine, RatePoint};
+use ir::machine::{CacheRate, Collectives, CpuCache, LinearRate, Link, Machine, RatePoint};
 use ir::op::{ExpertPart, Frequencies, Op};
 use ir::plan::{Action, Plan};
 use ir::tensor::{DType, Format};
@@ -142,6 +142,18 @@ fn a_machine_need_not_tell_what_nothing_depends_on() {
         text.replace_range(name.start..end_of_value(&text, name.end), "");
     }
     assert!(Machine::from_ron(&text).is_ok());
+}
+
+#[test]
+fn what_a_machine_need_not_tell_stands_with_or_without_some() {
+    let mut machine = plans()[0].machine.clone();
+    machine.links.push(Link { letter_nanos: Some(3e3), ..Link::new(d(0), d(0), 1e9, 1e3) });
+    let text = machine.to_ron().unwrap();
+    let plain = text.replace("Some(3000.0)", "3000.0");
+    assert_ne!(plain, text);
+    for text in [text, plain] {
+        assert_eq!(Machine::from_ron(&text).unwrap(), machine);
+    }
 }
 
 #[test]

@@ -66,10 +66,4 @@ impl Memory {
         self.used += taken;
         Ok(span)
     }
-
-    /// Lets launches of later runs read what those of a run that failed, or that were captured in vain, did not write:
-    /// nobody reads what such a run left.
-    pub(super) fn forget_failures(&self, gpu: &Gpu) {
-        gpu.forget_failures(&self.all);
-    }
 }

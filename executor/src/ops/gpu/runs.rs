@@ -116,11 +116,8 @@ impl State {
             self.gpu.flush()?;
             Ok(self.check_products())
         })?;
-        match captured {
-            Some(graph) => self.replays.keep(key, graph),
-            // CubeCL takes what was captured for launches that failed.
-            None if gpu.is_cuda() => self.memory.forget_failures(&gpu),
-            None => (),
+        if let Some(graph) = captured {
+            self.replays.keep(key, graph);
         }
         Ok(())
     }
@@ -227,9 +224,6 @@ impl State {
         // What the library refused in this run is no other's failure.
         if let Err(error) = self.gpu.sync().and_then(|()| self.check_products()) {
             tracing::debug!("a run that ended early: {error:#}");
-        }
-        if self.gpu.is_cuda() {
-            self.memory.forget_failures(&self.gpu);
         }
     }
 

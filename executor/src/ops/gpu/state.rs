@@ -50,8 +50,8 @@ pub(crate) struct State {
     pub(super) sums: Sums,
     /// `None` where the GPU is not driven through CUDA: then values are copied by CubeCL.
     pub(super) mail: Option<Mail>,
-    /// All that the plan takes. Something is left of it for weights while a plan is loaded.
-    pub(super) memory: Memory,
+    /// What is left for weights while a plan is loaded.
+    memory: Memory,
     /// Memory of the buffers of every program: one runs at a time.
     pub(super) buffers: Span,
     frames: Vec<Frame>,
