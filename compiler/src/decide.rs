@@ -12,7 +12,7 @@ use crate::options::Options;
 use crate::place::{Among, NOTHING_FITS, PROMPT_TOKENS, Placement, Room, explain, place};
 use crate::target::Target;
 use crate::task::Task;
-use crate::{experts, shards, table};
+use crate::{experts, shards, token_table};
 
 /// What is decided before movement is made explicit.
 pub(crate) struct Decided {
@@ -44,10 +44,14 @@ pub(crate) fn decide(model: &Model, machine: &Machine, options: &Options) -> Res
 
 /// Says why runs of as many tokens as is asked, or of a few, do not fit.
 fn refuse(model: &Model, machine: &Machine, options: &Options) -> Result<Decided> {
-    let tokens = options.prefill_tokens.unwrap_or(PREFILL_TOKENS[0]);
-    let target = Target::new(model, machine, options, tokens)?;
-    let target = Target { is_exhaustive: true, is_told: true, ..target };
+    let target = Target { is_exhaustive: true, is_told: true, ..first(model, machine, options)? };
     decide_for(model, in_widths(target), options)
+}
+
+/// What is tried first: runs of as many tokens as is asked, or of a few.
+fn first(model: &Model, machine: &Machine, options: &Options) -> Result<Target> {
+    let tokens = options.prefill_tokens.unwrap_or(PREFILL_TOKENS[0]);
+    Target::new(model, machine, options, tokens)
 }
 
 /// Decides with tables of tokens anywhere, and with them on a NUMA node where that may be better: where GPUs have no
@@ -60,18 +64,13 @@ fn decide_table(
 ) -> Result<Decided> {
     let decide = |home| decide_unexplained(model, machine, options, is_exhaustive, home);
     let free = decide(None);
-    let home = match &free {
-        Ok(Decided { model, target, placement }) => {
-            let task = Task::new(model, target);
-            let home = table::home(&task, options);
-            home.filter(|_| table::is_room_short(&task, placement))
-        }
-        Err(_) => {
-            let target = Target::new(model, machine, options, PREFILL_TOKENS[0])?;
-            table::home(&Task::new(model, &target), options)
-        }
-    };
-    let Some(home) = home else { return free };
+    let target = first(model, machine, options)?;
+    let Some(home) = token_table::home(&Task::new(model, &target), options) else { return free };
+    if let Ok(Decided { model, target, placement }) = &free
+        && !token_table::is_room_short(&Task::new(model, target), placement)
+    {
+        return free;
+    }
     let fitting = [free, decide(Some(home))].into_iter().flatten().collect();
     best_of(fitting).context(NOTHING_FITS)
 }

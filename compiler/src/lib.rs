@@ -31,7 +31,7 @@ mod rewrite;
 mod schedule;
 mod shards;
 mod sizes;
-mod table;
+mod token_table;
 mod unpacked;
 mod window;
 

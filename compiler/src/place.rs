@@ -42,9 +42,9 @@ use crate::place::prices::{Pins, Prices};
 pub(crate) use crate::place::prices::{Times, missing};
 use crate::place::too_large::too_large;
 use crate::place::units::Units;
-use crate::table;
 use crate::target::BLOCK_TOKENS;
 use crate::task::Task;
+use crate::token_table;
 
 pub(crate) use self::hosted::{fillable_bytes, hosts, hosts_alike};
 
@@ -310,7 +310,7 @@ fn fits_fast_gpus(task: &Task<'_>, offer: &Offer) -> bool {
 fn pins(task: &Task<'_>, options: &Options) -> Result<Pins> {
     let mut pins: Pins = task.model.layers.nodes().map(|_| None).collect();
     if let Some(home) = task.target.table_home {
-        for (id, _) in table::lookups(task.model) {
+        for (id, _) in token_table::lookups(task.model) {
             pins[id] = Some((home, None));
         }
     }

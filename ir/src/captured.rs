@@ -42,12 +42,9 @@ pub const MOST_TOKENS_OF_KERNELS: u32 = MAX_PACKED_ROWS;
 /// GPU has all it needs and the vendor's library, which makes as many launches of any. Beside a host, whose letters wait
 /// for each other in all but short programs, memory is scarce.
 pub fn most_prompt_tokens(plan: &Plan) -> u32 {
-    let has_library = |id: &DeviceId| {
-        plan.machine.devices.get(*id).is_some_and(|device| device.kind.has_library())
-    };
     match Beside::of(plan) {
         Beside::Nodes => most_padded_tokens(plan),
-        Beside::Nothing if plan.working_gpus().iter().all(has_library) => {
+        Beside::Nothing if all_gpus(plan, DeviceKind::has_library) => {
             let prompts = plan.programs.iter().filter(|program| program.phase == Phase::Prefill);
             prompts.map(|program| program.max.tokens).max().unwrap_or(0)
         }
@@ -81,9 +78,13 @@ impl Beside {
 /// Tokens of the longest prompts that take hardly longer with a few tokens more, where a plan [`includes_prompts()`] and
 /// its matrices are packed: to read matrices takes longer than to multiply.
 pub fn most_padded_tokens(plan: &Plan) -> u32 {
-    let device = |id: &DeviceId| plan.machine.devices.get(*id);
-    let has_warpgroups = |id: &DeviceId| device(id).is_some_and(|gpu| gpu.kind.has_warpgroups());
-    if plan.working_gpus().iter().all(has_warpgroups) { MAX_FUSED_ROWS } else { MAX_PLANE_ROWS }
+    if all_gpus(plan, DeviceKind::has_warpgroups) { MAX_FUSED_ROWS } else { MAX_PLANE_ROWS }
+}
+
+/// Whether all GPUs that work have something.
+fn all_gpus(plan: &Plan, has: impl Fn(&DeviceKind) -> bool) -> bool {
+    let gpus = plan.working_gpus();
+    gpus.iter().all(|&id| plan.machine.devices.get(id).is_some_and(|device| has(&device.kind)))
 }
 
 /// Bytes that captured launches take on a device, at most; 0 where none is captured.

@@ -389,8 +389,6 @@ fn a_node_holds_the_table_where_gpus_that_share_layers_lack_room_for_it() {
 #[test]
 fn gpus_hold_the_table_where_they_have_room_or_are_asked_for() {
     let model = llama_8b();
-    let mut machine = h200(4 * GIB);
-    add_gpus(&mut machine, |_, _| (), 3);
     let holds_table = |plan: &Plan| {
         let numa0 = device(&plan.machine, "numa0");
         plan.weights.rows().iter().any(|weight| weight.device == numa0)
@@ -398,10 +396,8 @@ fn gpus_hold_the_table_where_they_have_room_or_are_asked_for() {
     let gpus = ["gpu0", "gpu1", "gpu2", "gpu3"].map(str::to_owned);
     let request = Request::Pipeline(gpus.to_vec());
     let with = |request, gpu_gib: u64| {
-        let mut machine = machine.clone();
-        let devices = machine.devices.rows_mut().iter_mut();
-        let gpus = devices.filter(|device| device.kind.is_gpu());
-        gpus.for_each(|gpu| gpu.memory_bytes = gpu_gib * GIB);
+        let mut machine = h200(gpu_gib * GIB);
+        add_gpus(&mut machine, |_, _| (), 3);
         compile(&model, &machine, &Options { request, ..options() })
     };
     assert!(holds_table(&with(Request::Any, 4)));

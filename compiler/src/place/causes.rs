@@ -232,10 +232,7 @@ fn hosted_cause(
     staying: &Staying,
 ) -> Cause {
     let runner_up = staying.gap_nanos.map(|gap_nanos| RunnerUp { devices: vec![gpu], gap_nanos });
-    let reason = match shortage(task, taken, gpu, staying.bytes) {
-        0 => Reason::Fastest,
-        missing_bytes => Reason::Memory { device: gpu, missing_bytes },
-    };
+    let reason = lack((gpu, shortage(task, taken, gpu, staying.bytes)));
     Cause { reason, runner_up }
 }
 
@@ -255,13 +252,12 @@ fn table_cause(
     };
     let others = group.devices.iter().filter(|&&device| device != home);
     let most = others.map(lacks).max_by_key(|&(device, missing)| (missing, Reverse(device)));
-    let reason = match most {
-        Some((device, missing_bytes)) if missing_bytes > 0 => {
-            Reason::Memory { device, missing_bytes }
-        }
-        Some(_) | None => Reason::Fastest,
-    };
-    Cause { reason, runner_up: None }
+    Cause { reason: most.map_or(Reason::Fastest, lack), runner_up: None }
+}
+
+/// Why something is elsewhere than on a device that lacks so many bytes for it.
+fn lack((device, missing_bytes): (DeviceId, u64)) -> Reason {
+    if missing_bytes > 0 { Reason::Memory { device, missing_bytes } } else { Reason::Fastest }
 }
 
 /// Bytes that a device lacks for so many more.

@@ -19,12 +19,13 @@ pub(super) fn forecast_prefill(
     let run_tokens = u32::try_from(run_tokens).map_or(most, |tokens| tokens.min(most));
     let forecast = plan.forecast.programs.get(index)?;
     let nanos = if stages > 1 { nanos_in_stages } else { nanos_in_turn };
-    let filled = filled_tokens(plan, run_tokens).min(most);
-    let nanos = if run_tokens as usize == prompt_tokens {
-        nanos(forecast, filled as usize, filled)
+    let (fed, run_tokens) = if run_tokens as usize == prompt_tokens {
+        let filled = filled_tokens(plan, run_tokens).min(most);
+        (filled as usize, filled)
     } else {
-        nanos(forecast, prompt_tokens, run_tokens)
+        (prompt_tokens, run_tokens)
     };
+    let nanos = nanos(forecast, fed, run_tokens);
     (nanos > 0.0).then(|| prompt_tokens as f64 * 1e9 / nanos)
 }
 
@@ -69,18 +70,23 @@ mod tests {
     use super::super::tests::plan_on;
     use super::*;
 
-    #[test]
-    fn a_prompt_that_passes_stages_in_parts_is_forecast_so() {
-        let mut plan = plan_on(numa(0, 1 << 30), 1);
-        let tokens = plan.programs[0].max.tokens;
-        plan.forecast.programs[0] = ProgramForecast {
+    /// Prefill of so many tokens in 1200 ns, of which the busiest lane works 400, and of others in as many as are given.
+    fn prefill<const OTHERS: usize>(tokens: u32, others: [(u32, u64); OTHERS]) -> ProgramForecast {
+        ProgramForecast {
             program: "prefill".into(),
             tokens,
             nanos: 1200,
             busiest_lane_nanos: 400,
-            others: vec![RunForecast { tokens: tokens / 4, nanos: 300 }],
+            others: others.map(|(tokens, nanos)| RunForecast { tokens, nanos }).into(),
             behind: None,
-        };
+        }
+    }
+
+    #[test]
+    fn a_prompt_that_passes_stages_in_parts_is_forecast_so() {
+        let mut plan = plan_on(numa(0, 1 << 30), 1);
+        let tokens = plan.programs[0].max.tokens;
+        plan.forecast.programs[0] = prefill(tokens, [(tokens / 4, 300)]);
         let nanos = |prompt_tokens: u32, share, stages| {
             let forecast = forecast_prefill(&plan, prompt_tokens as usize, (share, stages));
             f64::from(prompt_tokens) * 1e9 / forecast.unwrap()
@@ -97,16 +103,7 @@ mod tests {
     fn short_prompts_take_as_long_as_the_operands_that_they_fill() {
         let mut plan = plan_on(gpu(0, 1 << 30), 1);
         let tokens = plan.programs[0].max.tokens;
-        plan.forecast.programs[0] = ProgramForecast {
-            program: "prefill".into(),
-            tokens,
-            nanos: 1200,
-            busiest_lane_nanos: 1200,
-            others: [(64, 300), (128, 364)]
-                .map(|(tokens, nanos)| RunForecast { tokens, nanos })
-                .into(),
-            behind: None,
-        };
+        plan.forecast.programs[0] = prefill(tokens, [(64, 300), (128, 364)]);
         let nanos = |plan: &Plan, prompt_tokens: u32| {
             let forecast = forecast_prefill(plan, prompt_tokens as usize, (u32::MAX, 1));
             (f64::from(prompt_tokens) * 1e9 / forecast.unwrap()).round()

@@ -3,6 +3,8 @@
 //! A lookup reads a row for each token, which takes a node hardly longer than a GPU; the table takes as much of the
 //! GPUs' memory as blocks do. So where their memory is short, a placement without the table may be better.
 
+use std::cmp::Reverse;
+
 use ir::dag::Node;
 use ir::id::{DeviceId, NodeId, WeightId};
 use ir::model::Model;
@@ -60,7 +62,7 @@ pub(crate) fn home(task: &Task<'_>, options: &Options) -> Option<DeviceId> {
         !device.kind.is_gpu() && link(id).0 > 0 && bytes(task, id) <= device.memory_bytes
     };
     let homes = ids().filter(is_home);
-    homes.max_by_key(|&id| (link(id), std::cmp::Reverse(id))).filter(|&home| is_large(home))
+    homes.max_by_key(|&id| (link(id), Reverse(id))).filter(|&home| is_large(home))
 }
 
 /// Whether a GPU has less left in a placement than the tables take, so that what it has may depend on them.
