@@ -2,8 +2,8 @@
 //!
 //! Decodes are captured, and replayed as a whole. Of prompts that other devices take part in most are not, nor are the
 //! first two of a length: a GPU's lane waits for what a step needs, queues launches up to the next step that others wait
-//! for, and so on. What is queued while the
-//! GPU computes takes no time; in short prompts it waits for nearly all of its launches.
+//! for, and so on. What is queued while the GPU computes takes no time; in short prompts it waits for nearly all of its
+//! launches.
 
 use ir::id::{DeviceId, StepId, Table};
 use ir::plan::{Action, Lane, Phase, Program, Queue};

@@ -118,6 +118,12 @@ impl Executor {
         Ok(RunHandle { run, plan, recorder, known, is_crowded })
     }
 
+    /// Parts of runs that GPUs have replayed as captured in earlier runs of their kind, one for each GPU that takes part:
+    /// none where nothing is captured.
+    pub fn replays(&self) -> usize {
+        self.known.replays()
+    }
+
     /// What was recorded until now; `None` where nothing is.
     pub fn trace(&self) -> Option<Trace> {
         self.recorder.as_ref().map(|recorder| recorder.trace())

@@ -117,8 +117,7 @@ impl HomeCache {
         if self.pinned.get().is_some() {
             return Ok(());
         }
-        let pinned = |region| Pinned::new(context, region)?.context("the cache is pinned already");
-        let both = [pinned(&self.keys)?, pinned(&self.values)?];
+        let both = [Pinned::alone(context, &self.keys)?, Pinned::alone(context, &self.values)?];
         // One thread pins all.
         drop(self.pinned.set(both));
         Ok(())

@@ -38,6 +38,8 @@ struct Known {
     met: VecDeque<GraphKey>,
     /// Kinds whose launches lanes hold, or will before they come to the next run; the least recently used first.
     held: Vec<Held>,
+    /// Parts of runs that GPUs have replayed.
+    replays: usize,
 }
 
 #[derive(Clone, Copy)]
@@ -111,9 +113,10 @@ impl KnownGraphs {
         Some(Admission { captures: true, replaces })
     }
 
-    /// A run that was let in has ended well.
-    pub(crate) fn note_end(&self, key: GraphKey, admission: Admission) {
+    /// A run that was let in has ended well, of which GPUs have replayed `replays` parts.
+    pub(crate) fn note_end(&self, key: GraphKey, admission: Admission, replays: usize) {
         let mut known = self.lock();
+        known.replays += replays;
         known.met.retain(|&met| met != key);
         known.met.push_back(key);
         if known.met.len() > MOST_MET {
@@ -130,6 +133,11 @@ impl KnownGraphs {
         if let Some(held) = known.held.iter_mut().find(|held| held.key == key) {
             held.is_captured &= !admission.captures;
         }
+    }
+
+    /// Parts of runs that GPUs have replayed, one for each GPU that takes part in a run.
+    pub(crate) fn replays(&self) -> usize {
+        self.lock().replays
     }
 
     fn lock(&self) -> MutexGuard<'_, Known> {
@@ -177,7 +185,7 @@ mod tests {
 
     impl KnownGraphs {
         fn note(&self, key: GraphKey, captures: bool) {
-            self.note_end(key, Admission { captures, replaces: None });
+            self.note_end(key, Admission { captures, replaces: None }, 0);
         }
     }
 

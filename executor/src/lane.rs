@@ -263,6 +263,7 @@ impl Lane {
             }
             state.check_output(scope, run)?;
             spans.append(&mut state.spans(run, lane as u32, steps)?);
+            run.note_replay();
             Ok(())
         });
         if let Err(cause) = outcome {

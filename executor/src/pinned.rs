@@ -45,6 +45,14 @@ impl Pinned {
         Ok(Some(pinned))
     }
 
+    /// The same of a region that no other lane pins.
+    ///
+    /// # Errors
+    /// As there, or when it is pinned already.
+    pub(crate) fn alone(context: &Arc<CudaContext>, region: &Arc<Region>) -> Result<Self> {
+        Self::new(context, region)?.context("the memory is pinned already")
+    }
+
     /// Where the GPUs see the first byte.
     pub(crate) fn address(&self) -> u64 {
         self.address

@@ -43,6 +43,8 @@ pub(crate) struct Run {
     met: [AtomicUsize; 2],
     /// Lanes that have not left the run.
     lanes_left: AtomicUsize,
+    /// GPUs that have replayed their parts.
+    replays: AtomicUsize,
     is_aborted: AtomicBool,
     /// When it was ended early.
     aborted: OnceLock<Instant>,
@@ -141,6 +143,7 @@ impl Run {
             slots: Slots::new(uses),
             done: schedule.steps.ids().map(|_| AtomicBool::new(false)).collect(),
             lanes_left: AtomicUsize::new(schedule.lanes.len()),
+            replays: AtomicUsize::new(0),
             is_aborted: AtomicBool::new(false),
             aborted: OnceLock::new(),
             failure: Mutex::new(None),
@@ -148,6 +151,11 @@ impl Run {
             steps_bell: Bell::default(),
             end_bell: Bell::default(),
         }
+    }
+
+    /// A GPU has replayed its part.
+    pub(crate) fn note_replay(&self) {
+        self.replays.fetch_add(1, Ordering::SeqCst);
     }
 
     /// Waits for steps of other lanes; false when the run has been aborted.
@@ -300,7 +308,8 @@ impl RunHandle {
             return Err(self.error(&failure));
         }
         if let Some(admission) = run.admission {
-            self.known.note_end(run.graph_key, admission);
+            let replays = run.replays.load(Ordering::SeqCst);
+            self.known.note_end(run.graph_key, admission, replays);
         }
         match output.context("no step wrote the logits")? {
             Value::Float(logits) => {

@@ -26,12 +26,17 @@ pub fn most_kinds(plan: &Plan) -> u64 {
     OTHER_KINDS.saturating_add(sequences.unwrap_or(0).saturating_mul(SEQUENCE_KINDS))
 }
 
-/// Whether prompts of up to [`most_prompt_tokens()`] tokens are captured: where one GPU works on them. Several would have
-/// to wait for each other while prompts pass in parts, and what brings a borrowed cache is launched anew for each run.
-/// Those of mixtures are where that GPU has all it needs: else it waits for others longer than for launches.
+/// Whether prompts of up to [`most_prompt_tokens()`] tokens are captured: where GPUs have all they need, and sum what they
+/// share by kernels of their own, as no graph captures the vendor's library of collectives; beside a host where one GPU
+/// works on them. Several would wait for it and for each other longer than for launches, one with a part of a mixture
+/// waits for the host so, and what brings a borrowed cache is launched anew for each run.
 pub fn includes_prompts(plan: &Plan) -> bool {
-    let is_alone = Beside::of(plan) == Beside::Nothing;
-    plan.working_gpus().len() == 1 && !plan.borrows() && (is_alone || !plan.has_experts())
+    match Beside::of(plan) {
+        Beside::Nothing => plan.library_sums().next().is_none(),
+        Beside::Fetches | Beside::Nodes => {
+            plan.working_gpus().len() == 1 && !plan.borrows() && !plan.has_experts()
+        }
+    }
 }
 
 /// Tokens of the longest prompts that are captured on a GPU that multiplies all of them by kernels of its own, which take

@@ -14,7 +14,7 @@ const MODEL: &str = "../../models/demo";
 fn plan(shape: Shape, plain_bf16: bool) -> Plan {
     compile(MODEL, shape, |options| {
         // Shaders have no bfloat16; what they fetch in 12 bits they unpack.
-        let of_gpus = shape.has_gpu().then(|| "gpu*=f32".parse().unwrap());
+        let of_gpus = (shape.gpus() > 0).then(|| "gpu*=f32".parse().unwrap());
         options.formats = of_gpus.into_iter().collect();
         options.plain_bf16 = plain_bf16;
         // A shorter prefill takes less memory, and then nothing may have to leave the GPU.
@@ -34,7 +34,7 @@ fn logits(plan: &Plan, options: &load::Options) -> Vec<f32> {
 fn a_trained_model_says_the_same_in_12_bits() {
     let beside_gpus = [Shape::GpuPipeline, Shape::GpuFetching, Shape::GpuHosted];
     for shape in Shape::CPU.into_iter().chain(beside_gpus) {
-        let options = if shape.has_gpu() { gpu_options() } else { load::Options::default() };
+        let options = if shape.gpus() > 0 { gpu_options() } else { load::Options::default() };
         let [narrow, wide] = [false, true].map(|plain| plan(shape, plain));
         let count = |plan: &Plan| {
             plan.weights.rows().iter().filter(|weight| weight.format == Format::Bf12).count()

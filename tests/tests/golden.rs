@@ -170,7 +170,7 @@ fn what_a_gpu_holds_unpacked_as_well_is_what_it_would_unpack() {
 
 #[test]
 fn a_gpu_without_the_library_computes_as_with_it() {
-    let mut machine = gpu_machine();
+    let mut machine = gpu_machine(1);
     let gpu = machine.device("gpu0").unwrap();
     let has_library = machine.devices[gpu].kind.has_library();
     if !has_library {
@@ -240,7 +240,7 @@ fn values_of_16_bits_between_linears_cost_no_more_than_rounding_them() {
 
 #[test]
 fn sums_by_groups_give_the_golden_tokens() {
-    let mut machine = gpu_machine();
+    let mut machine = gpu_machine(1);
     // So slow that a second crossing pays even for these small terms.
     let gpu = machine.device("gpu0").unwrap();
     for link in machine.links.iter_mut().filter(|link| link.from == gpu || link.to == gpu) {

@@ -9,7 +9,8 @@ use std::process::Command;
 use std::sync::atomic::AtomicBool;
 
 use common::{
-    Shape, compile, distance, engine, fetches, gpu_options, is_same, logits, prompt, written,
+    Shape, compile, compile_model, distance, engine, fetches, golden, gpu_options, is_same, logits,
+    prompt, written,
 };
 use executor::batch::Batch;
 use executor::load::{self, GpuDriver, Options, PlanFile};
@@ -18,6 +19,11 @@ use ir::plan::Plan;
 use ir::trace::Trace;
 
 const MODEL: &str = "llama3";
+
+/// Whether launches are captured here: a device in software does not.
+fn has_cuda() -> bool {
+    gpu_options().gpu_driver == GpuDriver::Cuda
+}
 
 #[test]
 fn runs_of_one_plan_are_the_same_bit_for_bit() {
@@ -72,6 +78,9 @@ fn captured_runs_of_a_gpu_are_the_same_bit_for_bit() {
             engine.append(id, &[token]).unwrap();
             assert!(is_same(first, &again), "{shape:?}");
         }
+        // Of eight decodes the first is captured; in software nothing is.
+        let replays = if has_cuda() { 7 } else { 0 };
+        assert_eq!(engine.executor().replays(), replays, "{shape:?}");
     }
 }
 
@@ -108,20 +117,21 @@ fn captured_runs_of_prompts_serve_unlike_lengths() {
 
 #[test]
 fn captured_runs_of_prompts_are_the_same_bit_for_bit() {
-    let has_cuda = gpu_options().gpu_driver == GpuDriver::Cuda;
     // A device in software may lack the last.
-    let formats = &["f32", "f16", "q8", "bf16"][..if has_cuda { 4 } else { 3 }];
+    let formats = &["f32", "f16", "q8", "bf16"][..if has_cuda() { 4 } else { 3 }];
     let shapes = [Shape::Gpu, Shape::GpuHosted, Shape::GpuFetching];
     let dense = shapes.map(|shape| (MODEL, shape));
     let mixtures = ["qwen3-moe", "qwen2-moe"].map(|name| (name, Shape::Gpu));
     // Prompts of one run; in software, where nothing is captured, few tokens.
-    let runs: [Vec<usize>; 3] = [vec![5], vec![20], vec![150; if has_cuda { 4 } else { 1 }]];
+    let runs: [Vec<usize>; 3] = [vec![5], vec![20], vec![150; if has_cuda() { 4 } else { 1 }]];
     for ((name, shape), format) in dense
         .iter()
         .chain(&mixtures)
         .flat_map(|of| formats.iter().map(move |format| (*of, *format)))
     {
-        let plan = compile(name, shape, |options| {
+        let mut model = models::lower(&golden(name)).unwrap();
+        model.context = 1024;
+        let plan = compile_model(&model, shape, |options| {
             options.formats = vec![format.parse().unwrap()];
             options.prefill_tokens = Some(1024);
             // Held in 16 bits, matrices are the vendor library's, and what lies between them is narrow.
@@ -137,6 +147,37 @@ fn captured_runs_of_prompts_are_the_same_bit_for_bit() {
                 assert!(is_same, "{name} as {shape:?} in {format}, {lengths:?} tokens");
             }
         }
+        assert_eq!(plan.programs[0].max.tokens, 1024);
+        // The third run of each, but for those beside a host that are long.
+        let replays = if shape == Shape::Gpu { runs.len() } else { runs.len() - 1 };
+        let replays = if has_cuda() { replays } else { 0 };
+        assert_eq!(engine.executor().replays(), replays, "{name} as {shape:?} in {format}");
+    }
+}
+
+#[test]
+fn captured_runs_over_gpus_are_the_same_bit_for_bit() {
+    if probe::machine(None).unwrap().host.gpus.len() < 2 {
+        return eprintln!("skipped: there are no two GPUs here");
+    }
+    let prompts = [5, 20, 150].map(prompt);
+    let mut alone = engine(&compile(MODEL, Shape::One, |_| ()), &Options::default());
+    let expected = prompts.clone().map(|prompt| logits(&mut alone, &[prompt]).remove(0));
+    // In one run, and in many that are under way together.
+    for (shape, tokens) in Shape::GPUS.into_iter().flat_map(|shape| [(shape, 512), (shape, 8)]) {
+        let plan = compile(MODEL, shape, |options| options.prefill_tokens = Some(tokens));
+        let mut engine = engine(&plan, &gpu_options());
+        for (prompt, expected) in prompts.iter().zip(&expected) {
+            let mut again = || logits(&mut engine, std::slice::from_ref(prompt)).remove(0);
+            let [first, captured] = [again(), again()];
+            assert!(distance(expected, &first) < 1e-3, "{shape:?}, {tokens}");
+            assert!(is_same(&first, &captured), "{shape:?}, {tokens}, {} tokens", prompt.len());
+            let before = engine.executor().replays();
+            let again = logits(&mut engine, std::slice::from_ref(prompt)).remove(0);
+            assert!(is_same(&first, &again), "{shape:?}, {tokens}, {} tokens", prompt.len());
+            let runs = prompt.len().div_ceil(tokens as usize);
+            assert_eq!(engine.executor().replays() - before, 2 * runs, "{shape:?}, {tokens}");
+        }
     }
 }
 
@@ -147,28 +188,37 @@ fn captured_runs_of_more_kinds_than_are_held_stay_the_same() {
         options.formats = vec!["q8".parse().unwrap()];
         options.max_sequences = 1;
     });
-    // In software nothing is captured.
-    let has_cuda = gpu_options().gpu_driver == GpuDriver::Cuda;
-    let held = if has_cuda { ir::captured::most_kinds(&plan) as usize } else { 1 };
-    let lengths = 1..=held + 4;
+    let held = if has_cuda() { ir::captured::most_kinds(&plan) as usize } else { 1 };
+    let lengths = 2..held + 6;
     let mut engine = engine(&plan, &gpu_options());
-    // The second time a length is captured, with what comes after it, and takes the place of an older one.
-    let [first, captured, again] = [0, 1, 2].map(|_| {
-        let mut given = Vec::new();
-        for length in lengths.clone() {
-            let id = engine.open();
-            for tokens in [&*prompt(length), &[5]] {
-                engine.append(id, tokens).unwrap();
-                given.extend(engine.advance(&[id]).unwrap());
-            }
-            engine.close(id);
-        }
+    let mut answer = |length: usize| {
+        let id = engine.open();
+        let given = [&*prompt(length), &[5]].map(|tokens| {
+            engine.append(id, tokens).unwrap();
+            engine.advance(&[id]).unwrap().remove(0)
+        });
+        engine.close(id);
         given
-    });
-    assert_eq!(first.len(), 2 * lengths.count());
-    for (at, first) in first.iter().enumerate() {
-        assert!(is_same(first, &captured[at]) && is_same(first, &again[at]), "run {at}");
+    };
+    // The second time a length is captured, in the place of an older one, and the third time replayed; then all again.
+    let mut first: Vec<[Vec<f32>; 2]> = Vec::new();
+    for round in 0..2 {
+        for (at, length) in lengths.clone().enumerate() {
+            for _ in 0..3 {
+                let given = answer(length);
+                if first.len() == at {
+                    first.push(given.clone());
+                }
+                let is_same =
+                    first[at].iter().zip(&given).all(|(first, given)| is_same(first, given));
+                assert!(is_same, "round {round}, {length} tokens");
+            }
+        }
     }
+    // Of all decodes the first is captured; in software nothing is.
+    let prompts = 2 * lengths.len();
+    let replays = if has_cuda() { prompts + 3 * prompts - 1 } else { 0 };
+    assert_eq!(engine.executor().replays(), replays);
 }
 
 #[test]

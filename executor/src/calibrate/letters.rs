@@ -55,8 +55,8 @@ impl<'a> Letters<'a> {
         // Nothing but zeros: letters of turn 0 have all arrived.
         let region = Arc::new(Region::new(Self::value(2))?);
         let context = CudaContext::new(ordinal).context("opening the GPU's context")?;
-        let pinned = Pinned::new(&context, &region).context("pinning memory for letters")?;
-        Ok(Self { gpu, pinned: pinned.context("new memory is pinned already")? })
+        let pinned = Pinned::alone(&context, &region).context("pinning memory for letters")?;
+        Ok(Self { gpu, pinned })
     }
 
     /// Where the flag of a letter lies, there or back.

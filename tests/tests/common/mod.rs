@@ -10,6 +10,7 @@ use executor::engine::Engine;
 use executor::load::{self, GpuDriver, PlanFile};
 use ir::id::DeviceId;
 use ir::machine::{Device, DeviceKind, Link, Machine, Rates};
+use ir::model::Model;
 use ir::plan::{Plan, Program, Queue};
 use ir::tensor::DType;
 
@@ -38,6 +39,10 @@ pub(crate) enum Shape {
     GpuResident,
     /// A GPU lacks memory for half of the caches, too, which NUMA nodes attend to.
     GpuCaches,
+    /// Two GPUs share every layer.
+    GpusShared,
+    /// Two GPUs are stages.
+    GpusPipeline,
 }
 
 impl Shape {
@@ -55,14 +60,21 @@ impl Shape {
         Shape::GpuCaches,
     ];
 
-    /// Whether a GPU takes part.
-    pub(crate) fn has_gpu(self) -> bool {
-        Self::GPU.contains(&self)
+    /// Those with two GPUs.
+    pub(crate) const GPUS: [Shape; 2] = [Shape::GpusShared, Shape::GpusPipeline];
+
+    /// GPUs that take part.
+    pub(crate) fn gpus(self) -> usize {
+        if Self::GPUS.contains(&self) { 2 } else { usize::from(Self::GPU.contains(&self)) }
     }
 
     fn request(self) -> Request {
-        let first = if self.has_gpu() { "gpu0" } else { "numa0" };
-        let [first, second] = [first, "numa1"].map(str::to_owned);
+        let names = match self.gpus() {
+            0 => ["numa0", "numa1"],
+            1 => ["gpu0", "numa1"],
+            _ => ["gpu0", "gpu1"],
+        };
+        let [first, second] = names.map(str::to_owned);
         match self {
             Shape::One | Shape::Gpu => Request::Pipeline(vec![first]),
             Shape::GpuFetching
@@ -70,10 +82,13 @@ impl Shape {
             | Shape::GpuShards
             | Shape::GpuResident
             | Shape::GpuCaches => Request::Any,
-            Shape::Pipeline | Shape::GpuPipeline => Request::Pipeline(vec![first, second]),
+            Shape::Pipeline | Shape::GpuPipeline | Shape::GpusPipeline => {
+                Request::Pipeline(vec![first, second])
+            }
             Shape::Shared | Shape::GpuShared => {
                 Request::TensorParallel(vec![(first, Some(3.0)), (second, Some(1.0))])
             }
+            Shape::GpusShared => Request::TensorParallel(vec![(first, None), (second, None)]),
         }
     }
 }
@@ -98,11 +113,11 @@ pub(crate) fn machine() -> Machine {
     probe::machine(Some(2)).unwrap()
 }
 
-/// The same with a GPU; where this host has none, one as fast as its first device. Of several all but the first are too
+/// The same with so many GPUs; where this host has none, one as fast as its first device. Of more all others are too
 /// small for anything. Captured launches, which would outweigh what golden checkpoints hold, take nothing.
-pub(crate) fn gpu_machine() -> Machine {
+pub(crate) fn gpu_machine(gpus: usize) -> Machine {
     let mut machine = machine();
-    let mut ordinal = 1;
+    let mut ordinal = gpus;
     while let Some(other) = machine.device(&format!("gpu{ordinal}")) {
         machine.devices[other].memory_bytes = 0;
         ordinal += 1;
@@ -136,7 +151,15 @@ pub(crate) fn gpu_machine() -> Machine {
 
 /// A plan of a golden checkpoint that computes in f32.
 pub(crate) fn compile(name: &str, shape: Shape, change: impl FnOnce(&mut Options)) -> Plan {
-    let model = models::lower(&golden(name)).unwrap();
+    compile_model(&models::lower(&golden(name)).unwrap(), shape, change)
+}
+
+/// The same of such a model.
+pub(crate) fn compile_model(
+    model: &Model,
+    shape: Shape,
+    change: impl FnOnce(&mut Options),
+) -> Plan {
     let mut options = Options {
         formats: vec!["f32".parse().unwrap()],
         kv_type: Some(DType::F32),
@@ -145,9 +168,12 @@ pub(crate) fn compile(name: &str, shape: Shape, change: impl FnOnce(&mut Options
         ..Options::default()
     };
     change(&mut options);
-    let mut machine = if shape.has_gpu() { gpu_machine() } else { machine() };
+    let mut machine = match shape.gpus() {
+        0 => machine(),
+        gpus => gpu_machine(gpus),
+    };
     let compile = |machine: &Machine, options: &Options| {
-        compiler::compile(&model, machine, options, &mut |_, _| ()).unwrap()
+        compiler::compile(model, machine, options, &mut |_, _| ()).unwrap()
     };
     let slower = match shape {
         Shape::GpuFetching | Shape::GpuCaches => Some(([1e4, 1e4, 1.0], 1e12)),
@@ -159,7 +185,9 @@ pub(crate) fn compile(name: &str, shape: Shape, change: impl FnOnce(&mut Options
         | Shape::Shared
         | Shape::Gpu
         | Shape::GpuPipeline
-        | Shape::GpuShared => None,
+        | Shape::GpuShared
+        | Shape::GpusShared
+        | Shape::GpusPipeline => None,
     };
     if let Some((times, link_bytes_per_sec)) = slower {
         let alone = Options { request: Shape::Gpu.request(), ..options.clone() };

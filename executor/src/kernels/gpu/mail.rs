@@ -219,7 +219,7 @@ mod tests {
             region.as_mut_slice::<f32>()[start..start + count].copy_from_slice(&sent);
             let region = Arc::new(region);
             let context = CudaContext::new(ordinal).unwrap();
-            let pinned = Pinned::new(&context, &region).unwrap().unwrap();
+            let pinned = Pinned::alone(&context, &region).unwrap();
             let place = |flags: usize, value: usize| {
                 let address = |start: usize| pinned.address() + start as u64;
                 // SAFETY: both lie in the region, whose pages stay pinned until the launches have ended.

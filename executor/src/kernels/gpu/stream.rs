@@ -97,8 +97,7 @@ impl Gpu {
         /// Another thread's stream may happen to be busy, but not each time.
         const ROUNDS: u32 = 100;
         let region = Arc::new(Region::new(size_of::<u32>())?);
-        let pinned = Pinned::new(context, &region).context("pinning a flag")?;
-        let pinned = pinned.context("the memory of a flag is pinned already")?;
+        let pinned = Pinned::alone(context, &region).context("pinning a flag")?;
         let flag = pinned.flag(0);
         // SAFETY: the flag lies in the region, which is pinned until the launches with it have ended.
         let place = unsafe { Place::new(pinned.address(), 0) };

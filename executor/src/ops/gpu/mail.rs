@@ -111,8 +111,7 @@ impl Mail {
             tracing::debug!("letters lie where this thread touches them first: {error:#}");
         }
         let context = CudaContext::new(ordinal).context("opening the GPU's context")?;
-        let pinned = Pinned::new(&context, &region).context("pinning memory for letters")?;
-        let pinned = pinned.context("memory for letters is pinned already")?;
+        let pinned = Pinned::alone(&context, &region).context("pinning memory for letters")?;
         Ok(Some(Self { pinned, region, context, programs, inputs: (0, input_bytes) }))
     }
 

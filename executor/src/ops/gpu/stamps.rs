@@ -93,8 +93,7 @@ impl Stamps {
         let steps = plan.programs.iter().map(|program| program.steps.len()).max().unwrap_or(0);
         let region = Arc::new(Region::new((1 + 2 * steps) * STAMP_BYTES)?);
         let context = CudaContext::new(ordinal).context("opening the GPU's context")?;
-        let pinned = Pinned::new(&context, &region).context("pinning memory for times")?;
-        let pinned = pinned.context("memory for times is pinned already")?;
+        let pinned = Pinned::alone(&context, &region).context("pinning memory for times")?;
         Ok(Some(Self {
             pinned,
             region,

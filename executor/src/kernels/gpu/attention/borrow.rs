@@ -276,7 +276,7 @@ mod tests {
         }
         let region = Arc::new(region);
         let context = CudaContext::new(ordinal).unwrap();
-        let pinned = Pinned::new(&context, &region).unwrap().unwrap();
+        let pinned = Pinned::alone(&context, &region).unwrap();
         let listed = gpu.upload(&blocks);
         let of_sequence: Vec<u32> = blocks[1..].iter().map(|&block| block as u32).collect();
         for side in [Side::Keys, Side::Values] {
