@@ -122,7 +122,7 @@ fn decide_unexplained(
 
 /// The best of what is decided; of equals the first.
 fn best_of(all: Vec<Decided>) -> Option<Decided> {
-    all.into_iter().min_by_key(|decided| decided.placement.score_of_prompt)
+    all.into_iter().min_by_key(|decided| decided.placement.score)
 }
 
 /// Whether a host has weights or caches.

@@ -48,7 +48,7 @@ use crate::token_table;
 
 pub(crate) use self::hosted::{fillable_bytes, hosts, hosts_alike};
 
-/// Tokens of the prompt by which placements for prefill runs of several sizes are compared.
+/// Tokens of the prompt that placements are judged by, in runs of whatever size.
 pub(crate) const PROMPT_TOKENS: u32 = 2048;
 
 /// A decided placement.
@@ -62,12 +62,10 @@ pub(crate) struct Placement {
     better: Option<Offer>,
     /// The chosen placement, then others that were compared with it, best first; not all that were priced.
     pub(crate) candidates: Vec<Candidate>,
-    /// The lowest is best.
+    /// Of a prompt of [`PROMPT_TOKENS`] and an answer; the lowest is best.
     pub(crate) score: u64,
     /// What the score would be if it were judged by the decode of the most sequences.
     pub(crate) score_of_most: u64,
-    /// The same with a prompt of [`PROMPT_TOKENS`] in as many runs as it takes.
-    pub(crate) score_of_prompt: u64,
     /// What each device holds.
     pub(crate) devices: Table<DeviceId, DeviceForecast>,
     /// What GPUs would have left with all experts of a mixture beside them; empty where none need to be.
@@ -203,7 +201,7 @@ pub(crate) fn place(task: &Task<'_>, options: &Options, among: Among<'_>) -> Res
     let hosted = hosted.map(|offer| &offer.arrangement).find(|offer| offer.hosted.is_some());
     let rooms = hosted.map(|hosted| hosted::rooms(&prices, hosted));
     let rooms = rooms.unwrap_or_default();
-    let &Offer { score, score_of_most, score_of_prompt, .. } = best;
+    let &Offer { score, score_of_most, .. } = best;
     let (arrangement, devices) = (best.arrangement.clone(), best.devices.clone());
     let candidates = offers.into_iter().map(|offer| offer.candidate).collect();
     Ok(Placement {
@@ -213,7 +211,6 @@ pub(crate) fn place(task: &Task<'_>, options: &Options, among: Among<'_>) -> Res
         candidates,
         score,
         score_of_most,
-        score_of_prompt,
         devices,
         rooms,
     })

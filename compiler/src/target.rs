@@ -11,7 +11,7 @@ use ir::tensor::{DType, Extent, Format};
 use crate::cost::nanos_at;
 use crate::indices::{most_rows, most_tokens};
 use crate::options::{DEFAULT_CONTEXT, Objective, Options};
-use crate::place::Times;
+use crate::place::{PROMPT_TOKENS, Times};
 
 /// Tokens of one cache block: 32 rows of a head are contiguous, and a sequence wastes 16 tokens on average.
 pub(crate) const BLOCK_TOKENS: u32 = 32;
@@ -244,7 +244,9 @@ impl Target {
             let (prefill, decode) = (nanos(self.prefill_tokens), nanos(self.max_sequences));
             Some(match self.objective {
                 Objective::Throughput if has_gpu => decode,
-                Objective::Throughput => Times { prefill, decode }.request(self),
+                Objective::Throughput => {
+                    Times { prefill: self.prompt_runs() * prefill, decode }.request(self)
+                }
                 Objective::Latency => nanos(1).saturating_add(decode),
             })
         };
@@ -263,6 +265,11 @@ impl Target {
             plain.has_bf12[id] &= !device.kind.is_gpu();
         }
         (plain.has_bf12 != self.has_bf12).then_some(plain)
+    }
+
+    /// Runs that the prompt takes which placements are judged by, or one of the context if that is shorter.
+    pub(crate) fn prompt_runs(&self) -> u64 {
+        u64::from(PROMPT_TOKENS.min(self.context).div_ceil(self.prefill_tokens))
     }
 
     /// Cache blocks of one sequence of the full context.

@@ -8,7 +8,7 @@ use ir::machine::{Device, DeviceKind, Link, Machine};
 use ir::model::Model;
 use ir::plan::{Action, Phase, Plan};
 use ir::tensor::{DType, Format};
-use tests::machines::{between_nodes, eight_unlike, h200, slow_down_rates, two_sockets};
+use tests::machines::{between_nodes, eight_unlike, h200, slow_down, slow_down_rates, two_sockets};
 use tests::made_up::{LlamaShape, MadeUp};
 
 const GIB: u64 = 1 << 30;
@@ -403,4 +403,50 @@ fn gpus_hold_the_table_where_they_have_room_or_are_asked_for() {
     assert!(holds_table(&with(Request::Any, 4)));
     assert!(!holds_table(&with(Request::Any, 8)));
     assert!(!holds_table(&with(request, 6)));
+}
+
+/// Two GPUs of half an H200's rates behind a slow link, on which longer runs of a prompt gain nothing.
+fn two_behind_a_slow_link() -> Machine {
+    let mut machine = h200(40 * GIB);
+    slow_down(&mut machine, 0.5, 1.0);
+    let gpu = device(&machine, "gpu0");
+    for rate in &mut machine.devices[gpu].rates.linear {
+        rate.points.retain(|point| point.tokens <= 512);
+    }
+    add_gpus(&mut machine, |_, _| (), 1);
+    let ends = [gpu, device(&machine, "gpu1")];
+    let links = machine.links.iter_mut();
+    for link in links.filter(|link| ends.contains(&link.from) && ends.contains(&link.to)) {
+        (link.bytes_per_sec, link.latency_nanos) = (25e9, 5e3);
+    }
+    machine
+}
+
+/// Nanoseconds of the later runs of a prompt of 2048 tokens: each leaves the busiest stage behind the one before.
+fn later_runs_nanos(plan: &Plan) -> u64 {
+    let runs = 2048_u32.div_ceil(plan.programs[0].max.tokens);
+    u64::from(runs - 1) * plan.forecast.programs[0].busiest_lane_nanos
+}
+
+/// Among placements for runs of 512 tokens that of the best run was once kept, and not that of the best prompt.
+#[test]
+fn placements_for_runs_of_one_size_are_compared_by_a_whole_prompt() {
+    let machine = two_behind_a_slow_link();
+    let (objective, max_sequences) = (Objective::Throughput, 16);
+    let formats = vec!["q4".parse().expect("a rule")];
+    let with = |(request, prefill_tokens)| {
+        let formats = formats.clone();
+        let asked =
+            Options { objective, request, max_sequences, prefill_tokens, formats, ..options() };
+        compile(&llama_8b(), &machine, &asked)
+    };
+    let score = |plan: &Plan| {
+        let programs = &plan.forecast.programs;
+        let prompt = programs[0].busiest_lane_nanos + later_runs_nanos(plan);
+        let decode = programs.last().expect("a plan decodes").nanos;
+        prompt + 128 * decode / u64::from(max_sequences)
+    };
+    let in_stages = (Request::PipelineRanks(2), Some(512));
+    let [plan, asked] = [(Request::Any, None), in_stages].map(with);
+    assert!(score(&plan) <= score(&asked), "{}", chosen(&plan));
 }

@@ -12,22 +12,20 @@ use crate::place::arrangement::Arrangement;
 use crate::place::fit::{LEAST, Laid, fitted};
 use crate::place::lay_out::{lay_out, set_homes};
 use crate::place::prices::{Prices, Times, judged_decode, judged_decode_plan, missing};
-use crate::place::{Layouts, PROMPT_TOKENS, is_numa};
+use crate::place::{Layouts, is_numa};
 use crate::unpacked;
 
 /// An arrangement with its exact price.
 #[derive(Clone, Debug)]
 pub(super) struct Offer {
     pub(super) arrangement: Arrangement,
-    /// The lowest is best.
+    /// Of a prompt and an answer; the lowest is best.
     pub(super) score: u64,
     /// The same with the decode of the most sequences.
     pub(super) score_of_most: u64,
-    /// The same with a prompt of [`PROMPT_TOKENS`], or of the context if that is shorter, in as many runs as it takes.
-    pub(super) score_of_prompt: u64,
-    /// Time of the prefill that the score counts, with copies of packed matrices where all is on GPUs that have room for
-    /// them.
-    pub(super) prefill_nanos: u64,
+    /// Time of the prompt that the score counts, in as many runs as it takes, with copies of packed matrices where
+    /// all is on GPUs that have room for them.
+    pub(super) prompt_nanos: u64,
     /// Time of the decode that the score counts.
     pub(super) decode_nanos: u64,
     pub(super) candidate: Candidate,
@@ -119,21 +117,18 @@ fn offer(prices: &Prices<'_>, arrangement: &Arrangement) -> Result<Offer> {
         true => prefill.nanos,
         false => prefill.busiest_lane_nanos,
     };
-    let prefill_nanos = match task.target.objective {
+    let first_nanos = match task.target.objective {
         Objective::Latency => prefill.nanos,
         Objective::Throughput => apart,
     };
+    let prompt_nanos = first_nanos + (task.target.prompt_runs() - 1) * apart;
     // A step of decode needs the tokens of the one before, so nothing overlaps whatever the objective is.
-    let score = |prefill: u64, decode: &ProgramForecast| {
-        Times { prefill, decode: decode.nanos }.score(task.target)
+    let score = |decode: &ProgramForecast| {
+        Times { prefill: prompt_nanos, decode: decode.nanos }.score(task.target)
     };
-    let prompt = PROMPT_TOKENS.min(task.target.context);
-    let more_runs = u64::from((prompt - 1) / task.target.prefill_tokens);
-    let prompt_nanos = prefill_nanos + more_runs * apart;
     let judged = judged_decode(task.target, forecast);
-    let score_of_most = score(prefill_nanos, &forecast[forecast.len() - 1]);
-    let score_of_prompt = score(prompt_nanos, judged);
-    let (decode_nanos, score) = (judged.nanos, score(prefill_nanos, judged));
+    let (decode_nanos, score_of_most) = (judged.nanos, score(&forecast[forecast.len() - 1]));
+    let score = score(judged);
     let fits = missing.is_none();
     let candidate = Candidate {
         name: arrangement.name(task, units, pins),
@@ -142,16 +137,7 @@ fn offer(prices: &Prices<'_>, arrangement: &Arrangement) -> Result<Offer> {
         missing,
     };
     let devices = plan.forecast.devices;
-    Ok(Offer {
-        arrangement,
-        score,
-        score_of_most,
-        score_of_prompt,
-        prefill_nanos,
-        decode_nanos,
-        candidate,
-        devices,
-    })
+    Ok(Offer { arrangement, score, score_of_most, prompt_nanos, decode_nanos, candidate, devices })
 }
 
 /// Where an arrangement runs every node.

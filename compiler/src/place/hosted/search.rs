@@ -263,7 +263,7 @@ impl<'a> Search<'a> {
         let home: f64 = members().map(|member| member.home_nanos).sum();
         // Without fetches decode takes what the home takes, and what no fetch shortens.
         let even = (base.decode_nanos as f64 / (fetch + home).max(1.0)).min(1.0);
-        let times = Times { prefill: base.prefill_nanos, decode: (even * fetch) as u64 };
+        let times = Times { prefill: base.prompt_nanos, decode: (even * fetch) as u64 };
         if times.score(self.task.target) > best {
             return None;
         }
