@@ -8,6 +8,7 @@ use ir::machine::{Device, DeviceKind, Link, Machine};
 use ir::model::Model;
 use ir::plan::{Action, Phase, Plan};
 use ir::tensor::{DType, Format};
+use tests::first_decode;
 use tests::machines::{between_nodes, eight_unlike, h200, slow_down, slow_down_rates, two_sockets};
 use tests::made_up::{LlamaShape, MadeUp};
 
@@ -426,6 +427,24 @@ fn two_behind_a_slow_link() -> Machine {
 fn later_runs_nanos(plan: &Plan) -> u64 {
     let runs = 2048_u32.div_ceil(plan.programs[0].max.tokens);
     u64::from(runs - 1) * plan.forecast.programs[0].busiest_lane_nanos
+}
+
+/// Pipelines were once tried by the sum of their stages alone, as if runs of a prompt did not overlap.
+#[test]
+fn stages_in_which_runs_of_a_prompt_overlap_are_chosen_for_latency() {
+    let machine = two_behind_a_slow_link();
+    let formats = vec!["q4".parse().expect("a rule")];
+    let with = |request| {
+        compile(&llama_8b(), &machine, &Options { request, formats: formats.clone(), ..options() })
+    };
+    let score = |plan: &Plan| {
+        let programs = &plan.forecast.programs;
+        let prompt = programs[0].nanos + later_runs_nanos(plan);
+        tests::score(prompt, programs[first_decode(plan)].nanos)
+    };
+    let [plan, asked] = [Request::Any, Request::PipelineRanks(2)].map(with);
+    assert_eq!(chosen(&plan), "pipeline gpu0 → gpu1");
+    assert!(score(&plan) <= score(&asked));
 }
 
 /// Among placements for runs of 512 tokens that of the best run was once kept, and not that of the best prompt.

@@ -17,6 +17,9 @@ const MOST_ORDERS: usize = 120;
 /// depart, so that those half as slow again are not among them. As many as there are orders of four unlike devices;
 /// each takes some milliseconds.
 const MOST_PIPELINES: usize = 24;
+/// Of pipelines in which runs of a prompt overlap so many are cut as even as can be, too: copies of packed matrices,
+/// which are not in the sums, change what is best.
+const MOST_EVEN: usize = 3;
 /// Pipelines of one score that are priced.
 const MOST_ALIKE: usize = 2;
 
@@ -51,19 +54,24 @@ impl Prices<'_> {
         Ok(arrangements)
     }
 
-    /// The best pipelines along sequences, by each goal. Runs of prompts overlap, which counts for throughput; steps of
-    /// decode never do.
+    /// The best pipelines along sequences, by each goal. Runs of prompts overlap, which counts for throughput, and for
+    /// latency where a prompt takes several; steps of decode never do.
     fn pipelines_of(&self, sequences: &[Vec<&Priced>]) -> Vec<Vec<Arrangement>> {
         /// Limits of a stage's prefill, in percent of the most that the busiest stage takes of both at best.
         const LIMITS: [u64; 3] = [60, 80, 100];
         // Several goals find many of the same.
-        let is_latency = self.task.target.objective == Objective::Latency;
-        let most = if is_latency { MOST_PIPELINES } else { MOST_PIPELINES / 3 };
-        let by = |goal| self.pipelines(sequences, goal, most);
-        let with_sum = by(Goal::Sum).1;
-        if is_latency {
-            return vec![with_sum];
+        let few = MOST_PIPELINES / 3;
+        let by = |goal, most| self.pipelines(sequences, goal, most);
+        if self.task.target.objective == Objective::Latency {
+            let later_runs = self.task.target.prompt_runs() - 1;
+            let with_sum = by(Goal::Sum { later_runs }, MOST_PIPELINES).1;
+            let overlapping = with_sum.iter().filter(|_| later_runs > 0);
+            let even = overlapping.take(MOST_EVEN).filter_map(|pipeline| self.even(pipeline));
+            let even = even.collect();
+            return vec![with_sum, even];
         }
+        let by = |goal| by(goal, few);
+        let with_sum = by(Goal::Sum { later_runs: 0 }).1;
         let (least, with_busiest) = by(Goal::Busiest);
         let limits = LIMITS.iter().filter_map(|percent| Some(least? / 100 * percent));
         let by_decode = limits.map(|most_prefill| by(Goal::Decode { most_prefill }).1);
@@ -99,6 +107,14 @@ impl Prices<'_> {
         pipelines.retain(|(score, _)| *score <= worth);
         let least = pipelines.first().map(|(score, _)| *score);
         (least, pipelines.into_iter().map(|(_, pipeline)| pipeline).collect())
+    }
+
+    /// Stages on the same groups, as even in time as memory allows.
+    fn even(&self, pipeline: &Arrangement) -> Option<Arrangement> {
+        let priced = pipeline.stages.iter().map(|(group, _)| self.price(group).ok());
+        let priced: Vec<Priced> = priced.collect::<Option<_>>()?;
+        let sequence: Vec<&Priced> = priced.iter().collect();
+        Some(self.pipeline(&sequence, Goal::Busiest, true)?.1)
     }
 
     /// Stages on these devices, all of them, as even in time as memory allows.

@@ -10,8 +10,12 @@ use crate::target::Target;
 /// What a pipeline minimises.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Goal {
-    /// The sum over stages and handovers: a run passes them one after the other.
-    Sum,
+    /// The sum over stages and handovers, which a run passes one after the other, and for each later run of a prompt
+    /// once more the prefill of the stage that takes longest for it.
+    Sum {
+        /// Runs after the first.
+        later_runs: u64,
+    },
     /// The slowest stage: runs overlap.
     Busiest,
     /// The sum of decode, which never overlaps, over stages whose prefill, which does, takes no longer than so much.
@@ -37,11 +41,11 @@ pub(crate) fn cut(
 ) -> Option<(u64, Stages)> {
     let units = sequence.first()?.times.len();
     let join = |before: u64, stage: u64| match goal {
-        Goal::Sum | Goal::Decode { .. } => before + stage,
+        Goal::Sum { .. } | Goal::Decode { .. } => before + stage,
         Goal::Busiest => before.max(stage),
     };
     let score = |times: Times| match goal {
-        Goal::Sum | Goal::Busiest => times.request(target),
+        Goal::Sum { .. } | Goal::Busiest => times.request(target),
         Goal::Decode { .. } => Times { prefill: 0, ..times }.request(target),
     };
     // What handing over from the leader of one group to that of a later one costs; `None` without a link.
@@ -70,9 +74,17 @@ pub(crate) fn cut(
                 .collect()
         })
         .collect();
-    let is_too_slow = |group: usize, range: &Range<usize>| {
-        let prefill = prefills[group][range.end] - prefills[group][range.start];
-        matches!(goal, Goal::Decode { most_prefill } if prefill > most_prefill)
+    let prefill = |group: usize, range: &Range<usize>| {
+        prefills[group][range.end] - prefills[group][range.start]
+    };
+    let is_too_slow = |group: usize, range: &Range<usize>| match goal {
+        Goal::Decode { most_prefill } => prefill(group, range) > most_prefill,
+        Goal::Sum { .. } | Goal::Busiest => false,
+    };
+    // What later runs of a prompt add where no other stage takes longer.
+    let later = |group: usize, range: &Range<usize>| match goal {
+        Goal::Sum { later_runs } => later_runs * prefill(group, range),
+        Goal::Busiest | Goal::Decode { .. } => 0,
     };
     let fits = |group: usize, range: &Range<usize>| {
         let members = sequence[group].group.devices.iter().zip(&sequence[group].buffers);
@@ -108,23 +120,26 @@ pub(crate) fn cut(
             let mut found = Way::NONE;
             for start in (first..end).rev() {
                 let work = costs[group][end] - costs[group][start];
+                let own_later = later(group, &(start..end));
                 if start == 0 {
                     if group == 0 || !uses_all {
-                        found.offer(Way { cost: work, squares: square(work), start, from: None });
+                        let (cost, squares) = (work + own_later, square(work));
+                        found.offer(Way { cost, later: own_later, squares, start, from: None });
                     }
                     continue;
                 }
                 // Earlier starts take longer.
-                if work > found.cost {
+                if work + own_later > found.cost {
                     break;
                 }
                 for &Entry { before, way, handover } in &entries_at[start] {
                     let stage = work + handover;
-                    let cost = join(way.cost, stage);
+                    let later = way.later.max(own_later);
+                    let cost = join(way.cost - way.later, stage) + later;
                     // Most are worse at first sight.
                     if cost <= found.cost {
                         let squares = way.squares + square(stage);
-                        found.offer(Way { cost, squares, start, from: Some(before) });
+                        found.offer(Way { cost, later, squares, start, from: Some(before) });
                     }
                 }
             }
@@ -153,6 +168,8 @@ pub(crate) fn cut(
 struct Way {
     /// What is minimised; `u64::MAX` where there is no way.
     cost: u64,
+    /// What of it later runs of a prompt add.
+    later: u64,
     /// The sum of squares of stages, which breaks ties in favour of even ones.
     squares: u128,
     /// Where the last stage begins.
@@ -175,14 +192,15 @@ struct Entry {
 impl Entry {
     /// Whether no stage that begins with the other one is better than with this one.
     fn is_as_good_as(&self, other: &Self) -> bool {
-        self.way.cost <= other.way.cost
+        self.way.cost - self.way.later <= other.way.cost - other.way.later
+            && self.way.later <= other.way.later
             && self.way.squares <= other.way.squares
             && self.handover <= other.handover
     }
 }
 
 impl Way {
-    const NONE: Self = Self { cost: u64::MAX, squares: u128::MAX, start: 0, from: None };
+    const NONE: Self = Self { cost: u64::MAX, later: 0, squares: u128::MAX, start: 0, from: None };
 
     fn exists(&self) -> bool {
         self.cost < u64::MAX
