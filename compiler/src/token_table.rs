@@ -34,16 +34,21 @@ pub(crate) fn lookups(model: &Model) -> impl Iterator<Item = (NodeId, WeightId)>
 
 /// The NUMA node that such tables are tried on: of those with the memory the one with the most and fastest links to
 /// GPUs. `None` where there are not several GPUs, which alone can share layers or form stages (what stays beside one
-/// is searched with the table among it), where the request or a pin says what is where, and where tables are small.
+/// is searched with the table among it), where the request names devices or a pin says what is where, and where tables
+/// are small.
 pub(crate) fn home(task: &Task<'_>, options: &Options) -> Option<DeviceId> {
     let machine = &task.target.machine;
     let ids = || machine.devices.ids();
-    let gpus: Vec<DeviceId> = ids().filter(|&id| machine.devices[id].kind.is_gpu()).collect();
+    let most = match options.request {
+        Request::Any => usize::MAX,
+        // The first ranks are the first GPUs.
+        Request::PipelineRanks(ranks) | Request::TensorParallelRanks(ranks) => ranks,
+        Request::Pipeline(_) | Request::TensorParallel(_) => return None,
+    };
+    let gpus = ids().filter(|&id| machine.devices[id].kind.is_gpu());
+    let gpus: Vec<DeviceId> = gpus.take(most).collect();
     let is_pinned = |id: NodeId| options.is_pinned(&task.model.layers.node(id).name);
-    if gpus.len() < 2
-        || options.request != Request::Any
-        || lookups(task.model).any(|(id, _)| is_pinned(id))
-    {
+    if gpus.len() < 2 || lookups(task.model).any(|(id, _)| is_pinned(id)) {
         return None;
     }
     let is_large = |home: DeviceId| {

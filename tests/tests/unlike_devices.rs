@@ -386,7 +386,16 @@ fn a_node_holds_the_table_where_gpus_that_share_layers_lack_room_for_it() {
     assert!(plan.asked.pins.is_empty() && !plan.causes.rows().iter().any(is_pin));
 }
 
-/// With room for all of the model, and by a request that says which devices do what, the table is on GPUs.
+#[test]
+fn a_node_holds_the_table_where_so_many_stages_lack_room_for_it() {
+    let mut machine = h200(4 * GIB);
+    add_gpus(&mut machine, |_, _| (), 3);
+    let plan = |request| compile(&llama_8b(), &machine, &Options { request, ..options() });
+    let plan = plan(Request::PipelineRanks(4));
+    assert_eq!(chosen(&plan), "pipeline gpu0 → gpu1 → gpu2 → gpu3, embedding on numa0");
+}
+
+/// With room for all of the model, and by a request that names devices, the table is on GPUs.
 #[test]
 fn gpus_hold_the_table_where_they_have_room_or_are_asked_for() {
     let model = llama_8b();
