@@ -7,7 +7,8 @@ use ir::op::{Norm, NormKind, Op};
 use ir::plan::{Action, Phase, Plan, Program, Weight};
 use ir::tensor::{DType, Format};
 
-use crate::plans::{b, d, gpus, one_device, pipeline, s, streamed};
+use crate::collectives::by_library;
+use crate::plans::{b, d, gpus, node_before_gpus, one_device, pipeline, s, streamed};
 
 const LAUNCH_BYTES: u64 = 2560;
 
@@ -185,7 +186,16 @@ fn nodes_and_what_has_no_part_in_decoding_hold_none() {
     let mut prompts = on_gpu(pipeline());
     prompts.programs.truncate(1);
     assert_eq!(captured_bytes(&prompts, d(0)), 0);
-    assert!(!includes_prompts(&gpus()) && !includes_prompts(&streamed()));
+}
+
+#[test]
+fn prompts_on_several_gpus_are_captured_where_these_wait_for_each_other_alone() {
+    let mut plan = gpus();
+    assert!(includes_prompts(&plan));
+    assert!(!includes_prompts(&node_before_gpus()) && !includes_prompts(&streamed()));
+    // No graph captures the vendor's library.
+    plan.programs.iter_mut().for_each(|program| by_library(program, usize::MAX));
+    assert!(!includes_prompts(&plan));
 }
 
 #[test]

@@ -188,7 +188,7 @@ fn members_issue_collectives_in_one_order() {
 }
 
 /// Lets the library make so many members' parts of sums.
-fn by_library(program: &mut Program, sums: usize) {
+pub(crate) fn by_library(program: &mut Program, sums: usize) {
     let algorithms =
         program.steps.rows_mut().iter_mut().filter_map(|step| match &mut step.action {
             Action::Move { movement: Move::AllReduce, algorithm, .. } => Some(algorithm),
