@@ -46,6 +46,7 @@ use crate::target::BLOCK_TOKENS;
 use crate::task::Task;
 use crate::token_table;
 
+use self::hosted::Wanted;
 pub(crate) use self::hosted::{fillable_bytes, hosts, hosts_alike};
 
 /// Tokens of the prompt that placements are judged by, in runs of whatever size.
@@ -266,14 +267,17 @@ fn offers(
     // Some may be impossible: no link, no rate for a format, too few heads, shares that no device computes.
     let mut offers: Vec<Offer> = priced.into_iter().filter_map(Result::ok).collect();
     if options.request == Request::Any && !offers.iter().any(|offer| fits_fast_gpus(task, offer)) {
-        let sets = match among {
-            Among::All => hosted::gpu_sets(task),
-            Among::Beside(gpus) | Among::RoughlyBeside(gpus) => vec![gpus.to_vec()],
-        };
-        let is_rough = matches!(among, Among::RoughlyBeside(_));
         let fitting = offers.iter().filter(|offer| offer.fits());
         let best = fitting.map(|offer| offer.score).min().unwrap_or(u64::MAX);
-        offers.extend(hosted::offers(prices, &sets, is_rough, best));
+        let (sets, wanted) = match among {
+            Among::All => (hosted::gpu_sets(task), Wanted::Worth(best)),
+            // Of what shards are placed with the best alone is compared with others.
+            Among::Beside(gpus) | Among::RoughlyBeside(gpus) => {
+                (vec![gpus.to_vec()], Wanted::Better(best))
+            }
+        };
+        let is_rough = matches!(among, Among::RoughlyBeside(_));
+        offers.extend(hosted::offers(prices, &sets, is_rough, wanted));
     }
     if offers.is_empty()
         && let Some(first) = arrangements.first()

@@ -16,7 +16,7 @@ use crate::options::{Options, Request};
 use crate::part::WeightKey;
 use crate::place::arrangement::Arrangement;
 use crate::place::group::Group;
-use crate::place::prices::{Priced, Prices, busiest, judged_decode_plan, unit_of_name};
+use crate::place::prices::{Priced, Prices, busiest, judged_decode_program, unit_of_name};
 use crate::place::units::Units;
 use crate::place::{Layouts, Offer, Pins, Placement};
 use crate::task::Task;
@@ -210,10 +210,10 @@ fn staying(
         all[units.of[id]].bytes += bytes + cache;
     }
     let graphs = Graphs::new(task.model, layouts.clone(), &mut |_, _| ())?;
-    let decode = &judged_decode_plan(task, &graphs)?.programs[0];
+    let decode = judged_decode_program(task, &graphs)?;
     let all_devices: Vec<DeviceId> = task.target.machine.devices.ids().collect();
     let unit_of = unit_of_name(task, units, |_| true);
-    let here = busiest(task, units, decode, &all_devices, &unit_of);
+    let here = busiest(task, units, &decode, &all_devices, &unit_of);
     for (unit, staying) in all.iter_mut().enumerate() {
         let gpu = arrangement.group_of(unit).devices[0];
         let Some(times) = prices.decode_nanos(gpu) else { continue };

@@ -21,6 +21,7 @@ use ir::plan::Phase;
 use ir::tensor::Format;
 use rayon::prelude::*;
 
+pub(crate) use self::search::Wanted;
 use self::search::{Kept, Search};
 use crate::cost::nanos_at;
 use crate::place::arrangement::Arrangement;
@@ -63,19 +64,18 @@ impl Hosting {
     }
 }
 
-/// Every arrangement of this kind that is worth pricing beside one of score `best`, priced. Those that are impossible
-/// are left out.
+/// Every arrangement of this kind that is wanted, priced. Those that are impossible are left out.
 pub(crate) fn offers(
     prices: &Prices<'_>,
     gpu_sets: &[Vec<DeviceId>],
     is_rough: bool,
-    best: u64,
+    wanted: Wanted,
 ) -> Vec<Offer> {
     let of_set = |gpus: &Vec<DeviceId>, is_rough: bool| {
         let mut offers: Vec<Offer> = Vec::new();
         for kept in [Kept::Experts, Kept::Mlps, Kept::Matrices] {
             let Some(search) = Search::new(prices, gpus, kept) else { continue };
-            let found = search.offers(is_rough, best);
+            let found = search.offers(is_rough, wanted);
             let fitting = found.iter().filter(|offer| offer.fits());
             let first = fitting.min_by_key(|offer| offer.score);
             // What leaves no room to fetch ahead may be worse than if more stays.

@@ -6,12 +6,13 @@ use ir::graph::Placed;
 use ir::id::{DeviceId, NodeId, Table};
 use ir::plan::Phase;
 
+use crate::forecast::simulate;
 use crate::graphs::{Graphs, Phases};
 use crate::options::Objective;
 use crate::place::arrangement::Arrangement;
 use crate::place::fit::{LEAST, Laid, fitted};
 use crate::place::lay_out::{lay_out, set_homes};
-use crate::place::prices::{Prices, Times, judged_decode, judged_decode_plan, missing};
+use crate::place::prices::{Prices, Times, judged_decode, judged_decode_program, missing};
 use crate::place::{Layouts, is_numa};
 use crate::unpacked;
 
@@ -65,7 +66,7 @@ impl Prices<'_> {
         let window_bytes = window_bytes(self, arrangement);
         let layouts = Layouts { nodes: Phases { prefill: decode, decode: None }, window_bytes };
         let graphs = Graphs::new(self.task.model, layouts, &mut |_, _| ())?;
-        Ok(judged_decode_plan(self.task, &graphs)?.forecast.programs[0].nanos)
+        Ok(simulate(&judged_decode_program(self.task, &graphs)?).nanos)
     }
 
     /// The exact price of an arrangement that is asked for. Where a member lacks memory whatever shifts, what fits, or

@@ -8,8 +8,9 @@ use ir::id::{DeviceId, NodeId, Table};
 use ir::layout::Move;
 use ir::plan::{Phase, Plan, Program, Queue};
 
+use crate::bind::bind;
 use crate::cost::{Way, move_nanos};
-use crate::emit::emit;
+use crate::emit::{emit, program};
 use crate::graphs::{Graphs, Phases};
 use crate::options::Objective;
 use crate::part::{WeightKey, computations, parts};
@@ -19,6 +20,7 @@ use crate::place::group::Group;
 use crate::place::lay_out::lay_out;
 use crate::place::offer::Offer;
 use crate::place::units::Units;
+use crate::schedule::Causes;
 use crate::target::{Batch, Target};
 use crate::task::Task;
 
@@ -289,20 +291,21 @@ fn decode_nanos(task: &Task<'_>, device: DeviceId) -> Option<NodeNanos> {
     let layers = &task.model.layers;
     let group_of = layers.nodes().map(|_| 0).collect();
     let graphs = arrange(task, &[Group::one(device)], &group_of).ok()?;
-    let plan = judged_decode_plan(task, &graphs).ok()?;
+    let decode = judged_decode_program(task, &graphs).ok()?;
     // Without movement there is one step for each node, in the same order.
-    let steps = plan.programs[0].steps.rows();
+    let steps = decode.steps.rows();
     assert_eq!(steps.len(), layers.len(), "insert_moves moved something on one device");
     Some(steps.iter().map(|step| step.estimate_nanos).collect())
 }
 
-/// A plan of the decode alone that placements are judged by.
+/// The program of the decode that placements are judged by.
 ///
 /// # Errors
 /// When a device does not compute what it is to.
-pub(crate) fn judged_decode_plan(task: &Task<'_>, graphs: &Graphs) -> Result<Plan> {
+pub(crate) fn judged_decode_program(task: &Task<'_>, graphs: &Graphs) -> Result<Program> {
     let batches = priced_batches(task.target);
-    emit(task, graphs, &[judged_decode(task.target, &batches).clone()])
+    let batch = judged_decode(task.target, &batches);
+    program(task, graphs, &bind(task, graphs)?, batch, &mut Causes::default())
 }
 
 /// The placed graphs of nodes on groups, with their moves.

@@ -24,6 +24,28 @@ use crate::place::prices::{Prices, Times};
 use crate::place::{Offer, Room};
 use crate::task::Task;
 
+/// Which offers a search makes.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Wanted {
+    /// Those worth comparing with one of that score.
+    Worth(u64),
+    /// Those that may be better than one of that score: nobody hears of the others.
+    Better(u64),
+}
+
+impl Wanted {
+    /// The same where those offers are made.
+    fn beside<'o>(self, offers: impl Iterator<Item = &'o Offer>) -> Self {
+        match self {
+            Self::Worth(_) => self,
+            Self::Better(best) => {
+                let fitting = offers.filter(|offer| offer.fits());
+                Self::Better(fitting.map(|offer| offer.score).fold(best, u64::min))
+            }
+        }
+    }
+}
+
 /// How much decode fetches.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Fetching {
@@ -106,8 +128,8 @@ impl<'a> Search<'a> {
         })
     }
 
-    /// The offers that are worth comparing with one of score `best`, or a rough one of them.
-    pub(super) fn offers(&self, is_rough: bool, best: u64) -> Vec<Offer> {
+    /// The offers that are wanted, or a rough one of them.
+    pub(super) fn offers(&self, is_rough: bool, wanted: Wanted) -> Vec<Offer> {
         // Whatever else stays takes more of hosts: none fits if these lack more than all that GPUs have, or are so many
         // that less is not tried yet.
         let devices = &self.task.target.machine.devices;
@@ -122,18 +144,19 @@ impl<'a> Search<'a> {
         let rungs = if is_rough { vec![0] } else { vec![none, 1, 0] };
         let frames = rungs.iter().map(|&rung| self.without_caches(self.windows(rung))).collect();
         let mut tried: Vec<Frame> = Vec::new();
-        let mut within = |frames, fetching: usize| {
+        let mut within = |frames, fetching: usize, wanted| {
             let fetching = if is_rough { 0 } else { fetching };
-            self.offers_within(frames, &mut tried, fetching, best)
+            self.offers_within(frames, &mut tried, fetching, wanted)
         };
-        let mut found = within(frames, rungs.len());
+        let mut found = within(frames, rungs.len(), wanted);
         let windows = self.windows_beside(&found, &rungs, is_rough);
         let sizes = windows.len();
         let bases = windows.into_iter().map(|windows| self.without_caches(windows));
         let frames = bases.flat_map(|base| self.with_caches(&base, is_rough));
-        found.extend(within(frames.collect(), sizes));
+        let beside = |found: &[(Frame, Offer)]| wanted.beside(found.iter().map(|(_, offer)| offer));
+        found.extend(within(frames.collect(), sizes, beside(&found)));
         let frames = self.with_head(&found, &rungs, is_rough);
-        found.extend(within(frames, sizes));
+        found.extend(within(frames, sizes, beside(&found)));
         found.into_iter().map(|(_, offer)| offer).collect()
     }
 
@@ -160,7 +183,7 @@ impl<'a> Search<'a> {
         frames: Vec<Frame>,
         tried: &mut Vec<Frame>,
         fetching: usize,
-        best: u64,
+        wanted: Wanted,
     ) -> Vec<(Frame, Offer)> {
         let fitting = |frame| self.fitting(frame);
         let mut fresh: Vec<(Frame, Offer)> = frames.into_par_iter().filter_map(fitting).collect();
@@ -188,8 +211,9 @@ impl<'a> Search<'a> {
             base.fits() && frame.windows.iter().any(|&bytes| bytes > 0)
         };
         let fetching: Vec<_> = bases.iter().filter(may_fetch).take(fetching).collect();
+        let wanted = wanted.beside(bases.iter().map(|(_, _, base)| base));
         let fetching = fetching.into_par_iter().filter_map(|(frame, counts, base)| {
-            Some((frame.clone(), self.fetching(counts, frame, base, best)?))
+            Some((frame.clone(), self.fetching(counts, frame, base, wanted)?))
         });
         let fetching: Vec<(Frame, Offer)> = fetching.collect();
         bases.into_iter().map(|(frame, _, base)| (frame, base)).chain(fetching).collect()
@@ -256,8 +280,15 @@ impl<'a> Search<'a> {
     ///
     /// The best share is near the one for which the link and the home take equally long; whether whole blocks or single
     /// nodes are fetched is decided there. `None` where even that share does not make of `base`, in which the home
-    /// computes all, what scores `best`.
-    fn fetching(&self, counts: &[usize], frame: &Frame, base: &Offer, best: u64) -> Option<Offer> {
+    /// computes all, what is wanted.
+    fn fetching(
+        &self,
+        counts: &[usize],
+        frame: &Frame,
+        base: &Offer,
+        wanted: Wanted,
+    ) -> Option<Offer> {
+        let (Wanted::Worth(best) | Wanted::Better(best)) = wanted;
         let members = || self.staying(counts).flat_map(|block| &block.nodes);
         let fetch: f64 = members().map(|member| member.fetch_nanos).sum();
         let home: f64 = members().map(|member| member.home_nanos).sum();
@@ -267,21 +298,31 @@ impl<'a> Search<'a> {
         if times.score(self.task.target) > best {
             return None;
         }
+        let mut tried: Vec<(u64, Arrangement)> = Vec::new();
         // Prompts are fetched for as in `base`.
-        let tried = |share: f64, in_blocks: bool| {
+        let mut score = |share: f64, in_blocks: bool| {
             let fetching = Fetching { share: share.min(1.0), in_blocks };
             let arrangement = self.arrange(counts, frame, fetching);
+            // Shares that differ by little may come to the same.
+            if let Some((score, _)) = tried.iter().find(|(_, known)| *known == arrangement) {
+                return *score;
+            }
             let decode = self.prices.judged_decode_nanos(&arrangement).ok();
             let score = |decode| Times { decode, ..times }.score(self.task.target);
-            (decode.map_or(u64::MAX, score), arrangement)
+            let score = decode.map_or(u64::MAX, score);
+            tried.push((score, arrangement));
+            score
         };
-        let (blocks, nodes) = (tried(even, true), tried(even, false));
-        let in_blocks = blocks.0 <= nodes.0;
-        let others = [0.85, 0.9, 0.95, 1.05, 1.1].map(|factor| tried(even * factor, in_blocks));
-        let mut all: Vec<(u64, Arrangement)> = [blocks, nodes].into_iter().chain(others).collect();
-        all.sort_by_key(|(score, _)| *score);
+        let (blocks, nodes) = (score(even, true), score(even, false));
+        for factor in [0.85, 0.9, 0.95, 1.05, 1.1] {
+            score(even * factor, blocks <= nodes);
+        }
+        if matches!(wanted, Wanted::Better(_)) {
+            tried.retain(|(score, _)| *score < best);
+        }
+        tried.sort_by_key(|(score, _)| *score);
         let offer = |(_, arrangement): &(u64, Arrangement)| self.prices.offer(arrangement).ok();
-        all.iter().filter_map(offer).find(Offer::fits)
+        tried.iter().filter_map(offer).find(Offer::fits)
     }
 
     /// All blocks of each stage.
