@@ -18,7 +18,7 @@ use self::blocks::{Beside, Block, Member};
 use self::caches::is_chosen;
 use self::head::Head;
 use super::share::share;
-use super::{Hosted, host_cost, hosts};
+use super::{Hosted, fillable_bytes, host_cost, hosts};
 use crate::place::arrangement::Arrangement;
 use crate::place::prices::{Prices, Times};
 use crate::place::{Offer, Room};
@@ -66,6 +66,14 @@ struct Frame {
     cache_bytes: Vec<u64>,
     /// Whether the head does too.
     head_stays: bool,
+}
+
+/// What is known of a frame in which all blocks that may stay do.
+struct Full {
+    /// Bytes that each stage's GPU has left.
+    free: Vec<u64>,
+    /// Its price; `None` where it fits and was not worked out.
+    offer: Option<Offer>,
 }
 
 /// The home computes all that stays.
@@ -135,10 +143,10 @@ impl<'a> Search<'a> {
         let devices = &self.task.target.machine.devices;
         let room = self.stages.iter().map(|(gpu, _)| devices[*gpu].memory_bytes).sum();
         let largest = self.fitting(self.without_caches(self.windows(0)));
-        if let Some((_, everything)) =
-            largest.filter(|(_, everything)| self.overfills_hosts(everything, room))
+        if let Some((_, everything)) = &largest
+            && self.overfills_hosts(everything, room)
         {
-            return vec![everything];
+            return vec![everything.clone()];
         }
         let none = self.rungs.iter().map(Vec::len).max().unwrap_or(1) - 1;
         let rungs = if is_rough { vec![0] } else { vec![none, 1, 0] };
@@ -146,7 +154,7 @@ impl<'a> Search<'a> {
         let mut tried: Vec<Frame> = Vec::new();
         let mut within = |frames, fetching: usize, wanted| {
             let fetching = if is_rough { 0 } else { fetching };
-            self.offers_within(frames, &mut tried, fetching, wanted)
+            self.offers_within(frames, largest.as_ref(), &mut tried, fetching, wanted)
         };
         let mut found = within(frames, rungs.len(), wanted);
         let windows = self.windows_beside(&found, &rungs, is_rough);
@@ -177,16 +185,25 @@ impl<'a> Search<'a> {
     }
 
     /// The offers within frames that do not come out as one of `tried`, to which they are added. Decode fetches in
-    /// `fetching` of them at most: in the best where the home computes all.
+    /// `fetching` of them at most: in the best where the home computes all. `largest` is a frame with all blocks that may
+    /// stay.
     fn offers_within(
         &self,
         frames: Vec<Frame>,
+        largest: Option<&(Frame, Offer)>,
         tried: &mut Vec<Frame>,
         fetching: usize,
         wanted: Wanted,
     ) -> Vec<(Frame, Offer)> {
-        let fitting = |frame| self.fitting(frame);
-        let mut fresh: Vec<(Frame, Offer)> = frames.into_par_iter().filter_map(fitting).collect();
+        let full = |frame: Frame| {
+            if let Some(full) = largest.and_then(|largest| self.below(largest, &frame)) {
+                return Some((frame, full));
+            }
+            let (frame, offer) = self.fitting(frame)?;
+            let free = self.stages.iter().map(|(gpu, _)| offer.devices[*gpu].free_bytes());
+            Some((frame, Full { free: free.collect(), offer: Some(offer) }))
+        };
+        let mut fresh: Vec<(Frame, Full)> = frames.into_par_iter().filter_map(full).collect();
         fresh.retain(|(frame, _)| {
             let is_fresh = !tried.contains(frame);
             if is_fresh {
@@ -194,8 +211,8 @@ impl<'a> Search<'a> {
             }
             is_fresh
         });
-        let fewest = |(frame, everything): (Frame, Offer)| {
-            let (counts, base) = self.fewest(&frame, everything)?;
+        let fewest = |(frame, full): (Frame, Full)| {
+            let (counts, base) = self.fewest(&frame, full)?;
             if counts.iter().any(|&count| count > 0) {
                 return Some((frame, counts, base));
             }
@@ -255,6 +272,24 @@ impl<'a> Search<'a> {
             let lower = self.rungs[stage].iter().find(|&&window| window <= most);
             frame.windows[stage] = lower.copied().unwrap_or(0);
         }
+    }
+
+    /// A frame with all blocks that may stay, where it differs from `larger`, which fits, in smaller windows alone. `None`
+    /// where hosts, which compute more without windows, have little to spare.
+    fn below(&self, (larger, offer): &(Frame, Offer), frame: &Frame) -> Option<Full> {
+        let devices = &self.task.target.machine.devices;
+        let has_room =
+            |&host: &DeviceId| offer.devices[host].needed_bytes() <= fillable_bytes(&devices[host]);
+        let with_larger = Frame { windows: larger.windows.clone(), ..frame.clone() };
+        let smaller = larger.windows.iter().zip(&frame.windows);
+        let less: Option<Vec<u64>> = smaller.map(|(all, part)| all.checked_sub(*part)).collect();
+        let less = less.filter(|_| with_larger == *larger && frame != larger)?;
+        let free = |((gpu, _), less): (&(DeviceId, Range<usize>), u64)| {
+            offer.devices[*gpu].free_bytes() + less
+        };
+        let is_known = offer.fits() && self.hosts.iter().all(has_room);
+        is_known
+            .then(|| Full { free: self.stages.iter().zip(less).map(free).collect(), offer: None })
     }
 
     /// What GPUs have left, beside their windows, when all that may stay does.

@@ -1,16 +1,17 @@
 //! How many blocks must stay with hosts so that the rest fits the GPUs.
 
-use std::ops::Range;
-
 use ir::id::DeviceId;
 
-use super::{Block, Frame, IN_PLACE, Search};
+use super::{Block, Frame, Full, IN_PLACE, Search};
 use crate::place::Offer;
 
 /// Hosts, and pairs of a GPU and a host, from which on it takes long to find out how much each can hold if the hosts are
 /// too small for all that may stay: where there are as many of both it is tried only when nothing fits otherwise.
 const MANY_HOSTS: usize = 3;
 const MANY_PAIRS: usize = 9;
+/// A GPU may lack one part in so many of what a block takes there and still hold it: it needs less for its letters and
+/// what it hands over.
+const SPARED: u64 = 8;
 
 impl Search<'_> {
     /// Whether hosts lack memory for everything that may stay, and less may not or is not tried: so many bytes on GPUs
@@ -31,26 +32,32 @@ impl Search<'_> {
 
     /// The fewest blocks of each stage that must stay so that the rest fits the GPUs, with the price; all of them where
     /// it never does.
-    pub(super) fn fewest(&self, frame: &Frame, everything: Offer) -> Option<(Vec<usize>, Offer)> {
+    pub(super) fn fewest(&self, frame: &Frame, full: Full) -> Option<(Vec<usize>, Offer)> {
         // What has no price, because a device does not compute it, fits no more than what lacks memory.
         let offer =
             |counts: &[usize]| self.prices.offer(&self.arrange(counts, frame, IN_PLACE)).ok();
         let all = self.all();
         let stage_of = |lacking| self.stages.iter().position(|(gpu, _)| *gpu == lacking);
-        let slack = |gpu: DeviceId| everything.devices[gpu].free_bytes();
-        let missing = everything.candidate.missing;
-        let gpu_lacks = missing.is_some_and(|(lacking, _)| !self.hosts.contains(&lacking));
-        let room = self.stages.iter().map(|(gpu, _)| slack(*gpu)).sum();
-        if gpu_lacks || self.overfills_hosts(&everything, room) {
-            return Some((all, everything));
+        let Full { free, offer: everything } = full;
+        let is_hopeless = everything.as_ref().is_some_and(|everything| {
+            let missing = everything.candidate.missing;
+            let gpu_lacks = missing.is_some_and(|(lacking, _)| !self.hosts.contains(&lacking));
+            gpu_lacks || self.overfills_hosts(everything, free.iter().sum())
+        });
+        let whole = |all: Vec<usize>| {
+            let everything = everything.or_else(|| offer(&all))?;
+            Some((all, everything))
+        };
+        if is_hopeless {
+            return whole(all);
         }
         // Blocks are much alike, so the first guess is off by little. A GPU may hold them in another format than hosts.
         let largest = |bytes: fn(&Block) -> u64| self.blocks.iter().map(bytes).max().unwrap_or(1);
         let (at_home, on_gpu) = (largest(|block| block.bytes), largest(|block| block.gpu_bytes));
-        let guess = |(&all, (gpu, _)): (&usize, &(DeviceId, Range<usize>))| {
-            all - usize::try_from(slack(*gpu) / on_gpu).unwrap_or(all).min(all)
+        let guess = |(&all, &free): (&usize, &u64)| {
+            all - usize::try_from(free / on_gpu).unwrap_or(all).min(all)
         };
-        let mut counts: Vec<usize> = all.iter().zip(&self.stages).map(guess).collect();
+        let mut counts: Vec<usize> = all.iter().zip(&free).map(guess).collect();
         // Where nothing else stays there is a block at least that does, and it may be any stage's.
         let stays = frame.head_stays || frame.caches.iter().any(|&count| count > 0);
         let least = usize::from(!stays);
@@ -59,7 +66,7 @@ impl Search<'_> {
         }
         let mut is_tight = vec![false; counts.len()];
         let mut best = loop {
-            let Some(offer) = offer(&counts) else { return Some((all, everything)) };
+            let Some(offer) = offer(&counts) else { return whole(all) };
             let Some((lacking, bytes)) = offer.candidate.missing else { break (counts, offer) };
             // At least so many blocks have these bytes.
             let blocks = |bytes: u64, of_block: u64| {
@@ -75,20 +82,29 @@ impl Search<'_> {
                 None if self.hosts.contains(&lacking) && !is_tight.contains(&true) => {
                     let fewer = blocks(self.beyond_hosts(&offer), at_home);
                     if fewer >= counts.iter().sum::<usize>() {
-                        return Some((all, everything));
+                        return whole(all);
                     }
                     for _ in 0..fewer {
                         let most = counts.iter_mut().max().expect("there are stages");
                         *most -= 1;
                     }
                 }
-                Some(_) | None => return Some((all, everything)),
+                Some(_) | None => return whole(all),
             }
         };
+        let staying_bytes =
+            |counts: &[usize]| -> u64 { self.staying(counts).map(|block| block.gpu_bytes).sum() };
         for stage in (0..is_tight.len()).filter(|&stage| !is_tight[stage]) {
             while best.0[stage] > 0 && best.0.iter().sum::<usize>() > least {
                 let mut fewer = best.0.clone();
                 fewer[stage] -= 1;
+                // To save time: what a GPU needs beside matrices is much the same with one block more or less, but for its
+                // window, which goes with the last one.
+                let more = staying_bytes(&best.0).saturating_sub(staying_bytes(&fewer));
+                let free = best.1.devices[self.stages[stage].0].free_bytes();
+                if fewer[stage] > 0 && free < more - more / SPARED {
+                    break;
+                }
                 match offer(&fewer) {
                     Some(offer) if offer.fits() => best = (fewer, offer),
                     Some(_) | None => break,
