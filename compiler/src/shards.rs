@@ -10,14 +10,14 @@
 mod choice;
 mod shortage;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use anyhow::Result;
 use ir::dag::Node;
 use ir::graph::LayerGraph;
 use ir::id::{Few, ValueId, WeightId};
 use ir::model::Model;
-use ir::op::{Experts, Linear, Op, Then};
+use ir::op::{Experts, Linear, Op, Products, Then};
 use ir::tensor::{Dim, TensorType};
 use ir::weight::Slice;
 
@@ -58,6 +58,30 @@ impl Cut {
         let (shares, names) = resident.into_iter().chain(nodes.iter().flat_map(of_node)).unzip();
         Self { shares, names }
     }
+
+    /// The features of each shard of a layer of so many; `None` where they are too few.
+    fn parts(&self, features: u32) -> Option<Few<u32>> {
+        GRAINS.into_iter().find_map(|grain| parts(&self.shares, features, grain))
+    }
+
+    /// Whether layers of any of these features are cut alike.
+    fn is_alike(&self, other: &Self, features: &BTreeSet<u32>) -> bool {
+        let mut features = features.iter();
+        self.names == other.names
+            && features.all(|&features| self.parts(features) == other.parts(features))
+    }
+}
+
+/// The features of all layers that can be cut.
+fn features(model: &Model) -> BTreeSet<u32> {
+    let of_node = |op: &Op| match op.products()? {
+        Products::Linear(up) if matches!(up.then, Then::Activate(_) | Then::Gate(_)) => {
+            model.weights[up.weights[0]].shape.first().copied()
+        }
+        Products::Experts(experts) => model.weights[experts.gate].shape.get(1).copied(),
+        Products::Linear(_) | Products::Attention(_) => None,
+    };
+    model.layers.nodes().filter_map(|(_, node)| of_node(&node.work)).collect()
 }
 
 /// The layer of a node's name, and which of the NUMA nodes' shards the node is or is a piece of.
@@ -151,7 +175,8 @@ impl Cutter<'_> {
     /// Cuts what is activated by rows; `None` where the features are too few.
     fn cut_up(&mut self, node: &Node<Op>, up: &Linear) -> Result<Option<Shards>> {
         let weight = up.weights[0];
-        let Some(parts) = self.parts(self.model.weights[weight].shape[0]) else { return Ok(None) };
+        let features = self.model.weights[weight].shape[0];
+        let Some(parts) = self.cut.parts(features) else { return Ok(None) };
         let inputs = self.rewrite.renamed(&node.inputs);
         let mut values = Vec::new();
         for (shard, (start, size)) in ranges(&parts).enumerate() {
@@ -195,7 +220,7 @@ impl Cutter<'_> {
             return Ok(false);
         }
         let features = self.model.weights[experts.gate].shape[1];
-        let Some(parts) = self.parts(features) else { return Ok(false) };
+        let Some(parts) = self.cut.parts(features) else { return Ok(false) };
         let inputs = self.rewrite.renamed(&node.inputs);
         let mut terms = Vec::new();
         for (shard, (start, size)) in ranges(&parts).enumerate() {
@@ -222,11 +247,6 @@ impl Cutter<'_> {
         }
         self.rewrite.rename(&node.outputs, &[sum]);
         Ok(())
-    }
-
-    /// The features of each shard.
-    fn parts(&self, features: u32) -> Option<Few<u32>> {
-        GRAINS.into_iter().find_map(|grain| parts(&self.cut.shares, features, grain))
     }
 
     /// A new weight: a part of another.

@@ -10,7 +10,7 @@ use ir::plan::Phase;
 use rayon::prelude::*;
 
 use super::shortage::Lacking;
-use super::{Cut, cut, shard};
+use super::{Cut, cut, features, shard};
 use crate::options::{Options, Request};
 use crate::part::WeightKey;
 use crate::place::group::filled;
@@ -69,6 +69,9 @@ pub(crate) fn with_shards(
     };
     for part in REFILLED {
         let Some(fuller) = way.with_more_resident(&best.1, &gpus, part / whole) else { continue };
+        if fuller.cut().is_alike(&way.cut(), &features(&model)) {
+            break;
+        }
         let Some(found) = try_way(&fuller)? else { continue };
         if found.1.score < best.1.score {
             best = found;
@@ -155,7 +158,15 @@ fn ways(
     if near.len() < hosts.len() {
         ways.extend(ways_among(&nodes(&near), share, beside_caches));
     }
-    Ok(Some((ways, whole)))
+    let features = features(task.model);
+    let mut distinct: Vec<Way> = Vec::new();
+    for way in ways {
+        // Shares that differ by little may come to the same parts.
+        if distinct.iter().all(|known| !known.cut().is_alike(&way.cut(), &features)) {
+            distinct.push(way);
+        }
+    }
+    Ok(Some((distinct, whole)))
 }
 
 /// The ways with these shares of NUMA nodes. If all layers are cut, that share of them stays, or the other one if all
