@@ -205,16 +205,7 @@ pub(crate) fn place(task: &Task<'_>, options: &Options, among: Among<'_>) -> Res
     let &Offer { score, score_of_most, .. } = best;
     let (arrangement, devices) = (best.arrangement.clone(), best.devices.clone());
     let candidates = offers.into_iter().map(|offer| offer.candidate).collect();
-    Ok(Placement {
-        layouts,
-        arrangement,
-        better,
-        candidates,
-        score,
-        score_of_most,
-        devices,
-        rooms,
-    })
+    Ok(Placement { layouts, arrangement, better, candidates, score, score_of_most, devices, rooms })
 }
 
 /// Writes the cause of every node of a placement that is kept.
