@@ -63,7 +63,7 @@ pub(crate) struct Placement {
     better: Option<Offer>,
     /// The chosen placement, then others that were compared with it, best first; not all that were priced.
     pub(crate) candidates: Vec<Candidate>,
-    /// Of a prompt of [`PROMPT_TOKENS`] and an answer; the lowest is best.
+    /// Of a prompt of [`PROMPT_TOKENS`], or of the context if that is shorter, and an answer; the lowest is best.
     pub(crate) score: u64,
     /// What the score would be if it were judged by the decode of the most sequences.
     pub(crate) score_of_most: u64,
@@ -262,7 +262,7 @@ fn offers(
         let best = fitting.map(|offer| offer.score).min().unwrap_or(u64::MAX);
         let (sets, wanted) = match among {
             Among::All => (hosted::gpu_sets(task), Wanted::Worth(best)),
-            // Of what shards are placed with the best alone is compared with others.
+            // Of placements of shards only the best is compared with others.
             Among::Beside(gpus) | Among::RoughlyBeside(gpus) => {
                 (vec![gpus.to_vec()], Wanted::Better(best))
             }

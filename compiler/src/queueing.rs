@@ -1,6 +1,6 @@
 //! What a GPU waits for beside devices: its launches have to be queued.
 //!
-//! Decodes are captured, and replayed as a whole. Of prompts that other devices take part in most are not, nor are the
+//! Decodes are captured, and replayed as a whole. Of prompts that hosts take part in most are not, nor are the
 //! first two of a length: a GPU's lane waits for what a step needs, queues launches up to the next step that others wait
 //! for, and so on. What is queued while the GPU computes takes no time; in short prompts it waits for nearly all of its
 //! launches.

@@ -267,7 +267,7 @@ impl Target {
         (plain.has_bf12 != self.has_bf12).then_some(plain)
     }
 
-    /// Runs that the prompt takes which placements are judged by, or one of the context if that is shorter.
+    /// Runs that a prompt of [`PROMPT_TOKENS`], or of the context if that is shorter, takes: placements are judged by it.
     pub(crate) fn prompt_runs(&self) -> u64 {
         u64::from(PROMPT_TOKENS.min(self.context).div_ceil(self.prefill_tokens))
     }

@@ -26,10 +26,12 @@ pub fn most_kinds(plan: &Plan) -> u64 {
     OTHER_KINDS.saturating_add(sequences.unwrap_or(0).saturating_mul(SEQUENCE_KINDS))
 }
 
-/// Whether prompts of up to [`most_prompt_tokens()`] tokens are captured: where GPUs have all they need, and sum what they
-/// share by kernels of their own, as no graph captures the vendor's library of collectives; beside a host where one GPU
-/// works on them. Several would wait for it and for each other longer than for launches, one with a part of a mixture
-/// waits for the host so, and what brings a borrowed cache is launched anew for each run.
+/// Whether prompts of up to [`most_prompt_tokens()`] tokens are captured.
+///
+/// - Where GPUs have all they need, unless the vendor's library of collectives sums, which no graph captures.
+/// - Beside a host, where one GPU works, with no part of a mixture on the host and no borrowed cache: several GPUs, and
+///   one that waits for experts, wait longer than launches take, and what brings a borrowed cache is launched anew for
+///   each run.
 pub fn includes_prompts(plan: &Plan) -> bool {
     match Beside::of(plan) {
         Beside::Nothing => plan.library_sums().next().is_none(),
@@ -43,8 +45,8 @@ pub fn includes_prompts(plan: &Plan) -> bool {
 /// up to so many rows at a time: longer ones are more launches, and take the host a fraction of the GPU's time.
 pub const MOST_TOKENS_OF_KERNELS: u32 = MAX_PACKED_ROWS;
 
-/// Tokens of the longest prompts that are captured where a plan [`includes_prompts()`]: all that one run takes, where the
-/// GPU has all it needs and the vendor's library, which makes as many launches of any. Beside a host, whose letters wait
+/// Tokens of the longest prompts that are captured where a plan [`includes_prompts()`]: all that one run takes, where
+/// GPUs have all they need and the vendor's library, which makes as many launches of any. Beside a host, whose letters wait
 /// for each other in all but short programs, memory is scarce.
 pub fn most_prompt_tokens(plan: &Plan) -> u32 {
     match Beside::of(plan) {

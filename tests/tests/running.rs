@@ -12,6 +12,7 @@ use common::{
     Shape, compile, compile_model, distance, engine, fetches, golden, gpu_options, is_same, logits,
     prompt, written,
 };
+use compiler::options::FormatRule;
 use executor::batch::Batch;
 use executor::load::{self, GpuDriver, Options, PlanFile};
 use ir::machine::DeviceKind;
@@ -161,22 +162,35 @@ fn captured_runs_over_gpus_are_the_same_bit_for_bit() {
         return eprintln!("skipped: there are no two GPUs here");
     }
     let prompts = [5, 20, 150].map(prompt);
-    let mut alone = engine(&compile(MODEL, Shape::One, |_| ()), &Options::default());
-    let expected = prompts.clone().map(|prompt| logits(&mut alone, &[prompt]).remove(0));
-    // In one run, and in many that are under way together.
-    for (shape, tokens) in Shape::GPUS.into_iter().flat_map(|shape| [(shape, 512), (shape, 8)]) {
-        let plan = compile(MODEL, shape, |options| options.prefill_tokens = Some(tokens));
-        let mut engine = engine(&plan, &gpu_options());
-        for (prompt, expected) in prompts.iter().zip(&expected) {
-            let mut again = || logits(&mut engine, std::slice::from_ref(prompt)).remove(0);
-            let [first, captured] = [again(), again()];
-            assert!(distance(expected, &first) < 1e-3, "{shape:?}, {tokens}");
-            assert!(is_same(&first, &captured), "{shape:?}, {tokens}, {} tokens", prompt.len());
-            let before = engine.executor().replays();
-            let again = logits(&mut engine, std::slice::from_ref(prompt)).remove(0);
-            assert!(is_same(&first, &again), "{shape:?}, {tokens}, {} tokens", prompt.len());
-            let runs = prompt.len().div_ceil(tokens as usize);
-            assert_eq!(engine.executor().replays() - before, 2 * runs, "{shape:?}, {tokens}");
+    // Of blocks a processor's inputs have 8 bits, and prompts of GPUs are padded.
+    let cases = [(MODEL, "f32", 1e-3), (MODEL, "q8", 0.5), ("qwen3-moe", "f32", 1e-3)];
+    for (name, format, most) in cases {
+        let formats: Vec<FormatRule> = vec![format.parse().unwrap()];
+        let set_format = |options: &mut compiler::Options| options.formats = formats.clone();
+        let mut alone = engine(&compile(name, Shape::One, set_format), &Options::default());
+        let expected = prompts.clone().map(|prompt| logits(&mut alone, &[prompt]).remove(0));
+        // In one run, and in many that are under way together.
+        for (shape, tokens) in Shape::GPUS.into_iter().flat_map(|shape| [(shape, 512), (shape, 8)])
+        {
+            let plan = compile(name, shape, |options| {
+                set_format(options);
+                options.prefill_tokens = Some(tokens);
+            });
+            let mut engine = engine(&plan, &gpu_options());
+            for (prompt, expected) in prompts.iter().zip(&expected) {
+                let length = prompt.len();
+                let of = format!("{name} as {shape:?} in {format}, {length} by {tokens} tokens");
+                let mut answer = || {
+                    let given = logits(&mut engine, std::slice::from_ref(prompt)).remove(0);
+                    (given, engine.executor().replays())
+                };
+                let [(first, _), (captured, before), (replayed, after)] =
+                    [answer(), answer(), answer()];
+                assert!(distance(expected, &first) < most, "{of}");
+                assert!(is_same(&first, &captured) && is_same(&first, &replayed), "{of}");
+                let of_run = engine.share(length).min(tokens) as usize;
+                assert_eq!(after - before, 2 * length.div_ceil(of_run), "{of}");
+            }
         }
     }
 }

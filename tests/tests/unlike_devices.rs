@@ -387,11 +387,11 @@ fn a_node_holds_the_table_where_gpus_that_share_layers_lack_room_for_it() {
 }
 
 #[test]
-fn a_node_holds_the_table_where_so_many_stages_lack_room_for_it() {
+fn a_node_holds_the_table_where_stages_asked_for_by_number_lack_room_for_it() {
     let mut machine = h200(4 * GIB);
     add_gpus(&mut machine, |_, _| (), 3);
-    let plan = |request| compile(&llama_8b(), &machine, &Options { request, ..options() });
-    let plan = plan(Request::PipelineRanks(4));
+    let asked = Options { request: Request::PipelineRanks(4), ..options() };
+    let plan = compile(&llama_8b(), &machine, &asked);
     assert_eq!(chosen(&plan), "pipeline gpu0 → gpu1 → gpu2 → gpu3, embedding on numa0");
 }
 

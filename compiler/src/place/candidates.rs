@@ -57,24 +57,25 @@ impl Prices<'_> {
     /// The best pipelines along sequences, by each goal. Runs of prompts overlap, which counts for throughput, and for
     /// latency where a prompt takes several; steps of decode never do.
     fn pipelines_of(&self, sequences: &[Vec<&Priced>]) -> Vec<Vec<Arrangement>> {
-        /// Limits of a stage's prefill, in percent of the most that the busiest stage takes of both at best.
-        const LIMITS: [u64; 3] = [60, 80, 100];
+        /// Limits of a stage's prefill, in percent of the most that the busiest stage takes of both at best, for each run
+        /// of the prompt.
+        const LIMITS: [u64; 4] = [60, 80, 100, 180];
         // Several goals find many of the same.
         let few = MOST_PIPELINES / 3;
         let by = |goal, most| self.pipelines(sequences, goal, most);
         if self.task.target.objective == Objective::Latency {
             let later_runs = self.task.target.prompt_runs() - 1;
             let with_sum = by(Goal::Sum { later_runs }, MOST_PIPELINES).1;
-            let overlapping = with_sum.iter().filter(|_| later_runs > 0);
-            let even = overlapping.take(MOST_EVEN).filter_map(|pipeline| self.even(pipeline));
-            let even = even.collect();
+            let overlapping = if later_runs > 0 { MOST_EVEN } else { 0 };
+            let overlapping = with_sum.iter().take(overlapping);
+            let even = overlapping.filter_map(|pipeline| self.even(pipeline)).collect();
             return vec![with_sum, even];
         }
-        let by = |goal| by(goal, few);
-        let with_sum = by(Goal::Sum { later_runs: 0 }).1;
-        let (least, with_busiest) = by(Goal::Busiest);
-        let limits = LIMITS.iter().filter_map(|percent| Some(least? / 100 * percent));
-        let by_decode = limits.map(|most_prefill| by(Goal::Decode { most_prefill }).1);
+        let with_sum = by(Goal::Sum { later_runs: 0 }, few).1;
+        let (least, with_busiest) = by(Goal::Busiest, few);
+        let of_run = least.map(|least| least / self.task.target.prompt_runs());
+        let limits = LIMITS.iter().filter_map(|percent| Some(of_run? / 100 * percent));
+        let by_decode = limits.map(|most_prefill| by(Goal::Decode { most_prefill }, few).1);
         [with_sum, with_busiest].into_iter().chain(by_decode).collect()
     }
 

@@ -40,7 +40,7 @@ pub(crate) struct Times {
 }
 
 impl Times {
-    /// Time of a prompt and an answer of 128 tokens: of parts of a model it adds up.
+    /// Time of what `prefill` counts and an answer of 128 tokens: of parts of a model it adds up.
     ///
     /// Latency: `prefill + 128 · decode`. Throughput: what one such request adds to the time of all, `prefill + 128 ·
     /// decode / sequences`, where prefill is the busiest lane's work, since runs of prompts overlap.

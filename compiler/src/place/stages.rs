@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use ir::id::DeviceId;
 
+use crate::options::Objective;
 use crate::place::prices::{Priced, Times};
 use crate::target::Target;
 
@@ -16,7 +17,7 @@ pub(crate) enum Goal {
         /// Runs after the first.
         later_runs: u64,
     },
-    /// The slowest stage: runs overlap.
+    /// The slowest stage: runs overlap, and for throughput all runs of a prompt count.
     Busiest,
     /// The sum of decode, which never overlaps, over stages whose prefill, which does, takes no longer than so much.
     Decode {
@@ -28,7 +29,8 @@ pub(crate) enum Goal {
 /// Ranges of units, each with the index of its group in the sequence.
 pub(crate) type Stages = Vec<(usize, Range<usize>)>;
 
-/// The best stages of `sequence`, in its order, within the `free` bytes of devices, and their score.
+/// The best stages of `sequence`, in its order, within the `free` bytes of devices, and their score; nearly the best
+/// where later runs count: of the ways to a cut one is kept, whatever stage comes to take longest behind it.
 ///
 /// Groups may be left out unless `uses_all`. `None` when nothing fits.
 pub(crate) fn cut(
@@ -44,8 +46,14 @@ pub(crate) fn cut(
         Goal::Sum { .. } | Goal::Decode { .. } => before + stage,
         Goal::Busiest => before.max(stage),
     };
+    let runs = match target.objective {
+        Objective::Latency => 1,
+        Objective::Throughput => target.prompt_runs(),
+    };
     let score = |times: Times| match goal {
-        Goal::Sum { .. } | Goal::Busiest => times.request(target),
+        Goal::Sum { .. } | Goal::Busiest => {
+            Times { prefill: runs * times.prefill, ..times }.request(target)
+        }
         Goal::Decode { .. } => Times { prefill: 0, ..times }.request(target),
     };
     // What handing over from the leader of one group to that of a later one costs; `None` without a link.

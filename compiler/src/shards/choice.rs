@@ -35,10 +35,6 @@ const LEAST_REFILLED: f64 = 0.003;
 /// Pieces of a layer that stays, in all: a GPU then needs smaller windows, and may fetch some of them while others are
 /// computed. Beside an H200, twice as many take more launches and are no faster.
 const PIECES: usize = 4;
-/// To save time, ways whose rough placements are worse than the best of these by more than one part in so many are not
-/// placed well, where decode fetches little. Of 82 choices among 313 ways, on machines with all kinds of links, two went
-/// to a way that was a ninth worse at first, and three to one that was three times worse because decode fetched nothing.
-const NEAR: u64 = 6;
 /// The least share of a layer that is worth launches of its own.
 const LEAST_RESIDENT: f64 = 0.05;
 /// The least share of a layer that is worth a NUMA node's steps.
@@ -65,20 +61,9 @@ pub(crate) fn with_shards(
     let Some((ways, whole)) = ways(&task, &gpus, &beside, lacking, is_free)? else {
         return Ok((model, placement));
     };
-    let roughly = |way: &Way| roughly_placed(&model, target, options, &gpus, &way.cut(), is_free);
-    let placed = |way: &Way, rough: &Rough| {
-        rough.placed(&model, target, options, &gpus, &way.cut(), is_free)
-    };
-    let rough = ways.par_iter().map(roughly).collect::<Result<Vec<_>>>()?;
-    let rough = ways.iter().zip(rough).filter_map(|(way, rough)| Some((way, rough?)));
-    let mut rough: Vec<(&Way, Rough)> = rough.collect();
-    let least = rough.iter().map(|(_, rough)| rough.placement.score).min().unwrap_or(u64::MAX);
-    if fetches_little(&task, &gpus) {
-        rough.retain(|(_, rough)| rough.is_near(least));
-    }
-    let found = rough.par_iter().map(|(way, rough)| placed(way, rough));
-    let found = found.collect::<Result<Vec<_>>>()?;
-    let found = rough.iter().zip(found).filter_map(|((way, _), found)| Some((*way, found?)));
+    let try_way = |way: &Way| sharded(&model, target, options, &gpus, &way.cut(), is_free);
+    let found = ways.par_iter().map(try_way).collect::<Result<Vec<_>>>()?;
+    let found = ways.iter().zip(found).filter_map(|(way, found)| Some((way, found?)));
     let Some((way, mut best)) = found.min_by_key(|(_, (_, placed))| placed.score) else {
         return Ok((model, placement));
     };
@@ -87,8 +72,7 @@ pub(crate) fn with_shards(
         if fuller.cut().is_alike(&way.cut(), &features(&model)) {
             break;
         }
-        let Some(rough) = roughly(&fuller)? else { continue };
-        let Some(found) = placed(&fuller, &rough)? else { continue };
+        let Some(found) = try_way(&fuller)? else { continue };
         if found.1.score < best.1.score {
             best = found;
         }
@@ -233,74 +217,36 @@ fn bytes(task: &Task<'_>, home: DeviceId, is_one: impl Fn(&str) -> bool) -> f64 
     weights.filter(|&weight| task.model.weights[weight].shape.len() > 1).map(packed).sum()
 }
 
-/// A model with all layers cut that can be, roughly placed.
-struct Rough {
-    model: Model,
-    placement: Placement,
-}
-
-/// Whether decode fetches little beside these GPUs, as rough placements fetch nothing in it: no link brings half of what
-/// its node reads.
-fn fetches_little(task: &Task<'_>, gpus: &[DeviceId]) -> bool {
-    let machine = &task.target.machine;
-    let is_slow = |host: DeviceId, gpu: DeviceId| {
-        let link = machine.link(host, gpu).map_or(0.0, |link| link.bytes_per_sec);
-        2.0 * link < machine.devices[host].rates.read_bytes_per_sec
-    };
-    hosts(task, gpus).into_iter().all(|host| gpus.iter().all(|&gpu| is_slow(host, gpu)))
-}
-
-/// The model cut so wherever it can be, roughly placed beside those GPUs; `None` where nothing can be cut or nothing
-/// fits.
-fn roughly_placed(
+/// The model cut so, with the best placement beside those GPUs; `None` where nothing can be cut or nothing fits.
+fn sharded(
     model: &Model,
     target: &Target,
     options: &Options,
     gpus: &[DeviceId],
     by: &Cut,
     is_free: impl Fn(&str) -> bool,
-) -> Result<Option<Rough>> {
-    let Some(model) = cut(model, by, is_free)? else { return Ok(None) };
+) -> Result<Option<(Model, Placement)>> {
+    // What is cut in vain costs a GPU some launches, so only what stays is cut in the end: and a block more of each
+    // stage, since uncut layers need more scratch memory.
+    let Some(all) = cut(model, by, &is_free)? else { return Ok(None) };
+    let all_task = Task::new(&all, target);
     // Where shards fit nowhere, there is what fits uncut.
-    let placed = place(&Task::new(&model, target), options, Among::RoughlyBeside(gpus));
-    Ok(placed.ok().map(|placement| Rough { model, placement }))
-}
-
-impl Rough {
-    /// Whether it is not much worse than one of that score.
-    fn is_near(&self, best: u64) -> bool {
-        self.placement.score <= best.saturating_add(best / NEAR)
-    }
-
-    /// The model cut so, with the best placement beside those GPUs; `None` where nothing fits.
-    fn placed(
-        &self,
-        model: &Model,
-        target: &Target,
-        options: &Options,
-        gpus: &[DeviceId],
-        by: &Cut,
-        is_free: impl Fn(&str) -> bool,
-    ) -> Result<Option<(Model, Placement)>> {
-        // What is cut in vain costs a GPU some launches, so only what stays is cut in the end: and a block more of each
-        // stage, since uncut layers need more scratch memory.
-        let task = Task::new(&self.model, target);
-        let beside = self.placement.beside_gpus(&task);
-        let stays: BTreeSet<&str> = beside.iter().filter_map(|name| Some(shard(name)?.0)).collect();
-        let blocks: BTreeSet<u32> = stays.iter().filter_map(|layer| Task::block(layer)).collect();
-        let spare = |gpu: &DeviceId| {
-            let of_stage = attended_blocks(&task, &self.placement, *gpu);
-            of_stage.into_iter().find(|block| !blocks.contains(block))
-        };
-        let spare: BTreeSet<u32> = gpus.iter().filter_map(spare).collect();
-        let is_cut = |layer: &str| {
-            let is_spare = Task::block(layer).is_some_and(|block| spare.contains(&block));
-            stays.contains(layer) || is_spare && is_free(layer)
-        };
-        let Some(cut) = cut(model, by, is_cut)? else { return Ok(None) };
-        let placed = place(&Task::new(&cut, target), options, Among::Beside(gpus));
-        Ok(placed.ok().map(|placed| (cut, placed)))
-    }
+    let Ok(rough) = place(&all_task, options, Among::RoughlyBeside(gpus)) else { return Ok(None) };
+    let beside = rough.beside_gpus(&all_task);
+    let stays: BTreeSet<&str> = beside.iter().filter_map(|name| Some(shard(name)?.0)).collect();
+    let blocks: BTreeSet<u32> = stays.iter().filter_map(|layer| Task::block(layer)).collect();
+    let spare = |gpu: &DeviceId| {
+        let of_stage = attended_blocks(&all_task, &rough, *gpu);
+        of_stage.into_iter().find(|block| !blocks.contains(block))
+    };
+    let spare: BTreeSet<u32> = gpus.iter().filter_map(spare).collect();
+    let is_cut = |layer: &str| {
+        let is_spare = Task::block(layer).is_some_and(|block| spare.contains(&block));
+        stays.contains(layer) || is_spare && is_free(layer)
+    };
+    let Some(cut) = cut(model, by, is_cut)? else { return Ok(None) };
+    let placed = place(&Task::new(&cut, target), options, Among::Beside(gpus));
+    Ok(placed.ok().map(|placed| (cut, placed)))
 }
 
 /// The blocks whose attention a GPU computes, in prefill at least: those of its stage, whatever stays beside it, but

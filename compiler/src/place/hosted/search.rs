@@ -185,8 +185,8 @@ impl<'a> Search<'a> {
     }
 
     /// The offers within frames that do not come out as one of `tried`, to which they are added. Decode fetches in
-    /// `fetching` of them at most: in the best where the home computes all. `largest` is a frame with all blocks that may
-    /// stay.
+    /// `fetching` of them at most: in the best where the home computes all. `largest` is the frame of the
+    /// largest windows, with its price where all blocks stay.
     fn offers_within(
         &self,
         frames: Vec<Frame>,
@@ -335,7 +335,7 @@ impl<'a> Search<'a> {
         }
         let mut tried: Vec<(u64, Arrangement)> = Vec::new();
         // Prompts are fetched for as in `base`.
-        let mut score = |share: f64, in_blocks: bool| {
+        let mut try_share = |share: f64, in_blocks: bool| {
             let fetching = Fetching { share: share.min(1.0), in_blocks };
             let arrangement = self.arrange(counts, frame, fetching);
             // Shares that differ by little may come to the same.
@@ -348,9 +348,9 @@ impl<'a> Search<'a> {
             tried.push((score, arrangement));
             score
         };
-        let (blocks, nodes) = (score(even, true), score(even, false));
+        let (blocks, nodes) = (try_share(even, true), try_share(even, false));
         for factor in [0.85, 0.9, 0.95, 1.05, 1.1] {
-            score(even * factor, blocks <= nodes);
+            try_share(even * factor, blocks <= nodes);
         }
         if matches!(wanted, Wanted::Better(_)) {
             tried.retain(|(score, _)| *score < best);
