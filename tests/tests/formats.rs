@@ -6,9 +6,9 @@ mod common;
 use std::sync::atomic::AtomicBool;
 
 use common::expected::{Tolerance, check, deviation, expected, goldens, ids, logits_of};
-use common::{Shape, compile, engine, gpu_options};
+use common::{Shape, compile, engine, gpu_options, has_cuda};
 use executor::kernels::cpu::isa::Isa;
-use executor::load::{GpuDriver, Kernels, Options};
+use executor::load::{Kernels, Options};
 use executor::sample::{Sampler, SamplingOptions};
 use ir::plan::Plan;
 
@@ -170,7 +170,7 @@ const WITH_GPU: [(Shape, Shape); 3] = [
 #[test]
 fn a_gpu_deviates_as_little_as_processors() {
     let options = gpu_options();
-    let has_cuda = options.gpu_driver == GpuDriver::Cuda;
+    let has_cuda = has_cuda();
     // A device in software compiles kernels for minutes, and knows no bf16.
     let names = if has_cuda { goldens() } else { vec!["llama3".to_owned()] };
     let floats =

@@ -8,12 +8,14 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use common::expected::{self, Tolerance, expected, goldens, ids, logits_of};
-use common::{Shape, compile, distance, engine, fetches, golden, gpu_machine, gpu_options};
+use common::{
+    Shape, compile, distance, engine, fetches, golden, gpu_machine, gpu_options, has_cuda,
+};
 use compiler::options::{CountedExperts, Request};
 use executor::counting::ExpertCounter;
 use executor::engine::Engine;
 use executor::kernels::cpu::isa::Isa;
-use executor::load::{CpuBackend, GpuDriver, Kernels, Options};
+use executor::load::{CpuBackend, Kernels, Options};
 use ir::check::memory;
 use ir::counts::ExpertCounts;
 use ir::id::{BufferId, DeviceId};
@@ -158,7 +160,7 @@ fn what_a_gpu_holds_unpacked_as_well_is_what_it_would_unpack() {
         assert_eq!(workspaces(&plan)[gpu].matrix_bytes, 0);
         assert_eq!(logits_of("llama3", &plan, &gpu_options()), packed, "{format}");
         // A library that is counted, and missing where the plan is run, leaves all to be unpacked in a run.
-        if gpu_options().gpu_driver != GpuDriver::Cuda {
+        if !has_cuda() {
             if let DeviceKind::Gpu { library_bytes, .. } = &mut plan.machine.devices[gpu].kind {
                 *library_bytes = 32 << 20;
             }
@@ -212,7 +214,7 @@ fn a_gpu_gives_the_golden_tokens_beside_a_node_with_the_head_and_its_table() {
 
 #[test]
 fn values_of_16_bits_between_linears_cost_no_more_than_rounding_them() {
-    let has_cuda = gpu_options().gpu_driver == GpuDriver::Cuda;
+    let has_cuda = has_cuda();
     // Logits are below 10.
     let narrow = [("f16", DType::F16, 0.01), ("bf16", DType::Bf16, 0.1), ("q8", DType::Bf16, 0.1)];
     for (format, dtype, most) in narrow.into_iter().take(if has_cuda { 3 } else { 1 }) {

@@ -9,22 +9,17 @@ use std::process::Command;
 use std::sync::atomic::AtomicBool;
 
 use common::{
-    Shape, compile, compile_model, distance, engine, fetches, golden, gpu_options, is_same, logits,
-    prompt, written,
+    Shape, compile, compile_model, distance, engine, fetches, golden, gpu_options, has_cuda,
+    is_same, logits, prompt, written,
 };
 use compiler::options::FormatRule;
 use executor::batch::Batch;
-use executor::load::{self, GpuDriver, Options, PlanFile};
+use executor::load::{self, Options, PlanFile};
 use ir::machine::DeviceKind;
 use ir::plan::Plan;
 use ir::trace::Trace;
 
 const MODEL: &str = "llama3";
-
-/// Whether launches are captured here: a device in software does not.
-fn has_cuda() -> bool {
-    gpu_options().gpu_driver == GpuDriver::Cuda
-}
 
 #[test]
 fn runs_of_one_plan_are_the_same_bit_for_bit() {

@@ -62,18 +62,18 @@ impl Prices<'_> {
         const LIMITS: [u64; 4] = [60, 80, 100, 180];
         // Several goals find many of the same.
         let few = MOST_PIPELINES / 3;
+        let prompt_runs = self.task.target.prompt_runs();
         let by = |goal, most| self.pipelines(sequences, goal, most);
         if self.task.target.objective == Objective::Latency {
-            let later_runs = self.task.target.prompt_runs() - 1;
-            let with_sum = by(Goal::Sum { later_runs }, MOST_PIPELINES).1;
-            let overlapping = if later_runs > 0 { MOST_EVEN } else { 0 };
+            let with_sum = by(Goal::Sum, MOST_PIPELINES).1;
+            let overlapping = if prompt_runs > 1 { MOST_EVEN } else { 0 };
             let overlapping = with_sum.iter().take(overlapping);
             let even = overlapping.filter_map(|pipeline| self.even(pipeline)).collect();
             return vec![with_sum, even];
         }
-        let with_sum = by(Goal::Sum { later_runs: 0 }, few).1;
+        let with_sum = by(Goal::Sum, few).1;
         let (least, with_busiest) = by(Goal::Busiest, few);
-        let of_run = least.map(|least| least / self.task.target.prompt_runs());
+        let of_run = least.map(|least| least / prompt_runs);
         let limits = LIMITS.iter().filter_map(|percent| Some(of_run? / 100 * percent));
         let by_decode = limits.map(|most_prefill| by(Goal::Decode { most_prefill }, few).1);
         [with_sum, with_busiest].into_iter().chain(by_decode).collect()

@@ -11,12 +11,9 @@ use crate::target::Target;
 /// What a pipeline minimises.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Goal {
-    /// The sum over stages and handovers, which a run passes one after the other, and for each later run of a prompt
-    /// once more the prefill of the stage that takes longest for it.
-    Sum {
-        /// Runs after the first.
-        later_runs: u64,
-    },
+    /// The sum over stages and handovers, which a run passes one after the other, and for latency once more for each
+    /// later run of a prompt the prefill of the stage that takes longest for it.
+    Sum,
     /// The slowest stage: runs overlap, and for throughput all runs of a prompt count.
     Busiest,
     /// The sum of decode, which never overlaps, over stages whose prefill, which does, takes no longer than so much.
@@ -43,15 +40,16 @@ pub(crate) fn cut(
 ) -> Option<(u64, Stages)> {
     let units = sequence.first()?.times.len();
     let join = |before: u64, stage: u64| match goal {
-        Goal::Sum { .. } | Goal::Decode { .. } => before + stage,
+        Goal::Sum | Goal::Decode { .. } => before + stage,
         Goal::Busiest => before.max(stage),
     };
-    let runs = match target.objective {
-        Objective::Latency => 1,
-        Objective::Throughput => target.prompt_runs(),
+    // For throughput all runs of a prompt count alike, for latency those after the first by themselves.
+    let (runs, later_runs) = match target.objective {
+        Objective::Latency => (1, target.prompt_runs() - 1),
+        Objective::Throughput => (target.prompt_runs(), 0),
     };
     let score = |times: Times| match goal {
-        Goal::Sum { .. } | Goal::Busiest => {
+        Goal::Sum | Goal::Busiest => {
             Times { prefill: runs * times.prefill, ..times }.request(target)
         }
         Goal::Decode { .. } => Times { prefill: 0, ..times }.request(target),
@@ -87,11 +85,11 @@ pub(crate) fn cut(
     };
     let is_too_slow = |group: usize, range: &Range<usize>| match goal {
         Goal::Decode { most_prefill } => prefill(group, range) > most_prefill,
-        Goal::Sum { .. } | Goal::Busiest => false,
+        Goal::Sum | Goal::Busiest => false,
     };
     // What later runs of a prompt add where no other stage takes longer.
     let later = |group: usize, range: &Range<usize>| match goal {
-        Goal::Sum { later_runs } => later_runs * prefill(group, range),
+        Goal::Sum => later_runs * prefill(group, range),
         Goal::Busiest | Goal::Decode { .. } => 0,
     };
     let fits = |group: usize, range: &Range<usize>| {

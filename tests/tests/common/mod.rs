@@ -103,6 +103,11 @@ pub(crate) fn gpu_options() -> load::Options {
     load::Options { gpu_driver, ..load::Options::default() }
 }
 
+/// Whether that is CUDA, which captures launches; a device in software does not.
+pub(crate) fn has_cuda() -> bool {
+    gpu_options().gpu_driver == GpuDriver::Cuda
+}
+
 /// The folder of a golden checkpoint.
 pub(crate) fn golden(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("golden").join(name)

@@ -185,8 +185,8 @@ impl<'a> Search<'a> {
     }
 
     /// The offers within frames that do not come out as one of `tried`, to which they are added. Decode fetches in
-    /// `fetching` of them at most: in the best where the home computes all. `largest` is the frame of the
-    /// largest windows, with its price where all blocks stay.
+    /// `fetching` of them at most: in the best where the home computes all. `largest` is the frame of the largest
+    /// windows, with its price where all blocks stay.
     fn offers_within(
         &self,
         frames: Vec<Frame>,
