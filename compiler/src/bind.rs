@@ -37,8 +37,8 @@ pub(crate) struct BoundPart {
     pub(crate) weights: Vec<Held>,
     /// Those of them that are fetched.
     pub(crate) fetched: Vec<Fetched>,
-    /// Whose cache it borrows.
-    pub(crate) borrows_from: Option<DeviceId>,
+    /// Whose cache it borrows, or whose table it reaches.
+    pub(crate) uses_of: Option<DeviceId>,
     /// How many of the node's inputs are read, from the first.
     pub(crate) reads: usize,
 }
@@ -97,7 +97,8 @@ impl Binder<'_> {
         if let Op::Attention(attention) = &mut op {
             self.bind_cache(attention, node.work.home.unwrap_or(device), &node.name);
         }
-        let fetched = keys.iter().zip(&ids).filter(|(key, _)| key.device != device);
+        let fetched = keys.iter().zip(&ids);
+        let fetched = fetched.filter(|(key, _)| op.takes_fetched() && key.device != device);
         let fetched = fetched.map(|(key, &weight)| Fetched {
             weight,
             home: key.device,
@@ -110,7 +111,7 @@ impl Binder<'_> {
         };
         BoundPart {
             device,
-            borrows_from: node.work.home.filter(|_| op.cache().is_some()),
+            uses_of: node.work.home.filter(|_| !op.takes_fetched()),
             weights: keys.iter().map(held).collect(),
             fetched: fetched.collect(),
             op,

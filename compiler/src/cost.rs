@@ -6,6 +6,7 @@ use ir::layout::Move;
 use ir::letters::SHARED_COPY_BYTES;
 use ir::machine::{CacheRate, Device, DeviceKind, LinearRate};
 use ir::op::{Attention, Experts, Linear, Op, Products, Then};
+use ir::packing::gpu_has_panels;
 use ir::plan::Phase;
 use ir::tensor::{DType, Extent, Format, TensorType};
 use ir::workspace::{
@@ -20,6 +21,11 @@ use crate::target::{Batch, Target};
 const LONE_COPY_BYTES_PER_SEC: f64 = 7.5e9;
 /// What several threads copy.
 const SHARED_COPY_BYTES_PER_SEC: f64 = 12.5e9;
+/// What a link carries while a GPU loads one word of the host's memory that lies apart from others: 512 rows of 576 such
+/// words took an H200 450 µs, whose link carries 50 GB/s.
+const LONE_WORD_BYTES: u64 = 76;
+/// Nanoseconds of the way to a table on a node and back: on that GPU one row took 3 µs more than a step of its own.
+const REACHING_NANOS: f64 = 3e3;
 
 /// What one device computes with, as a price needs it.
 #[derive(Clone, Debug)]
@@ -32,8 +38,8 @@ pub(crate) struct Operands<'a> {
     pub(crate) writes: Few<&'a TensorType>,
     /// Whether the matrices were fetched, packed as another device holds them.
     pub(crate) is_fetched: bool,
-    /// Whose cache is borrowed.
-    pub(crate) borrows_from: Option<DeviceId>,
+    /// Whose cache is borrowed, or whose table is reached.
+    pub(crate) uses_of: Option<DeviceId>,
 }
 
 impl Operands<'_> {
@@ -128,10 +134,10 @@ pub(crate) fn run_nanos(
             matrices(rows)? + beside + streamed(unpacked_bytes(kind, operands, batch))
         }
         Some(Products::Attention(attention)) => {
-            let home = operands.borrows_from.unwrap_or(device);
+            let home = operands.uses_of.unwrap_or(device);
             let kv_type = target.kv_types[home];
             let cache = kv_type.head_bytes(attention.head_dim);
-            let crossing = match operands.borrows_from {
+            let crossing = match operands.uses_of {
                 Some(home) => borrowing_nanos(target, [home, device], attention, cache, batch)?,
                 None => 0.0,
             };
@@ -150,7 +156,10 @@ pub(crate) fn run_nanos(
             experts_nanos(target, device, experts, operands, batch)? + activations
         }
         // Tables are read only where tokens point: as many rows as are written.
-        None => activations,
+        None => match operands.uses_of {
+            Some(home) => activations + reaching_nanos(target, [home, device], operands, batch)?,
+            None => activations,
+        },
     };
     Ok(rates.step_nanos + work)
 }
@@ -368,6 +377,30 @@ fn borrowing_nanos(
     let nanos =
         crossings.map(|(from, to, tokens)| fetch_nanos(target, from, to, tokens * token_bytes));
     nanos.sum()
+}
+
+/// Nanoseconds of reaching a row of a home's table for each row that is written.
+///
+/// Fails when no link leads there.
+fn reaching_nanos(
+    target: &Target,
+    [home, gpu]: [DeviceId; 2],
+    operands: &Operands<'_>,
+    batch: &Batch,
+) -> Result<f64> {
+    let link = target.machine.need_link(home, gpu)?;
+    let rows = rows_of(operands.writes[0], batch.extent);
+    let bytes_of = |held: &Held| {
+        let columns = u64::from(held.columns());
+        match gpu_has_panels(held.format, &held.shape) {
+            false => held.format.bytes(1, columns),
+            true => {
+                LONE_WORD_BYTES * held.format.bytes(1, columns).div_ceil(size_of::<u32>() as u64)
+            }
+        }
+    };
+    let bytes: u64 = operands.matrices().map(bytes_of).sum();
+    Ok(REACHING_NANOS + nanos_at((u64::from(rows) * bytes) as f64, link.bytes_per_sec))
 }
 
 /// Nanoseconds of `amount` at a rate per second.

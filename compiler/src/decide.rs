@@ -218,7 +218,7 @@ fn with_counts(
         let room = |room: &Room| Room { bytes: room.bytes / 100 * share, ..room.clone() };
         let rooms: Vec<Room> = placement.rooms.iter().map(room).collect();
         let task = Task::new(model, target);
-        let is_free = |layer: &str| !options.is_pinned(layer);
+        let is_free = |layer: &str| !target.is_pinned(layer);
         let split = experts::split(&task, &counted.counts, &rooms, is_free).with_context(file)?;
         let Some(split) = split else { break };
         // With less in the room it may fit.

@@ -4,6 +4,7 @@ use std::path::{Component, Path, PathBuf};
 
 use anyhow::{Result, ensure};
 use ir::asked::Asked;
+use ir::captured::can_include_prompts;
 use ir::forecast::{Candidate, Forecast, ProgramForecast};
 use ir::model::CheckpointFile;
 use ir::plan::{ModelInfo, Plan, Program, VERSION, Weight};
@@ -15,6 +16,7 @@ use crate::forecast::simulate;
 use crate::graphs::Graphs;
 use crate::options::Options;
 use crate::part::WeightKey;
+use crate::place::missing;
 use crate::schedule::{Causes, schedule};
 use crate::sizes;
 use crate::target::{BLOCK_TOKENS, Batch};
@@ -63,10 +65,16 @@ pub(crate) fn emit(task: &Task<'_>, graphs: &Graphs, batches: &[Batch]) -> Resul
         caches: bound.caches,
         ropes: model.ropes.clone(),
         programs,
+        captures_prompts: false,
         causes: causes.table,
         forecast: Forecast::default(),
     };
+    plan.captures_prompts = can_include_prompts(&plan);
     plan.forecast.devices = ir::check::memory(&plan);
+    if plan.captures_prompts && missing(&plan).is_some() {
+        plan.captures_prompts = false;
+        plan.forecast.devices = ir::check::memory(&plan);
+    }
     plan.forecast.programs = plan
         .programs
         .iter()

@@ -5,11 +5,12 @@ use std::collections::HashSet;
 use anyhow::Result;
 use ir::graph::PlacedGraph;
 use ir::id::{DeviceId, Table};
-use ir::model::Model;
 use ir::plan::Phase;
 
 use crate::part::WeightKey;
 use crate::place::Layouts;
+use crate::reach::reach_tables;
+use crate::task::Task;
 use crate::{Observer, PLACED_PASSES, insert_moves, run_all};
 
 /// One of something for each phase.
@@ -59,10 +60,11 @@ impl<T> Phases<T> {
 
 impl Graphs {
     /// Makes movement explicit in each phase.
-    pub(crate) fn new(model: &Model, layouts: Layouts, observe: Observer<'_>) -> Result<Self> {
-        let Layouts { nodes, window_bytes } = layouts;
+    pub(crate) fn new(task: &Task<'_>, layouts: Layouts, observe: Observer<'_>) -> Result<Self> {
+        let Layouts { mut nodes, window_bytes } = layouts;
+        reach_tables(task, &mut nodes);
         let placed = nodes.try_map(|nodes| {
-            let graph = insert_moves(&model.layers, nodes)?;
+            let graph = insert_moves(&task.model.layers, nodes)?;
             observe("insert_moves", &graph);
             run_all(PLACED_PASSES, graph, observe)
         })?;

@@ -27,6 +27,7 @@ mod groups;
 mod part;
 mod prompts;
 mod queueing;
+mod reach;
 mod rewrite;
 mod schedule;
 mod shards;
@@ -85,7 +86,7 @@ pub fn compile(
     let model = Model { layers, ..model.clone() };
     let Decided { model, target, placement } = decide(&model, machine, options)?;
     let task = Task::new(&model, &target);
-    let mut graphs = Graphs::new(&model, placement.layouts, observe)?;
+    let mut graphs = Graphs::new(&task, placement.layouts, observe)?;
     let (plan, batches) = unpacked::plan(&task, &mut graphs)?;
     let plan = emit::complete(&task, &graphs, plan, &batches, options, placement.candidates)?;
     observe("schedule", &plan);

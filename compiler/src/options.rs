@@ -105,11 +105,6 @@ impl Default for Options {
 }
 
 impl Options {
-    /// Whether a pin says where a node of that name runs.
-    pub(crate) fn is_pinned(&self, name: &str) -> bool {
-        self.pins.iter().any(|pin| pin.pattern.is_match(name))
-    }
-
     /// Whether they go together.
     ///
     /// # Errors

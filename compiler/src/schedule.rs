@@ -239,7 +239,7 @@ impl Draft<'_> {
             reads: reads.iter().map(|&buffer| &self.buffers[buffer].ty).collect(),
             writes: writes.iter().map(|&buffer| &self.buffers[buffer].ty).collect(),
             is_fetched: !part.fetched.is_empty(),
-            borrows_from: part.borrows_from,
+            uses_of: part.uses_of,
         };
         run_nanos(self.task.target, part.device, &part.op, &operands, self.batch)
     }

@@ -10,7 +10,7 @@ use ir::tensor::{DType, Extent, Format};
 
 use crate::cost::nanos_at;
 use crate::indices::{most_rows, most_tokens};
-use crate::options::{DEFAULT_CONTEXT, Objective, Options};
+use crate::options::{DEFAULT_CONTEXT, Objective, Options, Pin, Request};
 use crate::place::{PROMPT_TOKENS, Times};
 
 /// Tokens of one cache block: 32 rows of a head are contiguous, and a sequence wastes 16 tokens on average.
@@ -40,8 +40,12 @@ pub(crate) struct Target {
     pub(crate) kv_types: Table<DeviceId, DType>,
     /// Blocks of every cache, over all sequences.
     pub(crate) blocks: u32,
-    /// The NUMA node that holds tables of tokens and looks them up, where that is tried; `None` leaves them free.
+    /// The NUMA node that holds tables of tokens, where that is tried; `None` leaves them free.
     pub(crate) table_home: Option<DeviceId>,
+    /// The shape that is asked for.
+    pub(crate) request: Request,
+    /// What runs where it is asked to.
+    pub(crate) pins: Vec<Pin>,
     /// What is minimised.
     pub(crate) objective: Objective,
     /// Whether what is skipped for the time it takes is tried as well, because nothing fits otherwise: shares shift where
@@ -185,6 +189,8 @@ impl Target {
             kv_types,
             blocks: 0,
             table_home: None,
+            request: options.request.clone(),
+            pins: options.pins.clone(),
             objective: options.objective,
             is_exhaustive: false,
             is_told: false,
@@ -193,6 +199,21 @@ impl Target {
         target.has_bf12 = target.machine.devices.rows().iter().map(gains).collect();
         target.blocks = target.blocks_within_budget(model, options.kv_cache_bytes)?;
         Ok(target)
+    }
+
+    /// Whether a pin says where a node of that name runs.
+    pub(crate) fn is_pinned(&self, name: &str) -> bool {
+        self.pins.iter().any(|pin| pin.pattern.is_match(name))
+    }
+
+    /// Whether the request names a device: then it is to compute.
+    pub(crate) fn is_requested(&self, device: DeviceId) -> bool {
+        let is_it = |name: &String| *name == self.machine.devices[device].name;
+        match &self.request {
+            Request::Any | Request::PipelineRanks(_) | Request::TensorParallelRanks(_) => false,
+            Request::Pipeline(names) => names.iter().any(is_it),
+            Request::TensorParallel(shares) => shares.iter().any(|(name, _)| is_it(name)),
+        }
     }
 
     /// Blocks of every cache for all sequences, or those that the budget of a KV cache leaves.

@@ -1,7 +1,7 @@
-//! Tables of tokens that a NUMA node holds and looks up in, while GPUs share the layers or form stages.
+//! Tables of tokens that a NUMA node holds, while GPUs share the layers or form stages.
 //!
-//! A lookup reads a row for each token, which takes a node hardly longer than a GPU; the table takes as much of the
-//! GPUs' memory as blocks do. So where their memory is short, a placement without the table may be better.
+//! A lookup reads a row for each token, which takes hardly longer over a link ([`crate::reach`]); the table takes as much
+//! of the GPUs' memory as blocks do. So where their memory is short, a placement without the table may be better.
 
 use std::cmp::Reverse;
 
@@ -47,7 +47,7 @@ pub(crate) fn home(task: &Task<'_>, options: &Options) -> Option<DeviceId> {
     };
     let gpus = ids().filter(|&id| machine.devices[id].kind.is_gpu());
     let gpus: Vec<DeviceId> = gpus.take(most).collect();
-    let is_pinned = |id: NodeId| options.is_pinned(&task.model.layers.node(id).name);
+    let is_pinned = |id: NodeId| task.target.is_pinned(&task.model.layers.node(id).name);
     if gpus.len() < 2 || lookups(task.model).any(|(id, _)| is_pinned(id)) {
         return None;
     }

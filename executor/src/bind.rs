@@ -21,9 +21,26 @@ use crate::home_caches::HomeCaches;
 use crate::kernels::cpu::isa::Isa;
 use crate::kernels::gpu::device::Gpu;
 use crate::load::{CpuBackend, GpuDriver, Kernels, Options};
+use crate::ops::gpu::HomeTables;
 use crate::ops::{gpu, own, plain};
 use crate::peers::Peers;
 use crate::team::Team;
+
+/// What the devices of a plan share.
+#[derive(Clone)]
+pub(crate) struct Shared {
+    pub(crate) peers: Arc<Peers>,
+    pub(crate) home_caches: Arc<HomeCaches>,
+    pub(crate) home_tables: Arc<HomeTables>,
+}
+
+impl Shared {
+    /// What nobody has added to yet.
+    pub(crate) fn new(plan: &Plan, options: &Options) -> Self {
+        let peers = Arc::new(Peers::new(plan, options));
+        Self { peers, home_caches: Arc::default(), home_tables: Arc::default() }
+    }
+}
 
 /// One device, ready to compute.
 pub(crate) struct Device {
@@ -64,14 +81,14 @@ impl Device {
         id: DeviceId,
         checkpoint: &Checkpoint,
         options: &Options,
-        (peers, home_caches): (&Arc<Peers>, &Arc<HomeCaches>),
+        shared: &Shared,
         progress: impl Fn(u64) -> bool,
     ) -> Result<Self> {
         let spec = &plan.machine.devices[id];
         let name = spec.name.clone();
         let (mut form, spared) = match &spec.kind {
             DeviceKind::Numa { cpus, .. } => {
-                (Form::Cpu(Cpu::new(plan, id, cpus, options, home_caches)?), None)
+                (Form::Cpu(Cpu::new(plan, id, cpus, options, &shared.home_caches)?), None)
             }
             DeviceKind::Gpu { ordinal, .. } => {
                 let spared = SparedCpus::find(plan)?;
@@ -92,22 +109,27 @@ impl Device {
                 // Its weights are converted by all of them.
                 spared.unbind()?;
                 let counter = options.expert_counter.clone();
-                let shared = (Arc::clone(peers), Arc::clone(home_caches));
-                let state = gpu::State::new(plan, id, gpu, ordinal, shared, counter);
+                let state = gpu::State::new(plan, id, gpu, ordinal, shared.clone(), counter);
                 let state = state.with_context(|| format!("taking the memory of {name}"))?;
                 (Form::Gpu(Box::new(state)), Some(spared))
             }
         };
         let tables = tables(plan);
+        let reached = plan.reached_by(id);
+        let reached_at_home: BTreeSet<WeightId> =
+            plan.machine.devices.ids().flat_map(|gpu| plan.reached_by(gpu)).collect();
         for (weight_id, weight) in plan.weights.iter() {
-            let is_here = weight.device == id;
-            if is_here {
-                let held = form.hold(weight, tables.contains(&weight_id), checkpoint);
-                held.with_context(|| format!("reading {} for {name}", weight.name))?;
-            } else {
-                form.skip();
-            }
-            let goes_on = !is_here || progress(plan.weight_bytes(weight));
+            let is_read =
+                if let (Form::Gpu(state), true) = (&mut form, reached.contains(&weight_id)) {
+                    state.reach(plan, weight_id, checkpoint)
+                } else if weight.device == id && !reached_at_home.contains(&weight_id) {
+                    form.hold(weight, tables.contains(&weight_id), checkpoint).map(|()| true)
+                } else {
+                    form.skip();
+                    Ok(false)
+                };
+            let is_read = is_read.with_context(|| format!("reading {} for {name}", weight.name))?;
+            let goes_on = !is_read || progress(plan.weight_bytes(weight));
             ensure!(goes_on, "another device could not be loaded");
         }
         if let (Form::Gpu(state), Some(spared)) = (&mut form, spared) {

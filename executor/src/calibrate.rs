@@ -17,7 +17,7 @@ use anyhow::{Context as _, Result, anyhow};
 use ir::id::DeviceId;
 use ir::machine::{Device, DeviceKind, Link, Machine, Rates};
 
-use crate::cpus::beside_gpus;
+use crate::cpus::beside_all_gpus;
 use crate::kernels::cpu::isa::Isa;
 use crate::kernels::gpu::device::Gpu;
 use crate::locked;
@@ -181,15 +181,14 @@ pub fn reads_now(machine: &Machine, id: DeviceId) -> Result<Option<f64>> {
 /// The processors of a NUMA node that compute. Beside GPUs those are fewer than all, and slower: that is what most
 /// plans of such a machine use.
 fn computing(machine: &Machine, id: DeviceId) -> Option<Vec<u32>> {
-    let has_gpus = machine.has_gpus();
-    let cpus = cpus(&machine.devices[id])?;
-    Some(if has_gpus { beside_gpus(cpus)[0] } else { cpus }.to_vec())
+    let [computing, _] = beside_all_gpus(machine, cpus(&machine.devices[id])?);
+    Some(computing.to_vec())
 }
 
 /// The processors of a NUMA node for the threads that drive GPUs: those that do not compute beside them, or all.
 fn driving(machine: &Machine, id: DeviceId) -> Vec<u32> {
     let cpus = cpus(&machine.devices[id]).unwrap_or_default();
-    let [_, spared] = beside_gpus(cpus);
+    let [_, spared] = beside_all_gpus(machine, cpus);
     if spared.is_empty() { cpus } else { spared }.to_vec()
 }
 

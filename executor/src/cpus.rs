@@ -6,13 +6,14 @@ use anyhow::{Context as _, Result, bail};
 use hwlocality::Topology;
 use hwlocality::cpu::binding::CpuBindingFlags;
 use hwlocality::cpu::cpuset::CpuSet;
-use ir::machine::DeviceKind;
+use ir::id::DeviceId;
+use ir::machine::{DeviceKind, Machine};
 use ir::plan::{Lane, Plan};
 
 use crate::load::Options;
 use crate::team::bind;
 
-/// Processors that a NUMA node leaves to the threads that drive GPUs, a quarter of its own at most: one for letters,
+/// Processors that NUMA nodes leave to the threads that drive a GPU, a quarter of their own at most: one for letters,
 /// one for CubeCL's thread, one for fetches. The others read memory as fast as all of them.
 const SPARED_CPUS: usize = 3;
 
@@ -63,14 +64,24 @@ impl SparedCpus {
 
 /// The processors of a NUMA node that compute, and those that are left to the threads that drive GPUs.
 fn shared_out<'a>(plan: &Plan, cpus: &'a [u32]) -> [&'a [u32]; 2] {
-    let drives_gpus = lanes(plan).any(|lane| plan.machine.devices[lane.device].kind.is_gpu());
-    if drives_gpus { beside_gpus(cpus) } else { [cpus, &[]] }
+    let is_gpu = |device: &DeviceId| plan.machine.devices[*device].kind.is_gpu();
+    let devices: BTreeSet<DeviceId> = lanes(plan).map(|lane| lane.device).collect();
+    let (gpus, nodes): (Vec<DeviceId>, Vec<DeviceId>) = devices.into_iter().partition(is_gpu);
+    beside_gpus(cpus, gpus.len(), nodes.len())
 }
 
-/// The same where GPUs are driven.
-pub(crate) fn beside_gpus(cpus: &[u32]) -> [&[u32]; 2] {
-    let (computing, spared) = cpus.split_at(cpus.len() - SPARED_CPUS.min(cpus.len() / 4));
+/// The same where as many GPUs are driven beside as many nodes.
+fn beside_gpus(cpus: &[u32], gpus: usize, nodes: usize) -> [&[u32]; 2] {
+    let spared = SPARED_CPUS * gpus.div_ceil(nodes.max(1));
+    let (computing, spared) = cpus.split_at(cpus.len() - spared.min(cpus.len() / 4));
     [computing, spared]
+}
+
+/// The same where all GPUs of a machine are driven beside all of its nodes.
+pub(crate) fn beside_all_gpus<'a>(machine: &Machine, cpus: &'a [u32]) -> [&'a [u32]; 2] {
+    let devices = machine.devices.rows();
+    let gpus = devices.iter().filter(|device| device.kind.is_gpu()).count();
+    beside_gpus(cpus, gpus, devices.len() - gpus)
 }
 
 /// The lanes of all programs.
@@ -123,4 +134,24 @@ pub(crate) fn has_usual_threads(plan: &Plan, options: &Options) -> bool {
         DeviceKind::Gpu { .. } => None,
     });
     nodes.all(|cpus| team_cpus(plan, cpus, options) == team_cpus(plan, cpus, &usual))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn threads_that_drive_gpus_have_processors_of_their_own() {
+        let cpus: Vec<u32> = (0..32).collect();
+        let spared = |count: usize, gpus, nodes| beside_gpus(&cpus[..count], gpus, nodes)[1].len();
+        // None, one, two GPUs beside a node, and beside two.
+        assert_eq!([0, 1, 2].map(|gpus| spared(32, gpus, 1)), [0, 3, 6]);
+        assert_eq!([1, 2, 4].map(|gpus| spared(32, gpus, 2)), [3, 3, 6]);
+        // A quarter of the node's at most.
+        assert_eq!([spared(16, 2, 1), spared(32, 8, 1), spared(3, 1, 1)], [4, 8, 0]);
+        let [computing, spared] = beside_gpus(&cpus, 2, 1);
+        assert_eq!((computing, spared), (&cpus[..26], &cpus[26..]));
+        // Of a plan without nodes nobody asks.
+        assert_eq!(beside_gpus(&cpus, 1, 0)[1].len(), 3);
+    }
 }

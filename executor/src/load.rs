@@ -14,18 +14,16 @@ use ir::id::DeviceId;
 use ir::machine::{Device, DeviceKind, Machine};
 use ir::plan::{Plan, Queue};
 
-use crate::bind::{self, Form};
+use crate::bind::{self, Form, Shared};
 use crate::checkpoint::Checkpoint;
 use crate::cpus::{self, SparedCpus};
 use crate::executor::{Executor, LaneThread};
 use crate::fetch::{Fetcher, Homes, Window, fetched};
-use crate::home_caches::HomeCaches;
 use crate::lane::fetching::FetchLane;
 use crate::lane::parting::Parting;
 use crate::lane::pulse::Pulse;
 use crate::lane::{Inbox, Lane};
 use crate::ops::gpu;
-use crate::peers::Peers;
 use crate::ranks::ranks;
 use crate::run::panic_message;
 use crate::trace::Recorder;
@@ -132,8 +130,7 @@ pub fn load(
         checkpoint,
         options: options.clone(),
         recorder: recorder.clone(),
-        peers: Arc::new(Peers::new(&plan, options)),
-        home_caches: Arc::default(),
+        shared: Shared::new(&plan, options),
         parting: Arc::default(),
         pulse: Arc::clone(&pulse),
         events,
@@ -172,11 +169,11 @@ pub fn load(
         Ok(())
     };
     wait_for(computing.len(), &mut held)?;
-    starter.peers.join_libraries(&plan).context("letting NCCL bring GPUs together")?;
+    starter.shared.peers.join_libraries(&plan).context("letting NCCL bring GPUs together")?;
     for (id, device) in plan.machine.devices.iter() {
         let DeviceKind::Gpu { ordinal, .. } = device.kind else { continue };
         let ordinal = (options.gpu_driver == GpuDriver::Cuda).then_some(ordinal as usize);
-        starter.home_caches.pin(&plan, id, ordinal)?;
+        starter.shared.home_caches.pin(&plan, id, ordinal)?;
     }
     for &device in &fetching {
         executor.add(starter.start_fetching(device, &mut held)?);
@@ -231,8 +228,7 @@ struct Starter {
     checkpoint: Arc<Checkpoint>,
     options: Options,
     recorder: Option<Arc<Recorder>>,
-    peers: Arc<Peers>,
-    home_caches: Arc<HomeCaches>,
+    shared: Shared,
     parting: Arc<Parting>,
     pulse: Arc<Pulse>,
     events: mpsc::Sender<Event>,
@@ -290,10 +286,9 @@ impl Starter {
         // Nobody listens any more when another lane has failed; then the inbox is closed, too.
         let tell = |event| drop(self.events.send(event));
         let (plan, checkpoint, options) = (&self.plan, &self.checkpoint, &self.options);
-        let shared = (&self.peers, &self.home_caches);
         // Where another lane fails meanwhile, this one is waited for.
         let work = self.pulse.work();
-        let bound = bind::Device::bind(plan, device, checkpoint, options, shared, |bytes| {
+        let bound = bind::Device::bind(plan, device, checkpoint, options, &self.shared, |bytes| {
             tell(Event::Loaded(bytes));
             !inbox.is_closed()
         });
@@ -317,7 +312,7 @@ impl Starter {
             let lane = lanes[index].map(|lane| &program.lanes[lane])?;
             Some(match &bound.form {
                 Form::Gpu(_) if self.recorder.is_none() => {
-                    gpu::stretches(program, lane, &self.peers, index)
+                    gpu::stretches(program, lane, &self.shared.peers, index)
                 }
                 // Steps that are not replayed are recorded one by one, each with its end on the device.
                 Form::Gpu(_) | Form::Cpu(_) => (0..lane.steps.len()).map(|at| at..at + 1).collect(),
@@ -333,10 +328,10 @@ impl Starter {
             lanes,
             stretches,
             last_takes: programs
-                .map(|index| self.peers.last_takes(&self.plan, index, device))
+                .map(|index| self.shared.peers.last_takes(&self.plan, index, device))
                 .collect(),
             begins_alone: self.plan.borrows(),
-            peers: self.peers,
+            peers: self.shared.peers,
             parting: self.parting,
             pulse: self.pulse,
             plan: self.plan,

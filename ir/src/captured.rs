@@ -27,12 +27,17 @@ pub fn most_kinds(plan: &Plan) -> u64 {
 }
 
 /// Whether prompts of up to [`most_prompt_tokens()`] tokens are captured.
+pub fn includes_prompts(plan: &Plan) -> bool {
+    plan.captures_prompts && can_include_prompts(plan)
+}
+
+/// Whether they can be.
 ///
 /// - Where GPUs have all they need, unless the vendor's library of collectives sums, which no graph captures.
 /// - Beside a host, where one GPU works, with no part of a mixture on the host and no borrowed cache: several GPUs, and
 ///   one that waits for experts, wait longer than launches take, and what brings a borrowed cache is launched anew for
 ///   each run.
-pub fn includes_prompts(plan: &Plan) -> bool {
+pub fn can_include_prompts(plan: &Plan) -> bool {
     match Beside::of(plan) {
         Beside::Nothing => plan.library_sums().next().is_none(),
         Beside::Fetches | Beside::Nodes => {

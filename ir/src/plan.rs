@@ -26,7 +26,7 @@ use crate::weight::Source;
 use crate::workspace::{EXCHANGE_MEMBERS, MOST_FLAGGED_TERM_BYTES, product_format};
 
 /// Raised whenever a field changes meaning; other plans are refused.
-pub const VERSION: u32 = 8;
+pub const VERSION: u32 = 9;
 
 /// Fetched weights begin at multiples of this: what vendor libraries ask of a matrix.
 pub const FETCH_ALIGNMENT: u64 = 256;
@@ -57,6 +57,9 @@ pub struct Plan {
     /// Schedules over the same weights and caches: prefill by falling number of tokens, then decode by rising number of
     /// sequences.
     pub programs: Vec<Program>,
+    /// Whether launches of prompts are captured as those of decodes are, where they can be
+    /// ([`crate::captured::can_include_prompts()`]): not where GPUs lack the memory for that.
+    pub captures_prompts: bool,
     /// Causes of placements and moves.
     pub causes: Table<CauseId, Cause>,
     /// What the compiler expects.
@@ -226,7 +229,7 @@ pub enum Action {
     /// Computes on buffers of its own device.
     ///
     /// A linear's or a mixture's matrices may be at home on a NUMA node: after its ordinary operands the step then
-    /// reads one buffer for each of [`Plan::fetched`], in that order.
+    /// reads one buffer for each of [`Plan::fetched`], in that order. A GPU's table may be, too: see [`Plan::reached`].
     Run(Op),
     /// Brings a weight from the NUMA node that is its home to a GPU, as it is packed there, for one run.
     ///
@@ -338,6 +341,20 @@ impl Plan {
         }
     }
 
+    /// The table of another device that a step of `device` looks rows up in, where `op` does: it *reaches* the table, whose
+    /// rows come over the link one by one, for as many tokens as there are. Such a table lies in the memory of its home,
+    /// pinned, as GPUs hold one, and nothing but lookups of GPUs uses it.
+    pub fn reached(&self, op: &Op, device: DeviceId) -> Option<WeightId> {
+        let (Op::Embed { table, .. } | Op::AddPosition { table, .. }) = *op else { return None };
+        self.weights.get(table).filter(|weight| weight.device != device).map(|_| table)
+    }
+
+    /// The tables that a device reaches in any program.
+    pub fn reached_by(&self, device: DeviceId) -> BTreeSet<WeightId> {
+        let ops = self.programs.iter().flat_map(|program| program.ops_of(device));
+        ops.filter_map(|op| self.reached(op, device)).collect()
+    }
+
     /// The cache of another device that a step of `device` attends to, where `op` does: it *borrows* the cache. What is
     /// cached comes over the link, to a window as large as the cache, before the step attends, and what the step adds
     /// goes back.
@@ -347,13 +364,8 @@ impl Plan {
 
     /// The caches that a device borrows in any program, each as often as it does.
     pub fn borrowed_by(&self, device: DeviceId) -> impl Iterator<Item = CacheId> {
-        self.programs.iter().flat_map(move |program| {
-            let lanes = program.lanes.iter().filter(move |lane| lane.device == device);
-            lanes.flat_map(|lane| &lane.steps).filter_map(move |&step| {
-                let Action::Run(op) = &program.steps.get(step)?.action else { return None };
-                self.borrowed(op, device).and(op.cache())
-            })
-        })
+        let ops = self.programs.iter().flat_map(move |program| program.ops_of(device));
+        ops.filter_map(move |op| self.borrowed(op, device).and(op.cache()))
     }
 
     /// Whether any device borrows a cache.
@@ -476,6 +488,15 @@ impl Program {
     /// The lane of a queue of a device; `None` where it does nothing.
     pub fn lane(&self, device: DeviceId, queue: Queue) -> Option<&Lane> {
         self.lanes.iter().find(|lane| lane.device == device && lane.queue == queue)
+    }
+
+    /// What a device computes, in the order of its lanes.
+    pub fn ops_of(&self, device: DeviceId) -> impl Iterator<Item = &Op> {
+        let lanes = self.lanes.iter().filter(move |lane| lane.device == device);
+        lanes.flat_map(|lane| &lane.steps).filter_map(|&step| {
+            let Action::Run(op) = &self.steps.get(step)?.action else { return None };
+            Some(op)
+        })
     }
 }
 

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use compiler::Options;
 use ir::graph::{Cause, Reason};
-use ir::id::{DeviceId, Id as _, WeightId};
+use ir::id::{CacheId, DeviceId, Id as _, WeightId};
 use ir::machine::{Device, Link, Machine};
 use ir::plan::{Action, Plan};
 use tests::first_decode;
@@ -45,22 +45,28 @@ fn what_stays_says_what_the_gpu_lacks_for_it() {
     let plan = plan.expect("it fits");
     let budget = &plan.forecast.devices.rows()[0];
     let free = budget.capacity_bytes - budget.needed_bytes();
-    let mut staying: BTreeMap<_, BTreeSet<WeightId>> = BTreeMap::new();
+    let mut staying: BTreeMap<_, (BTreeSet<WeightId>, BTreeSet<CacheId>)> = BTreeMap::new();
     for step in plan.programs[0].steps.rows() {
         let Action::Run(op) = &step.action else { continue };
         let away = op.weights().into_iter().filter(|&id| plan.weights[id].device.index() == 1);
+        let cached = op.cache().into_iter().filter(|&id| plan.caches[id].device.index() == 1);
         // Layers that lack as much have one cause.
         let layer = step.name.split('.').find(|part| part.parse::<u32>().is_ok());
-        staying.entry((step.cause, layer)).or_default().extend(away);
+        let (weights, caches) = staying.entry((step.cause, layer)).or_default();
+        weights.extend(away);
+        caches.extend(cached);
     }
     let mut lacking = 0;
-    for ((cause, _), weights) in staying {
+    for ((cause, _), (weights, caches)) in staying {
         let Cause { reason: Reason::Memory { device, missing_bytes }, runner_up } =
             &plan.causes[cause]
         else {
             continue;
         };
-        let bytes: u64 = weights.iter().map(|&id| plan.weight_bytes(&plan.weights[id])).sum();
+        let of_weights: u64 = weights.iter().map(|&id| plan.weight_bytes(&plan.weights[id])).sum();
+        let of_cache =
+            |&id: &CacheId| plan.caches[id].bytes(plan.model.blocks, plan.model.block_tokens);
+        let bytes = of_weights + caches.iter().map(of_cache).sum::<u64>();
         assert_eq!((device.index(), *missing_bytes), (0, bytes - free));
         assert!(runner_up.as_ref().is_some_and(|other| other.gap_nanos < 0), "{runner_up:?}");
         lacking += 1;

@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use common::expected::{self, Tolerance, expected, goldens, ids, logits_of};
 use common::{
-    Shape, compile, distance, engine, fetches, golden, gpu_machine, gpu_options, has_cuda,
+    Shape, compile, distance, engine, fetches, golden, gpu_machine, gpu_options, has_cuda, is_same,
 };
 use compiler::options::{CountedExperts, Request};
 use executor::counting::ExpertCounter;
@@ -209,6 +209,34 @@ fn a_gpu_gives_the_golden_tokens_beside_a_node_with_the_head_and_its_table() {
         assert_eq!(devices, BTreeSet::from([node]), "{name}");
         let worst = check(name, &mut engine(&plan, &gpu_options()));
         assert!(worst < CLOSE, "{name}: a logit is off by {worst}");
+    }
+}
+
+/// Tables of tokens and of positions, at home on a node.
+#[test]
+fn tables_that_a_gpu_reaches_give_what_its_own_do() {
+    // Devices in software know no bf16.
+    let formats = ["f32", "f16", "q8", "q4", "bf16"].into_iter();
+    for format in formats.filter(|format| *format != "bf16" || has_cuda()) {
+        for name in ["gpt2", "gpt-neox", "qwen2-moe"] {
+            let own = compile(name, Shape::Gpu, |options| {
+                options.formats = vec![format.parse().unwrap()];
+            });
+            let [gpu, node] = ["gpu0", "numa0"].map(|name| own.machine.device(name).unwrap());
+            let mut reaching = own.clone();
+            let ops = || own.programs.iter().flat_map(|program| program.ops_of(gpu));
+            let is_lookup = |op: &&Op| matches!(op, Op::Embed { .. } | Op::AddPosition { .. });
+            let others = || ops().filter(|op| !is_lookup(op)).flat_map(Op::weights);
+            for table in ops().filter(is_lookup).flat_map(Op::weights) {
+                if !others().any(|other| other == table) {
+                    reaching.weights[table].device = node;
+                }
+            }
+            reaching.forecast.devices = memory(&reaching);
+            assert_eq!(reaching.reached_by(gpu).len(), 1, "{name}");
+            let [own, reached] = [own, reaching].map(|plan| logits_of(name, &plan, &gpu_options()));
+            assert!(is_same(&own, &reached), "{name} in {format}");
+        }
     }
 }
 

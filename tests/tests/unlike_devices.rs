@@ -2,6 +2,7 @@
 
 use compiler::Options;
 use compiler::options::{Objective, Request};
+use ir::captured::can_include_prompts;
 use ir::graph::{Cause, Reason};
 use ir::id::{DeviceId, Id as _};
 use ir::machine::{Device, DeviceKind, Link, Machine};
@@ -379,8 +380,20 @@ fn a_node_holds_the_table_where_gpus_that_share_layers_lack_room_for_it() {
     let plan = compile(&model, &machine, &options());
     let pins = vec!["embed_tokens=numa0".parse().expect("a pin")];
     let pinned = compile(&model, &machine, &Options { pins, ..options() });
-    let nanos = |plan: &Plan| plan.forecast.programs.iter().map(|of| of.nanos).collect::<Vec<_>>();
-    assert_eq!(nanos(&plan), nanos(&pinned));
+    // GPUs reach the table; what is pinned computes where it is.
+    let reaching = |plan: &Plan| {
+        let gpus = ["gpu0", "gpu1"].map(|name| plan.machine.device(name).expect("a GPU"));
+        gpus.map(|gpu| plan.reached_by(gpu).len())
+    };
+    assert_eq!([reaching(&plan), reaching(&pinned)], [[1, 1], [0, 0]]);
+    let has_node = |plan: &Plan| {
+        let node = plan.machine.device("numa0").expect("a node");
+        plan.programs.iter().any(|program| program.ops_of(node).next().is_some())
+    };
+    assert!(!has_node(&plan) && has_node(&pinned));
+    assert!(can_include_prompts(&plan) && !can_include_prompts(&pinned));
+    let sooner = plan.forecast.programs.iter().zip(&pinned.forecast.programs);
+    assert!(sooner.into_iter().all(|(reaching, waiting)| reaching.nanos < waiting.nanos));
     assert!(chosen(&plan).ends_with(", embedding on numa0"), "{}", chosen(&plan));
     let is_pin = |cause: &Cause| matches!(cause.reason, Reason::Pinned { .. });
     assert!(plan.asked.pins.is_empty() && !plan.causes.rows().iter().any(is_pin));

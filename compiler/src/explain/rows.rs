@@ -60,7 +60,7 @@ impl Row {
         }
     }
 
-    /// Whether a phase fetches weights or borrows caches.
+    /// Whether a phase fetches weights, reaches tables or borrows caches.
     pub(super) fn comes_from_elsewhere(&self) -> bool {
         !self.prefill.from.is_empty() || !self.decode.from.is_empty()
     }
@@ -214,6 +214,8 @@ fn work(plan: &Plan, program: &Program, is_here: &dyn Fn(&str) -> bool, held: &m
                     held.weights.extend(op.weights());
                     held.caches.extend(op.cache());
                     work.from.extend(plan.borrowed(op, lane.device).map(|cache| cache.device));
+                    let table = plan.reached(op, lane.device).and_then(|id| plan.weights.get(id));
+                    work.from.extend(table.map(|table| table.device));
                     held.explain(plan.causes.get(step.cause));
                 }
                 Action::Move { .. } => (),

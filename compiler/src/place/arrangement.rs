@@ -3,19 +3,24 @@
 use std::ops::Range;
 
 use ir::id::{DeviceId, NodeId, Table};
+use ir::op::Op;
 use ir::plan::Phase;
 
 use crate::place::group::Group;
 use crate::place::hosted::Hosted;
+use crate::place::is_numa;
 use crate::place::prices::Pins;
 use crate::place::units::Units;
 use crate::task::Task;
+
+/// A group of devices and its range of units.
+pub(crate) type Stage = (Group, Range<usize>);
 
 /// Groups of devices, each with a range of units.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Arrangement {
     /// In the order they run.
-    pub(crate) stages: Vec<(Group, Range<usize>)>,
+    pub(crate) stages: Vec<Stage>,
     /// Whether the user fixed the shares of groups.
     pub(crate) has_fixed_shares: bool,
     /// What stays beside the GPUs, each of which is a stage.
@@ -79,18 +84,35 @@ impl Arrangement {
             leads_elsewhere.then_some((*device, pattern.is_some()))
         };
         let elsewhere: Vec<(DeviceId, bool)> = pins.iter().filter_map(elsewhere).collect();
-        let mut name = self.shape(task);
+        let (tables, stages) = self.split_tables(task, units);
+        let mut name = self.shape(task, stages);
         if elsewhere.iter().any(|(_, is_asked)| *is_asked) {
             name += " but for pins";
         }
-        if let Some((home, _)) = elsewhere.iter().find(|(_, is_asked)| !is_asked) {
-            name += &format!(", embedding on {}", task.target.name(*home));
+        let home = elsewhere.iter().find(|(_, is_asked)| !is_asked).map(|(home, _)| *home);
+        if let Some(home) = home.or(tables) {
+            name += &format!(", embedding on {}", task.target.name(home));
         }
         name
     }
 
-    /// Its stages, for people.
-    fn shape(&self, task: &Task<'_>) -> String {
+    /// The NUMA node that is a first stage of nothing but lookups, where there is one; and the stages that compute.
+    fn split_tables(&self, task: &Task<'_>, units: &Units) -> (Option<DeviceId>, &[Stage]) {
+        let all = self.stages.as_slice();
+        let [(first, range), others @ ..] = all else { return (None, all) };
+        let mut nodes = task.model.layers.nodes().filter(|(id, _)| range.contains(&units.of[*id]));
+        let are_lookups =
+            nodes.all(|(_, node)| matches!(node.work, Op::Embed { .. } | Op::AddPosition { .. }));
+        let home = first.devices[0];
+        if are_lookups && is_numa(task, home) && !others.is_empty() {
+            (Some(home), others)
+        } else {
+            (None, all)
+        }
+    }
+
+    /// Those stages, for people.
+    fn shape(&self, task: &Task<'_>, stages: &[Stage]) -> String {
         let group = |group: &Group| {
             let names: Vec<&str> =
                 group.devices.iter().map(|&device| task.target.name(device)).collect();
@@ -99,7 +121,7 @@ impl Arrangement {
         if let Some(hosted) = &self.hosted {
             return hosted.name.clone();
         }
-        match self.stages.as_slice() {
+        match stages {
             [(only, _)] if only.devices.len() == 1 => format!("all on {}", group(only)),
             [(only, _)] => format!("tensor parallel {}", group(only)),
             stages => {

@@ -209,7 +209,7 @@ fn staying(
         };
         all[units.of[id]].bytes += bytes + cache;
     }
-    let graphs = Graphs::new(task.model, layouts.clone(), &mut |_, _| ())?;
+    let graphs = Graphs::new(task, layouts.clone(), &mut |_, _| ())?;
     let decode = judged_decode_program(task, &graphs)?;
     let all_devices: Vec<DeviceId> = task.target.machine.devices.ids().collect();
     let unit_of = unit_of_name(task, units, |_| true);

@@ -69,7 +69,7 @@ pub(super) struct Laid {
 impl Laid {
     fn new(prices: &Prices<'_>, arrangement: Arrangement) -> Result<Self> {
         let layouts = layouts(prices, &arrangement)?;
-        let graphs = Graphs::new(prices.task.model, layouts, &mut |_, _| ())?;
+        let graphs = Graphs::new(prices.task, layouts, &mut |_, _| ())?;
         Ok(Self { arrangement, graphs })
     }
 

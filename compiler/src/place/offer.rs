@@ -65,7 +65,7 @@ impl Prices<'_> {
         let decode = nodes(self, arrangement, Phase::Decode)?;
         let window_bytes = window_bytes(self, arrangement);
         let layouts = Layouts { nodes: Phases { prefill: decode, decode: None }, window_bytes };
-        let graphs = Graphs::new(self.task.model, layouts, &mut |_, _| ())?;
+        let graphs = Graphs::new(self.task, layouts, &mut |_, _| ())?;
         Ok(simulate(&judged_decode_program(self.task, &graphs)?).nanos)
     }
 

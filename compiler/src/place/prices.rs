@@ -313,7 +313,7 @@ fn arrange(task: &Task<'_>, groups: &[Group], group_of: &Table<NodeId, usize>) -
     let prefill = lay_out(task.model, groups, group_of)?;
     let window_bytes = task.per_device(0);
     let layouts = Layouts { nodes: Phases { prefill, decode: None }, window_bytes };
-    Graphs::new(task.model, layouts, &mut |_, _| ())
+    Graphs::new(task, layouts, &mut |_, _| ())
 }
 
 /// Weights and caches of each unit on each member. Pinned nodes are elsewhere.

@@ -55,7 +55,7 @@ pub(crate) fn with_shards(
         return Ok((model, placement));
     }
     // A pin is for the whole layer.
-    let is_free = |layer: &str| !options.is_pinned(layer);
+    let is_free = |layer: &str| !target.is_pinned(layer);
     let elsewhere = |name: &str| !is_free(name) && beside.contains(name);
     let lacking = Lacking::of(&task, &placement, &gpus, elsewhere);
     let Some((ways, whole)) = ways(&task, &gpus, &beside, lacking, is_free)? else {

@@ -12,7 +12,7 @@ use ir::machine::{DeviceKind, Machine};
 
 use super::cpus;
 use super::gpu::{self, Sizes};
-use crate::cpus::beside_gpus;
+use crate::cpus::beside_all_gpus;
 use crate::kernels::gpu::device::Gpu;
 use crate::team::bind;
 
@@ -75,7 +75,7 @@ impl Turns {
 /// where nodes are too small to spare any.
 pub fn spared(machine: &Machine) -> Vec<u32> {
     let nodes = machine.devices.rows().iter().filter_map(cpus);
-    nodes.flat_map(|cpus| beside_gpus(cpus)[1]).copied().collect()
+    nodes.flat_map(|cpus| beside_all_gpus(machine, cpus)[1]).copied().collect()
 }
 
 /// The driver's ordinal of each kind of GPU of a machine, with the number of processes, several, among which its

@@ -14,12 +14,11 @@ use ir::plan::{Action, Phase};
 use ir::tensor::{DType, Format};
 
 use super::*;
-use crate::bind::{Device, Form};
+use crate::bind::{Device, Form, Shared};
 use crate::checkpoint::Checkpoint;
 use crate::kernels::cpu::isa::Isa;
 use crate::kernels::cpu::testing::{Random, distance, on_its_own_thread};
 use crate::load::{Kernels, Options};
-use crate::peers::Peers;
 use crate::slots::{Slots, Uses};
 
 /// A plan for one device of a machine.
@@ -50,8 +49,8 @@ pub(crate) fn beside_a_gpu() -> Machine {
 /// The plan's device with the kernels that the options name.
 fn bound(plan: &Plan, checkpoint: &Checkpoint, options: &Options) -> Cpu {
     let numa = plan.machine.device("numa0").unwrap();
-    let peers = Arc::new(Peers::new(plan, options));
-    let device = Device::bind(plan, numa, checkpoint, options, (&peers, &Arc::default()), |_| true);
+    let shared = Shared::new(plan, options);
+    let device = Device::bind(plan, numa, checkpoint, options, &shared, |_| true);
     match device.unwrap().form {
         Form::Cpu(cpu) => cpu,
         Form::Gpu(_) => unreachable!("the plan is for a NUMA node"),

@@ -124,7 +124,9 @@ impl Place<'_> {
         for weight in op.weights() {
             let is_elsewhere = plan.weights.get(weight).is_some_and(|w| w.device != self.device);
             let is_read = can_be_fetched.contains(&weight) && !lacking.contains(&weight);
-            if is_elsewhere && !is_read {
+            if let Some(home) = self.reaches_to(op, weight) {
+                self.check_link(home, self.device, found);
+            } else if is_elsewhere && !is_read {
                 found.push(Violation::ForeignWeight { step: self.name(), weight });
             }
         }
@@ -136,6 +138,15 @@ impl Place<'_> {
                 found.push(Violation::ForeignCache { step: self.name(), cache });
             }
         }
+    }
+
+    /// The NUMA node whose table the step, one of a GPU, reaches.
+    fn reaches_to(&self, op: &Op, weight: WeightId) -> Option<DeviceId> {
+        let plan = self.scope.plan;
+        let kind = |device: DeviceId| plan.machine.devices.get(device).map(|device| &device.kind);
+        let home = plan.weights.get(plan.reached(op, self.device)?)?.device;
+        let (here, there) = (kind(self.device)?, kind(home)?);
+        (op.weights().contains(&weight) && here.is_gpu() && !there.is_gpu()).then_some(home)
     }
 
     /// Whether the step may attend to a cache of another device: a GPU's to a NUMA node's, of floats and in prefill,

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 
 use crate::check::Violation;
-use crate::id::CacheId;
+use crate::id::{CacheId, WeightId};
 use crate::machine::DeviceKind;
 use crate::op::{Frequencies, Rope};
 use crate::packing::stored_together;
@@ -12,8 +12,13 @@ use crate::tensor::{DType, Format};
 use crate::weight::Source;
 
 pub(super) fn check(plan: &Plan, found: &mut Vec<Violation>) {
+    let used_otherwise = used_otherwise(plan);
     for (id, weight) in plan.weights.iter() {
-        for problem in weight_problems(plan, weight) {
+        let mut problems = weight_problems(plan, weight);
+        if used_otherwise.contains(&id) {
+            problems.push("a GPU looks rows up in it, and others use it as well".into());
+        }
+        for problem in problems {
             found.push(Violation::Weight { weight: id, name: weight.name.clone(), problem });
         }
     }
@@ -37,6 +42,25 @@ pub(super) fn check(plan: &Plan, found: &mut Vec<Violation>) {
             found.push(Violation::Rope { rope: id, problem });
         }
     }
+}
+
+/// Tables that GPUs reach and that are more than that: they lie at home as GPUs hold them.
+fn used_otherwise(plan: &Plan) -> BTreeSet<WeightId> {
+    let devices = || plan.machine.devices.ids();
+    let mut reached: BTreeSet<WeightId> =
+        devices().flat_map(|device| plan.reached_by(device)).collect();
+    if reached.is_empty() {
+        return reached;
+    }
+    let mut others = BTreeSet::new();
+    for program in &plan.programs {
+        for device in devices() {
+            let ops = program.ops_of(device).filter(|op| plan.reached(op, device).is_none());
+            others.extend(ops.flat_map(|op| op.weights()));
+        }
+    }
+    reached.retain(|weight| others.contains(weight));
+    reached
 }
 
 fn cache_problems(plan: &Plan, cache: &Cache, is_borrowed: bool) -> Vec<String> {

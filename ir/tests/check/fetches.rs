@@ -33,18 +33,6 @@ fn a_weight_that_is_not_fetched_is_foreign() {
 }
 
 #[test]
-fn only_linears_and_mixtures_take_fetched_weights() {
-    finds(
-        streamed(),
-        |plan| plan.weights[w(0)].device = d(1),
-        &[
-            "s0 (embed) of prefill computes with w0, which is on another device",
-            "s0 (embed) of decode computes with w0, which is on another device",
-        ],
-    );
-}
-
-#[test]
 fn a_step_reads_the_weights_it_computes_with() {
     finds_in_step(
         streamed(),

@@ -14,6 +14,7 @@ mod moved;
 mod order;
 mod places;
 mod plans;
+mod reached;
 mod shapes;
 mod tables;
 mod workspaces;

@@ -95,6 +95,7 @@ pub fn plan(wish: Wish) -> Plan {
         caches: Table::default(),
         ropes: Table::default(),
         programs: Vec::new(),
+        captures_prompts: false,
         causes: Table::default(),
         forecast: Forecast::default(),
     };

@@ -1,12 +1,14 @@
 //! Rows picked by number: of a table for tokens and positions, of an activation for what is wanted.
 
+#![expect(unsafe_code, reason = "a kernel is given an address of host memory")]
+
 mod panels;
 
 use anyhow::{Context as _, Result, ensure};
 use cubecl::prelude::*;
-use ir::tensor::DType;
+use ir::tensor::{DType, Format};
 
-use self::panels::{Table, gather_panels};
+use self::panels::{Table, gather_words};
 use super::device::{Gpu, Span, element};
 use super::matrix::{Layout, Matrix};
 use super::overlap::follow;
@@ -28,6 +30,37 @@ pub struct Gather<'a> {
     pub features: usize,
 }
 
+/// A table in memory of the host that a GPU reaches by address.
+#[derive(Clone, Copy, Debug)]
+pub struct Reached {
+    address: u64,
+    shape: Table,
+    rows: usize,
+}
+
+impl Reached {
+    /// A table of `rows` rows of `columns` elements, as a GPU's [`Matrix`] lies.
+    ///
+    /// # Safety
+    /// The table lies at that address, as the GPU knows it, and stays there unchanged as long as launches with it may
+    /// run.
+    pub unsafe fn new(
+        address: u64,
+        (format, layout): (Format, Layout),
+        rows: usize,
+        columns: usize,
+    ) -> Self {
+        Self { address, shape: Table { format, layout, columns }, rows }
+    }
+}
+
+/// Where the words of a table are.
+#[derive(Clone, Copy)]
+enum Words<'a> {
+    Of(&'a Span),
+    At(u64),
+}
+
 impl Gpu {
     /// `out[i] = table[rows[i] + offset] · scale (+ base[i])`, in f32.
     ///
@@ -45,8 +78,31 @@ impl Gpu {
                 let dtype = table.format().float().context("blocks are held in panels")?;
                 self.pick(table.data(), table.rows(), dtype, call, out);
             }
-            Layout::Panels => self.pick_from_panels(table, call, out),
+            Layout::Panels => {
+                let shape = Table {
+                    format: table.format(),
+                    layout: Layout::Panels,
+                    columns: table.columns(),
+                };
+                self.pick_words(shape, table.rows(), Words::Of(table.data()), call, out);
+            }
         }
+        Ok(())
+    }
+
+    /// The same of a table that the GPU reaches.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn gather_reached(&self, table: &Reached, call: &Gather<'_>, out: &Span) -> Result<()> {
+        let Reached { address, shape, rows } = *table;
+        ensure!(
+            shape.columns == call.features,
+            "rows of {} elements are picked from a table of {}",
+            call.features,
+            shape.columns
+        );
+        self.pick_words(shape, rows, Words::At(address), call, out);
         Ok(())
     }
 
@@ -55,22 +111,36 @@ impl Gpu {
         self.pick(x, x_rows, DType::F32, call, out);
     }
 
-    fn pick_from_panels(&self, table: &Matrix, call: &Gather<'_>, out: &Span) {
-        let shape = Table { format: table.format(), columns: table.columns() };
+    fn pick_words(
+        &self,
+        shape: Table,
+        table_rows: usize,
+        words: Words<'_>,
+        call: &Gather<'_>,
+        out: &Span,
+    ) {
         let all = call.count * shape.words();
         let (count, dim) = self.grid(all);
         let floats = |span: &Span| span.argument(call.count * call.features, size_of::<f32>());
-        gather_panels::launch(
+        let (words, address) = match words {
+            Words::Of(span) => {
+                let all = span.bytes() / size_of::<u32>();
+                (Some(span.argument(all, size_of::<u32>())), 0)
+            }
+            Words::At(address) => (None, address),
+        };
+        gather_words::launch(
             &self.client,
             count,
             dim,
-            table.data().argument(table.data().bytes() / size_of::<u32>(), size_of::<u32>()),
+            words.into(),
+            address,
             call.rows.argument(call.count, size_of::<u32>()),
             call.base.map(floats).into(),
             floats(out),
             call.scale,
             call.offset,
-            table.rows(),
+            table_rows,
             all,
             shape,
         );
@@ -128,11 +198,63 @@ fn gather<F: Float, N: Size>(
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
+    use cudarc::driver::CudaContext;
     use half::f16;
     use ir::tensor::Format;
 
+    use super::super::matrix::testing::{Sample, panels, row_major};
     use super::super::testing::gpu;
     use super::*;
+    use crate::memory::Region;
+    use crate::pinned::Pinned;
+
+    /// Rows of a table in memory of the host are those of the table on the device, bit for bit.
+    #[test]
+    fn tables_are_reached() {
+        let Some(gpu) = gpu() else { return };
+        let Some(ordinal) = gpu.ordinal() else {
+            eprintln!("skipped: only CUDA devices reach pinned memory by address");
+            return;
+        };
+        let context = CudaContext::new(ordinal).unwrap();
+        let floats = [Format::F32, Format::F16, Format::Bf16];
+        let mut samples: Vec<Sample> =
+            floats.iter().map(|&format| row_major(&gpu, format, 41, 72, 3)).collect();
+        for format in Format::ALL.into_iter().filter(|&format| format != Format::Bf12) {
+            samples.extend(
+                [(41, 72), (64, 128), (50, 37)]
+                    .map(|(rows, columns)| panels(&gpu, format, rows, columns, 3)),
+            );
+        }
+        for Sample { matrix, .. } in &samples {
+            let (format, layout, features) = (matrix.format(), matrix.layout(), matrix.columns());
+            let count = 4 * features;
+            let base = gpu.upload(&(0..count).map(|i| i as f32).collect::<Vec<f32>>());
+            let call = Gather {
+                rows: &gpu.upload(&[38_u32, 0, 31, 2]),
+                offset: 2,
+                scale: 1.5,
+                base: Some(&base),
+                count: 4,
+                features,
+            };
+            let bytes = gpu.read(matrix.data()).unwrap();
+            let mut region = Region::new(bytes.len()).unwrap();
+            region.as_mut_slice::<u8>().copy_from_slice(&bytes);
+            let pinned = Pinned::alone(&context, &Arc::new(region)).unwrap();
+            // SAFETY: the table lies there until the results have been read.
+            let table = unsafe {
+                Reached::new(pinned.address(), (format, layout), matrix.rows(), features)
+            };
+            let [own, reached] = [(); 2].map(|()| gpu.poisoned(count * 4));
+            gpu.gather(matrix, &call, &own).unwrap();
+            gpu.gather_reached(&table, &call, &reached).unwrap();
+            let [own, reached] = [own, reached].map(|out| gpu.download::<u32>(&out, count));
+            assert_eq!(own, reached, "{format}, {layout:?}, {features} features");
+        }
+    }
 
     #[test]
     fn rows_are_picked_scaled_and_added() {

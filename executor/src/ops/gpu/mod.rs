@@ -10,6 +10,7 @@ mod borrowed;
 mod caches;
 mod copies;
 mod experts;
+mod home_tables;
 mod inner;
 mod inputs;
 mod linear;
@@ -32,6 +33,7 @@ mod weights;
 #[cfg(test)]
 mod tests;
 
+pub(crate) use self::home_tables::HomeTables;
 pub(crate) use self::replay::GraphKey;
 pub(crate) use self::state::State;
 pub(crate) use self::stretches::stretches;

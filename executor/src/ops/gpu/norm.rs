@@ -1,6 +1,6 @@
 //! Norms that stand alone, rows that are picked, and elementwise operations.
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Context as _, Result};
 use ir::id::WeightId;
 use ir::op::{self, Activation, Then};
 use ir::tensor::{DType, Format};
@@ -77,9 +77,11 @@ impl State {
         base: Option<&Span>,
         out: &Operand,
     ) -> Result<()> {
-        let table = self.weights.matrix(table).context("the table of rows")?;
-        ensure!(table.columns() == out.columns, "rows of a table have another width");
         let call = Gather { rows, offset, scale, base, count: out.rows, features: out.columns };
+        if let Some(table) = self.tables.get(&table) {
+            return self.gpu.gather_reached(table.reached(), &call, &out.span);
+        }
+        let table = self.weights.matrix(table).context("the table of rows")?;
         self.gpu.gather(table, &call, &out.span)
     }
 

@@ -13,6 +13,7 @@ use ir::tensor::{DType, Extent, TensorType};
 use ir::workspace::workspace;
 
 use super::caches::Caches;
+use super::home_tables::{HomeTable, HomeTables};
 use super::inner::InnerValues;
 use super::inputs::Inputs;
 use super::mail::{Mail, Part};
@@ -24,17 +25,17 @@ use super::stamps::Stamps;
 use super::stretches::exported;
 use super::sums::Sums;
 use super::weights::Weights;
+use crate::bind::Shared;
 use crate::checkpoint::Checkpoint;
 use crate::counting::ExpertCounter;
 use crate::fetch::Window;
-use crate::home_caches::HomeCaches;
 use crate::kernels::gpu::ahead::Region;
 use crate::kernels::gpu::device::{Gpu, Span};
 use crate::kernels::gpu::peers::Group;
 use crate::kernels::gpu::vendor::{Library, Vendor, WORKSPACE_BYTES};
 use crate::kernels::gpu::warpgroup::RightOperands;
 use crate::ops::Scope;
-use crate::peers::{Peers, members};
+use crate::peers::members;
 use crate::trace::Recorder;
 
 /// One GPU's weights, caches and places of buffers.
@@ -43,6 +44,8 @@ pub(crate) struct State {
     pub(super) device: DeviceId,
     pub(super) vendor: Option<Vendor>,
     pub(super) weights: Weights,
+    /// Those at home on NUMA nodes that this device reaches.
+    pub(super) tables: BTreeMap<WeightId, Arc<HomeTable>>,
     pub(super) caches: Caches,
     pub(super) rotations: Rotations,
     pub(super) inputs: Inputs,
@@ -52,6 +55,7 @@ pub(crate) struct State {
     pub(super) mail: Option<Mail>,
     /// What is left for weights while a plan is loaded.
     memory: Memory,
+    home_tables: Arc<HomeTables>,
     /// Memory of the buffers of every program: one runs at a time.
     pub(super) buffers: Span,
     frames: Vec<Frame>,
@@ -121,7 +125,7 @@ impl State {
         device: DeviceId,
         gpu: Gpu,
         ordinal: usize,
-        (peers, home_caches): (Arc<Peers>, Arc<HomeCaches>),
+        Shared { peers, home_caches, home_tables }: Shared,
         expert_counter: Option<Arc<ExpertCounter>>,
     ) -> Result<Self> {
         let frames: Vec<Frame> =
@@ -174,6 +178,8 @@ impl State {
         });
         Ok(Self {
             weights: Weights::new(&gpu, has_library)?,
+            tables: BTreeMap::new(),
+            home_tables,
             caches: Caches::new(plan, device, home_caches, space.borrowed_bytes, &mut memory)?,
             rotations: Rotations::new(plan, device, &gpu, &mut memory)?,
             inputs,
@@ -212,7 +218,29 @@ impl State {
     /// # Errors
     /// When it cannot be read or there is no memory for it.
     pub(crate) fn hold(&mut self, weight: &Weight, checkpoint: &Checkpoint) -> Result<()> {
-        self.weights.hold(&self.gpu, &mut self.memory, weight, checkpoint)
+        self.weights.hold(&self.gpu, |bytes| self.memory.take(bytes), weight, checkpoint)
+    }
+
+    /// Adds the plan's next weight, weight `id`, a table of a NUMA node that this device reaches. Says whether it has been
+    /// read for all that do.
+    ///
+    /// # Errors
+    /// When it cannot be read or there is no memory for it.
+    pub(crate) fn reach(
+        &mut self,
+        plan: &Plan,
+        id: WeightId,
+        checkpoint: &Checkpoint,
+    ) -> Result<bool> {
+        let Some(ordinal) = self.gpu.ordinal() else {
+            let take = |bytes: usize| self.gpu.allocate(bytes);
+            self.weights.hold(&self.gpu, take, &plan.weights[id], checkpoint)?;
+            return Ok(true);
+        };
+        let (table, is_read) = self.home_tables.get(plan, id, ordinal, checkpoint)?;
+        self.tables.insert(id, table);
+        self.weights.skip();
+        Ok(is_read)
     }
 
     /// Lets replayed runs leave the times of their steps for a recorder.

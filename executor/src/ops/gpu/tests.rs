@@ -16,7 +16,7 @@ use ir::workspace::{WARPGROUP_COLUMNS, product_format};
 
 use super::copies::collect;
 use super::state::{Operand, State};
-use crate::bind::{Device, Form};
+use crate::bind::{Device, Form, Shared};
 use crate::checkpoint::Checkpoint;
 use crate::kernels::gpu::testing;
 use crate::kernels::gpu::warpgroup::RightOperands;
@@ -26,7 +26,6 @@ use crate::ops::tests::{
     batches, beside_a_gpu, compare, gated, mixture, plain_with_biases, plan, written,
 };
 use crate::ops::{Scope, plain};
-use crate::peers::Peers;
 use crate::run::Run;
 use crate::slots::{Uses, Value};
 use crate::team::Team;
@@ -113,8 +112,8 @@ fn tolerance(plan: &Plan, op: &Op, driver: GpuDriver, is_narrow: bool) -> f64 {
 fn walk(plan: &Plan, folder: &Path, options: &Options) -> BTreeSet<usize> {
     let checkpoint = Checkpoint::open(&plan.files, folder).unwrap();
     let id = plan.machine.device("gpu0").unwrap();
-    let peers = Arc::new(Peers::new(plan, options));
-    let bound = Device::bind(plan, id, &checkpoint, options, (&peers, &Arc::default()), |_| true);
+    let shared = Shared::new(plan, options);
+    let bound = Device::bind(plan, id, &checkpoint, options, &shared, |_| true);
     let Form::Gpu(mut state) = bound.unwrap().form else { unreachable!("gpu0 is a GPU") };
     let team = Team::new(&[0]).unwrap();
     let mut burn = plain::State::new(plan, id, BurnDevice::flex(), &[0]).unwrap();

@@ -54,11 +54,11 @@ impl Weights {
         self.held.push(Held::Elsewhere);
     }
 
-    /// Adds the plan's next weight.
+    /// Adds the plan's next weight, in memory that `take` gives.
     pub(super) fn hold(
         &mut self,
         gpu: &Gpu,
-        memory: &mut Memory,
+        mut take: impl FnMut(usize) -> Result<Span>,
         weight: &Weight,
         checkpoint: &Checkpoint,
     ) -> Result<()> {
@@ -68,23 +68,20 @@ impl Weights {
         if weight.shape.len() < 2 {
             let mut vector = vec![0.0_f32; columns];
             checkpoint.matrix(first, 1, columns)?.read(0..1, &mut vector)?;
-            let span = memory.take(columns * size_of::<f32>())?;
+            let span = take(columns * size_of::<f32>())?;
             gpu.write(&span, bytemuck::cast_slice(&vector))?;
             self.held.push(Held::Vector(span));
             return Ok(());
         }
         let format = weight.format;
         let is_stack = weight.shape.len() > 2;
-        let layout = match gpu_has_panels(format, &weight.shape) {
-            false => Layout::RowMajor,
-            true => Layout::Panels,
-        };
+        let layout = layout_of(weight);
         let bytes = layout.bytes(format, rows, columns)?;
-        let span = memory.take(sources.len() * bytes)?;
+        let span = take(sources.len() * bytes)?;
         let failed = OnceLock::new();
         let read = |source| {
             let matrix = checkpoint.matrix(source, rows, columns)?;
-            Ok(Read { matrix, format, columns, failed: &failed })
+            Ok(Read::new(matrix, format, columns, &failed))
         };
         let matrices = sources.iter().map(read).collect::<Result<Vec<Read<'_>>>>()?;
         match (layout, matrices.as_slice()) {
@@ -171,7 +168,25 @@ pub(super) struct Read<'a> {
     failed: &'a OnceLock<anyhow::Error>,
 }
 
-impl Read<'_> {
+/// How a GPU holds a weight that is no vector.
+pub(super) fn layout_of(weight: &Weight) -> Layout {
+    match gpu_has_panels(weight.format, &weight.shape) {
+        false => Layout::RowMajor,
+        true => Layout::Panels,
+    }
+}
+
+impl<'a> Read<'a> {
+    /// What becomes of `matrix`; why something of it cannot be read is told in `failed`.
+    pub(super) fn new(
+        matrix: checkpoint::Matrix<'a>,
+        format: Format,
+        columns: usize,
+        failed: &'a OnceLock<anyhow::Error>,
+    ) -> Self {
+        Self { matrix, format, columns, failed }
+    }
+
     /// Writes rows in the matrix's float format, one after another.
     pub(super) fn rows(&self, rows: std::ops::Range<usize>, bytes: &mut [u8]) {
         let is_copied =

@@ -91,6 +91,7 @@ impl Builder {
                 caches: Table::default(),
                 ropes: Table::from_iter([rope]),
                 programs: vec![],
+                captures_prompts: true,
                 causes: Table::from_iter([cause]),
                 forecast: Forecast::default(),
             },

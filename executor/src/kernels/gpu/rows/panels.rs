@@ -1,9 +1,12 @@
-//! Rows picked from a matrix in panels, word by word: a row's words lie a vector or two apart.
+//! Rows picked from a table word by word: of panels, where a row's words lie a vector or two apart, and of the host's
+//! memory, by address.
 
 use cubecl::prelude::*;
 use ir::tensor::Format;
 
 use crate::kernels::cpu::pack::{BLOCK_PAIR, PANEL, packed_bytes, padded};
+use crate::kernels::gpu::addressed::load_word;
+use crate::kernels::gpu::matrix::Layout;
 use crate::kernels::gpu::panel::panel_vectors;
 use crate::kernels::gpu::words::half_of;
 
@@ -11,20 +14,28 @@ use crate::kernels::gpu::words::half_of;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Table {
     pub(super) format: Format,
+    pub(super) layout: Layout,
     pub(super) columns: usize,
 }
 
 impl Table {
     /// Words that hold something of a row, each for one unit.
     pub(super) fn words(self) -> usize {
-        let columns = match self.format {
-            Format::F32 | Format::F16 => 1,
-            Format::Bf16 => 2,
-            Format::Bf12 => unreachable!("no table is in 12 bits"),
-            Format::Q8 => 4,
-            Format::Q4 => 8,
-        };
-        padded(self.format, self.columns) / columns
+        match (self.format, self.layout) {
+            (Format::F32, Layout::RowMajor) => self.columns,
+            (Format::F32 | Format::F16, Layout::Panels) => padded(self.format, self.columns),
+            // Rows are whole loads.
+            (Format::F16 | Format::Bf16, Layout::RowMajor) => self.columns / 2,
+            (Format::Bf16, Layout::Panels) => padded(self.format, self.columns) / 2,
+            (Format::Q8, _) => padded(self.format, self.columns) / 4,
+            (Format::Q4, _) => padded(self.format, self.columns) / 8,
+            (Format::Bf12, _) => unreachable!("no table is in 12 bits"),
+        }
+    }
+
+    /// Whether a word has an element of each of two rows, not two of one.
+    fn has_pairs_of_rows(self) -> bool {
+        matches!((self.format, self.layout), (Format::F16, Layout::Panels))
     }
 
     /// Words from one panel to the next.
@@ -38,10 +49,12 @@ impl Table {
     }
 }
 
-/// `out[i] = table[rows[i] + offset] · scale (+ base[i])`; each unit takes a word of the table.
+/// `out[i] = table[rows[i] + offset] · scale (+ base[i])`; each unit takes a word of the table, which is `words` or lies
+/// at `address`.
 #[cube(launch)]
-pub(super) fn gather_panels(
-    words: &[u32],
+pub(super) fn gather_words(
+    words: &ComptimeOption<Box<[u32]>>,
+    address: u64,
     rows: &[u32],
     base: &ComptimeOption<Box<[f32]>>,
     out: &mut [f32],
@@ -55,26 +68,32 @@ pub(super) fn gather_panels(
     if at < all {
         let (index, word) = (at / comptime!(table.words()), at % comptime!(table.words()));
         let row = rows[index] as usize + offset as usize;
-        let number = row / PANEL;
-        let lanes = panel_vectors(table_rows, number) * comptime!(PANEL / 2);
-        let start = number * comptime!(table.stride());
-        let lane = row % PANEL;
+        let mut start = row * comptime!(table.words());
+        let mut lanes = 1usize.runtime();
+        let mut lane = 0usize.runtime();
+        if comptime!(table.layout == Layout::Panels) {
+            let number = row / PANEL;
+            start = number * comptime!(table.stride());
+            lanes = panel_vectors(table_rows, number) * comptime!(PANEL / 2);
+            lane = row % PANEL;
+        }
         let first = index * table.columns;
         match comptime!(table.format) {
             Format::F32 => {
-                let value = f32::reinterpret(words[start + word * lanes + lane]);
-                put(out, base, first, word, scale * value, table);
+                let bits = word_at(words, address, start + word * lanes + lane);
+                put(out, base, first, word, scale * f32::reinterpret(bits), table);
             }
-            Format::F16 => {
-                let pair = words[start + (word * lanes + lane) / 2];
-                put(out, base, first, word, scale * half_at(pair, lane), table);
-            }
-            Format::Bf16 => {
-                let pair = words[start + word * lanes + lane];
-                #[unroll]
-                for i in 0..2usize {
-                    let value = half_of(pair, i, Format::Bf16);
-                    put(out, base, first, 2 * word + i, scale * value, table);
+            Format::F16 | Format::Bf16 => {
+                if comptime!(table.has_pairs_of_rows()) {
+                    let pair = word_at(words, address, start + (word * lanes + lane) / 2);
+                    put(out, base, first, word, scale * half_at(pair, lane), table);
+                } else {
+                    let pair = word_at(words, address, start + word * lanes + lane);
+                    #[unroll]
+                    for i in 0..2usize {
+                        let value = half_of(pair, i, table.format);
+                        put(out, base, first, 2 * word + i, scale * value, table);
+                    }
                 }
             }
             Format::Q8 => {
@@ -82,8 +101,9 @@ pub(super) fn gather_panels(
                     (word / comptime!(table.pair_words()), word % comptime!(table.pair_words()));
                 let start = start + pair * lanes * comptime!(table.pair_words() + 1);
                 let block = group / comptime!(table.pair_words() / 2);
-                let factor = scale * half_at(words[start + (block * lanes + lane) / 2], lane);
-                let codes = words[start + (group + 1) * lanes + lane];
+                let scales = word_at(words, address, start + (block * lanes + lane) / 2);
+                let factor = scale * half_at(scales, lane);
+                let codes = word_at(words, address, start + (group + 1) * lanes + lane);
                 #[unroll]
                 for i in 0..4usize {
                     let value = factor * code(codes, 8 * i, 8u32);
@@ -95,10 +115,11 @@ pub(super) fn gather_panels(
                 let (pair, group) =
                     (word / comptime!(table.pair_words()), word % comptime!(table.pair_words()));
                 let start = start + pair * lanes * comptime!(table.pair_words() + 1);
-                let codes = words[start + (group + 1) * lanes + lane];
+                let codes = word_at(words, address, start + (group + 1) * lanes + lane);
                 #[unroll]
                 for block in 0..2usize {
-                    let factor = scale * half_at(words[start + (block * lanes + lane) / 2], lane);
+                    let scales = word_at(words, address, start + (block * lanes + lane) / 2);
+                    let factor = scale * half_at(scales, lane);
                     let column = pair * BLOCK_PAIR + comptime!(block * BLOCK_PAIR / 2) + 4 * group;
                     #[unroll]
                     for i in 0..4usize {
@@ -108,6 +129,16 @@ pub(super) fn gather_panels(
                 }
             }
         }
+    }
+}
+
+/// Word number `at` of a table.
+#[cube]
+fn word_at(words: &ComptimeOption<Box<[u32]>>, address: u64, at: usize) -> u32 {
+    #[comptime]
+    match words.clone() {
+        ComptimeOption::Some(words) => words[at],
+        ComptimeOption::None => load_word(address + u64::cast_from(at) * 4),
     }
 }
 

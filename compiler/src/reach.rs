@@ -1,0 +1,74 @@
+//! Tables on NUMA nodes whose rows GPUs look up where they lie.
+//!
+//! A lookup reads one row for each token: some kilobytes, which a GPU reads over its link while a node would still be
+//! told of the tokens. So where all that read a lookup of a node are GPUs, each of them makes the lookup itself: no
+//! value crosses, nobody waits for the node, and GPUs that have all else replay whole prompts.
+
+use ir::dag::Node;
+use ir::graph::Placed;
+use ir::id::{DeviceId, Few, NodeId, Table, WeightId};
+use ir::layout::{Layout, Share};
+use ir::op::Op;
+
+use crate::graphs::Phases;
+use crate::task::Task;
+
+/// Lets GPUs reach tables that they alone read from, in all phases. Nodes that are asked for compute.
+pub(crate) fn reach_tables(task: &Task<'_>, nodes: &mut Phases<Table<NodeId, Placed>>) {
+    let lookups: Vec<NodeId> = task.model.layers.nodes().filter_map(lookup).collect();
+    // A lookup may read another one's rows.
+    for &id in lookups.iter().rev() {
+        let reached = nodes.iter_mut().map(|placed| reachable(task, placed, id));
+        let Some(reached) = reached.collect::<Option<Vec<_>>>() else { continue };
+        for (placed, (home, layout)) in nodes.iter_mut().zip(reached) {
+            let Placed { needs, layouts, home: its_home, .. } = &mut placed[id];
+            needs.iter_mut().chain(layouts).for_each(|held| *held = layout.clone());
+            *its_home = Some(home);
+        }
+    }
+}
+
+fn lookup((id, node): (NodeId, &Node<Op>)) -> Option<NodeId> {
+    table(&node.work).map(|_| id)
+}
+
+fn table(op: &Op) -> Option<WeightId> {
+    let (Op::Embed { table, .. } | Op::AddPosition { table, .. }) = *op else { return None };
+    Some(table)
+}
+
+/// The NUMA node of a lookup, and the GPUs that may make it themselves.
+fn reachable(
+    task: &Task<'_>,
+    placed: &Table<NodeId, Placed>,
+    id: NodeId,
+) -> Option<(DeviceId, Layout)> {
+    let machine = &task.target.machine;
+    let layers = &task.model.layers;
+    let is_gpu = |device: DeviceId| machine.devices[device].kind.is_gpu();
+    let node = layers.node(id);
+    let &[home] = placed[id].layouts.first()?.devices.as_slice() else { return None };
+    let table = table(&node.work)?;
+    let mut others = layers.nodes().filter(|(other, _)| *other != id);
+    let is_shared = others.any(|(_, node)| node.work.weights().contains(&table));
+    let is_asked = task.target.is_pinned(&node.name) || task.target.is_requested(home);
+    if is_gpu(home) || is_shared || is_asked {
+        return None;
+    }
+    let mut gpus: Few<DeviceId> = Few::new();
+    for (user, its_node) in layers.nodes() {
+        let needs = its_node.inputs.iter().zip(&placed[user].needs);
+        for (_, need) in needs.filter(|(input, _)| node.outputs.contains(input)) {
+            if need.share != Share::Whole {
+                return None;
+            }
+            for &device in &need.devices {
+                if !gpus.contains(&device) {
+                    gpus.push(device);
+                }
+            }
+        }
+    }
+    let can_reach = |&gpu: &DeviceId| is_gpu(gpu) && machine.link(home, gpu).is_some();
+    (!gpus.is_empty() && gpus.iter().all(can_reach)).then(|| (home, Layout::whole(&gpus)))
+}
