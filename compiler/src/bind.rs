@@ -38,7 +38,7 @@ pub(crate) struct BoundPart {
     /// Those of them that are fetched.
     pub(crate) fetched: Vec<Fetched>,
     /// Whose cache it borrows, or whose table it reaches.
-    pub(crate) uses_of: Option<DeviceId>,
+    pub(crate) other_home: Option<DeviceId>,
     /// How many of the node's inputs are read, from the first.
     pub(crate) reads: usize,
 }
@@ -111,7 +111,7 @@ impl Binder<'_> {
         };
         BoundPart {
             device,
-            uses_of: node.work.home.filter(|_| !op.takes_fetched()),
+            other_home: node.work.home.filter(|_| !op.takes_fetched()),
             weights: keys.iter().map(held).collect(),
             fetched: fetched.collect(),
             op,

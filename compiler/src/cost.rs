@@ -39,7 +39,7 @@ pub(crate) struct Operands<'a> {
     /// Whether the matrices were fetched, packed as another device holds them.
     pub(crate) is_fetched: bool,
     /// Whose cache is borrowed, or whose table is reached.
-    pub(crate) uses_of: Option<DeviceId>,
+    pub(crate) other_home: Option<DeviceId>,
 }
 
 impl Operands<'_> {
@@ -134,10 +134,10 @@ pub(crate) fn run_nanos(
             matrices(rows)? + beside + streamed(unpacked_bytes(kind, operands, batch))
         }
         Some(Products::Attention(attention)) => {
-            let home = operands.uses_of.unwrap_or(device);
+            let home = operands.other_home.unwrap_or(device);
             let kv_type = target.kv_types[home];
             let cache = kv_type.head_bytes(attention.head_dim);
-            let crossing = match operands.uses_of {
+            let crossing = match operands.other_home {
                 Some(home) => borrowing_nanos(target, [home, device], attention, cache, batch)?,
                 None => 0.0,
             };
@@ -156,7 +156,7 @@ pub(crate) fn run_nanos(
             experts_nanos(target, device, experts, operands, batch)? + activations
         }
         // Tables are read only where tokens point: as many rows as are written.
-        None => match operands.uses_of {
+        None => match operands.other_home {
             Some(home) => activations + reaching_nanos(target, [home, device], operands, batch)?,
             None => activations,
         },

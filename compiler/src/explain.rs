@@ -8,6 +8,7 @@ use std::collections::BTreeSet;
 use std::fmt::Write as _;
 use std::path::Path;
 
+use ir::captured::can_include_prompts;
 use ir::graph::{Cause, Reason};
 use ir::id::DeviceId;
 use ir::machine::{Machine, RateSource};
@@ -55,6 +56,9 @@ pub fn explain(plan: &Plan) -> String {
                 "{bytes} of the weights on {name} are copies row after row, for prompts\n"
             );
         }
+    }
+    if can_include_prompts(plan) && !plan.captures_prompts {
+        text += "GPUs lack memory to replay prompts, whose launches are queued one by one\n\n";
     }
     let _ = writeln!(text, "{}", programs(plan));
     let _ = write!(text, "{}", candidates(plan));

@@ -6,7 +6,7 @@
 
 use ir::dag::Node;
 use ir::graph::Placed;
-use ir::id::{DeviceId, Few, NodeId, Table, WeightId};
+use ir::id::{DeviceId, Few, NodeId, Table};
 use ir::layout::{Layout, Share};
 use ir::op::Op;
 
@@ -15,7 +15,9 @@ use crate::task::Task;
 
 /// Lets GPUs reach tables that they alone read from, in all phases. Nodes that are asked for compute.
 pub(crate) fn reach_tables(task: &Task<'_>, nodes: &mut Phases<Table<NodeId, Placed>>) {
-    let lookups: Vec<NodeId> = task.model.layers.nodes().filter_map(lookup).collect();
+    let is_lookup = |(_, node): &(NodeId, &Node<Op>)| node.work.table().is_some();
+    let lookups = task.model.layers.nodes().filter(is_lookup).map(|(id, _)| id);
+    let lookups: Vec<NodeId> = lookups.collect();
     // A lookup may read another one's rows.
     for &id in lookups.iter().rev() {
         let reached = nodes.iter_mut().map(|placed| reachable(task, placed, id));
@@ -26,15 +28,6 @@ pub(crate) fn reach_tables(task: &Task<'_>, nodes: &mut Phases<Table<NodeId, Pla
             *its_home = Some(home);
         }
     }
-}
-
-fn lookup((id, node): (NodeId, &Node<Op>)) -> Option<NodeId> {
-    table(&node.work).map(|_| id)
-}
-
-fn table(op: &Op) -> Option<WeightId> {
-    let (Op::Embed { table, .. } | Op::AddPosition { table, .. }) = *op else { return None };
-    Some(table)
 }
 
 /// The NUMA node of a lookup, and the GPUs that may make it themselves.
@@ -48,7 +41,7 @@ fn reachable(
     let is_gpu = |device: DeviceId| machine.devices[device].kind.is_gpu();
     let node = layers.node(id);
     let &[home] = placed[id].layouts.first()?.devices.as_slice() else { return None };
-    let table = table(&node.work)?;
+    let table = node.work.table()?;
     let mut others = layers.nodes().filter(|(other, _)| *other != id);
     let is_shared = others.any(|(_, node)| node.work.weights().contains(&table));
     let is_asked = task.target.is_pinned(&node.name) || task.target.is_requested(home);

@@ -239,7 +239,7 @@ impl Draft<'_> {
             reads: reads.iter().map(|&buffer| &self.buffers[buffer].ty).collect(),
             writes: writes.iter().map(|&buffer| &self.buffers[buffer].ty).collect(),
             is_fetched: !part.fetched.is_empty(),
-            uses_of: part.uses_of,
+            other_home: part.other_home,
         };
         run_nanos(self.task.target, part.device, &part.op, &operands, self.batch)
     }

@@ -10,7 +10,6 @@ use anyhow::{Context as _, Result, ensure};
 use burn::tensor::Device as BurnDevice;
 use ir::id::{DeviceId, WeightId};
 use ir::machine::DeviceKind;
-use ir::op::Op;
 use ir::plan::{Action, Plan, Weight};
 use ir::tensor::{DType, Format};
 
@@ -116,8 +115,7 @@ impl Device {
         };
         let tables = tables(plan);
         let reached = plan.reached_by(id);
-        let reached_at_home: BTreeSet<WeightId> =
-            plan.machine.devices.ids().flat_map(|gpu| plan.reached_by(gpu)).collect();
+        let reached_at_home = plan.reached_tables();
         for (weight_id, weight) in plan.weights.iter() {
             let is_read =
                 if let (Form::Gpu(state), true) = (&mut form, reached.contains(&weight_id)) {
@@ -154,10 +152,12 @@ impl Device {
     }
 }
 
-/// The types of floats that a GPU finds in the weights that it holds and in its caches; what it fetches it unpacks.
+/// The types of floats that a GPU finds in the weights that it holds or reaches and in its caches; what it fetches it
+/// unpacks.
 fn numbers(plan: &Plan, gpu: DeviceId) -> BTreeSet<DType> {
-    let held = plan.weights.rows().iter().filter(|weight| weight.device == gpu);
-    let floats = held.filter_map(|weight| match weight.format {
+    let reached = plan.reached_by(gpu);
+    let held = plan.weights.iter().filter(|(id, it)| it.device == gpu || reached.contains(id));
+    let floats = held.filter_map(|(_, weight)| match weight.format {
         Format::Bf12 => Some(DType::Bf16),
         Format::F32 | Format::F16 | Format::Bf16 | Format::Q8 | Format::Q4 => weight.format.float(),
     });
@@ -171,10 +171,10 @@ fn tables(plan: &Plan) -> BTreeSet<WeightId> {
     let (mut tables, mut others) = (BTreeSet::new(), BTreeSet::new());
     for step in plan.programs.iter().flat_map(|program| program.steps.rows()) {
         match &step.action {
-            Action::Run(Op::Embed { table, .. } | Op::AddPosition { table, .. }) => {
-                tables.insert(*table);
-            }
-            Action::Run(op) => others.extend(op.weights()),
+            Action::Run(op) => match op.table() {
+                Some(table) => drop(tables.insert(table)),
+                None => others.extend(op.weights()),
+            },
             Action::Fetch { weight, .. } => drop(others.insert(*weight)),
             Action::Move { .. } => (),
         }

@@ -7,7 +7,7 @@ use hwlocality::Topology;
 use hwlocality::cpu::binding::CpuBindingFlags;
 use hwlocality::cpu::cpuset::CpuSet;
 use ir::id::DeviceId;
-use ir::machine::{DeviceKind, Machine};
+use ir::machine::{Device, DeviceKind, Machine};
 use ir::plan::{Lane, Plan};
 
 use crate::load::Options;
@@ -64,15 +64,24 @@ impl SparedCpus {
 
 /// The processors of a NUMA node that compute, and those that are left to the threads that drive GPUs.
 fn shared_out<'a>(plan: &Plan, cpus: &'a [u32]) -> [&'a [u32]; 2] {
-    let is_gpu = |device: &DeviceId| plan.machine.devices[*device].kind.is_gpu();
-    let devices: BTreeSet<DeviceId> = lanes(plan).map(|lane| lane.device).collect();
-    let (gpus, nodes): (Vec<DeviceId>, Vec<DeviceId>) = devices.into_iter().partition(is_gpu);
-    beside_gpus(cpus, gpus.len(), nodes.len())
+    let working: BTreeSet<DeviceId> = lanes(plan).map(|lane| lane.device).collect();
+    let devices = || plan.machine.devices.iter();
+    let is_working = |(id, _): &(DeviceId, &Device)| working.contains(id);
+    let (gpus, nodes): (Vec<_>, Vec<_>) =
+        devices().filter(is_working).partition(|(_, device)| device.kind.is_gpu());
+    let idle = devices().filter(|device| !is_working(device));
+    let idle = idle.map(|(_, device)| match &device.kind {
+        DeviceKind::Numa { cpus, .. } => cpus.len(),
+        DeviceKind::Gpu { .. } => 0,
+    });
+    beside_gpus(cpus, gpus.len(), nodes.len(), idle.sum())
 }
 
-/// The same where as many GPUs are driven beside as many nodes.
-fn beside_gpus(cpus: &[u32], gpus: usize, nodes: usize) -> [&[u32]; 2] {
-    let spared = SPARED_CPUS * gpus.div_ceil(nodes.max(1));
+/// The same where as many GPUs are driven beside as many nodes that compute, and others have `idle` processors: those of a
+/// node that computes are the nearest to it, so it leaves one GPU's whatever is idle.
+fn beside_gpus(cpus: &[u32], gpus: usize, nodes: usize, idle: usize) -> [&[u32]; 2] {
+    let of_node = (SPARED_CPUS * gpus).saturating_sub(idle).div_ceil(nodes.max(1));
+    let spared = of_node.next_multiple_of(SPARED_CPUS).max(SPARED_CPUS * gpus.min(1));
     let (computing, spared) = cpus.split_at(cpus.len() - spared.min(cpus.len() / 4));
     [computing, spared]
 }
@@ -81,7 +90,7 @@ fn beside_gpus(cpus: &[u32], gpus: usize, nodes: usize) -> [&[u32]; 2] {
 pub(crate) fn beside_all_gpus<'a>(machine: &Machine, cpus: &'a [u32]) -> [&'a [u32]; 2] {
     let devices = machine.devices.rows();
     let gpus = devices.iter().filter(|device| device.kind.is_gpu()).count();
-    beside_gpus(cpus, gpus, devices.len() - gpus)
+    beside_gpus(cpus, gpus, devices.len() - gpus, 0)
 }
 
 /// The lanes of all programs.
@@ -143,15 +152,16 @@ mod tests {
     #[test]
     fn threads_that_drive_gpus_have_processors_of_their_own() {
         let cpus: Vec<u32> = (0..32).collect();
-        let spared = |count: usize, gpus, nodes| beside_gpus(&cpus[..count], gpus, nodes)[1].len();
+        let spared =
+            |count: usize, gpus, nodes| beside_gpus(&cpus[..count], gpus, nodes, 0)[1].len();
         // None, one, two GPUs beside a node, and beside two.
         assert_eq!([0, 1, 2].map(|gpus| spared(32, gpus, 1)), [0, 3, 6]);
         assert_eq!([1, 2, 4].map(|gpus| spared(32, gpus, 2)), [3, 3, 6]);
         // A quarter of the node's at most.
         assert_eq!([spared(16, 2, 1), spared(32, 8, 1), spared(3, 1, 1)], [4, 8, 0]);
-        let [computing, spared] = beside_gpus(&cpus, 2, 1);
+        // Threads go to nodes that do nothing, too.
+        assert_eq!([2, 4, 32].map(|idle| beside_gpus(&cpus, 4, 2, idle)[1].len()), [6, 6, 3]);
+        let [computing, spared] = beside_gpus(&cpus, 2, 1, 0);
         assert_eq!((computing, spared), (&cpus[..26], &cpus[26..]));
-        // Of a plan without nodes nobody asks.
-        assert_eq!(beside_gpus(&cpus, 1, 0)[1].len(), 3);
     }
 }

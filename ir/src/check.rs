@@ -5,7 +5,7 @@
 //! - every id names a row, and the model's limits, programs, weights, caches and ropes make sense by themselves;
 //! - every step is in exactly one lane, and lane order, waits and collectives have no cycle, so no run can deadlock;
 //! - a step computes only on buffers, weights and caches of its own lane's device, or on weights that were fetched
-//!   there for it and caches that a GPU may borrow, and moves and fetches only along links;
+//!   there for it, tables that a GPU reaches and caches that it may borrow, and moves and fetches only along links;
 //! - no weight is fetched over another that may still be read;
 //! - every buffer is written once, then read, then freed once, in an order that lanes and waits enforce;
 //! - where one program attends, each appends once to the cache of each layer, and all do it alike; the devices of a

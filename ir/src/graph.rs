@@ -24,8 +24,8 @@ pub struct Placed {
     pub layouts: Vec<Layout>,
     /// For experts that are split: the part of the intermediate features each device works on. Empty otherwise.
     pub inner: Few<u32>,
-    /// Where its matrices are held when the one device that computes fetches them, or the cache when that borrows it.
-    /// Vectors are always its own.
+    /// Where its matrices are held when the one device that computes fetches them, or the cache when that borrows it, or
+    /// the table when GPUs reach it. Vectors are always its own.
     pub home: Option<DeviceId>,
     /// Why it is here.
     pub cause: Cause,

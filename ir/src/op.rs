@@ -418,6 +418,15 @@ impl Op {
         matches!(self.products(), Some(Products::Linear(_) | Products::Experts(_)))
     }
 
+    /// The table that the operation looks rows up in.
+    pub fn table(&self) -> Option<WeightId> {
+        if let Op::Embed { table, .. } | Op::AddPosition { table, .. } = self {
+            Some(*table)
+        } else {
+            None
+        }
+    }
+
     /// The cache the operation reads and appends to.
     pub fn cache(&self) -> Option<CacheId> {
         if let Op::Attention(attention) = self { Some(attention.cache) } else { None }

@@ -1,7 +1,8 @@
 //! How many bytes a weight takes on a device: sizes of the layouts that executors hold weights in.
 //!
 //! - A NUMA node packs a matrix in panels of 32 rows; the last panel is as large as the others. Columns are padded
-//!   to what its instructions take at once.
+//!   to what its instructions take at once. Tables that GPUs reach lie there as GPUs hold them, which takes no more; they
+//!   are counted so, too.
 //! - A GPU packs block formats and stacks the same way, and holds other floats row after row without padding, as
 //!   vendor libraries take them, where rows are whole loads.
 //! - A panel of bfloat16 in 12 bits starts with a word for each row.

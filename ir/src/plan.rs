@@ -345,14 +345,20 @@ impl Plan {
     /// rows come over the link one by one, for as many tokens as there are. Such a table lies in the memory of its home,
     /// pinned, as GPUs hold one, and nothing but lookups of GPUs uses it.
     pub fn reached(&self, op: &Op, device: DeviceId) -> Option<WeightId> {
-        let (Op::Embed { table, .. } | Op::AddPosition { table, .. }) = *op else { return None };
-        self.weights.get(table).filter(|weight| weight.device != device).map(|_| table)
+        let is_elsewhere =
+            |table: &WeightId| self.weights.get(*table).is_some_and(|it| it.device != device);
+        op.table().filter(is_elsewhere)
     }
 
     /// The tables that a device reaches in any program.
     pub fn reached_by(&self, device: DeviceId) -> BTreeSet<WeightId> {
         let ops = self.programs.iter().flat_map(|program| program.ops_of(device));
         ops.filter_map(|op| self.reached(op, device)).collect()
+    }
+
+    /// The tables that any device reaches.
+    pub fn reached_tables(&self) -> BTreeSet<WeightId> {
+        self.machine.devices.ids().flat_map(|device| self.reached_by(device)).collect()
     }
 
     /// The cache of another device that a step of `device` attends to, where `op` does: it *borrows* the cache. What is

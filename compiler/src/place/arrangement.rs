@@ -3,7 +3,6 @@
 use std::ops::Range;
 
 use ir::id::{DeviceId, NodeId, Table};
-use ir::op::Op;
 use ir::plan::Phase;
 
 use crate::place::group::Group;
@@ -101,8 +100,7 @@ impl Arrangement {
         let all = self.stages.as_slice();
         let [(first, range), others @ ..] = all else { return (None, all) };
         let mut nodes = task.model.layers.nodes().filter(|(id, _)| range.contains(&units.of[*id]));
-        let are_lookups =
-            nodes.all(|(_, node)| matches!(node.work, Op::Embed { .. } | Op::AddPosition { .. }));
+        let are_lookups = nodes.all(|(_, node)| node.work.table().is_some());
         let home = first.devices[0];
         if are_lookups && is_numa(task, home) && !others.is_empty() {
             (Some(home), others)

@@ -236,7 +236,7 @@ fn hosted_cause(
     Cause { reason, runner_up }
 }
 
-/// Why a NUMA node looks tokens up: the devices of the next stage have no room for the table, with everything else
+/// Why a NUMA node holds the table of tokens: the devices of the next stage have no room for the table, with everything else
 /// where it is; else everything is fastest so.
 fn table_cause(
     task: &Task<'_>,

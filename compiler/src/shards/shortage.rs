@@ -4,7 +4,6 @@ use std::collections::BTreeSet;
 
 use ir::forecast::DeviceForecast;
 use ir::id::{DeviceId, WeightId};
-use ir::op::Op;
 
 use crate::part::WeightKey;
 use crate::place::Placement;
@@ -34,7 +33,7 @@ impl Lacking {
         let (mut weights, mut caches): (BTreeSet<WeightId>, u64) = (BTreeSet::new(), 0);
         for node in nodes {
             // Rows are as well looked up by a host.
-            if !matches!(node.work, Op::Embed { .. } | Op::AddPosition { .. }) {
+            if node.work.table().is_none() {
                 weights.extend(node.work.weights());
             }
             if let Some(cache) = node.work.cache() {

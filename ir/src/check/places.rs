@@ -1,4 +1,5 @@
-//! What a step reads and writes is on its device, or at the other end of a link; a weight from elsewhere was fetched.
+//! What a step reads and writes is on its device, or at the other end of a link; a weight from elsewhere was fetched, or
+//! is a table that a GPU reaches.
 //!
 //! Any step may free any buffer: that is the run's bookkeeping, no work of a device.
 

@@ -7,7 +7,7 @@ use crate::id::{CacheId, WeightId};
 use crate::machine::DeviceKind;
 use crate::op::{Frequencies, Rope};
 use crate::packing::stored_together;
-use crate::plan::{Cache, Plan, Weight};
+use crate::plan::{Action, Cache, Plan, Weight};
 use crate::tensor::{DType, Format};
 use crate::weight::Source;
 
@@ -46,17 +46,21 @@ pub(super) fn check(plan: &Plan, found: &mut Vec<Violation>) {
 
 /// Tables that GPUs reach and that are more than that: they lie at home as GPUs hold them.
 fn used_otherwise(plan: &Plan) -> BTreeSet<WeightId> {
-    let devices = || plan.machine.devices.ids();
-    let mut reached: BTreeSet<WeightId> =
-        devices().flat_map(|device| plan.reached_by(device)).collect();
+    let mut reached = plan.reached_tables();
     if reached.is_empty() {
         return reached;
     }
     let mut others = BTreeSet::new();
     for program in &plan.programs {
-        for device in devices() {
-            let ops = program.ops_of(device).filter(|op| plan.reached(op, device).is_none());
-            others.extend(ops.flat_map(|op| op.weights()));
+        for lane in &program.lanes {
+            for step in lane.steps.iter().filter_map(|&step| program.steps.get(step)) {
+                match &step.action {
+                    Action::Run(op) if plan.reached(op, lane.device).is_some() => (),
+                    Action::Run(op) => others.extend(op.weights()),
+                    Action::Fetch { weight, .. } => drop(others.insert(*weight)),
+                    Action::Move { .. } => (),
+                }
+            }
         }
     }
     reached.retain(|weight| others.contains(weight));

@@ -3,7 +3,6 @@
 use std::ops::Range;
 
 use ir::id::DeviceId;
-use ir::op::Op;
 
 use crate::place::units::Units;
 use crate::task::Task;
@@ -22,7 +21,7 @@ pub(super) fn share(
             let shape = &task.model.weights[weight].shape;
             shape.iter().map(|&size| u64::from(size)).product::<u64>()
         });
-        let is_lookup = matches!(node.work, Op::Embed { .. } | Op::AddPosition { .. });
+        let is_lookup = node.work.table().is_some();
         elements[units.of[id]] += if is_lookup { 0 } else { of_node.sum() };
     }
     let memory = |gpu: &DeviceId| task.target.machine.devices[*gpu].memory_bytes as f64;

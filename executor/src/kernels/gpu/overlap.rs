@@ -310,7 +310,7 @@ mod tests {
         ] {
             assert!(follower_name(name).is_some(), "{name}");
         }
-        for name in ["list_tiles_0ab1", "gather_panels_0ab1", "multiply_tiles_0ab1", "merge"] {
+        for name in ["list_tiles_0ab1", "gather_words_0ab1", "multiply_tiles_0ab1", "merge"] {
             assert_eq!(follower_name(name), None, "{name}");
         }
     }

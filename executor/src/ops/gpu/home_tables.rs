@@ -91,7 +91,12 @@ impl HomeTable {
         drop(read);
         failed.into_inner().map_or(Ok(()), Err)?;
         let context = CudaContext::new(ordinal).context("opening the GPU's context")?;
-        let pinned = Pinned::alone(&context, &Arc::new(region)).context("pinning a table")?;
+        let pinned = Pinned::alone(&context, &Arc::new(region)).with_context(|| {
+            format!(
+                "pinning {}, in which GPUs look rows up: compile with --pin for its layer and a NUMA node",
+                weight.name
+            )
+        })?;
         // SAFETY: the table lies there, pinned for as long as this has it, and nobody writes it any more.
         let reached = unsafe { Reached::new(pinned.address(), (format, layout), rows, columns) };
         Ok(Self { reached, _pinned: pinned })

@@ -235,7 +235,9 @@ impl State {
         let Some(ordinal) = self.gpu.ordinal() else {
             let take = |bytes: usize| self.gpu.allocate(bytes);
             self.weights.hold(&self.gpu, take, &plan.weights[id], checkpoint)?;
-            return Ok(true);
+            let mut devices = plan.machine.devices.ids();
+            let first = devices.find(|&device| plan.reached_by(device).contains(&id));
+            return Ok(first == Some(self.device));
         };
         let (table, is_read) = self.home_tables.get(plan, id, ordinal, checkpoint)?;
         self.tables.insert(id, table);

@@ -89,15 +89,13 @@ impl<'a> Beside<'a> {
     pub(super) fn lookups(&self) -> Vec<(NodeId, WeightId)> {
         let &Prices { task, pins, .. } = self.prices;
         let lookup = |(id, node): (NodeId, &Node<Op>)| {
-            let (Op::Embed { table, .. } | Op::AddPosition { table, .. }) = &node.work else {
-                return None;
-            };
+            let table = node.work.table()?;
             // Another stage's GPU has one of its own.
             let is_elsewhere =
                 |user: NodeId| pins[user].is_none() && self.stage_of(user) != self.stage_of(id);
             let mut users =
-                task.model.layers.nodes().filter(|(_, node)| node.work.weights().contains(table));
-            users.all(|(user, _)| user == id || is_elsewhere(user)).then_some((id, *table))
+                task.model.layers.nodes().filter(|(_, node)| node.work.weights().contains(&table));
+            users.all(|(user, _)| user == id || is_elsewhere(user)).then_some((id, table))
         };
         self.nodes().filter_map(lookup).collect()
     }
@@ -149,7 +147,7 @@ impl<'a> Beside<'a> {
             Kept::Mlps => matches!(node.work, Op::Linear(_)) && is_shard,
             // Shards are added up where both sums arrive soonest.
             Kept::Matrices => {
-                let is_lookup = matches!(node.work, Op::Embed { .. } | Op::AddPosition { .. });
+                let is_lookup = node.work.table().is_some();
                 !is_lookup && !matches!(node.work, Op::Attention(_)) && !self.sums_shards(node)
             }
         }
