@@ -330,20 +330,24 @@ fn unit_bytes(
         if pins[id].is_some() {
             continue;
         }
+        let of_unit = &mut bytes[units.of[id]];
+        // What reads a table may be pinned to a GPU elsewhere, which reaches it: the table is a member's all the same.
+        let member = |device: DeviceId| {
+            let member = group.devices.iter().position(|&member| member == device);
+            member.expect("weights and caches are on members")
+        };
         let mut seen = Vec::new();
         for part in parts(task, node, op) {
             let part = part?;
-            let member = group.devices.iter().position(|&device| device == part.device);
-            let here = &mut bytes[units.of[id]][member.expect("parts are on members")];
             for key in &part.weights {
                 if !seen.contains(key) {
                     seen.push(*key);
-                    *here += key.bytes(task);
+                    of_unit[member(key.device)] += key.bytes(task);
                 }
             }
             if let ir::op::Op::Attention(attention) = &part.op {
                 let heads = (attention.kv_heads, attention.head_dim);
-                *here += task.target.cache_bytes(part.device, heads);
+                of_unit[member(part.device)] += task.target.cache_bytes(part.device, heads);
             }
         }
     }

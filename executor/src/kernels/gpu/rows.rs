@@ -50,7 +50,7 @@ impl Reached {
         rows: usize,
         columns: usize,
     ) -> Self {
-        Self { address, shape: Table { format, layout, columns }, rows }
+        Self { address, shape: Table { format, layout, columns, is_reached: true }, rows }
     }
 }
 
@@ -83,6 +83,7 @@ impl Gpu {
                     format: table.format(),
                     layout: Layout::Panels,
                     columns: table.columns(),
+                    is_reached: false,
                 };
                 self.pick_words(shape, table.rows(), Words::Of(table.data()), call, out);
             }
@@ -228,7 +229,9 @@ mod tests {
                     .map(|(rows, columns)| panels(&gpu, format, rows, columns, 3)),
             );
         }
-        for Sample { matrix, .. } in &samples {
+        for (Sample { matrix, .. }, with_base) in
+            samples.iter().flat_map(|it| [(it, false), (it, true)])
+        {
             let (format, layout, features) = (matrix.format(), matrix.layout(), matrix.columns());
             let count = 4 * features;
             let base = gpu.upload(&(0..count).map(|i| i as f32).collect::<Vec<f32>>());
@@ -236,7 +239,7 @@ mod tests {
                 rows: &gpu.upload(&[38_u32, 0, 31, 2]),
                 offset: 2,
                 scale: 1.5,
-                base: Some(&base),
+                base: with_base.then_some(&base),
                 count: 4,
                 features,
             };

@@ -16,6 +16,9 @@ pub(super) struct Table {
     pub(super) format: Format,
     pub(super) layout: Layout,
     pub(super) columns: usize,
+    /// Whether it lies at an address: of its words, which are left out then, the hash of a kernel on disk has no trace
+    /// (see [`crate::kernels::gpu::given`]).
+    pub(super) is_reached: bool,
 }
 
 impl Table {
