@@ -1,12 +1,10 @@
 //! Tables on NUMA nodes that GPUs look rows up in, and those that they do not; prompts that are captured where there is
 //! room for that.
 
-use std::collections::BTreeSet;
-
 use compiler::Options;
 use compiler::options::Request;
 use ir::captured::{can_include_prompts, captured_bytes};
-use ir::id::{DeviceId, Id as _};
+use ir::id::DeviceId;
 use ir::machine::Machine;
 use ir::model::Model;
 use ir::plan::Plan;
@@ -55,19 +53,6 @@ fn a_node_that_is_asked_for_looks_rows_up_itself() {
         assert!(plan.reached_tables().is_empty());
         assert!(plan.programs.iter().all(|program| program.ops_of(node).next().is_some()));
     }
-}
-
-/// Groups of devices are priced without what is pinned elsewhere, which may read a member's table.
-#[test]
-fn what_is_pinned_reaches_tables_of_others() {
-    let mut machine = h200(100 * GIB);
-    machine.devices[DeviceId::from_index(1)].rates.read_bytes_per_sec *= 100.0;
-    let layer = |layer: u32| format!("^layers\\.{layer}\\.=gpu0").parse().expect("a pin");
-    let pins = (0..2).map(layer).collect();
-    let plan = compile(&llama_8b(), &machine, &Options { pins, ..options() });
-    let [gpu, node] = devices(&plan);
-    let devices: BTreeSet<DeviceId> = plan.weights.rows().iter().map(|it| it.device).collect();
-    assert!(devices.contains(&gpu), "{:?} beside {node}", plan.forecast.candidates);
 }
 
 #[test]
