@@ -156,10 +156,13 @@ pub(crate) fn run_nanos(
             experts_nanos(target, device, experts, operands, batch)? + activations
         }
         // Tables are read only where tokens point: as many rows as are written.
-        None => match operands.other_home {
-            Some(home) => activations + reaching_nanos(target, [home, device], operands, batch)?,
-            None => activations,
-        },
+        None => {
+            let crossing = match operands.other_home {
+                Some(home) => reaching_nanos(target, [home, device], operands, batch)?,
+                None => 0.0,
+            };
+            activations + crossing
+        }
     };
     Ok(rates.step_nanos + work)
 }
@@ -392,11 +395,10 @@ fn reaching_nanos(
     let rows = rows_of(operands.writes[0], batch.extent);
     let bytes_of = |held: &Held| {
         let columns = u64::from(held.columns());
+        let bytes = held.format.bytes(1, columns);
         match gpu_has_panels(held.format, &held.shape) {
-            false => held.format.bytes(1, columns),
-            true => {
-                LONE_WORD_BYTES * held.format.bytes(1, columns).div_ceil(size_of::<u32>() as u64)
-            }
+            false => bytes,
+            true => LONE_WORD_BYTES * bytes.div_ceil(size_of::<u32>() as u64),
         }
     };
     let bytes: u64 = operands.matrices().map(bytes_of).sum();

@@ -65,7 +65,7 @@ fn decide_table(
     let decide = |home| decide_unexplained(model, machine, options, is_exhaustive, home);
     let free = decide(None);
     let target = first(model, machine, options)?;
-    let Some(home) = token_table::home(&Task::new(model, &target), options) else { return free };
+    let Some(home) = token_table::home(&Task::new(model, &target)) else { return free };
     if let Ok(Decided { model, target, placement }) = &free
         && !token_table::is_room_short(&Task::new(model, target), placement)
     {

@@ -36,30 +36,27 @@ fn reachable(
     placed: &Table<NodeId, Placed>,
     id: NodeId,
 ) -> Option<(DeviceId, Layout)> {
-    let machine = &task.target.machine;
-    let layers = &task.model.layers;
-    let is_gpu = |device: DeviceId| machine.devices[device].kind.is_gpu();
-    let node = layers.node(id);
     let &[home] = placed[id].layouts.first()?.devices.as_slice() else { return None };
-    let table = node.work.table()?;
-    let mut others = layers.nodes().filter(|(other, _)| *other != id);
-    let is_shared = others.any(|(_, node)| node.work.weights().contains(&table));
-    let is_asked = task.target.is_pinned(&node.name) || task.target.is_requested(home);
-    if is_gpu(home) || is_shared || is_asked {
+    let machine = &task.target.machine;
+    let is_gpu = |device: DeviceId| machine.devices[device].kind.is_gpu();
+    let layers = &task.model.layers;
+    let node = layers.node(id);
+    if is_gpu(home) || task.target.is_requested(home) || task.target.is_pinned(&node.name) {
         return None;
     }
+    let table = node.work.table()?;
     let mut gpus: Few<DeviceId> = Few::new();
-    for (user, its_node) in layers.nodes() {
-        let needs = its_node.inputs.iter().zip(&placed[user].needs);
+    for (other, its_node) in layers.nodes().filter(|(other, _)| *other != id) {
+        if its_node.work.weights().contains(&table) {
+            return None;
+        }
+        let needs = its_node.inputs.iter().zip(&placed[other].needs);
         for (_, need) in needs.filter(|(input, _)| node.outputs.contains(input)) {
             if need.share != Share::Whole {
                 return None;
             }
-            for &device in &need.devices {
-                if !gpus.contains(&device) {
-                    gpus.push(device);
-                }
-            }
+            let new = need.devices.iter().copied().filter(|device| !gpus.contains(device));
+            gpus.extend(new.collect::<Few<DeviceId>>());
         }
     }
     let can_reach = |&gpu: &DeviceId| is_gpu(gpu) && machine.link(home, gpu).is_some();

@@ -10,7 +10,7 @@ use ir::id::{DeviceId, NodeId, WeightId};
 use ir::model::Model;
 use ir::op::Op;
 
-use crate::options::{Options, Request};
+use crate::options::Request;
 use crate::part::WeightKey;
 use crate::place::Placement;
 use crate::task::Task;
@@ -36,10 +36,10 @@ pub(crate) fn lookups(model: &Model) -> impl Iterator<Item = (NodeId, WeightId)>
 /// GPUs. `None` where there are not several GPUs, which alone can share layers or form stages (what stays beside one
 /// is searched with the table among it), where the request names devices or a pin says what is where, and where tables
 /// are small.
-pub(crate) fn home(task: &Task<'_>, options: &Options) -> Option<DeviceId> {
+pub(crate) fn home(task: &Task<'_>) -> Option<DeviceId> {
     let machine = &task.target.machine;
     let ids = || machine.devices.ids();
-    let most = match options.request {
+    let most = match task.target.request {
         Request::Any => usize::MAX,
         // The first ranks are the first GPUs.
         Request::PipelineRanks(ranks) | Request::TensorParallelRanks(ranks) => ranks,

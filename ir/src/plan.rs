@@ -344,16 +344,14 @@ impl Plan {
     /// The table of another device that a step of `device` looks rows up in, where `op` does: it *reaches* the table, whose
     /// rows come over the link one by one, for as many tokens as there are. Such a table lies in the memory of its home,
     /// pinned, as GPUs hold one, and nothing but lookups of GPUs uses it.
-    pub fn reached(&self, op: &Op, device: DeviceId) -> Option<WeightId> {
-        let is_elsewhere =
-            |table: &WeightId| self.weights.get(*table).is_some_and(|it| it.device != device);
-        op.table().filter(is_elsewhere)
+    pub fn reached(&self, op: &Op, device: DeviceId) -> Option<&Weight> {
+        op.table().and_then(|table| self.weights.get(table)).filter(|table| table.device != device)
     }
 
     /// The tables that a device reaches in any program.
     pub fn reached_by(&self, device: DeviceId) -> BTreeSet<WeightId> {
         let ops = self.programs.iter().flat_map(|program| program.ops_of(device));
-        ops.filter_map(|op| self.reached(op, device)).collect()
+        ops.filter_map(|op| self.reached(op, device).and(op.table())).collect()
     }
 
     /// The tables that any device reaches.

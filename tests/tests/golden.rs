@@ -225,9 +225,8 @@ fn tables_that_a_gpu_reaches_give_what_its_own_do() {
             let [gpu, node] = ["gpu0", "numa0"].map(|name| own.machine.device(name).unwrap());
             let mut reaching = own.clone();
             let ops = || own.programs.iter().flat_map(|program| program.ops_of(gpu));
-            let is_lookup = |op: &&Op| matches!(op, Op::Embed { .. } | Op::AddPosition { .. });
-            let others = || ops().filter(|op| !is_lookup(op)).flat_map(Op::weights);
-            for table in ops().filter(is_lookup).flat_map(Op::weights) {
+            let others = || ops().filter(|op| op.table().is_none()).flat_map(Op::weights);
+            for table in ops().filter_map(Op::table) {
                 if !others().any(|other| other == table) {
                     reaching.weights[table].device = node;
                 }

@@ -457,7 +457,11 @@ fn the_choice_is_never_slower_than_a_simple_one() {
             assert!(scores.all(|score| chosen <= score + 1.0));
             let names = plan.forecast.candidates.iter().map(|c| c.name.as_str());
             let names: Vec<&str> = names.collect();
-            let has_pipeline = names.iter().any(|name| name.starts_with("pipeline"));
+            // The best cut where nearly all fits is that behind the token table, which has a name of its own.
+            let is_cut = |name: &&str| {
+                name.starts_with("pipeline") || *name == "all on gpu0, embedding on numa0"
+            };
+            let has_pipeline = names.iter().any(is_cut);
             assert!(has_pipeline, "{gpu_bytes}: {names:?}");
         }
     }

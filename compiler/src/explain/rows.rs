@@ -214,8 +214,7 @@ fn work(plan: &Plan, program: &Program, is_here: &dyn Fn(&str) -> bool, held: &m
                     held.weights.extend(op.weights());
                     held.caches.extend(op.cache());
                     work.from.extend(plan.borrowed(op, lane.device).map(|cache| cache.device));
-                    let table = plan.reached(op, lane.device).and_then(|id| plan.weights.get(id));
-                    work.from.extend(table.map(|table| table.device));
+                    work.from.extend(plan.reached(op, lane.device).map(|table| table.device));
                     held.explain(plan.causes.get(step.cause));
                 }
                 Action::Move { .. } => (),

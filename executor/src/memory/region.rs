@@ -9,6 +9,7 @@ use hwlocality::Topology;
 use hwlocality::memory::binding::{MemoryBindingFlags, MemoryBindingPolicy};
 use hwlocality::object::TopologyObject;
 use hwlocality::object::types::ObjectType;
+use ir::machine::DeviceKind;
 
 use super::{HUGE_PAGE_BYTES, STRETCH_BYTES, whole_pages};
 use crate::locked;
@@ -68,11 +69,26 @@ impl Region {
         Ok(Self { start: mapping.start, bytes, _mapping: Some(Arc::new(mapping)) })
     }
 
+    /// The same of pages that the system takes from a NUMA node, if that is one and it does as it is asked to: anywhere
+    /// else they are as right.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn near(bytes: usize, home: Option<&DeviceKind>) -> anyhow::Result<Self> {
+        let region = Self::new(bytes)?;
+        if let Some(&DeviceKind::Numa { node, .. }) = home
+            && let Err(error) = region.bind_to_node(node)
+        {
+            tracing::debug!("{bytes} bytes lie where threads touch them first: {error:#}");
+        }
+        Ok(region)
+    }
+
     /// Lets the system take these pages, which nobody has touched, from a NUMA node.
     ///
     /// # Errors
     /// When there is no such node, or the system does not do as it is asked to.
-    pub fn bind_to_node(&self, node: u32) -> anyhow::Result<()> {
+    fn bind_to_node(&self, node: u32) -> anyhow::Result<()> {
         let topology = Topology::new().context("reading the machine's topology")?;
         let is_it = |found: &&TopologyObject| found.os_index() == Some(node as usize);
         let found = topology.objects_with_type(ObjectType::NUMANode).find(is_it);

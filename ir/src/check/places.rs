@@ -145,7 +145,7 @@ impl Place<'_> {
     fn reaches_to(&self, op: &Op, weight: WeightId) -> Option<DeviceId> {
         let plan = self.scope.plan;
         let kind = |device: DeviceId| plan.machine.devices.get(device).map(|device| &device.kind);
-        let home = plan.weights.get(plan.reached(op, self.device)?)?.device;
+        let home = plan.reached(op, self.device)?.device;
         let (here, there) = (kind(self.device)?, kind(home)?);
         (op.weights().contains(&weight) && here.is_gpu() && !there.is_gpu()).then_some(home)
     }

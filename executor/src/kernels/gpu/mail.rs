@@ -191,9 +191,7 @@ mod tests {
     use std::thread;
     use std::time::Duration;
 
-    use cudarc::driver::CudaContext;
-
-    use super::super::testing::gpu;
+    use super::super::testing::cuda;
     use super::*;
     use crate::memory::Region;
     use crate::pinned::Pinned;
@@ -203,11 +201,7 @@ mod tests {
 
     #[test]
     fn values_wait_for_the_host_and_come_back_whole() {
-        let Some(gpu) = gpu() else { return };
-        let Some(ordinal) = gpu.ordinal() else {
-            eprintln!("skipped: only CUDA devices reach pinned memory by address");
-            return;
-        };
+        let Some((gpu, context)) = cuda() else { return };
         // One number, less than a cube, several cubes with a rest, more than all cubes take at once.
         for count in [1_usize, 1000, 4100, 300_000] {
             let bytes = count * size_of::<f32>();
@@ -218,7 +212,6 @@ mod tests {
             let start = there / size_of::<f32>();
             region.as_mut_slice::<f32>()[start..start + count].copy_from_slice(&sent);
             let region = Arc::new(region);
-            let context = CudaContext::new(ordinal).unwrap();
             let pinned = Pinned::alone(&context, &region).unwrap();
             let place = |flags: usize, value: usize| {
                 let address = |start: usize| pinned.address() + start as u64;

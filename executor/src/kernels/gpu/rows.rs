@@ -30,6 +30,18 @@ pub struct Gather<'a> {
     pub features: usize,
 }
 
+impl Gather<'_> {
+    /// Fails where rows of so many elements are of another width than those made.
+    fn check_width(&self, columns: usize) -> Result<()> {
+        let features = self.features;
+        ensure!(
+            columns == features,
+            "rows of {features} elements are picked from a table of {columns}"
+        );
+        Ok(())
+    }
+}
+
 /// A table in memory of the host that a GPU reaches by address.
 #[derive(Clone, Copy, Debug)]
 pub struct Reached {
@@ -67,12 +79,7 @@ impl Gpu {
     /// # Errors
     /// When its rows are of another width than those made.
     pub fn gather(&self, table: &Matrix, call: &Gather<'_>, out: &Span) -> Result<()> {
-        ensure!(
-            table.columns() == call.features,
-            "rows of {} elements are picked from a table of {}",
-            call.features,
-            table.columns()
-        );
+        call.check_width(table.columns())?;
         match table.layout() {
             Layout::RowMajor => {
                 let dtype = table.format().float().context("blocks are held in panels")?;
@@ -97,12 +104,7 @@ impl Gpu {
     /// As there.
     pub fn gather_reached(&self, table: &Reached, call: &Gather<'_>, out: &Span) -> Result<()> {
         let Reached { address, shape, rows } = *table;
-        ensure!(
-            shape.columns == call.features,
-            "rows of {} elements are picked from a table of {}",
-            call.features,
-            shape.columns
-        );
+        call.check_width(shape.columns)?;
         self.pick_words(shape, rows, Words::At(address), call, out);
         Ok(())
     }
@@ -201,12 +203,11 @@ fn gather<F: Float, N: Size>(
 mod tests {
     use std::sync::Arc;
 
-    use cudarc::driver::CudaContext;
     use half::f16;
     use ir::tensor::Format;
 
     use super::super::matrix::testing::{Sample, panels, row_major};
-    use super::super::testing::gpu;
+    use super::super::testing::{cuda, gpu};
     use super::*;
     use crate::memory::Region;
     use crate::pinned::Pinned;
@@ -214,12 +215,7 @@ mod tests {
     /// Rows of a table in memory of the host are those of the table on the device, bit for bit.
     #[test]
     fn tables_are_reached() {
-        let Some(gpu) = gpu() else { return };
-        let Some(ordinal) = gpu.ordinal() else {
-            eprintln!("skipped: only CUDA devices reach pinned memory by address");
-            return;
-        };
-        let context = CudaContext::new(ordinal).unwrap();
+        let Some((gpu, context)) = cuda() else { return };
         let floats = [Format::F32, Format::F16, Format::Bf16];
         let mut samples: Vec<Sample> =
             floats.iter().map(|&format| row_major(&gpu, format, 41, 72, 3)).collect();

@@ -162,7 +162,7 @@ impl fmt::Write for Streams {
 
 #[cfg(test)]
 mod tests {
-    use super::super::testing::gpu;
+    use super::super::testing::cuda;
     use super::*;
 
     #[test]
@@ -178,12 +178,7 @@ mod tests {
 
     #[test]
     fn threads_find_the_streams_they_launch_on() {
-        let Some(gpu) = gpu() else { return };
-        let Some(ordinal) = gpu.ordinal() else {
-            eprintln!("skipped: only CUDA devices have streams");
-            return;
-        };
-        let context = CudaContext::new(ordinal).unwrap();
+        let Some((gpu, context)) = cuda() else { return };
         let own = gpu.own_stream(&context).unwrap();
         let others = std::thread::scope(|scope| {
             let other = || (gpu.own_stream(&context).unwrap(), gpu.own_stream(&context).unwrap());

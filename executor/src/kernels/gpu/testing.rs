@@ -1,6 +1,9 @@
 //! What the kernels' tests share: a GPU, real or in software.
 
+use std::sync::Arc;
+
 use cubecl::client::Graph;
+use cudarc::driver::CudaContext;
 use ir::tensor::{DType, Format};
 
 use super::cast::Cast;
@@ -25,6 +28,17 @@ pub(crate) fn gpu() -> Option<Gpu> {
             None
         }
     }
+}
+
+/// That device and its context where it is a CUDA device. `None`, with the reason printed, on others: they reach no memory
+/// by address and have no streams.
+pub(crate) fn cuda() -> Option<(Gpu, Arc<CudaContext>)> {
+    let gpu = gpu()?;
+    let Some(ordinal) = gpu.ordinal() else {
+        eprintln!("skipped: there is no CUDA device");
+        return None;
+    };
+    Some((gpu, CudaContext::new(ordinal).unwrap()))
 }
 
 impl Gpu {

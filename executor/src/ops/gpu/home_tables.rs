@@ -12,7 +12,6 @@ use std::sync::{Arc, Mutex, OnceLock};
 use anyhow::{Context as _, Result};
 use cudarc::driver::CudaContext;
 use ir::id::WeightId;
-use ir::machine::DeviceKind;
 use ir::plan::Plan;
 use rayon::prelude::*;
 
@@ -65,13 +64,8 @@ impl HomeTable {
         let weight = &plan.weights[id];
         let (rows, columns) = weight_dims(weight);
         let (format, layout) = (weight.format, layout_of(weight));
-        let mut region = Region::new(layout.bytes(format, rows, columns)?)?;
-        if let DeviceKind::Numa { node, .. } = plan.machine.devices[weight.device].kind
-            && let Err(error) = region.bind_to_node(node)
-        {
-            // Anywhere else it is as right.
-            tracing::debug!("{} lies where threads touch it first: {error:#}", weight.name);
-        }
+        let home = &plan.machine.devices[weight.device].kind;
+        let mut region = Region::near(layout.bytes(format, rows, columns)?, Some(home))?;
         let sources = matrices(weight)?;
         let source = sources.first().context("it has no source")?;
         let failed = OnceLock::new();

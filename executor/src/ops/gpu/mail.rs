@@ -17,7 +17,6 @@ use anyhow::{Context as _, Result, ensure};
 use cudarc::driver::CudaContext;
 use ir::id::{BufferId, DeviceId, StepId, Table};
 use ir::letters::{self, FLAG_BYTES, Places, SENDING_FLAGS_BYTES};
-use ir::machine::DeviceKind;
 use ir::plan::{Action, Plan, Program, Queue};
 
 use super::copies::copy;
@@ -102,14 +101,8 @@ impl Mail {
         let (programs, bytes) = lay_out(device, parts, input_bytes);
         let counted = letters::letter_bytes(plan, device);
         ensure!(bytes as u64 <= counted, "letters take {bytes} bytes, the plan counts {counted}");
-        let region = Arc::new(Region::new(bytes)?);
         let home = letters::home(plan, device).map(|home| &plan.machine.devices[home].kind);
-        if let Some(&DeviceKind::Numa { node, .. }) = home
-            && let Err(error) = region.bind_to_node(node)
-        {
-            // Anywhere else they are as right.
-            tracing::debug!("letters lie where this thread touches them first: {error:#}");
-        }
+        let region = Arc::new(Region::near(bytes, home)?);
         let context = CudaContext::new(ordinal).context("opening the GPU's context")?;
         let pinned = Pinned::alone(&context, &region).context("pinning memory for letters")?;
         Ok(Some(Self { pinned, region, context, programs, inputs: (0, input_bytes) }))

@@ -251,21 +251,15 @@ fn give_back<N: Int>(
 mod tests {
     use std::sync::Arc;
 
-    use cudarc::driver::CudaContext;
-
     use super::*;
     use crate::kernels::cpu::cache::Element;
-    use crate::kernels::gpu::testing::gpu;
+    use crate::kernels::gpu::testing::cuda;
     use crate::memory::Region;
     use crate::pinned::Pinned;
 
     /// Every element is its number at home, and in the window that of the same token and dimension.
     fn check(element: Element, head_dim: usize) {
-        let Some(gpu) = gpu() else { return };
-        let Some(ordinal) = gpu.ordinal() else {
-            eprintln!("skipped: only CUDA devices reach pinned memory by address");
-            return;
-        };
+        let Some((gpu, context)) = cuda() else { return };
         let shape = CacheShape { element, blocks: 5, kv_heads: 3, block_tokens: 32, head_dim };
         let (blocks, tokens) = ([9, 4, 1, 3_i32], 75);
         let (bytes, all) = (element.bytes(), 5 * 3 * 32 * head_dim);
@@ -275,7 +269,6 @@ mod tests {
             region.as_mut_slice::<u8>()[i * bytes..][..bytes].copy_from_slice(&number(i)[..bytes]);
         }
         let region = Arc::new(region);
-        let context = CudaContext::new(ordinal).unwrap();
         let pinned = Pinned::alone(&context, &region).unwrap();
         let listed = gpu.upload(&blocks);
         let of_sequence: Vec<u32> = blocks[1..].iter().map(|&block| block as u32).collect();
