@@ -1,5 +1,8 @@
 //! The compiler's product and the executor's whole input: `plan.ron`.
 
+mod elsewhere;
+mod peers;
+
 use std::cmp::Reverse;
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -23,7 +26,7 @@ use crate::packing::{has_panels, held_bytes, packed_type};
 use crate::ron_text::{self, Version};
 use crate::tensor::{DType, Extent, Format, TensorType};
 use crate::weight::Source;
-use crate::workspace::{EXCHANGE_MEMBERS, MOST_FLAGGED_TERM_BYTES, product_format};
+use crate::workspace::product_format;
 
 /// Raised whenever a field changes meaning; other plans are refused.
 pub const VERSION: u32 = 9;
@@ -327,138 +330,10 @@ impl Plan {
             .then(|| format.bytes(u64::from(rows), u64::from(columns)))
     }
 
-    /// The weights of `op` that a step of `device` reads from buffers, because their home is elsewhere: the last
-    /// of its reads, one for each, in this order.
-    pub fn fetched(&self, op: &Op, device: DeviceId) -> Vec<WeightId> {
-        let is_fetched = |weight: &WeightId| {
-            let weight = self.weights.get(*weight);
-            weight.is_some_and(|weight| weight.shape.len() > 1 && weight.device != device)
-        };
-        if op.takes_fetched() {
-            op.weights().into_iter().filter(is_fetched).collect()
-        } else {
-            Vec::new()
-        }
-    }
-
-    /// The table of another device that a step of `device` looks rows up in, where `op` does: it *reaches* the table, whose
-    /// rows come over the link one by one, for as many tokens as there are. Such a table lies in the memory of its home,
-    /// pinned, as GPUs hold one, and nothing but lookups of GPUs uses it.
-    pub fn reached(&self, op: &Op, device: DeviceId) -> Option<&Weight> {
-        op.table().and_then(|table| self.weights.get(table)).filter(|table| table.device != device)
-    }
-
-    /// The tables that a device reaches in any program.
-    pub fn reached_by(&self, device: DeviceId) -> BTreeSet<WeightId> {
-        let ops = self.programs.iter().flat_map(|program| program.ops_of(device));
-        ops.filter_map(|op| self.reached(op, device).and(op.table())).collect()
-    }
-
-    /// The tables that any device reaches.
-    pub fn reached_tables(&self) -> BTreeSet<WeightId> {
-        self.machine.devices.ids().flat_map(|device| self.reached_by(device)).collect()
-    }
-
-    /// The cache of another device that a step of `device` attends to, where `op` does: it *borrows* the cache. What is
-    /// cached comes over the link, to a window as large as the cache, before the step attends, and what the step adds
-    /// goes back.
-    pub fn borrowed(&self, op: &Op, device: DeviceId) -> Option<&Cache> {
-        op.cache().and_then(|cache| self.caches.get(cache)).filter(|cache| cache.device != device)
-    }
-
-    /// The caches that a device borrows in any program, each as often as it does.
-    pub fn borrowed_by(&self, device: DeviceId) -> impl Iterator<Item = CacheId> {
-        let ops = self.programs.iter().flat_map(move |program| program.ops_of(device));
-        ops.filter_map(move |op| self.borrowed(op, device).and(op.cache()))
-    }
-
-    /// Whether any device borrows a cache.
-    pub fn borrows(&self) -> bool {
-        self.machine.devices.ids().any(|device| self.borrowed_by(device).next().is_some())
-    }
-
     /// Whether any program chooses experts of a mixture.
     pub fn has_experts(&self) -> bool {
         let mut steps = self.programs.iter().flat_map(|program| program.steps.rows());
         steps.any(|step| matches!(step.action, Action::Run(Op::Experts(_))))
-    }
-
-    /// Whether runs of a program work one after another: nothing is fetched for one before it starts, and what the run
-    /// before borrowed is at home again when that has ended.
-    pub fn runs_one_by_one(&self, program: &Program) -> bool {
-        program.lanes.iter().any(|lane| lane.queue == Queue::Copy) || self.borrows()
-    }
-
-    /// Whether a step is one GPU's part of a sum over GPUs alone, which they can make without the host where they reach
-    /// each other's memory.
-    pub fn is_peer_sum(&self, program: &Program, step: &Step) -> bool {
-        self.is_sum_of_gpus(program, step, Algorithm::Direct)
-    }
-
-    /// Whether a step is one GPU's part of a sum that the vendor's library makes.
-    pub fn is_library_sum(&self, program: &Program, step: &Step) -> bool {
-        self.is_sum_of_gpus(program, step, Algorithm::Library)
-    }
-
-    /// All such steps, each with its program.
-    pub fn library_sums(&self) -> impl Iterator<Item = (&Program, &Step)> {
-        self.programs.iter().flat_map(move |program| {
-            let steps = program.steps.rows().iter();
-            let sums = steps.filter(move |step| self.is_library_sum(program, step));
-            sums.map(move |step| (program, step))
-        })
-    }
-
-    fn is_sum_of_gpus(&self, program: &Program, step: &Step, by: Algorithm) -> bool {
-        let Action::Move { movement: Move::AllReduce, algorithm, .. } = step.action else {
-            return false;
-        };
-        let device = |buffer: &BufferId| program.buffers.get(*buffer).map(|buffer| buffer.device);
-        let is_member = |(index, buffer): (usize, &BufferId)| {
-            let is_new =
-                !step.reads[..index].iter().any(|earlier| device(earlier) == device(buffer));
-            is_new && self.gpu_of(program, *buffer).is_some()
-        };
-        algorithm == by
-            && (2..=EXCHANGE_MEMBERS).contains(&step.reads.len())
-            && step.reads.iter().enumerate().all(is_member)
-    }
-
-    /// Whether a GPU may make the sum that follows a step of its lane in the same launch: one over GPUs, of the only
-    /// output of a linear, in small terms. The caller sees to it that nothing else reads that output.
-    pub fn may_join_sum(&self, program: &Program, lane: &[StepId], position: usize) -> bool {
-        let step = |position: usize| program.steps.get(*lane.get(position)?);
-        let (Some(linear), Some(sum)) = (step(position), step(position + 1)) else { return false };
-        let &[term] = linear.writes.as_slice() else { return false };
-        let bytes = program.buffers.get(term).map(|term| term.ty.bytes(program.max));
-        matches!(linear.action, Action::Run(Op::Linear(_)))
-            && sum.reads.contains(&term)
-            && self.is_peer_sum(program, sum)
-            && bytes.is_some_and(|bytes| bytes <= MOST_FLAGGED_TERM_BYTES)
-    }
-
-    /// The buffers of other GPUs that a GPU's step moves as they are, each with its GPU, where it reads no others:
-    /// where GPUs reach each other's memory, such a buffer is read where it lies, which therefore is its place until
-    /// the run is over.
-    pub fn peer_moved(&self, program: &Program, step: &Step) -> Vec<(BufferId, DeviceId)> {
-        let Action::Move {
-            movement: Move::Transfer { .. } | Move::Broadcast { .. } | Move::AllGather { .. },
-            ..
-        } = step.action
-        else {
-            return Vec::new();
-        };
-        let &[out] = step.writes.as_slice() else { return Vec::new() };
-        let Some(to) = self.gpu_of(program, out) else { return Vec::new() };
-        let read = |&buffer: &BufferId| Some((buffer, self.gpu_of(program, buffer)?));
-        let read: Option<Vec<_>> = step.reads.iter().map(read).collect();
-        read.into_iter().flatten().filter(|(_, from)| *from != to).collect()
-    }
-
-    /// The device of a buffer, if it is a GPU.
-    fn gpu_of(&self, program: &Program, buffer: BufferId) -> Option<DeviceId> {
-        let device = program.buffers.get(buffer)?.device;
-        self.machine.devices.get(device).filter(|device| device.kind.is_gpu()).map(|_| device)
     }
 
     /// The GPUs that compute or fetch in any program.
