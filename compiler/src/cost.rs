@@ -1,10 +1,10 @@
 //! Predicted times, from the machine's rates alone.
 
+mod moves;
+
 use anyhow::{Context as _, Result, bail};
 use ir::id::{DeviceId, Few};
-use ir::layout::Move;
-use ir::letters::SHARED_COPY_BYTES;
-use ir::machine::{CacheRate, Device, DeviceKind, LinearRate};
+use ir::machine::{CacheRate, DeviceKind, LinearRate};
 use ir::op::{Attention, Experts, Linear, Op, Products, Then};
 use ir::packing::gpu_has_panels;
 use ir::plan::Phase;
@@ -14,13 +14,11 @@ use ir::workspace::{
     most_rows_on, product_format,
 };
 
+pub(crate) use self::moves::{
+    Behind, Way, fetch_nanos, fetch_share, is_peer_sum, library_sum_nanos, move_nanos,
+};
 use crate::target::{Batch, Target};
 
-/// What one thread copies of a value that cores have just written, or that a GPU has sent. Measured on an H200's host,
-/// as the next: see benches/RESULTS.md.
-const LONE_COPY_BYTES_PER_SEC: f64 = 7.5e9;
-/// What several threads copy.
-const SHARED_COPY_BYTES_PER_SEC: f64 = 12.5e9;
 /// What a link carries while a GPU loads one word of the host's memory that lies apart from others: 512 rows of 576 such
 /// words took an H200 450 µs, whose link carries 50 GB/s.
 const LONE_WORD_BYTES: u64 = 76;
@@ -103,9 +101,10 @@ pub(crate) fn run_nanos(
                 held.format
             };
             let rate = linear_rate(target, device, format)?;
-            nanos += nanos_at(held.elements() as f64, rate.weights_per_sec(tokens));
+            let rows = if tokens > most { tokens } else { multiplied_rows(kind, held, tokens) };
+            nanos += nanos_at(held.elements() as f64, rate.weights_per_sec(rows));
             // All matrices go through one launch, but for those of the vendor's library.
-            let own = rate.nanos(tokens);
+            let own = rate.nanos(rows);
             let is_alone = tokens > if is_gpu { most } else { FLOAT_ROWS };
             beside = if is_alone { beside + own } else { beside.max(own) };
         }
@@ -165,6 +164,13 @@ pub(crate) fn run_nanos(
         }
     };
     Ok(rates.step_nanos + work)
+}
+
+/// Rows that kernels of a device's own multiply by a matrix for so many: with the instructions of warpgroups all that
+/// their operands have room for.
+fn multiplied_rows(kind: &DeviceKind, held: &Held, rows: u32) -> u32 {
+    let are_operands = rows > FLOAT_ROWS && has_warpgroups_for(kind, held.columns());
+    OperandRows::of(rows).filter(|_| are_operands).map_or(rows, OperandRows::count)
 }
 
 /// Whether a GPU casts the input of a linear in a launch of its own: that of more rows than it takes as floats, where
@@ -241,127 +247,6 @@ fn unpacked_bytes(kind: &DeviceKind, operands: &Operands<'_>, batch: &Batch) -> 
     bytes.sum()
 }
 
-/// How what a device is brought follows other things.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Way {
-    /// Whether GPUs replay captured launches and fetch nothing, so that letters take what links say of these.
-    pub(crate) by_letters: bool,
-    /// What it comes right behind of, from the same devices.
-    pub(crate) behind: Behind,
-}
-
-impl Way {
-    /// Behind nothing.
-    pub(crate) fn alone(by_letters: bool) -> Self {
-        Self { by_letters, behind: Behind::Nothing }
-    }
-}
-
-/// What something comes right behind of.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Behind {
-    /// Nothing from the same devices.
-    Nothing,
-    /// Another value, of earlier steps.
-    Earlier,
-    /// Another value of the same step.
-    SameStep,
-}
-
-/// Nanoseconds of one device's part of a movement.
-///
-/// `incoming` are the bytes read from each device, its own included; `written` is what it holds afterwards. What comes
-/// right behind another value from the same devices was under way with it, and wakes nobody; a letter was if both are of
-/// one step, and a GPU has a launch for each.
-/// Fails when no link leads from a device that is read.
-pub(crate) fn move_nanos(
-    target: &Target,
-    device: DeviceId,
-    movement: &Move,
-    incoming: &[(DeviceId, u64)],
-    written: u64,
-    way: Way,
-) -> Result<f64> {
-    let Device { rates, kind, .. } = &target.machine.devices[device];
-    let (mut latency, mut crossing) = (0f64, 0.0);
-    // Launches of GPUs that send or take letters.
-    let mut launch = None;
-    for &(from, bytes) in incoming.iter().filter(|(from, _)| *from != device) {
-        let link = target.machine.need_link(from, device)?;
-        let sender = &target.machine.devices[from];
-        let crosses = sender.kind.is_gpu() != kind.is_gpu();
-        let letter = link.letter_nanos.filter(|_| way.by_letters && crosses);
-        // Messages of several peers are under way at once; their bytes share the receiver's port.
-        latency = latency.max(letter.unwrap_or(link.latency_nanos));
-        crossing += nanos_at(bytes as f64, link.bytes_per_sec);
-        if crosses {
-            crossing += copy_nanos(bytes);
-        }
-        if letter.is_some() {
-            let gpu = if kind.is_gpu() { rates } else { &sender.rates };
-            launch = Some(gpu.step_nanos.max(launch.unwrap_or(0.0)));
-        }
-    }
-    let (local, sum) = match movement {
-        // The link writes what it brings.
-        Move::Transfer { .. } | Move::Broadcast { .. } => (0, 0.0),
-        // Every term is read once more to be added or placed.
-        Move::AllReduce
-        | Move::AllGather { .. }
-        | Move::ReduceScatter { .. }
-        | Move::Slice { .. } => {
-            (incoming.iter().map(|(_, bytes)| bytes).sum::<u64>() + written, rates.step_nanos)
-        }
-    };
-    let beginning = match (launch, way.behind, kind.is_gpu()) {
-        // A letter's time has the launch that takes or sends it; the host's thread is no step of a team.
-        (Some(_), Behind::Nothing | Behind::Earlier, _) => latency + sum,
-        (Some(launch), Behind::SameStep, _) => launch + sum,
-        (None, Behind::Nothing, _) => rates.step_nanos + latency,
-        (None, Behind::Earlier | Behind::SameStep, true) => rates.step_nanos,
-        (None, Behind::Earlier | Behind::SameStep, false) => 0.0,
-    };
-    Ok(beginning + crossing + nanos_at(local as f64, rates.read_bytes_per_sec))
-}
-
-/// Nanoseconds in which a GPU's lane copies a value into a letter, or out of one.
-fn copy_nanos(bytes: u64) -> f64 {
-    let is_shared = bytes >= SHARED_COPY_BYTES;
-    let rate = if is_shared { SHARED_COPY_BYTES_PER_SEC } else { LONE_COPY_BYTES_PER_SEC };
-    nanos_at(bytes as f64, rate)
-}
-
-/// Nanoseconds of a sum over so many GPUs, of terms of `bytes` bytes, by the vendor's library; `None` where the machine
-/// has none.
-///
-/// Each GPU adds up one part of the terms and passes that on, so 2·(n − 1)/n of a term crosses each link, where a
-/// direct sum has n − 1 terms cross.
-pub(crate) fn library_sum_nanos(target: &Target, members: usize, bytes: u64) -> Option<f64> {
-    let collectives = target.machine.collectives.as_ref()?;
-    let members = members as f64;
-    let crossing = 2.0 * (members - 1.0) / members * bytes as f64;
-    Some(collectives.latency_nanos + nanos_at(crossing, collectives.bytes_per_sec))
-}
-
-/// Nanoseconds of bringing a weight from its home to a GPU, while nothing else reads the home's memory.
-///
-/// Fails when no link leads there.
-pub(crate) fn fetch_nanos(
-    target: &Target,
-    home: DeviceId,
-    device: DeviceId,
-    bytes: u64,
-) -> Result<f64> {
-    let link = target.machine.need_link(home, device)?;
-    Ok(link.latency_nanos + nanos_at(bytes as f64, link.bytes_per_sec))
-}
-
-/// Part of its rate that a link from a home keeps while the home's cores read their memory.
-pub(crate) fn fetch_share(target: &Target, home: DeviceId, device: DeviceId) -> f64 {
-    let measured = target.machine.link(home, device).and_then(|link| link.beside_reads);
-    measured.unwrap_or(target.machine.devices[home].rates.beside_fetch)
-}
-
 /// Nanoseconds of bringing what is cached from a cache's home to a GPU and what is new back.
 ///
 /// Fails when no links lead there and back.
@@ -398,6 +283,8 @@ fn reaching_nanos(
         let bytes = held.format.bytes(1, columns);
         match gpu_has_panels(held.format, &held.shape) {
             false => bytes,
+            // A word has an element of each of two rows.
+            true if held.format == Format::F16 => LONE_WORD_BYTES * columns,
             true => LONE_WORD_BYTES * bytes.div_ceil(size_of::<u32>() as u64),
         }
     };

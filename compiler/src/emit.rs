@@ -12,7 +12,7 @@ use ir::weight::Source;
 
 use crate::bind::{Bound, bind};
 use crate::contend::contend;
-use crate::forecast::simulate;
+use crate::forecast::{simulate, unreplayed_nanos};
 use crate::graphs::Graphs;
 use crate::options::Options;
 use crate::part::WeightKey;
@@ -75,22 +75,18 @@ pub(crate) fn emit(task: &Task<'_>, graphs: &Graphs, batches: &[Batch]) -> Resul
         plan.captures_prompts = false;
         plan.forecast.devices = ir::check::memory(&plan);
     }
-    plan.forecast.programs = plan
-        .programs
-        .iter()
-        .zip(batches)
-        .map(|(program, batch)| {
-            let times = simulate(program);
-            ProgramForecast {
-                program: program.name.clone(),
-                tokens: batch.varying_tokens(),
-                nanos: times.nanos,
-                busiest_lane_nanos: times.busiest_lane_nanos,
-                others: Vec::new(),
-                behind: None,
-            }
-        })
-        .collect();
+    let forecast = |(program, batch): (&Program, &Batch)| {
+        let (times, unreplayed) = (simulate(program), unreplayed_nanos(&plan, batch.phase));
+        ProgramForecast {
+            program: program.name.clone(),
+            tokens: batch.varying_tokens(),
+            nanos: times.nanos + unreplayed,
+            busiest_lane_nanos: times.busiest_lane_nanos + unreplayed,
+            others: Vec::new(),
+            behind: None,
+        }
+    };
+    plan.forecast.programs = plan.programs.iter().zip(batches).map(forecast).collect();
     Ok(plan)
 }
 
@@ -137,7 +133,12 @@ pub(crate) fn complete(
         );
     }
     plan.asked = options.asked();
-    plan.forecast.candidates = candidates;
+    // Searches with nothing but caches beside GPUs end alike, whatever else they might have kept there.
+    for candidate in candidates {
+        if !plan.forecast.candidates.contains(&candidate) {
+            plan.forecast.candidates.push(candidate);
+        }
+    }
     Ok(plan)
 }
 

@@ -19,6 +19,7 @@ pub use diff::diff;
 use crate::explain::rows::{Row, folded, rows};
 pub(crate) use crate::explain::table::bytes;
 use crate::explain::table::{Table, nanos};
+use crate::sizes::is_listed;
 
 /// Everything a plan knows of its own making: layers, devices, programs and the candidates it beat.
 pub fn explain(plan: &Plan) -> String {
@@ -58,7 +59,8 @@ pub fn explain(plan: &Plan) -> String {
         }
     }
     if can_include_prompts(plan) && !plan.captures_prompts {
-        text += "GPUs lack memory to replay prompts, whose launches are queued one by one\n\n";
+        text += "GPUs lack memory to replay prompts, whose launches are queued one by one: a smaller --context, \
+                 --max-sequences or --prefill-tokens leaves some\n\n";
     }
     let _ = writeln!(text, "{}", programs(plan));
     let _ = write!(text, "{}", candidates(plan));
@@ -226,7 +228,8 @@ fn programs(plan: &Plan) -> Table {
         let decodes = program.phase == Phase::Decode;
         // What varies is what prefill feeds, and what decode finds.
         let sizes = |tokens: u32| if decodes { (most, tokens) } else { (tokens, 0) };
-        let others = forecast.others.iter().map(|other| (other.tokens, other.nanos, String::new()));
+        let others = forecast.others.iter().filter(|other| decodes || is_listed(other.tokens));
+        let others = others.map(|other| (other.tokens, other.nanos, String::new()));
         let mut all: Vec<(u32, u64, String)> = others.collect();
         all.push((forecast.tokens, forecast.nanos, nanos(forecast.busiest_lane_nanos)));
         all.sort();

@@ -1,21 +1,23 @@
 //! How long other runs of a plan's programs take than those of the largest extent with nothing cached.
 
+use std::collections::BTreeSet;
+
 use anyhow::Result;
 use ir::forecast::RunForecast;
 use ir::plan::{Phase, Plan};
 use ir::tensor::Extent;
-use ir::workspace::{MAX_FUSED_ROWS, MAX_PACKED_ROWS, MAX_PLANE_ROWS};
+use ir::workspace::{FLOAT_ROWS, MAX_FUSED_ROWS, MAX_PACKED_ROWS, MAX_PLANE_ROWS, OperandRows};
 use rayon::prelude::*;
 
 use crate::bind::Bound;
 use crate::emit::program;
-use crate::forecast::simulate;
+use crate::forecast::{simulate, unreplayed_nanos};
 use crate::graphs::Graphs;
 use crate::schedule::Causes;
 use crate::target::Batch;
 use crate::task::Task;
 
-/// Tokens of prompts: what is said in a chat, where GPUs multiply in another way, and what people measure.
+/// Tokens of prompts: what is said in a chat, and where GPUs multiply in another way.
 const TOKENS: [u32; 7] = [
     8,
     MAX_PLANE_ROWS,
@@ -35,35 +37,63 @@ pub(crate) fn forecast(
     batches: &[Batch],
     plan: &mut Plan,
 ) -> Result<()> {
+    let (known, prompts) = (&*plan, prompts(plan));
     let run = |tokens: u32, batch: &Batch| {
         let program = program(task, graphs, bound, batch, &mut Causes::default())?;
-        Ok(RunForecast { tokens, nanos: simulate(&program).nanos })
+        let nanos = simulate(&program).nanos + unreplayed_nanos(known, batch.phase);
+        Ok(RunForecast { tokens, nanos })
     };
-    for (batch, forecast) in batches.iter().zip(&mut plan.forecast.programs) {
-        let others = others(batch).into_par_iter();
+    let runs = |batch: &Batch| {
+        let others = others(&prompts, batch).into_par_iter();
         let others = others.map(|batch| run(batch.varying_tokens(), &batch));
         // Of several errors the first is told, whichever came first.
         let others: Vec<Result<RunForecast>> = others.collect();
-        forecast.others = others.into_iter().collect::<Result<_>>()?;
         let tokens = task.target.context.saturating_sub(batch.extent.tokens);
-        if batch.phase == Phase::Prefill && tokens > 0 {
-            forecast.behind = Some(run(tokens, &Batch { past: tokens, ..batch.clone() })?);
-        }
+        let looks_back = batch.phase == Phase::Prefill && tokens > 0;
+        let behind = looks_back.then(|| run(tokens, &Batch { past: tokens, ..batch.clone() }));
+        Ok((others.into_iter().collect::<Result<_>>()?, behind.transpose()?))
+    };
+    let runs: Vec<(Vec<RunForecast>, Option<RunForecast>)> =
+        batches.iter().map(runs).collect::<Result<_>>()?;
+    for (forecast, runs) in plan.forecast.programs.iter_mut().zip(runs) {
+        (forecast.others, forecast.behind) = runs;
     }
     Ok(())
 }
 
 /// The sizes that are forecast of a program beside its own.
-fn others(batch: &Batch) -> Vec<Batch> {
+fn others(prompts: &BTreeSet<u32>, batch: &Batch) -> Vec<Batch> {
     match batch.phase {
         Phase::Decode => vec![Batch { past: 0, ..batch.clone() }],
         Phase::Prefill => {
-            let fewer = TOKENS.into_iter().filter(|&tokens| tokens < batch.extent.tokens);
+            let fewer = prompts.iter().copied();
             let of_size = |tokens: u32| {
                 let extent = Extent { tokens, rows: batch.extent.rows.min(tokens) };
                 Batch { extent, ..batch.clone() }
             };
-            fewer.map(of_size).collect()
+            fewer.filter(|&tokens| tokens < batch.extent.tokens).map(of_size).collect()
         }
     }
+}
+
+/// Tokens of the prompts that are forecast of a plan: with the instructions of warpgroups also on both sides of each
+/// number that fills their operands, since one token more takes as long as all that the next have room for.
+fn prompts(plan: &Plan) -> BTreeSet<u32> {
+    let mut prompts = BTreeSet::from(TOKENS);
+    let has_warpgroups = |(device, _)| plan.machine.devices[device].kind.has_warpgroups();
+    if plan.queues().into_iter().any(has_warpgroups) {
+        prompts.extend(filling().flat_map(|rows| [rows, rows + 1]));
+    }
+    prompts
+}
+
+/// Numbers of rows that fill the operands of warpgroups.
+fn filling() -> impl Iterator<Item = u32> {
+    let fills = |rows: &u32| OperandRows::of(*rows).map(OperandRows::count) == Some(*rows);
+    (FLOAT_ROWS..=MAX_PACKED_ROWS).filter(fills)
+}
+
+/// Whether people are told of such a prompt: not of those that only say how long the next operands take.
+pub(crate) fn is_listed(tokens: u32) -> bool {
+    TOKENS.contains(&tokens) || !filling().any(|rows| rows + 1 == tokens)
 }

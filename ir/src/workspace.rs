@@ -50,7 +50,7 @@ pub const EXCHANGE_HEADER_BYTES: u64 = 20 << 10;
 /// Inboxes of an exchange that a member's terms take in turn: four for each of two runs.
 pub const EXCHANGE_INBOXES: u32 = 8;
 /// Bytes of a term that an inbox takes at a time at most: the time of a piece is many times that of its flags.
-const MOST_PIECE_BYTES: u64 = 4 << 20;
+pub const MOST_PIECE_BYTES: u64 = 4 << 20;
 /// Bytes that an inbox has for a small term at most, of which every number has a flag beside it.
 const MOST_FLAGGED_BYTES: u64 = 128 << 10;
 /// Bytes of such a term at most: pieces, and so inboxes, are as large as the largest term or larger than this.

@@ -121,6 +121,47 @@ pub fn h200(gpu_bytes: u64) -> Machine {
     machine
 }
 
+/// Adds devices that are linked as one of the machine's is, and with it as two nodes of one host are.
+pub fn add_like(
+    machine: &mut Machine,
+    name: &str,
+    changes: impl Fn(usize, &mut Device),
+    count: usize,
+) {
+    let first = machine.device(name).expect("the machine has it");
+    let links = machine.links.clone();
+    for number in 1..=count {
+        let mut another = machine.devices[first].clone();
+        changes(number, &mut another);
+        let another = machine.devices.push(another);
+        let mut between: Vec<(DeviceId, DeviceId)> = vec![(first, another)];
+        between.extend(
+            (1..number).map(|before| (DeviceId::from_index(another.index() - before), another)),
+        );
+        for (from, to) in between {
+            machine.links.extend([between_nodes(from, to), between_nodes(to, from)]);
+        }
+        machine.links.extend(
+            links.iter().filter(|link| link.from == first || link.to == first).map(|link| {
+                let moved = |end| if end == first { another } else { end };
+                Link { from: moved(link.from), to: moved(link.to), ..link.clone() }
+            }),
+        );
+    }
+}
+
+/// Adds GPUs like the machine's first, which has number 0.
+pub fn add_gpus(machine: &mut Machine, changes: impl Fn(usize, &mut Device), count: usize) {
+    let numbered = |number: usize, gpu: &mut Device| {
+        gpu.name = format!("gpu{number}");
+        if let DeviceKind::Gpu { ordinal, .. } = &mut gpu.kind {
+            *ordinal = u32::try_from(number).expect("GPUs are few");
+        }
+        changes(number, gpu);
+    };
+    add_like(machine, "gpu0", numbered, count);
+}
+
 /// Multiplies the rates of a machine's devices by a factor for GPUs and one for nodes.
 pub fn slow_down(machine: &mut Machine, of_gpus: f64, of_nodes: f64) {
     for device in machine.devices.rows_mut() {

@@ -4,7 +4,7 @@
 
 use std::collections::BTreeSet;
 
-use compiler::options::Objective;
+use compiler::options::{Objective, Request};
 use compiler::{Options, compile};
 use ir::letters::most_programs;
 use ir::machine::{DeviceKind, LinearRate, Machine, RatePoint};
@@ -136,6 +136,67 @@ fn memory_that_is_left_over_holds_packed_matrices_as_prompts_multiply_them() {
     }
     // Where weights are fetched there is no room for anything twice.
     assert!(unpacked(&plan(&llama, &unpacking(10 * GIB), "bf16")).is_empty());
+}
+
+#[test]
+fn prompts_take_as_long_as_all_that_their_operands_have_room_for() {
+    let llama = llama();
+    // What one more token adds behind a number that fills operands, and what those to the next number do.
+    let added = |plan: &Plan, [full, next]: [u32; 2]| {
+        let nanos = |tokens: u32| plan.forecast.programs[0].nanos_of(tokens);
+        (nanos(full + 1) - nanos(full), nanos(next) - nanos(full + 1))
+    };
+    let fills = [[32, 64], [64, 96], [96, 128], [128, 192], [192, 256], [288, 384], [384, 512]];
+    let own = plan(&llama, &h200(40 * GIB), "q4");
+    for fill in fills {
+        let (one, others) = added(&own, fill);
+        assert!(one > 2.0 * others, "{fill:?}: {one} and {others}");
+    }
+    // The vendor's library, with copies for it, takes longer with each token.
+    let copied = plan(&llama, &unpacking(40 * GIB), "q4");
+    assert!(copied.weights.rows().iter().any(|weight| weight.also_unpacked));
+    for fill in fills {
+        let (one, others) = added(&copied, fill);
+        let is_own = fill[1] <= MAX_FUSED_ROWS;
+        let changes_hands = fill[0] == MAX_FUSED_ROWS;
+        let is_step = one > 2.0 * others;
+        assert!(changes_hands || is_step == is_own, "{fill:?}: {one} and {others}");
+    }
+    // Other GPUs' operands are small.
+    let mut other = h200(40 * GIB);
+    if let DeviceKind::Gpu { has_warpgroups, .. } = &mut other.devices.rows_mut()[0].kind {
+        *has_warpgroups = false;
+    }
+    let other = plan(&llama, &other, "q4");
+    let lengths = |plan: &Plan| plan.forecast.programs[0].others.len();
+    assert!(lengths(&other) < lengths(&own));
+    assert!(fills.iter().all(|&fill| added(&other, fill).0 < added(&other, fill).1));
+}
+
+#[test]
+fn sums_of_gpus_take_longer_where_they_pass_in_pieces() {
+    let mut machine = h200(40 * GIB);
+    machines::add_gpus(&mut machine, |_, _| (), 1);
+    for link in &mut machine.links {
+        (link.bytes_per_sec, link.latency_nanos) = (300e9, 1e3);
+    }
+    let options = Options {
+        request: Request::TensorParallelRanks(2),
+        max_sequences: 16,
+        context: Some(2048),
+        ..Options::default()
+    };
+    let plan = compile(&llama(), &machine, &options, &mut |_, _| ()).expect("it fits");
+    let sum = |sequences: usize| {
+        let program = plan.program_for(Phase::Decode, sequences, sequences, false);
+        let program = &plan.programs[program.expect("it decodes so many")];
+        assert_eq!(program.max_sequences as usize, sequences);
+        let mut steps = program.steps.rows().iter();
+        steps.find(|step| plan.is_peer_sum(program, step)).expect("they sum").estimate_nanos
+    };
+    // Four rows of 4,096 floats are the most that go with a flag beside each number.
+    let [one, four, many] = [1, 4, 16].map(sum);
+    assert!(four - one < 2_000 && many - four > 8_000, "{one}, {four} and {many} ns");
 }
 
 #[test]

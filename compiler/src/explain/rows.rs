@@ -31,7 +31,7 @@ pub(super) struct Row {
 pub(super) struct Work {
     /// Who computes, in the order they come up.
     on: Vec<DeviceId>,
-    /// Homes of the weights that are fetched, and of caches that are borrowed.
+    /// Homes of the weights that are fetched, of tables that are reached, and of caches that are borrowed.
     from: BTreeSet<DeviceId>,
     /// Work of the busiest device: members of a shared row work in step.
     pub(super) nanos: u64,

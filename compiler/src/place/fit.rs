@@ -1,6 +1,7 @@
 //! Shares of layers that fit the memory of the devices that share them.
 
 use anyhow::Result;
+use ir::captured::can_include_prompts;
 use ir::forecast::DeviceForecast;
 use ir::id::{DeviceId, Table};
 use ir::plan::Plan;
@@ -9,7 +10,7 @@ use crate::emit::emit;
 use crate::graphs::Graphs;
 use crate::place::arrangement::Arrangement;
 use crate::place::group::filled;
-use crate::place::offer::layouts;
+use crate::place::offer::{layouts, scores};
 use crate::place::prices::{Prices, missing, priced_batches};
 
 /// Parts of their room that devices which lacked memory are to fill, one after the other until they lack none: parts of
@@ -50,14 +51,33 @@ pub(super) fn fitted(prices: &Prices<'_>, arrangement: &Arrangement) -> Result<(
     };
     let mut tried = vec![(laid, plan)];
     for part in FILLED {
-        let (last, plan) = tried.last().expect("the first is there");
-        let Some(next) = last.shifted(prices, plan.forecast.devices.clone(), part) else { break };
+        let (last, plan) = tried.last_mut().expect("the first is there");
+        let Some(next) = last.shifted(prices, with_graphs(plan), part) else { break };
         let Ok(plan) = next.scheduled(prices) else { break };
         tried.push((next, plan));
     }
-    // Where nothing fits, what lacks least is told.
-    let lacks = |(_, plan): &(Laid, Plan)| missing(plan).map_or(0, |(_, bytes)| bytes);
-    Ok(tried.into_iter().min_by_key(lacks).expect("the first is there"))
+    // Where nothing fits, what lacks least is told. To have room for graphs is not always worth unlike shares.
+    let cost = |(_, plan): &(Laid, Plan)| {
+        let lacking = missing(plan).map_or(0, |(_, bytes)| bytes);
+        (lacking, scores(prices.task, plan, &plan.forecast.programs[0]).score)
+    };
+    Ok(tried.into_iter().min_by_key(cost).expect("the first is there"))
+}
+
+/// Whether all of a plan may fit but the graphs of its prompts.
+fn lacks_graphs(plan: &Plan) -> bool {
+    can_include_prompts(plan) && !plan.captures_prompts
+}
+
+/// What devices would take with the graphs of prompts, where a plan can have them.
+fn with_graphs(plan: &mut Plan) -> Table<DeviceId, DeviceForecast> {
+    if !lacks_graphs(plan) {
+        return plan.forecast.devices.clone();
+    }
+    plan.captures_prompts = true;
+    let devices = ir::check::memory(plan);
+    plan.captures_prompts = false;
+    devices
 }
 
 /// An arrangement with its graphs.

@@ -4,7 +4,7 @@ use anyhow::Result;
 use ir::forecast::{Candidate, DeviceForecast, ProgramForecast};
 use ir::graph::Placed;
 use ir::id::{DeviceId, NodeId, Table};
-use ir::plan::Phase;
+use ir::plan::{Phase, Plan};
 
 use crate::forecast::simulate;
 use crate::graphs::{Graphs, Phases};
@@ -14,6 +14,7 @@ use crate::place::fit::{LEAST, Laid, fitted};
 use crate::place::lay_out::{lay_out, set_homes};
 use crate::place::prices::{Prices, Times, judged_decode, judged_decode_program, missing};
 use crate::place::{Layouts, is_numa};
+use crate::task::Task;
 use crate::unpacked;
 
 /// An arrangement with its exact price.
@@ -113,6 +114,32 @@ fn offer(prices: &Prices<'_>, arrangement: &Arrangement) -> Result<Offer> {
         None | Some(_) => None,
     };
     let prefill = with_copies.as_ref().unwrap_or(&forecast[0]);
+    let Scores { score, score_of_most, prompt_nanos, decode_nanos } = scores(task, &plan, prefill);
+    let fits = missing.is_none();
+    let candidate = Candidate {
+        name: arrangement.name(task, units, pins),
+        prefill_nanos: fits.then_some(prefill.nanos),
+        decode_nanos: fits.then_some(forecast[1].nanos),
+        missing,
+    };
+    let devices = plan.forecast.devices;
+    Ok(Offer { arrangement, score, score_of_most, prompt_nanos, decode_nanos, candidate, devices })
+}
+
+/// What plans are compared by.
+pub(super) struct Scores {
+    pub(super) score: u64,
+    /// The score if it were judged by the decode of the most sequences.
+    score_of_most: u64,
+    /// The prompt that it is judged by.
+    prompt_nanos: u64,
+    /// The decode that it is judged by.
+    decode_nanos: u64,
+}
+
+/// The scores of a plan for the batches that placements are priced with, where a run of a prompt takes `prefill`.
+pub(super) fn scores(task: &Task<'_>, plan: &Plan, prefill: &ProgramForecast) -> Scores {
+    let forecast = &plan.forecast.programs;
     // A run of a prompt starts when the one before leaves the busiest lane, unless runs work one after another.
     let apart = match plan.runs_one_by_one(&plan.programs[0]) {
         true => prefill.nanos,
@@ -128,17 +155,12 @@ fn offer(prices: &Prices<'_>, arrangement: &Arrangement) -> Result<Offer> {
         Times { prefill: prompt_nanos, decode: decode.nanos }.score(task.target)
     };
     let judged = judged_decode(task.target, forecast);
-    let (decode_nanos, score_of_most) = (judged.nanos, score(&forecast[forecast.len() - 1]));
-    let score = score(judged);
-    let fits = missing.is_none();
-    let candidate = Candidate {
-        name: arrangement.name(task, units, pins),
-        prefill_nanos: fits.then_some(prefill.nanos),
-        decode_nanos: fits.then_some(forecast[1].nanos),
-        missing,
-    };
-    let devices = plan.forecast.devices;
-    Ok(Offer { arrangement, score, score_of_most, prompt_nanos, decode_nanos, candidate, devices })
+    Scores {
+        score: score(judged),
+        score_of_most: score(&forecast[forecast.len() - 1]),
+        prompt_nanos,
+        decode_nanos: judged.nanos,
+    }
 }
 
 /// Where an arrangement runs every node.

@@ -13,7 +13,7 @@ use ir::smallvec;
 use ir::workspace::{EXCHANGE_MEMBERS, MOST_FLAGGED_TERM_BYTES, SUMMED_TOGETHER};
 
 use super::Draft;
-use crate::cost::{Behind, Way, library_sum_nanos, move_nanos};
+use crate::cost::{Behind, Way, is_peer_sum, library_sum_nanos, move_nanos};
 use crate::groups::{groups, terms};
 
 /// The vendor's library has to be so much faster than a direct sum: its buffers take memory.
@@ -174,14 +174,7 @@ impl Draft<'_> {
         is_linear
             && writer.copied() == self.last_step(device)
             && incoming.iter().all(|(_, bytes)| *bytes <= MOST_FLAGGED_TERM_BYTES)
-            && self.is_peer_sum(movement, incoming)
-    }
-
-    /// Whether GPUs make a sum by themselves: see [`ir::plan::Plan::is_peer_sum`].
-    fn is_peer_sum(&self, movement: &Move, incoming: &[(DeviceId, u64)]) -> bool {
-        matches!(movement, Move::AllReduce)
-            && (2..=EXCHANGE_MEMBERS).contains(&incoming.len())
-            && self.are_gpus(incoming)
+            && is_peer_sum(&self.task.target.machine, movement, incoming)
     }
 
     /// Fails where GPUs would make a sum by themselves of rows that they cannot add up.
@@ -194,7 +187,8 @@ impl Draft<'_> {
         let ty = &self.buffers[sum].ty;
         let features = ty.features(self.batch.extent);
         ensure!(
-            !self.is_peer_sum(movement, incoming) || features.is_multiple_of(SUMMED_TOGETHER),
+            !is_peer_sum(&self.task.target.machine, movement, incoming)
+                || features.is_multiple_of(SUMMED_TOGETHER),
             "GPUs add up rows of a multiple of {SUMMED_TOGETHER} features, not of {features}: they cannot share this layer"
         );
         Ok(())

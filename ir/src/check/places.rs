@@ -147,7 +147,7 @@ impl Place<'_> {
         let kind = |device: DeviceId| plan.machine.devices.get(device).map(|device| &device.kind);
         let home = plan.reached(op, self.device)?.device;
         let (here, there) = (kind(self.device)?, kind(home)?);
-        (op.weights().contains(&weight) && here.is_gpu() && !there.is_gpu()).then_some(home)
+        (op.table() == Some(weight) && here.is_gpu() && !there.is_gpu()).then_some(home)
     }
 
     /// Whether the step may attend to a cache of another device: a GPU's to a NUMA node's, of floats and in prefill,

@@ -2,9 +2,7 @@
 
 use executor::engine::{nanos_in_stages, nanos_in_turn};
 use ir::forecast::on_line;
-use ir::id::DeviceId;
 use ir::plan::{Phase, Plan};
-use ir::workspace::{FLOAT_ROWS, MAX_FUSED_ROWS, OperandRows};
 
 /// Predicted prompt tokens per second, with nothing cached, of a prompt in runs of at most `share` tokens, on which
 /// `stages` work side by side.
@@ -19,25 +17,8 @@ pub(super) fn forecast_prefill(
     let run_tokens = u32::try_from(run_tokens).map_or(most, |tokens| tokens.min(most));
     let forecast = plan.forecast.programs.get(index)?;
     let nanos = if stages > 1 { nanos_in_stages } else { nanos_in_turn };
-    let (fed, run_tokens) = if run_tokens as usize == prompt_tokens {
-        let filled = filled_tokens(plan, run_tokens).min(most);
-        (filled as usize, filled)
-    } else {
-        (prompt_tokens, run_tokens)
-    };
-    let nanos = nanos(forecast, fed, run_tokens);
+    let nanos = nanos(forecast, prompt_tokens, run_tokens);
     (nanos > 0.0).then(|| prompt_tokens as f64 * 1e9 / nanos)
-}
-
-/// Tokens that take as long as `tokens` of a short prompt where GPUs alone work on it: the instructions of warpgroups
-/// multiply all that their operands have room for. Experts have operands of their own.
-fn filled_tokens(plan: &Plan, tokens: u32) -> u32 {
-    let has_warpgroups = |id: DeviceId| plan.machine.devices[id].kind.has_warpgroups();
-    let are_operands = (FLOAT_ROWS + 1..=MAX_FUSED_ROWS).contains(&tokens)
-        && !plan.has_experts()
-        && plan.queues().iter().all(|&(device, _)| has_warpgroups(device));
-    let operands = OperandRows::of(tokens).filter(|_| are_operands);
-    operands.map_or(tokens, OperandRows::count)
 }
 
 /// Predicted generated tokens per second, over all sequences, with so many tokens cached of each. Programs are priced
@@ -63,9 +44,8 @@ pub(super) fn forecast_decode(plan: &Plan, sequences: usize, cached: usize) -> O
 
 #[cfg(test)]
 mod tests {
-    use ::tests::machines::{gpu, numa};
+    use ::tests::machines::numa;
     use ir::forecast::{ProgramForecast, RunForecast};
-    use ir::machine::DeviceKind;
 
     use super::super::tests::plan_on;
     use super::*;
@@ -97,26 +77,6 @@ mod tests {
         // What no run takes as a whole passes in full runs, without stages one after another.
         assert!(is(nanos(3 * tokens, u32::MAX, 3), 1200.0 + 2.0 * 400.0));
         assert!(is(nanos(3 * tokens + tokens / 4, u32::MAX, 1), 3.0 * 1200.0 + 300.0));
-    }
-
-    #[test]
-    fn short_prompts_take_as_long_as_the_operands_that_they_fill() {
-        let mut plan = plan_on(gpu(0, 1 << 30), 1);
-        let tokens = plan.programs[0].max.tokens;
-        plan.forecast.programs[0] = prefill(tokens, [(64, 300), (128, 364)]);
-        let nanos = |plan: &Plan, prompt_tokens: u32| {
-            let forecast = forecast_prefill(plan, prompt_tokens as usize, (u32::MAX, 1));
-            (f64::from(prompt_tokens) * 1e9 / forecast.unwrap()).round()
-        };
-        let lengths = [40, 64, 80, 100, 128];
-        assert_eq!(lengths.map(|length| nanos(&plan, length)), [300.0, 300.0, 316.0, 336.0, 364.0]);
-        if let DeviceKind::Gpu { has_warpgroups, .. } = &mut plan.machine.devices.rows_mut()[0].kind
-        {
-            *has_warpgroups = true;
-        }
-        assert_eq!(lengths.map(|length| nanos(&plan, length)), [300.0, 300.0, 332.0, 364.0, 364.0]);
-        // What all lengths share is more.
-        assert!(nanos(&plan, tokens) > 364.0);
     }
 
     #[test]

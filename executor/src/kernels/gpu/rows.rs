@@ -55,7 +55,7 @@ impl Reached {
     ///
     /// # Safety
     /// The table lies at that address, as the GPU knows it, and stays there unchanged as long as launches with it may
-    /// run.
+    /// run; all rows that these look up are rows of it.
     pub unsafe fn new(
         address: u64,
         (format, layout): (Format, Layout),

@@ -71,7 +71,7 @@ impl Replays {
     /// When the device refuses.
     pub(super) fn replay(&self, key: GraphKey) -> Result<()> {
         let graph = self.captured.get(&key).context("runs of this kind are not captured")?;
-        // SAFETY: the launches use weights, caches, inputs, scratch, buffers, letters and exchanges, which live as long
+        // SAFETY: the launches use weights, reached tables, caches, inputs, scratch, buffers, letters and exchanges, which live as long
         // as the state that owns this, or as those of the GPUs that sum with it. Their memory is used by this lane's
         // thread, which captured them, by the host as letters say, and by other GPUs as the flags of exchanges say.
         unsafe { graph.replay() }.context("replaying a captured run")
