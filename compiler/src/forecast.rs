@@ -1,6 +1,6 @@
 //! Predicted times of a program, from the estimates of its steps.
 
-use ir::captured::can_include_prompts;
+use ir::captured::includes_prompts;
 use ir::id::{DeviceId, Id as _, StepId, Table};
 use ir::plan::{Phase, Plan, Program, Queue};
 
@@ -37,16 +37,19 @@ pub(crate) fn simulate(program: &Program) -> Times {
     }
 }
 
-/// What a run takes longer than its steps where GPUs that have all they need lack the memory to replay it. (What they wait
-/// for beside others is counted by steps: see [`crate::queueing`].)
+/// What a run takes longer than its steps where GPUs do not replay it. What a single GPU beside others waits for its
+/// launches is counted by steps: see [`crate::queueing`].
 pub(crate) fn unreplayed_nanos(plan: &Plan, phase: Phase) -> u64 {
-    if phase == Phase::Decode || plan.captures_prompts {
+    if phase == Phase::Decode || includes_prompts(plan) {
         return 0;
     }
     let is_gpu = |device: DeviceId| plan.machine.devices[device].kind.is_gpu();
+    let computes =
+        |&&(device, queue): &&(DeviceId, Queue)| queue == Queue::Compute && is_gpu(device);
     let queues = plan.queues();
-    let have_all = queues.iter().all(|&(device, queue)| queue == Queue::Compute && is_gpu(device));
-    if have_all && can_include_prompts(plan) { UNREPLAYED_NANOS } else { 0 }
+    let gpus = queues.iter().filter(computes).count();
+    let is_alone = gpus == queues.len();
+    if gpus > 1 || gpus == 1 && is_alone { UNREPLAYED_NANOS } else { 0 }
 }
 
 /// The lane of each step, by its number in the program.

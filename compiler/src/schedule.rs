@@ -322,7 +322,7 @@ impl Draft<'_> {
         Program {
             name: self.batch.program.clone(),
             phase: self.batch.phase,
-            max: self.batch.extent,
+            max: self.batch.max(),
             max_sequences: self.batch.max_sequences,
             buffers: self.buffers,
             steps: self.steps,

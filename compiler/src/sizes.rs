@@ -67,10 +67,8 @@ fn others(prompts: &BTreeSet<u32>, batch: &Batch) -> Vec<Batch> {
         Phase::Decode => vec![Batch { past: 0, ..batch.clone() }],
         Phase::Prefill => {
             let fewer = prompts.iter().copied();
-            let of_size = |tokens: u32| {
-                let extent = Extent { tokens, rows: batch.extent.rows.min(tokens) };
-                Batch { extent, ..batch.clone() }
-            };
+            let of_size =
+                |tokens: u32| Batch { extent: Extent { tokens, ..batch.extent }, ..batch.clone() };
             fewer.filter(|&tokens| tokens < batch.extent.tokens).map(of_size).collect()
         }
     }

@@ -65,8 +65,10 @@ pub(crate) struct Batch {
     pub(crate) phase: Phase,
     /// The phase whose placed graph it is scheduled from.
     pub(crate) placed_as: Phase,
-    /// The most tokens and rows.
+    /// The most tokens, and the rows of logits that a price assumes: one of each sequence.
     pub(crate) extent: Extent,
+    /// The most rows of logits.
+    pub(crate) max_rows: u32,
     /// The most sequences.
     pub(crate) max_sequences: u32,
     /// Sequences that a price assumes.
@@ -76,6 +78,11 @@ pub(crate) struct Batch {
 }
 
 impl Batch {
+    /// The most that a run takes.
+    pub(crate) fn max(&self) -> Extent {
+        Extent { rows: self.max_rows, ..self.extent }
+    }
+
     /// The tokens that make runs of its program longer: those that prefill feeds, those cached before decode.
     pub(crate) fn varying_tokens(&self) -> u32 {
         match self.phase {
@@ -318,7 +325,8 @@ impl Target {
             program: format!("prefill{tokens}"),
             phase: Phase::Prefill,
             placed_as,
-            extent: Extent { tokens, rows: rows.max(self.max_sequences).min(tokens) },
+            extent: Extent { tokens, rows: 1 },
+            max_rows: rows.max(self.max_sequences).min(tokens),
             max_sequences: self.max_sequences.min(tokens),
             sequences: 1,
             past: 0,
@@ -335,6 +343,7 @@ impl Target {
             phase: Phase::Decode,
             placed_as: Phase::Decode,
             extent: Extent { tokens: sequences, rows: sequences },
+            max_rows: sequences,
             max_sequences: sequences,
             sequences,
             past: most.min(self.context / 2),

@@ -44,7 +44,7 @@ pub struct ProgramForecast {
     pub program: String,
     /// Tokens that prefill feeds, or that each sequence has cached before decode.
     pub tokens: u32,
-    /// Start to end of one run of the largest extent; of prefill with nothing cached.
+    /// Start to end of one run of the most tokens that wants one row of each sequence; of prefill with nothing cached.
     pub nanos: u64,
     /// Time the busiest lane works meanwhile: what bounds throughput when runs overlap.
     pub busiest_lane_nanos: u64,

@@ -219,7 +219,8 @@ pub struct Step {
     pub frees: Few<BufferId>,
     /// Steps of other lanes that must end first; lane order is implied.
     pub waits: Few<StepId>,
-    /// Predicted time in a run of `max` extent (decode: with half of the context cached).
+    /// Predicted time in a run of the most tokens that wants one row of each sequence (decode: with half of the context
+    /// cached).
     pub estimate_nanos: u64,
     /// Why it is here.
     pub cause: CauseId,

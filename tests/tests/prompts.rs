@@ -220,6 +220,24 @@ fn copies_decide_how_long_runs_are() {
 }
 
 #[test]
+fn copies_decide_between_widths() {
+    let llama = llama();
+    // To unpack all weights for each run takes longer than an answer gains by 12 bits, where they are not held twice.
+    let formats = |gpu_bytes: u64| -> BTreeSet<Format> {
+        let options =
+            Options { prefill_tokens: Some(2048), context: Some(2304), ..Options::default() };
+        let machine = unpacking_at(gpu_bytes, 0.02e12);
+        let plan = compile(&llama, &machine, &options, &mut |_, _| ()).expect("it fits");
+        assert_eq!(plan.queues().len(), 1, "all is on the GPU");
+        let matrices = plan.weights.rows().iter().filter(|weight| weight.shape.len() == 2);
+        let of_layers = matrices.filter(|weight| weight.name.contains(".layers."));
+        of_layers.map(|weight| weight.format).collect()
+    };
+    assert_eq!(formats(40 * GIB), BTreeSet::from([Format::Bf12]));
+    assert_eq!(formats(20 * GIB), BTreeSet::from([Format::Bf16]));
+}
+
+#[test]
 fn a_gpu_holds_what_is_between_linears_in_16_bits_where_its_products_are() {
     let llama = llama();
     // The types of what gates write, on GPUs and on nodes, in prefill and in decode.
