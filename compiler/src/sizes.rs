@@ -1,4 +1,4 @@
-//! How long other runs of a plan's programs take than those of the largest extent with nothing cached.
+//! How long other runs of a plan's programs take than those of the most tokens with nothing cached.
 
 use std::collections::BTreeSet;
 

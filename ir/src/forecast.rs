@@ -44,13 +44,13 @@ pub struct ProgramForecast {
     pub program: String,
     /// Tokens that prefill feeds, or that each sequence has cached before decode.
     pub tokens: u32,
-    /// Start to end of one run of the most tokens that wants one row of each sequence; of prefill with nothing cached.
+    /// Start to end of one run of [`crate::plan::Program::estimated()`]; of prefill with nothing cached.
     pub nanos: u64,
     /// Time the busiest lane works meanwhile: what bounds throughput when runs overlap.
     pub busiest_lane_nanos: u64,
     /// Runs with other numbers of such tokens.
     pub others: Vec<RunForecast>,
-    /// A run of prefill of the largest extent behind as many cached tokens as the context leaves; `None` where that
+    /// A run of prefill of the most tokens behind as many cached tokens as the context leaves; `None` where that
     /// leaves none, and for decode.
     #[serde(deserialize_with = "crate::ron_text::written")]
     pub behind: Option<RunForecast>,
@@ -72,7 +72,7 @@ pub struct RunForecast {
 pub struct Candidate {
     /// What it is, for people: `all on gpu0`, `pipeline numa0 → numa1`.
     pub name: String,
-    /// One prefill of the largest extent; `None` where it does not fit.
+    /// One prefill of the most tokens; `None` where it does not fit.
     #[serde(deserialize_with = "crate::ron_text::written")]
     pub prefill_nanos: Option<u64>,
     /// One decode step of one sequence.

@@ -219,8 +219,7 @@ pub struct Step {
     pub frees: Few<BufferId>,
     /// Steps of other lanes that must end first; lane order is implied.
     pub waits: Few<StepId>,
-    /// Predicted time in a run of the most tokens that wants one row of each sequence (decode: with half of the context
-    /// cached).
+    /// Predicted time in a run of [`Program::estimated()`] (decode: with half of the context cached).
     pub estimate_nanos: u64,
     /// Why it is here.
     pub cause: CauseId,
@@ -365,6 +364,15 @@ impl Plan {
 }
 
 impl Program {
+    /// The run that estimates are for: of the most tokens, and of as many rows of logits as are wanted behind a prompt or
+    /// by a decode. Texts are scored by more rows of a prompt.
+    pub fn estimated(&self) -> Extent {
+        match self.phase {
+            Phase::Prefill => Extent { rows: 1, ..self.max },
+            Phase::Decode => self.max,
+        }
+    }
+
     /// The lane of a queue of a device; `None` where it does nothing.
     pub fn lane(&self, device: DeviceId, queue: Queue) -> Option<&Lane> {
         self.lanes.iter().find(|lane| lane.device == device && lane.queue == queue)

@@ -166,7 +166,7 @@ pub struct Run {
 pub struct Candidate {
     /// For people.
     pub name: String,
-    /// One prefill of the largest extent; `None` where it does not fit.
+    /// One prefill of the most tokens; `None` where it does not fit.
     pub prefill_nanos: Option<u64>,
     /// One decode step of one sequence.
     pub decode_nanos: Option<u64>,

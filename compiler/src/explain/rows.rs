@@ -18,7 +18,7 @@ pub(super) struct Row {
     is_head: bool,
     /// Weights and caches.
     pub(super) bytes: u64,
-    /// What happens in a prefill of the largest extent.
+    /// What happens in a prefill of the most tokens.
     pub(super) prefill: Work,
     /// What happens in a decode step of one sequence.
     pub(super) decode: Work,

@@ -32,7 +32,7 @@ const PART_WEIGHT: f64 = 1.0 / 6.0;
 /// Times of the programs that a placement is judged by.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct Times {
-    /// One prefill of the largest extent; of a whole model a prompt in as many of them as it takes, for throughput what
+    /// One prefill of the most tokens; of a whole model a prompt in as many of them as it takes, for throughput what
     /// the busiest lane does of it.
     pub(crate) prefill: u64,
     /// One decode step: of one sequence for latency, of the most sequences for throughput.

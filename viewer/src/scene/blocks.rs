@@ -64,7 +64,7 @@ pub struct Edge {
     pub from: usize,
     /// Receiver.
     pub to: usize,
-    /// At the largest extent.
+    /// In a run as estimated.
     pub bytes: u64,
 }
 

@@ -41,18 +41,18 @@ pub struct Step {
     pub weight_bytes: u64,
     /// The same by the device that is their home.
     pub weight_bytes_at: Vec<(usize, u64)>,
-    /// Bytes of weights that one run reads at the largest extent: of experts those of the chosen ones, as if each token
+    /// Bytes of weights that a run as estimated reads: of experts those of the chosen ones, as if each token
     /// chose at random. `None` for tables, of which only rows are read.
     pub read_bytes: Option<u64>,
     /// Bytes of the cache it keeps.
     pub cache_bytes: u64,
     /// The device that is the home of that cache.
     pub cache_at: Option<usize>,
-    /// Bytes of the buffers it reads and writes, at the largest extent.
+    /// Bytes of the buffers it reads and writes, in a run as estimated.
     pub buffer_bytes: u64,
     /// For a move, bytes that come from other devices.
     pub moved_bytes: u64,
-    /// Arithmetic at the largest extent, decode with as much cached as predictions take to be.
+    /// Arithmetic of a run as estimated, decode with as much cached as predictions take to be.
     pub flops: f64,
     /// The compiler's estimate.
     pub predicted_nanos: u64,
@@ -221,7 +221,7 @@ fn row(plan: &Plan, program: &Program, number: usize, device: usize, cached: u32
         None => format!("{id}: no such buffer"),
     };
     let bytes_of =
-        |id: &ir::id::BufferId| buffer(id).map_or(0, |buffer| buffer.ty.bytes(program.max));
+        |id: &ir::id::BufferId| buffer(id).map_or(0, |buffer| buffer.ty.bytes(program.estimated()));
     let cause = plan.causes.get(step.cause);
     let (op, action) = match &step.action {
         Action::Run(op) => (Some(op), op.to_string()),

@@ -4,7 +4,7 @@ use ir::id::{BufferId, WeightId};
 use ir::op::{Attention, Experts, Op, Products};
 use ir::plan::{Phase, Plan, Program, Step};
 
-/// One step that computes, at the largest extent of its program.
+/// One step that computes, in the run that estimates are for.
 #[derive(Clone, Copy)]
 pub(super) struct Work<'a> {
     pub(super) plan: &'a Plan,
@@ -66,7 +66,7 @@ impl Work<'_> {
     /// Experts of this step that a token chooses, on average.
     fn used(self, experts: &Experts) -> f64 {
         let ids = self.step.reads.get(1).and_then(|&id| self.program.buffers.get(id));
-        let used = ids.map_or(1, |buffer| buffer.ty.features(self.program.max));
+        let used = ids.map_or(1, |buffer| buffer.ty.features(self.program.estimated()));
         let load = experts.part.map_or(1.0, |part| f64::from(part.load));
         f64::from(used) * load
     }
@@ -81,7 +81,7 @@ impl Work<'_> {
     fn rows(self) -> f64 {
         let ty = |id: &BufferId| self.program.buffers.get(*id).map(|buffer| &buffer.ty);
         let rows = self.step.reads.first().and_then(ty).and_then(|ty| ty.shape.first());
-        rows.map_or(0.0, |dim| f64::from(dim.size(self.program.max)))
+        rows.map_or(0.0, |dim| f64::from(dim.size(self.program.estimated())))
     }
 
     fn sizes(&self, weight: WeightId) -> &[u32] {
