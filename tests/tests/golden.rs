@@ -363,7 +363,7 @@ fn the_most_used_experts_on_a_gpu_and_the_others_beside_it_give_the_golden_token
     let plan = compile(name, Shape::GpuHosted, |options| {
         // Of two nodes that share the layers, and of long prompts, other placements make more.
         options.without = vec!["numa1".to_owned()];
-        options.prefill_tokens = Some(32);
+        options.prefill_tokens = Some(24);
         options.expert_counts = Some(CountedExperts { file: "counts.ron".into(), counts });
     });
     let gpu = plan.machine.device("gpu0").unwrap();
