@@ -8,7 +8,7 @@ use std::collections::BTreeSet;
 use std::fmt::Write as _;
 use std::path::Path;
 
-use ir::captured::can_include_prompts;
+use ir::captured::lacks_room_for_prompts;
 use ir::graph::{Cause, Reason};
 use ir::id::DeviceId;
 use ir::machine::{Machine, RateSource};
@@ -58,7 +58,7 @@ pub fn explain(plan: &Plan) -> String {
             );
         }
     }
-    if can_include_prompts(plan) && !plan.captures_prompts {
+    if lacks_room_for_prompts(plan) {
         text += "GPUs lack memory to replay prompts, whose launches are queued one by one: a smaller --context, \
                  --max-sequences or --prefill-tokens leaves some\n\n";
     }

@@ -65,7 +65,8 @@ pub(crate) struct Batch {
     pub(crate) phase: Phase,
     /// The phase whose placed graph it is scheduled from.
     pub(crate) placed_as: Phase,
-    /// The most tokens, and the rows of logits that a price assumes: one of each sequence.
+    /// What a price assumes, as [`ir::plan::Program::estimated()`] says of the program: the most tokens, and the rows of
+    /// logits that are wanted.
     pub(crate) extent: Extent,
     /// The most rows of logits.
     pub(crate) max_rows: u32,

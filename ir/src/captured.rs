@@ -31,6 +31,11 @@ pub fn includes_prompts(plan: &Plan) -> bool {
     plan.captures_prompts && can_include_prompts(plan)
 }
 
+/// Whether they could be, but GPUs lack the memory for that.
+pub fn lacks_room_for_prompts(plan: &Plan) -> bool {
+    !plan.captures_prompts && can_include_prompts(plan)
+}
+
 /// Whether they can be.
 ///
 /// - Where GPUs have all they need, unless the vendor's library of collectives sums, which no graph captures.

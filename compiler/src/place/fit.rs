@@ -1,7 +1,7 @@
 //! Shares of layers that fit the memory of the devices that share them.
 
 use anyhow::Result;
-use ir::captured::can_include_prompts;
+use ir::captured::lacks_room_for_prompts;
 use ir::forecast::DeviceForecast;
 use ir::id::{DeviceId, Table};
 use ir::plan::Plan;
@@ -64,14 +64,9 @@ pub(super) fn fitted(prices: &Prices<'_>, arrangement: &Arrangement) -> Result<(
     Ok(tried.into_iter().min_by_key(cost).expect("the first is there"))
 }
 
-/// Whether all of a plan may fit but the graphs of its prompts.
-fn lacks_graphs(plan: &Plan) -> bool {
-    can_include_prompts(plan) && !plan.captures_prompts
-}
-
 /// What devices would take with the graphs of prompts, where a plan can have them.
 fn with_graphs(plan: &mut Plan) -> Table<DeviceId, DeviceForecast> {
-    if !lacks_graphs(plan) {
+    if !lacks_room_for_prompts(plan) {
         return plan.forecast.devices.clone();
     }
     plan.captures_prompts = true;
