@@ -18,6 +18,7 @@ use ir::id::{
     BufferId, CauseId, CollectiveId, DeviceId, Few, Id as _, NodeId, StepId, Table, ValueId,
 };
 use ir::layout::Layout;
+use ir::op::Op;
 use ir::plan::{Action, Buffer, Lane, Program, Queue, Step};
 use ir::smallvec;
 use ir::tensor::DType;
@@ -58,6 +59,7 @@ pub(crate) fn schedule(
         fetchers: BTreeMap::new(),
         held: graph.values().ids().map(|_| Few::new()).collect(),
         narrow: narrow::values(task.target, graph, parts, batch),
+        behind: narrow::residuals_behind_sums(task.target, graph, parts, batch)?,
         collectives: 0,
     };
     draft.plan_fetches(graph, parts, &graphs.window_bytes, causes)?;
@@ -107,6 +109,8 @@ struct Draft<'a> {
     held: Table<ValueId, Few<(DeviceId, BufferId)>>,
     /// The elements of values that a GPU holds in 16 bits.
     narrow: HashMap<(ValueId, DeviceId), DType>,
+    /// What is added to sums of these terms, and not to a term.
+    behind: HashMap<ValueId, ValueId>,
     collectives: usize,
 }
 
@@ -208,9 +212,11 @@ impl Draft<'_> {
         parts: &[BoundPart],
         cause: CauseId,
     ) -> Result<()> {
+        let is_term = node.outputs.first().is_some_and(|value| self.behind.contains_key(value));
         for (member, part) in parts.iter().enumerate() {
             let device = part.device;
-            let inputs = node.inputs[..part.reads].iter();
+            let op = if is_term { without_residual(&part.op) } else { part.op.clone() };
+            let inputs = node.inputs[..if is_term { 1 } else { part.reads }].iter();
             let mut reads: Few<BufferId> =
                 inputs.map(|&input| self.buffer(input, device)).collect();
             let writes: Few<BufferId> = node
@@ -219,10 +225,11 @@ impl Draft<'_> {
                 .zip(&node.work.layouts)
                 .map(|(&value, layout)| self.new_buffer(graph, value, layout, member))
                 .collect();
-            let nanos = self.run_nanos(part, &reads, &writes).with_context(|| node.name.clone())?;
+            let nanos =
+                self.run_nanos(part, &op, &reads, &writes).with_context(|| node.name.clone())?;
             let fetched = self.arrived(part);
             reads.extend_from_slice(&fetched);
-            let action = Action::Run(part.op.clone());
+            let action = Action::Run(op);
             let lane = (device, Queue::Compute);
             let step = self.step(&node.name, lane, action, reads, writes, nanos, cause);
             if let Some(fetcher) = self.fetchers.get_mut(&device).filter(|_| !fetched.is_empty()) {
@@ -233,7 +240,13 @@ impl Draft<'_> {
         Ok(())
     }
 
-    fn run_nanos(&self, part: &BoundPart, reads: &[BufferId], writes: &[BufferId]) -> Result<f64> {
+    fn run_nanos(
+        &self,
+        part: &BoundPart,
+        op: &Op,
+        reads: &[BufferId],
+        writes: &[BufferId],
+    ) -> Result<f64> {
         let operands = Operands {
             weights: &part.weights,
             reads: reads.iter().map(|&buffer| &self.buffers[buffer].ty).collect(),
@@ -241,7 +254,7 @@ impl Draft<'_> {
             is_fetched: !part.fetched.is_empty(),
             other_home: part.other_home,
         };
-        run_nanos(self.task.target, part.device, &part.op, &operands, self.batch)
+        run_nanos(self.task.target, part.device, op, &operands, self.batch)
     }
 
     /// The buffers that the fetched weights of a part are in.
@@ -347,6 +360,8 @@ impl Draft<'_> {
         let mut ty = local_type(&graph.value(value).ty, layout, member);
         if let Some(&dtype) = self.narrow.get(&(value, device)) {
             ty.dtype = dtype;
+        } else if self.behind.contains_key(&value) {
+            ty.dtype = DType::Bf16;
         }
         let buffer = self.buffers.push(Buffer { device, ty });
         self.uses.push(Few::new());
@@ -366,4 +381,13 @@ impl Draft<'_> {
             )
         })
     }
+}
+
+/// A linear that adds nothing to what it makes.
+fn without_residual(op: &Op) -> Op {
+    let mut op = op.clone();
+    if let Op::Linear(linear) = &mut op {
+        linear.residual = false;
+    }
+    op
 }

@@ -31,7 +31,8 @@ use crate::locked;
 pub(crate) struct Peers {
     /// For each program, which steps are parts of sums that GPUs make without the host.
     sums: Vec<Table<StepId, bool>>,
-    /// For each program, which steps make the sum that follows them in the same launch.
+    /// For each program, which steps do what follows them in the same launch: a linear the sum of what it makes, a sum
+    /// what is added to it.
     joined: Vec<Table<StepId, bool>>,
     /// For each program, what GPUs read in the memory of others: all that such a step reads of them.
     lying: Vec<BTreeMap<StepId, Vec<Lying>>>,
@@ -100,7 +101,7 @@ impl Peers {
                 let lying: Option<Vec<Lying>> = moved.into_iter().map(place).collect();
                 its_lying.extend(lying.map(|lying| (id, lying)));
             }
-            joined.push(joined_with_sums(plan, program, &its_sums));
+            joined.push(joined_with_next(plan, program, &its_sums));
             let its_waits = waits_on_the_host(program, &its_sums, &its_lying);
             let mut its_awaited = awaited_on_the_host(program, &its_waits, &its_lying);
             // Without CUDA there are no letters.
@@ -136,8 +137,8 @@ impl Peers {
         self.sums[program][step]
     }
 
-    /// Whether a step is one that a GPU may queue together with the sum that follows it in its lane, of the step's only
-    /// output, which nothing else reads.
+    /// Whether a step is one that a GPU may queue together with what follows it in its lane and alone reads the step's
+    /// only output: a sum of what a linear makes, or an addition to a sum.
     pub(crate) fn is_joined(&self, program: usize, step: StepId) -> bool {
         self.joined[program][step]
     }
@@ -269,8 +270,9 @@ impl Peers {
     }
 }
 
-/// For each step of a program whether it can make the sum that follows it in the same launch.
-fn joined_with_sums(
+/// For each step of a program whether it can be made in one launch with the sum that follows it, or as a sum with what is
+/// added to it.
+fn joined_with_next(
     plan: &Plan,
     program: &Program,
     sums: &Table<StepId, bool>,
@@ -286,6 +288,10 @@ fn joined_with_sums(
             joined[step] = sums[sum]
                 && plan.may_join_sum(program, &lane.steps, position)
                 && program.steps[step].writes.iter().all(is_term);
+            let is_read_once = |sum: &BufferId| readers[*sum] == 1 && *sum != program.output;
+            joined[step] |= sums[step]
+                && plan.may_join_add(program, &lane.steps, position)
+                && program.steps[step].writes.iter().all(is_read_once);
         }
     }
     joined

@@ -3,7 +3,8 @@
 //! - A buffer keeps its place in every run, so that captured launches find it.
 //! - Lanes of processors never see a place: what they read is copied to the host by the step that writes it. So a place
 //!   is free again after its last use by this device, whenever other devices are done.
-//! - A sum over GPUs that a linear may make by itself has a place apart from what the linear reads.
+//! - A sum over GPUs that a linear may make by itself has a place apart from what the linear reads, and what is made of
+//!   such a sum at once has one apart from the terms.
 //! - What is moved to another GPU keeps its place to the end of the run: that GPU reads it where it lies.
 //! - Fetched weights lie in a window of their own, where the plan says.
 
@@ -46,7 +47,9 @@ impl Frame {
         let is_ours = |lane: &&Lane| lane.device == device && lane.queue == Queue::Compute;
         let lanes = program.lanes.iter().filter(is_ours);
         let ids: Vec<StepId> = lanes.flat_map(|lane| &lane.steps).copied().collect();
-        let join = |position: usize| plan.may_join_sum(program, &ids, position);
+        let join = |position: usize| {
+            plan.may_join_sum(program, &ids, position) || plan.may_join_add(program, &ids, position)
+        };
         let step = |(position, &id)| Some((program.steps.get(id)?, join(position)));
         let steps: Vec<(&Step, bool)> = ids.iter().enumerate().filter_map(step).collect();
         let moved = program.steps.rows().iter().flat_map(|step| plan.peer_moved(program, step));

@@ -160,7 +160,7 @@ impl DType {
     }
 
     /// Whether elements are numbers of a model: what weights and activations are made of.
-    pub(crate) fn is_float(self) -> bool {
+    pub fn is_float(self) -> bool {
         match self {
             DType::F32 | DType::F16 | DType::Bf16 => true,
             DType::I32 | DType::U8 | DType::I8 => false,

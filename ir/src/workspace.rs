@@ -41,8 +41,8 @@ const PIECE_ROWS: u32 = WORKSPACE_ALIGNMENT as u32 / 2;
 
 /// Members of a sum over GPUs at most.
 pub const EXCHANGE_MEMBERS: usize = 8;
-/// Numbers of a sum that GPUs add at a time without the host: features are a multiple of it.
-pub const SUMMED_TOGETHER: u32 = 4;
+/// Bytes of a term that GPUs add at a time without the host: rows are whole ones.
+const SUMMED_BYTES: u32 = 16;
 /// Cubes of a sum over GPUs at most.
 pub const EXCHANGE_CUBES: u32 = 256;
 /// Bytes of an exchange before its inboxes: flags of eight members, counters, and which run lost a member.
@@ -51,10 +51,12 @@ pub const EXCHANGE_HEADER_BYTES: u64 = 20 << 10;
 pub const EXCHANGE_INBOXES: u32 = 8;
 /// Bytes of a term that an inbox takes at a time at most: the time of a piece is many times that of its flags.
 pub const MOST_PIECE_BYTES: u64 = 4 << 20;
-/// Bytes that an inbox has for a small term at most, of which every number has a flag beside it.
-const MOST_FLAGGED_BYTES: u64 = 128 << 10;
-/// Bytes of such a term at most: pieces, and so inboxes, are as large as the largest term or larger than this.
-pub const MOST_FLAGGED_TERM_BYTES: u64 = MOST_FLAGGED_BYTES / 2;
+/// Bytes that an inbox has for small terms at most, those of all peers together: every number has a flag beside it.
+const MOST_FLAGGED_BYTES: u64 = 2 << 20;
+/// What two crossings more take, and the flags of pieces, on two H200s.
+const CROSSINGS_SECS: f64 = 3.5e-6;
+/// Bytes at most of a term that a linear sends by itself.
+pub const MOST_JOINED_TERM_BYTES: u64 = 64 << 10;
 
 /// Bytes of each kind of scratch on one device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -116,9 +118,9 @@ impl Workspace {
 
 /// The workspace of each device; empty for those that are no GPU or have no lane.
 pub fn workspaces(plan: &Plan) -> Table<DeviceId, Workspace> {
-    let piece_bytes = exchange_piece_bytes(plan);
+    let exchange = Exchange::of(plan);
     let space = |(id, device): (DeviceId, &crate::machine::Device)| match device.kind {
-        DeviceKind::Gpu { library_bytes, .. } => of_device(plan, id, library_bytes, piece_bytes),
+        DeviceKind::Gpu { library_bytes, .. } => of_device(plan, id, library_bytes, exchange),
         DeviceKind::Numa { .. } => Workspace::default(),
     };
     plan.machine.devices.iter().map(space).collect()
@@ -127,10 +129,10 @@ pub fn workspaces(plan: &Plan) -> Table<DeviceId, Workspace> {
 /// The workspace of a GPU whose vendor's library takes `library_bytes`; these are 0 where the library is not there:
 /// then GPUs without matrix instructions make products in f32, and plans count what that takes.
 pub fn workspace(plan: &Plan, device: DeviceId, library_bytes: u64) -> Workspace {
-    of_device(plan, device, library_bytes, exchange_piece_bytes(plan))
+    of_device(plan, device, library_bytes, Exchange::of(plan))
 }
 
-fn of_device(plan: &Plan, device: DeviceId, library_bytes: u64, piece_bytes: u64) -> Workspace {
+fn of_device(plan: &Plan, device: DeviceId, library_bytes: u64, exchange: Exchange) -> Workspace {
     let mut space = Workspace::default();
     let mut ropes = BTreeSet::new();
     let mut has_lane = false;
@@ -163,7 +165,7 @@ fn of_device(plan: &Plan, device: DeviceId, library_bytes: u64, piece_bytes: u64
         }
     }
     if members > 0 {
-        space.exchange_bytes = exchange_bytes(members, piece_bytes);
+        space.exchange_bytes = exchange.bytes(members);
     }
     if has_lane {
         space.run_bytes = RunSizes::of(plan).bytes();
@@ -191,26 +193,61 @@ pub fn rotation_rows(plan: &Plan, rope: RopeId) -> u32 {
     if follows { RunSizes::of(plan).tokens } else { plan.model.context }
 }
 
-/// Bytes of the pieces in which GPUs pass each other terms: the same for all sums of a plan.
-pub fn exchange_piece_bytes(plan: &Plan) -> u64 {
-    let sums = plan.programs.iter().flat_map(|program| {
-        let steps = program.steps.rows().iter().filter(|step| plan.is_peer_sum(program, step));
-        let written = steps.flat_map(|step| &step.writes);
-        let buffers = written.filter_map(|&buffer| program.buffers.get(buffer));
-        buffers.map(|buffer| buffer.ty.bytes(program.max))
-    });
-    aligned(sums.max().unwrap_or(0)).min(MOST_PIECE_BYTES)
+/// Numbers of a sum that GPUs add at a time without the host, of terms of that type: features are a multiple of it.
+pub fn summed_together(term: DType) -> u32 {
+    SUMMED_BYTES / term.bytes() as u32
 }
 
-/// Bytes that an inbox has for a small term, of which every number has a flag beside it.
-pub fn exchange_flagged_bytes(piece_bytes: u64) -> u64 {
-    (2 * piece_bytes).min(MOST_FLAGGED_BYTES)
+/// Bytes at most of a term that one of `members` GPUs sends with a flag beside every number, over links of that rate.
+/// That takes twice the bytes and one crossing instead of three: as long as is saved, or as inboxes have room for.
+pub fn most_flagged_term_bytes(members: usize, bytes_per_sec: f64) -> u64 {
+    let room = MOST_FLAGGED_BYTES / 2 / (members.max(2) - 1) as u64;
+    let bytes = ((bytes_per_sec * CROSSINGS_SECS) as u64).clamp(MOST_JOINED_TERM_BYTES, room);
+    bytes - bytes % WORKSPACE_ALIGNMENT
 }
 
-/// Bytes of the exchange of one of `members` GPUs, for the terms of the others.
-pub fn exchange_bytes(members: usize, piece_bytes: u64) -> u64 {
-    let inboxes = u64::from(EXCHANGE_INBOXES) * (members.max(2) - 1) as u64;
-    EXCHANGE_HEADER_BYTES + inboxes * (exchange_flagged_bytes(piece_bytes) + piece_bytes)
+/// How terms of sums over GPUs lie in the exchanges of all of them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Exchange {
+    /// Bytes of the pieces in which GPUs pass each other terms.
+    pub piece_bytes: u64,
+    /// Bytes that an inbox has for a small term of another GPU, of which every number has a flag beside it.
+    pub flagged_bytes: u64,
+}
+
+impl Exchange {
+    /// That of terms of at most `term_bytes` bytes of at most so many members, whose slowest link has that rate.
+    pub fn new(term_bytes: u64, members: usize, bytes_per_sec: f64) -> Self {
+        let piece_bytes = aligned(term_bytes).min(MOST_PIECE_BYTES);
+        // Pieces, and so inboxes, are as large as the largest term or larger than small ones.
+        let flagged_bytes = 2 * piece_bytes.min(most_flagged_term_bytes(members, bytes_per_sec));
+        Self { piece_bytes, flagged_bytes }
+    }
+
+    /// That of a plan.
+    pub fn of(plan: &Plan) -> Self {
+        let (mut term_bytes, mut members) = (0, 0);
+        for program in &plan.programs {
+            let steps = program.steps.rows().iter().filter(|step| plan.is_peer_sum(program, step));
+            for step in steps {
+                members = members.max(step.reads.len());
+                let written = step.writes.iter().filter_map(|&buffer| program.buffers.get(buffer));
+                let bytes = written.map(|buffer| buffer.ty.bytes(program.max)).max();
+                term_bytes = term_bytes.max(bytes.unwrap_or(0));
+            }
+        }
+        let is_gpu =
+            |id: DeviceId| plan.machine.devices.get(id).is_some_and(|device| device.kind.is_gpu());
+        let links = plan.machine.links.iter().filter(|link| is_gpu(link.from) && is_gpu(link.to));
+        let rates = links.map(|link| link.bytes_per_sec);
+        Self::new(term_bytes, members, rates.fold(f64::INFINITY, f64::min))
+    }
+
+    /// Bytes of the exchange of one of `members` GPUs, for the terms of the others.
+    pub fn bytes(self, members: usize) -> u64 {
+        let inboxes = u64::from(EXCHANGE_INBOXES) * (members.max(2) - 1) as u64;
+        EXCHANGE_HEADER_BYTES + inboxes * (self.flagged_bytes + self.piece_bytes)
+    }
 }
 
 /// Rows of a packed matrix `[outputs, inputs]` that are unpacked at a time for the vendor's library, to elements of two

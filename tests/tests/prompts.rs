@@ -6,6 +6,8 @@ use std::collections::BTreeSet;
 
 use compiler::options::{Objective, Request};
 use compiler::{Options, compile};
+use ir::frame::Frame;
+use ir::id::BufferId;
 use ir::letters::most_programs;
 use ir::machine::{DeviceKind, LinearRate, Machine, RatePoint};
 use ir::model::Model;
@@ -174,16 +176,17 @@ fn prompts_take_as_long_as_all_that_their_operands_have_room_for() {
 }
 
 #[test]
-fn sums_of_gpus_take_longer_where_they_pass_in_pieces() {
+fn sums_of_gpus_cross_twice_with_flags_and_take_longer_in_pieces() {
+    let (bytes_per_sec, latency_nanos) = (300e9, 1e3);
     let mut machine = h200(40 * GIB);
     machines::add_gpus(&mut machine, |_, _| (), 1);
     for link in &mut machine.links {
-        (link.bytes_per_sec, link.latency_nanos) = (300e9, 1e3);
+        (link.bytes_per_sec, link.latency_nanos) = (bytes_per_sec, latency_nanos);
     }
     let options = Options {
         request: Request::TensorParallelRanks(2),
-        max_sequences: 16,
-        context: Some(2048),
+        max_sequences: 128,
+        context: Some(256),
         ..Options::default()
     };
     let plan = compile(&llama(), &machine, &options, &mut |_, _| ()).expect("it fits");
@@ -192,11 +195,82 @@ fn sums_of_gpus_take_longer_where_they_pass_in_pieces() {
         let program = &plan.programs[program.expect("it decodes so many")];
         assert_eq!(program.max_sequences as usize, sequences);
         let mut steps = program.steps.rows().iter();
-        steps.find(|step| plan.is_peer_sum(program, step)).expect("they sum").estimate_nanos
+        let sum = steps.find(|step| plan.is_peer_sum(program, step)).expect("they sum");
+        sum.estimate_nanos as f64
     };
-    // Four rows of 4,096 floats are the most that go with a flag beside each number.
-    let [one, four, many] = [1, 4, 16].map(sum);
-    assert!(four - one < 2_000 && many - four > 8_000, "{one}, {four} and {many} ns");
+    // Sixteen rows are too many for the launch of the linear that makes them, 64 are the most that go with a flag beside
+    // each number.
+    let [few, flagged, in_pieces] = [16, 64, 128].map(sum);
+    let row_bytes = 4.0 * 4096.0;
+    let crossing = row_bytes / bytes_per_sec * 1e9;
+    // The terms of both are read, and the sum is written.
+    let local = 3.0 * row_bytes / machine.devices.rows()[0].rates.read_bytes_per_sec * 1e9;
+    let start = few - 16.0 * (2.0 * crossing + local);
+    let more = flagged - start - 64.0 * (2.0 * crossing + local);
+    assert!(more.abs() < 10.0, "{more} ns");
+    let more = in_pieces - start - 128.0 * (crossing + local);
+    assert!((3_000.0..4_000.0).contains(&more), "{more} ns");
+}
+
+#[test]
+fn gpus_send_each_other_terms_of_long_prompts_in_16_bits_and_add_residuals_behind_their_sums() {
+    let mut machine = h200(40 * GIB);
+    machines::add_gpus(&mut machine, |_, _| (), 1);
+    let plan = |format: &str| {
+        let options = Options {
+            request: Request::TensorParallelRanks(2),
+            formats: vec![format.parse().expect("it is a rule")],
+            context: Some(2048),
+            ..Options::default()
+        };
+        compile(&llama(), &machine, &options, &mut |_, _| ()).expect("it fits")
+    };
+    // What terms are made of, and whether linears add residuals, in long prompts and in the rest.
+    let kinds = |plan: &Plan, is_long: bool| {
+        let mut kinds = BTreeSet::new();
+        let is_meant = |program: &&Program| {
+            let has_many = program.max.tokens > MAX_FUSED_ROWS;
+            (program.phase == Phase::Prefill && has_many) == is_long
+        };
+        for program in plan.programs.iter().filter(is_meant) {
+            let adds = program.steps.rows().iter().any(|step| {
+                matches!(&step.action, Action::Run(Op::Linear(Linear { residual: true, .. })))
+            });
+            for sum in program.steps.rows().iter().filter(|step| plan.is_peer_sum(program, step)) {
+                kinds.extend(sum.reads.iter().map(|&term| (program.buffers[term].ty.dtype, adds)));
+            }
+        }
+        kinds
+    };
+    let [f32, bf16] = [(DType::F32, true), (DType::Bf16, false)].map(|kind| BTreeSet::from([kind]));
+    for (format, long) in [("bf16", &bf16), ("q4", &bf16), ("f16", &f32)] {
+        let plan = plan(format);
+        assert_eq!([kinds(&plan, true), kinds(&plan, false)], [long.clone(), f32.clone()]);
+    }
+    // What is added in the launch of a sum is written while terms are read.
+    let plan = plan("bf16");
+    let program = &plan.programs[0];
+    let mut joined = 0;
+    for lane in &program.lanes {
+        let frame = Frame::new(&plan, program, lane.device);
+        for position in 0..lane.steps.len() {
+            if !plan.may_join_add(program, &lane.steps, position) {
+                continue;
+            }
+            joined += 1;
+            let [sum, add] = [position, position + 1].map(|at| &program.steps[lane.steps[at]]);
+            let place = |buffer| frame.place(buffer).expect("it is on this device");
+            let out = place(add.writes[0]);
+            let is_own = |term: &&BufferId| program.buffers[**term].device == lane.device;
+            for term in sum.reads.iter().filter(is_own).map(|&term| place(term)) {
+                let is_apart =
+                    out.start + out.bytes <= term.start || term.start + term.bytes <= out.start;
+                assert!(is_apart, "{out:?} and {term:?}");
+            }
+        }
+    }
+    // Two of each block on each GPU.
+    assert_eq!(joined, 2 * 2 * 32);
 }
 
 #[test]

@@ -5,7 +5,7 @@ use ir::id::DeviceId;
 use ir::layout::Move;
 use ir::letters::SHARED_COPY_BYTES;
 use ir::machine::{Device, Machine};
-use ir::workspace::{EXCHANGE_MEMBERS, MOST_FLAGGED_TERM_BYTES, MOST_PIECE_BYTES};
+use ir::workspace::{EXCHANGE_MEMBERS, MOST_PIECE_BYTES, most_flagged_term_bytes};
 
 use super::nanos_at;
 use crate::target::Target;
@@ -15,10 +15,11 @@ use crate::target::Target;
 const LONE_COPY_BYTES_PER_SEC: f64 = 7.5e9;
 /// What several threads copy.
 const SHARED_COPY_BYTES_PER_SEC: f64 = 12.5e9;
-/// What a small term that passes in a piece takes longer than what links say, which is of sums of one row, with flags, and
-/// of 2,048: it crosses three times. Of larger ones a piece is under way while terms are added, from two pieces on all
-/// the time. See benches/RESULTS.md: forecasts of short prompts.
-const PIECE_NANOS: f64 = 9.5e3;
+/// What a term that passes in a piece takes longer than what links say, which is of sums of one row, with flags, and of
+/// 2,048 rows, in eight pieces: it crosses three times. See benches/RESULTS.md: larger sums with flags.
+const PIECE_NANOS: f64 = 3.5e3;
+/// Pieces of the larger of these.
+const MEASURED_PIECES: f64 = 8.0;
 
 /// How what a device is brought follows other things.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -51,7 +52,7 @@ pub(crate) enum Behind {
 ///
 /// `incoming` are the bytes read from each device, its own included; `written` is what it holds afterwards. What comes
 /// right behind another value from the same devices was under way with it, and wakes nobody; a letter was if both are of
-/// one step, and a GPU has a launch for each. Sums of GPUs alone count what pieces take.
+/// one step, and a GPU has a launch for each. Sums of GPUs alone count flags, or what pieces take.
 /// Fails when no link leads from a device that is read.
 pub(crate) fn move_nanos(
     target: &Target,
@@ -62,7 +63,7 @@ pub(crate) fn move_nanos(
     way: Way,
 ) -> Result<f64> {
     let Device { rates, kind, .. } = &target.machine.devices[device];
-    let (mut latency, mut crossing) = (0f64, 0.0);
+    let (mut latency, mut crossing, mut slowest) = (0f64, 0.0, f64::INFINITY);
     // Launches of GPUs that send or take letters.
     let mut launch = None;
     for &(from, bytes) in incoming.iter().filter(|(from, _)| *from != device) {
@@ -73,6 +74,7 @@ pub(crate) fn move_nanos(
         // Messages of several peers are under way at once; their bytes share the receiver's port.
         latency = latency.max(letter.unwrap_or(link.latency_nanos));
         crossing += nanos_at(bytes as f64, link.bytes_per_sec);
+        slowest = slowest.min(link.bytes_per_sec);
         if crosses {
             crossing += copy_nanos(bytes);
         }
@@ -100,12 +102,14 @@ pub(crate) fn move_nanos(
         (None, Behind::Earlier | Behind::SameStep, true) => rates.step_nanos,
         (None, Behind::Earlier | Behind::SameStep, false) => 0.0,
     };
-    let pieces = if is_peer_sum(&target.machine, movement, incoming) {
-        piece_nanos(incoming.iter().map(|&(_, bytes)| bytes).max().unwrap_or(0))
-    } else {
-        0.0
+    let largest = incoming.iter().map(|&(_, bytes)| bytes).max().unwrap_or(0);
+    // Links are measured by sums of one row, with flags, and of many in pieces.
+    let more = match is_peer_sum(&target.machine, movement, incoming) {
+        true if largest <= most_flagged_term_bytes(incoming.len(), slowest) => crossing,
+        true => piece_nanos(largest),
+        false => 0.0,
     };
-    Ok(beginning + crossing + pieces + nanos_at(local as f64, rates.read_bytes_per_sec))
+    Ok(beginning + crossing + more + nanos_at(local as f64, rates.read_bytes_per_sec))
 }
 
 /// Whether a movement is a sum that GPUs make by themselves: see [`ir::plan::Plan::is_peer_sum`].
@@ -119,13 +123,10 @@ pub(crate) fn is_peer_sum(
         && incoming.iter().all(|&(device, _)| machine.devices[device].kind.is_gpu())
 }
 
-/// What terms of so many bytes take longer because they pass in pieces.
+/// What terms of so many bytes take longer in pieces than links say.
 fn piece_nanos(bytes: u64) -> f64 {
-    if bytes <= MOST_FLAGGED_TERM_BYTES {
-        return 0.0;
-    }
     let pieces = bytes as f64 / MOST_PIECE_BYTES as f64;
-    PIECE_NANOS * (1.0 - pieces / 2.0).max(0.0)
+    PIECE_NANOS * (1.0 - pieces / MEASURED_PIECES).max(0.0)
 }
 
 /// Nanoseconds in which a GPU's lane copies a value into a letter, or out of one.

@@ -10,14 +10,16 @@ use ir::layout::Move;
 use ir::op::Op;
 use ir::plan::{Action, Algorithm, Buffer, Phase, Queue};
 use ir::smallvec;
-use ir::workspace::{EXCHANGE_MEMBERS, MOST_FLAGGED_TERM_BYTES, SUMMED_TOGETHER};
+use ir::tensor::DType;
+use ir::workspace::{EXCHANGE_MEMBERS, MOST_JOINED_TERM_BYTES, summed_together};
 
 use super::Draft;
-use crate::cost::{Behind, Way, is_peer_sum, library_sum_nanos, move_nanos};
+use crate::cost::{Behind, Way, is_peer_sum, library_sum_nanos, move_nanos, nanos_at};
 use crate::groups::{groups, terms};
+use crate::part::local_type;
 
 /// The vendor's library has to be so much faster than a direct sum: its buffers take memory.
-const LIBRARY_GAIN: f64 = 1.1;
+pub(super) const LIBRARY_GAIN: f64 = 1.1;
 
 impl Draft<'_> {
     /// Adds one step for each device that a movement brings a value to.
@@ -55,6 +57,9 @@ impl Draft<'_> {
                     self.move_step(graph, node, action, reads, device, member, cause)?;
                 }
             }
+            Move::AllReduce if let Some(&residual) = self.behind.get(&input) => {
+                self.sum_before(graph, node, residual, cause)?;
+            }
             Move::AllReduce if let Some(groups) = self.groups(graph, input, members)? => {
                 self.sum_by_groups(graph, node, &groups, cause)?;
             }
@@ -77,6 +82,37 @@ impl Draft<'_> {
                     self.move_step(graph, node, action, reads, device, member, cause)?;
                 }
             }
+        }
+        Ok(())
+    }
+
+    /// A sum of terms in 16 bits, to which each member then adds the residual.
+    fn sum_before(
+        &mut self,
+        graph: &PlacedGraph,
+        node: &Node<Placed>,
+        residual: ValueId,
+        cause: CauseId,
+    ) -> Result<()> {
+        let (term, layout) = (node.inputs[0], &node.work.layouts[0]);
+        let collective = Some(self.next_collective());
+        let reads: Few<BufferId> =
+            layout.devices.iter().map(|&device| self.buffer(term, device)).collect();
+        for (member, &device) in layout.devices.iter().enumerate() {
+            let ty = local_type(&graph.value(node.outputs[0]).ty, layout, member);
+            let read_bytes = ty.bytes(self.batch.extent) as f64;
+            let sum = self.buffers.push(Buffer { device, ty });
+            self.uses.push(Few::new());
+            let (movement, algorithm) = (Move::AllReduce, Algorithm::Direct);
+            let action = Action::Move { movement, collective, slice: None, algorithm };
+            self.push_move(node, device, action, reads.clone(), sum, cause)?;
+            let reads = smallvec![sum, self.buffer(residual, device)];
+            let written = self.new_buffer(graph, node.outputs[0], layout, member);
+            // In the launch of the sum: see `ir::plan::Plan::may_join_add`.
+            let rates = &self.task.target.machine.devices[device].rates;
+            let nanos = nanos_at(read_bytes, rates.read_bytes_per_sec);
+            let (lane, action) = ((device, Queue::Compute), Action::Run(Op::Add));
+            self.step(&node.name, lane, action, reads, smallvec![written], nanos, cause);
         }
         Ok(())
     }
@@ -173,7 +209,7 @@ impl Draft<'_> {
         });
         is_linear
             && writer.copied() == self.last_step(device)
-            && incoming.iter().all(|(_, bytes)| *bytes <= MOST_FLAGGED_TERM_BYTES)
+            && incoming.iter().all(|(_, bytes)| *bytes <= MOST_JOINED_TERM_BYTES)
             && is_peer_sum(&self.task.target.machine, movement, incoming)
     }
 
@@ -185,11 +221,11 @@ impl Draft<'_> {
         sum: BufferId,
     ) -> Result<()> {
         let ty = &self.buffers[sum].ty;
-        let features = ty.features(self.batch.extent);
+        let (features, together) = (ty.features(self.batch.extent), summed_together(DType::F32));
         ensure!(
             !is_peer_sum(&self.task.target.machine, movement, incoming)
-                || features.is_multiple_of(SUMMED_TOGETHER),
-            "GPUs add up rows of a multiple of {SUMMED_TOGETHER} features, not of {features}: they cannot share this layer"
+                || features.is_multiple_of(together),
+            "GPUs add up rows of a multiple of {together} features, not of {features}: they cannot share this layer"
         );
         Ok(())
     }

@@ -6,20 +6,21 @@ use anyhow::{Context as _, Result, ensure};
 use cubecl::client::Graph;
 use cudarc::driver::CudaContext;
 use ir::machine::{Collectives, Rates};
-use ir::workspace::exchange_bytes;
+use ir::tensor::DType;
+use ir::workspace::Exchange;
 
 use super::gpu::replay;
 use super::links::Speed;
 use super::typical;
 use crate::kernels::gpu::device::{Gpu, Span};
-use crate::kernels::gpu::peers::{Exchanges, Group};
+use crate::kernels::gpu::peers::{Exchanges, Group, Sum};
 use crate::peers::{grant, reaches};
 
 /// Numbers of one token's activations in an 8 B model, and of 2048 tokens'.
 const FEW: usize = 4096;
 const MANY: usize = 2048 * FEW;
-/// Bytes of the pieces in which terms pass.
-const PIECE_BYTES: usize = 4 << 20;
+/// Terms of one token pass with flags, those of many in pieces.
+const EXCHANGE: Exchange = Exchange { piece_bytes: 4 << 20, flagged_bytes: 128 << 10 };
 
 /// The link between two GPUs, so that its cost model gives the time of a sum of few and of many numbers; `None` where
 /// they do not reach each other's memory.
@@ -114,7 +115,7 @@ struct Member<'a> {
 
 impl<'a> Member<'a> {
     fn new(gpu: &'a Gpu) -> Result<Self> {
-        let exchange = gpu.allocate(exchange_bytes(2, PIECE_BYTES as u64) as usize)?;
+        let exchange = gpu.allocate(EXCHANGE.bytes(2) as usize)?;
         gpu.clear_exchange(&exchange)?;
         let numbers = || gpu.allocate(MANY * size_of::<f32>());
         let (term, out) = (numbers()?, numbers()?);
@@ -132,11 +133,12 @@ impl<'a> Member<'a> {
             let group = Group {
                 exchanges: exchanges.clone(),
                 rank: rank as u32,
-                piece_bytes: PIECE_BYTES,
+                exchange: EXCHANGE,
                 turn: self.turn.clone(),
                 number,
             };
-            self.gpu.sum_over_peers(&group, &self.term, &self.out, count)?;
+            let (term, out, of_term) = (&self.term, &self.out, DType::F32);
+            self.gpu.sum_over_peers(&group, &Sum { term, of_term, residual: None, out, count })?;
         }
         Ok(())
     }

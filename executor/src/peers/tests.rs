@@ -91,6 +91,45 @@ fn a_gpu_whose_results_leave_through_sums_alone_is_waited_for() {
     assert_eq!(awaited(GpuDriver::Vulkan), [false; 4]);
 }
 
+#[test]
+fn what_alone_is_added_to_a_sum_is_added_in_its_launch() {
+    let plan = compiled(2, parse_tensor_parallel("gpu0,gpu1").unwrap());
+    let mut program = summing();
+    for (device, sum) in [2, 3].into_iter().enumerate() {
+        let Action::Move { algorithm, .. } = &mut program.steps[s(sum)].action else {
+            panic!("it is a sum")
+        };
+        *algorithm = Algorithm::Direct;
+        let added = program.buffers.push(program.buffers[b(device)].clone());
+        let add = Step {
+            action: Action::Run(Op::Add),
+            reads: smallvec![b(device), b(sum)],
+            writes: smallvec![added],
+            ..program.steps[s(0)].clone()
+        };
+        let add = program.steps.push(add);
+        program.lanes[device].steps.push(add);
+    }
+    program.output = b(4);
+    let joined = |program: &Program| {
+        let is_move = |step: &Step| matches!(step.action, Action::Move { .. });
+        let sums = program.steps.rows().iter().map(is_move).collect();
+        joined_with_next(&plan, program, &sums).rows().to_vec()
+    };
+    assert_eq!(joined(&program), [false, false, true, true, false, false]);
+    // The caller reads one sum, and a later step the other.
+    let mut read = program.clone();
+    read.output = b(2);
+    read.steps[s(5)].reads = smallvec![b(3), b(3)];
+    assert_eq!(joined(&read), [false; 6]);
+    // The vendor's library adds nothing.
+    let Action::Move { algorithm, .. } = &mut program.steps[s(2)].action else {
+        panic!("it is a sum")
+    };
+    *algorithm = Algorithm::Library;
+    assert_eq!(joined(&program), [false, false, false, true, false, false]);
+}
+
 /// Adds a step that embeds the tokens once more, on any device.
 fn embed_again(program: &mut Program, device: usize, waits: Few<StepId>) -> StepId {
     let buffer = Buffer { device: d(device), ..program.buffers[b(0)].clone() };

@@ -54,16 +54,24 @@ fn step_types(scope: Scope<'_>, step: &Step) -> Result<()> {
             let packed = reads.iter().rev().take_while(|ty| ty.dtype == DType::U8).count();
             let reads = &reads[..reads.len() - packed];
             let program = scope.program;
-            let may_be_narrow =
-                is_gpu && program.phase == Phase::Prefill && program.max.tokens > MAX_FUSED_ROWS;
+            let may_be_narrow = is_gpu && may_be_narrow(program);
             let kind = device.map(|device| &device.kind);
             let run = Run { plan, program, kind, reads, writes: &writes, may_be_narrow };
             if named { run.check(op) } else { Ok(()) }
         }
         Action::Move { movement, collective, slice, algorithm } => {
-            moves::check(movement, *algorithm, collective.is_some(), *slice, &reads, &writes)?;
             let is_sum_of_gpus = scope.plan.is_peer_sum(scope.program, step);
-            if is_gpu { moves::check_on_gpu(movement, is_sum_of_gpus, &writes) } else { Ok(()) }
+            let may_be_narrow = is_sum_of_gpus && may_be_narrow(scope.program);
+            let is_collective = collective.is_some();
+            moves::check(
+                movement,
+                *algorithm,
+                (is_collective, may_be_narrow),
+                *slice,
+                &reads,
+                &writes,
+            )?;
+            if is_gpu { moves::check_on_gpu(movement, is_sum_of_gpus, &reads) } else { Ok(()) }
         }
         Action::Fetch { weight, offset } => {
             let ([], [y]) = types(&reads, &writes)?;
@@ -77,6 +85,11 @@ fn step_types(scope: Scope<'_>, step: &Step) -> Result<()> {
             Ok(())
         }
     }
+}
+
+/// Whether GPUs may hold values of a program in 16 bits that they round so anyway: in runs of many tokens.
+fn may_be_narrow(program: &Program) -> bool {
+    program.phase == Phase::Prefill && program.max.tokens > MAX_FUSED_ROWS
 }
 
 /// What a step writes that has more elements than kernels of GPUs count, in 32 bits. They count the bytes of packed
@@ -222,7 +235,7 @@ impl Run<'_> {
             outputs.len()
         );
         match (self.writes, &outputs[..]) {
-            ([write], [features]) if *then != Then::Nothing && !residual => ensure!(
+            ([write], [features]) if !residual => ensure!(
                 self.rows_of_factor(write, weights)? == (rows, *features),
                 "{write} instead of [{rows}, {features}]"
             ),
@@ -250,8 +263,8 @@ impl Run<'_> {
         }
     }
 
-    /// Rows and features of what matrices take or make, which is f32 or, between linears of many tokens on a GPU, what
-    /// their products are made of.
+    /// Rows and features of what matrices take or make, which is f32 or, of many tokens on a GPU between linears or as a
+    /// term of a sum, what their products are made of.
     fn rows_of_factor(&self, ty: &TensorType, weights: &[WeightId]) -> Result<(Dim, u32)> {
         let is_factor = |&weight: &WeightId| {
             product_format(self.plan.weights[weight].format, true).float() == Some(ty.dtype)

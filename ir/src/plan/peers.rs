@@ -4,7 +4,8 @@ use super::{Action, Algorithm, Plan, Program, Step};
 use crate::id::{BufferId, DeviceId, StepId};
 use crate::layout::Move;
 use crate::op::Op;
-use crate::workspace::{EXCHANGE_MEMBERS, MOST_FLAGGED_TERM_BYTES};
+use crate::tensor::{DType, TensorType};
+use crate::workspace::{EXCHANGE_MEMBERS, MOST_JOINED_TERM_BYTES};
 
 impl Plan {
     /// Whether a step is one GPU's part of a sum over GPUs alone, which they can make without the host where they reach
@@ -48,11 +49,26 @@ impl Plan {
         let step = |position: usize| program.steps.get(*lane.get(position)?);
         let (Some(linear), Some(sum)) = (step(position), step(position + 1)) else { return false };
         let &[term] = linear.writes.as_slice() else { return false };
-        let bytes = program.buffers.get(term).map(|term| term.ty.bytes(program.max));
+        let ty = program.buffers.get(term).map(|term| &term.ty);
+        let is_small = |ty: &TensorType| {
+            ty.dtype == DType::F32 && ty.bytes(program.max) <= MOST_JOINED_TERM_BYTES
+        };
         matches!(linear.action, Action::Run(Op::Linear(_)))
             && sum.reads.contains(&term)
             && self.is_peer_sum(program, sum)
-            && bytes.is_some_and(|bytes| bytes <= MOST_FLAGGED_TERM_BYTES)
+            && ty.is_some_and(is_small)
+    }
+
+    /// Whether a GPU may add something to the sum that a step of its lane is, as the next step does, in the same launch.
+    /// The caller sees to it that nothing else reads that sum.
+    pub fn may_join_add(&self, program: &Program, lane: &[StepId], position: usize) -> bool {
+        let step = |position: usize| program.steps.get(*lane.get(position)?);
+        let (Some(sum), Some(add)) = (step(position), step(position + 1)) else { return false };
+        let &[written] = sum.writes.as_slice() else { return false };
+        matches!(add.action, Action::Run(Op::Add))
+            && add.reads.len() == 2
+            && add.reads.iter().filter(|&&read| read == written).count() == 1
+            && self.is_peer_sum(program, sum)
     }
 
     /// The buffers of other GPUs that a GPU's step moves as they are, each with its GPU, where it reads no others:

@@ -1,10 +1,12 @@
 //! Types of moves.
 
+use ir::id::BufferId;
 use ir::layout::Move;
 use ir::machine::DeviceKind;
 use ir::plan::{Action, Algorithm, Plan, Step};
 use ir::smallvec;
 use ir::tensor::{DType, Dim};
+use ir::workspace::MAX_FUSED_ROWS;
 
 use crate::plans::{b, d, gpu, gpus, pipeline, tensor_parallel};
 use crate::{findings, finds, finds_in_step, named};
@@ -185,6 +187,52 @@ fn gpus_sum_rows_of_fours() {
         device.kind = DeviceKind::Numa { node, cpus: vec![node] };
     }
     assert!(!findings(&plan).iter().any(|finding| finding.contains("(again)")));
+}
+
+#[test]
+fn gpus_sum_terms_of_many_tokens_in_16_bits() {
+    let narrow = |dtype: DType| {
+        move |plan: &mut Plan| {
+            let program = &mut plan.programs[0];
+            let terms =
+                program.steps.rows().iter().filter(|step| {
+                    matches!(&step.action, Action::Move { .. }) && &*step.name == "o"
+                });
+            let terms: Vec<BufferId> = terms.flat_map(|sum| sum.reads.to_vec()).collect();
+            terms.into_iter().for_each(|term| program.buffers[term].ty.dtype = dtype);
+        }
+    };
+    let of = |tokens: u32| {
+        let mut plan = gpus();
+        plan.programs[0].max.tokens = tokens;
+        plan
+    };
+    finds(of(MAX_FUSED_ROWS + 1), narrow(DType::Bf16), &[]);
+    // Matrices in bfloat16 are not multiplied in f16.
+    let made = |step: &str, dtype| {
+        format!("{step} (o) of prefill: {dtype}[tokens, 8] where numbers of f32 are expected")
+    };
+    let f16 = ["s6", "s11"].map(|step| made(step, DType::F16));
+    finds(of(MAX_FUSED_ROWS + 1), narrow(DType::F16), &f16.each_ref().map(String::as_str));
+    // Runs of few tokens are decoded, too, where what is summed is small.
+    let sums =
+        ["s12", "s13"].map(|step| format!("{step} (o) of prefill: all_reduce of bf16[tokens, 8]"));
+    let bf16 = ["s6", "s11"].map(|step| made(step, DType::Bf16));
+    let all: Vec<&str> = bf16.iter().chain(&sums).map(String::as_str).collect();
+    finds(of(MAX_FUSED_ROWS), narrow(DType::Bf16), &all);
+    // Of eight features there are whole loads in 16 bits, of four there are not.
+    let mut plan = of(MAX_FUSED_ROWS + 1);
+    narrow(DType::Bf16)(&mut plan);
+    let fewer = |step: &&mut Step| matches!(&step.action, Action::Move { .. });
+    let program = &mut plan.programs[0];
+    for step in program.steps.rows_mut().iter_mut().filter(fewer) {
+        for &buffer in step.reads.iter().chain(&step.writes) {
+            program.buffers[buffer].ty.shape[1] = Dim::Fixed(4);
+        }
+    }
+    let expected =
+        "s12 (o) of prefill: GPUs sum numbers in rows of a multiple of 8, not bf16[tokens, 4]";
+    assert!(findings(&plan).contains(&expected.to_string()), "{:?}", findings(&plan));
 }
 
 #[test]

@@ -1,18 +1,42 @@
 //! Operations on one element at a time that no matrix takes along.
 
 use cubecl::prelude::*;
+use ir::tensor::DType;
 
-use super::device::{Gpu, Span};
+use super::device::{Gpu, Span, element};
 use super::words::read_size;
 
 impl Gpu {
     /// `out = a + b` over `count` floats; `out` may be either of them.
     pub fn add(&self, a: &Span, b: &Span, out: &Span, count: usize) {
+        self.add_terms((a, DType::F32), (b, DType::F32), out, count);
+    }
+
+    /// `out = a + b` in f32 over `count` elements of any float type; `out` may be either of them that is f32.
+    pub fn add_terms(
+        &self,
+        (a, of_a): (&Span, DType),
+        (b, of_b): (&Span, DType),
+        out: &Span,
+        count: usize,
+    ) {
         let size = read_size(count);
         let vectors = count / size;
         let (cubes, dim) = self.grid(vectors);
-        let [a, b, out] = [a, b, out].map(|span| span.argument(vectors, size * size_of::<f32>()));
-        add::launch(&self.client, cubes, dim, size, a, b, out, vectors as u32);
+        let argument =
+            |span: &Span, dtype: DType| span.argument(vectors, size * dtype.bytes() as usize);
+        add::launch(
+            &self.client,
+            cubes,
+            dim,
+            size,
+            argument(a, of_a),
+            argument(b, of_b),
+            argument(out, DType::F32),
+            vectors as u32,
+            element(of_a),
+            element(of_b),
+        );
     }
 
     /// `out = cap · tanh(x / cap)` over `count` floats.
@@ -71,14 +95,17 @@ impl Gpu {
 }
 
 #[cube(launch)]
-fn add<N: Size>(
-    a: &[Vector<f32, N>],
-    b: &[Vector<f32, N>],
+fn add<A: Float, B: Float, N: Size>(
+    a: &[Vector<A, N>],
+    b: &[Vector<B, N>],
     out: &mut [Vector<f32, N>],
     vectors: u32,
+    #[define(A)] _of_a: ElemType,
+    #[define(B)] _of_b: ElemType,
 ) {
     if (ABSOLUTE_POS as u32) < vectors {
-        out[ABSOLUTE_POS] = a[ABSOLUTE_POS] + b[ABSOLUTE_POS];
+        let (a, b) = (a[ABSOLUTE_POS], b[ABSOLUTE_POS]);
+        out[ABSOLUTE_POS] = Vector::<f32, N>::cast_from(a) + Vector::<f32, N>::cast_from(b);
     }
 }
 
@@ -116,6 +143,9 @@ fn place_columns(x: &[f32], out: &mut [f32], features: u32, first: u32, kept: u3
 
 #[cfg(test)]
 mod tests {
+    use half::{bf16, f16};
+    use ir::tensor::DType;
+
     use super::super::testing::gpu;
 
     fn wave(count: usize) -> Vec<f32> {
@@ -138,6 +168,17 @@ mod tests {
         let out = gpu.poisoned(count * 4);
         gpu.add(&on_a, &on_b, &out, count);
         close(&gpu.download(&out, count), a.iter().zip(&b).map(|(a, b)| a + b));
+        // Whole numbers, which 16 bits hold.
+        let small: Vec<f32> = (0..count).map(|i| (i % 100) as f32).collect();
+        let f16: Vec<f16> = small.iter().map(|&x| f16::from_f32(x)).collect();
+        let bf16: Vec<bf16> = small.iter().map(|&x| bf16::from_f32(x)).collect();
+        let narrow = [(gpu.upload(&f16), DType::F16), (gpu.upload(&bf16), DType::Bf16)];
+        for (narrow, dtype) in narrow.into_iter().filter(|(_, dtype)| gpu.knows(*dtype)) {
+            gpu.add_terms((&on_a, DType::F32), (&narrow, dtype), &out, count);
+            close(&gpu.download(&out, count), a.iter().zip(&small).map(|(a, b)| a + b));
+            gpu.add_terms((&narrow, dtype), (&narrow, dtype), &out, count);
+            close(&gpu.download(&out, count), small.iter().map(|x| x + x));
+        }
         gpu.soft_cap(2.0, &on_a, &out, count);
         close(&gpu.download(&out, count), a.iter().map(|a| (a / 2.0).tanh() * 2.0));
         gpu.sigmoid_gate(&on_b, &on_a, &out, rows, features);

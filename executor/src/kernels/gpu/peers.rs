@@ -31,13 +31,15 @@ use std::sync::Arc;
 
 use anyhow::ensure;
 use cubecl::prelude::*;
+use ir::tensor::{DType, Format};
 use ir::workspace::{
-    EXCHANGE_CUBES, EXCHANGE_HEADER_BYTES, EXCHANGE_INBOXES, EXCHANGE_MEMBERS,
-    exchange_flagged_bytes,
+    EXCHANGE_CUBES, EXCHANGE_HEADER_BYTES, EXCHANGE_INBOXES, EXCHANGE_MEMBERS, Exchange,
+    summed_together,
 };
 
 use super::addressed::store_word;
-use super::device::{Gpu, Span};
+use super::device::{Gpu, Span, element};
+use super::given::given;
 
 /// Units of a cube.
 const UNITS: u32 = 256;
@@ -71,12 +73,27 @@ pub struct Group {
     pub exchanges: Exchanges,
     /// Which this GPU is.
     pub rank: u32,
-    /// Bytes that an inbox takes at a time, a multiple of 256: the same on all members.
-    pub piece_bytes: usize,
+    /// How terms lie in inboxes: the same on all members.
+    pub exchange: Exchange,
     /// `u32[1]`: the run's number.
     pub turn: Span,
     /// Which sum of the run it is.
     pub number: u32,
+}
+
+/// A sum over GPUs, as one of them makes it: `residual + Σ terms`.
+#[derive(Clone, Copy, Debug)]
+pub struct Sum<'a> {
+    /// This GPU's term: as many numbers.
+    pub term: &'a Span,
+    /// Of the terms of all members: a float type.
+    pub of_term: DType,
+    /// What this GPU adds, in f32.
+    pub residual: Option<&'a Span>,
+    /// In f32; none of the others.
+    pub out: &'a Span,
+    /// Numbers.
+    pub count: usize,
 }
 
 impl Exchanges {
@@ -146,20 +163,20 @@ impl Gpu {
         Ok(if word(LOST)? == turn { word(WHO)?.checked_sub(1) } else { None })
     }
 
-    /// `out` becomes the sum of the terms of all members, f32 each, `count` numbers. Every member queues the same sums
-    /// in the same order.
+    /// Queues a sum. Every member queues the same sums in the same order.
     ///
     /// # Errors
-    /// When `count` is no multiple of 4, or the run has too many sums.
-    pub fn sum_over_peers(
-        &self,
-        group: &Group,
-        term: &Span,
-        out: &Span,
-        count: usize,
-    ) -> anyhow::Result<()> {
-        ensure!(count.is_multiple_of(4), "GPUs sum numbers in fours, not {count}");
+    /// When the numbers are no whole vectors, or the run has too many sums.
+    pub fn sum_over_peers(&self, group: &Group, sum: &Sum<'_>) -> anyhow::Result<()> {
+        let Sum { term, of_term, residual, out, count } = *sum;
+        ensure!(of_term.is_float(), "GPUs sum no terms of {of_term}");
+        let together = summed_together(of_term) as usize;
+        ensure!(
+            count.is_multiple_of(together),
+            "GPUs sum {together} numbers at a time, not {count}"
+        );
         group.check()?;
+        let given = given([residual.is_some()]);
         if group.has_flags_for(count) {
             // SAFETY: every index lies within its argument, and the exchanges are large enough for the members.
             unsafe {
@@ -167,14 +184,18 @@ impl Gpu {
                     &self.client,
                     CubeCount::new_1d((count as u32).div_ceil(UNITS)),
                     CubeDim::new_1d(UNITS),
-                    term.argument(count, size_of::<f32>()),
+                    term.argument(count, of_term.bytes() as usize),
+                    residual.map(|residual| residual.argument(count, size_of::<f32>())).into(),
                     out.argument(count, size_of::<f32>()),
                     group.meeting(count),
+                    element(of_term),
+                    given,
                 );
             }
             return Ok(());
         }
-        let (vectors, piece_vectors) = ((count / 4) as u32, (group.piece_bytes / 16) as u32);
+        let (vectors, piece_vectors) =
+            ((count / together) as u32, (group.exchange.piece_bytes / 16) as u32);
         // A cube has the same place in every inbox, whatever it sums.
         let share = piece_vectors.div_ceil(EXCHANGE_CUBES).max(UNITS);
         // SAFETY: as above.
@@ -184,15 +205,18 @@ impl Gpu {
                 CubeCount::Static(vectors.min(piece_vectors).div_ceil(share), 1, 1),
                 CubeDim::new_1d(UNITS),
                 term.argument(vectors as usize, 16),
-                out.argument(vectors as usize, 16),
+                residual.map(|residual| residual.argument(count / 4, 16)).into(),
+                out.argument(count / 4, 16),
                 group.exchanges.0.iter().copied().collect(),
                 group.turn.argument(1, 4),
                 share,
                 piece_vectors,
                 vectors,
-                group.flagged_bytes() as u32,
+                group.exchange.flagged_bytes as u32,
                 group.rank,
                 group.exchanges.0.len() as u32,
+                Format::from(of_term),
+                given,
             );
         }
         Ok(())
@@ -202,7 +226,7 @@ impl Gpu {
 impl Group {
     /// Whether terms of `count` numbers pass with a flag beside every number.
     pub fn has_flags_for(&self, count: usize) -> bool {
-        2 * count * size_of::<f32>() <= self.flagged_bytes()
+        2 * count * size_of::<f32>() <= self.exchange.flagged_bytes as usize
     }
 
     /// Checks the sum's number.
@@ -212,11 +236,6 @@ impl Group {
     pub fn check(&self) -> anyhow::Result<()> {
         ensure!(self.number < SUMS - 1, "a run has more than {} sums over GPUs", SUMS - 1);
         Ok(())
-    }
-
-    /// Bytes that an inbox has for a small term.
-    fn flagged_bytes(&self) -> usize {
-        exchange_flagged_bytes(self.piece_bytes as u64) as usize
     }
 }
 

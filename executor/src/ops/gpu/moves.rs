@@ -7,11 +7,13 @@ use anyhow::{Context as _, Result, bail, ensure};
 use ir::id::{BufferId, DeviceId, StepId};
 use ir::layout::Move;
 use ir::plan::{Program, Queue};
+use ir::tensor::Format;
 
 use super::runs::{turn, with_bytes};
 use super::state::{Operand, State, dims};
+use crate::kernels::gpu::cast::Cast;
 use crate::kernels::gpu::device::{ALIGNMENT, Span};
-use crate::kernels::gpu::peers::Group;
+use crate::kernels::gpu::peers::{Group, Sum};
 use crate::ops::Scope;
 use crate::peers::{members, ordinals};
 use crate::slots::Slots;
@@ -64,12 +66,20 @@ impl State {
             }
             Move::AllReduce => {
                 // Sums go in the order of the members, so that every member gets the same bits.
-                let mut sum = whole(0, &out.span)?;
+                let is_wide = schedule.buffers[step.reads[0]].ty.dtype == out.dtype;
+                let mut sum = whole(0, if is_wide { &out.span } else { staging })?;
+                if !is_wide {
+                    let (x, element, shape) = (&sum.span, sum.dtype, [sum.rows, sum.columns]);
+                    let plain = Cast::plain(x, shape, Format::F32, &out.span);
+                    self.gpu.cast(&Cast { element, ..plain })?;
+                    sum = out.clone();
+                }
                 for index in 1..step.reads.len() {
                     let term = whole(index, staging)?;
                     let count = out.rows * out.columns;
-                    self.gpu.add(&sum.span, &term.span, &out.span, count);
-                    sum = Operand { span: out.span.clone(), ..sum };
+                    let (a, b) = ((&sum.span, sum.dtype), (&term.span, term.dtype));
+                    self.gpu.add_terms(a, b, &out.span, count);
+                    sum = out.clone();
                 }
             }
             Move::Slice { axis: 1 } => {
@@ -101,15 +111,16 @@ impl State {
         Ok(())
     }
 
-    /// Queues this GPU's part of a sum that GPUs make among themselves.
+    /// Queues this GPU's part of a sum that GPUs make among themselves, and of what `add` adds to it.
     pub(super) fn sum_over_peers(
         &mut self,
         scope: Scope<'_>,
         program: usize,
         step: StepId,
+        add: Option<StepId>,
     ) -> Result<()> {
         let schedule = &scope.plan.programs[program];
-        let [term, out] = self.terms(scope, program, step)?;
+        let [term, mut out] = self.terms(scope, program, step)?;
         let count = out.rows * out.columns;
         if scope.plan.is_library_sum(schedule, &schedule.steps[step]) {
             // The library is never asked for a sum that it would refuse: others would wait for it on their devices.
@@ -117,7 +128,17 @@ impl State {
             return self.sum_by_library(scope, program, step, &term, &out);
         }
         let group = self.next_sum(schedule, step)?;
-        self.gpu.sum_over_peers(&group, &term.span, &out.span, count)
+        let mut residual = None;
+        if let Some(add) = add.map(|add| &schedule.steps[add]) {
+            let operand = |buffer: BufferId| self.operand(schedule, program, buffer, scope);
+            let sum = schedule.steps[step].writes.first();
+            let other = add.reads.iter().find(|&read| Some(read) != sum);
+            residual = Some(operand(*other.context("nothing is added to a sum")?)?);
+            out = operand(*add.writes.first().context("an addition writes nothing")?)?;
+        }
+        let residual = residual.as_ref().map(|residual| &residual.span);
+        let (term, of_term, out) = (&term.span, term.dtype, &out.span);
+        self.gpu.sum_over_peers(&group, &Sum { term, of_term, residual, out, count })
     }
 
     /// This GPU's term of a sum, and where the sum goes.

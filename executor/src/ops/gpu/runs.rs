@@ -305,8 +305,8 @@ impl State {
         // What a step asks for ahead is the same however the lane is cut.
         let lane = schedule.lane(self.device, Queue::Compute).context("the GPU has no lane")?;
         let first = lane.steps.iter().position(|id| Some(id) == steps.first()).unwrap_or(0);
-        // Whether the step before has made this one's sum.
-        let mut is_summed = false;
+        // Whether the step before has made what this one does.
+        let mut is_made = false;
         for (position, &id) in (first..).zip(steps) {
             *at = id;
             let step = &schedule.steps[id];
@@ -316,7 +316,7 @@ impl State {
                 self.queue_stamp(Moment::Arrival(id));
             }
             match &step.action {
-                Action::Move { .. } if mem::take(&mut is_summed) => (),
+                _ if mem::take(&mut is_made) => (),
                 Action::Run(op) => {
                     self.queue_wait(program, id);
                     let operand =
@@ -335,7 +335,7 @@ impl State {
                         sum: None,
                     };
                     operands.sum = sum.map(|sum| self.next_sum(schedule, sum)).transpose()?;
-                    is_summed = operands.sum.is_some();
+                    is_made = operands.sum.is_some();
                     self.launch(op, scope, &operands)?;
                     if let (Op::Route { .. }, Some(counter)) = (op, &self.expert_counter) {
                         let ids = operands.outputs.first().context("a router writes ids")?;
@@ -345,7 +345,10 @@ impl State {
                     }
                 }
                 Action::Move { .. } if self.sums.peers.is_sum(program, id) => {
-                    self.sum_over_peers(scope, program, id)?;
+                    // What another stretch begins with may have to wait.
+                    is_made = self.sums.peers.is_joined(program, id) && steps.last() != Some(&id);
+                    let add = lane.steps.get(position + 1).copied().filter(|_| is_made);
+                    self.sum_over_peers(scope, program, id, add)?;
                 }
                 Action::Move { movement, slice, .. } => {
                     self.move_values(scope, program, id, movement, *slice, slots)?;
@@ -456,7 +459,7 @@ pub(super) fn with_bytes<T>(
         with(bytes)
     };
     match value.clone().into_flex().map(Input::of) {
-        Ok(input) if ty.dtype == DType::I32 => with(bytemuck::cast_slice(input.ints()?)),
+        Ok(input) if ty.dtype != DType::F32 => with(bytemuck::cast_slice(input.ints()?)),
         Ok(input) => with(bytemuck::cast_slice(input.floats()?)),
         // Tensors of other backends are copied to be seen.
         Err(_) => with(value.into_data().as_bytes()),
@@ -469,7 +472,9 @@ fn value(ty: &TensorType, extent: Extent, bytes: &[u8]) -> Result<Value> {
     match ty.dtype {
         DType::F32 => Ok(Value::of_floats(collect(bytes), rows, columns)),
         DType::I32 => Ok(Value::of_ints(collect(bytes), rows, columns)),
-        other @ (DType::F16 | DType::Bf16 | DType::U8 | DType::I8) => {
+        // None but GPUs read it, two elements in a word.
+        DType::F16 | DType::Bf16 => Ok(Value::of_ints(collect(bytes), rows, columns / 2)),
+        other @ (DType::U8 | DType::I8) => {
             bail!("a buffer of {other} is read by another device")
         }
     }
@@ -478,6 +483,15 @@ fn value(ty: &TensorType, extent: Extent, bytes: &[u8]) -> Result<Value> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn numbers_of_16_bits_come_as_they_are_sent() {
+        let ty = TensorType { dtype: DType::Bf16, ..TensorType::activation(6) };
+        let sent: Vec<u8> = (0..36).collect();
+        let value = value(&ty, Extent { tokens: 3, rows: 1 }, &sent).unwrap();
+        let data = value.into_data();
+        assert_eq!(data.as_bytes(), sent);
+    }
 
     #[test]
     fn one_number_that_is_none_is_found_wherever_it_stands() {

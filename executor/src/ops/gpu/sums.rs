@@ -7,7 +7,7 @@ use anyhow::{Context as _, Result, bail, ensure};
 use ir::id::DeviceId;
 use ir::machine::Machine;
 use ir::plan::Plan;
-use ir::workspace::{Workspace, exchange_piece_bytes};
+use ir::workspace::{Exchange, Workspace};
 
 use super::memory::Memory;
 use crate::kernels::gpu::device::{Gpu, Span};
@@ -20,8 +20,8 @@ pub(super) struct Sums {
     device: DeviceId,
     /// `None` where it makes no sums.
     exchange: Option<Span>,
-    /// Bytes that members pass each other at a time.
-    piece_bytes: usize,
+    /// How terms lie in the exchanges of all members.
+    layout: Exchange,
     /// Where the exchanges of the groups lie that this GPU has met.
     groups: BTreeMap<Vec<DeviceId>, Exchanges>,
     /// Sums that the run has made in exchanges so far.
@@ -44,12 +44,11 @@ impl Sums {
             gpu.clear_exchange(exchange).context("clearing the exchange")?;
             peers.register_exchange(device, ordinal, exchange.address()?);
         }
-        let piece_bytes = exchange_piece_bytes(plan) as usize;
         Ok(Self {
             peers,
             device,
             exchange,
-            piece_bytes,
+            layout: Exchange::of(plan),
             groups: BTreeMap::new(),
             made: 0,
             by_library: 0,
@@ -71,12 +70,12 @@ impl Sums {
     /// When this GPU is none of them, or cannot reach them.
     pub(super) fn next(&mut self, gpu: &Gpu, members: &[DeviceId], turn: Span) -> Result<Group> {
         let rank = members.iter().position(|member| *member == self.device);
-        let (number, piece_bytes) = (self.made, self.piece_bytes);
+        let (number, exchange) = (self.made, self.layout);
         self.made += 1;
         Ok(Group {
             exchanges: self.group(gpu, members)?,
             rank: rank.context("a GPU sums terms of others")? as u32,
-            piece_bytes,
+            exchange,
             turn,
             number,
         })

@@ -6,12 +6,12 @@ use super::{same, types};
 use crate::layout::Move;
 use crate::plan::Algorithm;
 use crate::tensor::{DType, Dim, TensorType};
-use crate::workspace::SUMMED_TOGETHER;
+use crate::workspace::summed_together;
 
 pub(super) fn check(
     movement: &Move,
     algorithm: Algorithm,
-    is_collective: bool,
+    (is_collective, may_be_narrow): (bool, bool),
     slice: Option<(u32, u32)>,
     reads: &[&TensorType],
     writes: &[&TensorType],
@@ -23,7 +23,9 @@ pub(super) fn check(
         Move::Slice { .. } => (false, true),
     };
     let is_moved = |ty: &TensorType| matches!(ty.dtype, DType::F32 | DType::I32);
-    if let Some(other) = reads.iter().chain(writes).find(|ty| !is_moved(ty)) {
+    let is_term = |ty: &TensorType| may_be_narrow && matches!(ty.dtype, DType::Bf16 | DType::F16);
+    let others = reads.iter().filter(|ty| !is_moved(ty) && !is_term(ty));
+    if let Some(other) = others.chain(writes.iter().filter(|ty| !is_moved(ty))).next() {
         bail!("{movement} of {other}");
     }
     ensure!(is_collective == joins, "{movement} with the wrong kind of membership");
@@ -39,8 +41,8 @@ pub(super) fn check(
             let ([x], [y]) = types(reads, writes)?;
             same(x, y)
         }
-        Move::AllReduce => same(sum(reads)?, one(writes)?),
-        Move::ReduceScatter { axis } => sliced(sum(reads)?, one(writes)?, axis, slice),
+        Move::AllReduce => same(&sum(reads)?, one(writes)?),
+        Move::ReduceScatter { axis } => sliced(&sum(reads)?, one(writes)?, axis, slice),
         Move::Slice { axis } => {
             let ([x], [y]) = types(reads, writes)?;
             ensure!(x.dtype.is_float(), "{movement} of {x}");
@@ -64,20 +66,20 @@ pub(super) fn check(
     }
 }
 
-/// What GPUs ask for beyond that: a sum stays whole, and what they make of it without the host comes in fours.
+/// What GPUs ask for beyond that: a sum stays whole, and what they make of it without the host comes in whole loads.
 pub(super) fn check_on_gpu(
     movement: &Move,
     is_sum_of_gpus: bool,
-    writes: &[&TensorType],
+    reads: &[&TensorType],
 ) -> Result<()> {
     match movement {
         Move::ReduceScatter { .. } => bail!("{movement} on a GPU, which makes whole sums"),
         Move::AllReduce if is_sum_of_gpus => {
-            let sum = one(writes)?;
-            let features = fixed(sum, 1)?;
+            let term = reads.first().context("a sum of nothing")?;
+            let together = summed_together(term.dtype);
             ensure!(
-                features.is_multiple_of(SUMMED_TOGETHER),
-                "GPUs sum numbers in rows of a multiple of {SUMMED_TOGETHER}, not {sum}"
+                fixed(term, 1)?.is_multiple_of(together),
+                "GPUs sum numbers in rows of a multiple of {together}, not {term}"
             );
             Ok(())
         }
@@ -89,13 +91,13 @@ pub(super) fn check_on_gpu(
     }
 }
 
-/// The type of a sum of terms.
-fn sum<'a>(terms: &[&'a TensorType]) -> Result<&'a TensorType> {
+/// The type of a sum of terms: of terms in 16 bits it is f32.
+fn sum(terms: &[&TensorType]) -> Result<TensorType> {
     let first = terms.first().context("a sum of nothing")?;
     ensure!(terms.len() > 1, "a sum of one term");
     ensure!(first.dtype.is_float(), "a sum of {first}");
     terms.iter().try_for_each(|term| same(first, term))?;
-    Ok(first)
+    Ok(TensorType { dtype: DType::F32, shape: first.shape.clone() })
 }
 
 fn one<'a>(writes: &[&'a TensorType]) -> Result<&'a TensorType> {

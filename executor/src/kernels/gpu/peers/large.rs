@@ -1,6 +1,7 @@
-//! Large terms: piece after piece, each told by the flag of every cube.
+//! Large terms: piece after piece, each told by the flag of every cube. They pass as they are, in vectors of 16 bytes.
 
 use cubecl::prelude::*;
+use ir::tensor::Format;
 
 use super::flags::{flag_number, is_run_lost, look_again};
 use super::places::{flag_of, inbox_of, letters};
@@ -9,11 +10,13 @@ use crate::kernels::gpu::addressed::{
     fence, load_four, load_word, look_for_long, raise_long, store_four, store_word,
 };
 use crate::kernels::gpu::words::Four;
+use crate::kernels::gpu::words::{Words, half_of};
 
-/// The sum of large terms, piece after piece.
+/// The sum of large terms in that format, piece after piece: four numbers in a vector, or eight of 16 bits.
 #[cube(launch_unchecked)]
 pub(super) fn sum(
     term: &[Four],
+    residual: &ComptimeOption<Box<[Four]>>,
     out: &mut [Four],
     addresses: &Sequence<u64>,
     turn: &[u32],
@@ -23,7 +26,12 @@ pub(super) fn sum(
     flagged_bytes: u32,
     #[comptime] rank: u32,
     #[comptime] members: u32,
+    #[comptime] format: Format,
+    #[comptime] _given: u32,
 ) {
+    let narrow = comptime!(format != Format::F32);
+    // Vectors of the sum for each of a term.
+    let wide = comptime!(if narrow { 2u32 } else { 1u32 });
     let own = *addresses.index(comptime!(rank as usize));
     let turn = turn[0];
     let counter = own + comptime!(COUNTERS) + u64::cast_from(CUBE_POS_X * 4);
@@ -75,9 +83,9 @@ pub(super) fn sum(
         let inbox = inbox_of(turn, number);
         let mut from = here + UNIT_POS;
         while from < end {
-            let mut all = Array::<Four>::new(LOADS as usize);
+            let mut all = Array::<Four>::new(comptime!((wide * LOADS) as usize));
             #[unroll]
-            for i in 0..LOADS {
+            for i in 0..comptime!(wide * LOADS) {
                 all[i as usize] = Four::zeroed();
             }
             #[unroll]
@@ -98,14 +106,27 @@ pub(super) fn sum(
                 }
                 #[unroll]
                 for i in 0..LOADS {
-                    all[i as usize] += its_term[i as usize];
+                    if comptime!(narrow) {
+                        let words = Words::reinterpret(its_term[i as usize]);
+                        all[comptime!((2 * i) as usize)] += four_of(words, 0usize, format);
+                        all[comptime!((2 * i + 1) as usize)] += four_of(words, 1usize, format);
+                    } else {
+                        all[i as usize] += its_term[i as usize];
+                    }
                 }
             }
             #[unroll]
-            for i in 0..LOADS {
-                let at = from + i * UNITS;
-                if at < end {
-                    out[at as usize] = select(is_lost, Four::new(f32::NAN), all[i as usize]);
+            for i in 0..comptime!(wide * LOADS) {
+                let vector = from + comptime!(i / wide * UNITS);
+                let at = (vector * wide + comptime!(i % wide)) as usize;
+                if vector < end {
+                    let mut sum = all[i as usize];
+                    #[comptime]
+                    match residual.clone() {
+                        ComptimeOption::Some(residual) => sum += residual[at],
+                        ComptimeOption::None => {}
+                    }
+                    out[at] = select(is_lost, Four::new(f32::NAN), sum);
                 }
             }
             from += comptime!(LOADS * UNITS);
@@ -117,6 +138,18 @@ pub(super) fn sum(
     if UNIT_POS == 0 {
         store_word(counter, first + piece - 1);
     }
+}
+
+/// The first or second half of a vector of eight numbers.
+#[cube]
+fn four_of(words: Words, #[comptime] half: usize, #[comptime] format: Format) -> Four {
+    let mut four = Four::zeroed();
+    #[unroll]
+    for i in 0..4usize {
+        let word = words.extract(comptime!(2 * half + i / 2));
+        four.insert(i, half_of(word, comptime!(i % 2), format));
+    }
+    four
 }
 
 /// Sends a cube's share of the piece that begins at vector `start` to all peers, and tells them.

@@ -37,7 +37,7 @@ impl Group {
             self.turn.argument(1, size_of::<u32>()),
             self.number,
             count as u32,
-            self.flagged_bytes() as u32,
+            self.exchange.flagged_bytes as u32,
             self.rank,
             self.exchanges.0.len() as u32,
         )
@@ -46,11 +46,24 @@ impl Group {
 
 /// The sum of small terms, a number for each unit.
 #[cube(launch_unchecked)]
-pub(super) fn sum_with_flags(term: &[f32], out: &mut [f32], meeting: &Meeting) {
+pub(super) fn sum_with_flags<T: Float>(
+    term: &[T],
+    residual: &ComptimeOption<Box<[f32]>>,
+    out: &mut [f32],
+    meeting: &Meeting,
+    #[define(T)] _of_term: ElemType,
+    #[comptime] _given: u32,
+) {
     let at = CUBE_POS_X * UNITS + UNIT_POS;
     if meeting.has(at) {
         let turn = meeting.turn();
-        out[at as usize] = meeting.sum(turn, at, term[at as usize]);
+        let mut sum = meeting.sum(turn, at, f32::cast_from(term[at as usize]));
+        #[comptime]
+        match residual.clone() {
+            ComptimeOption::Some(residual) => sum += residual[at as usize],
+            ComptimeOption::None => {}
+        }
+        out[at as usize] = sum;
     }
 }
 

@@ -3,9 +3,9 @@
 use std::sync::{Barrier, Mutex};
 use std::thread;
 
+use half::bf16;
 use ir::op::Then;
 use ir::tensor::{DType, Format};
-use ir::workspace::exchange_bytes;
 
 use super::*;
 use crate::kernels::cpu::testing::Random;
@@ -15,7 +15,8 @@ use crate::kernels::gpu::matrix::testing::{panels, row_major};
 use crate::peers::grant;
 
 const MEMBERS: usize = 2;
-const PIECE_BYTES: usize = 1 << 20;
+/// Small terms are of up to a quarter of a piece.
+const EXCHANGE: Exchange = Exchange { piece_bytes: 1 << 20, flagged_bytes: 512 << 10 };
 
 /// Two GPUs that reach each other's memory, if there are.
 fn gpus() -> Option<Vec<Gpu>> {
@@ -36,7 +37,7 @@ fn exchanges(addresses: [u64; MEMBERS]) -> Exchanges {
 /// Both GPUs, whose exchanges lie at those addresses, at one of the sums of a run.
 fn group(addresses: [u64; MEMBERS], rank: usize, turn: &Span, number: u32) -> Group {
     let (exchanges, turn) = (exchanges(addresses), turn.clone());
-    Group { exchanges, rank: rank as u32, piece_bytes: PIECE_BYTES, turn, number }
+    Group { exchanges, rank: rank as u32, exchange: EXCHANGE, turn, number }
 }
 
 /// Whole numbers, so that sums are exact.
@@ -44,16 +45,27 @@ fn term(rank: usize, turn: u32, count: usize) -> Vec<f32> {
     (0..count).map(|i| (i % 1000) as f32 + 1000.0 * (rank + 3 * turn as usize) as f32).collect()
 }
 
+/// Whole numbers that bf16 holds.
+fn narrow_term(rank: usize, turn: u32, count: usize) -> Vec<bf16> {
+    let more = 64 * rank + 16 * turn as usize;
+    (0..count).map(|i| bf16::from_f32((i % 61 + more) as f32)).collect()
+}
+
+/// A sum of f32 to which nothing is added.
+fn sum<'a>(term: &'a Span, out: &'a Span, count: usize) -> Sum<'a> {
+    Sum { term, of_term: DType::F32, residual: None, out, count }
+}
+
 #[test]
 fn terms_of_two_members_are_summed_run_after_run() {
     let Some(gpus) = gpus() else { return };
     // One unit's, several cubes', the most with flags; one more; a few pieces with a rest, many; one with flags again.
-    let flagged = exchange_flagged_bytes(PIECE_BYTES as u64) as usize / 8;
+    let flagged = EXCHANGE.flagged_bytes as usize / 8;
     let counts = [4, 4096, flagged, flagged + 4, 1_000_004, 3_500_008, 4096];
     let (addresses, barrier) = (Mutex::new([0_u64; MEMBERS]), Barrier::new(MEMBERS));
     let member = |rank: usize| {
         let gpu = &gpus[rank];
-        let bytes = exchange_bytes(MEMBERS, PIECE_BYTES as u64) as usize;
+        let bytes = EXCHANGE.bytes(MEMBERS) as usize;
         let exchange = gpu.allocate(bytes).unwrap();
         gpu.clear_exchange(&exchange).unwrap();
         addresses.lock().unwrap()[rank] = exchange.address().unwrap();
@@ -68,13 +80,68 @@ fn terms_of_two_members_are_summed_run_after_run() {
             gpu.start_sums(&exchange).unwrap();
             for (i, count) in counts.into_iter().enumerate() {
                 let group = group(addresses, rank, &turn, i as u32);
-                gpu.sum_over_peers(&group, &terms[i], &outs[i], count).unwrap();
+                gpu.sum_over_peers(&group, &sum(&terms[i], &outs[i], count)).unwrap();
             }
             gpu.flush().unwrap();
             barrier.wait();
             for (out, count) in outs.iter().zip(counts) {
                 let others = term(0, number, count).into_iter().zip(term(1, number, count));
                 let expected: Vec<f32> = others.map(|(a, b)| a + b).collect();
+                assert!(
+                    gpu.download::<f32>(out, count) == expected,
+                    "{count} numbers, run {number}"
+                );
+            }
+            assert_eq!(gpu.lost_member(&exchange, number).unwrap(), None);
+        }
+    };
+    thread::scope(|scope| {
+        for rank in 0..MEMBERS {
+            let member = &member;
+            scope.spawn(move || member(rank));
+        }
+    });
+}
+
+#[test]
+fn terms_in_16_bits_are_summed_and_each_member_adds_a_residual() {
+    let Some(gpus) = gpus() else { return };
+    // With flags, a piece, a few pieces with a rest.
+    let flagged = EXCHANGE.flagged_bytes as usize / 8;
+    let counts = [8, flagged, flagged + 8, 500_008, 1_600_000, 4096];
+    let (addresses, barrier) = (Mutex::new([0_u64; MEMBERS]), Barrier::new(MEMBERS));
+    let member = |rank: usize| {
+        let gpu = &gpus[rank];
+        let bytes = EXCHANGE.bytes(MEMBERS) as usize;
+        let exchange = gpu.allocate(bytes).unwrap();
+        gpu.clear_exchange(&exchange).unwrap();
+        addresses.lock().unwrap()[rank] = exchange.address().unwrap();
+        barrier.wait();
+        let addresses = *addresses.lock().unwrap();
+        for number in 1..=2 {
+            let turn = gpu.upload(&[number]);
+            let terms = counts.map(|count| gpu.upload(&narrow_term(rank, number, count)));
+            // Not the same on both, so that one added to a term shows.
+            let residuals = counts.map(|count| gpu.upload(&term(rank, number, count)));
+            let outs = counts.map(|count| gpu.poisoned(count * size_of::<f32>()));
+            gpu.sync().unwrap();
+            barrier.wait();
+            gpu.start_sums(&exchange).unwrap();
+            for (i, count) in counts.into_iter().enumerate() {
+                let group = group(addresses, rank, &turn, i as u32);
+                // Sums with and without take turns.
+                let residual = (i % 2 == 0).then_some(&residuals[i]);
+                let of_term = DType::Bf16;
+                let sum = Sum { of_term, residual, ..sum(&terms[i], &outs[i], count) };
+                gpu.sum_over_peers(&group, &sum).unwrap();
+            }
+            gpu.flush().unwrap();
+            barrier.wait();
+            for (i, (out, count)) in outs.iter().zip(counts).enumerate() {
+                let added = if i % 2 == 0 { term(rank, number, count) } else { vec![0.0; count] };
+                let [a, b] = [0, 1].map(|rank| narrow_term(rank, number, count));
+                let terms = a.iter().zip(&b).map(|(a, b)| a.to_f32() + b.to_f32());
+                let expected: Vec<f32> = terms.zip(added).map(|(sum, more)| sum + more).collect();
                 assert!(
                     gpu.download::<f32>(out, count) == expected,
                     "{count} numbers, run {number}"
@@ -111,7 +178,7 @@ fn linears_sum_what_they_make() {
     let (alone, wrong) = (Mutex::new([const { Vec::new() }; MEMBERS]), Mutex::new(Vec::new()));
     let member = |rank: usize| {
         let gpu = &gpus[rank];
-        let bytes = exchange_bytes(MEMBERS, PIECE_BYTES as u64) as usize;
+        let bytes = EXCHANGE.bytes(MEMBERS) as usize;
         let exchange = gpu.allocate(bytes).unwrap();
         gpu.clear_exchange(&exchange).unwrap();
         addresses.lock().unwrap()[rank] = exchange.address().unwrap();
@@ -132,7 +199,7 @@ fn linears_sum_what_they_make() {
             // As in plans, there is room for more tokens.
             let room = (tokens + FLOAT_TOKENS) * rows;
             let x = Random(7).floats(tokens * columns);
-            let narrow: Vec<half::bf16> = x.iter().map(|&x| half::bf16::from_f32(x)).collect();
+            let narrow: Vec<bf16> = x.iter().map(|&x| bf16::from_f32(x)).collect();
             let x = if is_narrow { gpu.upload(&narrow) } else { gpu.upload(&x) };
             let order = gpu.right_operands(&sample.matrix, tokens).filter(|_| is_narrow);
             let x = order.map_or(x.clone(), |order| gpu.ordered(&x, [tokens, columns], order));
@@ -190,16 +257,19 @@ fn what_does_not_come_in_fours_is_refused() {
     let span = gpu.upload(&[0_u32; 64]);
     let refusal = |number, count| {
         let group = group([0; MEMBERS], 0, &span, number);
-        gpu.sum_over_peers(&group, &span, &span, count).unwrap_err().to_string()
+        let of = |of_term| Sum { of_term, ..sum(&span, &span, count) };
+        [DType::F32, DType::Bf16]
+            .map(|term| gpu.sum_over_peers(&group, &of(term)).unwrap_err().to_string())
     };
-    assert_eq!(refusal(0, 6), "GPUs sum numbers in fours, not 6");
-    assert_eq!(refusal(SUMS - 1, 8), "a run has more than 8191 sums over GPUs");
+    let together = [4, 8].map(|numbers| format!("GPUs sum {numbers} numbers at a time, not 6"));
+    assert_eq!(refusal(0, 6), together);
+    assert_eq!(refusal(SUMS - 1, 8), ["a run has more than 8191 sums over GPUs"; 2]);
 }
 
 #[test]
 fn who_waits_for_a_member_that_left_does_not_wait_long() {
     let Some(gpus) = gpus() else { return };
-    let bytes = exchange_bytes(MEMBERS, PIECE_BYTES as u64) as usize;
+    let bytes = EXCHANGE.bytes(MEMBERS) as usize;
     let spans = gpus.iter().map(|gpu| gpu.allocate(bytes).unwrap()).collect::<Vec<_>>();
     gpus.iter().zip(&spans).for_each(|(gpu, exchange)| gpu.clear_exchange(exchange).unwrap());
     let addresses = spans.iter().map(|exchange| exchange.address().unwrap());
@@ -214,7 +284,7 @@ fn who_waits_for_a_member_that_left_does_not_wait_long() {
         let out = gpu.upload(&vec![0.0_f32; count]);
         let group = group(addresses, 0, &turn, 0);
         gpu.start_sums(&spans[0]).unwrap();
-        gpu.sum_over_peers(&group, &term, &out, count).unwrap();
+        gpu.sum_over_peers(&group, &sum(&term, &out, count)).unwrap();
         gpu.flush().unwrap();
         gpus[1].leave_sums(&exchanges, run);
         // A member that meets the others for the first time takes nothing back.
