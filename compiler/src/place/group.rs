@@ -2,6 +2,7 @@
 
 use ir::id::{DeviceId, Few};
 use ir::smallvec;
+use ir::workspace::WARPGROUP_COLUMNS;
 
 /// Distinct devices with the share of the work that each should get.
 #[derive(Clone, Debug, PartialEq)]
@@ -12,8 +13,14 @@ pub(crate) struct Group {
     pub(crate) shares: Vec<f64>,
 }
 
-/// Granularities of a divided axis, best first: whole blocks of the block formats, then whole vector registers.
-pub(crate) const FEATURE_GRAINS: [u32; 4] = [32, 16, 8, 1];
+/// Granularities of a divided axis, best first, that parts of [`LEAST_GRAINS`] grains or more have: whole tiles, and what
+/// columns are a multiple of for the matrix instructions of Hopper GPUs. (On an H200 40 rows with a down projection in
+/// 4-bit take 50 µs with 7,200 or 7,136 columns, 13 with 7,168.)
+const COARSE_GRAINS: [u32; 2] = [2 * WARPGROUP_COLUMNS, WARPGROUP_COLUMNS];
+/// As many grains differ from what a device should get by 3 % at most.
+const LEAST_GRAINS: f64 = 16.0;
+/// Granularities that any part may have: whole blocks of the block formats, then whole vector registers.
+const FEATURE_GRAINS: [u32; 4] = [32, 16, 8, 1];
 
 impl Group {
     /// One device.
@@ -26,9 +33,13 @@ impl Group {
         parts(&self.shares, total, grain)
     }
 
-    /// Divides features in the coarsest grain that they allow.
+    /// Divides features in the coarsest grain that they and the shares allow.
     pub(crate) fn feature_parts(&self, total: u32) -> Option<Few<u32>> {
-        FEATURE_GRAINS.into_iter().find_map(|grain| self.parts(total, grain))
+        let least = self.shares.iter().fold(f64::INFINITY, |least, &share| least.min(share));
+        let least = least / self.shares.iter().sum::<f64>() * f64::from(total);
+        let is_fine = |grain: &u32| least / f64::from(*grain) >= LEAST_GRAINS;
+        let coarse = COARSE_GRAINS.into_iter().filter(is_fine);
+        coarse.chain(FEATURE_GRAINS).find_map(|grain| self.parts(total, grain))
     }
 }
 
@@ -94,6 +105,8 @@ pub(crate) fn filled(weights: &[f64], most: &[f64]) -> Option<Vec<f64>> {
 
 #[cfg(test)]
 mod tests {
+    use ir::id::Id as _;
+
     use super::*;
 
     fn check(shares: &[f64], total: u32, grain: u32, expected: Option<&[u32]>) {
@@ -105,6 +118,25 @@ mod tests {
         check(&[3.0, 1.0], 128, 32, Some(&[96, 32]));
         check(&[1.0, 1.0], 96, 32, Some(&[64, 32]));
         check(&[1.0, 1.0, 1.0], 7, 1, Some(&[3, 2, 2]));
+    }
+
+    #[test]
+    fn features_are_divided_in_tiles_where_parts_have_many() {
+        let parts = |shares: [f64; 2], total: u32| {
+            let devices = [0, 1].map(DeviceId::from_index).into_iter().collect();
+            Group { devices, shares: shares.to_vec() }
+                .feature_parts(total)
+                .expect("they are enough")
+        };
+        // GPUs that differ by less than a grain get as much.
+        assert_eq!(parts([1.0, 0.995], 14336)[..], [7168, 7168]);
+        assert_eq!(parts([3.0, 1.0], 14336)[..], [10752, 3584]);
+        // 16 grains of 64 of the smaller part, and fewer.
+        assert_eq!(parts([9.0, 1.0], 14336)[..], [12928, 1408]);
+        assert_eq!(parts([30.0, 1.0], 14336)[..], [13888, 448]);
+        // No multiple of 128, and one of 32 alone.
+        assert_eq!(parts([1.0, 1.0], 4928)[..], [2496, 2432]);
+        assert_eq!(parts([1.0, 1.0], 4896)[..], [2464, 2432]);
     }
 
     #[test]
