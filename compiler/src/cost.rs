@@ -24,6 +24,10 @@ use crate::target::{Batch, Target};
 const LONE_WORD_BYTES: u64 = 76;
 /// Nanoseconds of the way to a table on a node and back: on that GPU one row took 3 µs more than a step of its own.
 const REACHING_NANOS: f64 = 3e3;
+/// What the attention of a prompt takes on a GPU beside a step and its keys, and for each key that is taken after another.
+/// Measured on an H200 with 16 to 2,048 tokens: see benches/RESULTS.md, attention of few heads.
+const PROMPT_NANOS: f64 = 1e3;
+const PROMPT_KEY_NANOS: f64 = 27.0;
 
 /// What one device computes with, as a price needs it.
 #[derive(Clone, Debug)]
@@ -140,9 +144,12 @@ pub(crate) fn run_nanos(
                 Some(home) => borrowing_nanos(target, [home, device], attention, cache, batch)?,
                 None => 0.0,
             };
-            let attending = attention_nanos(attention, cache, batch, rates.attention(kv_type));
+            let mut attending = attention_nanos(attention, cache, batch, rates.attention(kv_type));
             // Of many tokens, a GPU first rotates all heads and caches keys and values.
             let is_prompt = batch.extent.tokens > batch.sequences;
+            if is_gpu && is_prompt {
+                attending = walking_nanos(attending, attention, batch);
+            }
             attending
                 + crossing
                 + match (is_gpu, is_prompt) {
@@ -331,6 +338,15 @@ fn attention_nanos(attention: &Attention, head_bytes: u64, batch: &Batch, rate: 
     // A multiplication and an addition for each element of the score, and the same for those of the value.
     let flops = scores * 4.0 * f64::from(attention.head_dim);
     nanos_at(flops, rate.attention_flops_per_sec) + scores * rate.prompt_score_nanos
+}
+
+/// Nanoseconds of the attention of a prompt on a GPU that takes `nanos` where heads and tokens keep it busy: the keys
+/// that the last token sees are taken one after another.
+fn walking_nanos(nanos: f64, attention: &Attention, batch: &Batch) -> f64 {
+    let fed = f64::from(batch.extent.tokens) / f64::from(batch.sequences);
+    let context = fed + f64::from(batch.past);
+    let keys = attention.window.map_or(context, |window| context.min(f64::from(window)));
+    PROMPT_NANOS + nanos.hypot(keys * PROMPT_KEY_NANOS)
 }
 
 fn experts_nanos(

@@ -38,7 +38,9 @@ impl Gpu {
         let head_dim = call.attention.head_dim;
         if matrix::serves(head_dim) && self.multiplies(call.cache.element) {
             let most = self.client.properties().hardware.max_shared_memory_size;
-            self.prefill_matrix(call, out, matrix::Step::new(head_dim, most));
+            let cubes = call.attention.heads * tiles(&call.tokens, matrix::MOST_ROWS);
+            let step = matrix::Step::new(head_dim, most, cubes, self.processors());
+            self.prefill_matrix(call, out, step);
         } else {
             self.prefill_portable(call, out);
         }
@@ -55,7 +57,7 @@ impl Gpu {
         unsafe {
             matrix::prefill::launch_unchecked(
                 &self.client,
-                grid(shape, tokens, matrix::ROWS),
+                grid(shape, tokens, step.rows()),
                 CubeDim::new_2d(PLANE, step.planes()),
                 queries.argument(elements / 2, 8),
                 cache.keys.argument(cached, 16),
@@ -105,8 +107,12 @@ impl Gpu {
     }
 }
 
-/// Heads, and tiles of `rows` tokens: as many as the run has at most, however it is divided among sequences.
+/// Heads, and tiles.
 fn grid(shape: Shape, tokens: &Tokens<'_>, rows: u32) -> CubeCount {
-    let tiles = tokens.tokens / rows as usize + tokens.sequences.min(tokens.tokens);
-    CubeCount::Static(shape.heads, tiles as u32, 1)
+    CubeCount::Static(shape.heads, tiles(tokens, rows), 1)
+}
+
+/// Tiles of `rows` tokens: as many as the run has at most, however it is divided among sequences.
+fn tiles(tokens: &Tokens<'_>, rows: u32) -> u32 {
+    (tokens.tokens / rows as usize + tokens.sequences.min(tokens.tokens)) as u32
 }

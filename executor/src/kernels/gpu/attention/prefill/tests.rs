@@ -39,17 +39,31 @@ fn check_with(gpu: &Gpu, attention: &Attention, run: &Run, element: DType, what:
     gpu.prefill(&call, &out);
     assert_close(&out, tolerance, "as dispatched");
     if matrix::serves(attention.head_dim) && gpu.multiplies(element) {
-        for stacks in [1, 2] {
-            let step = matrix::Step::of(attention.head_dim, stacks);
+        for (stacks, planes) in [(1, 2), (1, 4), (1, 8), (2, 1), (2, 4)] {
+            let step = matrix::Step::of(attention.head_dim, stacks, planes);
             let fits = step.bytes() <= gpu.client.properties().hardware.max_shared_memory_size;
             // Two stacks of longer heads have more sums than a unit has registers.
             if fits && (stacks == 1 || attention.head_dim <= 128) {
                 let out = gpu.poisoned(count * 4);
                 gpu.prefill_matrix(&call, &out, step);
-                assert_close(&out, tolerance, &format!("{stacks} stacks"));
+                assert_close(&out, tolerance, &format!("{planes} planes of {stacks} stacks"));
             }
         }
     }
+}
+
+#[test]
+fn few_tiles_are_cut_smaller() {
+    // Heads of 128 on 132 processors with 228 KiB of shared memory each: 64 and 128 rows of one stack, then of two.
+    let planes = |cubes| {
+        let step = matrix::Step::new(128, 228 << 10, cubes, 132);
+        [step.rows(), step.planes()]
+    };
+    assert_eq!([1, 66].map(planes), [[64, 4]; 2]);
+    assert_eq!([67, 264].map(planes), [[128, 8]; 2]);
+    assert_eq!(planes(265), [128, 4]);
+    // Longer heads leave registers for one stack.
+    assert_eq!(matrix::Step::new(256, 228 << 10, 265, 132).planes(), 8);
 }
 
 #[test]
