@@ -410,7 +410,7 @@ fn two_behind_a_slow_link() -> Machine {
     let ends = [gpu, device(&machine, "gpu1")];
     let links = machine.links.iter_mut();
     for link in links.filter(|link| ends.contains(&link.from) && ends.contains(&link.to)) {
-        (link.bytes_per_sec, link.latency_nanos) = (25e9, 5e3);
+        (link.bytes_per_sec, link.latency_nanos) = (12.5e9, 5e3);
     }
     machine
 }
