@@ -25,7 +25,7 @@ const LONE_WORD_BYTES: u64 = 76;
 /// Nanoseconds of the way to a table on a node and back: on that GPU one row took 3 µs more than a step of its own.
 const REACHING_NANOS: f64 = 3e3;
 /// What the attention of a prompt takes on a GPU beside a step and its keys, and for each key that is taken after another.
-/// Measured on an H200 with 16 to 2,048 tokens: see benches/RESULTS.md, attention of few heads.
+/// Measured on an H200 with 16 to 2,048 tokens, and counted for any GPU: see benches/RESULTS.md, attention of few heads.
 const PROMPT_NANOS: f64 = 1e3;
 const PROMPT_KEY_NANOS: f64 = 27.0;
 

@@ -12,7 +12,7 @@ pub mod shortlist;
 use std::collections::BTreeSet;
 
 use crate::id::{BufferId, DeviceId, RopeId, Table};
-use crate::machine::DeviceKind;
+use crate::machine::{DeviceKind, Link};
 use crate::op::{Attention, Experts, Linear, NormKind, Op, Products, Then};
 use crate::packing::{has_panels, has_whole_loads};
 use crate::plan::{Action, Plan, Program, Step};
@@ -53,8 +53,8 @@ pub const EXCHANGE_INBOXES: u32 = 8;
 pub const MOST_PIECE_BYTES: u64 = 4 << 20;
 /// Bytes that an inbox has for small terms at most, those of all peers together: every number has a flag beside it.
 const MOST_FLAGGED_BYTES: u64 = 2 << 20;
-/// What two crossings more take, and the flags of pieces, on two H200s.
-const CROSSINGS_SECS: f64 = 3.5e-6;
+/// What a term in a piece takes longer than its bytes: two crossings more than one with flags. Measured on two H200s.
+pub const CROSSINGS_NANOS: f64 = 3.5e3;
 /// Bytes at most of a term that a linear sends by itself.
 pub const MOST_JOINED_TERM_BYTES: u64 = 64 << 10;
 
@@ -198,11 +198,13 @@ pub fn summed_together(term: DType) -> u32 {
     SUMMED_BYTES / term.bytes() as u32
 }
 
-/// Bytes at most of a term that one of `members` GPUs sends with a flag beside every number, over links of that rate.
-/// That takes twice the bytes and one crossing instead of three: as long as is saved, or as inboxes have room for.
+/// Bytes at most of a term in f32 that one of `members` GPUs sends with a flag beside every number, over links of that
+/// rate. That takes twice the bytes, of all members, and one crossing instead of three: as many as take no longer than is
+/// saved, and as inboxes have room for.
 pub fn most_flagged_term_bytes(members: usize, bytes_per_sec: f64) -> u64 {
-    let room = MOST_FLAGGED_BYTES / 2 / (members.max(2) - 1) as u64;
-    let bytes = ((bytes_per_sec * CROSSINGS_SECS) as u64).clamp(MOST_JOINED_TERM_BYTES, room);
+    let peers = (members.max(2) - 1) as u64;
+    let worth = (bytes_per_sec * CROSSINGS_NANOS / 1e9) as u64 / peers;
+    let bytes = worth.clamp(MOST_JOINED_TERM_BYTES, MOST_FLAGGED_BYTES / 2 / peers);
     bytes - bytes % WORKSPACE_ALIGNMENT
 }
 
@@ -226,20 +228,22 @@ impl Exchange {
 
     /// That of a plan.
     pub fn of(plan: &Plan) -> Self {
-        let (mut term_bytes, mut members) = (0, 0);
+        let (mut term_bytes, mut groups) = (0, BTreeSet::new());
         for program in &plan.programs {
             let steps = program.steps.rows().iter().filter(|step| plan.is_peer_sum(program, step));
             for step in steps {
-                members = members.max(step.reads.len());
+                let terms = step.reads.iter().filter_map(|&term| program.buffers.get(term));
+                groups.insert(terms.map(|term| term.device).collect::<BTreeSet<DeviceId>>());
                 let written = step.writes.iter().filter_map(|&buffer| program.buffers.get(buffer));
                 let bytes = written.map(|buffer| buffer.ty.bytes(program.max)).max();
                 term_bytes = term_bytes.max(bytes.unwrap_or(0));
             }
         }
-        let is_gpu =
-            |id: DeviceId| plan.machine.devices.get(id).is_some_and(|device| device.kind.is_gpu());
-        let links = plan.machine.links.iter().filter(|link| is_gpu(link.from) && is_gpu(link.to));
-        let rates = links.map(|link| link.bytes_per_sec);
+        let is_within = |link: &&Link| {
+            groups.iter().any(|group| group.contains(&link.from) && group.contains(&link.to))
+        };
+        let rates = plan.machine.links.iter().filter(is_within).map(|link| link.bytes_per_sec);
+        let members = groups.iter().map(BTreeSet::len).max().unwrap_or(0);
         Self::new(term_bytes, members, rates.fold(f64::INFINITY, f64::min))
     }
 

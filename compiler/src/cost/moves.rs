@@ -5,7 +5,7 @@ use ir::id::DeviceId;
 use ir::layout::Move;
 use ir::letters::SHARED_COPY_BYTES;
 use ir::machine::{Device, Machine};
-use ir::workspace::{EXCHANGE_MEMBERS, MOST_PIECE_BYTES, most_flagged_term_bytes};
+use ir::workspace::{CROSSINGS_NANOS, EXCHANGE_MEMBERS, MOST_PIECE_BYTES, most_flagged_term_bytes};
 
 use super::nanos_at;
 use crate::target::Target;
@@ -15,10 +15,7 @@ use crate::target::Target;
 const LONE_COPY_BYTES_PER_SEC: f64 = 7.5e9;
 /// What several threads copy.
 const SHARED_COPY_BYTES_PER_SEC: f64 = 12.5e9;
-/// What a term that passes in a piece takes longer than what links say, which is of sums of one row, with flags, and of
-/// 2,048 rows, in eight pieces: it crosses three times. See benches/RESULTS.md: larger sums with flags.
-const PIECE_NANOS: f64 = 3.5e3;
-/// Pieces of the larger of these.
+/// Pieces of the larger sum by which links are measured, of 2,048 rows; the other is of one row, with flags.
 const MEASURED_PIECES: f64 = 8.0;
 
 /// How what a device is brought follows other things.
@@ -103,9 +100,11 @@ pub(crate) fn move_nanos(
         (None, Behind::Earlier | Behind::SameStep, false) => 0.0,
     };
     let largest = incoming.iter().map(|&(_, bytes)| bytes).max().unwrap_or(0);
-    // Links are measured by sums of one row, with flags, and of many in pieces.
     let more = match is_peer_sum(&target.machine, movement, incoming) {
-        true if largest <= most_flagged_term_bytes(incoming.len(), slowest) => crossing,
+        // Whatever terms are made of, each number goes in f32, as what is written, with a flag beside it.
+        true if written <= most_flagged_term_bytes(incoming.len(), slowest) => {
+            crossing * (2.0 * written as f64 / largest.max(1) as f64 - 1.0)
+        }
         true => piece_nanos(largest),
         false => 0.0,
     };
@@ -126,7 +125,7 @@ pub(crate) fn is_peer_sum(
 /// What terms of so many bytes take longer in pieces than links say.
 fn piece_nanos(bytes: u64) -> f64 {
     let pieces = bytes as f64 / MOST_PIECE_BYTES as f64;
-    PIECE_NANOS * (1.0 - pieces / MEASURED_PIECES).max(0.0)
+    CROSSINGS_NANOS * (1.0 - pieces / MEASURED_PIECES).max(0.0)
 }
 
 /// Nanoseconds in which a GPU's lane copies a value into a letter, or out of one.

@@ -209,6 +209,7 @@ impl Draft<'_> {
         });
         is_linear
             && writer.copied() == self.last_step(device)
+            && reads.iter().all(|&term| self.buffers[term].ty.dtype == DType::F32)
             && incoming.iter().all(|(_, bytes)| *bytes <= MOST_JOINED_TERM_BYTES)
             && is_peer_sum(&self.task.target.machine, movement, incoming)
     }

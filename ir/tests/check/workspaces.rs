@@ -1,15 +1,15 @@
 //! Scratch memory of GPUs.
 
-use ir::machine::DeviceKind;
+use ir::machine::{Device, DeviceKind, Link};
 use ir::op::{Norm, NormKind, Op};
 use ir::plan::{Action, Plan};
 use ir::tensor::Format;
 use ir::workspace::{
-    ATTENTION_SPLITS, WORKSPACE_ALIGNMENT, Workspace, attention_splits, shortlist, workspace,
-    workspaces,
+    ATTENTION_SPLITS, EXCHANGE_HEADER_BYTES, Exchange, WORKSPACE_ALIGNMENT, Workspace,
+    attention_splits, most_flagged_term_bytes, shortlist, workspace, workspaces,
 };
 
-use crate::plans::{d, one_device, streamed, tensor_parallel, w};
+use crate::plans::{d, gpu, gpus, one_device, streamed, tensor_parallel, w};
 
 /// A plan of so many tokens a prefill.
 fn with_tokens(mut plan: Plan, tokens: u32) -> Plan {
@@ -172,6 +172,39 @@ fn terms_of_a_sum_over_gpus_have_a_place_where_they_come_through_the_host() {
         assert!(spaces[sum.device].exchange_bytes > 0);
         assert!(spaces[sum.device].inner_bytes >= sum.ty.bytes(program.max));
     }
+}
+
+#[test]
+fn flags_take_no_longer_than_the_crossings_that_they_save() {
+    let most = |bytes_per_sec| [2, 3, 8].map(|gpus| most_flagged_term_bytes(gpus, bytes_per_sec));
+    // As much as inboxes have room for, which peers share.
+    assert_eq!(most(1e12), [1 << 20, 512 << 10, 149_760]);
+    // 175,000 bytes in 3.5 µs, of all peers; never less than linears send by themselves.
+    assert_eq!(most(50e9), [174_848, 87_296, 64 << 10]);
+    let exchange = Exchange::new(100 << 10, 2, 1e12);
+    assert_eq!(exchange, Exchange { piece_bytes: 100 << 10, flagged_bytes: 200 << 10 });
+    assert_eq!(exchange.bytes(3) - EXCHANGE_HEADER_BYTES, 8 * 2 * (300 << 10));
+}
+
+#[test]
+fn links_of_gpus_that_sum_decide_what_passes_with_flags() {
+    let flagged = |change: &dyn Fn(&mut Plan)| {
+        let mut plan = gpus();
+        plan.programs[0].max.tokens = 100_000;
+        plan.machine.links.iter_mut().for_each(|link| link.bytes_per_sec = 1e12);
+        change(&mut plan);
+        Exchange::of(&plan).flagged_bytes
+    };
+    assert_eq!(flagged(&|_| ()), 2 << 20);
+    // Another GPU has no part in it.
+    let add_another = |plan: &mut Plan| {
+        let other = Device { kind: gpu(2), ..plan.machine.devices[d(0)].clone() };
+        let other = plan.machine.devices.push(other);
+        plan.machine.links.push(Link::new(d(0), other, 1e9, 0.0));
+    };
+    assert_eq!(flagged(&add_another), 2 << 20);
+    let slow_down = |plan: &mut Plan| plan.machine.links[0].bytes_per_sec = 1e9;
+    assert_eq!(flagged(&slow_down), 128 << 10);
 }
 
 #[test]

@@ -5,9 +5,11 @@
 //!   members: all of them get the same bits.
 //! - A large term goes in pieces. A cube sends the next piece before it waits for one, so that links are busy while
 //!   terms are added.
-//! - Of a small term every number is written together with a flag, as NCCL's protocol LL does: it takes twice the bytes
-//!   and one crossing instead of three. What makes such a term can send it by itself, number by number, and write the
-//!   sum in its place (see [`small::Meeting`]): no launch stands between a product and its sum.
+//! - Of a small term every number is written in f32 together with a flag, as NCCL's protocol LL does: it takes twice the
+//!   bytes, of terms in 16 bits four times, and one crossing instead of three. There may be more cubes than find a place
+//!   at a time: devices begin them in their order, so the first that a GPU has not ended has its peers' numbers to come.
+//!   What makes such a term can send it by itself, number by number, and write the sum in its place (see
+//!   [`small::Meeting`]): no launch stands between a product and its sum.
 //! - What is written is told by numbers that grow from one sum to the next, and by a run's number, so that captured
 //!   launches serve every run and a run that ended early leaves nothing behind. Those of pieces do not come round;
 //!   those of small terms do, so the GPU that has read one erases it.

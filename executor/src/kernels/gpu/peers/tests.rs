@@ -252,7 +252,7 @@ fn linears_sum_what_they_make() {
 }
 
 #[test]
-fn what_does_not_come_in_fours_is_refused() {
+fn what_does_not_come_in_whole_vectors_is_refused() {
     let Some(gpu) = crate::kernels::gpu::testing::gpu() else { return };
     let span = gpu.upload(&[0_u32; 64]);
     let refusal = |number, count| {
