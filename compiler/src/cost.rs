@@ -144,12 +144,10 @@ pub(crate) fn run_nanos(
                 Some(home) => borrowing_nanos(target, [home, device], attention, cache, batch)?,
                 None => 0.0,
             };
-            let mut attending = attention_nanos(attention, cache, batch, rates.attention(kv_type));
+            let rate = rates.attention(kv_type);
+            let attending = attention_nanos(attention, is_gpu, cache, batch, rate);
             // Of many tokens, a GPU first rotates all heads and caches keys and values.
             let is_prompt = batch.extent.tokens > batch.sequences;
-            if is_gpu && is_prompt {
-                attending = walking_nanos(attending, attention, batch);
-            }
             attending
                 + crossing
                 + match (is_gpu, is_prompt) {
@@ -325,10 +323,16 @@ fn linear_rate(target: &Target, device: DeviceId, format: Format) -> Result<&Lin
     })
 }
 
-fn attention_nanos(attention: &Attention, head_bytes: u64, batch: &Batch, rate: CacheRate) -> f64 {
-    let sequences = f64::from(batch.sequences);
+fn attention_nanos(
+    attention: &Attention,
+    is_gpu: bool,
+    head_bytes: u64,
+    batch: &Batch,
+    rate: CacheRate,
+) -> f64 {
+    let (sequences, past) = (f64::from(batch.sequences), f64::from(batch.past));
     let fed = f64::from(batch.extent.tokens) / sequences;
-    let seen = sequences * attention.seen(fed, f64::from(batch.past));
+    let seen = sequences * attention.seen(fed, past);
     let scores = seen * f64::from(attention.heads);
     if fed <= 1.0 {
         // Decode reads the keys and values that a token sees, once for all query heads that share them.
@@ -337,15 +341,12 @@ fn attention_nanos(attention: &Attention, head_bytes: u64, batch: &Batch, rate: 
     }
     // A multiplication and an addition for each element of the score, and the same for those of the value.
     let flops = scores * 4.0 * f64::from(attention.head_dim);
-    nanos_at(flops, rate.attention_flops_per_sec) + scores * rate.prompt_score_nanos
-}
-
-/// Nanoseconds of the attention of a prompt on a GPU that takes `nanos` where heads and tokens keep it busy: the keys
-/// that the last token sees are taken one after another.
-fn walking_nanos(nanos: f64, attention: &Attention, batch: &Batch) -> f64 {
-    let fed = f64::from(batch.extent.tokens) / f64::from(batch.sequences);
-    let context = fed + f64::from(batch.past);
-    let keys = attention.window.map_or(context, |window| context.min(f64::from(window)));
+    let nanos = nanos_at(flops, rate.attention_flops_per_sec) + scores * rate.prompt_score_nanos;
+    if !is_gpu {
+        return nanos;
+    }
+    // So long where heads and tokens keep it busy; the keys that the last token sees are taken one after another.
+    let keys = attention.window.map_or(fed + past, |window| f64::from(window).min(fed + past));
     PROMPT_NANOS + nanos.hypot(keys * PROMPT_KEY_NANOS)
 }
 

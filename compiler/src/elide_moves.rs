@@ -64,7 +64,7 @@ pub fn share_moves(graph: PlacedGraph) -> Result<PlacedGraph> {
 }
 
 /// How a value of the graph is held.
-fn held(graph: &PlacedGraph, value: ValueId) -> &Layout {
+pub(crate) fn held(graph: &PlacedGraph, value: ValueId) -> &Layout {
     let maker = graph.node(graph.value(value).producer);
     let output = maker.outputs.iter().position(|&output| output == value);
     &maker.work.layouts[output.expect("a value's maker makes it")]

@@ -8,7 +8,7 @@
 mod movement;
 mod narrow;
 
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
 use anyhow::{Context as _, Result};
@@ -21,8 +21,9 @@ use ir::layout::Layout;
 use ir::op::Op;
 use ir::plan::{Action, Buffer, Lane, Program, Queue, Step};
 use ir::smallvec;
-use ir::tensor::DType;
+use ir::tensor::TensorType;
 
+use self::narrow::Narrow;
 use crate::bind::{Bound, BoundPart, Fetched};
 use crate::clock::Clocks;
 use crate::cost::{Operands, fetch_nanos, run_nanos};
@@ -58,8 +59,7 @@ pub(crate) fn schedule(
         after: Table::with_capacity(usual_steps),
         fetchers: BTreeMap::new(),
         held: graph.values().ids().map(|_| Few::new()).collect(),
-        narrow: narrow::values(task.target, graph, parts, batch),
-        behind: narrow::residuals_behind_sums(task.target, graph, parts, batch)?,
+        narrow: Narrow::of(task.target, graph, parts, batch)?,
         collectives: 0,
     };
     draft.plan_fetches(graph, parts, &graphs.window_bytes, causes)?;
@@ -107,10 +107,8 @@ struct Draft<'a> {
     fetchers: BTreeMap<DeviceId, Fetcher>,
     /// Who holds each value, and where.
     held: Table<ValueId, Few<(DeviceId, BufferId)>>,
-    /// The elements of values that a GPU holds in 16 bits.
-    narrow: HashMap<(ValueId, DeviceId), DType>,
-    /// What is added to sums of these terms, and not to a term.
-    behind: HashMap<ValueId, ValueId>,
+    /// What GPUs hold in 16 bits.
+    narrow: Narrow,
     collectives: usize,
 }
 
@@ -212,7 +210,7 @@ impl Draft<'_> {
         parts: &[BoundPart],
         cause: CauseId,
     ) -> Result<()> {
-        let is_term = node.outputs.first().is_some_and(|value| self.behind.contains_key(value));
+        let is_term = self.narrow.residuals.contains_key(&node.outputs[0]);
         for (member, part) in parts.iter().enumerate() {
             let device = part.device;
             let op = if is_term { without_residual(&part.op) } else { part.op.clone() };
@@ -358,15 +356,17 @@ impl Draft<'_> {
     ) -> BufferId {
         let device = layout.devices[member];
         let mut ty = local_type(&graph.value(value).ty, layout, member);
-        if let Some(&dtype) = self.narrow.get(&(value, device)) {
+        if let Some(&dtype) = self.narrow.types.get(&(value, device)) {
             ty.dtype = dtype;
-        } else if self.behind.contains_key(&value) {
-            ty.dtype = DType::Bf16;
         }
-        let buffer = self.buffers.push(Buffer { device, ty });
-        self.uses.push(Few::new());
+        let buffer = self.push_buffer(device, ty);
         self.held[value].push((device, buffer));
         buffer
+    }
+
+    fn push_buffer(&mut self, device: DeviceId, ty: TensorType) -> BufferId {
+        self.uses.push(Few::new());
+        self.buffers.push(Buffer { device, ty })
     }
 
     fn find_buffer(&self, value: ValueId, device: DeviceId) -> Option<BufferId> {

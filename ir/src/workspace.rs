@@ -11,7 +11,7 @@ pub mod shortlist;
 
 use std::collections::BTreeSet;
 
-use crate::id::{BufferId, DeviceId, RopeId, Table};
+use crate::id::{BufferId, DeviceId, Few, RopeId, Table};
 use crate::machine::{DeviceKind, Link};
 use crate::op::{Attention, Experts, Linear, NormKind, Op, Products, Then};
 use crate::packing::{has_panels, has_whole_loads};
@@ -228,12 +228,16 @@ impl Exchange {
 
     /// That of a plan.
     pub fn of(plan: &Plan) -> Self {
-        let (mut term_bytes, mut groups) = (0, BTreeSet::new());
+        let (mut term_bytes, mut groups) = (0, Vec::<Few<DeviceId>>::new());
         for program in &plan.programs {
             let steps = program.steps.rows().iter().filter(|step| plan.is_peer_sum(program, step));
             for step in steps {
                 let terms = step.reads.iter().filter_map(|&term| program.buffers.get(term));
-                groups.insert(terms.map(|term| term.device).collect::<BTreeSet<DeviceId>>());
+                let group: Few<DeviceId> = terms.map(|term| term.device).collect();
+                // Sums of a plan are over few groups.
+                if !groups.contains(&group) {
+                    groups.push(group);
+                }
                 let written = step.writes.iter().filter_map(|&buffer| program.buffers.get(buffer));
                 let bytes = written.map(|buffer| buffer.ty.bytes(program.max)).max();
                 term_bytes = term_bytes.max(bytes.unwrap_or(0));
@@ -243,7 +247,7 @@ impl Exchange {
             groups.iter().any(|group| group.contains(&link.from) && group.contains(&link.to))
         };
         let rates = plan.machine.links.iter().filter(is_within).map(|link| link.bytes_per_sec);
-        let members = groups.iter().map(BTreeSet::len).max().unwrap_or(0);
+        let members = groups.iter().map(|group| group.len()).max().unwrap_or(0);
         Self::new(term_bytes, members, rates.fold(f64::INFINITY, f64::min))
     }
 

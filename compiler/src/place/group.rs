@@ -14,8 +14,8 @@ pub(crate) struct Group {
 }
 
 /// Granularities of a divided axis that parts of [`LEAST_GRAINS`] grains or more have: whole tiles, and what columns are a
-/// multiple of for the matrix instructions of Hopper GPUs. (On an H200 40 rows with a down projection in
-/// 4-bit take 50 µs with 7,200 or 7,136 columns, 13 with 7,168.)
+/// multiple of for the matrix instructions of Hopper GPUs. (On an H200 40 rows with a down projection in 4-bit take 50 µs
+/// with 7,200 or 7,136 columns, 13 with 7,168.)
 const COARSE_GRAINS: [u32; 2] = [2 * WARPGROUP_COLUMNS, WARPGROUP_COLUMNS];
 /// Half a grain is 3 % of as many.
 const LEAST_GRAINS: f64 = 16.0;

@@ -8,7 +8,7 @@ use ir::graph::{Placed, PlacedGraph};
 use ir::id::{BufferId, CauseId, DeviceId, Few, Id as _, StepId, ValueId};
 use ir::layout::Move;
 use ir::op::Op;
-use ir::plan::{Action, Algorithm, Buffer, Phase, Queue};
+use ir::plan::{Action, Algorithm, Phase, Queue};
 use ir::smallvec;
 use ir::tensor::DType;
 use ir::workspace::{EXCHANGE_MEMBERS, MOST_JOINED_TERM_BYTES, summed_together};
@@ -17,9 +17,10 @@ use super::Draft;
 use crate::cost::{Behind, Way, is_peer_sum, library_sum_nanos, move_nanos, nanos_at};
 use crate::groups::{groups, terms};
 use crate::part::local_type;
+use crate::target::Target;
 
 /// The vendor's library has to be so much faster than a direct sum: its buffers take memory.
-pub(super) const LIBRARY_GAIN: f64 = 1.1;
+const LIBRARY_GAIN: f64 = 1.1;
 
 impl Draft<'_> {
     /// Adds one step for each device that a movement brings a value to.
@@ -57,7 +58,7 @@ impl Draft<'_> {
                     self.move_step(graph, node, action, reads, device, member, cause)?;
                 }
             }
-            Move::AllReduce if let Some(&residual) = self.behind.get(&input) => {
+            Move::AllReduce if let Some(&residual) = self.narrow.residuals.get(&input) => {
                 self.sum_before(graph, node, residual, cause)?;
             }
             Move::AllReduce if let Some(groups) = self.groups(graph, input, members)? => {
@@ -101,8 +102,7 @@ impl Draft<'_> {
         for (member, &device) in layout.devices.iter().enumerate() {
             let ty = local_type(&graph.value(node.outputs[0]).ty, layout, member);
             let read_bytes = ty.bytes(self.batch.extent) as f64;
-            let sum = self.buffers.push(Buffer { device, ty });
-            self.uses.push(Few::new());
+            let sum = self.push_buffer(device, ty);
             let (movement, algorithm) = (Move::AllReduce, Algorithm::Direct);
             let action = Action::Move { movement, collective, slice: None, algorithm };
             self.push_move(node, device, action, reads.clone(), sum, cause)?;
@@ -153,8 +153,7 @@ impl Draft<'_> {
             let algorithm = self.algorithm(&Move::AllReduce, &terms)?;
             for &member in group {
                 let (device, ty) = (members[member], self.buffers[terms[0]].ty.clone());
-                let sum = self.buffers.push(Buffer { device, ty });
-                self.uses.push(Few::new());
+                let sum = self.push_buffer(device, ty);
                 let action = action(collective, algorithm);
                 self.push_move(node, device, action, terms.clone(), sum, cause)?;
                 held[member] = sum;
@@ -180,15 +179,7 @@ impl Draft<'_> {
             && self.batch.phase == Phase::Prefill
             && reads.len() <= EXCHANGE_MEMBERS
             && self.are_gpus(&incoming);
-        let by_library = library_sum_nanos(target, reads.len(), largest);
-        let Some(by_library) = by_library.filter(|_| may_be_librarys) else {
-            return Ok(Algorithm::Direct);
-        };
-        let way = Way::alone(false);
-        let direct =
-            |&(to, _): &(DeviceId, u64)| move_nanos(target, to, movement, &incoming, largest, way);
-        let direct: Vec<f64> = incoming.iter().map(direct).collect::<Result<_>>()?;
-        let is_faster = direct.into_iter().fold(0.0, f64::max) > by_library * LIBRARY_GAIN;
+        let is_faster = may_be_librarys && is_librarys(target, &incoming, largest)?;
         Ok(if is_faster { Algorithm::Library } else { Algorithm::Direct })
     }
 
@@ -335,4 +326,21 @@ impl Draft<'_> {
         self.step(&node.name, lane, action, reads, smallvec![to], nanos, cause);
         Ok(())
     }
+}
+
+/// Whether the vendor's library sums terms of GPUs so much faster than these do by themselves that it is worth its
+/// buffers: terms of these sizes by themselves, and by the library terms as large as the sum, of `bytes` bytes.
+pub(super) fn is_librarys(
+    target: &Target,
+    incoming: &[(DeviceId, u64)],
+    bytes: u64,
+) -> Result<bool> {
+    let Some(by_library) = library_sum_nanos(target, incoming.len(), bytes) else {
+        return Ok(false);
+    };
+    let way = Way::alone(false);
+    let direct =
+        |&(to, _): &(DeviceId, u64)| move_nanos(target, to, &Move::AllReduce, incoming, bytes, way);
+    let direct: Vec<f64> = incoming.iter().map(direct).collect::<Result<_>>()?;
+    Ok(direct.into_iter().fold(0.0, f64::max) > by_library * LIBRARY_GAIN)
 }

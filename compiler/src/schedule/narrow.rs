@@ -10,7 +10,8 @@
 use std::collections::HashMap;
 
 use anyhow::Result;
-use ir::graph::{PlacedGraph, Work};
+use ir::dag::Node;
+use ir::graph::{Placed, PlacedGraph, Work};
 use ir::id::{DeviceId, NodeId, Table, ValueId};
 use ir::layout::{Layout, Move, Share};
 use ir::op::{Op, Then};
@@ -18,110 +19,97 @@ use ir::plan::Phase;
 use ir::tensor::{DType, Dim, TensorType};
 use ir::workspace::{MAX_FUSED_ROWS, product_format, summed_together};
 
-use super::movement::LIBRARY_GAIN;
+use super::movement::is_librarys;
 use crate::bind::BoundPart;
-use crate::cost::{Way, is_peer_sum, library_sum_nanos, move_nanos};
+use crate::cost::is_peer_sum;
+use crate::elide_moves::held;
+use crate::insert_moves::satisfies;
 use crate::target::{Batch, Target};
 
-/// The values that a device holds in 16 bits in a program for that batch, with the type of their elements.
-pub(super) fn values(
-    target: &Target,
-    graph: &PlacedGraph,
-    parts: &Table<NodeId, Vec<BoundPart>>,
-    batch: &Batch,
-) -> HashMap<(ValueId, DeviceId), DType> {
-    let mut narrow = HashMap::new();
-    // Runs of fewer tokens take the input in f32.
-    if batch.phase != Phase::Prefill || batch.extent.tokens <= MAX_FUSED_ROWS {
-        return narrow;
-    }
-    let readers = graph.readers();
-    for (id, node) in graph.nodes() {
-        let Work::Compute(Op::Linear(linear)) = &node.work.work else { continue };
-        let &[value] = &node.outputs[..] else { continue };
-        let is_inner = linear.then != Then::Nothing && !linear.residual;
-        let has_tokens = graph.value(value).ty.shape.first() == Some(&Dim::Tokens);
-        let is_read_so = readers[value].iter().all(|&reader| is_input(graph, reader, value));
-        if !(is_inner && has_tokens && is_read_so) || graph.outputs().contains(&value) {
-            continue;
+/// What devices hold in 16 bits in a program.
+#[derive(Default)]
+pub(super) struct Narrow {
+    /// The type of the elements of each such value on each such device.
+    pub(super) types: HashMap<(ValueId, DeviceId), DType>,
+    /// What is added behind the sums of such terms, under these terms.
+    pub(super) residuals: HashMap<ValueId, ValueId>,
+}
+
+impl Narrow {
+    /// That of a program for that batch.
+    ///
+    /// # Errors
+    /// When no link leads from one GPU to another that it shares a layer with.
+    pub(super) fn of(
+        target: &Target,
+        graph: &PlacedGraph,
+        parts: &Table<NodeId, Vec<BoundPart>>,
+        batch: &Batch,
+    ) -> Result<Self> {
+        let mut narrow = Self::default();
+        // Runs of fewer tokens take the input in f32.
+        if batch.phase != Phase::Prefill || batch.extent.tokens <= MAX_FUSED_ROWS {
+            return Ok(narrow);
         }
-        for part in &parts[id] {
-            let readers = readers[value].iter().flat_map(|&reader| &parts[reader]);
-            let mut here = readers.filter(|reader| reader.device == part.device).peekable();
-            let are_read = here.peek().is_some();
-            if are_read && [part].into_iter().chain(here).all(|part| multiplies_bf16(target, part))
+        let readers = graph.readers();
+        for (id, node) in graph.nodes() {
+            let Work::Compute(Op::Linear(linear)) = &node.work.work else { continue };
+            let &[value] = &node.outputs[..] else { continue };
+            if graph.value(value).ty.shape.first() != Some(&Dim::Tokens) {
+                continue;
+            }
+            let readers = &readers[value];
+            let is_read_so = || readers.iter().all(|&reader| is_input(graph, reader, value));
+            let is_inner = linear.then != Then::Nothing && !linear.residual;
+            if is_inner && !graph.outputs().contains(&value) && is_read_so() {
+                let readers = || readers.iter().flat_map(|&reader| &parts[reader]);
+                for part in &parts[id] {
+                    let here = readers().filter(|reader| reader.device == part.device);
+                    let mut here = here.peekable();
+                    let are_read = here.peek().is_some();
+                    let mut all = [part].into_iter().chain(here);
+                    if are_read && all.all(|part| multiplies_bf16(target, part)) {
+                        narrow.types.insert((value, part.device), DType::Bf16);
+                    }
+                }
+            }
+            if linear.residual
+                && let &[reader] = &readers[..]
+                && parts[id].iter().all(|part| multiplies_bf16(target, part))
+                && is_term(target, graph, node, graph.node(reader), batch)?
             {
-                narrow.insert((value, part.device), DType::Bf16);
+                let devices = node.work.layouts[0].devices.iter();
+                narrow.types.extend(devices.map(|&device| ((value, device), DType::Bf16)));
+                narrow.residuals.insert(value, node.inputs[1]);
             }
         }
+        Ok(narrow)
     }
-    narrow
 }
 
-/// What is added behind sums that GPUs make of terms in 16 bits, under those terms, in a program for that batch: where
-/// every GPU has it, and the vendor's library of collectives is not faster.
-pub(super) fn residuals_behind_sums(
+/// Whether what a linear with a residual makes are terms that GPUs sum among themselves, all of which have that residual,
+/// and no faster by the vendor's library of collectives.
+fn is_term(
     target: &Target,
     graph: &PlacedGraph,
-    parts: &Table<NodeId, Vec<BoundPart>>,
+    linear: &Node<Placed>,
+    reader: &Node<Placed>,
     batch: &Batch,
-) -> Result<HashMap<ValueId, ValueId>> {
-    let mut behind = HashMap::new();
-    if batch.phase != Phase::Prefill || batch.extent.tokens <= MAX_FUSED_ROWS {
-        return Ok(behind);
-    }
-    let readers = graph.readers();
-    for (id, node) in graph.nodes() {
-        let Work::Compute(Op::Linear(linear)) = &node.work.work else { continue };
-        let (&[value], &[_, residual]) = (&node.outputs[..], &node.inputs[..]) else { continue };
-        let layout = &node.work.layouts[0];
-        let ty = &graph.value(value).ty;
-        let is_term = linear.residual
-            && ty.shape.first() == Some(&Dim::Tokens)
-            && layout.share == Share::Partial
-            && ty.features(batch.extent).is_multiple_of(summed_together(DType::Bf16))
-            && readers[value].len() == 1
-            && readers[value].iter().all(|&reader| is_sum_for(graph, reader, &layout.devices));
-        let are_narrow = || parts[id].iter().all(|part| multiplies_bf16(target, part));
-        if !is_term || !are_narrow() || !is_everywhere(graph, residual, &layout.devices) {
-            continue;
-        }
-        let narrow = TensorType { dtype: DType::Bf16, shape: ty.shape.clone() }.bytes(batch.extent);
-        let incoming: Vec<(DeviceId, u64)> =
-            layout.devices.iter().map(|&device| (device, narrow)).collect();
-        if !is_peer_sum(&target.machine, &Move::AllReduce, &incoming) {
-            continue;
-        }
-        let bytes = ty.bytes(batch.extent);
-        let direct = layout.devices.iter().map(|&device| {
-            let way = Way::alone(false);
-            move_nanos(target, device, &Move::AllReduce, &incoming, bytes, way)
-        });
-        let slowest = direct.collect::<Result<Vec<f64>>>()?.into_iter().fold(0.0, f64::max);
-        let by_library = library_sum_nanos(target, incoming.len(), bytes);
-        if by_library.is_none_or(|library| slowest <= library * LIBRARY_GAIN) {
-            behind.insert(value, residual);
-        }
-    }
-    Ok(behind)
-}
-
-/// Whether a node sums what these devices hold, and brings them the sum.
-fn is_sum_for(graph: &PlacedGraph, node: NodeId, devices: &[DeviceId]) -> bool {
-    let placed = &graph.node(node).work;
-    matches!(placed.work, Work::Move(Move::AllReduce))
-        && placed.needs[0].devices[..] == *devices
-        && placed.layouts[0].devices[..] == *devices
-}
-
-/// Whether each of these devices holds all of a value.
-fn is_everywhere(graph: &PlacedGraph, value: ValueId, devices: &[DeviceId]) -> bool {
-    let maker = graph.node(graph.value(value).producer);
-    let layout = maker.outputs.iter().position(|&output| output == value);
-    layout.is_some_and(|at| {
-        let Layout { devices: holders, share, .. } = &maker.work.layouts[at];
-        *share == Share::Whole && devices.iter().all(|device| holders.contains(device))
-    })
+) -> Result<bool> {
+    let Layout { devices, share } = &linear.work.layouts[0];
+    let ty = &graph.value(linear.outputs[0]).ty;
+    let is_summed = matches!(reader.work.work, Work::Move(Move::AllReduce))
+        && [&reader.work.needs[0], &reader.work.layouts[0]]
+            .iter()
+            .all(|layout| layout.devices == *devices);
+    let narrow = TensorType { dtype: DType::Bf16, shape: ty.shape.clone() }.bytes(batch.extent);
+    let incoming: Vec<(DeviceId, u64)> = devices.iter().map(|&device| (device, narrow)).collect();
+    Ok(*share == Share::Partial
+        && is_summed
+        && ty.features(batch.extent).is_multiple_of(summed_together(DType::Bf16))
+        && satisfies(held(graph, linear.inputs[1]), &Layout::whole(devices))
+        && is_peer_sum(&target.machine, &Move::AllReduce, &incoming)
+        && !is_librarys(target, &incoming, ty.bytes(batch.extent))?)
 }
 
 /// Whether a node is a linear that multiplies the value as it is, and reads it for nothing else.

@@ -62,11 +62,11 @@ fn step_types(scope: Scope<'_>, step: &Step) -> Result<()> {
         Action::Move { movement, collective, slice, algorithm } => {
             let is_sum_of_gpus = scope.plan.is_peer_sum(scope.program, step);
             let may_be_narrow = is_sum_of_gpus && may_be_narrow(scope.program);
-            let is_collective = collective.is_some();
             moves::check(
                 movement,
                 *algorithm,
-                (is_collective, may_be_narrow),
+                collective.is_some(),
+                may_be_narrow,
                 *slice,
                 &reads,
                 &writes,

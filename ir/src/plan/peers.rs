@@ -46,8 +46,7 @@ impl Plan {
     /// Whether a GPU may make the sum that follows a step of its lane in the same launch: one over GPUs, of the only
     /// output of a linear, in small terms. The caller sees to it that nothing else reads that output.
     pub fn may_join_sum(&self, program: &Program, lane: &[StepId], position: usize) -> bool {
-        let step = |position: usize| program.steps.get(*lane.get(position)?);
-        let (Some(linear), Some(sum)) = (step(position), step(position + 1)) else { return false };
+        let Some([linear, sum]) = neighbours(program, lane, position) else { return false };
         let &[term] = linear.writes.as_slice() else { return false };
         let ty = program.buffers.get(term).map(|term| &term.ty);
         let is_small = |ty: &TensorType| {
@@ -62,8 +61,7 @@ impl Plan {
     /// Whether a GPU may add something to the sum that a step of its lane is, as the next step does, in the same launch.
     /// The caller sees to it that nothing else reads that sum.
     pub fn may_join_add(&self, program: &Program, lane: &[StepId], position: usize) -> bool {
-        let step = |position: usize| program.steps.get(*lane.get(position)?);
-        let (Some(sum), Some(add)) = (step(position), step(position + 1)) else { return false };
+        let Some([sum, add]) = neighbours(program, lane, position) else { return false };
         let &[written] = sum.writes.as_slice() else { return false };
         matches!(add.action, Action::Run(Op::Add))
             && add.reads.len() == 2
@@ -94,4 +92,10 @@ impl Plan {
         let device = program.buffers.get(buffer)?.device;
         self.machine.devices.get(device).filter(|device| device.kind.is_gpu()).map(|_| device)
     }
+}
+
+/// The step at that position of a lane, and the next.
+fn neighbours<'a>(program: &'a Program, lane: &[StepId], position: usize) -> Option<[&'a Step; 2]> {
+    let step = |position: usize| program.steps.get(*lane.get(position)?);
+    Some([step(position)?, step(position + 1)?])
 }

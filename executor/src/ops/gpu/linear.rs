@@ -323,7 +323,7 @@ impl State {
 }
 
 /// `x` in another format.
-fn cast<'a>(x: &'a Operand, format: Format, out: &'a Span) -> Cast<'a> {
+pub(super) fn cast<'a>(x: &'a Operand, format: Format, out: &'a Span) -> Cast<'a> {
     let element = x.dtype;
     Cast { element, ..Cast::plain(&x.span, [x.rows, x.columns], format, out) }
 }

@@ -9,9 +9,9 @@ use ir::layout::Move;
 use ir::plan::{Program, Queue};
 use ir::tensor::Format;
 
+use super::linear::cast;
 use super::runs::{turn, with_bytes};
 use super::state::{Operand, State, dims};
-use crate::kernels::gpu::cast::Cast;
 use crate::kernels::gpu::device::{ALIGNMENT, Span};
 use crate::kernels::gpu::peers::{Group, Sum};
 use crate::ops::Scope;
@@ -69,9 +69,7 @@ impl State {
                 let is_wide = schedule.buffers[step.reads[0]].ty.dtype == out.dtype;
                 let mut sum = whole(0, if is_wide { &out.span } else { staging })?;
                 if !is_wide {
-                    let (x, element, shape) = (&sum.span, sum.dtype, [sum.rows, sum.columns]);
-                    let plain = Cast::plain(x, shape, Format::F32, &out.span);
-                    self.gpu.cast(&Cast { element, ..plain })?;
+                    self.gpu.cast(&cast(&sum, Format::F32, &out.span))?;
                     sum = out.clone();
                 }
                 for index in 1..step.reads.len() {

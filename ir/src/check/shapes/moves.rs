@@ -11,7 +11,8 @@ use crate::workspace::summed_together;
 pub(super) fn check(
     movement: &Move,
     algorithm: Algorithm,
-    (is_collective, may_be_narrow): (bool, bool),
+    is_collective: bool,
+    may_be_narrow: bool,
     slice: Option<(u32, u32)>,
     reads: &[&TensorType],
     writes: &[&TensorType],

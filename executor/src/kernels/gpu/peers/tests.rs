@@ -56,50 +56,90 @@ fn sum<'a>(term: &'a Span, out: &'a Span, count: usize) -> Sum<'a> {
     Sum { term, of_term: DType::F32, residual: None, out, count }
 }
 
+/// One of both GPUs, in a thread of its own.
+struct Member<'a> {
+    gpu: &'a Gpu,
+    rank: usize,
+    exchange: Span,
+    /// Of both.
+    addresses: [u64; MEMBERS],
+    barrier: &'a Barrier,
+}
+
+/// Lets both GPUs do their part at the same time, once each has an exchange.
+fn meet(gpus: &[Gpu], part: impl Fn(&Member<'_>) + Sync) {
+    let (addresses, barrier) = (Mutex::new([0_u64; MEMBERS]), Barrier::new(MEMBERS));
+    thread::scope(|scope| {
+        for (rank, gpu) in gpus.iter().enumerate() {
+            let (addresses, barrier, part) = (&addresses, &barrier, &part);
+            scope.spawn(move || {
+                let exchange = gpu.allocate(EXCHANGE.bytes(MEMBERS) as usize).unwrap();
+                gpu.clear_exchange(&exchange).unwrap();
+                addresses.lock().unwrap()[rank] = exchange.address().unwrap();
+                barrier.wait();
+                let addresses = *addresses.lock().unwrap();
+                part(&Member { gpu, rank, exchange, addresses, barrier });
+            });
+        }
+    });
+}
+
+/// What a member has of a sum, and what it is to get.
+struct Known {
+    term: Span,
+    of_term: DType,
+    residual: Option<Span>,
+    expected: Vec<f32>,
+}
+
+/// Both GPUs make sums of so many numbers in each of some runs, of what `known` says that the GPU of a rank has in a run
+/// of the sum at a place.
+fn check_sums(
+    gpus: &[Gpu],
+    runs: u32,
+    counts: &[usize],
+    known: impl Fn(&Gpu, usize, u32, usize) -> Known + Sync,
+) {
+    meet(gpus, |&Member { gpu, rank, ref exchange, addresses, barrier }| {
+        for run in 1..=runs {
+            let turn = gpu.upload(&[run]);
+            let known: Vec<Known> = (0..counts.len()).map(|at| known(gpu, rank, run, at)).collect();
+            let outs = counts.iter().map(|count| gpu.poisoned(count * size_of::<f32>()));
+            let outs: Vec<Span> = outs.collect();
+            gpu.sync().unwrap();
+            barrier.wait();
+            gpu.start_sums(exchange).unwrap();
+            for (at, (&count, out)) in counts.iter().zip(&outs).enumerate() {
+                let group = group(addresses, rank, &turn, at as u32);
+                let Known { term, of_term, residual, .. } = &known[at];
+                let (of_term, residual) = (*of_term, residual.as_ref());
+                let sum = Sum { term, of_term, residual, out, count };
+                gpu.sum_over_peers(&group, &sum).unwrap();
+            }
+            gpu.flush().unwrap();
+            barrier.wait();
+            for ((out, &count), known) in outs.iter().zip(counts).zip(&known) {
+                assert!(
+                    gpu.download::<f32>(out, count) == known.expected,
+                    "{count} numbers, run {run}"
+                );
+            }
+            assert_eq!(gpu.lost_member(exchange, run).unwrap(), None);
+        }
+    });
+}
+
 #[test]
 fn terms_of_two_members_are_summed_run_after_run() {
     let Some(gpus) = gpus() else { return };
     // One unit's, several cubes', the most with flags; one more; a few pieces with a rest, many; one with flags again.
     let flagged = EXCHANGE.flagged_bytes as usize / 8;
     let counts = [4, 4096, flagged, flagged + 4, 1_000_004, 3_500_008, 4096];
-    let (addresses, barrier) = (Mutex::new([0_u64; MEMBERS]), Barrier::new(MEMBERS));
-    let member = |rank: usize| {
-        let gpu = &gpus[rank];
-        let bytes = EXCHANGE.bytes(MEMBERS) as usize;
-        let exchange = gpu.allocate(bytes).unwrap();
-        gpu.clear_exchange(&exchange).unwrap();
-        addresses.lock().unwrap()[rank] = exchange.address().unwrap();
-        barrier.wait();
-        let addresses = *addresses.lock().unwrap();
-        for number in 1..=3 {
-            let turn = gpu.upload(&[number]);
-            let terms = counts.map(|count| gpu.upload(&term(rank, number, count)));
-            let outs = counts.map(|count| gpu.poisoned(count * size_of::<f32>()));
-            gpu.sync().unwrap();
-            barrier.wait();
-            gpu.start_sums(&exchange).unwrap();
-            for (i, count) in counts.into_iter().enumerate() {
-                let group = group(addresses, rank, &turn, i as u32);
-                gpu.sum_over_peers(&group, &sum(&terms[i], &outs[i], count)).unwrap();
-            }
-            gpu.flush().unwrap();
-            barrier.wait();
-            for (out, count) in outs.iter().zip(counts) {
-                let others = term(0, number, count).into_iter().zip(term(1, number, count));
-                let expected: Vec<f32> = others.map(|(a, b)| a + b).collect();
-                assert!(
-                    gpu.download::<f32>(out, count) == expected,
-                    "{count} numbers, run {number}"
-                );
-            }
-            assert_eq!(gpu.lost_member(&exchange, number).unwrap(), None);
-        }
-    };
-    thread::scope(|scope| {
-        for rank in 0..MEMBERS {
-            let member = &member;
-            scope.spawn(move || member(rank));
-        }
+    check_sums(&gpus, 3, &counts, |gpu, rank, run, at| {
+        let [a, b] = [0, 1].map(|rank| term(rank, run, counts[at]));
+        let expected = a.iter().zip(&b).map(|(a, b)| a + b).collect();
+        let term = gpu.upload(&term(rank, run, counts[at]));
+        Known { term, of_term: DType::F32, residual: None, expected }
     });
 }
 
@@ -109,52 +149,17 @@ fn terms_in_16_bits_are_summed_and_each_member_adds_a_residual() {
     // With flags, a piece, a few pieces with a rest.
     let flagged = EXCHANGE.flagged_bytes as usize / 8;
     let counts = [8, flagged, flagged + 8, 500_008, 1_600_000, 4096];
-    let (addresses, barrier) = (Mutex::new([0_u64; MEMBERS]), Barrier::new(MEMBERS));
-    let member = |rank: usize| {
-        let gpu = &gpus[rank];
-        let bytes = EXCHANGE.bytes(MEMBERS) as usize;
-        let exchange = gpu.allocate(bytes).unwrap();
-        gpu.clear_exchange(&exchange).unwrap();
-        addresses.lock().unwrap()[rank] = exchange.address().unwrap();
-        barrier.wait();
-        let addresses = *addresses.lock().unwrap();
-        for number in 1..=2 {
-            let turn = gpu.upload(&[number]);
-            let terms = counts.map(|count| gpu.upload(&narrow_term(rank, number, count)));
-            // Not the same on both, so that one added to a term shows.
-            let residuals = counts.map(|count| gpu.upload(&term(rank, number, count)));
-            let outs = counts.map(|count| gpu.poisoned(count * size_of::<f32>()));
-            gpu.sync().unwrap();
-            barrier.wait();
-            gpu.start_sums(&exchange).unwrap();
-            for (i, count) in counts.into_iter().enumerate() {
-                let group = group(addresses, rank, &turn, i as u32);
-                // Sums with and without take turns.
-                let residual = (i % 2 == 0).then_some(&residuals[i]);
-                let of_term = DType::Bf16;
-                let sum = Sum { of_term, residual, ..sum(&terms[i], &outs[i], count) };
-                gpu.sum_over_peers(&group, &sum).unwrap();
-            }
-            gpu.flush().unwrap();
-            barrier.wait();
-            for (i, (out, count)) in outs.iter().zip(counts).enumerate() {
-                let added = if i % 2 == 0 { term(rank, number, count) } else { vec![0.0; count] };
-                let [a, b] = [0, 1].map(|rank| narrow_term(rank, number, count));
-                let terms = a.iter().zip(&b).map(|(a, b)| a.to_f32() + b.to_f32());
-                let expected: Vec<f32> = terms.zip(added).map(|(sum, more)| sum + more).collect();
-                assert!(
-                    gpu.download::<f32>(out, count) == expected,
-                    "{count} numbers, run {number}"
-                );
-            }
-            assert_eq!(gpu.lost_member(&exchange, number).unwrap(), None);
-        }
-    };
-    thread::scope(|scope| {
-        for rank in 0..MEMBERS {
-            let member = &member;
-            scope.spawn(move || member(rank));
-        }
+    check_sums(&gpus, 2, &counts, |gpu, rank, run, at| {
+        let count = counts[at];
+        // Sums with and without take turns. Not the same on both, so that one added to a term shows.
+        let residual = (at % 2 == 0).then(|| term(rank, run, count));
+        let added = residual.clone().unwrap_or_else(|| vec![0.0; count]);
+        let [a, b] = [0, 1].map(|rank| narrow_term(rank, run, count));
+        let terms = a.iter().zip(&b).map(|(a, b)| a.to_f32() + b.to_f32());
+        let expected = terms.zip(added).map(|(sum, more)| sum + more).collect();
+        let term = gpu.upload(&narrow_term(rank, run, count));
+        let residual = residual.map(|residual| gpu.upload(&residual));
+        Known { term, of_term: DType::Bf16, residual, expected }
     });
 }
 
@@ -174,19 +179,12 @@ fn linears_sum_what_they_make() {
         (Layout::Panels, Format::Q8, 20, 100),
     ];
     let columns = [512, 256];
-    let (addresses, barrier) = (Mutex::new([0_u64; MEMBERS]), Barrier::new(MEMBERS));
     let (alone, wrong) = (Mutex::new([const { Vec::new() }; MEMBERS]), Mutex::new(Vec::new()));
-    let member = |rank: usize| {
-        let gpu = &gpus[rank];
-        let bytes = EXCHANGE.bytes(MEMBERS) as usize;
-        let exchange = gpu.allocate(bytes).unwrap();
-        gpu.clear_exchange(&exchange).unwrap();
-        addresses.lock().unwrap()[rank] = exchange.address().unwrap();
+    meet(&gpus, |&Member { gpu, rank, ref exchange, addresses, barrier }| {
         let turn = gpu.upload(&[1_u32]);
-        gpu.start_sums(&exchange).unwrap();
+        gpu.start_sums(exchange).unwrap();
         gpu.sync().unwrap();
         barrier.wait();
-        let addresses = *addresses.lock().unwrap();
         for (number, (layout, format, tokens, rows)) in cases.into_iter().enumerate() {
             let (columns, seed) = (columns[rank], 3 + rank as u64);
             let sample = match layout {
@@ -239,13 +237,7 @@ fn linears_sum_what_they_make() {
             }
             barrier.wait();
         }
-        assert_eq!(gpu.lost_member(&exchange, 1).unwrap(), None);
-    };
-    thread::scope(|scope| {
-        for rank in 0..MEMBERS {
-            let member = &member;
-            scope.spawn(move || member(rank));
-        }
+        assert_eq!(gpu.lost_member(exchange, 1).unwrap(), None);
     });
     let wrong = wrong.into_inner().unwrap();
     assert!(wrong.is_empty(), "{wrong:?}");
